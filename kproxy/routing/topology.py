@@ -1,0 +1,133 @@
+"""Who owns which partition, and where the owners are.
+
+State: for each topic, by partition index, (owner, revision); for each broker id, its address. One instance per process,
+changed only by an ownership source and read by everything else, all on one event loop. A reader sees one consistent
+snapshot because it looks up every partition of a request within one synchronous step: nothing here awaits.
+
+Invariants
+1. An entry changes only upward: a change that carries a revision at or below the entry's own is ignored. A removal keeps
+   its revision, so that a late event of an earlier owner cannot bring that owner back.
+2. `revision` is the highest revision seen; it goes down only in `begin_rebuild` (a restored etcd).
+3. Partition indexes lie in [0, MAX_PARTITION_INDEX]; anything else is refused, so a bad key cannot cost memory.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+NO_OWNER = -1
+MAX_PARTITION_INDEX = 999_999
+
+
+class Address(NamedTuple):
+    """Where a broker listens."""
+
+    host: str
+    port: int
+
+
+class Ownership(NamedTuple):
+    """One row of the table: `revision` is etcd's mod_revision of the lease key, never a leader epoch."""
+
+    topic: bytes
+    partition_index: int
+    owner: int
+    revision: int
+
+
+class _TopicOwners:
+    """Owner and revision by partition index, twelve bytes a partition."""
+
+    __slots__ = ("owners", "revisions")
+
+    def __init__(self) -> None:
+        self.owners = array("i")
+        self.revisions = array("q")
+
+    def grow(self, partition_index: int) -> None:
+        missing = partition_index + 1 - len(self.owners)
+        if missing > 0:
+            self.owners.extend([NO_OWNER] * missing)
+            self.revisions.extend([0] * missing)
+
+
+class Topology:
+    """The routing table. Topics are bytes as they stand on the wire, so that a lookup decodes nothing."""
+
+    def __init__(self) -> None:
+        self._topics: dict[bytes, _TopicOwners] = {}
+        self._brokers: dict[int, Address] = {}
+        self.revision = 0
+
+    # Reading
+
+    def owner(self, topic: bytes, partition_index: int) -> int:
+        """The broker id that owns the partition, or NO_OWNER."""
+        topic_owners = self._topics.get(topic)
+        if topic_owners is None or not 0 <= partition_index < len(topic_owners.owners):
+            return NO_OWNER
+        return topic_owners.owners[partition_index]
+
+    def owner_revision(self, topic: bytes, partition_index: int) -> int:
+        """The revision of the partition's last change, 0 where none was ever seen."""
+        topic_owners = self._topics.get(topic)
+        if topic_owners is None or not 0 <= partition_index < len(topic_owners.revisions):
+            return 0
+        return topic_owners.revisions[partition_index]
+
+    def address(self, broker_id: int) -> Address | None:
+        return self._brokers.get(broker_id)
+
+    @property
+    def brokers(self) -> dict[int, Address]:
+        """Live brokers by id. Treat it as read-only."""
+        return self._brokers
+
+    def ownerships(self) -> Iterator[Ownership]:
+        """Every owned partition, by topic and index."""
+        for topic in sorted(self._topics):
+            topic_owners = self._topics[topic]
+            for partition_index, owner in enumerate(topic_owners.owners):
+                if owner != NO_OWNER:
+                    yield Ownership(topic, partition_index, owner, topic_owners.revisions[partition_index])
+
+    # Changing: for ownership sources alone
+
+    def set_owner(self, topic: bytes, partition_index: int, owner: int, revision: int) -> bool:
+        """Record `owner` (NO_OWNER for a removal) as of `revision`; False where the table already knows better."""
+        if not 0 <= partition_index <= MAX_PARTITION_INDEX:
+            return False
+        topic_owners = self._topics.get(topic)
+        if topic_owners is None:
+            topic_owners = self._topics[topic] = _TopicOwners()
+        topic_owners.grow(partition_index)
+        if revision <= topic_owners.revisions[partition_index]:
+            return False
+        topic_owners.owners[partition_index] = owner
+        topic_owners.revisions[partition_index] = revision
+        self.revision = max(self.revision, revision)
+        return True
+
+    def load(self, rows: Iterable[Ownership], revision: int) -> None:
+        """Take `rows` as the whole table at `revision`: set what they name, remove what they do not."""
+        named: set[tuple[bytes, int]] = set()
+        for row in rows:
+            named.add((row.topic, row.partition_index))
+            self.set_owner(row.topic, row.partition_index, row.owner, row.revision)
+        for known in list(self.ownerships()):
+            if (known.topic, known.partition_index) not in named and known.revision <= revision:
+                self.set_owner(known.topic, known.partition_index, NO_OWNER, max(revision, known.revision + 1))
+        self.revision = max(self.revision, revision)
+
+    def begin_rebuild(self) -> None:
+        """Forget every owner and revision: etcd was restored, its revisions start anew."""
+        self._topics.clear()
+        self.revision = 0
+
+    def set_broker(self, broker_id: int, address: Address) -> None:
+        self._brokers[broker_id] = address
+
+    def remove_broker(self, broker_id: int) -> None:
+        self._brokers.pop(broker_id, None)
