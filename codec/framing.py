@@ -1,0 +1,188 @@
+"""Received bytes to whole frames, as memoryviews over the receive buffer.
+
+A frame is a 4-byte big-endian length and that many bytes. A `FrameReader` belongs to one connection; the `ReceiveArena`
+behind it is shared by all connections of one event loop, so an idle connection holds no buffer at all. That works because
+an event loop asks for a buffer and fills it in one step, with no other connection in between.
+
+States of a reader
+  empty      nothing is held
+  partial    the beginning of a frame lies in [start, end) of a chunk
+  broken     an illegal length was seen; nothing more is read
+
+Transitions
+  empty   -> partial   `buffer_updated` leaves an unfinished frame behind its whole ones
+  partial -> partial   more of it arrives, perhaps after `get_buffer` moved it to where the rest fits
+  partial -> empty     its last byte arrives with nothing behind it
+  any     -> broken    FrameTooLarge, InvalidField
+
+Invariants
+1. A chunk is handed out for new bytes only past its `position`, or when nothing refers to it any more: a frame handed out
+   is never overwritten while somebody holds it. Python's own export count of the bytearray is what is asked.
+2. A length is checked before anything is allocated for it, and what is allocated for an announced frame is at most
+   GROWTH times what has arrived of it, and never less than one chunk. 2 GiB announced costs nothing.
+3. Bytes are moved only when a frame is unfinished and the rest does not fit behind it, or another connection came between.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from struct import Struct
+
+from codec.errors import FrameTooLarge, InvalidField
+
+LENGTH_BYTES = 4
+CHUNK_BYTES = 1 << 20
+# Below this a chunk's rest is not worth another read from the kernel.
+LEAST_FREE_BYTES = 64 << 10
+GROWTH = 4
+# Chunks kept for another use; beyond that they are left to the allocator.
+KEPT_CHUNKS = 16
+
+_LENGTH = Struct(">i")
+
+
+class ReceiveArena:
+    """The chunk that the readers of one event loop fill in turn, and the chunks that may be used again."""
+
+    __slots__ = ("_used", "chunk", "position", "view")
+
+    def __init__(self) -> None:
+        self._used: deque[bytearray] = deque()
+        self.chunk = bytearray(CHUNK_BYTES)
+        self.view = memoryview(self.chunk)
+        self.position = 0
+
+    def renew(self) -> None:
+        """Begin another chunk; the old one lives on for as long as a frame refers to it."""
+        self.view = memoryview(b"")
+        self._used.append(self.chunk)
+        self.chunk = self._take()
+        self.view = memoryview(self.chunk)
+        self.position = 0
+
+    def _take(self) -> bytearray:
+        # The oldest chunk is the likeliest to be free; one look a call keeps this cheap.
+        candidate = self._used.popleft()
+        if _is_unreferenced(candidate):
+            return candidate
+        if len(self._used) < KEPT_CHUNKS:
+            self._used.append(candidate)
+        return bytearray(CHUNK_BYTES)
+
+
+def _is_unreferenced(chunk: bytearray) -> bool:
+    """Whether no memoryview refers to `chunk`: a bytearray with exports refuses to be resized."""
+    try:
+        chunk.pop()
+    except BufferError:
+        return False
+    chunk.append(0)
+    return True
+
+
+class FrameReader:
+    """Cuts one connection's bytes into frames; shaped for asyncio.BufferedProtocol.
+
+    Every frame handed out is a writable memoryview of the whole frame, its 4-byte length prefix included.
+    """
+
+    __slots__ = ("_arena", "_end", "_max_frame_bytes", "_start", "_view")
+
+    def __init__(self, max_frame_bytes: int, arena: ReceiveArena | None = None) -> None:
+        self._arena = arena if arena is not None else ReceiveArena()
+        self._max_frame_bytes = max_frame_bytes
+        self._view: memoryview | None = None  # the chunk that holds the unfinished frame
+        self._start = 0
+        self._end = 0
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of an unfinished frame that are held."""
+        return self._end - self._start
+
+    def get_buffer(self, size_hint: int = -1) -> memoryview:
+        """Where the next bytes go. Call `buffer_updated` with their count before any other reader's `get_buffer`."""
+        arena = self._arena
+        view = self._view
+        if view is None:
+            if CHUNK_BYTES - arena.position < LEAST_FREE_BYTES:
+                arena.renew()
+            return arena.view[arena.position :]
+        announced = self._announced()
+        if view is not arena.view:
+            if announced <= len(view) - self._start and self._end < len(view):
+                return view[self._end : self._start + announced]
+        elif self._end == arena.position and announced <= CHUNK_BYTES - self._start and self._end < CHUNK_BYTES:
+            return view[self._end :]
+        return self._move(announced)
+
+    def _announced(self) -> int:
+        """Bytes of the unfinished frame, prefix included; only the prefix while that is unfinished itself."""
+        if self._end - self._start < LENGTH_BYTES:
+            return LENGTH_BYTES
+        assert self._view is not None
+        length: int = _LENGTH.unpack_from(self._view, self._start)[0]
+        return length + LENGTH_BYTES
+
+    def _move(self, announced: int) -> memoryview:
+        """Take the unfinished frame to where more of it fits, and return the room behind it."""
+        assert self._view is not None
+        arena = self._arena
+        held = self._end - self._start
+        old = self._view[self._start : self._end]
+        if announced > CHUNK_BYTES // 4:
+            # A large frame gets a buffer of its own, grown as its bytes really arrive.
+            room = min(announced, max(CHUNK_BYTES, GROWTH * held))
+            view = memoryview(bytearray(room))
+            view[:held] = old
+            self._view, self._start, self._end = view, 0, held
+            return view[held:]
+        if CHUNK_BYTES - arena.position < max(LEAST_FREE_BYTES, announced):
+            arena.renew()
+        start = arena.position
+        arena.view[start : start + held] = old
+        arena.position = start + held
+        self._view, self._start, self._end = arena.view, start, start + held
+        return arena.view[self._end :]
+
+    def buffer_updated(self, nbytes: int) -> list[memoryview]:
+        """The frames that `nbytes` more bytes complete, in order.
+
+        Raises FrameTooLarge for a length over the limit, InvalidField for a negative one; frames that were whole before
+        it are lost with the connection, as at Kafka's own broker.
+        """
+        arena = self._arena
+        view = self._view
+        if view is None:
+            view = arena.view
+            start = arena.position
+            end = start + nbytes
+            arena.position = end
+        else:
+            start = self._start
+            end = self._end + nbytes
+            if view is arena.view:
+                arena.position = end
+        frames: list[memoryview] = []
+        while end - start >= LENGTH_BYTES:
+            length = _LENGTH.unpack_from(view, start)[0]
+            if not 0 <= length <= self._max_frame_bytes:
+                self._refuse(length)
+            frame_end = start + LENGTH_BYTES + length
+            if frame_end > end:
+                break
+            frames.append(view[start:frame_end])
+            start = frame_end
+        if start == end:
+            self._view = None
+            self._start = self._end = 0
+        else:
+            self._view, self._start, self._end = view, start, end
+        return frames
+
+    def _refuse(self, length: int) -> None:
+        self._view = None
+        self._start = self._end = 0
+        if length < 0:
+            raise InvalidField(f"a frame announces a negative length ({length})")
+        raise FrameTooLarge(f"a frame announces {length} bytes; at most {self._max_frame_bytes} are admitted here")
