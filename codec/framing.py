@@ -1,8 +1,8 @@
 """Received bytes to whole frames, as memoryviews over the receive buffer.
 
 A frame is a 4-byte big-endian length and that many bytes. A `FrameReader` belongs to one connection; the `ReceiveArena`
-behind it is shared by all connections of one event loop, so an idle connection holds no buffer at all. That works because
-an event loop asks for a buffer and fills it in one step, with no other connection in between.
+behind it is shared by all connections of one event loop, so an idle connection holds no buffer at all. That works
+because an event loop asks for a buffer and fills it in one step, with no other connection in between.
 
 States of a reader
   empty      nothing is held
@@ -16,11 +16,12 @@ Transitions
   any     -> broken    FrameTooLarge, InvalidField
 
 Invariants
-1. A chunk is handed out for new bytes only past its `position`, or when nothing refers to it any more: a frame handed out
-   is never overwritten while somebody holds it. Python's own export count of the bytearray is what is asked.
+1. A chunk is handed out for new bytes only past its `position`, or when nothing refers to it any more: a frame handed
+   out is never overwritten while somebody holds it. Python's own export count of the bytearray is what is asked.
 2. A length is checked before anything is allocated for it, and what is allocated for an announced frame is at most
    GROWTH times what has arrived of it, and never less than one chunk. 2 GiB announced costs nothing.
-3. Bytes are moved only when a frame is unfinished and the rest does not fit behind it, or another connection came between.
+3. Bytes are moved only when a frame is unfinished and the rest does not fit behind it, or another connection came
+   between.
 """
 
 from __future__ import annotations
@@ -86,12 +87,13 @@ class FrameReader:
     Every frame handed out is a writable memoryview of the whole frame, its 4-byte length prefix included.
     """
 
-    __slots__ = ("_arena", "_end", "_max_frame_bytes", "_start", "_view")
+    __slots__ = ("_arena", "_end", "_max_frame_bytes", "_own", "_start", "_view")
 
     def __init__(self, max_frame_bytes: int, arena: ReceiveArena | None = None) -> None:
         self._arena = arena if arena is not None else ReceiveArena()
         self._max_frame_bytes = max_frame_bytes
         self._view: memoryview | None = None  # the chunk that holds the unfinished frame
+        self._own = False  # whether that chunk is this reader's alone
         self._start = 0
         self._end = 0
 
@@ -108,42 +110,33 @@ class FrameReader:
             if CHUNK_BYTES - arena.position < LEAST_FREE_BYTES:
                 arena.renew()
             return arena.view[arena.position :]
-        announced = self._announced()
-        if view is not arena.view:
-            if announced <= len(view) - self._start and self._end < len(view):
+        announced = LENGTH_BYTES
+        if self._end - self._start >= LENGTH_BYTES:
+            announced += _LENGTH.unpack_from(view, self._start)[0]
+        fits = self._end < len(view) and announced <= len(view) - self._start
+        if self._own:
+            if self._end < len(view):
                 return view[self._end : self._start + announced]
-        elif self._end == arena.position and announced <= CHUNK_BYTES - self._start and self._end < CHUNK_BYTES:
+        elif fits and view is arena.view and self._end == arena.position:
             return view[self._end :]
-        return self._move(announced)
+        return self._move(view[self._start : self._end], announced)
 
-    def _announced(self) -> int:
-        """Bytes of the unfinished frame, prefix included; only the prefix while that is unfinished itself."""
-        if self._end - self._start < LENGTH_BYTES:
-            return LENGTH_BYTES
-        assert self._view is not None
-        length: int = _LENGTH.unpack_from(self._view, self._start)[0]
-        return length + LENGTH_BYTES
-
-    def _move(self, announced: int) -> memoryview:
+    def _move(self, held: memoryview, announced: int) -> memoryview:
         """Take the unfinished frame to where more of it fits, and return the room behind it."""
-        assert self._view is not None
         arena = self._arena
-        held = self._end - self._start
-        old = self._view[self._start : self._end]
         if announced > CHUNK_BYTES // 4:
             # A large frame gets a buffer of its own, grown as its bytes really arrive.
-            room = min(announced, max(CHUNK_BYTES, GROWTH * held))
-            view = memoryview(bytearray(room))
-            view[:held] = old
-            self._view, self._start, self._end = view, 0, held
-            return view[held:]
-        if CHUNK_BYTES - arena.position < max(LEAST_FREE_BYTES, announced):
-            arena.renew()
-        start = arena.position
-        arena.view[start : start + held] = old
-        arena.position = start + held
-        self._view, self._start, self._end = arena.view, start, start + held
-        return arena.view[self._end :]
+            view = memoryview(bytearray(min(announced, max(CHUNK_BYTES, GROWTH * len(held)))))
+            start, self._own = 0, True
+        else:
+            if CHUNK_BYTES - arena.position < max(LEAST_FREE_BYTES, announced):
+                arena.renew()
+            view, start, self._own = arena.view, arena.position, False
+            arena.position += len(held)
+        end = start + len(held)
+        view[start:end] = held
+        self._view, self._start, self._end = view, start, end
+        return view[end:]
 
     def buffer_updated(self, nbytes: int) -> list[memoryview]:
         """The frames that `nbytes` more bytes complete, in order.
@@ -154,35 +147,34 @@ class FrameReader:
         arena = self._arena
         view = self._view
         if view is None:
-            view = arena.view
-            start = arena.position
-            end = start + nbytes
-            arena.position = end
+            view, start = arena.view, arena.position
+            end = arena.position = start + nbytes
         else:
-            start = self._start
-            end = self._end + nbytes
-            if view is arena.view:
+            start, end = self._start, self._end + nbytes
+            if not self._own:
                 arena.position = end
         frames: list[memoryview] = []
         while end - start >= LENGTH_BYTES:
             length = _LENGTH.unpack_from(view, start)[0]
             if not 0 <= length <= self._max_frame_bytes:
-                self._refuse(length)
+                self._let_go()
+                raise _illegal(length, self._max_frame_bytes)
             frame_end = start + LENGTH_BYTES + length
             if frame_end > end:
                 break
             frames.append(view[start:frame_end])
             start = frame_end
         if start == end:
-            self._view = None
-            self._start = self._end = 0
+            self._let_go()
         else:
             self._view, self._start, self._end = view, start, end
         return frames
 
-    def _refuse(self, length: int) -> None:
-        self._view = None
-        self._start = self._end = 0
-        if length < 0:
-            raise InvalidField(f"a frame announces a negative length ({length})")
-        raise FrameTooLarge(f"a frame announces {length} bytes; at most {self._max_frame_bytes} are admitted here")
+    def _let_go(self) -> None:
+        self._view, self._start, self._end, self._own = None, 0, 0, False
+
+
+def _illegal(length: int, max_frame_bytes: int) -> InvalidField | FrameTooLarge:
+    if length < 0:
+        return InvalidField(f"a frame announces a negative length ({length})")
+    return FrameTooLarge(f"a frame announces {length} bytes; at most {max_frame_bytes} are admitted here")

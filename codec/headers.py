@@ -2,7 +2,7 @@
 
 Request header v1: api_key, api_version, correlation_id, client_id. v2 adds tagged fields. Response header v0:
 correlation_id. v1 adds tagged fields. The client_id has the old string type in every version, and the answer to
-ApiVersions has header v0 in every version, so that a client that speaks too new a version can read it (KIP-511, KIP-482).
+ApiVersions has header v0 in every version, so that a client that speaks too new a version can read it (KIP-511).
 Offsets are counted in the whole frame, its 4-byte length prefix included.
 """
 
