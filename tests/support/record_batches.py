@@ -1,0 +1,32 @@
+"""Record batches for tests, built by kafka-python: an implementation that shares nothing with `codec.record_batch`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kafka.record.default_records import DefaultRecordBatchBuilder
+
+
+def build_batch(
+    values: Sequence[bytes] = (b"value",),
+    *,
+    producer_id: int = -1,
+    producer_epoch: int = -1,
+    base_sequence: int = -1,
+    timestamp: int = 1_700_000_000_000,
+    compression: int = 0,
+    is_transactional: bool = False,
+) -> bytearray:
+    """One batch of `values` without keys; timestamps rise by one millisecond from record to record."""
+    builder = DefaultRecordBatchBuilder(
+        magic=2,
+        compression_type=compression,
+        is_transactional=is_transactional,
+        producer_id=producer_id,
+        producer_epoch=producer_epoch,
+        base_sequence=base_sequence,
+        batch_size=1 << 30,
+    )
+    for position, value in enumerate(values):
+        builder.append(position, timestamp=timestamp + position, key=None, value=value, headers=[])
+    return bytearray(builder.build())

@@ -1,0 +1,204 @@
+"""The adapter over kafka-python's codecs: right bytes both ways, and a CodecError for everything else."""
+
+from __future__ import annotations
+
+import random
+import time
+import uuid
+from io import BytesIO
+from typing import Any
+
+import pytest
+from kio.index import load_payload_module
+from kio.serial import entity_reader, entity_writer
+from kio.static.constants import EntityType
+
+from codec import api_keys, control
+from codec.errors import CodecError, InvalidField, Truncated, UnsupportedVersion
+
+TOPIC_ID = uuid.UUID("6ba7b810-9dad-11d1-80b4-00c04fd430c8")
+
+
+def _metadata_fields(version: int) -> dict[str, Any]:
+    partition = {"error_code": 0, "partition_index": 3, "leader_id": 1, "replica_nodes": [1, 2], "isr_nodes": [1]}
+    topic: dict[str, Any] = {"error_code": 0, "name": "flights", "is_internal": False, "partitions": [partition]}
+    fields: dict[str, Any] = {"brokers": [{"node_id": 1, "host": "h", "port": 9}], "topics": [topic]}
+    if version >= 1:
+        fields["controller_id"] = 1
+    if version >= 2:
+        fields["cluster_id"] = "c"
+    if version >= 7:
+        partition["leader_epoch"] = 4
+    if version >= 10:
+        topic["topic_id"] = TOPIC_ID
+    return fields
+
+
+Case = tuple[str, int, int, dict[str, Any]]
+
+_CREATED = {"name": "t", "num_partitions": 3, "replication_factor": 1, "assignments": [], "configs": []}
+_LISTED = [{"name": "t", "partitions": [{"partition_index": 0, "timestamp": -1}]}]
+_FETCHED = [{"topic": "t", "partitions": [{"partition": 0, "fetch_offset": 7, "partition_max_bytes": 1 << 20}]}]
+_DESCRIBED = {"brokers": [{"broker_id": 1, "host": "h", "port": 9}], "cluster_id": "c", "controller_id": 1}
+_SOFTWARE = {"client_software_name": "spark", "client_software_version": "4.0.0"}
+_CURSOR = {"topic_name": "t", "partition_index": 9}
+
+# What brokers, proxies and clients of this project say to each other: kind, API key, versions, fields.
+_TABLE: list[tuple[str, int, range, dict[str, Any]]] = [
+    ("request", api_keys.METADATA, range(14), {"topics": [{"name": "flights"}]}),
+    ("request", api_keys.API_VERSIONS, range(3, 5), _SOFTWARE),
+    ("response", api_keys.API_VERSIONS, range(3), {"api_keys": [{"api_key": 18, "max_version": 4}]}),
+    ("request", api_keys.INIT_PRODUCER_ID, range(6), {"transactional_id": None, "transaction_timeout_ms": 60_000}),
+    ("response", api_keys.INIT_PRODUCER_ID, range(6), {"producer_id": 2**40, "producer_epoch": 0}),
+    ("request", api_keys.CREATE_TOPICS, range(2, 8), {"topics": [_CREATED], "timeout_ms": 5}),
+    ("response", api_keys.CREATE_TOPICS, range(2, 8), {"topics": [{"name": "t", "error_code": 36}]}),
+    ("response", api_keys.DESCRIBE_CLUSTER, range(2), _DESCRIBED),
+    ("request", api_keys.DESCRIBE_TOPIC_PARTITIONS, range(1), {"topics": [{"name": "t"}], "cursor": _CURSOR}),
+    ("request", api_keys.DESCRIBE_TOPIC_PARTITIONS, range(1), {"topics": [{"name": "t"}], "cursor": None}),
+    ("request", api_keys.LIST_OFFSETS, range(1, 10), {"replica_id": -1, "topics": _LISTED}),
+    ("request", api_keys.FETCH, range(4, 13), {"max_wait_ms": 5, "min_bytes": 1, "topics": _FETCHED}),
+    ("request", api_keys.FIND_COORDINATOR, range(4), {"key": "group"}),
+    ("request", api_keys.FIND_COORDINATOR, range(4, 7), {"coordinator_keys": ["group"]}),
+]
+
+
+def _messages() -> list[Case]:
+    cases = [(kind, key, version, fields) for kind, key, versions, fields in _TABLE for version in versions]
+    return cases + [("response", api_keys.METADATA, version, _metadata_fields(version)) for version in range(14)]
+
+
+def _name(case: Case) -> str:
+    kind, api_key, version, _ = case
+    return f"{api_keys.name_of(api_key)}-v{version}-{kind}"
+
+
+def _encoded(kind: str, api_key: int, version: int, fields: dict[str, Any]) -> bytes:
+    if kind == "request":
+        return control.encode_request(control.build_request(api_key, version, **fields))
+    return control.encode_response(control.build_response(api_key, version, **fields))
+
+
+def _decoded(kind: str, api_key: int, version: int, body: bytes | memoryview) -> control.Message:
+    decode = control.decode_request if kind == "request" else control.decode_response
+    return decode(api_key, version, body)
+
+
+@pytest.mark.parametrize("case", _messages(), ids=_name)
+def test_bytes_agree_with_an_independent_codec(case: Case) -> None:
+    kind, api_key, version, _ = case
+    body = _encoded(*case)
+    name = type(control.build_request(api_key, version)).__name__.removesuffix("Request")
+    snake = "".join("_" + letter.lower() if letter.isupper() else letter for letter in name).lstrip("_")
+    module = load_payload_module(api_key, version, EntityType.request if kind == "request" else EntityType.response)
+    entity_class = getattr(module, name + kind.capitalize())
+    assert snake in module.__name__
+    entity, read = entity_reader(entity_class)(body, 0)
+    assert read == len(body)
+    again = BytesIO()
+    entity_writer(entity_class)(again, entity)
+    assert again.getvalue() == body
+    assert _encoded(*case) == control_encode(_decoded(kind, api_key, version, body))
+
+
+def control_encode(message: control.Message) -> bytes:
+    return control.encode_request(message) if message.is_request() else control.encode_response(message)
+
+
+@pytest.mark.parametrize("case", _messages(), ids=_name)
+def test_every_proper_prefix_and_every_extra_byte_is_refused(case: Case) -> None:
+    kind, api_key, version, _ = case
+    body = _encoded(*case)
+    for length in range(len(body)):
+        with pytest.raises(CodecError):
+            _decoded(kind, api_key, version, memoryview(body)[:length])
+    with pytest.raises(CodecError):
+        _decoded(kind, api_key, version, body + b"\x00")
+
+
+def test_random_damage_never_raises_anything_but_codec_errors() -> None:
+    source = random.Random(20311)
+    refused = 0
+    for kind, api_key, version, fields in _messages():
+        body = bytearray(_encoded(kind, api_key, version, fields))
+        for _ in range(60):
+            damaged = bytearray(body)
+            for _ in range(source.randint(1, 4)):
+                damaged[source.randrange(len(damaged))] = source.choice((0, 1, 0x7F, 0x80, 0xFF, source.randrange(256)))
+            try:
+                _decoded(kind, api_key, version, bytes(damaged))
+            except CodecError:
+                refused += 1
+    assert refused > 100
+
+
+def test_null_is_refused_where_the_schema_forbids_it() -> None:
+    body = _encoded("request", api_keys.FIND_COORDINATOR, 0, {"key": "g"})
+    assert body == b"\x00\x01g"
+    with pytest.raises(InvalidField, match="key may not be null"):
+        control.decode_request(api_keys.FIND_COORDINATOR, 0, b"\xff\xff")
+    brokers = [{"node_id": 1, "host": None, "port": 1}]
+    answer = control.build_response(api_keys.METADATA, 12, brokers=brokers, topics=[])
+    with pytest.raises(InvalidField, match="host may not be null"):
+        control.encode_response(answer)
+
+
+def test_null_is_read_where_the_schema_allows_it() -> None:
+    assert control.decode_request(api_keys.METADATA, 1, b"\xff\xff\xff\xff").topics is None
+    assert control.decode_request(api_keys.METADATA, 0, b"\x00\x00\x00\x00").topics == []
+
+
+def test_an_endless_varint_is_refused_at_once() -> None:
+    started = time.perf_counter()
+    with pytest.raises(InvalidField, match="in a row"):
+        control.decode_request(api_keys.METADATA, 12, b"\xff" * (1 << 20))
+    with pytest.raises(CodecError):
+        control.decode_request(api_keys.METADATA, 12, b"\xff" * 4096)
+    assert time.perf_counter() - started < 1.0, "the varint loop ran over the whole message"
+
+
+def test_a_huge_array_length_costs_nothing() -> None:
+    with pytest.raises(Truncated):
+        control.decode_request(api_keys.METADATA, 1, b"\x7f\xff\xff\xff")
+    with pytest.raises(CodecError):
+        control.decode_request(api_keys.METADATA, 12, b"\xff\xff\xff\xff\x07")
+
+
+@pytest.mark.parametrize(
+    ("api_key", "version"),
+    [(api_keys.METADATA, 14), (api_keys.METADATA, -1), (api_keys.PRODUCE, 2), (20311, 0), (4, 0)],
+)
+def test_unknown_keys_and_versions_are_refused(api_key: int, version: int) -> None:
+    with pytest.raises(UnsupportedVersion):
+        control.decode_request(api_key, version, b"")
+
+
+def test_an_api_versions_answer_with_error_35_is_read_as_version_0_whatever_was_asked() -> None:
+    offered = [{"api_key": api_keys.API_VERSIONS, "min_version": 0, "max_version": 4}]
+    fields = {"error_code": 35, "api_keys": offered}
+    body = control.encode_response(control.build_response(api_keys.API_VERSIONS, 0, **fields))
+    answer = control.decode_response(api_keys.API_VERSIONS, 4, body)
+    assert (answer.error_code, answer.api_keys[0].max_version) == (35, 4)
+
+
+def test_header_flexibility_matches_the_schemas() -> None:
+    checked = 0
+    for api_key in range(93):
+        try:
+            lowest, highest = control.version_range(api_key)
+        except UnsupportedVersion:
+            continue
+        for version in range(lowest, highest + 1):
+            message = control.build_request(api_key, version)
+            assert message.flexible_version_q(version) == api_keys.is_flexible(api_key, version), (api_key, version)
+            checked += 1
+    assert checked > 150
+
+
+def test_mistakes_in_what_is_built_are_invalid_fields() -> None:
+    with pytest.raises(InvalidField, match="Unrecognized"):
+        control.build_response(api_keys.METADATA, 12, cluster_identity="c")
+    too_large = control.build_response(api_keys.INIT_PRODUCER_ID, 4, producer_id=2**63)
+    with pytest.raises(InvalidField):
+        control.encode_response(too_large)
+    with pytest.raises(InvalidField, match="is not a request"):
+        control.encode_request(control.build_response(api_keys.METADATA, 12))
