@@ -1,0 +1,56 @@
+"""A small etcd client: KV, transactions, leases and watches over grpc.aio, on asyncio or uvloop.
+
+Made here because no published one fits (several members, require-leader, progress, fragments, honest ambiguity). Start
+at `client.py`; `mirror.py` is what keeps a local copy of a few prefixes current.
+"""
+
+from kproxy.ownership.etcd.client import EtcdClient
+from kproxy.ownership.etcd.errors import Compacted, EtcdError, EtcdUnavailable, LeaseLost
+from kproxy.ownership.etcd.lease import lease_keep_alive
+from kproxy.ownership.etcd.messages import (
+    EtcdStatus,
+    KeyValue,
+    Lease,
+    OpResult,
+    Snapshot,
+    TxnResult,
+    WatchEvent,
+)
+from kproxy.ownership.etcd.txn import (
+    TxnCompare,
+    TxnOp,
+    create_revision_is,
+    delete_op,
+    get_op,
+    key_absent,
+    lease_is,
+    mod_revision_is,
+    put_op,
+    value_is,
+)
+
+__all__ = [
+    "Compacted",
+    "EtcdClient",
+    "EtcdError",
+    "EtcdStatus",
+    "EtcdUnavailable",
+    "KeyValue",
+    "Lease",
+    "LeaseLost",
+    "OpResult",
+    "Snapshot",
+    "TxnCompare",
+    "TxnOp",
+    "TxnResult",
+    "WatchEvent",
+    "create_revision_is",
+    "delete_op",
+    "get_op",
+    "key_absent",
+    "lease_is",
+    "lease_keep_alive",
+    "mod_revision_is",
+    "put_op",
+    "value_is",
+]

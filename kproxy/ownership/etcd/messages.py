@@ -1,0 +1,119 @@
+"""etcd's messages as Python sees them: the protobuf classes, and the few values the rest of kproxy handles.
+
+The descriptors live in a pool of their own. Another library in the same process may have registered etcd's own .proto
+files under the same names; the two must not meet.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+DESCRIPTORS = Path(__file__).parent / "rpc.binpb"
+PACKAGE = "etcdserverpb"
+
+
+class _Messages:
+    """The message classes as attributes, `rpc.PutRequest`; made when asked for, so that importing reads no file."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if self._pool is None:
+            self._pool = descriptor_pool.DescriptorPool()
+            for file in descriptor_pb2.FileDescriptorSet.FromString(DESCRIPTORS.read_bytes()).file:
+                self._pool.AddSerializedFile(file.SerializeToString())
+        message_class = message_factory.GetMessageClass(self._pool.FindMessageTypeByName(f"{PACKAGE}.{name}"))
+        setattr(self, name, message_class)
+        return message_class
+
+
+rpc: Any = _Messages()
+
+
+class KeyValue(NamedTuple):
+    """A key as it stood at some revision. `version` counts its changes since its creation; `lease_id` is 0 for none."""
+
+    key: str
+    value: bytes
+    create_revision: int
+    mod_revision: int
+    version: int
+    lease_id: int
+
+
+class WatchEvent(NamedTuple):
+    """A change. A deletion's `kv` holds the key and, as mod_revision, the revision of the deletion; nothing else."""
+
+    deleted: bool
+    kv: KeyValue
+
+
+class Snapshot(NamedTuple):
+    """What stood at `revision`: one linearizable view, however many pages it took."""
+
+    revision: int
+    cluster_id: int
+    kvs: list[KeyValue]
+
+
+class EtcdStatus(NamedTuple):
+    """One member's view: `revision` may lag behind the cluster's."""
+
+    cluster_id: int
+    member_id: int
+    revision: int
+    version: str
+
+
+class Lease(NamedTuple):
+    """A lease with the TTL that etcd granted, in seconds, which may be more than was asked for."""
+
+    lease_id: int
+    ttl_s: int
+
+
+class OpResult(NamedTuple):
+    """The result of one operation in a transaction: what a get found, or how many keys a delete removed."""
+
+    kvs: tuple[KeyValue, ...]
+    deleted: int
+
+
+class TxnResult(NamedTuple):
+    """`responses` are those of the branch that ran. `revision` is the store's after it."""
+
+    succeeded: bool
+    revision: int
+    cluster_id: int
+    responses: tuple[OpResult, ...]
+
+
+def encode_key(key: str) -> bytes:
+    """Keys are bytes in etcd; any that is not UTF-8 comes and goes through surrogates unchanged."""
+    return key.encode("utf-8", "surrogateescape")
+
+
+def decode_key(key: bytes) -> str:
+    return key.decode("utf-8", "surrogateescape")
+
+
+def prefix_end(prefix: str) -> bytes:
+    """The first key after every key that begins with `prefix`; b"\\0", etcd's word for no end, where there is none."""
+    stripped = encode_key(prefix).rstrip(b"\xff")
+    return stripped[:-1] + bytes([stripped[-1] + 1]) if stripped else b"\0"
+
+
+def key_value(kv: Any) -> KeyValue:
+    return KeyValue(decode_key(kv.key), kv.value, kv.create_revision, kv.mod_revision, kv.version, kv.lease)
+
+
+def op_result(response: Any) -> OpResult:
+    if response.WhichOneof("response") == "response_range":
+        return OpResult(tuple(key_value(kv) for kv in response.response_range.kvs), 0)
+    return OpResult((), response.response_delete_range.deleted)
