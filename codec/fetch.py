@@ -1,0 +1,249 @@
+"""Fetch requests and answers, with topic names.
+
+Versions 4–12 (13 on name topics by id); flexible from 12. Request: replica_id INT32, max_wait_ms INT32, min_bytes
+INT32, max_bytes INT32, isolation_level INT8, session_id INT32 (v7), session_epoch INT32 (v7), topics of {name,
+partitions of {index INT32, current_leader_epoch INT32 (v9), fetch_offset INT64, last_fetched_epoch INT32 (v12),
+log_start_offset INT64 (v5), partition_max_bytes INT32}}, forgotten topics (v7), rack_id (v11). Answer: throttle_time_ms
+INT32, error_code INT16 (v7), session_id INT32 (v7), topics of {name, partitions of {index INT32, error_code INT16,
+high_watermark INT64, last_stable_offset INT64, log_start_offset INT64 (v5), aborted_transactions,
+preferred_read_replica INT32 (v11), records}}.
+
+The proxy keeps no fetch sessions (KIP-227): every answer says session 0, upon which clients send whole requests.
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+
+from codec.api_keys import FETCH, is_flexible
+from codec.errors import InvalidField, Truncated, UnsupportedVersion
+from codec.headers import RequestHeader, response_body_offset
+from codec.partitioned import (
+    PartitionedRequest,
+    PartitionedResponse,
+    Tag,
+    blank_current_leader,
+    expect_end,
+    fill_error_codes,
+    parse_topics,
+    response_tags,
+)
+from codec.primitives import (
+    INT16,
+    INT32,
+    INT64,
+    Buffer,
+    encode_count,
+    encode_tagged_fields,
+    read_count,
+    read_fixed,
+    skip_bytes,
+    skip_string,
+    skip_tagged_fields,
+)
+
+MIN_VERSION = 4
+MAX_VERSION = 12
+NO_SESSION = 0
+# The epoch of a request that belongs to no session and wants none (KIP-227).
+FINAL_EPOCH = -1
+
+# replica_id, max_wait_ms, min_bytes, max_bytes, isolation_level; and with session_id, session_epoch from version 7
+_PREAMBLE = Struct(">iiiib")
+_SESSION_PREAMBLE = Struct(">iiiibii")
+_CURRENT_LEADER_TAG = 1
+_NODE_ENDPOINTS_TAG = 0
+
+
+class FetchRequest(PartitionedRequest):
+    """A fetch request with the numbers of its preamble: milliseconds and bytes."""
+
+    __slots__ = (
+        "isolation_level",
+        "max_bytes",
+        "max_wait_ms",
+        "min_bytes",
+        "replica_id",
+        "session_epoch",
+        "session_id",
+    )
+
+    def __init__(self, frame: memoryview, header: RequestHeader, *, flexible: bool) -> None:
+        super().__init__(frame, header, flexible=flexible)
+        self.replica_id = -1
+        self.max_wait_ms = 0
+        self.min_bytes = 0
+        self.max_bytes = 0
+        self.isolation_level = 0
+        self.session_id = NO_SESSION
+        self.session_epoch = FINAL_EPOCH
+
+
+def parse_fetch(frame: memoryview, header: RequestHeader) -> FetchRequest:
+    """The index of a fetch request. Raises CodecError."""
+    version = header.api_version
+    if not MIN_VERSION <= version <= MAX_VERSION:
+        raise UnsupportedVersion(f"Fetch v{version}: versions {MIN_VERSION} to {MAX_VERSION} are read")
+    flexible = is_flexible(FETCH, version)
+    limit = len(frame)
+    request = FetchRequest(frame, header, flexible=flexible)
+    form = _SESSION_PREAMBLE if version >= 7 else _PREAMBLE
+    offset = header.body_offset + form.size
+    if offset > limit:
+        raise Truncated(f"a fetch request of {limit} bytes is shorter than its fixed part")
+    numbers = form.unpack_from(frame, header.body_offset)
+    request.replica_id, request.max_wait_ms, request.min_bytes, request.max_bytes, request.isolation_level = numbers[:5]
+    if version >= 7:
+        request.session_id, request.session_epoch = numbers[5:]
+    request.topics_start = offset
+    fixed_bytes = 4 + (4 if version >= 9 else 0) + 8 + (4 if version >= 12 else 0) + (8 if version >= 5 else 0) + 4
+
+    def skip(frame: memoryview, offset: int, limit: int) -> tuple[int, int]:
+        end = offset + fixed_bytes
+        if end > limit:
+            raise Truncated(f"a partition wanted at {offset}, the message ends at {limit}")
+        partition_index: int = INT32.unpack_from(frame, offset)[0]
+        return partition_index, skip_tagged_fields(frame, end, limit) if flexible else end
+
+    request.topics, request.topics_end = parse_topics(
+        frame, offset, flexible=flexible, least_bytes=fixed_bytes, skip_partition=skip
+    )
+    expect_end(frame, _skip_trailer(frame, request.topics_end, limit, version))
+    return request
+
+
+def _skip_trailer(frame: memoryview, offset: int, limit: int, version: int) -> int:
+    flexible = is_flexible(FETCH, version)
+    if version >= 7:
+        count, offset = read_count(frame, offset, limit, compact=flexible, least_bytes=2)
+        for _ in range(count):
+            _, _, offset = skip_string(frame, offset, limit, compact=flexible)
+            partitions, offset = read_count(frame, offset, limit, compact=flexible, least_bytes=4)
+            offset += 4 * max(partitions, 0)
+            if flexible:
+                offset = skip_tagged_fields(frame, offset, limit)
+    if version >= 11:
+        _, _, offset = skip_string(frame, offset, limit, compact=flexible)
+    return skip_tagged_fields(frame, offset, limit) if flexible else offset
+
+
+def fetch_offset(request: FetchRequest, entry_start: int) -> tuple[int, int, int]:
+    """(current_leader_epoch, fetch_offset, partition_max_bytes) of the entry that begins there; epoch -1 before v9."""
+    version = request.header.api_version
+    offset = entry_start + 4
+    leader_epoch = -1
+    if version >= 9:
+        leader_epoch = INT32.unpack_from(request.frame, offset)[0]
+        offset += 4
+    wanted: int = INT64.unpack_from(request.frame, offset)[0]
+    offset += 8 + (4 if version >= 12 else 0) + (8 if version >= 5 else 0)
+    return leader_epoch, wanted, INT32.unpack_from(request.frame, offset)[0]
+
+
+class FetchApi:
+    """Fetch, for the one mechanism that splits, forwards and merges."""
+
+    api_key = FETCH
+    min_version = MIN_VERSION
+    max_version = MAX_VERSION
+
+    def parse_request(self, frame: memoryview, header: RequestHeader) -> FetchRequest:
+        """Raises CodecError; a replica_id of 0 or more is refused, it would move the high watermark."""
+        request = parse_fetch(frame, header)
+        if request.replica_id >= 0:
+            raise InvalidField(f"Fetch with replica_id {request.replica_id}: followers fetch from brokers, not here")
+        return request
+
+    def parse_response(self, frame: memoryview, api_version: int) -> PartitionedResponse:
+        """Raises CodecError. Leader hints and preferred read replicas are blanked in place."""
+        flexible = is_flexible(FETCH, api_version)
+        response = PartitionedResponse(frame)
+        limit = len(frame)
+        offset = response_body_offset(frame, FETCH, api_version)
+        response.throttle_time_ms, offset = read_fixed(INT32, frame, offset, limit)
+        if api_version >= 7:
+            response.error_code, offset = read_fixed(INT16, frame, offset, limit)
+            _, offset = read_fixed(INT32, frame, offset, limit)
+
+        def skip(frame: memoryview, offset: int, limit: int) -> tuple[int, int]:
+            return _skip_result(frame, offset, limit, api_version)
+
+        response.topics, offset = parse_topics(
+            frame, offset, flexible=flexible, least_bytes=4 + 2 + 8 + 8, skip_partition=skip
+        )
+        fill_error_codes(response)
+        if flexible:
+            offset = response_tags(response, offset, _NODE_ENDPOINTS_TAG)
+        expect_end(frame, offset)
+        return response
+
+    def error_entry(self, api_version: int, partition_index: int, error_code: int) -> bytes:
+        return b"".join(result_entry(api_version, partition_index, error_code, -1, -1, b""))
+
+    def response_ends(self, api_version: int, throttle_time_ms: int, tags: list[Tag]) -> tuple[bytes, bytes]:
+        return response_ends(api_version, throttle_time_ms, tags)
+
+    def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer:
+        """Each piece may bring its share of max_bytes, so that the whole answer keeps to it."""
+        if not isinstance(request, FetchRequest):
+            raise TypeError("a fetch request is split by its own API")
+        return preamble(request, request.max_wait_ms if pieces == 1 else 0, request.max_bytes // pieces)
+
+
+def preamble(request: FetchRequest, max_wait_ms: int, max_bytes: int) -> bytes:
+    """The fixed part of a fetch request, outside of any session, with other limits (milliseconds, bytes)."""
+    numbers = (request.replica_id, max_wait_ms, request.min_bytes, max_bytes, request.isolation_level)
+    if request.header.api_version >= 7:
+        return _SESSION_PREAMBLE.pack(*numbers, NO_SESSION, FINAL_EPOCH)
+    return _PREAMBLE.pack(*numbers)
+
+
+def _skip_result(frame: memoryview, offset: int, limit: int, api_version: int) -> tuple[int, int]:
+    flexible = is_flexible(FETCH, api_version)
+    partition_index, offset = read_fixed(INT32, frame, offset, limit)
+    offset += 2 + 8 + 8 + (8 if api_version >= 5 else 0)
+    aborted, offset = read_count(frame, offset, limit, compact=flexible, least_bytes=16)
+    for _ in range(aborted):
+        offset = offset + 16
+        if flexible:
+            offset = skip_tagged_fields(frame, offset, limit)
+    if api_version >= 11:
+        if offset + 4 > limit:
+            raise Truncated(f"preferred_read_replica wanted at {offset}, the message ends at {limit}")
+        INT32.pack_into(frame, offset, -1)
+        offset += 4
+    _, _, offset = skip_bytes(frame, offset, limit, compact=flexible)
+    if flexible:
+        offset = blank_current_leader(frame, offset, limit, _CURRENT_LEADER_TAG)
+    return partition_index, offset
+
+
+_RESULT = Struct(">ihqq")
+
+
+def result_entry(
+    api_version: int,
+    partition_index: int,
+    error_code: int,
+    high_watermark: int,
+    log_start_offset: int,
+    records: Buffer,
+) -> list[Buffer]:
+    """One partition's entry of a fetch answer, records last so that they need no copy."""
+    flexible = is_flexible(FETCH, api_version)
+    head = _RESULT.pack(partition_index, error_code, high_watermark, high_watermark)
+    if api_version >= 5:
+        head += INT64.pack(log_start_offset)
+    head += encode_count(-1, compact=flexible)
+    if api_version >= 11:
+        head += INT32.pack(-1)
+    head += encode_count(len(records), compact=flexible)
+    return [head, records, encode_tagged_fields([])] if flexible else [head, records]
+
+
+def response_ends(api_version: int, throttle_time_ms: int, tags: list[Tag], error_code: int = 0) -> tuple[bytes, bytes]:
+    """What stands before and behind the topics of a fetch answer; it always names session 0."""
+    head = INT32.pack(throttle_time_ms)
+    if api_version >= 7:
+        head += INT16.pack(error_code) + INT32.pack(NO_SESSION)
+    return head, encode_tagged_fields(tags) if is_flexible(FETCH, api_version) else b""

@@ -1,0 +1,298 @@
+"""What Produce, Fetch and ListOffsets have in common on the wire.
+
+A request of these APIs is a header, a preamble, an array of topics with an array of partitions each, and a trailer; an
+answer likewise. Parsing finds where each partition's bytes lie and copies none of them. A part of a request is encoded
+from slices of it: what this codec does not know, tagged fields above all, travels byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from struct import Struct
+from typing import Protocol
+
+from codec.errors import InvalidField
+from codec.headers import CORRELATION_ID_OFFSET, RESPONSE_CORRELATION_ID_OFFSET, RequestHeader
+from codec.primitives import (
+    INT16,
+    INT32,
+    Buffer,
+    encode_count,
+    encode_tagged_fields,
+    read_count,
+    read_tagged_fields,
+    skip_string,
+    skip_tagged_fields,
+)
+
+MAX_PARTITIONS = 4096
+
+# A tagged field: its number and its value.
+Tag = tuple[int, bytes]
+# (frame, offset, limit) -> (partition_index, next offset)
+SkipPartition = Callable[[memoryview, int, int], tuple[int, int]]
+
+
+class TopicSpan:
+    """One topic of a request or an answer: where its parts lie in the frame.
+
+    `head` is the topic's name as encoded, `starts` and `ends` bound each partition's entry, `tail` is what follows the
+    partitions (tagged fields). `error_codes` is filled in answers alone.
+    """
+
+    __slots__ = (
+        "ends",
+        "error_codes",
+        "head_end",
+        "head_start",
+        "name",
+        "partitions",
+        "starts",
+        "tail_end",
+        "tail_start",
+    )
+
+    def __init__(self, name: bytes, head_start: int, head_end: int) -> None:
+        self.name = name
+        self.head_start = head_start
+        self.head_end = head_end
+        self.partitions: list[int] = []
+        self.starts: list[int] = []
+        self.ends: list[int] = []
+        self.error_codes: list[int] = []
+        self.tail_start = 0
+        self.tail_end = 0
+
+
+class PartitionedRequest:
+    """A parsed request; `topics_start` and `topics_end` bound the topics array, its count included."""
+
+    __slots__ = ("acks", "flexible", "frame", "header", "timeout_ms", "topics", "topics_end", "topics_start")
+
+    def __init__(self, frame: memoryview, header: RequestHeader, *, flexible: bool) -> None:
+        self.frame = frame
+        self.header = header
+        self.flexible = flexible
+        self.topics: list[TopicSpan] = []
+        self.topics_start = header.body_offset
+        self.topics_end = len(frame)
+        # Produce's own; -1 (all) and 0 for the others, which always have an answer.
+        self.acks = -1
+        self.timeout_ms = 0
+
+    @property
+    def partition_count(self) -> int:
+        return sum(len(topic.partitions) for topic in self.topics)
+
+    def repeats_a_partition(self) -> bool:
+        """Whether some partition stands in the request twice."""
+        if len(self.topics) == 1:
+            partitions = self.topics[0].partitions
+            return len(partitions) > 1 and len(set(partitions)) != len(partitions)
+        seen = {(topic.name, partition) for topic in self.topics for partition in topic.partitions}
+        return len(seen) != self.partition_count
+
+    def preamble(self) -> Buffer:
+        """What lies between the header and the topics array."""
+        return self.frame[self.header.body_offset : self.topics_start]
+
+
+class PartitionedResponse:
+    """A parsed answer; `other_tags` are its own tagged fields but for those that name brokers."""
+
+    __slots__ = ("error_code", "frame", "names_brokers", "other_tags", "throttle_time_ms", "topics")
+
+    def __init__(self, frame: memoryview) -> None:
+        self.frame = frame
+        self.topics: list[TopicSpan] = []
+        self.throttle_time_ms = 0
+        self.error_code = 0
+        self.names_brokers = False
+        self.other_tags: list[Tag] = []
+
+
+class PartitionedApi(Protocol):
+    """What a partitioned API gives to the one mechanism that splits, forwards and merges."""
+
+    api_key: int
+    min_version: int
+    max_version: int
+
+    def parse_request(self, frame: memoryview, header: RequestHeader) -> PartitionedRequest:
+        """Raises CodecError."""
+        ...
+
+    def parse_response(self, frame: memoryview, api_version: int) -> PartitionedResponse:
+        """Raises CodecError. Leader hints in the entries are blanked in place (KIP-951)."""
+        ...
+
+    def error_entry(self, api_version: int, partition_index: int, error_code: int) -> bytes:
+        """One partition's entry of an answer that says `error_code`."""
+        ...
+
+    def response_ends(
+        self, api_version: int, throttle_time_ms: int, tags: list[tuple[int, bytes]]
+    ) -> tuple[bytes, bytes]:
+        """What stands before and behind the topics array of a merged answer."""
+        ...
+
+    def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer:
+        """The preamble of one of `pieces` parts of a request."""
+        ...
+
+
+def parse_topics(
+    frame: memoryview, offset: int, *, flexible: bool, least_bytes: int, skip_partition: SkipPartition
+) -> tuple[list[TopicSpan], int]:
+    """The topics array at `offset` and the offset behind it; `least_bytes` is a partition entry's smallest size."""
+    limit = len(frame)
+    topic_count, offset = read_count(frame, offset, limit, compact=flexible, least_bytes=2)
+    topics: list[TopicSpan] = []
+    partitions_left = MAX_PARTITIONS
+    for _ in range(topic_count):
+        topic, count, offset = begin_topic(frame, offset, limit, flexible=flexible, least_bytes=least_bytes)
+        partitions_left -= count
+        if partitions_left < 0:
+            raise InvalidField(f"more than {MAX_PARTITIONS} partitions in one message")
+        for _ in range(count):
+            topic.starts.append(offset)
+            partition_index, offset = skip_partition(frame, offset, limit)
+            topic.partitions.append(partition_index)
+            topic.ends.append(offset)
+        topic.tail_start = offset
+        if flexible:
+            offset = skip_tagged_fields(frame, offset, limit)
+        topic.tail_end = offset
+        topics.append(topic)
+    return topics, offset
+
+
+def begin_topic(
+    frame: memoryview, offset: int, limit: int, *, flexible: bool, least_bytes: int
+) -> tuple[TopicSpan, int, int]:
+    """A topic's name and partition count: (span, count, offset of the first partition)."""
+    start, end, after = skip_string(frame, offset, limit, compact=flexible)
+    if start < 0:
+        raise InvalidField("a topic without a name")
+    topic = TopicSpan(bytes(frame[start:end]), offset, after)
+    count, after = read_count(frame, after, limit, compact=flexible, least_bytes=least_bytes)
+    return topic, max(count, 0), after
+
+
+def expect_end(frame: memoryview, offset: int) -> None:
+    """Raises InvalidField where bytes follow the message."""
+    if offset != len(frame):
+        raise InvalidField(f"{len(frame) - offset} bytes follow the end of the message")
+
+
+_INDEX_AND_ERROR_CODE = Struct(">ih")
+
+
+def fill_error_codes(response: PartitionedResponse) -> None:
+    """Read each entry's error_code, which stands behind the partition index in every one of these APIs."""
+    for topic in response.topics:
+        topic.error_codes = [_INDEX_AND_ERROR_CODE.unpack_from(response.frame, start)[1] for start in topic.starts]
+
+
+def response_tags(response: PartitionedResponse, offset: int, broker_tag: int) -> int:
+    """Read an answer's own tagged fields and return the offset behind them.
+
+    `broker_tag`, KIP-951's node endpoints, is dropped.
+    """
+    fields, offset = read_tagged_fields(response.frame, offset, len(response.frame))
+    for tag, start, end in fields:
+        if tag == broker_tag:
+            response.names_brokers = True
+        else:
+            response.other_tags.append((tag, bytes(response.frame[start:end])))
+    return offset
+
+
+_NO_LEADER = INT32.pack(-1) * 2
+
+
+def blank_current_leader(frame: memoryview, offset: int, limit: int, leader_tag: int) -> int:
+    """The offset behind an entry's tagged fields, KIP-951's current leader in them set to unknown, in place.
+
+    A client that is told the real leader goes round the proxy.
+    """
+    if offset < limit and frame[offset] == 0:
+        return offset + 1
+    fields, after = read_tagged_fields(frame, offset, limit)
+    for tag, start, end in fields:
+        if tag == leader_tag and end - start >= len(_NO_LEADER):
+            frame[start : start + len(_NO_LEADER)] = _NO_LEADER
+    return after
+
+
+def set_correlation_id(frame: memoryview, correlation_id: int) -> None:
+    """Give a request another correlation_id, in place."""
+    INT32.pack_into(frame, CORRELATION_ID_OFFSET, correlation_id)
+
+
+def set_response_correlation_id(frame: memoryview, correlation_id: int) -> None:
+    """Give an answer another correlation_id, in place."""
+    INT32.pack_into(frame, RESPONSE_CORRELATION_ID_OFFSET, correlation_id)
+
+
+Selection = Sequence[tuple[TopicSpan, Sequence[int]]]
+"""Entries of a request: topics with the ordinals of their partitions that are meant, ascending."""
+
+
+def encode_part(
+    request: PartitionedRequest, selection: Selection, preamble: Buffer, correlation_id: int
+) -> list[Buffer]:
+    """A request with the selected entries alone, as buffers to be written one after another.
+
+    Header, trailer, tagged fields and entries are slices of the request; neighbours are taken in one slice.
+    """
+    frame = request.frame
+    flexible = request.flexible
+    parts: list[Buffer] = [
+        frame[CORRELATION_ID_OFFSET - 4 : CORRELATION_ID_OFFSET],
+        INT32.pack(correlation_id),
+        frame[CORRELATION_ID_OFFSET + 4 : request.header.body_offset],
+        preamble,
+        encode_count(len(selection), compact=flexible),
+    ]
+    for topic, ordinals in selection:
+        parts.append(frame[topic.head_start : topic.head_end])
+        parts.append(encode_count(len(ordinals), compact=flexible))
+        parts.extend(frame[start:end] for start, end in _runs(topic, ordinals))
+        if topic.tail_end > topic.tail_start:
+            parts.append(frame[topic.tail_start : topic.tail_end])
+    if request.topics_end < len(frame):
+        parts.append(frame[request.topics_end :])
+    return with_length(parts)
+
+
+def _runs(topic: TopicSpan, ordinals: Sequence[int]) -> Iterable[tuple[int, int]]:
+    """The byte ranges of the entries, neighbours joined."""
+    start = end = -1
+    for ordinal in ordinals:
+        if topic.starts[ordinal] == end:
+            end = topic.ends[ordinal]
+            continue
+        if end >= 0:
+            yield start, end
+        start, end = topic.starts[ordinal], topic.ends[ordinal]
+    if end >= 0:
+        yield start, end
+
+
+def encode_topics(topics: Sequence[tuple[bytes, Sequence[Buffer]]], *, flexible: bool) -> list[Buffer]:
+    """The topics array of an answer from (name, entries)."""
+    parts: list[Buffer] = [encode_count(len(topics), compact=flexible)]
+    tail = encode_tagged_fields([]) if flexible else b""
+    for name, entries in topics:
+        parts.append((encode_count(len(name), compact=True) if flexible else INT16.pack(len(name))) + name)
+        parts.append(encode_count(len(entries), compact=flexible))
+        parts.extend(entries)
+        if tail:
+            parts.append(tail)
+    return parts
+
+
+def with_length(parts: list[Buffer]) -> list[Buffer]:
+    """The parts of one message with the 4-byte length before them."""
+    return [INT32.pack(sum(map(len, parts))), *parts]

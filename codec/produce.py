@@ -1,0 +1,118 @@
+"""Produce requests: where each partition's bytes lie.
+
+Versions 3–11. Body: transactional_id, acks INT16, timeout_ms INT32, topics of {name, partitions of {index INT32,
+records BYTES}}; flexible from 9. Records stay opaque.
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+
+from codec.api_keys import PRODUCE, is_flexible
+from codec.errors import InvalidField, Truncated, UnsupportedVersion
+from codec.headers import RequestHeader
+from codec.partitioned import MAX_PARTITIONS, PartitionedRequest, TopicSpan, begin_topic, expect_end
+from codec.primitives import Buffer, read_count, read_uvarint, skip_bytes, skip_string, skip_tagged_fields
+
+MIN_VERSION = 3
+MAX_VERSION = 11
+
+_ACKS_TIMEOUT = Struct(">hi")
+_INDEX_LENGTH = Struct(">ii")
+_INDEX = Struct(">i")
+_INDEX_BYTES = 4
+
+
+def parse_produce(frame: memoryview, header: RequestHeader) -> PartitionedRequest:
+    """The index of a produce request. Raises CodecError."""
+    version = header.api_version
+    if not MIN_VERSION <= version <= MAX_VERSION:
+        raise UnsupportedVersion(f"Produce v{version}: versions {MIN_VERSION} to {MAX_VERSION} are read")
+    flexible = is_flexible(PRODUCE, version)
+    limit = len(frame)
+    _, _, offset = skip_string(frame, header.body_offset, limit, compact=flexible)
+    request = PartitionedRequest(frame, header, flexible=flexible)
+    if offset + _ACKS_TIMEOUT.size > limit:
+        raise Truncated(f"acks and timeout_ms wanted at {offset}, the message ends at {limit}")
+    request.acks, request.timeout_ms = _ACKS_TIMEOUT.unpack_from(frame, offset)
+    offset += _ACKS_TIMEOUT.size
+    request.topics_start = offset
+    topic_count, offset = read_count(frame, offset, limit, compact=flexible, least_bytes=2)
+    partitions_left = MAX_PARTITIONS
+    for _ in range(topic_count):
+        topic, count, offset = begin_topic(frame, offset, limit, flexible=flexible, least_bytes=_INDEX_BYTES + 1)
+        partitions_left -= count
+        if partitions_left < 0:
+            raise InvalidField(f"more than {MAX_PARTITIONS} partitions in one request")
+        if flexible:
+            offset = _flexible_partitions(frame, offset, limit, topic, count)
+            topic.tail_start = offset
+            topic.tail_end = offset = skip_tagged_fields(frame, offset, limit)
+        else:
+            topic.tail_start = topic.tail_end = offset = _plain_partitions(frame, offset, limit, topic, count)
+        request.topics.append(topic)
+    request.topics_end = offset
+    if flexible:
+        offset = skip_tagged_fields(frame, offset, limit)
+    expect_end(frame, offset)
+    return request
+
+
+def _plain_partitions(frame: memoryview, offset: int, limit: int, topic: TopicSpan, count: int) -> int:
+    for _ in range(count):
+        if offset + _INDEX_LENGTH.size > limit:
+            raise Truncated(f"a partition wanted at {offset}, the message ends at {limit}")
+        partition_index, length = _INDEX_LENGTH.unpack_from(frame, offset)
+        end = offset + _INDEX_LENGTH.size + (length if length > 0 else 0)
+        if end > limit or length < -1:
+            raise Truncated(f"records of {length} bytes at {offset}, the message ends at {limit}")
+        topic.partitions.append(partition_index)
+        topic.starts.append(offset)
+        topic.ends.append(end)
+        offset = end
+    return offset
+
+
+def _flexible_partitions(frame: memoryview, offset: int, limit: int, topic: TopicSpan, count: int) -> int:
+    for _ in range(count):
+        start = offset
+        if offset + _INDEX_BYTES > limit:
+            raise Truncated(f"a partition wanted at {offset}, the message ends at {limit}")
+        topic.partitions.append(_INDEX.unpack_from(frame, offset)[0])
+        length, offset = read_uvarint(frame, offset + _INDEX_BYTES, limit)
+        if length:
+            offset += length - 1
+        if offset >= limit:
+            raise Truncated(f"records of {length - 1} bytes at {start}, the message ends at {limit}")
+        # Almost always there is no tagged field, which is one zero byte.
+        offset = offset + 1 if frame[offset] == 0 else skip_tagged_fields(frame, offset, limit)
+        topic.starts.append(start)
+        topic.ends.append(offset)
+    return offset
+
+
+def records_span(request: PartitionedRequest, topic: TopicSpan, ordinal: int) -> tuple[int, int]:
+    """Where one partition's records lie in the frame: (start, end); empty where they are null."""
+    start, end, _ = skip_bytes(
+        request.frame, topic.starts[ordinal] + _INDEX_BYTES, topic.ends[ordinal], compact=request.flexible
+    )
+    return (start, end) if start >= 0 else (topic.ends[ordinal], topic.ends[ordinal])
+
+
+def records_of(request: PartitionedRequest, topic: TopicSpan, ordinal: int) -> memoryview:
+    """One partition's records, as a slice of the request."""
+    start, end = records_span(request, topic, ordinal)
+    return request.frame[start:end]
+
+
+def transactional_id(request: PartitionedRequest) -> bytes | None:
+    """The request's transactional_id."""
+    start, end, _ = skip_string(
+        request.frame, request.header.body_offset, request.topics_start, compact=request.flexible
+    )
+    return bytes(request.frame[start:end]) if start >= 0 else None
+
+
+def piece_preamble(request: PartitionedRequest, pieces: int) -> Buffer:
+    """Every piece of a produce request has the preamble of the whole."""
+    return request.preamble()

@@ -1,0 +1,154 @@
+"""Produce answers: parse, blank leader hints, synthesise, merge.
+
+Versions 3–11. Body: topics of {name, partitions of {index INT32, error_code INT16, base_offset INT64,
+log_append_time_ms INT64, log_start_offset INT64 (v5), record_errors (v8), error_message (v8), tags (v9: current leader
+from 10)}}, throttle_time_ms INT32, tags (v9: node endpoints from 10).
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+
+from codec.api_keys import PRODUCE, is_flexible
+from codec.errors import Truncated
+from codec.headers import RequestHeader, response_body_offset
+from codec.partitioned import (
+    PartitionedRequest,
+    PartitionedResponse,
+    Tag,
+    blank_current_leader,
+    expect_end,
+    fill_error_codes,
+    parse_topics,
+    response_tags,
+)
+from codec.primitives import (
+    INT32,
+    Buffer,
+    encode_count,
+    encode_tagged_fields,
+    read_count,
+    read_fixed,
+    skip_string,
+    skip_tagged_fields,
+)
+from codec.produce import MAX_VERSION, MIN_VERSION, parse_produce, piece_preamble
+
+# partition_index, error_code, base_offset, log_append_time_ms
+_ENTRY = Struct(">ihqq")
+_INT64_BYTES = 8
+_CURRENT_LEADER_TAG = 0
+_NODE_ENDPOINTS_TAG = 0
+
+
+def _skip_entry(frame: memoryview, offset: int, limit: int, api_version: int) -> tuple[int, int]:
+    flexible = api_version >= 9
+    if offset + _ENTRY.size > limit:
+        raise Truncated(f"a partition's result wanted at {offset}, the message ends at {limit}")
+    partition_index: int = INT32.unpack_from(frame, offset)[0]
+    offset += _ENTRY.size
+    if api_version >= 5:
+        offset += _INT64_BYTES
+    if api_version >= 8:
+        count, offset = read_count(frame, offset, limit, compact=flexible, least_bytes=5)
+        for _ in range(count):
+            _, offset = read_fixed(INT32, frame, offset, limit)
+            _, _, offset = skip_string(frame, offset, limit, compact=flexible)
+            if flexible:
+                offset = skip_tagged_fields(frame, offset, limit)
+        _, _, offset = skip_string(frame, offset, limit, compact=flexible)
+    if flexible:
+        offset = blank_current_leader(frame, offset, limit, _CURRENT_LEADER_TAG)
+    if offset > limit:
+        raise Truncated(f"a partition's result ends at {offset}, the message at {limit}")
+    return partition_index, offset
+
+
+class ProduceApi:
+    """Produce, for the one mechanism that splits, forwards and merges."""
+
+    api_key = PRODUCE
+    min_version = MIN_VERSION
+    max_version = MAX_VERSION
+
+    def parse_request(self, frame: memoryview, header: RequestHeader) -> PartitionedRequest:
+        return parse_produce(frame, header)
+
+    def parse_response(self, frame: memoryview, api_version: int) -> PartitionedResponse:
+        """Raises CodecError. Current-leader hints are blanked in place (KIP-951)."""
+        flexible = api_version >= 9
+        response = PartitionedResponse(frame)
+        limit = len(frame)
+
+        def skip(frame: memoryview, offset: int, limit: int) -> tuple[int, int]:
+            return _skip_entry(frame, offset, limit, api_version)
+
+        response.topics, offset = parse_topics(
+            frame,
+            response_body_offset(frame, PRODUCE, api_version),
+            flexible=flexible,
+            least_bytes=_ENTRY.size,
+            skip_partition=skip,
+        )
+        fill_error_codes(response)
+        response.throttle_time_ms, offset = read_fixed(INT32, frame, offset, limit)
+        if flexible:
+            offset = response_tags(response, offset, _NODE_ENDPOINTS_TAG)
+        expect_end(frame, offset)
+        return response
+
+    def error_entry(self, api_version: int, partition_index: int, error_code: int) -> bytes:
+        """base_offset, log_append_time_ms and log_start_offset are -1: the proxy gives out no offset."""
+        return result_entry(api_version, partition_index, error_code, base_offset=-1, log_start_offset=-1)
+
+    def response_ends(
+        self, api_version: int, throttle_time_ms: int, tags: list[tuple[int, bytes]]
+    ) -> tuple[bytes, bytes]:
+        tail = INT32.pack(throttle_time_ms)
+        return b"", tail + encode_tagged_fields(tags) if api_version >= 9 else tail
+
+    def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer:
+        return piece_preamble(request, pieces)
+
+
+def result_entry(
+    api_version: int,
+    partition_index: int,
+    error_code: int,
+    *,
+    base_offset: int,
+    log_start_offset: int,
+    log_append_time_ms: int = -1,
+    error_message: str | None = None,
+    current_leader: tuple[int, int] | None = None,
+) -> bytes:
+    """One partition's entry of a produce answer.
+
+    `error_message` is carried from version 8, `current_leader` (leader_id, leader_epoch) from 10; before, they are left
+    out.
+    """
+    flexible = is_flexible(PRODUCE, api_version)
+    entry = _ENTRY.pack(partition_index, error_code, base_offset, log_append_time_ms)
+    if api_version >= 5:
+        entry += log_start_offset.to_bytes(_INT64_BYTES, "big", signed=True)
+    if api_version >= 8:
+        entry += encode_count(0, compact=flexible)
+        entry += _nullable_string(error_message, flexible=flexible)
+    if not flexible:
+        return entry
+    tags: list[Tag] = []
+    if current_leader is not None and api_version >= 10:
+        leader = INT32.pack(current_leader[0]) + INT32.pack(current_leader[1]) + encode_tagged_fields([])
+        tags.append((_CURRENT_LEADER_TAG, leader))
+    return entry + encode_tagged_fields(tags)
+
+
+def _nullable_string(value: str | None, *, flexible: bool) -> bytes:
+    if value is None:
+        return encode_count(-1, compact=True) if flexible else (-1).to_bytes(2, "big", signed=True)
+    encoded = value.encode()
+    length = encode_count(len(encoded), compact=True) if flexible else len(encoded).to_bytes(2, "big", signed=True)
+    return length + encoded
+
+
+PRODUCE_API = ProduceApi()
