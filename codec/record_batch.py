@@ -96,11 +96,11 @@ def add_sequence(sequence: int, increment: int) -> int:
     return (sequence + increment) & _MAX_SEQUENCE
 
 
-def parse_batch(buffer: Buffer, position: int = 0) -> RecordBatch:
-    """The batch that begins at `position`.
+def parse_header(buffer: Buffer, position: int = 0) -> RecordBatch:
+    """The header at `position`; the batch's records need not be in the buffer.
 
-    Raises Truncated where the buffer ends before the batch does, InvalidField for a magic other than 2 or a length
-    shorter than a header. The CRC is not looked at: see `crc_is_valid`.
+    Raises Truncated where the buffer ends before the header does, InvalidField for a magic other than 2 or a length
+    shorter than a header.
     """
     available = len(buffer) - position
     if available > _MAGIC_OFFSET and buffer[position + _MAGIC_OFFSET] != MAGIC:
@@ -111,6 +111,17 @@ def parse_batch(buffer: Buffer, position: int = 0) -> RecordBatch:
     batch = RecordBatch(position, *_HEADER.unpack_from(buffer, position))
     if batch.batch_length < HEADER_BYTES - LOG_OVERHEAD_BYTES:
         raise InvalidField(f"the batch at {position} announces {batch.batch_length} bytes, less than its header")
+    return batch
+
+
+def parse_batch(buffer: Buffer, position: int = 0) -> RecordBatch:
+    """The whole batch that begins at `position`.
+
+    Raises as `parse_header` does, and Truncated where the buffer ends before the batch does. The CRC is not looked at:
+    see `crc_is_valid`.
+    """
+    batch = parse_header(buffer, position)
+    available = len(buffer) - position
     if batch.size_in_bytes > available:
         raise Truncated(f"the batch at {position} has {batch.size_in_bytes} bytes, {available} are left")
     return batch

@@ -1,0 +1,145 @@
+"""A broker's data directory: who may use it, and where each partition's log lies in it.
+
+broker.json                 the node id that the directory belongs to
+.lock                       held, as long as a broker runs, against a second one
+{topic}-{partition}/        one log each; partition.json names the topic and its id
+#deleted-…/                 what is being removed ('#' stands in no topic's name)
+#stray-…/                   logs set aside, of a topic that was deleted and created again
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import uuid
+from pathlib import Path
+
+import structlog
+
+from kproxy.broker.log import DEFAULT_SEGMENT_BYTES, Log
+from kproxy.broker.segment import LogFailed
+from kproxy.errors import StartupError
+
+if sys.platform == "win32":  # pragma: no cover
+    import msvcrt
+else:
+    import fcntl
+
+_BROKER_FILE = "broker.json"
+_PARTITION_FILE = "partition.json"
+_logger = structlog.get_logger(__name__)
+
+
+class DataDir:
+    """An open data directory; close it last."""
+
+    def __init__(self, path: Path, lock_fd: int, segment_bytes: int) -> None:
+        self.path = path
+        self._lock_fd = lock_fd
+        self._segment_bytes = segment_bytes
+
+    @classmethod
+    def open(cls, path: Path, node_id: int, *, segment_bytes: int = DEFAULT_SEGMENT_BYTES) -> DataDir:
+        """Lock the directory and check whose it is, creating it where there is none. Raises StartupError."""
+        lock_fd = -1
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock_fd = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+            _lock(lock_fd, path)
+            _claim(path, node_id)
+            for leftover in path.glob("#deleted-*"):
+                shutil.rmtree(leftover)
+        except (OSError, StartupError) as error:
+            if lock_fd >= 0:
+                os.close(lock_fd)
+            if isinstance(error, StartupError):
+                raise
+            raise StartupError(f"the data directory {path} cannot be used: {error}") from error
+        return cls(path, lock_fd, segment_bytes)
+
+    def partition_path(self, topic: str, partition_index: int) -> Path:
+        return self.path / f"{topic}-{partition_index}"
+
+    def open_log(self, topic: str, partition_index: int, topic_id: uuid.UUID) -> Log:
+        """The partition's log; blocks while it is read through. Raises OSError, LogFailed.
+
+        The log of an earlier topic of the same name is set aside, not opened.
+        """
+        directory = self.partition_path(topic, partition_index)
+        identity = {"topic": topic, "partition": partition_index, "topic_id": str(topic_id)}
+        found = _read_json(directory / _PARTITION_FILE)
+        if found is not None and found.get("topic") != topic:
+            raise LogFailed(f"{directory} holds topic {found.get('topic')}: this file system ignores case")
+        if found != identity and directory.exists():
+            stray = self.path / f"#stray-{uuid.uuid4()}"
+            _logger.warning("log set aside", directory=str(directory), moved_to=str(stray), was=found, now=identity)
+            directory.rename(stray)
+        directory.mkdir(exist_ok=True)
+        if found != identity:
+            _write_json(directory / _PARTITION_FILE, identity)
+        log = Log.open(directory, segment_bytes=self._segment_bytes)
+        if log.truncated_bytes:
+            _logger.warning(
+                "torn tail cut off", directory=str(directory), bytes=log.truncated_bytes, end_offset=log.log_end_offset
+            )
+        return log
+
+    def delete_log(self, topic: str, partition_index: int, topic_id: uuid.UUID) -> None:
+        """Remove a closed log of exactly this topic, where there is one. Raises OSError."""
+        directory = self.partition_path(topic, partition_index)
+        found = _read_json(directory / _PARTITION_FILE)
+        if found is None or found.get("topic_id") != str(topic_id):
+            return
+        # Renamed first: a half-removed log must never be opened again.
+        doomed = self.path / f"#deleted-{uuid.uuid4()}"
+        directory.rename(doomed)
+        shutil.rmtree(doomed)
+
+    def close(self) -> None:
+        """Let another broker have the directory."""
+        os.close(self._lock_fd)
+
+
+def _lock(lock_fd: int, path: Path) -> None:
+    try:
+        if sys.platform == "win32":  # pragma: no cover
+            msvcrt.locking(lock_fd, msvcrt.LK_NBLCK, 1)
+        else:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise StartupError(f"another broker uses the data directory {path}; choose another --data-dir") from error
+
+
+def _claim(path: Path, node_id: int) -> None:
+    found = _read_json(path / _BROKER_FILE)
+    if found is None:
+        _write_json(path / _BROKER_FILE, {"node_id": node_id})
+    elif found.get("node_id") != node_id:
+        raise StartupError(
+            f"the data directory {path} belongs to broker {found.get('node_id')}, not {node_id}; "
+            f"give its --node-id or another --data-dir"
+        )
+
+
+def _read_json(path: Path) -> dict[str, object] | None:
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise OSError(f"{path} is damaged ({error})") from error
+    if not isinstance(found, dict):
+        raise OSError(f"{path} is damaged")
+    return found
+
+
+def _write_json(path: Path, value: dict[str, object]) -> None:
+    """Replace the file as one step, so that a reader finds the old one or the new one."""
+    scratch = path.with_name(f"{path.name}.new")
+    with scratch.open("w") as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)
