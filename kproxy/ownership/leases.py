@@ -1,0 +1,337 @@
+"""The lease table: who owns which partition according to etcd, kept current in a `Topology`.
+
+Mirrors `{prefix}/partition-leases/{topic}/{partition}` (value: a decimal broker id) and `{prefix}/brokers/{id}` (value:
+JSON with node_id, host, port). A mirror knows how to stay current (`etcd.mirror`), the topology that an entry changes
+only upward; here is what keys and values mean, and what happens after a broker said NOT_LEADER_OR_FOLLOWER.
+
+States: EMPTY --first snapshot--> CURRENT <--> STALE (etcd has said nothing for `stale_after_s`). A stale table still
+serves: the last known owner is the best guess there is. A restored etcd empties the table and alarms.
+
+Invariants
+1. An entry is (owner, mod_revision) and changes only upward; a removal too counts as of its revision.
+2. A refusal by a broker deletes nothing. It names the revision the owner was taken from; if the table is not newer, the
+   key is read again, linearizably, and what is read goes by invariant 1.
+3. Re-reads are coalesced: at most one transaction is on its way, and it asks once for each partition that waits. Who
+   comes while it is on its way gets the next one, since what is being read may be older than the refusal.
+4. An ownership stays until its own key goes, even if its broker's key went before; an address goes with the broker's.
+5. A key that makes no sense is passed over, a value that makes none is no owner and no address: the table is the same
+   whether it came from a snapshot or from events. Both are counted in `skipped`, by reason, and logged once a key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from itertools import islice
+from typing import NamedTuple
+
+import structlog
+
+from kproxy.ownership.etcd import (
+    EtcdClient,
+    EtcdError,
+    KeyValue,
+    PrefixMirror,
+    Snapshot,
+    WatchEvent,
+    get_op,
+)
+from kproxy.routing.topology import MAX_PARTITION_INDEX, NO_OWNER, Address, Ownership, Topology
+
+MAX_BROKER_ID = 2**31 - 1
+MAX_BROKER_VALUE_BYTES = 4096
+# etcd's own limit on the operations of one transaction.
+REREAD_KEYS = 128
+MAX_WAITING_REREADS = 100_000
+MAX_LOGGED_KEYS = 1_000
+
+_TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")
+_DECIMAL = re.compile(r"0|[1-9][0-9]{0,9}")
+
+log = structlog.get_logger(__name__)
+
+
+class Partition(NamedTuple):
+    topic: bytes
+    partition_index: int
+
+
+class _Senseless(Exception):
+    """A key or value that cannot be used, and why."""
+
+
+def _decimal(text: str, highest: int, reason: str) -> int:
+    if _DECIMAL.fullmatch(text) is None or int(text) > highest:
+        raise _Senseless(reason)
+    return int(text)
+
+
+def is_topic_name(name: str) -> bool:
+    return _TOPIC.fullmatch(name) is not None and name not in (".", "..")
+
+
+def parse_lease_key(rest: str) -> Partition:
+    """`{topic}/{partition}`, the part of a lease's key after the prefix."""
+    topic, _, partition = rest.rpartition("/")
+    if not is_topic_name(topic):
+        raise _Senseless("not a topic name")
+    return Partition(topic.encode("ascii"), _decimal(partition, MAX_PARTITION_INDEX, "not a partition index"))
+
+
+def parse_owner(value: bytes) -> int:
+    return _decimal(value[:16].decode("ascii", "replace"), MAX_BROKER_ID, "not a broker id")
+
+
+def parse_broker_key(rest: str) -> int:
+    return _decimal(rest, MAX_BROKER_ID, "not a broker id")
+
+
+def parse_address(broker_id: int, value: bytes) -> Address:
+    """The JSON of a broker's key; fields other than node_id, host and port are none of our business."""
+    if len(value) > MAX_BROKER_VALUE_BYTES:
+        raise _Senseless("a broker's value that is too long")
+    try:
+        fields = json.loads(value)
+    except (ValueError, RecursionError):
+        raise _Senseless("a broker's value that is not JSON") from None
+    if not isinstance(fields, dict) or fields.get("node_id") != broker_id:
+        raise _Senseless("a broker's value without the node_id of its key")
+    host, port = fields.get("host"), fields.get("port")
+    if not isinstance(host, str) or not 0 < len(host) <= 255:
+        raise _Senseless("a broker's value without a host")
+    if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 65536:
+        raise _Senseless("a broker's value without a port")
+    return Address(host, port)
+
+
+class LeaseTable:
+    """Feeds `topology` from etcd. `run` is one coroutine that the caller owns.
+
+    `prefix` is the root of all keys, such as `/kafscale`. `on_change` is called, on the loop, after owners or addresses
+    changed. `clock` and `stale_after_s` are in seconds.
+    """
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        prefix: str,
+        topology: Topology,
+        *,
+        on_change: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        stale_after_s: float = 10.0,
+    ) -> None:
+        self._client = client
+        self._topology = topology
+        self._on_change = on_change
+        self._clock = clock
+        self._stale_after_s = stale_after_s
+        self._leases_prefix = f"{prefix.rstrip('/')}/partition-leases/"
+        self._brokers_prefix = f"{prefix.rstrip('/')}/brokers/"
+        self._mirror = PrefixMirror(client, (self._leases_prefix, self._brokers_prefix), self, clock=clock)
+        self._cluster_id = 0
+        self._rereads = _Rereads()
+        self._logged: set[str] = set()
+        self.skipped: Counter[str] = Counter()
+        self.restores = 0
+
+    async def run(self) -> None:
+        """Keep the topology current until cancelled."""
+        self._rereads.open()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._mirror.run(), name="lease-table-mirror")
+                tasks.create_task(self._reread_for_ever(), name="lease-table-rereads")
+        finally:
+            self._rereads.close()
+
+    async def wait_synced(self) -> None:
+        """Until the table has been loaded once."""
+        await self._mirror.wait_synced()
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since etcd last said anything; infinite before it ever did."""
+        return self._clock() - self._mirror.last_heard
+
+    @property
+    def stale(self) -> bool:
+        return self.age_s > self._stale_after_s
+
+    @property
+    def last_error(self) -> EtcdError | None:
+        """Why nothing new comes, while nothing does."""
+        return self._mirror.last_error
+
+    async def refresh(self, topic: bytes, partition_index: int, seen_revision: int) -> bool:
+        """After a 6 from the owner as of `seen_revision`: whether the table knows of a later change now.
+
+        False where nothing changed, or etcd did not answer: the caller backs off. A later change may also be that the
+        partition has no owner any more.
+        """
+        partition = Partition(topic, partition_index)
+        known = self._topology.owner_revision(*partition) > seen_revision
+        if (
+            not known
+            and is_topic_name(topic.decode("ascii", "replace"))
+            and 0 <= partition_index <= MAX_PARTITION_INDEX
+        ):
+            await self._rereads.wait_for(partition)
+        return self._topology.owner_revision(topic, partition_index) > seen_revision
+
+    # What the mirror says
+
+    def on_restored(self) -> None:
+        self.restores += 1
+        log.error("etcd_was_restored", was_revision=self._topology.revision)
+        self._topology.begin_rebuild()
+
+    def on_snapshot(self, snapshot: Snapshot) -> None:
+        self._cluster_id = snapshot.cluster_id
+        rows: list[Ownership] = []
+        gone = set(self._topology.brokers)
+        for kv in snapshot.kvs:
+            try:
+                if kv.key.startswith(self._leases_prefix):
+                    partition = parse_lease_key(kv.key.removeprefix(self._leases_prefix))
+                    rows.append(Ownership(*partition, parse_owner(kv.value), kv.mod_revision))
+                else:
+                    broker_id = parse_broker_key(kv.key.removeprefix(self._brokers_prefix))
+                    self._topology.set_broker(broker_id, parse_address(broker_id, kv.value))
+                    gone.discard(broker_id)
+            except _Senseless as reason:
+                self._skip(kv, reason)
+        for broker_id in gone:
+            self._topology.remove_broker(broker_id)
+        self._topology.load(rows, snapshot.revision)
+        log.info("lease_table_loaded", revision=snapshot.revision, partitions=len(rows))
+        self._tell()
+
+    def on_events(self, events: list[WatchEvent], revision: int) -> None:
+        changed = False
+        for event in events:
+            try:
+                if event.kv.key.startswith(self._leases_prefix):
+                    partition = parse_lease_key(event.kv.key.removeprefix(self._leases_prefix))
+                    changed |= self._set_owner(partition, None if event.deleted else event.kv, event.kv.mod_revision)
+                else:
+                    changed |= self._set_broker(event)
+            except _Senseless as reason:
+                self._skip(event.kv, reason)
+        if changed:
+            self._tell()
+
+    def _set_owner(self, partition: Partition, kv: KeyValue | None, revision: int) -> bool:
+        """What stands in etcd for `partition` as of `revision`; None where nothing does."""
+        owner = NO_OWNER
+        if kv is not None:
+            try:
+                owner = parse_owner(kv.value)
+            except _Senseless as reason:
+                self._skip(kv, reason)
+        if owner == NO_OWNER == self._topology.owner(*partition):
+            # Nothing to take away, and no row is made for whatever partition somebody may name.
+            return False
+        return self._topology.set_owner(*partition, owner, revision)
+
+    def _set_broker(self, event: WatchEvent) -> bool:
+        broker_id = parse_broker_key(event.kv.key.removeprefix(self._brokers_prefix))
+        before = self._topology.address(broker_id)
+        # An address that makes no sense takes the old one away: that one is not the broker's any more.
+        self._topology.remove_broker(broker_id)
+        try:
+            if not event.deleted:
+                self._topology.set_broker(broker_id, parse_address(broker_id, event.kv.value))
+        except _Senseless as reason:
+            self._skip(event.kv, reason)
+        return self._topology.address(broker_id) != before
+
+    def _skip(self, kv: KeyValue, reason: _Senseless) -> None:
+        self.skipped[str(reason)] += 1
+        if kv.key not in self._logged and len(self._logged) < MAX_LOGGED_KEYS:
+            self._logged.add(kv.key)
+            log.warning("etcd_key_skipped", key=kv.key[:300], value=repr(kv.value[:80]), reason=str(reason))
+
+    def _tell(self) -> None:
+        if self._on_change is not None:
+            self._on_change()
+
+    # Reading again
+
+    async def _reread_for_ever(self) -> None:
+        while True:
+            async with self._rereads.batch() as partitions:
+                try:
+                    await self._reread(partitions)
+                except EtcdError as error:
+                    log.warning("lease_table_reread_failed", partitions=len(partitions), reason=str(error))
+
+    async def _reread(self, partitions: Sequence[Partition]) -> None:
+        # A linearizable read begun now is at or above every revision that etcd has told us of.
+        floor = self._topology.revision
+        keys = [f"{self._leases_prefix}{topic.decode('ascii')}/{index}" for topic, index in partitions]
+        result = await self._client.txn([], [get_op(key) for key in keys])
+        if self._cluster_id == 0:
+            # Not loaded yet: the first snapshot will know.
+            return
+        if result.cluster_id != self._cluster_id or result.revision < floor:
+            self._mirror.distrust()
+            return
+        changed = False
+        for partition, response in zip(partitions, result.responses, strict=True):
+            kv = response.kvs[0] if response.kvs else None
+            changed |= self._set_owner(partition, kv, result.revision if kv is None else kv.mod_revision)
+        if changed:
+            self._tell()
+
+
+class _Rereads:
+    """The partitions that wait for a re-read, each once, with a future that all who wait for it share."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Partition, asyncio.Future[None]] = {}
+        self._any = asyncio.Event()
+        self._served = False
+
+    def open(self) -> None:
+        self._served = True
+
+    async def wait_for(self, partition: Partition) -> None:
+        """Until a read that begins after this call has ended, well or not; not at all where nobody reads."""
+        if not self._served:
+            return
+        future = self._waiting.get(partition)
+        if future is None:
+            if len(self._waiting) >= MAX_WAITING_REREADS:
+                return
+            future = self._waiting[partition] = asyncio.get_running_loop().create_future()
+            self._any.set()
+        # One caller's end is not the others'.
+        await asyncio.shield(future)
+
+    @asynccontextmanager
+    async def batch(self) -> AsyncIterator[list[Partition]]:
+        """Take what waits, as much as one transaction holds, and release who waited for it in the end."""
+        await self._any.wait()
+        batch = dict(islice(self._waiting.items(), REREAD_KEYS))
+        for partition in batch:
+            del self._waiting[partition]
+        if not self._waiting:
+            self._any.clear()
+        try:
+            yield list(batch)
+        finally:
+            for future in batch.values():
+                future.set_result(None)
+
+    def close(self) -> None:
+        """Release everybody: nothing will be read any more."""
+        self._served = False
+        waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            future.set_result(None)

@@ -1,0 +1,51 @@
+"""The committed descriptors are those of the committed .proto, and a stale one is noticed."""
+
+from pathlib import Path
+
+import pytest
+
+from kproxy.ownership.etcd import generate
+from kproxy.ownership.etcd.messages import rpc
+
+
+def test_the_committed_descriptors_are_up_to_date() -> None:
+    assert generate.main(["--check"]) == 0
+
+
+def test_a_stale_descriptor_set_fails_the_check_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed = tmp_path / "rpc.proto"
+    changed.write_text(generate.PROTO.read_text().replace("int64 mod_revision = 3;", "int64 mod_revision = 30;"))
+    stale = tmp_path / "rpc.binpb"
+    monkeypatch.setattr(generate, "PROTO", changed)
+    monkeypatch.setattr(generate, "descriptor_set", lambda: original(changed))
+    monkeypatch.setattr(generate, "DESCRIPTORS", stale)
+    assert generate.main(["--check"]) == 1
+    stale.write_bytes(Path(generate.__file__).with_name("rpc.binpb").read_bytes())
+    assert generate.main(["--check"]) == 1
+    assert "python -m kproxy.ownership.etcd.generate" in capsys.readouterr().err
+    assert generate.main([]) == 0
+    assert generate.main(["--check"]) == 0
+
+
+def test_a_proto_that_does_not_compile_is_said_to_be_so(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.proto"
+    broken.write_text("message {")
+    with pytest.raises(generate.GenerateError, match=r"broken\.proto does not compile"):
+        generate.descriptor_set(broken)
+
+
+def test_unknown_arguments_are_refused() -> None:
+    assert generate.main(["--chek"]) == 2
+
+
+def test_the_messages_are_not_in_the_pool_that_everybody_shares() -> None:
+    from google.protobuf import descriptor_pool
+
+    assert rpc.PutRequest.DESCRIPTOR.full_name == "etcdserverpb.PutRequest"
+    with pytest.raises(KeyError):
+        descriptor_pool.Default().FindMessageTypeByName("etcdserverpb.PutRequest")
+
+
+original = generate.descriptor_set

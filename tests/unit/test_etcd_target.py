@@ -1,0 +1,94 @@
+"""Which endpoints are understood, and what is said of those that are not."""
+
+import pytest
+
+from kproxy.ownership.etcd import EtcdClient, EtcdUnavailable
+from kproxy.ownership.etcd.messages import decode_key, encode_key, prefix_end
+from kproxy.ownership.etcd.target import Endpoint, grpc_target, parse_endpoint
+
+
+@pytest.mark.parametrize(
+    ("text", "endpoint"),
+    [
+        ("127.0.0.1:2379", ("127.0.0.1", 2379)),
+        ("http://127.0.0.1:12379", ("127.0.0.1", 12379)),
+        ("HTTP://etcd-0.etcd:2379/", ("etcd-0.etcd", 2379)),
+        ("etcd", ("etcd", 2379)),
+        (" etcd:1 ", ("etcd", 1)),
+        ("[::1]:2380", ("::1", 2380)),
+        ("http://[::1]", ("::1", 2379)),
+        ("::1", ("::1", 2379)),
+    ],
+)
+def test_an_endpoint_is_a_host_and_a_port_with_or_without_http(text: str, endpoint: tuple[str, int]) -> None:
+    assert parse_endpoint(text) == endpoint
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("https://etcd:2379", "TLS"),
+        ("unix://etcd.sock", "scheme"),
+        ("", "host"),
+        (":2379", "host"),
+        ("a b:2379", "host"),
+        ("user@etcd:2379", "host"),
+        ("etcd:port", "port"),
+        ("etcd:0", "port"),
+        ("etcd:65536", "port"),
+        ("etcd:-1", "port"),
+        ("etcd:²", "port"),
+        ("[::1", "address"),
+        ("[::1]2379", "address"),
+        ("1:2:3", "address"),
+    ],
+)
+def test_a_bad_endpoint_is_named_with_what_is_wrong(text: str, says: str) -> None:
+    with pytest.raises(EtcdUnavailable, match=says) as raised:
+        parse_endpoint(text)
+    assert repr(text) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "target"),
+    [
+        (["10.0.0.1:1"], "ipv4:10.0.0.1:1"),
+        (["10.0.0.1:1", "10.0.0.2:2", "10.0.0.1:1"], "ipv4:10.0.0.1:1,10.0.0.2:2"),
+        (["::1", "[::2]:5"], "ipv6:[::1]:2379,[::2]:5"),
+        (["etcd.example:7"], "dns:///etcd.example:7"),
+        (["localhost:1", "127.0.0.1:2"], "ipv4:127.0.0.1:1,127.0.0.1:2"),
+    ],
+)
+async def test_several_members_become_one_target(endpoints: list[str], target: str) -> None:
+    assert await grpc_target([parse_endpoint(text) for text in endpoints]) == target
+
+
+@pytest.mark.parametrize("endpoints", [[Endpoint("10.0.0.1", 1), Endpoint("::1", 2)], []])
+async def test_members_that_no_target_can_hold_are_refused(endpoints: list[Endpoint]) -> None:
+    with pytest.raises(EtcdUnavailable, match="endpoint"):
+        await grpc_target(endpoints)
+
+
+async def test_connecting_where_nobody_listens_names_the_endpoint_and_the_reason() -> None:
+    client = EtcdClient(["127.0.0.1:1"], timeout_s=0.5)
+    with pytest.raises(EtcdUnavailable, match=r"127\.0\.0\.1:1 does not answer: check the address.*refused"):
+        await client.connect()
+    await client.close()
+
+
+async def test_a_client_that_is_not_connected_says_so() -> None:
+    client = EtcdClient(["127.0.0.1:1"])
+    with pytest.raises(EtcdUnavailable, match="not connected"):
+        await client.get("/a")
+
+
+@pytest.mark.parametrize(
+    ("prefix", "end"),
+    [("/a/", b"/a0"), ("a", b"b"), ("", b"\0"), ("/aé", b"/a\xc3\xaa"), ("a\udcff", b"b"), ("\udcff\udcff", b"\0")],
+)
+def test_a_prefix_ends_before_the_next_key_that_does_not_begin_with_it(prefix: str, end: bytes) -> None:
+    assert prefix_end(prefix) == end
+
+
+def test_a_key_that_is_not_utf8_survives() -> None:
+    assert encode_key(decode_key(b"/a/\xff\xfe")) == b"/a/\xff\xfe"
