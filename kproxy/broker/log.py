@@ -23,6 +23,7 @@ from kproxy.broker.producer_state import ProducerStates
 from kproxy.broker.segment import SUFFIX, LogFailed, Segment, TimestampAndOffset
 
 DEFAULT_SEGMENT_BYTES = 1 << 30
+NO_LEADER_EPOCH = -1
 
 
 class LogCorrupt(LogFailed):
@@ -36,6 +37,7 @@ class Log:
         self.directory = directory
         self.producers = producers
         self.truncated_bytes = 0
+        self.last_leader_epoch = NO_LEADER_EPOCH
         self._segments = segments
         self._segment_bytes = segment_bytes
         self._base_offsets = [segment.base_offset for segment in segments]
@@ -46,15 +48,23 @@ class Log:
     def open(cls, directory: Path, *, segment_bytes: int = DEFAULT_SEGMENT_BYTES) -> Log:
         """The log in `directory`, created where there is none. Raises LogCorrupt, OSError.
 
-        `truncated_bytes` of the result tells how much of a torn tail was cut off.
+        Of the result, `truncated_bytes` tells how much of a torn tail was cut off, `last_leader_epoch` the epoch of
+        the last batch found.
         """
         directory.mkdir(parents=True, exist_ok=True)
         producers = ProducerStates()
+        last_leader_epoch = NO_LEADER_EPOCH
+
+        def on_batch(batch: RecordBatch) -> None:
+            nonlocal last_leader_epoch
+            last_leader_epoch = batch.partition_leader_epoch
+            producers.update(batch, batch.base_offset)
+
         segments = [Segment.open(path) for path in sorted(directory.glob(f"*{SUFFIX}"))]
         truncated = 0
         try:
             for segment in segments:
-                bad_bytes = segment.recover(lambda batch: producers.update(batch, batch.base_offset))
+                bad_bytes = segment.recover(on_batch)
                 if bad_bytes and segment is not segments[-1]:
                     where = f"{segment.path.name} at byte {segment.size_in_bytes}"
                     raise LogCorrupt(f"{directory.name}: a bad batch in {where}, with later segments behind it")
@@ -69,6 +79,7 @@ class Log:
             segments.append(Segment.create(directory, 0))
         log = cls(directory, segments, producers, segment_bytes)
         log.truncated_bytes = truncated
+        log.last_leader_epoch = last_leader_epoch
         return log
 
     @property

@@ -1,0 +1,1 @@
+"""One file for each API, opening with its versions and behaviours."""

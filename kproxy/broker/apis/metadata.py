@@ -1,0 +1,117 @@
+"""Metadata, versions 0-13.
+
+- Leaders are the lease owners; a partition without one says LEADER_NOT_AVAILABLE and leader -1.
+- A topic that does not exist is created, with the broker's default number of partitions, where the request (from
+  version 4 on) and the broker allow it; the answer waits a few seconds for its leaders. Else
+  UNKNOWN_TOPIC_OR_PARTITION.
+- A name that may not be: INVALID_TOPIC_EXCEPTION. By topic id from version 12 on; unknown: UNKNOWN_TOPIC_ID.
+- A partition that nobody ever took is taken, if it is ours to take: a client that knows no leader would touch nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+from codec import control, error_codes
+from codec.api_keys import METADATA
+from kproxy.broker.apis.describe import controller_id, describe_brokers, describe_partition
+from kproxy.broker.cluster import Topic
+from kproxy.broker.context import LEADERS_TIMEOUT_S, TAKE_TIMEOUT_S, Body, Broker, Request
+from kproxy.broker.keys import PartitionKey
+from kproxy.broker.topics import check_name
+
+API_KEY = METADATA
+MIN_VERSION = 0
+MAX_VERSION = 13
+
+_TOPIC_ID_VERSION = 12
+# Creations at one time on behalf of one request.
+_CONCURRENT_CREATIONS = 8
+
+
+def handle(broker: Broker, request: Request) -> Body | Awaitable[Body]:
+    """Answer at once, unless topics are to be created or partitions taken first."""
+    message = control.decode_request(API_KEY, request.header.api_version, request.body)
+    version = message.version
+    names = _names(broker, message)
+    missing = [name for name in names if name not in broker.view.topics and check_name(name) is None]
+    may_create = broker.config.auto_create_topics and (version < 4 or message.allow_auto_topic_creation)
+    to_create = list(dict.fromkeys(missing)) if may_create and not broker.leases.stopping else []
+    wanted = [
+        (name.encode(), range(len(broker.view.topics[name].replicas))) for name in names if name in broker.view.topics
+    ]
+    takeable = broker.takeable(wanted)
+    if to_create or takeable:
+        return _prepare_and_describe(broker, message, to_create, takeable)
+    return _describe(broker, message)
+
+
+def _names(broker: Broker, message: control.Message) -> list[str]:
+    """The topics asked for by name; all of them where the request says so."""
+    if message.topics is None or (message.version == 0 and not message.topics):
+        return list(broker.view.topics)
+    return [asked.name for asked in message.topics if asked.name is not None]
+
+
+async def _prepare_and_describe(
+    broker: Broker, message: control.Message, to_create: list[str], takeable: list[PartitionKey]
+) -> Body:
+    slots = asyncio.Semaphore(_CONCURRENT_CREATIONS)
+
+    async def create(name: str) -> None:
+        async with slots:
+            await broker.topics.create(name)
+
+    await asyncio.gather(*(create(name) for name in to_create))
+    await broker.leases.take(takeable, TAKE_TIMEOUT_S)
+    await broker.view.wait_until(lambda: all(map(broker.view.is_fully_owned, to_create)), LEADERS_TIMEOUT_S)
+    return _describe(broker, message)
+
+
+def _describe(broker: Broker, message: control.Message) -> Body:
+    version = message.version
+    if message.topics is None or (version == 0 and not message.topics):
+        topics = [_topic(broker, topic, version) for topic in broker.view.topics.values()]
+    else:
+        topics = [_asked(broker, asked, version) for asked in message.topics]
+    fields: dict[str, Any] = {"brokers": _brokers(broker), "topics": topics}
+    if version >= 1:
+        fields["controller_id"] = controller_id(broker)
+    if version >= 2:
+        fields["cluster_id"] = broker.cluster_id
+    return [control.encode_response(control.build_response(API_KEY, version, **fields))]
+
+
+def _brokers(broker: Broker) -> list[dict[str, Any]]:
+    return describe_brokers(broker, "node_id")
+
+
+def _asked(broker: Broker, asked: control.Message, version: int) -> dict[str, Any]:
+    if asked.name is None:
+        found = broker.view.topic_by_id(asked.topic_id) if asked.topic_id is not None else None
+        if found is not None and version >= _TOPIC_ID_VERSION:
+            return _topic(broker, found, version)
+        # Versions 10 and 11 have the field, but no null name to answer with.
+        name = None if version >= _TOPIC_ID_VERSION else ""
+        return {
+            "error_code": error_codes.UNKNOWN_TOPIC_ID,
+            "name": name,
+            "topic_id": asked.topic_id,
+            "partitions": [],
+        }
+    found = broker.view.topics.get(asked.name)
+    if found is not None:
+        return _topic(broker, found, version)
+    legal = check_name(asked.name) is None
+    error_code = error_codes.UNKNOWN_TOPIC_OR_PARTITION if legal else error_codes.INVALID_TOPIC_EXCEPTION
+    return {"error_code": error_code, "name": asked.name, "partitions": []}
+
+
+def _topic(broker: Broker, topic: Topic, version: int) -> dict[str, Any]:
+    partitions = [describe_partition(broker, topic, index) for index in range(len(topic.replicas))]
+    described: dict[str, Any] = {"error_code": error_codes.NONE, "name": topic.name, "partitions": partitions}
+    if version >= 10:
+        described["topic_id"] = topic.topic_id
+    return described

@@ -1,0 +1,139 @@
+"""Produce, versions 3-11.
+
+- Offered from version 0, or librdkafka silently drops compression; 0 to 2 close the connection.
+- One batch of magic 2 for each partition; it is appended as it came, its offset and leader epoch patched in.
+- Not the owner: 6, before anything is appended; from version 10 with who is (KIP-951). No such topic or partition: 3.
+- A partition named twice: every partition gets INVALID_REQUEST. acks other than -1, 0, 1: INVALID_REQUIRED_ACKS.
+- acks=0 is not answered; if anything failed the connection is closed, as Kafka does, so that the client learns of it.
+- acks=-1 and 1 are the same while a partition has one replica. Transactional batches get INVALID_TXN_STATE.
+- A partition that nobody ever took is taken first, if it is ours to take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+
+from codec import error_codes
+from codec.api_keys import PRODUCE
+from codec.partitioned import PartitionedRequest, TopicSpan, encode_topics
+from codec.primitives import INT32, Buffer, encode_count, encode_tagged_fields
+from codec.produce import MAX_VERSION as PARSED_MAX_VERSION
+from codec.produce import parse_produce, records_of
+from codec.produce_response import result_entry
+from kproxy.broker.context import TAKE_TIMEOUT_S, Body, Broker, CloseConnection, Request
+from kproxy.broker.keys import PartitionKey
+from kproxy.broker.partition import AppendResult
+from kproxy.broker.validation import Refusal, check_records
+
+API_KEY = PRODUCE
+OFFERED_MIN_VERSION = 0
+MIN_VERSION = 3
+MAX_VERSION = PARSED_MAX_VERSION
+
+_ACKS = (-1, 0, 1)
+_LEADER_VERSION = 10
+_NODE_ENDPOINTS_TAG = 0
+
+
+def handle(broker: Broker, request: Request) -> Body | Awaitable[Body | None] | None:
+    """Append what can be appended, in one step where nothing has to be taken first."""
+    produce = parse_produce(request.frame, request.header)
+    takeable = broker.takeable([(topic.name, topic.partitions) for topic in produce.topics])
+    if takeable:
+        return _take_and_append(broker, produce, takeable)
+    return _append(broker, produce)
+
+
+async def _take_and_append(broker: Broker, produce: PartitionedRequest, takeable: list[PartitionKey]) -> Body | None:
+    await broker.leases.take(takeable, TAKE_TIMEOUT_S)
+    return _append(broker, produce)
+
+
+def _append(broker: Broker, produce: PartitionedRequest) -> Body | None:
+    version = produce.header.api_version
+    refused = _refuse_all(produce)
+    failures: list[str] = []
+    leaders: dict[int, tuple[str, int]] = {}
+    answer: list[tuple[bytes, list[Buffer], int]] = []
+    for topic in produce.topics:
+        entries: list[Buffer] = []
+        for ordinal, index in enumerate(topic.partitions):
+            result = refused or _append_one(broker, produce, topic, ordinal)
+            if result.error_code != error_codes.NONE:
+                failures.append(
+                    f"{topic.name.decode(errors='replace')}-{index}: {error_codes.name_of(result.error_code)}"
+                )
+            entries.append(_entry(broker, version, topic, index, result, leaders))
+        answer.append((topic.name, entries, len(entries)))
+    if produce.acks == 0:
+        if failures:
+            raise CloseConnection(f"acks=0 and not appended: {'; '.join(failures[:5])}")
+        return None
+    flexible = produce.flexible
+    tail = INT32.pack(0) + encode_tagged_fields(_endpoint_tags(leaders)) if flexible else INT32.pack(0)
+    return [*encode_topics(answer, flexible=flexible), tail]
+
+
+def _refuse_all(produce: PartitionedRequest) -> AppendResult | None:
+    if produce.acks not in _ACKS:
+        return AppendResult(error_codes.INVALID_REQUIRED_ACKS, -1, f"acks={produce.acks}: -1, 0 and 1 are known")
+    if produce.repeats_a_partition():
+        return AppendResult(error_codes.INVALID_REQUEST, -1, "the request names a partition twice")
+    return None
+
+
+def _append_one(broker: Broker, produce: PartitionedRequest, topic: TopicSpan, ordinal: int) -> AppendResult:
+    index = topic.partitions[ordinal]
+    partition = broker.led(topic.name, index)
+    if partition is None:
+        return AppendResult(broker.refusal(topic.name.decode(errors="replace"), index))
+    records = records_of(produce, topic, ordinal)
+    batch = check_records(records, produce.header.api_version, broker.config.message_max_bytes)
+    if isinstance(batch, Refusal):
+        return AppendResult(batch.error_code, -1, batch.error_message)
+    return partition.append_as_leader(records, batch)
+
+
+def _entry(
+    broker: Broker,
+    version: int,
+    topic: TopicSpan,
+    index: int,
+    result: AppendResult,
+    leaders: dict[int, tuple[str, int]],
+) -> bytes:
+    if result.error_code == error_codes.NONE:
+        led = broker.led(topic.name, index)
+        log_start_offset = led.log_start_offset if led is not None else -1
+        return result_entry(
+            version, index, error_codes.NONE, base_offset=result.base_offset, log_start_offset=log_start_offset
+        )
+    current_leader = None
+    if result.error_code == error_codes.NOT_LEADER_OR_FOLLOWER and version >= _LEADER_VERSION:
+        current_leader = broker.current_leader(topic.name.decode(), index)
+        live = broker.view.brokers.get(current_leader[0])
+        if live is None or live.node_id == broker.config.node_id:
+            current_leader = None  # nobody, or this broker, which is stopping
+        else:
+            leaders[live.node_id] = (live.host, live.port)
+    return result_entry(
+        version,
+        index,
+        result.error_code,
+        base_offset=-1,
+        log_start_offset=-1,
+        error_message=result.error_message,
+        current_leader=current_leader,
+    )
+
+
+def _endpoint_tags(leaders: dict[int, tuple[str, int]]) -> list[tuple[int, bytes]]:
+    """Where the leaders named in the entries listen (KIP-951)."""
+    if not leaders:
+        return []
+    value = bytearray(encode_count(len(leaders), compact=True))
+    for node_id, (host, port) in leaders.items():
+        encoded = host.encode()
+        value += INT32.pack(node_id) + encode_count(len(encoded), compact=True) + encoded + INT32.pack(port)
+        value += encode_count(-1, compact=True) + encode_tagged_fields([])
+    return [(_NODE_ENDPOINTS_TAG, bytes(value))]

@@ -1,0 +1,184 @@
+"""The broker's one lease in etcd: the key that makes it a live broker, and the fence that all it owns stands behind.
+
+States
+  none    no lease; nothing may be owned
+  held    the lease exists as far as anybody told us; the fence is live until its deadline
+  lost    etcd, or the watch on our own key, says that it is gone; the fence is broken for good
+
+Transitions
+  none -> held   `establish`: no other process has the broker's key
+  held -> lost   `hold` returns: LeaseLost, or `declare_lost`
+  lost -> held   `establish` again, with another lease and another fence
+
+Invariants
+1. The deadline is the send time of the last keepalive that was answered, plus the TTL in its answer, minus a margin:
+   etcd counts from a later moment, so nobody else can hold our keys before the deadline. Silence of etcd ends our own
+   rights; nothing has to tell us.
+2. A broken fence never lives again: what was owned behind it has to be taken anew.
+3. The broker's key is created only where it is absent: of two processes under one id, one owns. A new process does not
+   inherit its predecessor's keys, it waits until they are gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from kproxy.broker.clock import Clock
+from kproxy.broker.keys import BrokerValue, Keys, encode_value
+from kproxy.ownership.etcd import EtcdClient, EtcdError, KeyValue, LeaseLost, key_absent, put_op
+
+# What is kept back of each TTL for clocks that run at different speeds.
+MARGIN_FRACTION = 0.1
+CLAIM_PAUSE_S = 0.2
+_logger = structlog.get_logger(__name__)
+
+
+class IdInUse(Exception):
+    """Another process holds the broker's key; `address` is where it listens."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self.address = address
+
+
+class LeaseFence:
+    """How long one lease is certain to live; `claim_revision` is when the broker's key was put on it."""
+
+    __slots__ = ("_broken", "_clock", "_deadline", "claim_revision", "lease_id")
+
+    def __init__(self, lease_id: int, clock: Clock) -> None:
+        self.lease_id = lease_id
+        self.claim_revision = 0
+        self._clock = clock
+        self._deadline = float("-inf")
+        self._broken = False
+
+    def is_live(self) -> bool:
+        return self._clock() < self._deadline
+
+    def renew(self, sent_at: float, ttl_s: int) -> None:
+        """A keepalive sent at `sent_at` (seconds, this fence's clock) was answered with `ttl_s`."""
+        if not self._broken:
+            self._deadline = max(self._deadline, sent_at + ttl_s * (1 - MARGIN_FRACTION))
+
+    def break_for_good(self) -> None:
+        self._broken = True
+        self._deadline = float("-inf")
+
+
+class BrokerLease:
+    """One broker's lease, granted and claimed anew whenever it is lost."""
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        keys: Keys,
+        broker: BrokerValue,
+        *,
+        ttl_s: int,
+        clock: Clock,
+        on_claimed: Callable[[str, bytes, LeaseFence], None],
+    ) -> None:
+        """`on_claimed` gets the broker's key, its value and the fence of each successful claim, before anyone else."""
+        self._client = client
+        self._key = keys.broker(broker.node_id)
+        self._value = encode_value(broker)
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._on_claimed = on_claimed
+        self._lost: asyncio.Event = asyncio.Event()
+        self._lost_reason = ""
+        self._lease_id = 0
+        self.fence: LeaseFence | None = None
+
+    async def establish(self, patience_s: float) -> LeaseFence:
+        """A new lease with the broker's key on it.
+
+        Waits up to `patience_s` for a predecessor's key to go. Raises IdInUse where it stays, EtcdError.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + patience_s
+        while True:
+            holder = await self._client.get(self._key)
+            if holder is None:
+                fence = await self._claim()
+                if fence is not None:
+                    self._lost.clear()
+                    self.fence = fence
+                    self._lease_id = fence.lease_id
+                    return fence
+            elif loop.time() >= deadline:
+                raise IdInUse(_address(holder))
+            await asyncio.sleep(CLAIM_PAUSE_S)
+
+    async def _claim(self) -> LeaseFence | None:
+        sent_at = self._clock()
+        lease = await self._client.lease_grant(self._ttl_s)
+        fence = LeaseFence(lease.lease_id, self._clock)
+        fence.renew(sent_at, lease.ttl_s)
+        claimed = False
+        try:
+            put = put_op(self._key, self._value, lease.lease_id)
+            result = await self._client.txn([key_absent(self._key)], [put])
+            claimed = result.succeeded
+        finally:
+            if not claimed:
+                # Whatever became of the transaction, nothing of it may stay behind.
+                await self._client.lease_revoke(lease.lease_id)
+        if not claimed:
+            return None
+        fence.claim_revision = result.revision
+        self._on_claimed(self._key, self._value, fence)
+        return fence
+
+    async def hold(self) -> str:
+        """Keep the lease alive until it is lost; the reason. The fence is broken when this returns."""
+        fence = self.fence
+        if fence is None:
+            return "there is no lease"
+        keeper = asyncio.create_task(
+            self._client.lease_keep_alive(fence.lease_id, clock=self._clock, on_renewed=fence.renew)
+        )
+        lost = asyncio.create_task(self._lost.wait())
+        try:
+            await asyncio.wait((keeper, lost), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            fence.break_for_good()
+            self.fence = None
+            for task in (keeper, lost):
+                task.cancel()
+            outcome = await asyncio.gather(keeper, lost, return_exceptions=True)
+        if isinstance(outcome[0], LeaseLost):
+            self._lease_id = 0
+            return str(outcome[0])
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        # Our key is gone, the lease may still be there: nothing may stay on it.
+        await self.revoke()
+        return self._lost_reason
+
+    def declare_lost(self, reason: str) -> None:
+        """Somebody saw that the lease is void: stop at once."""
+        if self.fence is not None:
+            self.fence.break_for_good()
+        self._lost_reason = reason
+        self._lost.set()
+
+    async def revoke(self) -> None:
+        """Give up the lease and every key on it, so that others need not wait. Etcd not answering is only logged."""
+        if self.fence is not None:
+            self.fence.break_for_good()
+            self.fence = None
+        lease_id, self._lease_id = self._lease_id, 0
+        if lease_id:
+            try:
+                await self._client.lease_revoke(lease_id)
+            except EtcdError as error:
+                _logger.warning("lease not revoked; its keys stay until it expires", error=str(error))
+
+
+def _address(holder: KeyValue) -> str:
+    return holder.value.decode(errors="replace")

@@ -1,0 +1,322 @@
+"""What this broker knows of the cluster: live brokers, topics, owners and partition states, mirrored from etcd.
+
+State: four tables, filled by a PrefixMirror and by this broker's own transactions, whichever tells first.
+
+Invariants
+1. An entry changes only upward in mod_revision: an event older than what a transaction of ours already told is ignored.
+2. Every change is told to the subscribers, after the tables have it; a snapshot is told as one change without a name.
+3. A value that cannot be read is logged and counts as absent; it never ends the mirror.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import structlog
+
+from kproxy.broker.keys import (
+    MAX_PARTITIONS_PER_TOPIC,
+    BrokerValue,
+    Keys,
+    PartitionKey,
+    StateValue,
+    TopicValue,
+    decode_value,
+    parse_node_id,
+    parse_partition,
+)
+from kproxy.ownership.etcd import KeyValue, Snapshot, WatchEvent
+
+NO_OWNER = -1
+_logger = structlog.get_logger(__name__)
+
+
+class LiveBroker(NamedTuple):
+    """A broker that holds its key."""
+
+    node_id: int
+    host: str
+    port: int
+    lease_id: int
+    mod_revision: int
+
+
+class Topic(NamedTuple):
+    """A topic as created; `mod_revision` guards what is done on the strength of it."""
+
+    name: str
+    topic_id: uuid.UUID
+    replicas: list[list[int]]
+    mod_revision: int
+
+
+class Ownership(NamedTuple):
+    """Who holds a partition's lease key."""
+
+    node_id: int
+    lease_id: int
+    mod_revision: int
+
+
+class PartitionState(NamedTuple):
+    """A partition's leader epoch and ISR."""
+
+    leader_epoch: int
+    isr: list[int]
+    topic_id: uuid.UUID | None
+    mod_revision: int
+
+
+class Kind(Enum):
+    """What changed."""
+
+    SNAPSHOT = "everything"
+    RESTORED = "etcd's history"
+    BROKER = "broker"
+    TOPIC = "topic"
+    OWNER = "owner"
+    STATE = "state"
+
+
+class Change(NamedTuple):
+    """One change; which fields count depends on the kind.
+
+    `deleted` is the topic that a deletion removed. A topic that is merely missing from a snapshot is not told so.
+    """
+
+    kind: Kind
+    node_id: int = -1
+    topic: str = ""
+    partition_index: int = -1
+    deleted: Topic | None = None
+
+
+class _Versioned(Protocol):
+    @property
+    def mod_revision(self) -> int: ...
+
+
+_Key = TypeVar("_Key")
+_Entry = TypeVar("_Entry", bound=_Versioned)
+
+
+class _Table(Generic[_Key, _Entry]):
+    """One prefix: entries by what follows the prefix."""
+
+    def __init__(
+        self, prefix: str, parse_key: Callable[[str], _Key], parse_value: Callable[[_Key, KeyValue], _Entry]
+    ) -> None:
+        self.prefix = prefix
+        self.entries: dict[_Key, _Entry] = {}
+        self._parse_key = parse_key
+        self._parse_value = parse_value
+        self._told = 0
+
+    def clear(self, revision: int) -> None:
+        """Forget everything: what stands at `revision` is told next."""
+        self.entries.clear()
+        self._told = revision
+
+    def put(self, kv: KeyValue, *, told_by_etcd: bool) -> _Key | None:
+        """The key that this put changed, None where something newer is known. Raises ValueError."""
+        key = self._parse_key(kv.key.removeprefix(self.prefix))
+        known = self.entries.get(key)
+        if told_by_etcd:
+            self._told = max(self._told, kv.mod_revision)
+        elif known is None and kv.mod_revision <= self._told:
+            return None  # etcd told of this put, and then of the deletion
+        if known is not None and known.mod_revision >= kv.mod_revision:
+            return None
+        self.entries.pop(key, None)
+        self.entries[key] = self._parse_value(key, kv)
+        return key
+
+    def delete(self, kv: KeyValue) -> tuple[_Key, _Entry] | None:
+        """The key and entry that this deletion removed. Raises ValueError."""
+        self._told = max(self._told, kv.mod_revision)
+        key = self._parse_key(kv.key.removeprefix(self.prefix))
+        known = self.entries.get(key)
+        if known is None or known.mod_revision > kv.mod_revision:
+            return None
+        return key, self.entries.pop(key)
+
+
+class ClusterView:
+    """The mirrored tables; a MirrorListener. Read them freely, on the event loop that feeds them."""
+
+    def __init__(self, keys: Keys) -> None:
+        self.keys = keys
+        self._brokers = _Table(keys.brokers, parse_node_id, _parse_broker)
+        self._topics = _Table(keys.topics, str, _parse_topic)
+        self._states = _Table(keys.states, parse_partition, _parse_state)
+        self._owners = _Table(keys.leases, parse_partition, _parse_owner)
+        self.snapshot_revision = 0
+        self._names: dict[uuid.UUID, str] = {}
+        self._subscribers: list[Callable[[Change], None]] = []
+        self._changed: asyncio.Future[None] | None = None
+
+    @property
+    def prefixes(self) -> list[str]:
+        """What a mirror has to feed to this view."""
+        return [self.keys.brokers, self.keys.topics, self.keys.states, self.keys.leases]
+
+    def subscribe(self, subscriber: Callable[[Change], None]) -> None:
+        self._subscribers.append(subscriber)
+
+    # Reading
+
+    @property
+    def brokers(self) -> Mapping[int, LiveBroker]:
+        return self._brokers.entries
+
+    @property
+    def topics(self) -> Mapping[str, Topic]:
+        return self._topics.entries
+
+    def topic_by_id(self, topic_id: uuid.UUID) -> Topic | None:
+        return self.topics.get(self._names.get(topic_id, ""))
+
+    def ownership(self, topic: str, partition_index: int) -> Ownership | None:
+        """Who holds the partition's lease key, dead or alive."""
+        return self._owners.entries.get(PartitionKey(topic, partition_index))
+
+    def owner(self, topic: str, partition_index: int) -> int:
+        """The id of the live broker that owns the partition, or NO_OWNER."""
+        ownership = self.ownership(topic, partition_index)
+        if ownership is None or ownership.node_id not in self.brokers:
+            return NO_OWNER
+        return ownership.node_id
+
+    def state(self, topic: Topic, partition_index: int) -> PartitionState | None:
+        """The partition's state, if it is of this topic and not of an earlier one with its name."""
+        state = self.stored_state(topic.name, partition_index)
+        return state if state is not None and state.topic_id == topic.topic_id else None
+
+    def stored_state(self, topic: str, partition_index: int) -> PartitionState | None:
+        """What stands in the state's key, be it of this topic or an earlier one."""
+        return self._states.entries.get(PartitionKey(topic, partition_index))
+
+    def is_fully_owned(self, topic: str) -> bool:
+        """Whether every partition of an existing topic has a live owner."""
+        found = self.topics.get(topic)
+        return found is not None and all(self.owner(topic, index) != NO_OWNER for index in range(len(found.replicas)))
+
+    async def wait_until(self, predicate: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait for a change that makes `predicate` true; False if none does in time."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while not predicate():
+            left = deadline - loop.time()
+            if left <= 0:
+                return False
+            if self._changed is None:
+                self._changed = loop.create_future()
+            await asyncio.wait([self._changed], timeout=left)
+        return True
+
+    # Feeding
+
+    def on_restored(self) -> None:
+        self._tell([Change(Kind.RESTORED)])
+
+    def on_snapshot(self, snapshot: Snapshot) -> None:
+        self._brokers.clear(snapshot.revision)
+        self._topics.clear(snapshot.revision)
+        self._states.clear(snapshot.revision)
+        self._owners.clear(snapshot.revision)
+        self._names.clear()
+        self.snapshot_revision = snapshot.revision
+        for kv in snapshot.kvs:
+            self._put(kv)
+        self._tell([Change(Kind.SNAPSHOT)])
+
+    def on_events(self, events: list[WatchEvent], revision: int) -> None:
+        changes = [self._delete(event.kv) if event.deleted else self._put(event.kv) for event in events]
+        self._tell(change for change in changes if change is not None)
+
+    def apply_put(self, key: str, value: bytes, *, lease_id: int, revision: int) -> bool:
+        """A put of this broker's own that succeeded at `revision`, told before the mirror tells it.
+
+        False if that changes nothing: the mirror was here already, perhaps with something newer.
+        """
+        change = self._put(KeyValue(key, value, revision, revision, 1, lease_id), told_by_etcd=False)
+        if change is not None:
+            self._tell([change])
+        return change is not None
+
+    def _tell(self, changes: Iterable[Change]) -> None:
+        for change in changes:
+            for subscriber in self._subscribers:
+                subscriber(change)
+        changed, self._changed = self._changed, None
+        if changed is not None and not changed.done():
+            changed.set_result(None)
+
+    def _put(self, kv: KeyValue, *, told_by_etcd: bool = True) -> Change | None:
+        try:
+            if kv.key.startswith(self._owners.prefix):
+                partition = self._owners.put(kv, told_by_etcd=told_by_etcd)
+                return None if partition is None else _of_partition(Kind.OWNER, partition)
+            if kv.key.startswith(self._states.prefix):
+                partition = self._states.put(kv, told_by_etcd=told_by_etcd)
+                return None if partition is None else _of_partition(Kind.STATE, partition)
+            if kv.key.startswith(self._topics.prefix):
+                name = self._topics.put(kv, told_by_etcd=told_by_etcd)
+                if name is None:
+                    return None
+                self._names[self.topics[name].topic_id] = name
+                return Change(Kind.TOPIC, topic=name)
+            node_id = self._brokers.put(kv, told_by_etcd=told_by_etcd)
+            return None if node_id is None else Change(Kind.BROKER, node_id=node_id)
+        except ValueError as error:
+            _logger.warning("etcd key ignored", key=kv.key, error=str(error))
+            return None
+
+    def _delete(self, kv: KeyValue) -> Change | None:
+        try:
+            if kv.key.startswith(self._owners.prefix):
+                owned = self._owners.delete(kv)
+                return None if owned is None else _of_partition(Kind.OWNER, owned[0])
+            if kv.key.startswith(self._states.prefix):
+                stated = self._states.delete(kv)
+                return None if stated is None else _of_partition(Kind.STATE, stated[0])
+            if kv.key.startswith(self._topics.prefix):
+                gone = self._topics.delete(kv)
+                if gone is None:
+                    return None
+                self._names.pop(gone[1].topic_id, None)
+                return Change(Kind.TOPIC, topic=gone[0], deleted=gone[1])
+            left = self._brokers.delete(kv)
+            return None if left is None else Change(Kind.BROKER, node_id=left[0])
+        except ValueError as error:
+            _logger.warning("etcd key ignored", key=kv.key, error=str(error))
+            return None
+
+
+def _of_partition(kind: Kind, partition: PartitionKey) -> Change:
+    return Change(kind, topic=partition.topic, partition_index=partition.partition_index)
+
+
+def _parse_broker(node_id: int, kv: KeyValue) -> LiveBroker:
+    value = decode_value(kv.value, BrokerValue)
+    return LiveBroker(node_id, value.host, value.port, kv.lease_id, kv.mod_revision)
+
+
+def _parse_topic(name: str, kv: KeyValue) -> Topic:
+    value = decode_value(kv.value, TopicValue)
+    if not value.replicas or len(value.replicas) > MAX_PARTITIONS_PER_TOPIC or not all(value.replicas):
+        raise ValueError("a topic without partitions, or a partition without replicas")
+    return Topic(name, value.topic_id, value.replicas, kv.mod_revision)
+
+
+def _parse_state(_: PartitionKey, kv: KeyValue) -> PartitionState:
+    value = decode_value(kv.value, StateValue)
+    return PartitionState(value.leader_epoch, value.isr, value.topic_id, kv.mod_revision)
+
+
+def _parse_owner(_: PartitionKey, kv: KeyValue) -> Ownership:
+    return Ownership(parse_node_id(kv.value.decode()), kv.lease_id, kv.mod_revision)

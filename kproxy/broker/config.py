@@ -1,0 +1,33 @@
+"""What a reference broker is told when it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kproxy.broker.log import DEFAULT_SEGMENT_BYTES
+
+
+@dataclass(frozen=True)
+class BrokerConfig:
+    """`kproxy broker`'s options. Sizes are bytes; addresses are (host, port), port 0 means any free one.
+
+    `advertise` is what clients are told, the address listened on where it is None (port 0: the port listened on).
+    `num_partitions` is for topics created without a number. The rest are Kafka's limits at Kafka's defaults.
+    """
+
+    node_id: int
+    data_dir: Path
+    etcd: tuple[str, ...]
+    listen: tuple[str, int] = ("127.0.0.1", 0)
+    advertise: tuple[str, int] | None = None
+    prefix: str = "/kafscale"
+    lease_ttl_s: int = 10
+    num_partitions: int = 1
+    auto_create_topics: bool = True
+    message_max_bytes: int = 1_048_588
+    fetch_max_bytes: int = 57_671_680
+    max_frame_bytes: int = 100 << 20
+    max_connections: int = 10_000
+    segment_bytes: int = DEFAULT_SEGMENT_BYTES
+    etcd_timeout_s: float = 5.0

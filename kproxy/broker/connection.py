@@ -1,0 +1,212 @@
+"""One client's connection: requests in, answers out, strictly one after another, as Kafka's own broker does it.
+
+States
+  idle      no request is being served; one that can be answered at once is, within `buffer_updated`
+  serving   one task works on a request that waits for something; requests behind it queue
+  closing   the transport is closed or closing; what is still being served is dropped
+
+Transitions
+  idle -> serving      a request needs to wait, or the client does not take its answers
+  serving -> idle      the queue is empty
+  any -> closing       the client left, sent what cannot be answered, or the broker stops
+
+Invariants
+1. Answers leave in the order of the requests, and a request is not begun before the one before it is answered.
+2. Reading pauses while more than MAX_QUEUED_BYTES wait, so the queue holds at most that and one more read.
+3. A request is not begun while the client leaves more than the transport's high-water mark unread.
+4. A mistake on one connection closes that connection, with one log line, and no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import cast
+
+import structlog
+
+from codec.errors import CodecError
+from codec.framing import FrameReader, ReceiveArena
+from codec.headers import parse_request_header, response_header
+from codec.primitives import INT32
+from kproxy.broker.context import Body, CloseConnection, Request
+
+MAX_QUEUED_BYTES = 1 << 20
+WRITE_HIGH_WATER_BYTES = 1 << 20
+# Up to this size one copy costs less than several writes.
+MAX_JOINED_BYTES = 64 << 10
+
+Serve = Callable[[Request], "Body | Awaitable[Body | None] | None"]
+_logger = structlog.get_logger(__name__)
+
+
+class ClientConnection(asyncio.BufferedProtocol):
+    """The protocol of one accepted connection. `on_closed` is called once, when it is gone."""
+
+    def __init__(
+        self,
+        serve: Serve,
+        arena: ReceiveArena,
+        max_frame_bytes: int,
+        on_opened: Callable[[ClientConnection], bool],
+        on_closed: Callable[[ClientConnection], None],
+    ) -> None:
+        """`on_opened` may say no by returning False: the connection is closed at once."""
+        self._serve = serve
+        self._reader = FrameReader(max_frame_bytes, arena)
+        self._on_opened = on_opened
+        self._on_closed = on_closed
+        self._transport: asyncio.Transport | None = None
+        self._peer = ""
+        self._closing = False
+        self._queue: deque[memoryview] = deque()
+        self._queued_bytes = 0
+        self._reading_paused = False
+        self._writable: asyncio.Future[None] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    # What the transport calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=WRITE_HIGH_WATER_BYTES)
+        peer = transport.get_extra_info("peername")
+        self._peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else str(peer)
+        if not self._on_opened(self):
+            self.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._closing = True
+        self._queue.clear()
+        if self._task is not None:
+            self._task.cancel()
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)
+        self._on_closed(self)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._reader.get_buffer(sizehint)
+
+    def buffer_updated(self, nbytes: int) -> None:
+        try:
+            frames = self._reader.buffer_updated(nbytes)
+        except CodecError as error:
+            self._refuse(str(error))
+            return
+        for frame in frames:
+            if self._closing:
+                return
+            if self._task is None and self._writable is None:
+                self._begin(frame)
+            else:
+                self._enqueue(frame)
+        if self._queue and self._task is None and not self._closing:
+            self._start(self._serve_queue())
+
+    def eof_received(self) -> bool:
+        return False
+
+    def pause_writing(self) -> None:
+        self._writable = asyncio.get_running_loop().create_future()
+
+    def resume_writing(self) -> None:
+        writable, self._writable = self._writable, None
+        if writable is not None and not writable.done():
+            writable.set_result(None)
+
+    # Serving
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether a request is being worked on."""
+        return self._task is not None
+
+    def _begin(self, frame: memoryview) -> None:
+        """Serve a request in this very step if that can be done."""
+        try:
+            request = Request(frame, parse_request_header(frame))
+            result = self._serve(request)
+        except (CodecError, CloseConnection) as error:
+            self._refuse(str(error))
+            return
+        if isinstance(result, Awaitable):
+            self._start(self._serve_waiting(request, result))
+        else:
+            self._answer(request, result)
+
+    def _start(self, work: Awaitable[None]) -> None:
+        self._task = asyncio.ensure_future(self._guard(work))
+
+    async def _guard(self, work: Awaitable[None]) -> None:
+        """Run the one task of this connection; whatever it raises ends the connection alone."""
+        try:
+            await work
+        except (CodecError, CloseConnection) as error:
+            self._refuse(str(error))
+        except Exception:  # the boundary: one connection's trouble is no other's
+            _logger.exception("request failed", peer=self._peer)
+            self.abort()
+        finally:
+            self._task = None
+
+    async def _serve_waiting(self, request: Request, result: Awaitable[Body | None]) -> None:
+        self._answer(request, await result)
+        await self._serve_queue()
+
+    async def _serve_queue(self) -> None:
+        while True:
+            if self._writable is not None:
+                await self._writable
+            if not self._queue or self._closing:
+                return
+            frame = self._queue.popleft()
+            self._queued_bytes -= len(frame)
+            request = Request(frame, parse_request_header(frame))
+            result = self._serve(request)
+            self._answer(request, await result if isinstance(result, Awaitable) else result)
+            self._resume_reading()
+
+    def _enqueue(self, frame: memoryview) -> None:
+        self._queue.append(frame)
+        self._queued_bytes += len(frame)
+        if self._queued_bytes > MAX_QUEUED_BYTES and not self._reading_paused and self._transport is not None:
+            self._reading_paused = True
+            self._transport.pause_reading()
+
+    def _resume_reading(self) -> None:
+        if self._reading_paused and self._queued_bytes <= MAX_QUEUED_BYTES and self._transport is not None:
+            self._reading_paused = False
+            self._transport.resume_reading()
+
+    def _answer(self, request: Request, body: Body | None) -> None:
+        if body is None or self._transport is None:
+            return
+        api_key, api_version, correlation_id = request.header[:3]
+        head = response_header(api_key, api_version, correlation_id)
+        length = len(head) + sum(map(len, body))
+        parts = [INT32.pack(length), head, *body]
+        if length <= MAX_JOINED_BYTES:
+            self._transport.write(b"".join(parts))
+        else:
+            self._transport.writelines(parts)
+
+    # Ending
+
+    def _refuse(self, reason: str) -> None:
+        if not self._closing:
+            _logger.warning("connection closed", peer=self._peer, reason=reason)
+            self.close()
+
+    def abort(self) -> None:
+        """Close without waiting for the client to take what was written."""
+        self._closing = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    def close(self) -> None:
+        """Begin no request any more, and close when what was written has been taken."""
+        self._closing = True
+        if self._transport is not None:
+            self._transport.close()

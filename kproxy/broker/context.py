@@ -1,0 +1,83 @@
+"""What every API of the broker works with: the broker's parts, a request, and the ways a request can end."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from codec import error_codes
+from codec.headers import RequestHeader
+from codec.primitives import Buffer
+from kproxy.broker.cluster import ClusterView
+from kproxy.broker.config import BrokerConfig
+from kproxy.broker.keys import PartitionKey
+from kproxy.broker.leases import PartitionLeaseManager
+from kproxy.broker.partition import Partition
+from kproxy.broker.producer_ids import ProducerIds
+from kproxy.broker.topics import TopicAdmin
+
+# How long a client's request waits for a partition that is being taken, and for the leaders of a topic just created.
+TAKE_TIMEOUT_S = 3.0
+LEADERS_TIMEOUT_S = 3.0
+
+
+class CloseConnection(Exception):
+    """The protocol has no answer for this request: close its connection; the message says why."""
+
+
+class Request(NamedTuple):
+    """One request; `frame` is the whole of it with its length prefix."""
+
+    frame: memoryview
+    header: RequestHeader
+
+    @property
+    def body(self) -> memoryview:
+        return self.frame[self.header.body_offset :]
+
+
+Body = Sequence[Buffer]
+"""The parts of an answer's body, in order."""
+
+Handler = Callable[["Broker", Request], "Body | Awaitable[Body | None] | None"]
+"""What serves an API. None: there is no answer (acks=0). Raises CodecError, CloseConnection."""
+
+
+@dataclass
+class Broker:
+    """The broker's parts."""
+
+    config: BrokerConfig
+    cluster_id: str
+    view: ClusterView
+    leases: PartitionLeaseManager
+    topics: TopicAdmin
+    producer_ids: ProducerIds
+
+    def refusal(self, topic: str, partition_index: int) -> int:
+        """The error code for a partition that this broker does not lead."""
+        found = self.view.topics.get(topic)
+        if found is None or not 0 <= partition_index < len(found.replicas):
+            return error_codes.UNKNOWN_TOPIC_OR_PARTITION
+        return error_codes.NOT_LEADER_OR_FOLLOWER
+
+    def current_leader(self, topic: str, partition_index: int) -> tuple[int, int]:
+        """(leader_id, leader_epoch) as far as is known here; -1 for either that is not."""
+        found = self.view.topics.get(topic)
+        state = self.view.state(found, partition_index) if found is not None else None
+        return self.view.owner(topic, partition_index), state.leader_epoch if state is not None else -1
+
+    def led(self, topic: bytes, partition_index: int) -> Partition | None:
+        """The partition, if this broker leads it now."""
+        return self.leases.led(topic, partition_index)
+
+    def takeable(self, wanted: Sequence[tuple[bytes, Sequence[int]]]) -> list[PartitionKey]:
+        """Those of the partitions wanted that are not led here but might be: take them, then serve the request."""
+        partitions = self.leases.partitions
+        return [
+            PartitionKey(topic.decode(errors="replace"), index)
+            for topic, indexes in wanted
+            for index in indexes
+            if (topic, index) not in partitions and self.leases.may_take(topic.decode(errors="replace"), index)
+        ]

@@ -1,0 +1,110 @@
+"""The broker's keys in etcd, and the values behind them.
+
+    {prefix}/brokers/{id}                               {"node_id": 1, "host": "…", "port": 9092}, on the broker's lease
+    {prefix}/partition-leases/{topic}/{partition}       decimal broker id, on the broker's lease
+    {prefix}/refbroker/topics/{topic}                   {"topic_id": uuid, "replicas": [[1], [2], …]}
+    {prefix}/refbroker/partitions/{topic}/{partition}   {"leader_epoch": n, "isr": [ids], "topic_id": uuid}
+    {prefix}/refbroker/cluster-id                       the cluster's id, as Kafka's clients see it
+    {prefix}/producer-ids                               decimal: the first producer id not given out yet
+
+`replicas[p][0]` is the broker that takes a partition which was never taken. A state whose topic_id is another one
+belongs to an earlier topic of the same name and counts as absent. Values that cannot be read raise ValueError.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+MAX_PARTITIONS_PER_TOPIC = 10_000
+
+
+class TopicValue(msgspec.Struct, frozen=True):
+    """One topic as created; it does not change."""
+
+    topic_id: uuid.UUID
+    replicas: list[list[int]]
+
+
+class StateValue(msgspec.Struct, frozen=True):
+    """What outlives a partition's owner. Absent: the partition was never taken, so never written."""
+
+    leader_epoch: int
+    isr: list[int]
+    topic_id: uuid.UUID | None = None
+
+
+class BrokerValue(msgspec.Struct, frozen=True):
+    """Where a live broker listens."""
+
+    node_id: int
+    host: str
+    port: int
+
+
+_Value = TypeVar("_Value", TopicValue, StateValue, BrokerValue)
+
+
+def decode_value(data: bytes, kind: type[_Value]) -> _Value:
+    """The value of that kind in `data`."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.MsgspecError as error:
+        raise ValueError(str(error)) from error
+
+
+def encode_value(value: TopicValue | StateValue | BrokerValue) -> bytes:
+    """`value` as it stands in etcd."""
+    return msgspec.json.encode(value)
+
+
+class Keys:
+    """Every key's name under one prefix."""
+
+    def __init__(self, prefix: str) -> None:
+        root = prefix.rstrip("/")
+        self.brokers = f"{root}/brokers/"
+        self.leases = f"{root}/partition-leases/"
+        self.topics = f"{root}/refbroker/topics/"
+        self.states = f"{root}/refbroker/partitions/"
+        self.cluster_id = f"{root}/refbroker/cluster-id"
+        self.producer_ids = f"{root}/producer-ids"
+
+    def broker(self, node_id: int) -> str:
+        return f"{self.brokers}{node_id}"
+
+    def lease(self, topic: str, partition_index: int) -> str:
+        return f"{self.leases}{topic}/{partition_index}"
+
+    def topic(self, topic: str) -> str:
+        return f"{self.topics}{topic}"
+
+    def state(self, topic: str, partition_index: int) -> str:
+        return f"{self.states}{topic}/{partition_index}"
+
+
+class PartitionKey(NamedTuple):
+    """A partition by name."""
+
+    topic: str
+    partition_index: int
+
+
+def parse_partition(suffix: str) -> PartitionKey:
+    """`{topic}/{partition}` behind one of the prefixes."""
+    topic, slash, index = suffix.rpartition("/")
+    if not topic or not slash or "/" in topic or not index.isascii() or not index.isdigit():
+        raise ValueError(f"{suffix!r} is not a topic and a partition")
+    partition_index = int(index)
+    if str(partition_index) != index or partition_index >= MAX_PARTITIONS_PER_TOPIC:
+        raise ValueError(f"{suffix!r} has no usable partition")
+    return PartitionKey(topic, partition_index)
+
+
+def parse_node_id(text: str) -> int:
+    """A decimal broker id."""
+    if not text.isascii() or not text.isdigit() or len(text) > 10:
+        raise ValueError(f"{text!r} is not a broker id")
+    return int(text)

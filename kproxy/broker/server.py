@@ -1,0 +1,277 @@
+"""The reference broker as a process: start, serve, lose and regain the lease, stop.
+
+States
+  starting   data directory locked, port bound, etcd reached, lease claimed, cluster read, own partitions taken
+  serving    the ready line is printed; the lease is held, or lost and being claimed anew
+  stopping   writes are refused with 6, requests at work end, logs go to the disk, then the lease is revoked
+
+Invariants
+1. Whatever stops the start is a StartupError, within bounded time, and leaves nothing behind.
+2. The lease is revoked last of all that matters: what was acknowledged is on the disk before another may own.
+3. Every task is owned here or by the part that started it, and awaited before `run_broker` returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import signal
+import sys
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import structlog
+
+from codec.framing import ReceiveArena
+from kproxy.broker.apis import registry
+from kproxy.broker.broker_lease import BrokerLease, IdInUse, LeaseFence
+from kproxy.broker.clock import lease_clock
+from kproxy.broker.cluster import ClusterView
+from kproxy.broker.config import BrokerConfig
+from kproxy.broker.connection import ClientConnection
+from kproxy.broker.context import Body, Broker, Request
+from kproxy.broker.data_dir import DataDir
+from kproxy.broker.keys import BrokerValue, Keys
+from kproxy.broker.leases import PartitionLeaseManager
+from kproxy.broker.producer_ids import ProducerIds
+from kproxy.broker.topics import TopicAdmin
+from kproxy.errors import StartupError
+from kproxy.ownership.etcd import EtcdClient, EtcdError, PrefixMirror, get_op, key_absent, put_op
+
+__all__ = ["BrokerConfig", "run_broker"]
+
+SYNC_TIMEOUT_S = 10.0
+OWN_PARTITIONS_TIMEOUT_S = 10.0
+# Beyond its TTL, for etcd's own slack in expiring a predecessor's lease.
+PREDECESSOR_SLACK_S = 3.0
+DRAIN_TIMEOUT_S = 3.0
+RECLAIM_PAUSE_S = 1.0
+BACKLOG = 1024
+_logger = structlog.get_logger(__name__)
+
+
+async def run_broker(config: BrokerConfig) -> None:
+    """Run a reference broker until SIGTERM or SIGINT. Raises StartupError."""
+    _check(config)
+    data_dir = DataDir.open(config.data_dir, config.node_id, segment_bytes=config.segment_bytes)
+    client = EtcdClient(config.etcd, timeout_s=config.etcd_timeout_s)
+    try:
+        await _Server(config, data_dir, client).run()
+    finally:
+        await client.close()
+        data_dir.close()
+
+
+def _check(config: BrokerConfig) -> None:
+    if not 0 <= config.node_id < 1 << 31:
+        raise StartupError(f"--node-id {config.node_id} is not a broker id: give a number from 0 to 2147483647")
+    if config.lease_ttl_s < 1:
+        raise StartupError(f"--lease-ttl {config.lease_ttl_s} is too short: give at least 1 second")
+    if config.advertise is None and config.listen[0] in ("", "0.0.0.0", "::"):  # noqa: S104 - refused, not bound
+        raise StartupError(f"clients cannot connect to {config.listen[0] or '*'}: give --advertise HOST:PORT as well")
+
+
+class _Server:
+    """One run of the broker."""
+
+    def __init__(self, config: BrokerConfig, data_dir: DataDir, client: EtcdClient) -> None:
+        self._config = config
+        self._client = client
+        self._keys = Keys(config.prefix)
+        self._view = ClusterView(self._keys)
+        self._leases = PartitionLeaseManager(
+            client, self._view, data_dir, config.node_id, on_identity_lost=self._on_identity_lost
+        )
+        self._mirror = PrefixMirror(client, self._view.prefixes, self._view)
+        self._lease: BrokerLease | None = None
+        self._broker: Broker | None = None
+        self._connections: set[ClientConnection] = set()
+        self._arena = ReceiveArena()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def run(self) -> None:
+        """From start to stop."""
+        listener = await self._bind()
+        stop = asyncio.Event()
+        with _stop_signals(stop.set):
+            stopping = asyncio.create_task(stop.wait())
+            starting = asyncio.create_task(self._start(listener))
+            try:
+                await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+                if starting.done():
+                    await starting
+                    await asyncio.wait((stopping, *self._tasks), return_when=asyncio.FIRST_COMPLETED)
+                starting.cancel()
+                await asyncio.gather(starting, return_exceptions=True)
+                await self._stop(listener)
+            finally:
+                await self._end(listener, [starting, stopping])
+
+    # Starting
+
+    async def _bind(self) -> asyncio.Server:
+        host, port = self._config.listen
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.create_server(self._connection, host, port, backlog=BACKLOG, start_serving=False)
+        except OSError as error:
+            raise StartupError(f"cannot listen on {host}:{port} ({error.strerror}): choose another --listen") from error
+
+    async def _start(self, listener: asyncio.Server) -> None:
+        host, port = self._advertised(listener)
+        try:
+            await self._client.connect()
+            self._lease = BrokerLease(
+                self._client,
+                self._keys,
+                BrokerValue(self._config.node_id, host, port),
+                ttl_s=self._config.lease_ttl_s,
+                clock=lease_clock,
+                on_claimed=self._on_claimed,
+            )
+            fence = await self._lease.establish(self._config.lease_ttl_s + PREDECESSOR_SLACK_S)
+            self._tasks += [asyncio.create_task(self._hold(self._lease)), asyncio.create_task(self._mirror.run())]
+            async with asyncio.timeout(SYNC_TIMEOUT_S):
+                await self._mirror.wait_synced()
+            self._broker = self._assemble(await self._cluster_id())
+        except IdInUse as error:
+            raise StartupError(
+                f"another broker with --node-id {self._config.node_id} is alive ({error.address}): "
+                f"stop it or give another --node-id"
+            ) from error
+        except TimeoutError as error:
+            where = f"etcd at {self._client.endpoints}"
+            raise StartupError(
+                f"{where} answers, but what it holds of the cluster could not be read in time"
+            ) from error
+        except EtcdError as error:
+            raise StartupError(f"{error} Start etcd, or give its address with --etcd.") from error
+        self._leases.begin(fence)
+        self._tasks.append(asyncio.create_task(self._leases.run()))
+        await self._leases.settle(OWN_PARTITIONS_TIMEOUT_S)
+        await listener.start_serving()
+        sys.stdout.write(f"ready kafka={host}:{port} etcd={self._client.endpoints}\n")
+        sys.stdout.flush()
+
+    def _advertised(self, listener: asyncio.Server) -> tuple[str, int]:
+        bound_port = int(listener.sockets[0].getsockname()[1])
+        host, port = self._config.advertise or (self._config.listen[0], bound_port)
+        return host, port or bound_port
+
+    async def _cluster_id(self) -> str:
+        """The id under which clients know the cluster; the first broker ever chooses it."""
+        chosen = base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=")
+        key = self._keys.cluster_id
+        result = await self._client.txn([key_absent(key)], [put_op(key, chosen)], [get_op(key)])
+        return (chosen if result.succeeded else result.responses[0].kvs[0].value).decode()
+
+    def _assemble(self, cluster_id: str) -> Broker:
+        return Broker(
+            self._config,
+            cluster_id,
+            self._view,
+            self._leases,
+            TopicAdmin(self._client, self._view, self._config.num_partitions),
+            ProducerIds(self._client, self._keys.producer_ids),
+        )
+
+    # Serving
+
+    def _connection(self) -> ClientConnection:
+        return ClientConnection(
+            self._serve, self._arena, self._config.max_frame_bytes, self._on_opened, self._connections.discard
+        )
+
+    def _on_opened(self, connection: ClientConnection) -> bool:
+        self._connections.add(connection)
+        if len(self._connections) <= self._config.max_connections:
+            return True
+        _logger.warning("connection refused", connections=len(self._connections))
+        return False
+
+    def _serve(self, request: Request) -> Body | Awaitable[Body | None] | None:
+        if self._broker is None:
+            raise RuntimeError("no connection is accepted before the broker is assembled")
+        return registry.serve(self._broker, request)
+
+    # The lease
+
+    def _on_claimed(self, key: str, value: bytes, fence: LeaseFence) -> None:
+        self._view.apply_put(key, value, lease_id=fence.lease_id, revision=fence.claim_revision)
+
+    def _on_identity_lost(self, reason: str) -> None:
+        if self._lease is not None:
+            self._lease.declare_lost(reason)
+
+    async def _hold(self, lease: BrokerLease) -> None:
+        """Hold the lease, drop everything when it is lost, and begin again with another."""
+        while True:
+            reason = await lease.hold()
+            self._leases.drop_all("the broker's lease is lost")
+            _logger.error("lease lost", reason=reason)
+            fence = None
+            while fence is None:
+                try:
+                    fence = await lease.establish(self._config.lease_ttl_s + PREDECESSOR_SLACK_S)
+                except IdInUse as error:
+                    _logger.error("another process has this broker's id", other=error.address)
+                except EtcdError as error:
+                    _logger.warning("lease not regained", error=str(error))
+                    await asyncio.sleep(RECLAIM_PAUSE_S)
+            self._leases.begin(fence)
+
+    # Stopping
+
+    async def _stop(self, listener: asyncio.Server) -> None:
+        """Refuse writes, finish what is at work, bring the logs to the disk, give up the lease."""
+        listener.close()
+        self._leases.resign_all()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + DRAIN_TIMEOUT_S
+        # Once in a process's life: not worth an event in every connection.
+        while any(each.is_serving for each in self._connections) and loop.time() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(self._leases.flush_all)
+        failed = [task.exception() for task in self._tasks if task.done() and not task.cancelled()]
+        await _cancel(self._tasks)
+        if self._lease is not None:
+            await self._lease.revoke()
+        if failed and failed[0] is not None:
+            raise failed[0]
+
+    async def _end(self, listener: asyncio.Server, tasks: Sequence[asyncio.Task[Any]]) -> None:
+        listener.close()
+        for connection in list(self._connections):
+            connection.close()
+        await _cancel([*self._tasks, *tasks])
+        await self._leases.close()
+        for connection in list(self._connections):
+            connection.abort()
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextmanager
+def _stop_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` on SIGTERM and SIGINT."""
+    loop = asyncio.get_running_loop()
+    caught = (signal.SIGTERM, signal.SIGINT)
+    try:
+        for number in caught:
+            loop.add_signal_handler(number, stop)
+    except NotImplementedError:  # Windows: the loop is not told, so it is woken
+        for number in caught:
+            signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop))
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number in caught:
+            loop.remove_signal_handler(number)
