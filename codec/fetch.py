@@ -166,7 +166,9 @@ class FetchApi:
             _, offset = read_fixed(INT32, frame, offset, limit)
 
         def skip(frame: memoryview, offset: int, limit: int) -> tuple[int, int]:
-            return _skip_result(frame, offset, limit, api_version)
+            partition_index, offset, records_bytes = _skip_result(frame, offset, limit, api_version)
+            response.payload_bytes += records_bytes
+            return partition_index, offset
 
         response.topics, offset = parse_topics(
             frame, offset, flexible=flexible, least_bytes=4 + 2 + 8 + 8, skip_partition=skip
@@ -184,10 +186,27 @@ class FetchApi:
         return response_ends(api_version, throttle_time_ms, tags)
 
     def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer:
-        """Each piece may bring its share of max_bytes, so that the whole answer keeps to it."""
-        if not isinstance(request, FetchRequest):
-            raise TypeError("a fetch request is split by its own API")
-        return preamble(request, request.max_wait_ms if pieces == 1 else 0, request.max_bytes // pieces)
+        """Each piece may bring its share of max_bytes, and none waits: a broker that waits for data of its own would
+        keep back what the others have. Who asks the pieces asks again until there is enough.
+        """
+        fetch = _as_fetch(request)
+        if pieces == 1:
+            return preamble(fetch, fetch.max_wait_ms, fetch.max_bytes)
+        return preamble(fetch, 0, fetch.max_bytes // pieces)
+
+    def prepare_whole(self, request: PartitionedRequest) -> None:
+        """Take it out of any session."""
+        fetch = _as_fetch(request)
+        fetch.frame[fetch.header.body_offset : fetch.topics_start] = preamble(fetch, fetch.max_wait_ms, fetch.max_bytes)
+
+    def holds_enough(self, request: PartitionedRequest, payload_bytes: int) -> bool:
+        return payload_bytes >= _as_fetch(request).min_bytes
+
+
+def _as_fetch(request: PartitionedRequest) -> FetchRequest:
+    if not isinstance(request, FetchRequest):
+        raise TypeError("only a fetch request is asked for here")
+    return request
 
 
 def preamble(request: FetchRequest, max_wait_ms: int, max_bytes: int) -> bytes:
@@ -198,7 +217,7 @@ def preamble(request: FetchRequest, max_wait_ms: int, max_bytes: int) -> bytes:
     return _PREAMBLE.pack(*numbers)
 
 
-def _skip_result(frame: memoryview, offset: int, limit: int, api_version: int) -> tuple[int, int]:
+def _skip_result(frame: memoryview, offset: int, limit: int, api_version: int) -> tuple[int, int, int]:
     flexible = is_flexible(FETCH, api_version)
     partition_index, offset = read_fixed(INT32, frame, offset, limit)
     offset += 2 + 8 + 8 + (8 if api_version >= 5 else 0)
@@ -212,10 +231,10 @@ def _skip_result(frame: memoryview, offset: int, limit: int, api_version: int) -
             raise Truncated(f"preferred_read_replica wanted at {offset}, the message ends at {limit}")
         INT32.pack_into(frame, offset, -1)
         offset += 4
-    _, _, offset = skip_bytes(frame, offset, limit, compact=flexible)
+    start, end, offset = skip_bytes(frame, offset, limit, compact=flexible)
     if flexible:
         offset = blank_current_leader(frame, offset, limit, _CURRENT_LEADER_TAG)
-    return partition_index, offset
+    return partition_index, offset, end - start
 
 
 _RESULT = Struct(">ihqq")

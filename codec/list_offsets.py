@@ -105,6 +105,12 @@ class ListOffsetsApi:
     def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer:
         return request.preamble()
 
+    def prepare_whole(self, request: PartitionedRequest) -> None:
+        """Nothing in it needs a change."""
+
+    def holds_enough(self, request: PartitionedRequest, payload_bytes: int) -> bool:
+        return True
+
 
 def result_entry(
     api_version: int, partition_index: int, error_code: int, *, timestamp: int, offset: int, leader_epoch: int = -1

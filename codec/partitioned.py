@@ -100,7 +100,7 @@ class PartitionedRequest:
 class PartitionedResponse:
     """A parsed answer; `other_tags` are its own tagged fields but for those that name brokers."""
 
-    __slots__ = ("error_code", "frame", "names_brokers", "other_tags", "throttle_time_ms", "topics")
+    __slots__ = ("error_code", "frame", "names_brokers", "other_tags", "payload_bytes", "throttle_time_ms", "topics")
 
     def __init__(self, frame: memoryview) -> None:
         self.frame = frame
@@ -108,6 +108,7 @@ class PartitionedResponse:
         self.throttle_time_ms = 0
         self.error_code = 0
         self.names_brokers = False
+        self.payload_bytes = 0
         self.other_tags: list[Tag] = []
 
 
@@ -138,6 +139,14 @@ class PartitionedApi(Protocol):
 
     def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer:
         """The preamble of one of `pieces` parts of a request."""
+        ...
+
+    def prepare_whole(self, request: PartitionedRequest) -> None:
+        """Change in place what must not reach a broker as the client sent it."""
+        ...
+
+    def holds_enough(self, request: PartitionedRequest, payload_bytes: int) -> bool:
+        """Whether results with so many bytes of records answer the request, or a read should look once more."""
         ...
 
 
@@ -280,14 +289,14 @@ def _runs(topic: TopicSpan, ordinals: Sequence[int]) -> Iterable[tuple[int, int]
         yield start, end
 
 
-def encode_topics(topics: Sequence[tuple[bytes, Sequence[Buffer]]], *, flexible: bool) -> list[Buffer]:
-    """The topics array of an answer from (name, entries)."""
+def encode_topics(topics: Sequence[tuple[bytes, Sequence[Buffer], int]], *, flexible: bool) -> list[Buffer]:
+    """The topics array of an answer from (name, buffers of its entries, number of entries)."""
     parts: list[Buffer] = [encode_count(len(topics), compact=flexible)]
     tail = encode_tagged_fields([]) if flexible else b""
-    for name, entries in topics:
+    for name, buffers, entries in topics:
         parts.append((encode_count(len(name), compact=True) if flexible else INT16.pack(len(name))) + name)
-        parts.append(encode_count(len(entries), compact=flexible))
-        parts.extend(entries)
+        parts.append(encode_count(entries, compact=flexible))
+        parts.extend(buffers)
         if tail:
             parts.append(tail)
     return parts

@@ -12,7 +12,7 @@ from codec.api_keys import PRODUCE, is_flexible
 from codec.errors import InvalidField, Truncated, UnsupportedVersion
 from codec.headers import RequestHeader
 from codec.partitioned import MAX_PARTITIONS, PartitionedRequest, TopicSpan, begin_topic, expect_end
-from codec.primitives import Buffer, read_count, read_uvarint, skip_bytes, skip_string, skip_tagged_fields
+from codec.primitives import read_count, read_uvarint, skip_bytes, skip_string, skip_tagged_fields
 
 MIN_VERSION = 3
 MAX_VERSION = 11
@@ -111,8 +111,3 @@ def transactional_id(request: PartitionedRequest) -> bytes | None:
         request.frame, request.header.body_offset, request.topics_start, compact=request.flexible
     )
     return bytes(request.frame[start:end]) if start >= 0 else None
-
-
-def piece_preamble(request: PartitionedRequest, pieces: int) -> Buffer:
-    """Every piece of a produce request has the preamble of the whole."""
-    return request.preamble()

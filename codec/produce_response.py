@@ -32,7 +32,7 @@ from codec.primitives import (
     skip_string,
     skip_tagged_fields,
 )
-from codec.produce import MAX_VERSION, MIN_VERSION, parse_produce, piece_preamble
+from codec.produce import MAX_VERSION, MIN_VERSION, parse_produce
 
 # partition_index, error_code, base_offset, log_append_time_ms
 _ENTRY = Struct(">ihqq")
@@ -108,7 +108,13 @@ class ProduceApi:
         return b"", tail + encode_tagged_fields(tags) if api_version >= 9 else tail
 
     def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer:
-        return piece_preamble(request, pieces)
+        return request.preamble()
+
+    def prepare_whole(self, request: PartitionedRequest) -> None:
+        """It is forwarded as received."""
+
+    def holds_enough(self, request: PartitionedRequest, payload_bytes: int) -> bool:
+        return True
 
 
 def result_entry(

@@ -5,10 +5,11 @@ changed only by an ownership source and read by everything else, all on one even
 snapshot because it looks up every partition of a request within one synchronous step: nothing here awaits.
 
 Invariants
-1. An entry changes only upward: a change that carries a revision at or below the entry's own is ignored. A removal keeps
-   its revision, so that a late event of an earlier owner cannot bring that owner back.
+1. An entry changes only upward: a change that carries a revision at or below the entry's own is ignored. A removal
+   keeps its revision, so that a late event of an earlier owner cannot bring that owner back.
 2. `revision` is the highest revision seen; it goes down only in `begin_rebuild` (a restored etcd).
-3. Partition indexes lie in [0, MAX_PARTITION_INDEX]; anything else is refused, so a bad key cannot cost memory.
+3. `version` grows with every change that could alter a route.
+4. Partition indexes lie in [0, MAX_PARTITION_INDEX]; anything else is refused, so a bad key cannot cost memory.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class Topology:
         self._topics: dict[bytes, _TopicOwners] = {}
         self._brokers: dict[int, Address] = {}
         self.revision = 0
+        self.version = 0
 
     # Reading
 
@@ -107,6 +109,7 @@ class Topology:
             return False
         topic_owners.owners[partition_index] = owner
         topic_owners.revisions[partition_index] = revision
+        self.version += 1
         self.revision = max(self.revision, revision)
         return True
 
@@ -125,9 +128,13 @@ class Topology:
         """Forget every owner and revision: etcd was restored, its revisions start anew."""
         self._topics.clear()
         self.revision = 0
+        self.version += 1
 
     def set_broker(self, broker_id: int, address: Address) -> None:
-        self._brokers[broker_id] = address
+        if self._brokers.get(broker_id) != address:
+            self._brokers[broker_id] = address
+            self.version += 1
 
     def remove_broker(self, broker_id: int) -> None:
-        self._brokers.pop(broker_id, None)
+        if self._brokers.pop(broker_id, None) is not None:
+            self.version += 1

@@ -1,0 +1,270 @@
+"""One client connection: read requests, hand them out, write the answers in the order of the requests.
+
+States
+  open       requests are read
+  draining   no more are read; what is in flight is answered, then the connection closes
+  closed     nothing is read or written
+
+Transitions
+  open     -> draining   `drain`: the proxy stops
+  open     -> closed     the client's connection ends; bytes that are no request; an acks=0 part cannot be delivered
+  draining -> closed     the last answer is written, or the time for draining is over
+
+Invariants
+1. Answers leave in the order of their requests: each request that has an answer takes a slot, and a slot is written
+   when it is filled and all before it are written.
+2. In-flight bytes and open requests are bounded: past a bound, or while the client or a broker reads too slowly,
+   nothing more is read from the client.
+3. Whatever goes wrong here closes this connection and no other, with one line in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+
+import structlog
+
+from codec import api_keys
+from codec.errors import CodecError, FrameTooLarge, UnsupportedVersion
+from codec.framing import FrameReader
+from codec.headers import RequestHeader, parse_request_header
+from codec.primitives import Buffer
+from kproxy.proxy.context import ProxyContext
+from kproxy.proxy.control import ControlPlane, Unanswerable
+from kproxy.proxy.fanout import Fanout
+from kproxy.proxy.produce import produce
+from kproxy.proxy.reads import fetch, list_offsets
+from kproxy.proxy.upstream import Upstream, write
+from kproxy.proxy.versions import OFFERS, Handling
+
+log = structlog.get_logger(__name__)
+
+_PARTITIONED = {api_keys.PRODUCE: produce, api_keys.FETCH: fetch, api_keys.LIST_OFFSETS: list_offsets}
+
+
+class Slot:
+    """The place of one answer in the order of answers."""
+
+    __slots__ = ("buffers", "request_bytes", "session")
+
+    def __init__(self, session: ClientSession, request_bytes: int) -> None:
+        self.session = session
+        self.request_bytes = request_bytes
+        self.buffers: list[Buffer] | None = None
+
+    def fill(self, buffers: list[Buffer]) -> None:
+        """The whole answer, its length prefix first."""
+        self.buffers = buffers
+        self.session.flush()
+
+
+class ClientSession(asyncio.BufferedProtocol):
+    """A client's connection; `on_closed` is called once when it has ended."""
+
+    def __init__(self, context: ProxyContext, on_closed: Callable[[ClientSession], None]) -> None:
+        self._context = context
+        self._on_closed = on_closed
+        self._reader = FrameReader(context.limits.max_request_bytes, context.arena)
+        self._transport: asyncio.Transport | None = None
+        self._peer = "?"
+        self._slots: deque[Slot] = deque()
+        self._in_flight_bytes = 0
+        self._upstreams: dict[int, Upstream] = {}
+        self._broker_pressure = 0
+        self._client_pressure = False
+        self._reading = True
+        self._draining = False
+        self.closed = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._fanout = Fanout(context, self._upstream_of, self._upstreams, self._undeliverable)
+        self._control = ControlPlane(context, self._connect)
+
+    # The connection
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if not isinstance(transport, asyncio.Transport):
+            raise TypeError("a stream transport is needed")
+        self._transport = transport
+        peer = transport.get_extra_info("peername")
+        self._peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else str(peer)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._reader.get_buffer(sizehint)
+
+    def buffer_updated(self, nbytes: int) -> None:
+        now = self._context.clock()
+        try:
+            for frame in self._reader.buffer_updated(nbytes):
+                if self.closed:
+                    return
+                self._take(frame, now)
+        except CodecError as error:
+            self._refuse(error)
+
+    def _take(self, frame: memoryview, now: float) -> None:
+        header = parse_request_header(frame)
+        slot = Slot(self, len(frame))
+        # The slot is taken before anything is sent: an answer may come within this very step.
+        self._slots.append(slot)
+        self._in_flight_bytes += slot.request_bytes
+        handler = _PARTITIONED.get(header.api_key)
+        if handler is None:
+            self._start_control(frame, header, slot)
+        elif not handler(self._context, self._fanout, frame, header, now, slot.fill):
+            self._slots.pop()
+            self._in_flight_bytes -= slot.request_bytes
+        self._adjust_reading()
+
+    def _start_control(self, frame: memoryview, header: RequestHeader, slot: Slot) -> None:
+        offer = OFFERS.get(header.api_key)
+        if offer is None or offer.handling is Handling.PARTITIONED:
+            raise UnsupportedVersion(f"{api_keys.name_of(header.api_key)} is not served")
+        if len(frame) > self._context.limits.max_control_request_bytes:
+            raise FrameTooLarge(
+                f"a {api_keys.name_of(header.api_key)} request of {len(frame)} bytes; "
+                f"at most {self._context.limits.max_control_request_bytes} are admitted"
+            )
+        self._start(self._answer_control(frame, header, slot))
+
+    async def _answer_control(self, frame: memoryview, header: RequestHeader, slot: Slot) -> None:
+        try:
+            slot.fill(await self._control.answer(frame, header))
+        except (CodecError, Unanswerable) as error:
+            self._refuse(error)
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # Answers
+
+    def flush(self) -> None:
+        """Write every answer whose turn has come."""
+        if self._transport is None or self.closed:
+            return
+        slots = self._slots
+        while slots and slots[0].buffers is not None:
+            slot = slots.popleft()
+            self._in_flight_bytes -= slot.request_bytes
+            write(self._transport, slot.buffers or [])
+        if not self._reading:
+            self._adjust_reading()
+        if self._draining and not slots:
+            self._end()
+
+    # Back-pressure
+
+    def pause_writing(self) -> None:
+        self._client_pressure = True
+        self._adjust_reading()
+
+    def resume_writing(self) -> None:
+        self._client_pressure = False
+        self._adjust_reading()
+
+    def _on_broker_pressure(self, slow: bool) -> None:
+        self._broker_pressure += 1 if slow else -1
+        self._adjust_reading()
+
+    def _adjust_reading(self) -> None:
+        limits = self._context.limits
+        may_read = (
+            self._in_flight_bytes < limits.max_in_flight_bytes
+            and len(self._slots) < limits.max_open_requests
+            and not self._client_pressure
+            and not self._broker_pressure
+            and not self._draining
+        )
+        if may_read is self._reading or self._transport is None or self.closed:
+            return
+        self._reading = may_read
+        if may_read:
+            self._transport.resume_reading()
+        else:
+            self._transport.pause_reading()
+
+    # Brokers
+
+    def _upstream_of(self, owner: int) -> Upstream:
+        """The open connection to a broker that the topology knows, or a new one."""
+        upstream = self._upstreams.get(owner)
+        address = self._context.topology.address(owner)
+        if upstream is not None and not upstream.closed and (address is None or upstream.address == address):
+            return upstream
+        if upstream is not None and not upstream.closed:
+            upstream.distrust("its broker has another address now")
+        self._upstreams[owner] = self._connect(owner)
+        return self._upstreams[owner]
+
+    def _connect(self, owner: int) -> Upstream:
+        address = self._context.topology.address(owner)
+        if address is None:
+            raise Unanswerable(f"broker {owner} has no address")
+        return Upstream(
+            owner,
+            address,
+            arena=self._context.arena,
+            max_answer_bytes=self._context.limits.max_answer_bytes,
+            connect_timeout_s=self._context.limits.connect_timeout_s,
+            on_pressure=self._on_broker_pressure,
+        )
+
+    def _undeliverable(self, topic: bytes, error_code: int) -> None:
+        """An acks=0 part is lost: count it and, as Kafka does, close the connection so that the client learns of it."""
+        self._context.counters["acks0.undeliverable"] += 1
+        self._refuse(Unanswerable(f"an acks=0 batch for {topic.decode(errors='replace')} met error {error_code}"))
+
+    # Ending
+
+    def expire(self, now: float) -> None:
+        """Answer what has reached its deadline."""
+        if self._fanout.has_open_exchanges:
+            self._fanout.expire(now)
+
+    def _refuse(self, error: Exception) -> None:
+        if not self.closed:
+            log.warning("client connection closed", client=self._peer, reason=str(error))
+            self._context.counters["clients.refused"] += 1
+            self._end()
+
+    def abandon(self) -> None:
+        """Close without waiting for answers."""
+        if not self.closed and self._slots:
+            log.warning("client connection closed unanswered", client=self._peer, requests=len(self._slots))
+        self._end()
+
+    def drain(self) -> None:
+        """Read no more; close once everything in flight is answered."""
+        self._draining = True
+        self._adjust_reading()
+        if not self._slots and not self._fanout.has_open_exchanges:
+            self._end()
+
+    def eof_received(self) -> bool:
+        """Kafka's clients never close one half alone: this one is gone and will send again what was not answered."""
+        return False
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        if self._transport is not None:
+            self._transport.close()
+        self._slots.clear()
+        self._on_closed(self)
+
+    async def close(self) -> None:
+        """Let go of everything this connection holds; whole acks=0 frames are still sent."""
+        self._end()
+        await self._fanout.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._control.close()
+        await asyncio.gather(*(upstream.close() for upstream in self._upstreams.values()))

@@ -1,0 +1,58 @@
+"""Produce: admit, judge, hand to the fan-out.
+
+Versions 3–11 are served; 0–2 are offered, because librdkafka drops compression otherwise, and refused when sent, by
+closing the connection, which is what Kafka does. A partition that stands in a request twice makes the whole request
+INVALID_REQUEST; acks other than -1, 0 and 1 make it INVALID_REQUIRED_ACKS.
+"""
+
+from __future__ import annotations
+
+from codec.error_codes import INVALID_REQUEST, INVALID_REQUIRED_ACKS
+from codec.errors import InvalidField
+from codec.headers import RequestHeader, response_header
+from codec.partitioned import PartitionedApi, PartitionedRequest, encode_topics, with_length
+from codec.primitives import Buffer
+from codec.produce_response import PRODUCE_API
+from kproxy.proxy.context import ProxyContext
+from kproxy.proxy.fanout import Fanout, Respond
+from kproxy.routing.retry import deadline_s
+
+
+def produce(
+    context: ProxyContext, fanout: Fanout, frame: memoryview, header: RequestHeader, now: float, respond: Respond
+) -> bool:
+    """Serve one produce request; False where it has no answer (acks=0). Raises CodecError."""
+    request = PRODUCE_API.parse_request(frame, header)
+    refusal = 0
+    if request.acks not in (-1, 0, 1):
+        refusal = INVALID_REQUIRED_ACKS
+    elif request.repeats_a_partition():
+        refusal = INVALID_REQUEST
+    if refusal and request.acks == 0:
+        raise InvalidField("an acks=0 request names a partition twice")
+    if refusal:
+        respond(refuse(PRODUCE_API, request, refusal))
+        return True
+    deadline = now + deadline_s(request.timeout_ms, context.limits.deadline_cap_ms)
+    fanout.submit(PRODUCE_API, request, deadline=deadline, respond=respond)
+    return request.acks != 0
+
+
+def refuse(api: PartitionedApi, request: PartitionedRequest, error_code: int) -> list[Buffer]:
+    """An answer that gives every partition of a request the same error, each once."""
+    header = request.header
+    topics: dict[bytes, dict[int, None]] = {}
+    for topic in request.topics:
+        topics.setdefault(topic.name, {}).update(dict.fromkeys(topic.partitions))
+    errors = [
+        (name, [api.error_entry(header.api_version, index, error_code) for index in partitions], len(partitions))
+        for name, partitions in topics.items()
+    ]
+    head, tail = api.response_ends(header.api_version, 0, [])
+    return with_length(
+        [
+            response_header(header.api_key, header.api_version, header.correlation_id) + head,
+            *encode_topics(errors, flexible=request.flexible),
+            tail,
+        ]
+    )

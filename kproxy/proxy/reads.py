@@ -1,0 +1,52 @@
+"""Fetch and ListOffsets: the same fan-out as Produce, with the rules of reads.
+
+There are no fetch sessions (KIP-227): an answer names session 0, and a request that continues one is told that it is
+not found. A fetch whose partitions lie with one broker waits for data at that broker; one that spans brokers asks them
+all without waiting, and again until there is enough or its time is up.
+"""
+
+from __future__ import annotations
+
+from codec.error_codes import FETCH_SESSION_ID_NOT_FOUND, INVALID_REQUEST
+from codec.fetch import NO_SESSION, FetchApi, response_ends
+from codec.headers import RequestHeader, response_header
+from codec.list_offsets import LIST_OFFSETS_API
+from codec.partitioned import encode_topics, with_length
+from kproxy.proxy.context import ProxyContext
+from kproxy.proxy.fanout import Fanout, Respond
+from kproxy.proxy.produce import refuse
+
+FETCH_API = FetchApi()
+MAX_FETCH_WAIT_S = 300.0
+# What a broker is given beyond the time a read may wait by its own word.
+READ_GRACE_S = 30.0
+
+
+def fetch(
+    context: ProxyContext, fanout: Fanout, frame: memoryview, header: RequestHeader, now: float, respond: Respond
+) -> bool:
+    """Serve one fetch request. Raises CodecError."""
+    request = FETCH_API.parse_request(frame, header)
+    if request.session_id != NO_SESSION:
+        head, tail = response_ends(header.api_version, 0, [], FETCH_SESSION_ID_NOT_FOUND)
+        answer_header = response_header(header.api_key, header.api_version, header.correlation_id)
+        respond(with_length([answer_header + head, *encode_topics([], flexible=request.flexible), tail]))
+        return True
+    if request.repeats_a_partition():
+        respond(refuse(FETCH_API, request, INVALID_REQUEST))
+        return True
+    wait_s = min(max(request.max_wait_ms, 0) / 1000, MAX_FETCH_WAIT_S)
+    fanout.submit(FETCH_API, request, deadline=now + wait_s + READ_GRACE_S, respond=respond, look_until=now + wait_s)
+    return True
+
+
+def list_offsets(
+    context: ProxyContext, fanout: Fanout, frame: memoryview, header: RequestHeader, now: float, respond: Respond
+) -> bool:
+    """Serve one ListOffsets request. Raises CodecError."""
+    request = LIST_OFFSETS_API.parse_request(frame, header)
+    if request.repeats_a_partition():
+        respond(refuse(LIST_OFFSETS_API, request, INVALID_REQUEST))
+        return True
+    fanout.submit(LIST_OFFSETS_API, request, deadline=now + READ_GRACE_S, respond=respond)
+    return True

@@ -1,0 +1,117 @@
+"""The listener: admit client connections, watch their deadlines, drain and stop.
+
+States
+  starting   the listener is bound and the lease table loaded, in this order, so that a taken port is said at once
+  serving    `ready` has been printed
+  draining   no new connections; every open one answers what it has read, for at most `drain_s`
+  stopped
+
+Invariants
+1. Every session is in `_sessions` until its `close` has been awaited; nothing is left running when `run` returns.
+2. A listener admits at most `max_connections`; one more is closed at once, with a line in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable
+
+import structlog
+
+from kproxy.errors import StartupError
+from kproxy.proxy.client_session import ClientSession
+from kproxy.proxy.context import ProxyContext
+
+log = structlog.get_logger(__name__)
+
+DEADLINE_TICK_S = 0.1
+BACKLOG = 1024
+
+
+class Listener:
+    """The client connections of one proxy."""
+
+    def __init__(self, context: ProxyContext) -> None:
+        self._context = context
+        self._sessions: set[ClientSession] = set()
+        self._empty = asyncio.Event()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self._ticker: asyncio.Task[None] | None = None
+
+    async def bind(self, host: str, port: int) -> int:
+        """Listen, without accepting anything yet; the real port. Raises StartupError."""
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(
+                self._session, host, port, backlog=BACKLOG, start_serving=False, reuse_address=True
+            )
+        except OSError as error:
+            raise StartupError(
+                f"cannot listen on {host}:{port} ({error.strerror or error}): choose another address with --listen, "
+                "or stop what uses this one"
+            ) from error
+        bound: int = self._server.sockets[0].getsockname()[1]
+        return bound
+
+    async def serve(self) -> None:
+        """Accept connections."""
+        if self._server is None:
+            raise RuntimeError("bind comes first")
+        await self._server.start_serving()
+        self._ticker = asyncio.get_running_loop().create_task(self._watch_deadlines())
+
+    def _session(self) -> asyncio.BaseProtocol:
+        if len(self._sessions) >= self._context.limits.max_connections:
+            log.warning("connection refused: too many", limit=self._context.limits.max_connections)
+            return _Refusal()
+        session = ClientSession(self._context, self._session_closed)
+        self._sessions.add(session)
+        self._empty.clear()
+        return session
+
+    def _session_closed(self, session: ClientSession) -> None:
+        task = asyncio.get_running_loop().create_task(self._close(session))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _close(self, session: ClientSession) -> None:
+        try:
+            await session.close()
+        finally:
+            self._sessions.discard(session)
+            if not self._sessions:
+                self._empty.set()
+
+    async def _watch_deadlines(self) -> None:
+        while True:
+            await asyncio.sleep(DEADLINE_TICK_S)
+            now = self._context.clock()
+            for session in list(self._sessions):
+                session.expire(now)
+
+    async def stop(self) -> None:
+        """Drain: answer what has been read, then close everything."""
+        if self._server is not None:
+            self._server.close()
+        for session in list(self._sessions):
+            session.drain()
+        if self._sessions:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._context.limits.drain_s):
+                    await self._empty.wait()
+        if self._ticker is not None:
+            self._ticker.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ticker
+        for session in list(self._sessions):
+            session.abandon()
+        await asyncio.gather(*self._closing)
+
+
+class _Refusal(asyncio.Protocol):
+    """A connection over the limit: closed before a byte is read."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()

@@ -1,0 +1,254 @@
+"""One broker connection, used by one client connection alone, so that the broker's own order per connection serves it.
+
+States
+  connecting   the dial is under way; what is sent is queued
+  open         what is sent is written at once; answers come back in the order of their requests
+  closed       nothing more is sent or answered
+
+Transitions
+  connecting -> open     the dial succeeded: the queue is written
+  connecting -> closed   the dial failed, timed out or was given up: the queue is lost unwritten
+  open       -> closed   the broker closed, the connection broke, an answer was not the awaited one, `close` was called
+
+Invariants
+1. A ticket that expects an answer is told exactly once: `answered` or `lost`.
+2. Answers are matched in order, and the correlation_id of each is verified: a broker that answers something else than
+   was asked is not believed in anything, the connection is closed.
+3. `lost(written=False)` is said only of what never reached the transport.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import structlog
+
+from codec.errors import CodecError
+from codec.framing import FrameReader, ReceiveArena
+from codec.headers import response_correlation_id
+from codec.primitives import Buffer
+from kproxy.routing.topology import Address
+
+log = structlog.get_logger(__name__)
+
+# Below this, one copy is cheaper than one more buffer for the kernel to gather.
+JOIN_BYTES = 16 << 10
+# What may wait for a dial before the client is read more slowly.
+MAX_QUEUED_BYTES = 1 << 20
+FLUSH_S = 5.0
+_MAX_CORRELATION_ID = 0x7FFF_FFFF
+
+
+class Ticket(Protocol):
+    """Somebody who waits for one answer."""
+
+    expects_answer: bool
+
+    def sent(self) -> None:
+        """The request has been given to the transport; said only to tickets that expect no answer (acks=0)."""
+        ...
+
+    def answered(self, frame: memoryview) -> None:
+        """The answer, a whole frame that is now the ticket's own."""
+        ...
+
+    def lost(self, *, written: bool) -> None:
+        """There will be no answer; `written` says whether the broker may have seen the request."""
+        ...
+
+
+class Upstream(asyncio.BufferedProtocol):
+    """A connection to the broker `owner` at `address`."""
+
+    def __init__(
+        self,
+        owner: int,
+        address: Address,
+        *,
+        arena: ReceiveArena,
+        max_answer_bytes: int,
+        connect_timeout_s: float,
+        on_pressure: Callable[[bool], None],
+    ) -> None:
+        self.owner = owner
+        self.address = address
+        self.closed = False
+        self._reader = FrameReader(max_answer_bytes, arena)
+        self._transport: asyncio.Transport | None = None
+        self._in_flight: deque[tuple[int, Ticket]] = deque()
+        self._queue: list[tuple[Ticket, int, Sequence[Buffer]]] = []
+        self._next_correlation_id = 0
+        self._queued_bytes = 0
+        self._on_pressure = on_pressure
+        self._presses = False
+        self._ended = asyncio.get_running_loop().create_future()
+        self._dial = asyncio.get_running_loop().create_task(self._connect(connect_timeout_s))
+
+    # Sending
+
+    def next_correlation_id(self) -> int:
+        self._next_correlation_id = (self._next_correlation_id + 1) & _MAX_CORRELATION_ID
+        return self._next_correlation_id
+
+    def send(self, ticket: Ticket, correlation_id: int, buffers: Sequence[Buffer]) -> None:
+        """Send one request. Not to be called when closed."""
+        if self._transport is None:
+            self._queue.append((ticket, correlation_id, buffers))
+            self._queued_bytes += sum(map(len, buffers))
+            self._press(self._queued_bytes > MAX_QUEUED_BYTES)
+            return
+        if ticket.expects_answer:
+            self._in_flight.append((correlation_id, ticket))
+        write(self._transport, buffers)
+        if not ticket.expects_answer:
+            ticket.sent()
+
+    def unanswered(self) -> list[Ticket]:
+        """Who waits, written or not, in order."""
+        return [ticket for _, ticket in self._in_flight] + [ticket for ticket, _, _ in self._queue]
+
+    def withdraw(self, ticket: Ticket) -> bool:
+        """Take back what has not been written; False where it has."""
+        kept = [queued for queued in self._queue if queued[0] is not ticket]
+        withdrawn = len(kept) < len(self._queue)
+        self._queue = kept
+        return withdrawn
+
+    async def _connect(self, timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await loop.create_connection(lambda: self, self.address.host, self.address.port)
+        except (OSError, TimeoutError) as error:
+            log.info("broker cannot be reached", broker=self.owner, address=_shown(self.address), reason=_reason(error))
+            self._end()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if not isinstance(transport, asyncio.Transport):
+            raise TypeError("a stream transport is needed")
+        if self.closed:
+            transport.abort()
+            return
+        self._transport = transport
+        queue, self._queue = self._queue, []
+        for ticket, correlation_id, buffers in queue:
+            self.send(ticket, correlation_id, buffers)
+        self._press(False)
+
+    def pause_writing(self) -> None:
+        self._press(True)
+
+    def resume_writing(self) -> None:
+        self._press(False)
+
+    def _press(self, slow: bool) -> None:
+        """Say once when this connection takes no more for now, and once when it does again."""
+        if slow is not self._presses:
+            self._presses = slow
+            self._on_pressure(slow)
+
+    # Receiving
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._reader.get_buffer(sizehint)
+
+    def buffer_updated(self, nbytes: int) -> None:
+        try:
+            for frame in self._reader.buffer_updated(nbytes):
+                self._take(frame)
+                if self.closed:
+                    return
+        except CodecError as error:
+            self.distrust(str(error))
+
+    def _take(self, frame: memoryview) -> None:
+        answered_id = response_correlation_id(frame)
+        if not self._in_flight:
+            self.distrust(f"an answer ({answered_id}) that nobody asked for")
+            return
+        expected_id, ticket = self._in_flight[0]
+        if answered_id != expected_id:
+            self.distrust(f"correlation_id {answered_id} where {expected_id} was awaited")
+            return
+        self._in_flight.popleft()
+        ticket.answered(frame)
+
+    def distrust(self, reason: str) -> None:
+        """Close because of what the broker said."""
+        log.warning("broker answered out of protocol", broker=self.owner, address=_shown(self.address), reason=reason)
+        self._end()
+
+    # Ending
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        if not self.closed and self._in_flight:
+            log.info(
+                "broker connection lost",
+                broker=self.owner,
+                address=_shown(self.address),
+                unanswered=len(self._in_flight),
+                reason=_reason(exc) if exc else "closed by the broker",
+            )
+        if not self._ended.done():
+            self._ended.set_result(None)
+        self._end()
+
+    def _end(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        self._press(False)
+        if self._transport is not None:
+            self._transport.abort()
+        queue, self._queue = self._queue, []
+        in_flight, self._in_flight = self._in_flight, deque()
+        for _, ticket in in_flight:
+            ticket.lost(written=True)
+        for ticket, _, _ in queue:
+            ticket.lost(written=False)
+
+    async def close(self) -> None:
+        """End the connection: what is written leaves this process, and so does what waits with acks=0.
+
+        What waits and expects an answer is dropped: its client is gone and will send it again itself.
+        """
+        self._queue = [queued for queued in self._queue if not queued[0].expects_answer]
+        if self._queue:
+            await self._dial
+        if self._transport is not None and not self.closed:
+            self.closed = True
+            self._transport.close()
+            try:
+                async with asyncio.timeout(FLUSH_S):
+                    await self._ended
+            except TimeoutError:
+                self._transport.abort()
+        self._end()
+        self._dial.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._dial
+
+
+def write(transport: asyncio.WriteTransport, buffers: Sequence[Buffer]) -> None:
+    """Write the buffers of one message: small ones as one, large ones without a copy."""
+    if len(buffers) == 1:
+        transport.write(buffers[0])
+    elif sum(map(len, buffers)) <= JOIN_BYTES:
+        transport.write(b"".join(buffers))
+    else:
+        transport.writelines(buffers)
+
+
+def _shown(address: Address) -> str:
+    return f"{address.host}:{address.port}"
+
+
+def _reason(error: BaseException) -> str:
+    return "no answer to the dial in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__

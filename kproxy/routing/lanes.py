@@ -1,0 +1,162 @@
+"""Order per client connection and partition while something is unresolved.
+
+In the ordinary course there are no lanes: batches of a partition follow one another on one upstream connection, and the
+broker answers that connection in order. A lane exists for a partition only while batch N of it is refused and waits for
+its retry, or is unresolved on an earlier route while N+1 is to go elsewhere.
+
+States of a lane
+  blocked    items wait; some are still unanswered on an earlier route, or the back-off is not over
+  probing    one item is under way on the new route, the rest waits for its success
+  (gone)     nothing waits and nothing is unresolved
+
+Transitions
+  (gone)  -> blocked   `refused` or `block`
+  blocked -> probing   `ready`: nothing outstanding, the back-off is over; the first item goes
+  probing -> blocked   `refused` of the item under way
+  probing -> (gone)    `settled`: its success releases all that waits, in order; its failure gives all of it up
+  blocked -> (gone)    `settled` with a later batch appended after all: everything that waits gets its own code
+
+Invariants
+1. Items wait in the order of their requests (`Exchange.sequence`).
+2. While a lane exists, nothing of its partition is sent but the one item that probes.
+3. A new route is proven by one success before anything is pipelined on it: a broker that has just become the owner and
+   knows no producer state would accept any sequence number.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Hashable, Iterable
+from typing import NamedTuple
+
+from kproxy.routing.merge import Exchange
+from kproxy.routing.split import Entry
+
+LaneKey = Hashable
+
+
+class Item(NamedTuple):
+    """One entry of one exchange; `give_up_code` is what it gets when it is not sent again."""
+
+    exchange: Exchange
+    entry: Entry
+    give_up_code: int
+
+
+class Release(NamedTuple):
+    """What to do after an event: send these in order, answer those with their `give_up_code`."""
+
+    send: list[Item]
+    give_up: list[Item]
+
+
+_NOTHING = Release([], [])
+
+
+class _Lane:
+    __slots__ = ("due", "outstanding", "probing", "waiting")
+
+    def __init__(self) -> None:
+        self.waiting: list[Item] = []
+        self.outstanding: set[int] = set()
+        self.probing: int | None = None
+        self.due = 0.0
+
+
+def _sequence(item: Item) -> int:
+    return item.exchange.sequence
+
+
+class Lanes:
+    """The lanes of one client connection."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[LaneKey, _Lane] = {}
+
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+    def __contains__(self, key: LaneKey) -> bool:
+        return key in self._lanes
+
+    def is_probing(self, key: LaneKey, sequence: int) -> bool:
+        """Whether that exchange's batch is the one under way on a new route."""
+        lane = self._lanes.get(key)
+        return lane is not None and lane.probing == sequence
+
+    def hold(self, key: LaneKey, item: Item) -> None:
+        """Let an item of a blocked partition wait behind what waits there."""
+        insort(self._lanes[key].waiting, item, key=_sequence)
+
+    def block(self, key: LaneKey, outstanding: Iterable[int]) -> None:
+        """Block a partition whose batches with these sequences are unresolved on another route."""
+        lane = self._lanes.setdefault(key, _Lane())
+        lane.outstanding.update(outstanding)
+
+    def refused(self, key: LaneKey, item: Item, due: float, outstanding: Iterable[int]) -> None:
+        """An item is to be sent again, not before `due`; `outstanding` are later ones already under way behind it."""
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = _Lane()
+            lane.outstanding.update(outstanding)
+        lane.outstanding.discard(item.exchange.sequence)
+        if lane.probing == item.exchange.sequence:
+            lane.probing = None
+        insort(lane.waiting, item, key=_sequence)
+        lane.due = max(lane.due, due)
+
+    def settled(self, key: LaneKey, sequence: int, *, appended: bool, given_up: bool) -> Release:
+        """An item's outcome is final: `appended`, or `given_up` after retries, or refused for good by a broker."""
+        lane = self._lanes.get(key)
+        if lane is None:
+            return _NOTHING
+        if lane.probing == sequence:
+            lane.probing = None
+            waiting, lane.waiting = lane.waiting, []
+            self._forget_if_idle(key, lane)
+            return Release([], waiting) if given_up else Release(waiting, [])
+        lane.outstanding.discard(sequence)
+        overtaken = appended and bool(lane.waiting) and lane.waiting[0].exchange.sequence < sequence
+        abandoned: list[Item] = []
+        if overtaken or given_up:
+            abandoned, lane.waiting = lane.waiting, []
+        self._forget_if_idle(key, lane)
+        return Release([], abandoned)
+
+    def ready(self, now: float) -> list[Item]:
+        """The first item of every lane that may probe now; they count as under way from here on."""
+        items = []
+        for key, lane in list(self._lanes.items()):
+            if lane.probing is None and not lane.outstanding and lane.due <= now:
+                if lane.waiting:
+                    item = lane.waiting.pop(0)
+                    lane.probing = item.exchange.sequence
+                    items.append(item)
+                else:
+                    del self._lanes[key]
+        return items
+
+    def next_due(self) -> float | None:
+        """When a lane that waits for nothing but time may probe."""
+        return min(
+            (lane.due for lane in self._lanes.values() if lane.waiting and self._waits_for_time(lane)), default=None
+        )
+
+    @staticmethod
+    def _waits_for_time(lane: _Lane) -> bool:
+        return lane.probing is None and not lane.outstanding
+
+    def drop(self, exchange: Exchange) -> list[Item]:
+        """Take what waits of an exchange out of every lane; it has never been appended since its last refusal."""
+        dropped = []
+        for key, lane in list(self._lanes.items()):
+            mine = [item for item in lane.waiting if item.exchange is exchange]
+            if mine:
+                lane.waiting = [item for item in lane.waiting if item.exchange is not exchange]
+                dropped.extend(mine)
+                self._forget_if_idle(key, lane)
+        return dropped
+
+    def _forget_if_idle(self, key: LaneKey, lane: _Lane) -> None:
+        if not lane.waiting and not lane.outstanding and lane.probing is None:
+            self._lanes.pop(key, None)

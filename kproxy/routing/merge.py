@@ -1,0 +1,176 @@
+"""One client request from its split to its one answer.
+
+States of an entry (one partition of the request)
+  open       no result yet: in a piece that is under way, or waiting in a lane
+  done       its bytes of the answer are known
+
+Transitions
+  open -> done   a broker's result is taken, or an error code is given
+
+Invariants
+1. Every partition of the request is answered exactly once: a second result for an entry is ignored, and the exchange is
+   complete when the last entry is done.
+2. The answer lists topics and partitions in the request's order.
+3. `throttle_time_ms` is the maximum of the brokers'.
+4. A result's bytes are the broker's own, leader hints blanked; an error's offsets and times are -1.
+"""
+
+from __future__ import annotations
+
+from codec.errors import InvalidField
+from codec.headers import response_header
+from codec.partitioned import (
+    PartitionedApi,
+    PartitionedRequest,
+    PartitionedResponse,
+    Tag,
+    TopicSpan,
+    encode_topics,
+    with_length,
+)
+from codec.primitives import Buffer
+from kproxy.routing.split import Entry, Selection
+
+
+class Exchange:
+    """A client's request of a partitioned API and the results so far; `deadline` is in seconds of the proxy's clock."""
+
+    __slots__ = (
+        "_results",
+        "_tags",
+        "api",
+        "attempts",
+        "deadline",
+        "has_errors",
+        "look_until",
+        "looks",
+        "open_count",
+        "payload_bytes",
+        "request",
+        "sequence",
+        "throttle_time_ms",
+    )
+
+    def __init__(self, api: PartitionedApi, request: PartitionedRequest, sequence: int, deadline: float) -> None:
+        self.api = api
+        self.request = request
+        self.sequence = sequence
+        self.deadline = deadline
+        self.open_count = request.partition_count
+        self.throttle_time_ms = 0
+        self.attempts: dict[Entry, int] = {}
+        self.payload_bytes = 0
+        self.has_errors = False
+        # For reads that look again: until when (seconds of the proxy's clock), and how often they have.
+        self.look_until = 0.0
+        self.looks = 0
+        self._results: list[list[list[Buffer] | None]] | None = None
+        self._tags: list[Tag] = []
+
+    @property
+    def complete(self) -> bool:
+        return self.open_count == 0
+
+    def topic(self, entry: Entry) -> TopicSpan:
+        return self.request.topics[entry[0]]
+
+    def partition(self, entry: Entry) -> tuple[bytes, int]:
+        """An entry's topic and partition index."""
+        topic = self.request.topics[entry[0]]
+        return topic.name, topic.partitions[entry[1]]
+
+    def take(self, entry: Entry, result: list[Buffer]) -> None:
+        """Record an entry's bytes of the answer."""
+        if self._results is None:
+            self._results = [[None] * len(topic.partitions) for topic in self.request.topics]
+        topic_place, ordinal = entry
+        if self._results[topic_place][ordinal] is None:
+            self._results[topic_place][ordinal] = result
+            self.open_count -= 1
+
+    def give_error(self, entry: Entry, error_code: int) -> None:
+        """Answer an entry with an error code of the proxy's own."""
+        _, partition_index = self.partition(entry)
+        self.has_errors = True
+        self.take(entry, [self.api.error_entry(self.request.header.api_version, partition_index, error_code)])
+
+    def note(self, response: PartitionedResponse) -> None:
+        """Take what an answer says about the whole of itself."""
+        self.throttle_time_ms = max(self.throttle_time_ms, response.throttle_time_ms)
+        self.payload_bytes += response.payload_bytes
+        known = {tag for tag, _ in self._tags}
+        self._tags.extend(field for field in response.other_tags if field[0] not in known)
+
+    def is_open(self, entry: Entry) -> bool:
+        return self._results is None or self._results[entry[0]][entry[1]] is None
+
+    def open_entries(self) -> list[Entry]:
+        return [
+            (topic_place, ordinal)
+            for topic_place, topic in enumerate(self.request.topics)
+            for ordinal in range(len(topic.partitions))
+            if self.is_open((topic_place, ordinal))
+        ]
+
+    def reset(self) -> None:
+        """Begin anew, for a read that is asked again."""
+        self._results = None
+        self.open_count = self.request.partition_count
+        self.attempts.clear()
+        self.payload_bytes = 0
+        self.looks += 1
+
+    def encode(self) -> list[Buffer]:
+        """The whole answer as buffers, the length prefix first. The exchange must be complete."""
+        header = self.request.header
+        flexible = self.request.flexible
+        results = self._results or []
+        topics = [
+            (topic.name, [buffer for entry in entries if entry is not None for buffer in entry], len(entries))
+            for topic, entries in zip(self.request.topics, results, strict=False)
+        ]
+        self._tags.sort()
+        head, tail = self.api.response_ends(header.api_version, self.throttle_time_ms, self._tags)
+        return with_length(
+            [
+                response_header(header.api_key, header.api_version, header.correlation_id) + head,
+                *encode_topics(topics, flexible=flexible),
+                tail,
+            ]
+        )
+
+
+def match_results(
+    exchange: Exchange, selection: Selection, response: PartitionedResponse
+) -> list[tuple[Entry, int, TopicSpan, int]]:
+    """Each selected entry with its result: (entry, error_code, topic of the answer, ordinal within that).
+
+    Raises InvalidField where the answer lacks one of them, has one that was not asked for, or has one twice.
+    """
+    found: dict[tuple[bytes, int], tuple[TopicSpan, int]] = {}
+    for topic in response.topics:
+        for ordinal, partition_index in enumerate(topic.partitions):
+            if (topic.name, partition_index) in found:
+                raise InvalidField(f"the answer has partition {partition_index} of {topic.name!r} twice")
+            found[topic.name, partition_index] = (topic, ordinal)
+    matched = []
+    for topic_place, ordinals in selection:
+        asked = exchange.request.topics[topic_place]
+        for ordinal in ordinals:
+            result = found.pop((asked.name, asked.partitions[ordinal]), None)
+            if result is None:
+                raise InvalidField(f"the answer lacks partition {asked.partitions[ordinal]} of {asked.name!r}")
+            matched.append(((topic_place, ordinal), result[0].error_codes[result[1]], *result))
+    if found:
+        raise InvalidField(f"the answer has partitions that were not asked for: {sorted(found)[:3]}")
+    return matched
+
+
+def answers_in_order(request: PartitionedRequest, response: PartitionedResponse) -> bool:
+    """Whether the answer to a whole request lists just its partitions, in its order, none of them with an error."""
+    if len(request.topics) != len(response.topics):
+        return False
+    for asked, answered in zip(request.topics, response.topics, strict=True):
+        if asked.name != answered.name or asked.partitions != answered.partitions or any(answered.error_codes):
+            return False
+    return True

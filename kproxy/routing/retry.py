@@ -1,0 +1,111 @@
+"""What may be done about a failure: the retry table.
+
+An event is a Kafka error code that a broker answered, or one of two things that happen to a connection. Each row says
+what the proxy does with one partition's part of a request. Produce is judged strictly, because a produce that may have
+been appended must not be sent again unless the broker would recognise it; Fetch and ListOffsets change nothing and may
+always be asked again.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Final, NamedTuple
+
+from codec import error_codes as codes
+from codec.api_keys import PRODUCE as PRODUCE_KEY
+
+# Events beside Kafka's codes, which are 16 bits wide.
+NOT_WRITTEN: Final = 1 << 16
+"""The dial failed, or not one byte of the piece was written: no broker has seen it."""
+CONNECTION_LOST: Final = NOT_WRITTEN + 1
+"""The connection ended with the piece written and unanswered."""
+UNREADABLE: Final = NOT_WRITTEN + 2
+"""The broker answered something that is not an answer to this piece."""
+
+MAX_ATTEMPTS: Final = 3
+BACKOFF_S: Final = (0.02, 0.1, 0.25, 0.5)
+
+
+class Bound(Enum):
+    """How long a row allows retries."""
+
+    NEVER = "never"
+    ATTEMPTS = "at most MAX_ATTEMPTS attempts, and never past the deadline"
+    DEADLINE = "until the deadline"
+
+
+class Row(NamedTuple):
+    """`final` is what the client gets when no retry is allowed (any more); None hands the event's own code on."""
+
+    bound: Bound
+    final: int | None
+    ambiguous: bool = False
+
+
+_HAND_ON = Row(Bound.NEVER, None)
+
+# The upstreams of this version say NOT_LEADER_OR_FOLLOWER only before they append (reference broker, KafScale).
+PRODUCE: Final[dict[int, Row]] = {
+    NOT_WRITTEN: Row(Bound.ATTEMPTS, codes.NOT_LEADER_OR_FOLLOWER),
+    codes.NOT_LEADER_OR_FOLLOWER: Row(Bound.ATTEMPTS, None),
+    codes.LEADER_NOT_AVAILABLE: Row(Bound.DEADLINE, None),
+    codes.NOT_ENOUGH_REPLICAS: Row(Bound.DEADLINE, None),
+    codes.REQUEST_TIMED_OUT: Row(Bound.DEADLINE, codes.REQUEST_TIMED_OUT, ambiguous=True),
+    codes.NETWORK_EXCEPTION: Row(Bound.DEADLINE, codes.REQUEST_TIMED_OUT, ambiguous=True),
+    codes.NOT_ENOUGH_REPLICAS_AFTER_APPEND: Row(Bound.DEADLINE, codes.REQUEST_TIMED_OUT, ambiguous=True),
+    CONNECTION_LOST: Row(Bound.DEADLINE, codes.REQUEST_TIMED_OUT, ambiguous=True),
+    UNREADABLE: Row(Bound.DEADLINE, codes.REQUEST_TIMED_OUT, ambiguous=True),
+}
+
+READ: Final[dict[int, Row]] = {
+    NOT_WRITTEN: Row(Bound.ATTEMPTS, codes.NOT_LEADER_OR_FOLLOWER),
+    codes.NOT_LEADER_OR_FOLLOWER: Row(Bound.ATTEMPTS, None),
+    codes.LEADER_NOT_AVAILABLE: Row(Bound.ATTEMPTS, None),
+    CONNECTION_LOST: Row(Bound.ATTEMPTS, codes.NOT_LEADER_OR_FOLLOWER),
+    UNREADABLE: Row(Bound.ATTEMPTS, codes.NOT_LEADER_OR_FOLLOWER),
+}
+
+
+def rows_of(api_key: int) -> dict[int, Row]:
+    """The rows that hold for an API."""
+    return PRODUCE if api_key == PRODUCE_KEY else READ
+
+
+def is_ambiguous(rows: dict[int, Row], event: int) -> bool:
+    """Whether the broker may have appended what it was sent."""
+    return rows.get(event, _HAND_ON).ambiguous
+
+
+class Verdict(NamedTuple):
+    """Either a retry, or `error_code` for the client."""
+
+    retry: bool
+    error_code: int
+
+
+def decide(rows: dict[int, Row], event: int, attempts: int, *, resend_is_safe: bool) -> Verdict:
+    """What to do about `event` after `attempts` attempts.
+
+    `resend_is_safe` says whether the broker would recognise the batch as one it has: it carries a producer id, is not
+    transactional, and the upstream rebuilds its producer state from its log. Only ambiguous rows ask for it.
+    """
+    row = rows.get(event, _HAND_ON)
+    final = event if row.final is None else row.final
+    if row.bound is Bound.NEVER or (row.bound is Bound.ATTEMPTS and attempts >= MAX_ATTEMPTS):
+        return Verdict(retry=False, error_code=final)
+    return Verdict(retry=resend_is_safe or not row.ambiguous, error_code=final)
+
+
+def is_held_back(error_code: int) -> bool:
+    """Whether a batch refused with this code, behind one that was refused, is sent again behind it."""
+    return error_code in (codes.NOT_LEADER_OR_FOLLOWER, codes.NOT_ENOUGH_REPLICAS, codes.OUT_OF_ORDER_SEQUENCE_NUMBER)
+
+
+def backoff_s(attempts: int, jitter: float) -> float:
+    """Seconds to wait after `attempts` attempts; `jitter` in [0, 1) lengthens it by up to a half."""
+    return BACKOFF_S[min(attempts, len(BACKOFF_S)) - 1] * (1 + jitter / 2)
+
+
+def deadline_s(timeout_ms: int, cap_ms: int) -> float:
+    """Seconds from a request's first byte to its deadline: before the client's own timer, but never below 1 s."""
+    return max(1.0, 0.9 * min(timeout_ms, cap_ms) / 1000)

@@ -1,0 +1,48 @@
+"""One request to one piece per owner."""
+
+from __future__ import annotations
+
+from codec.partitioned import PartitionedRequest
+from kproxy.routing.rendezvous import preferred
+from kproxy.routing.topology import NO_OWNER, Topology
+
+# By topic (its place in the request): the ordinals of the partitions meant, ascending.
+Selection = list[tuple[int, list[int]]]
+Entry = tuple[int, int]
+"""One partition of a request: the topic's place and the partition's ordinal within it."""
+
+
+def route(topology: Topology, topic: bytes, partition_index: int) -> int:
+    """The broker to send this partition to, or NO_OWNER.
+
+    An owned partition goes to its owner and nowhere else, even where the owner's address is unknown (then NO_OWNER).
+    One that nobody owns is offered to the live broker that rendezvous hashing prefers.
+    """
+    owner = topology.owner(topic, partition_index)
+    if owner != NO_OWNER:
+        return owner if topology.address(owner) is not None else NO_OWNER
+    candidate = preferred(topic + b"/" + str(partition_index).encode(), topology.brokers)
+    return NO_OWNER if candidate is None else candidate
+
+
+def split(request: PartitionedRequest, topology: Topology, held: set[Entry]) -> dict[int, Selection]:
+    """What goes to which broker, entries in `held` left out; NO_OWNER collects what cannot be sent."""
+    pieces: dict[int, Selection] = {}
+    for topic_place, topic in enumerate(request.topics):
+        name = topic.name
+        for ordinal, partition_index in enumerate(topic.partitions):
+            if held and (topic_place, ordinal) in held:
+                continue
+            owner = topology.owner(name, partition_index)
+            if owner == NO_OWNER or topology.address(owner) is None:
+                owner = route(topology, name, partition_index)
+            add_entry(pieces.setdefault(owner, []), topic_place, ordinal)
+    return pieces
+
+
+def add_entry(selection: Selection, topic_place: int, ordinal: int) -> None:
+    """Append one entry; entries come in ascending order."""
+    if selection and selection[-1][0] == topic_place:
+        selection[-1][1].append(ordinal)
+    else:
+        selection.append((topic_place, [ordinal]))
