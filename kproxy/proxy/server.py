@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable
 
 import structlog
 
 from kproxy.errors import StartupError
 from kproxy.proxy.client_session import ClientSession
-from kproxy.proxy.context import ProxyContext
+from kproxy.proxy.context import Limits, ProxyContext
 
 log = structlog.get_logger(__name__)
 
@@ -32,8 +31,9 @@ BACKLOG = 1024
 class Listener:
     """The client connections of one proxy."""
 
-    def __init__(self, context: ProxyContext) -> None:
-        self._context = context
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._context: ProxyContext | None = None
         self._sessions: set[ClientSession] = set()
         self._empty = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
@@ -55,16 +55,17 @@ class Listener:
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
 
-    async def serve(self) -> None:
-        """Accept connections."""
+    async def serve(self, context: ProxyContext) -> None:
+        """Accept connections, all of them on `context`."""
         if self._server is None:
             raise RuntimeError("bind comes first")
+        self._context = context
         await self._server.start_serving()
-        self._ticker = asyncio.get_running_loop().create_task(self._watch_deadlines())
+        self._ticker = asyncio.get_running_loop().create_task(self._watch_deadlines(context))
 
     def _session(self) -> asyncio.BaseProtocol:
-        if len(self._sessions) >= self._context.limits.max_connections:
-            log.warning("connection refused: too many", limit=self._context.limits.max_connections)
+        if self._context is None or len(self._sessions) >= self._limits.max_connections:
+            log.warning("connection refused: too many", limit=self._limits.max_connections)
             return _Refusal()
         session = ClientSession(self._context, self._session_closed)
         self._sessions.add(session)
@@ -84,10 +85,10 @@ class Listener:
             if not self._sessions:
                 self._empty.set()
 
-    async def _watch_deadlines(self) -> None:
+    async def _watch_deadlines(self, context: ProxyContext) -> None:
         while True:
             await asyncio.sleep(DEADLINE_TICK_S)
-            now = self._context.clock()
+            now = context.clock()
             for session in list(self._sessions):
                 session.expire(now)
 
@@ -99,7 +100,7 @@ class Listener:
             session.drain()
         if self._sessions:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._context.limits.drain_s):
+                async with asyncio.timeout(self._limits.drain_s):
                     await self._empty.wait()
         if self._ticker is not None:
             self._ticker.cancel()

@@ -23,7 +23,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import structlog
 
@@ -128,12 +128,11 @@ class Upstream(asyncio.BufferedProtocol):
             self._end()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if not isinstance(transport, asyncio.Transport):
-            raise TypeError("a stream transport is needed")
         if self.closed:
-            transport.abort()
+            cast(asyncio.Transport, transport).abort()
             return
-        self._transport = transport
+        # uvloop's transports have the methods of asyncio.Transport but not its class.
+        self._transport = cast(asyncio.Transport, transport)
         queue, self._queue = self._queue, []
         for ticket, correlation_id, buffers in queue:
             self.send(ticket, correlation_id, buffers)

@@ -1,0 +1,102 @@
+"""One proxy process from start to stop: etcd, the lease table, the listener."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from kproxy.errors import StartupError
+from kproxy.ownership.etcd import EtcdClient, EtcdError
+from kproxy.ownership.leases import LeaseTable
+from kproxy.proxy.context import Identity, Limits, ProxyContext
+from kproxy.proxy.server import Listener
+from kproxy.routing.topology import Topology
+
+SYNC_TIMEOUT_S = 30.0
+# The virtual node id of a proxy that stands alone; far above any real broker's.
+ALONE_NODE_ID = 1_000_000
+
+
+@dataclass(frozen=True)
+class ProxySettings:
+    """`kproxy serve`'s options; addresses are (host, port), port 0 means any free one.
+
+    `advertise` is what clients are told, the address listened on where it is None (its port 0: the port listened on).
+    """
+
+    etcd: tuple[str, ...]
+    listen: tuple[str, int] = ("127.0.0.1", 9092)
+    advertise: tuple[str, int] | None = None
+    prefix: str = "/kafscale"
+    limits: Limits = field(default_factory=Limits)
+
+
+async def run_proxy(settings: ProxySettings) -> None:
+    """Serve until SIGTERM or SIGINT. Raises StartupError."""
+    stop = asyncio.Event()
+    with _stop_signals(stop.set):
+        serving = asyncio.create_task(_serve(settings))
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+        await _cancel(stopping)
+        if serving.done():
+            serving.result()
+        await _cancel(serving)
+
+
+async def _serve(settings: ProxySettings) -> None:
+    """Serve until cancelled; then drain."""
+    async with contextlib.AsyncExitStack() as stack:
+        topology = Topology()
+        client = EtcdClient(settings.etcd)
+        table = LeaseTable(client, settings.prefix, topology)
+        host, port = settings.advertise or settings.listen
+        listener = Listener(settings.limits)
+        bound_port = await listener.bind(*settings.listen)
+        identity = Identity(ALONE_NODE_ID, host, port or bound_port)
+        stack.push_async_callback(client.close)
+        try:
+            await client.connect()
+            mirror = asyncio.create_task(table.run())
+            stack.push_async_callback(_cancel, mirror)
+            async with asyncio.timeout(SYNC_TIMEOUT_S):
+                await table.wait_synced()
+        except TimeoutError as error:
+            raise StartupError(
+                f"etcd at {client.endpoints} answers, but its partition leases could not be read in time"
+            ) from error
+        except EtcdError as error:
+            raise StartupError(f"{error} Start etcd, or give its address with --etcd.") from error
+        stack.push_async_callback(listener.stop)
+        await listener.serve(
+            ProxyContext(topology, table, identity, settings.limits, time.monotonic, Random())  # noqa: S311
+        )
+        sys.stdout.write(f"ready kafka={identity.host}:{identity.port} etcd={client.endpoints}\n")
+        sys.stdout.flush()
+        await mirror
+
+
+async def _cancel(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def _stop_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` on SIGTERM and SIGINT."""
+    loop = asyncio.get_running_loop()
+    caught = (signal.SIGTERM, signal.SIGINT)
+    for number in caught:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number in caught:
+            loop.remove_signal_handler(number)
