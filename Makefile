@@ -1,0 +1,44 @@
+# `make help` lists the targets. PYTHON=python3.12 chooses the interpreter; ARGS="-k name" goes to pytest.
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+UV     ?= uv
+ARGS   ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check lock clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do \
+		printf '  make %-10s %s\n' "$$name" "$$text"; done
+
+install: $(STAMP)  ## make .venv with everything, from the lock files; does nothing where that is done
+
+$(STAMP): pyproject.toml requirements.lock requirements-build.lock scripts/install.sh
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh scripts/install.sh
+	@touch $@
+
+demo: install  ## write 336,776 flights through the proxy with Spark, read them back, judge the run
+	@$(BIN)/kproxy demo $(ARGS)
+
+test: install  ## run every test
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: install  ## lint, types, dependency direction, generated files; runs no tests
+	@echo "ruff";         $(BIN)/ruff check .
+	@echo "ruff format";  $(BIN)/ruff format --check .
+	@echo "mypy";         $(BIN)/mypy
+	@echo "import-linter"; $(BIN)/lint-imports
+	@echo "generated";    $(BIN)/python -m kproxy.ownership.etcd.generate --check
+
+lock:  ## resolve the lock files anew from pyproject.toml (needs uv)
+	@$(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links \
+		--custom-compile-command "make lock" --all-extras pyproject.toml --output-file requirements.lock
+	@$(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links \
+		--allow-unsafe --custom-compile-command "make lock" --group build --output-file requirements-build.lock
+	@if grep -nE '://|^ *--?(index|extra-index|find-links|i |f )' requirements.lock requirements-build.lock; then \
+		echo "make lock: a lock file names an address; it must not." >&2; exit 1; fi
+
+clean:  ## remove .venv, caches and build results; topics and records of kproxy dev stay
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
