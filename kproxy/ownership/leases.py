@@ -135,6 +135,7 @@ class LeaseTable:
         self._brokers_prefix = f"{prefix.rstrip('/')}/brokers/"
         self._mirror = PrefixMirror(client, (self._leases_prefix, self._brokers_prefix), self, clock=clock)
         self._cluster_id = 0
+        self._loaded_revision = 0
         self._rereads = _Rereads()
         self._logged: set[str] = set()
         self.skipped: Counter[str] = Counter()
@@ -193,6 +194,7 @@ class LeaseTable:
 
     def on_snapshot(self, snapshot: Snapshot) -> None:
         self._cluster_id = snapshot.cluster_id
+        self._loaded_revision = snapshot.revision
         rows: list[Ownership] = []
         gone = set(self._topology.brokers)
         for kv in snapshot.kvs:
@@ -281,6 +283,9 @@ class LeaseTable:
             return
         if result.cluster_id != self._cluster_id or result.revision < floor:
             self._mirror.distrust()
+            return
+        if result.revision < self._loaded_revision:
+            # A load overtook this read. What the load found absent has no entry that would outrank an older find.
             return
         changed = False
         for partition, response in zip(partitions, result.responses, strict=True):

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Self
 
 import pytest
 import pytest_asyncio
@@ -87,6 +88,81 @@ async def put_many(client: EtcdClient, items: Sequence[tuple[str, bytes]], lease
         chunk = items[start : start + 128]
         revision = (await client.txn([], [put_op(key, value, lease_id) for key, value in chunk])).revision
     return revision
+
+
+class Relay:
+    """A TCP relay before etcd, on a port of its own: refuses and cuts connections, or silently stops carrying."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.target(endpoint)
+        self._server: asyncio.Server | None = None
+        self._connections: dict[asyncio.Task[None], asyncio.Event] = {}
+        self.port = 0
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.shut()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def target(self, endpoint: str) -> None:
+        """Where connections made from now on lead."""
+        host, _, port = endpoint.removeprefix("http://").rpartition(":")
+        self._target = (host, int(port))
+
+    async def open(self) -> None:
+        """Listen, on the same port as before."""
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def shut(self) -> None:
+        """Refuse new connections and cut those there are."""
+        if self._server is not None:
+            self._server.close()
+        await self.cut()
+
+    async def cut(self) -> None:
+        connections = list(self._connections)
+        for connection in connections:
+            connection.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
+
+    def freeze(self) -> None:
+        """Carry nothing more on the connections there are, and do not end them; those made later do carry."""
+        for carrying in self._connections.values():
+            carrying.clear()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        carrying = self._connections[task] = asyncio.Event()
+        carrying.set()
+        writers = [writer]
+        try:
+            upstream_reader, upstream_writer = await asyncio.open_connection(*self._target)
+            writers.append(upstream_writer)
+            async with asyncio.TaskGroup() as ways:
+                ways.create_task(self._carry(reader, upstream_writer, carrying))
+                ways.create_task(self._carry(upstream_reader, writer, carrying))
+        except (asyncio.CancelledError, OSError, ExceptionGroup):
+            # However a connection ends, the other side learns of it by its own ending.
+            pass
+        finally:
+            for each in writers:
+                each.transport.abort()
+            del self._connections[task]
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, carrying: asyncio.Event) -> None:
+        while data := await reader.read(65536):
+            await carrying.wait()
+            writer.write(data)
+            await writer.drain()
+        raise ConnectionResetError("one side ended")
 
 
 async def eventually(condition: Callable[[], bool], *, timeout_s: float = 10.0, what: str = "") -> None:

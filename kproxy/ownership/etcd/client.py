@@ -1,4 +1,4 @@
-"""The etcd client: one gRPC channel over all configured members, and the calls kproxy makes on it.
+"""The etcd client: a gRPC channel over all configured members for calls, and one more for each stream.
 
 States: NEW --connect()--> OPEN --close()--> CLOSED. `connect` may be called again after it failed, not after close.
 
@@ -44,6 +44,7 @@ from kproxy.ownership.etcd.messages import (
     prefix_end,
     rpc,
 )
+from kproxy.ownership.etcd.stream import EtcdStream
 from kproxy.ownership.etcd.target import Endpoint, grpc_target, parse_endpoint
 from kproxy.ownership.etcd.txn import TxnCompare, TxnOp
 
@@ -63,10 +64,10 @@ _CHANNEL_OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000),
     # Finds a connection that died without a word. etcd forbids pings more often than every 5 s, or with no call open.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_time_ms", 6_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 0),
-    # Clients of one process that name the same target would share connections, and their breaks.
+    # Channels of one process that name the same target would share connections, and their breaks.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
@@ -91,7 +92,9 @@ class EtcdClient:
         self.endpoints = ",".join(endpoints)
         self._endpoints = tuple(endpoints)
         self._timeout_s = timeout_s
+        self._target = ""
         self._channel: Any = None
+        self._streams: set[EtcdStream] = set()
         self._closed = False
         self._calls: dict[str, Any] = {}
 
@@ -101,7 +104,8 @@ class EtcdClient:
             raise EtcdUnavailable(f"The etcd client for {self.endpoints} is closed.")
         if self._channel is None:
             parsed: list[Endpoint] = [parse_endpoint(text) for text in self._endpoints]
-            self._channel = grpc.aio.insecure_channel(await grpc_target(parsed), options=_CHANNEL_OPTIONS)
+            self._target = await grpc_target(parsed)
+            self._channel = grpc.aio.insecure_channel(self._target, options=_CHANNEL_OPTIONS)
             for service, names in _UNARY.items():
                 for name in names:
                     self._calls[name] = self._channel.unary_unary(
@@ -134,6 +138,8 @@ class EtcdClient:
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close(grace=None)
+        for stream in list(self._streams):
+            await stream.close()
 
     # Reading
 
@@ -229,16 +235,14 @@ class EtcdClient:
 
     # Used by the rest of this package
 
-    def open_stream(self, service: str, method: str, message: str) -> Any:
-        """A bidirectional call. `hasleader` makes a member that lost its leader end it instead of staying silent."""
+    def open_stream(self, service: str, method: str) -> EtcdStream:
+        """A bidirectional call on a connection of its own; EtcdUnavailable where the client is not open."""
         if self._channel is None:
             raise EtcdUnavailable(f"The etcd client for {self.endpoints} is not connected.")
-        open_call = self._channel.stream_stream(
-            f"/{PACKAGE}.{service}/{method}",
-            request_serializer=getattr(rpc, f"{message}Request").SerializeToString,
-            response_deserializer=getattr(rpc, f"{message}Response").FromString,
-        )
-        return open_call(metadata=(("hasleader", "true"),), wait_for_ready=True)
+        channel = grpc.aio.insecure_channel(self._target, options=_CHANNEL_OPTIONS)
+        stream = EtcdStream(channel, self.endpoints, service, method, on_close=self._streams.discard)
+        self._streams.add(stream)
+        return stream
 
     async def _status(self, *, timeout_s: float, wait_for_ready: bool) -> EtcdStatus:
         return _status(await self._attempt("Status", rpc.StatusRequest(), timeout_s, wait_for_ready=wait_for_ready))

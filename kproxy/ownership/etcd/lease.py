@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import grpc.aio
 import structlog
 
-from kproxy.ownership.etcd.errors import EtcdError, EtcdUnavailable, LeaseLost, cancelled_by_grpc, from_rpc_error
+from kproxy.ownership.etcd.errors import EtcdError, EtcdUnavailable, LeaseLost
 from kproxy.ownership.etcd.messages import rpc
+from kproxy.ownership.etcd.stream import EtcdStream
 
 if TYPE_CHECKING:
     from kproxy.ownership.etcd.client import EtcdClient
@@ -66,36 +66,27 @@ class _Renewer:
 
     async def run_stream(self) -> None:
         """Renew over one stream until it fails, which it reports as an EtcdError."""
-        call = self._client.open_stream("Lease", "LeaseKeepAlive", "LeaseKeepAlive")
+        stream = self._client.open_stream("Lease", "LeaseKeepAlive")
         try:
             while True:
                 sent_at = self._clock()
-                response = await self._ask(call)
-                if response.TTL <= 0:
+                ttl_s = await self._ask(stream)
+                if ttl_s <= 0:
                     raise LeaseLost(f"etcd at {self._client.endpoints} has no lease {self._lease_id:x} any more.")
-                self._interval_s = response.TTL / RENEWALS_PER_TTL
-                self._on_renewed(sent_at, response.TTL)
+                self._interval_s = ttl_s / RENEWALS_PER_TTL
+                self._on_renewed(sent_at, ttl_s)
                 await asyncio.sleep(self._interval_s)
         finally:
-            call.cancel()
+            await stream.close()
 
-    async def _ask(self, call: Any) -> Any:
-        try:
-            async with asyncio.timeout(self._interval_s):
-                await call.write(rpc.LeaseKeepAliveRequest(ID=self._lease_id))
-                response = await call.read()
-        except TimeoutError:
+    async def _ask(self, stream: EtcdStream) -> int:
+        """The TTL in etcd's answer; EtcdUnavailable if that takes longer than the time to the next question."""
+        started = asyncio.get_running_loop().time()
+        await stream.write(rpc.LeaseKeepAliveRequest(ID=self._lease_id), self._interval_s)
+        left = self._interval_s - (asyncio.get_running_loop().time() - started)
+        response = await stream.read(max(left, 0.0))
+        if response is None:
             raise EtcdUnavailable(
                 f"etcd at {self._client.endpoints} did not answer a keepalive within {self._interval_s:g} s."
-            ) from None
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, "LeaseKeepAlive", self._client.endpoints, write=False) from error
-        except asyncio.InvalidStateError as error:
-            raise EtcdUnavailable(f"etcd at {self._client.endpoints} ended the keepalive stream: {error}") from error
-        except asyncio.CancelledError:
-            if cancelled_by_grpc():
-                raise EtcdUnavailable(f"The etcd client for {self._client.endpoints} was closed.") from None
-            raise
-        if response is grpc.aio.EOF:
-            raise EtcdUnavailable(f"etcd at {self._client.endpoints} ended the keepalive stream.")
-        return response
+            )
+        return int(response.TTL)

@@ -5,12 +5,13 @@ replaced, and one connection whose loss is noticed at once; but etcd promises or
 prefix keeps a revision of its own.
 
 States and transitions
-    LOADING    nothing is known, or what is known is void      --_load-->     WATCHING
-    WATCHING   the stream is open                              --a break-->   RESUMING
-                                                               --Compacted, another cluster, distrust()--> LOADING
-    RESUMING   back-off, then proof that etcd still is the etcd we know  --_prove_same_history--> WATCHING
-                                                               --another cluster or an older revision--> LOADING
-A failure in LOADING or RESUMING leads back to the same state after a longer pause.
+    LOADING    nothing is known, or what is known is void  --_load--> RESUMING
+    RESUMING   everything up to `seen` is known            --a stream opens--> WATCHING
+                                                           --another cluster, or an older revision--> LOADING
+    WATCHING   and what comes after it is on its way       --a break--> RESUMING
+                                                           --Compacted, another cluster, distrust()--> LOADING
+A failure in LOADING or RESUMING leads back to the same state after a longer pause. RESUMING that does not come straight
+from a load begins with `_prove_same_history`.
 
 Invariants
 1. `seen` of a prefix: every change to it up to that revision has been handed to the listener. A new watcher starts at
@@ -47,6 +48,8 @@ from kproxy.ownership.etcd.watch import STREAM_WATCH_ID, WatchMessage, WatchStre
 CHUNK_EVENTS = 1_000
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
+# How long a watch request may wait for a connection.
+REQUEST_TIMEOUT_S = 3.0
 
 log = structlog.get_logger(__name__)
 
@@ -149,7 +152,7 @@ class PrefixMirror:
             await self._load()
         else:
             await self._prove_same_history()
-        stream = WatchStream(self._client, write_timeout_s=self._quiet_limit_s)
+        stream = WatchStream(self._client, write_timeout_s=REQUEST_TIMEOUT_S)
         try:
             await self._watch(stream)
         finally:
@@ -181,6 +184,7 @@ class PrefixMirror:
             self._listener.on_restored()
         self._listener.on_snapshot(Snapshot(revision, cluster_id, kvs))
         self._heard()
+        self.state = MirrorState.RESUMING
         self._synced.set()
 
     async def _prove_same_history(self) -> None:

@@ -6,15 +6,9 @@ reported once, as an EtcdError, by whichever call meets it first. A stream is no
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import grpc.aio
-
 from kproxy.ownership.etcd.client import EtcdClient
-from kproxy.ownership.etcd.errors import EtcdUnavailable, cancelled_by_grpc, from_rpc_error
 from kproxy.ownership.etcd.messages import WatchEvent, encode_key, key_value, prefix_end, rpc
 
 # What etcd answers a progress request with: the stream is alive, but it speaks for no watcher. Before 3.5.8 such an
@@ -56,11 +50,8 @@ class WatchStream:
     """
 
     def __init__(self, client: EtcdClient, *, write_timeout_s: float) -> None:
-        self._endpoints = client.endpoints
+        self._stream = client.open_stream("Watch", "Watch")
         self._write_timeout_s = write_timeout_s
-        self._call = client.open_stream("Watch", "Watch", "Watch")
-        # Cancelling a gRPC read ends the call, so a read that was not in time goes on and is waited for again.
-        self._reading: asyncio.Task[Any] | None = None
 
     async def watch_prefix(self, watch_id: int, prefix: str, start_revision: int) -> None:
         """Ask for a watcher (`watch_id` > 0) of every change under `prefix` from `start_revision` on."""
@@ -72,34 +63,17 @@ class WatchStream:
             progress_notify=True,
             fragment=True,
         )
-        await self._write(rpc.WatchRequest(create_request=create))
+        await self._stream.write(rpc.WatchRequest(create_request=create), self._write_timeout_s)
 
     async def request_progress(self) -> None:
         """Ask for a sign of life: a message for STREAM_WATCH_ID, or from etcd 3.5.8 on none while a watcher lags."""
-        await self._write(rpc.WatchRequest(progress_request=rpc.WatchProgressRequest()))
-
-    async def _write(self, request: Any) -> None:
-        try:
-            async with asyncio.timeout(self._write_timeout_s):
-                with self._errors():
-                    await self._call.write(request)
-        except TimeoutError:
-            raise EtcdUnavailable(
-                f"etcd at {self._endpoints} took no watch request for {self._write_timeout_s:g} s."
-            ) from None
+        await self._stream.write(rpc.WatchRequest(progress_request=rpc.WatchProgressRequest()), self._write_timeout_s)
 
     async def read(self, timeout_s: float) -> WatchMessage | None:
         """The next message, or None where none came within `timeout_s`; nothing is lost by that."""
-        if self._reading is None:
-            self._reading = asyncio.ensure_future(self._call.read())
-        done, _ = await asyncio.wait((self._reading,), timeout=timeout_s)
-        if not done:
+        response = await self._stream.read(timeout_s)
+        if response is None:
             return None
-        with self._errors():
-            response = self._reading.result()
-        self._reading = None
-        if response is grpc.aio.EOF:
-            raise EtcdUnavailable(f"etcd at {self._endpoints} ended the watch stream.")
         return WatchMessage(
             response.watch_id,
             response.header.cluster_id,
@@ -113,23 +87,4 @@ class WatchStream:
         )
 
     async def close(self) -> None:
-        self._call.cancel()
-        if self._reading is not None:
-            # Whatever the last read would have said is of no interest any more.
-            await asyncio.wait((self._reading,))
-            if not self._reading.cancelled():
-                self._reading.exception()
-            self._reading = None
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, "Watch", self._endpoints, write=False) from error
-        except asyncio.InvalidStateError as error:
-            raise EtcdUnavailable(f"etcd at {self._endpoints} ended the watch stream: {error}") from error
-        except asyncio.CancelledError:
-            if cancelled_by_grpc():
-                raise EtcdUnavailable(f"The etcd client for {self._endpoints} was closed.") from None
-            raise
+        await self._stream.close()

@@ -1,0 +1,140 @@
+"""The routing table: entries go only upward, whatever order news arrives in."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kproxy.routing.topology import MAX_PARTITION_INDEX, NO_OWNER, Address, Ownership, Topology
+
+
+def rows(topology: Topology) -> dict[tuple[bytes, int], int]:
+    return {(row.topic, row.partition_index): row.owner for row in topology.ownerships()}
+
+
+def test_an_unknown_partition_has_no_owner() -> None:
+    topology = Topology()
+    assert topology.owner(b"t", 0) == NO_OWNER
+    assert topology.owner_revision(b"t", 0) == 0
+    topology.set_owner(b"t", 1, 7, 5)
+    for partition_index in (-1, 0, 2, MAX_PARTITION_INDEX + 1):
+        assert topology.owner(b"t", partition_index) == NO_OWNER
+        assert topology.owner_revision(b"t", partition_index) == 0
+    assert list(topology.ownerships()) == [Ownership(b"t", 1, 7, 5)]
+
+
+def test_a_change_at_or_below_the_known_revision_is_ignored() -> None:
+    topology = Topology()
+    assert topology.set_owner(b"t", 0, 1, 10)
+    assert not topology.set_owner(b"t", 0, 2, 10)
+    assert not topology.set_owner(b"t", 0, 3, 9)
+    assert topology.owner(b"t", 0) == 1
+    assert topology.set_owner(b"t", 0, 2, 11)
+    assert (topology.owner(b"t", 0), topology.owner_revision(b"t", 0)) == (2, 11)
+
+
+def test_a_late_event_does_not_bring_a_removed_owner_back() -> None:
+    topology = Topology()
+    topology.set_owner(b"t", 0, 1, 10)
+    assert topology.set_owner(b"t", 0, NO_OWNER, 12)
+    assert not topology.set_owner(b"t", 0, 1, 11)
+    assert topology.owner(b"t", 0) == NO_OWNER
+    assert list(topology.ownerships()) == []
+    assert topology.set_owner(b"t", 0, 2, 13)
+
+
+def test_a_partition_index_out_of_range_is_refused_and_costs_nothing() -> None:
+    topology = Topology()
+    for partition_index in (-1, MAX_PARTITION_INDEX + 1, 2**31 - 1, 2**40):
+        assert not topology.set_owner(b"t", partition_index, 1, 5)
+    assert list(topology.ownerships()) == []
+    assert topology.revision == 0
+    assert topology.set_owner(b"t", MAX_PARTITION_INDEX, 1, 5)
+
+
+def test_a_load_removes_what_it_does_not_name_and_keeps_what_is_newer() -> None:
+    topology = Topology()
+    topology.set_owner(b"gone", 0, 1, 3)
+    topology.set_owner(b"kept", 0, 1, 4)
+    topology.set_owner(b"newer", 0, 1, 25)
+    topology.load([Ownership(b"kept", 0, 2, 10), Ownership(b"new", 3, 3, 20)], 20)
+    assert rows(topology) == {(b"kept", 0): 2, (b"new", 3): 3, (b"newer", 0): 1}
+    # The removal counts as of the load: what happened before it is old news.
+    assert not topology.set_owner(b"gone", 0, 1, 19)
+    assert topology.set_owner(b"gone", 0, 1, 21)
+
+
+def test_a_load_does_not_put_an_older_row_over_a_newer_one() -> None:
+    topology = Topology()
+    topology.set_owner(b"t", 0, 2, 30)
+    topology.load([Ownership(b"t", 0, 1, 10)], 20)
+    assert (topology.owner(b"t", 0), topology.owner_revision(b"t", 0)) == (2, 30)
+
+
+def test_only_a_rebuild_takes_the_revision_down() -> None:
+    topology = Topology()
+    topology.set_owner(b"t", 0, 1, 1000)
+    topology.load([], 500)
+    assert topology.revision == 1000
+    topology.set_broker(1, Address("h", 1))
+    topology.begin_rebuild()
+    assert topology.revision == 0
+    assert rows(topology) == {}
+    topology.load([Ownership(b"t", 0, 2, 7)], 9)
+    assert (topology.owner(b"t", 0), topology.revision) == (2, 9)
+
+
+def test_a_broker_comes_moves_and_goes_without_touching_owners() -> None:
+    topology = Topology()
+    topology.set_owner(b"t", 0, 1, 5)
+    topology.set_broker(1, Address("a", 1))
+    topology.set_broker(1, Address("b", 2))
+    assert topology.address(1) == Address("b", 2)
+    topology.remove_broker(1)
+    topology.remove_broker(1)
+    assert topology.address(1) is None
+    assert topology.owner(b"t", 0) == 1
+
+
+CHANGES = st.lists(
+    st.tuples(st.sampled_from([b"a", b"b"]), st.integers(0, 5), st.integers(-1, 3)), min_size=1, max_size=60
+)
+
+
+@given(changes=CHANGES, data=st.data())
+def test_any_order_and_repetition_of_changes_ends_in_the_last_owner(
+    changes: list[tuple[bytes, int, int]], data: st.DataObject
+) -> None:
+    history = [(*change, revision) for revision, change in enumerate(changes, start=1)]
+    last = {(topic, index): owner for topic, index, owner, _ in history}
+    heard = data.draw(st.permutations(history + data.draw(st.lists(st.sampled_from(history)))))
+    topology = Topology()
+    highest = 0
+    seen: dict[tuple[bytes, int], int] = {}
+    for topic, index, owner, revision in heard:
+        topology.set_owner(topic, index, owner, revision)
+        assert topology.revision >= highest
+        assert topology.owner_revision(topic, index) >= seen.get((topic, index), 0)
+        highest, seen[topic, index] = topology.revision, topology.owner_revision(topic, index)
+    assert rows(topology) == {partition: owner for partition, owner in last.items() if owner != NO_OWNER}
+    assert topology.revision == len(history)
+
+
+@given(changes=CHANGES, data=st.data())
+def test_a_load_in_the_middle_and_every_later_change_end_in_the_last_owner(
+    changes: list[tuple[bytes, int, int]], data: st.DataObject
+) -> None:
+    history = [(*change, revision) for revision, change in enumerate(changes, start=1)]
+    at = data.draw(st.integers(0, len(history)))
+    # What had come before the load: any part of what happened before it, and of what came after it.
+    before = data.draw(st.lists(st.sampled_from(history), unique=True))
+    topology = Topology()
+    for change in before:
+        topology.set_owner(*change)
+    then = {(topic, index): (owner, revision) for topic, index, owner, revision in history[:at]}
+    standing = [Ownership(*partition, *entry) for partition, entry in then.items() if entry[0] != NO_OWNER]
+    topology.load(standing, at)
+    for change in history[at:]:
+        topology.set_owner(*change)
+    last = {(topic, index): owner for topic, index, owner, _ in history}
+    assert rows(topology) == {partition: owner for partition, owner in last.items() if owner != NO_OWNER}
