@@ -4,7 +4,8 @@ kafka-python carries Apache Kafka's own message schemas, so Metadata, CreateTopi
 second time here. Its decoder trusts its input, though, and this module is where that stops:
 
 - whatever it raises on bad bytes (IndexError, struct.error, ValueError, OverflowError, ...) leaves here as CodecError;
-- bytes left over, or a length that reaches past the end, is an error, and so is null in a field that may not be null;
+- bytes left over (but see `decode_request`), a length that reaches past the end, null in a field that may not be null
+  are errors;
 - an over-long varint is refused before the decoder spends quadratic time on it.
 
 What stays: it copies what it reads, unknown tagged fields are dropped when a message is encoded again (and a last one
@@ -27,7 +28,7 @@ from typing import Any, TypeAlias
 from kafka.protocol import admin, consumer, metadata, producer, sasl
 from kafka.protocol.api_message import ApiMessage
 
-from codec.api_keys import API_VERSIONS
+from codec.api_keys import API_VERSIONS, METADATA
 from codec.error_codes import UNSUPPORTED_VERSION
 from codec.errors import InvalidField, Truncated, UnsupportedVersion
 from codec.primitives import Buffer
@@ -37,6 +38,9 @@ Message: TypeAlias = Any
 
 _ENDS_EARLY = (IndexError, struct.error, OverflowError)
 _FAILURES = (*_ENDS_EARLY, ValueError, TypeError, AttributeError, AssertionError, MemoryError)
+# librdkafka (2.16 at least) puts three bytes too many into a Metadata request for all topics; Kafka's broker, which
+# never looks at what follows a request, has nothing against it.
+_MAY_TRAIL = frozenset({METADATA})
 # The longest run of bytes with the high bit set that reaches the decoder: its varint loop has no end of its own.
 _MAX_HIGH_RUN = 4096
 _HIGH_BITS = bytes(byte >> 7 for byte in range(256))
@@ -77,8 +81,8 @@ def build_response(api_key: int, api_version: int, **fields: Any) -> Message:
 
 
 def decode_request(api_key: int, api_version: int, body: Buffer) -> Message:
-    """The request in `body`, all of it; raises CodecError."""
-    return _decode(_class_of(_REQUESTS, api_key, api_version), api_version, body)
+    """The request in `body`, all of it; raises CodecError. Bytes behind a Metadata request are ignored, as by Kafka."""
+    return _decode(_class_of(_REQUESTS, api_key, api_version), api_version, body, may_trail=api_key in _MAY_TRAIL)
 
 
 def decode_response(api_key: int, api_version: int, body: Buffer) -> Message:
@@ -135,7 +139,7 @@ def _structure(field: Message, api_version: int, value: Any) -> Any:
     return field.data_class(version=api_version, **_nested(field, api_version, value))
 
 
-def _decode(message_class: Message, api_version: int, body: Buffer) -> Message:
+def _decode(message_class: Message, api_version: int, body: Buffer, *, may_trail: bool = False) -> Message:
     view = memoryview(body)
     _refuse_long_varint(view)
     flexible = message_class.flexible_version_q(api_version)
@@ -151,7 +155,7 @@ def _decode(message_class: Message, api_version: int, body: Buffer) -> Message:
         raise InvalidField(f"{message_class.name} v{api_version}: {error}") from error
     if end > len(view):
         raise Truncated(f"{message_class.name} v{api_version}: a length reaches {end - len(view)} bytes past the end")
-    if end < len(view):
+    if end < len(view) and not may_trail:
         raise InvalidField(f"{message_class.name} v{api_version}: {len(view) - end} bytes left over")
     _refuse_null(message, message_class._struct, api_version, message_class.name)
     return message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from crc32c import crc32c
 from kafka.record.default_records import DefaultRecordBatchBuilder
 
 
@@ -30,3 +31,11 @@ def build_batch(
     for position, value in enumerate(values):
         builder.append(position, timestamp=timestamp + position, key=None, value=value, headers=[])
     return bytearray(builder.build())
+
+
+def with_attributes(batch: bytearray, attributes: int) -> bytearray:
+    """`batch` with other attributes (compression, timestamp type, control bit) and the CRC that goes with them."""
+    changed = bytearray(batch)
+    changed[21:23] = attributes.to_bytes(2, "big")
+    changed[17:21] = crc32c(changed[21:]).to_bytes(4, "big")
+    return changed

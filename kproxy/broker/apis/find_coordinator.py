@@ -1,7 +1,9 @@
 """FindCoordinator, versions 0-6.
 
-There are no coordinators: every key gets INVALID_REQUEST and, from version 1 on, a sentence that says why. The code is
-one that clients neither retry nor take for a matter of rights, so they fail at once and show the sentence.
+There are no coordinators: every key gets an error and, from version 1 on, a sentence that says why. The codes are those
+upon which clients fail at once and show the sentence, as tried with librdkafka 2.16 and kafka-python 3.0:
+INVALID_REQUEST for groups; CLUSTER_AUTHORIZATION_FAILED for transactions, since librdkafka would ask for ever after the
+former.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ MAX_VERSION = 6
 
 _BATCH_VERSION = 4
 _GROUP = 0
+_CODES = {1: error_codes.CLUSTER_AUTHORIZATION_FAILED}
 _REASONS = {
     0: "consumer groups are not offered by this broker: assign partitions, or use a cluster that has groups",
     1: "transactions are not offered by this broker: use an idempotent producer without a transactional id",
@@ -29,7 +32,7 @@ def handle(broker: Broker, request: Request) -> Body:
     message = control.decode_request(API_KEY, version, request.body)
     key_type = message.key_type if version >= 1 else _GROUP
     nowhere = {
-        "error_code": error_codes.INVALID_REQUEST,
+        "error_code": _CODES.get(key_type, error_codes.INVALID_REQUEST),
         "error_message": _REASONS.get(key_type, f"there is no coordinator type {key_type}"),
         "node_id": -1,
         "host": "",

@@ -1,0 +1,31 @@
+"""A reference broker for tests: `python -m tests.support.broker_main NODE_ID DATA_DIR ETCD PREFIX [option=value]`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import structlog
+import uvloop
+
+from kproxy.broker.server import BrokerConfig, run_broker
+from kproxy.errors import StartupError
+
+
+def main() -> None:
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    node_id, data_dir, etcd, prefix, *rest = sys.argv[1:]
+    options: dict[str, Any] = {}
+    for option in rest:
+        name, _, value = option.partition("=")
+        options[name] = ("127.0.0.1", int(value)) if name == "listen" else int(value)
+    try:
+        uvloop.run(run_broker(BrokerConfig(int(node_id), Path(data_dir), (etcd,), prefix=prefix, **options)))
+    except StartupError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
