@@ -1,0 +1,104 @@
+"""The routing table as a person or a program reads it: pages of plain structures, ready for JSON.
+
+A page is taken in one step and so consistent at its own `revision`; who reads several pages compares their revisions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import msgspec
+
+from kproxy.routing.topology import Ownership, Topology
+
+# A page is made between two requests of clients: this many rows take about 10 ms.
+MAX_PAGE_ROWS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class TableView:
+    """The live table and how current it is: `age_s` since its source last said anything, infinite before it did."""
+
+    topology: Topology
+    age_s: float
+    stale: bool
+
+
+class PartitionRow(msgspec.Struct, frozen=True):
+    """One owned partition. `revision` is that of its last change in etcd; it is no leader epoch."""
+
+    partition: int
+    owner: int
+    revision: int
+
+
+class TopicRows(msgspec.Struct, frozen=True):
+    name: str
+    partitions: list[PartitionRow]
+
+
+class BrokerRow(msgspec.Struct, frozen=True):
+    id: int
+    host: str
+    port: int
+
+
+class TablePage(msgspec.Struct, frozen=True, kw_only=True):
+    """`next` is the `after` of the next page, None on the last. `age_s` None: the source never said anything yet."""
+
+    revision: int
+    age_s: float | None
+    stale: bool
+    brokers: list[BrokerRow]
+    topics: list[TopicRows]
+    next: str | None = None
+
+
+def table_page(
+    view: TableView, *, topic: str | None = None, after: str | None = None, limit: int = MAX_PAGE_ROWS
+) -> TablePage:
+    """Up to `limit` owned partitions, of one topic if named, that come after `after` (`topic/partition`).
+
+    ValueError where `after` is no such place or `limit` is out of [1, MAX_PAGE_ROWS].
+    """
+    if not 1 <= limit <= MAX_PAGE_ROWS:
+        raise ValueError(f"limit is a number from 1 to {MAX_PAGE_ROWS}")
+    start = _place(after) if after is not None else None
+    wanted = topic.encode() if topic is not None else None
+    rows = list(islice(_rows(view.topology, wanted, start), limit + 1))
+    more = len(rows) > limit
+    rows = rows[:limit]
+    topics: list[TopicRows] = []
+    for row in rows:
+        name = row.topic.decode("utf-8", "replace")
+        if not topics or topics[-1].name != name:
+            topics.append(TopicRows(name, []))
+        topics[-1].partitions.append(PartitionRow(row.partition_index, row.owner, row.revision))
+    return TablePage(
+        revision=view.topology.revision,
+        age_s=round(view.age_s, 3) if math.isfinite(view.age_s) else None,
+        stale=view.stale,
+        brokers=[
+            BrokerRow(broker_id, each.host, each.port) for broker_id, each in sorted(view.topology.brokers.items())
+        ],
+        topics=topics,
+        next=f"{topics[-1].name}/{rows[-1].partition_index}" if more else None,
+    )
+
+
+def _rows(topology: Topology, topic: bytes | None, after: tuple[bytes, int] | None) -> Iterator[Ownership]:
+    for row in topology.ownerships():
+        if topic is not None and row.topic != topic:
+            continue
+        if after is None or (row.topic, row.partition_index) > after:
+            yield row
+
+
+def _place(text: str) -> tuple[bytes, int]:
+    topic, slash, partition = text.rpartition("/")
+    if not slash or not topic or not (partition.isascii() and partition.isdigit() and len(partition) <= 9):
+        raise ValueError("after is topic/partition, the next of the page before")
+    return topic.encode(), int(partition)
