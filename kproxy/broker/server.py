@@ -45,7 +45,7 @@ __all__ = ["BrokerConfig", "run_broker"]
 SYNC_TIMEOUT_S = 10.0
 OWN_PARTITIONS_TIMEOUT_S = 10.0
 # Beyond its TTL, for etcd's own slack in expiring a predecessor's lease.
-PREDECESSOR_SLACK_S = 3.0
+PREDECESSOR_SLACK_S = 2.0
 DRAIN_TIMEOUT_S = 3.0
 RECLAIM_PAUSE_S = 1.0
 BACKLOG = 1024
@@ -147,7 +147,7 @@ class _Server:
                 f"{where} answers, but what it holds of the cluster could not be read in time"
             ) from error
         except EtcdError as error:
-            raise StartupError(f"{error} Start etcd, or give its address with --etcd.") from error
+            raise StartupError(f"{str(error).rstrip('.')}; --etcd names it") from error
         self._leases.begin(fence)
         self._tasks.append(asyncio.create_task(self._leases.run()))
         await self._leases.settle(OWN_PARTITIONS_TIMEOUT_S)

@@ -14,7 +14,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -121,6 +121,21 @@ def start_broker(node_id: int, data_dir: Path, etcd: str, prefix: str, **options
         yield broker.start()
     finally:
         broker.stop()
+
+
+@contextmanager
+def start_brokers(
+    node_ids: Sequence[int], directory: Path, etcd: str, prefix: str, **options: Any
+) -> Iterator[list[BrokerProcess]]:
+    """Brokers that start side by side and serve, until the block ends."""
+    brokers = [BrokerProcess(node_id, directory / str(node_id), etcd, prefix, **options) for node_id in node_ids]
+    try:
+        for broker in brokers:
+            broker.start(wait=False)
+        yield [broker.wait_ready() for broker in brokers]
+    finally:
+        for broker in brokers:
+            broker.stop()
 
 
 class RawClient:
@@ -276,15 +291,6 @@ class Cluster:
 @pytest.fixture(scope="session")
 def cluster(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Three brokers for the whole run; topics created without a number get three partitions."""
-    directory = tmp_path_factory.mktemp("brokers")
-    brokers = [
-        BrokerProcess(node_id, directory / str(node_id), etcd.endpoint, f"/cluster-{os.getpid()}", num_partitions=3)
-        for node_id in (1, 2, 3)
-    ]
-    try:
-        for broker in brokers:
-            broker.start(wait=False)
-        yield Cluster([broker.wait_ready() for broker in brokers])
-    finally:
-        for broker in brokers:
-            broker.stop()
+    directory, prefix = tmp_path_factory.mktemp("brokers"), f"/cluster-{os.getpid()}"
+    with start_brokers((1, 2, 3), directory, etcd.endpoint, prefix, num_partitions=3) as brokers:
+        yield Cluster(brokers)

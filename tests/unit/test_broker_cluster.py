@@ -1,0 +1,140 @@
+"""The broker's view of the cluster: whichever tells first, nothing goes back, nothing unreadable ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+
+from kproxy.broker.cluster import NO_OWNER, Change, ClusterView, Kind
+from kproxy.broker.keys import Keys
+from kproxy.ownership.etcd import KeyValue, Snapshot, WatchEvent
+
+TOPIC_ID = uuid.UUID(int=5)
+KEYS = Keys("/p/")
+LEASE = KEYS.lease("t", 0)
+
+
+def kv(key: str, value: object, revision: int, lease_id: int = 0) -> KeyValue:
+    data = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return KeyValue(key, data, revision, revision, 1, lease_id)
+
+
+def put(key: str, value: object, revision: int, lease_id: int = 0) -> WatchEvent:
+    return WatchEvent(False, kv(key, value, revision, lease_id))
+
+
+def delete(key: str, revision: int) -> WatchEvent:
+    return WatchEvent(True, KeyValue(key, b"", 0, revision, 0, 0))
+
+
+def broker(node_id: int, revision: int = 1, lease_id: int = 7) -> KeyValue:
+    return kv(KEYS.broker(node_id), {"node_id": node_id, "host": "h", "port": 9}, revision, lease_id)
+
+
+def topic(revision: int = 1, topic_id: uuid.UUID = TOPIC_ID) -> KeyValue:
+    return kv(KEYS.topic("t"), {"topic_id": str(topic_id), "replicas": [[1], [2]]}, revision)
+
+
+class Observed:
+    """A view and what it told."""
+
+    def __init__(self, *kvs: KeyValue, revision: int = 10) -> None:
+        self.view = ClusterView(KEYS)
+        self.changes: list[Change] = []
+        self.view.subscribe(self.changes.append)
+        self.view.on_snapshot(Snapshot(revision, 1, list(kvs)))
+        self.changes.clear()
+
+    def tell(self, *events: WatchEvent) -> None:
+        self.view.on_events(list(events), events[-1].kv.mod_revision)
+
+
+def test_a_snapshot_is_read_and_told_once() -> None:
+    view = ClusterView(KEYS)
+    changes: list[Change] = []
+    view.subscribe(changes.append)
+    state = kv(KEYS.state("t", 0), {"leader_epoch": 3, "isr": [1], "topic_id": str(TOPIC_ID)}, 4)
+    view.on_snapshot(Snapshot(10, 1, [broker(1), topic(), state, kv(LEASE, b"1", 5, 7)]))
+    assert changes == [Change(Kind.SNAPSHOT)]
+    assert view.owner("t", 0) == 1
+    assert view.owner("t", 1) == NO_OWNER
+    found = view.topics["t"]
+    assert view.state(found, 0) == (3, [1], TOPIC_ID, 4)
+    assert view.topic_by_id(TOPIC_ID) == found
+
+
+def test_an_owner_that_is_not_alive_owns_nothing() -> None:
+    observed = Observed(topic(), kv(LEASE, b"1", 5, 7))
+    assert observed.view.owner("t", 0) == NO_OWNER
+    assert observed.view.ownership("t", 0) is not None
+
+
+def test_our_own_put_is_not_undone_by_an_older_deletion() -> None:
+    observed = Observed(broker(1), topic(), kv(LEASE, b"1", 5, 3))
+    assert observed.view.apply_put(LEASE, b"1", lease_id=7, revision=12)
+    observed.tell(delete(LEASE, 11))
+    assert observed.view.owner("t", 0) == 1
+    observed.tell(put(LEASE, b"1", 12, 7))
+    assert [change.kind for change in observed.changes] == [Kind.OWNER], "the put was told twice"
+
+
+def test_our_own_put_told_late_does_not_undo_a_newer_deletion() -> None:
+    observed = Observed(broker(1), topic())
+    observed.tell(put(LEASE, b"1", 12, 7), delete(LEASE, 13))
+    assert not observed.view.apply_put(LEASE, b"1", lease_id=7, revision=12)
+    assert observed.view.ownership("t", 0) is None
+
+
+def test_a_state_of_an_earlier_topic_counts_as_absent() -> None:
+    state = kv(KEYS.state("t", 0), {"leader_epoch": 3, "isr": [1], "topic_id": str(uuid.UUID(int=9))}, 4)
+    view = Observed(topic(), state).view
+    assert view.state(view.topics["t"], 0) is None
+    assert view.stored_state("t", 0) is not None
+
+
+def test_a_deleted_topic_is_told_with_what_it_was() -> None:
+    observed = Observed(topic())
+    observed.tell(delete(KEYS.topic("t"), 11))
+    assert [change.deleted.topic_id for change in observed.changes if change.deleted] == [TOPIC_ID]
+    assert observed.view.topic_by_id(TOPIC_ID) is None
+
+
+def test_a_topic_missing_from_a_snapshot_is_not_called_deleted() -> None:
+    """An etcd restored empty must not make brokers remove their logs."""
+    observed = Observed(topic())
+    observed.view.on_restored()
+    observed.view.on_snapshot(Snapshot(2, 9, []))
+    assert observed.changes == [Change(Kind.RESTORED), Change(Kind.SNAPSHOT)]
+
+
+def test_what_cannot_be_read_is_skipped() -> None:
+    observed = Observed(
+        kv(LEASE, b"one", 2),
+        kv(KEYS.leases + "t/01", b"1", 2),
+        kv(KEYS.leases + "t/-1", b"1", 2),
+        kv(KEYS.leases + "t/99999999999", b"1", 2),
+        kv(KEYS.leases + "0", b"1", 2),
+        kv(KEYS.topic("bad"), b"{", 2),
+        kv(KEYS.topic("empty"), {"topic_id": str(TOPIC_ID), "replicas": []}, 2),
+        kv(KEYS.broker(1) + "x", b"", 2),
+        broker(2),
+    )
+    assert list(observed.view.brokers) == [2]
+    assert observed.view.topics == {}
+    assert observed.view.ownership("t", 0) is None
+
+
+def test_an_owner_replaced_by_something_unreadable_is_no_owner() -> None:
+    observed = Observed(broker(1), topic(), kv(LEASE, b"1", 5, 7))
+    observed.tell(put(LEASE, b"?", 11))
+    assert observed.view.owner("t", 0) == NO_OWNER
+
+
+async def test_waiting_ends_with_the_change_or_with_the_time() -> None:
+    observed = Observed(broker(1), broker(2), topic(), kv(LEASE, b"1", 5, 7))
+    waiting = asyncio.create_task(observed.view.wait_until(lambda: observed.view.is_fully_owned("t"), 5))
+    await asyncio.sleep(0)
+    observed.tell(put(KEYS.lease("t", 1), b"2", 11, 8))
+    assert await waiting
+    assert not await observed.view.wait_until(lambda: False, 0.01)

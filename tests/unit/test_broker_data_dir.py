@@ -1,0 +1,73 @@
+"""The data directory: one broker at a time, its own broker only, and logs that belong to the very topic asked for."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import pytest
+
+from kproxy.broker.data_dir import DataDir
+from kproxy.broker.segment import LogFailed
+from kproxy.errors import StartupError
+from tests.unit.test_broker_log import append_values
+
+FIRST, SECOND = uuid.UUID(int=1), uuid.UUID(int=2)
+
+
+def test_a_directory_serves_one_broker_at_a_time(tmp_path: Path) -> None:
+    first = DataDir.open(tmp_path / "data", 1)
+    with pytest.raises(StartupError, match="another broker uses"):
+        DataDir.open(tmp_path / "data", 1)
+    first.close()
+    DataDir.open(tmp_path / "data", 1).close()
+
+
+def test_a_directory_belongs_to_one_node_id(tmp_path: Path) -> None:
+    DataDir.open(tmp_path, 1).close()
+    with pytest.raises(StartupError, match="belongs to broker 1, not 2"):
+        DataDir.open(tmp_path, 2)
+    DataDir.open(tmp_path, 1).close()
+
+
+def test_a_log_is_found_again_for_its_topic_alone(tmp_path: Path) -> None:
+    data_dir = DataDir.open(tmp_path, 1)
+    log = data_dir.open_log("t", 0, FIRST)
+    append_values(log, 10)
+    log.close()
+    again = data_dir.open_log("t", 0, FIRST)
+    assert again.log_end_offset == 1
+    again.close()
+    other = data_dir.open_log("t", 0, SECOND)
+    assert other.log_end_offset == 0, "a topic of the same name got another's records"
+    other.close()
+    assert len(list(tmp_path.glob("#stray-*/*.log"))) == 1, "the earlier records were destroyed"
+    data_dir.close()
+
+
+def test_only_the_very_topics_log_is_deleted(tmp_path: Path) -> None:
+    data_dir = DataDir.open(tmp_path, 1)
+    data_dir.open_log("t", 0, SECOND).close()
+    data_dir.delete_log("t", 0, FIRST)
+    assert (tmp_path / "t-0").exists()
+    data_dir.delete_log("t", 0, SECOND)
+    assert not (tmp_path / "t-0").exists()
+    data_dir.delete_log("t", 0, SECOND)
+    assert not list(tmp_path.glob("#*"))
+    data_dir.close()
+
+
+def test_topics_that_differ_in_case_alone_are_kept_apart_where_the_file_system_cannot(tmp_path: Path) -> None:
+    data_dir = DataDir.open(tmp_path, 1)
+    data_dir.open_log("Flights", 0, FIRST).close()
+    (tmp_path / "Flights-0").rename(tmp_path / "flights-0")  # as a file system that ignores case would find it
+    with pytest.raises(LogFailed, match="ignores case"):
+        data_dir.open_log("flights", 0, SECOND)
+    data_dir.close()
+
+
+def test_what_a_crash_left_half_removed_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    (tmp_path / "#deleted-x").mkdir()
+    (tmp_path / "#deleted-x" / "00000000000000000000.log").write_bytes(b"x")
+    DataDir.open(tmp_path, 1).close()
+    assert not list(tmp_path.glob("#*"))
