@@ -35,9 +35,10 @@ from codec.primitives import Buffer
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.control import ControlPlane, Unanswerable
 from kproxy.proxy.fanout import Fanout
+from kproxy.proxy.outbox import Outbox
 from kproxy.proxy.produce import produce
 from kproxy.proxy.reads import fetch, list_offsets
-from kproxy.proxy.upstream import Upstream, write
+from kproxy.proxy.upstream import Upstream
 from kproxy.proxy.versions import OFFERS, Handling
 
 log = structlog.get_logger(__name__)
@@ -69,6 +70,7 @@ class ClientSession(asyncio.BufferedProtocol):
         self._on_closed = on_closed
         self._reader = FrameReader(context.limits.max_request_bytes, context.arena)
         self._transport: asyncio.Transport | None = None
+        self._outbox: Outbox | None = None
         self._peer = "?"
         self._slots: deque[Slot] = deque()
         self._in_flight_bytes = 0
@@ -87,6 +89,7 @@ class ClientSession(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports have the methods of asyncio.Transport but not its class.
         self._transport = cast(asyncio.Transport, transport)
+        self._outbox = Outbox(asyncio.get_running_loop(), self._transport)
         peer = transport.get_extra_info("peername")
         self._peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else str(peer)
 
@@ -143,13 +146,13 @@ class ClientSession(asyncio.BufferedProtocol):
 
     def flush(self) -> None:
         """Write every answer whose turn has come."""
-        if self._transport is None or self.closed:
+        if self._outbox is None or self.closed:
             return
         slots = self._slots
         while slots and slots[0].buffers is not None:
             slot = slots.popleft()
             self._in_flight_bytes -= slot.request_bytes
-            write(self._transport, slot.buffers or [])
+            self._outbox.put(slot.buffers or [])
         if not self._reading:
             self._adjust_reading()
         if self._draining and not slots:
@@ -254,7 +257,8 @@ class ClientSession(asyncio.BufferedProtocol):
         if self.closed:
             return
         self.closed = True
-        if self._transport is not None:
+        if self._transport is not None and self._outbox is not None:
+            self._outbox.flush()
             self._transport.close()
         self._slots.clear()
         self._on_closed(self)

@@ -31,12 +31,11 @@ from codec.errors import CodecError
 from codec.framing import FrameReader, ReceiveArena
 from codec.headers import response_correlation_id
 from codec.primitives import Buffer
+from kproxy.proxy.outbox import Outbox
 from kproxy.routing.topology import Address
 
 log = structlog.get_logger(__name__)
 
-# Below this, one copy is cheaper than one more buffer for the kernel to gather.
-JOIN_BYTES = 16 << 10
 # What may wait for a dial before the client is read more slowly.
 MAX_QUEUED_BYTES = 1 << 20
 FLUSH_S = 5.0
@@ -79,6 +78,7 @@ class Upstream(asyncio.BufferedProtocol):
         self.closed = False
         self._reader = FrameReader(max_answer_bytes, arena)
         self._transport: asyncio.Transport | None = None
+        self._outbox: Outbox | None = None
         self._in_flight: deque[tuple[int, Ticket]] = deque()
         self._queue: list[tuple[Ticket, int, Sequence[Buffer]]] = []
         self._next_correlation_id = 0
@@ -96,14 +96,14 @@ class Upstream(asyncio.BufferedProtocol):
 
     def send(self, ticket: Ticket, correlation_id: int, buffers: Sequence[Buffer]) -> None:
         """Send one request. Not to be called when closed."""
-        if self._transport is None:
+        if self._outbox is None:
             self._queue.append((ticket, correlation_id, buffers))
             self._queued_bytes += sum(map(len, buffers))
             self._press(self._queued_bytes > MAX_QUEUED_BYTES)
             return
         if ticket.expects_answer:
             self._in_flight.append((correlation_id, ticket))
-        write(self._transport, buffers)
+        self._outbox.put(buffers)
         if not ticket.expects_answer:
             ticket.sent()
 
@@ -133,6 +133,7 @@ class Upstream(asyncio.BufferedProtocol):
             return
         # uvloop's transports have the methods of asyncio.Transport but not its class.
         self._transport = cast(asyncio.Transport, transport)
+        self._outbox = Outbox(asyncio.get_running_loop(), self._transport)
         queue, self._queue = self._queue, []
         for ticket, correlation_id, buffers in queue:
             self.send(ticket, correlation_id, buffers)
@@ -221,8 +222,9 @@ class Upstream(asyncio.BufferedProtocol):
         self._queue = [queued for queued in self._queue if not queued[0].expects_answer]
         if self._queue:
             await self._dial
-        if self._transport is not None and not self.closed:
+        if self._transport is not None and self._outbox is not None and not self.closed:
             self.closed = True
+            self._outbox.flush()
             self._transport.close()
             try:
                 async with asyncio.timeout(FLUSH_S):
@@ -233,16 +235,6 @@ class Upstream(asyncio.BufferedProtocol):
         self._dial.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._dial
-
-
-def write(transport: asyncio.WriteTransport, buffers: Sequence[Buffer]) -> None:
-    """Write the buffers of one message: small ones as one, large ones without a copy."""
-    if len(buffers) == 1:
-        transport.write(buffers[0])
-    elif sum(map(len, buffers)) <= JOIN_BYTES:
-        transport.write(b"".join(buffers))
-    else:
-        transport.writelines(buffers)
 
 
 def _shown(address: Address) -> str:
