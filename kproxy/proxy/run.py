@@ -13,6 +13,8 @@ from random import Random
 from typing import Any
 
 from kproxy.errors import StartupError
+from kproxy.observe.admin import AdminPage
+from kproxy.observe.table import TableView
 from kproxy.ownership.etcd import EtcdClient, EtcdError
 from kproxy.ownership.leases import LeaseTable
 from kproxy.proxy.context import Identity, Limits, ProxyContext
@@ -34,6 +36,7 @@ class ProxySettings:
     etcd: tuple[str, ...]
     listen: tuple[str, int] = ("127.0.0.1", 9092)
     advertise: tuple[str, int] | None = None
+    admin: tuple[str, int] | None = None
     prefix: str = "/kafscale"
     limits: Limits = field(default_factory=Limits)
 
@@ -61,6 +64,15 @@ async def _serve(settings: ProxySettings) -> None:
         listener = Listener(settings.limits)
         bound_port = await listener.bind(*settings.listen)
         identity = Identity(ALONE_NODE_ID, host, port or bound_port)
+        admin = AdminPage(
+            table=lambda: TableView(topology, table.age_s, table.stale),
+            not_ready=lambda: listener.not_ready,
+        )
+        ready = f"ready kafka={identity.host}:{identity.port}"
+        if settings.admin is not None:
+            admin_host, admin_port = settings.admin
+            stack.push_async_callback(admin.stop)
+            ready += f" admin={admin_host}:{await admin.start(admin_host, admin_port)}"
         stack.push_async_callback(client.close)
         try:
             await client.connect()
@@ -78,7 +90,7 @@ async def _serve(settings: ProxySettings) -> None:
         await listener.serve(
             ProxyContext(topology, table, identity, settings.limits, time.monotonic, Random())  # noqa: S311
         )
-        sys.stdout.write(f"ready kafka={identity.host}:{identity.port} etcd={client.endpoints}\n")
+        sys.stdout.write(f"{ready} etcd={client.endpoints}\n")
         sys.stdout.flush()
         await mirror
 

@@ -36,9 +36,17 @@ class Listener:
         self._context: ProxyContext | None = None
         self._sessions: set[ClientSession] = set()
         self._empty = asyncio.Event()
+        self._draining = False
         self._closing: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._ticker: asyncio.Task[None] | None = None
+
+    @property
+    def not_ready(self) -> str | None:
+        """Why no clients are served; None where they are."""
+        if self._draining:
+            return "draining: what is in flight is being answered, new connections are not taken"
+        return None if self._context is not None else "starting: the routing table is not loaded yet"
 
     async def bind(self, host: str, port: int) -> int:
         """Listen, without accepting anything yet; the real port. Raises StartupError."""
@@ -94,6 +102,7 @@ class Listener:
 
     async def stop(self) -> None:
         """Drain: answer what has been read, then close everything."""
+        self._draining = True
         if self._server is not None:
             self._server.close()
         for session in list(self._sessions):
