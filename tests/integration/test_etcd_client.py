@@ -27,7 +27,7 @@ from kproxy.ownership.etcd import (
     value_is,
 )
 from kproxy.ownership.etcd import client as client_module
-from tests.support.etcd import compact, kill, own_etcd, put_many
+from tests.support.etcd import compact, freeze, kill, own_etcd, put_many
 
 pytest_plugins = ["tests.support.etcd"]
 
@@ -163,7 +163,7 @@ async def test_a_key_on_an_unknown_lease_is_refused(etcd_client: EtcdClient, etc
 async def test_reads_survive_a_restart_and_a_write_that_met_it_says_that_it_may_have_happened(tmp_path: Path) -> None:
     async with own_etcd(tmp_path) as (server, client):
         await client.put("/a", b"1")
-        os.kill(server.pid, signal.SIGSTOP)
+        await freeze(server)
         writing = asyncio.ensure_future(client.put("/b", b"1"))
         reading = asyncio.ensure_future(client.get("/a"))
         await asyncio.sleep(0.1)
@@ -188,7 +188,7 @@ async def test_an_etcd_that_hangs_is_unavailable_within_the_deadline(tmp_path: P
     async with own_etcd(tmp_path) as (server, _):
         client = EtcdClient([server.endpoint], timeout_s=0.5)
         await client.connect()
-        os.kill(server.pid, signal.SIGSTOP)
+        await freeze(server)
         try:
             with pytest.raises(EtcdUnavailable, match="did not answer Range in time") as raised:
                 await client.get("/a")

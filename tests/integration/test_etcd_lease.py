@@ -13,7 +13,7 @@ import pytest
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.ownership.etcd import EtcdClient, LeaseLost
 from kproxy.ownership.etcd import lease as lease_module
-from tests.support.etcd import Relay, kill, own_etcd, running
+from tests.support.etcd import Relay, freeze, kill, own_etcd, running
 
 pytest_plugins = ["tests.support.etcd"]
 
@@ -88,7 +88,7 @@ async def test_the_send_time_is_from_before_the_question_and_not_from_the_answer
         async with running(client.lease_keep_alive(lease.lease_id, clock=time.monotonic, on_renewed=renewals)):
             await renewals.next()
             # etcd sleeps over the next question; its answer comes late, and is worth no more for that.
-            os.kill(server.pid, signal.SIGSTOP)
+            await freeze(server)
             stopped = time.monotonic()
             interval_s = lease.ttl_s / lease_module.RENEWALS_PER_TTL
             await asyncio.sleep(interval_s + 0.6)

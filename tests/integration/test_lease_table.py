@@ -6,11 +6,25 @@ import asyncio
 import json
 import random
 import shutil
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from kproxy.ownership.etcd import EtcdClient, EtcdUnavailable, TxnCompare, TxnOp, TxnResult, key_absent, put_op
+import pytest
+import uvloop
+
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy.ownership.etcd import (
+    EtcdClient,
+    EtcdUnavailable,
+    LeaseLost,
+    TxnCompare,
+    TxnOp,
+    TxnResult,
+    key_absent,
+    put_op,
+)
 from kproxy.ownership.leases import REREAD_KEYS, LeaseTable
 from kproxy.routing.topology import NO_OWNER, Address, Topology
 from tests.support.etcd import Relay, compact, eventually, kill, own_etcd, put_many, running
@@ -124,6 +138,7 @@ async def test_who_asks_while_a_read_is_on_its_way_gets_one_that_began_later(
         await eventually(lambda: len(client.keys_read) == 1)
         late = [asyncio.ensure_future(table.refresh(b"t", 0, revision)) for _ in range(5)]
         # One who does not wait to the end takes nothing away from the others.
+        await asyncio.sleep(0)
         late[0].cancel()
         await asyncio.gather(early, *late, return_exceptions=True)
         assert client.keys_read == [1, 1]
@@ -203,7 +218,30 @@ async def test_the_table_equals_a_final_read_after_leases_moved_over_kills_and_c
             } == revisions
 
 
-async def test_a_restored_etcd_is_noticed_by_a_refresh_and_the_table_rebuilt(tmp_path: Path) -> None:
+async def test_a_restored_etcd_is_noticed_by_a_refresh_while_the_watch_is_still_silent(tmp_path: Path) -> None:
+    async with own_etcd(tmp_path / "1") as (server, old), own_etcd(tmp_path / "2") as (_, restored):
+
+        class Divided(EtcdClient):
+            """Its watch still hangs on the old etcd, its transactions reach the restored one."""
+
+            async def txn(
+                self, compares: Sequence[TxnCompare], success: Sequence[TxnOp], failure: Sequence[TxnOp] = ()
+            ) -> TxnResult:
+                return await restored.txn(compares, success, failure)
+
+        await old.put(lease_key("/k", "t", 0), b"1")
+        await restored.put(lease_key("/k", "t", 0), b"2")
+        client = Divided([server.endpoint])
+        await client.connect()
+        async with table_of(client, "/k") as (table, topology):
+            before = topology.revision
+            assert not await table.refresh(b"t", 0, before)
+            assert topology.owner(b"t", 0) == 1, "revisions of another history are not applied"
+            await eventually(lambda: table.restores == 1)
+        await client.close()
+
+
+async def test_an_etcd_put_back_to_an_earlier_state_takes_the_table_with_it(tmp_path: Path) -> None:
     async with own_etcd(tmp_path) as (server, client):
         await client.put(lease_key("/k", "t", 0), b"1")
         await server.stop()
@@ -220,3 +258,25 @@ async def test_a_restored_etcd_is_noticed_by_a_refresh_and_the_table_rebuilt(tmp
             await table.refresh(b"t", 0, topology.revision)
             await eventually(lambda: topology.owner(b"t", 0) == 1)
             assert table.restores == 1
+
+
+def test_leases_and_the_table_work_on_uvloop(etcd: EmbeddedEtcd, etcd_prefix: str) -> None:
+    async def broker_and_proxy() -> None:
+        client = EtcdClient([etcd.endpoint])
+        await client.connect()
+        lease = await client.lease_grant(2)
+        renewed: list[float] = []
+        keep_alive = client.lease_keep_alive(
+            lease.lease_id, clock=time.monotonic, on_renewed=lambda sent_at, ttl_s: renewed.append(sent_at)
+        )
+        renewing = asyncio.ensure_future(keep_alive)
+        async with table_of(client, etcd_prefix) as (_, topology):
+            await client.put(lease_key(etcd_prefix, "t", 0), b"1", lease_id=lease.lease_id)
+            await eventually(lambda: owners(topology) == {("t", 0): 1} and len(renewed) > 1)
+            await client.lease_revoke(lease.lease_id)
+            await eventually(lambda: owners(topology) == {})
+            with pytest.raises(LeaseLost):
+                await renewing
+        await client.close()
+
+    uvloop.run(broker_and_proxy())

@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Self
 
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -69,6 +70,15 @@ async def kill(server: EmbeddedEtcd) -> None:
     os.kill(server.pid, signal.SIGKILL)
     assert await server.wait() == -signal.SIGKILL
     await server.stop()
+
+
+async def freeze(server: EmbeddedEtcd) -> None:
+    """SIGSTOP, and return when it has stopped: a thread that was running may run on for a moment."""
+    os.kill(server.pid, signal.SIGSTOP)
+    process = psutil.Process(server.pid)
+    await eventually(lambda: process.status() == psutil.STATUS_STOPPED)
+    # What it had written to its sockets before is on its way all the same.
+    await asyncio.sleep(0.05)
 
 
 async def compact(client: EtcdClient, revision: int) -> None:
