@@ -1,0 +1,135 @@
+"""The commands. Each module here is one of them, imported only when it runs: `kproxy --help` must not load Spark.
+
+Exit status: 0 done, 1 something failed on the way, 2 it could not be started as asked (the sentence on stderr says what
+to do), 130 interrupted before there was anything to stop cleanly.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import click
+
+from kproxy.errors import StartupError
+
+# name -> module, the line in `kproxy --help`
+COMMANDS = {
+    "serve": ("kproxy.cli.serve", "Run the proxy in front of brokers that are there already."),
+    "broker": ("kproxy.cli.broker", "Run one reference broker, for development and tests."),
+    "dev": ("kproxy.cli.dev", "Run everything on this machine: etcd, brokers and the proxy."),
+    "demo": ("kproxy.cli.demo", "Write real data with Spark through the proxy, read it back, judge it."),
+    "table": ("kproxy.cli.table", "Show which broker owns which partition."),
+    "check-config": ("kproxy.cli.check_config", "Check a configuration and show what is in force."),
+}
+NEEDS_POSIX = ("serve", "broker", "dev", "demo")
+
+
+class _Commands(click.Group):
+    """Commands by name; the module of one is imported when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(COMMANDS[cmd_name][0])
+        command: click.Command = module.command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+
+@click.command(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Begin with `kproxy dev`, then point any Kafka client at 127.0.0.1:9092.",
+)
+@click.version_option(package_name="kproxy-kafka", prog_name="kproxy")
+@click.option("--debug", is_flag=True, envvar="KPROXY_DEBUG", help="On an unexpected error show where it came from.")
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    envvar="KPROXY_LOG_LEVEL",
+    help="What to log, on stderr. [info; dev and demo: warning]",
+)
+@click.pass_context
+def cli(context: click.Context, debug: bool, log_level: str | None) -> None:
+    """A Kafka-protocol produce proxy: one address before many brokers.
+
+    Any Kafka client uses it as its only bootstrap server. It learns from etcd which broker owns which partition, splits
+    what a client produces by owner, and answers as one broker.
+    """
+    if context.invoked_subcommand in NEEDS_POSIX and sys.platform == "win32":
+        raise StartupError(
+            f"kproxy {context.invoked_subcommand} runs on Linux and macOS: on Windows run it in WSL 2 (wsl --install)."
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; its exit status."""
+    try:
+        result = cli.main(arguments, prog_name="kproxy", standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except StartupError as error:
+        click.echo(f"kproxy: {error}", err=True)
+        return 2
+    except (KeyboardInterrupt, click.Abort):
+        return 130
+    except BrokenPipeError:
+        # `kproxy table | head`: who read has seen enough. What is still buffered must not be tried again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+    except Exception as error:  # noqa: BLE001 - the outermost boundary: a person reads this
+        if _wants_traceback(arguments):
+            traceback.print_exc()
+        else:
+            click.echo(f"kproxy: unexpected {_named(error)} (--debug before the command shows where).", err=True)
+        return 1
+
+
+def _wants_traceback(arguments: Sequence[str] | None) -> bool:
+    given = sys.argv[1:] if arguments is None else arguments
+    return "--debug" in given or os.environ.get("KPROXY_DEBUG", "").lower() not in ("", "0", "false", "no", "off")
+
+
+def _named(error: BaseException) -> str:
+    """The error in one line; of a group the first."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def run_async(make: Callable[[], Coroutine[Any, Any, int | None]], *, uvloop_wanted: bool = True) -> int:
+    """Run `make()` to its end, on uvloop where there is one; the exit status it returns, 0 for None."""
+    import asyncio
+
+    factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+    if uvloop_wanted:
+        try:
+            import uvloop
+        except ImportError:
+            # There is none for this platform; asyncio's own loop does the same, more slowly.
+            pass
+        else:
+            factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(make()) or 0
+
+
+def start_logging(context: click.Context, default: str = "info") -> None:
+    """Log as `--log-level` says; the commands that serve call it first."""
+    from kproxy.observe.logging import configure_logging
+
+    configure_logging(context.find_root().params["log_level"] or default)

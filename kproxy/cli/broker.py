@@ -1,0 +1,66 @@
+"""`kproxy broker`: one reference broker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from kproxy.cli import run_async, start_logging
+from kproxy.config import DEFAULT_PREFIX, advertised, parse_address, split_list
+
+
+@click.command("broker", epilog="Prints one line when it serves: `ready kafka=H:P etcd=URL`.")
+@click.option("--node-id", metavar="N", type=int, required=True, help="Its broker id; no two alive may share one.")
+@click.option("--listen", metavar="H:P", default="127.0.0.1:0", show_default=True, help="Where clients connect.")
+@click.option("--advertise", metavar="H:P", help="What clients are told to connect to. [as --listen]")
+@click.option(
+    "--data-dir", metavar="DIR", type=click.Path(path_type=Path), required=True, help="Where its logs are kept."
+)
+@click.option("--etcd", metavar="URL[,URL...]", required=True, help="The etcd that holds the partition leases.")
+@click.option("--prefix", default=DEFAULT_PREFIX, show_default=True, help="The root of the keys in etcd.")
+@click.option(
+    "--lease-ttl",
+    metavar="SECONDS",
+    type=click.IntRange(1, 3600),
+    default=10,
+    show_default=True,
+    help="How long its partitions stay its own after it was last heard of.",
+)
+@click.pass_context
+def command(
+    context: click.Context,
+    node_id: int,
+    listen: str,
+    advertise: str | None,
+    data_dir: Path,
+    etcd: str,
+    prefix: str,
+    lease_ttl: int,
+) -> int:
+    """Run one reference broker, for development and tests.
+
+    It keeps partitions on disk and holds them by leases in etcd. It is no production store: Apache Kafka and KafScale
+    are. `kproxy dev` starts three of them.
+
+    \b
+      kproxy broker --node-id 1 --data-dir /tmp/broker-1 --etcd http://127.0.0.1:2379
+    """
+    start_logging(context)
+    address = parse_address(listen, "--listen")
+    told = advertised(address, None if advertise is None else parse_address(advertise, "--advertise"))
+    endpoints = split_list(etcd, "--etcd")
+    from kproxy.broker.server import BrokerConfig, run_broker
+    from kproxy.dev.orphan import end_with_parent
+
+    end_with_parent()
+    config = BrokerConfig(
+        node_id=node_id,
+        data_dir=data_dir,
+        etcd=endpoints,
+        listen=address,
+        advertise=told,
+        prefix=prefix,
+        lease_ttl_s=lease_ttl,
+    )
+    return run_async(lambda: run_broker(config))

@@ -1,0 +1,57 @@
+"""`kproxy demo`: the whole path, with real data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from kproxy.cli import start_logging
+from kproxy.config import DEFAULT_PREFIX, split_list
+
+
+@click.command(
+    "demo",
+    epilog="Exit status 0 when every row came back once and in order, 1 when not, 2 when it could not start.",
+)
+@click.option("--rows", metavar="N", type=int, help="How many of the 336,776 flights. [all]")
+@click.option("--bootstrap", metavar="H:P", help="Use the proxy that runs there instead of starting one.")
+@click.option("--etcd", metavar="URL[,URL...]", help="With --bootstrap: the etcd to ask who owned what.")
+@click.option("--prefix", default=DEFAULT_PREFIX, show_default=True, help="With --etcd: the root of its keys.")
+@click.option(
+    "--data-dir", metavar="DIR", type=click.Path(path_type=Path), help="Where to work. [a temporary directory]"
+)
+@click.option("--keep", is_flag=True, help="Keep the run's data and logs; they are kept anyway when it fails.")
+@click.pass_context
+def command(
+    context: click.Context,
+    rows: int | None,
+    bootstrap: str | None,
+    etcd: str | None,
+    prefix: str,
+    data_dir: Path | None,
+    keep: bool,
+) -> int:
+    """Write real data with Spark through the proxy, read it back, judge it.
+
+    Starts what `kproxy dev` starts, on free ports. A Spark Structured Streaming job writes the flights that left New
+    York in 2013 to Spark's own Kafka sink, told nothing but the proxy's address; Spark's Kafka source reads them back.
+    Needs the extra `demo`: pip install 'kproxy-kafka[demo]'.
+
+    \b
+      kproxy demo
+      kproxy demo --rows 20000 --bootstrap 127.0.0.1:9092
+    """
+    start_logging(context, default="warning")
+    from kproxy.pipeline.demo import DemoOptions, run_demo
+
+    return run_demo(
+        DemoOptions(
+            rows=rows,
+            bootstrap=bootstrap,
+            etcd=() if etcd is None else split_list(etcd, "--etcd"),
+            prefix=prefix,
+            data_dir=data_dir,
+            keep=keep,
+        )
+    )

@@ -1,0 +1,123 @@
+"""`kproxy dev`: everything on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kproxy.cli import run_async, start_logging
+from kproxy.config import DEFAULT_ADMIN, DEFAULT_LISTEN
+
+if TYPE_CHECKING:
+    from kproxy.dev.cluster import DevCluster
+
+
+@click.command(
+    "dev",
+    epilog="Prints one line on stdout when all is up: `ready kafka=H:P admin=H:P etcd=URL`. One Ctrl-C stops all.",
+)
+@click.option("--listen", metavar="H:P", default=DEFAULT_LISTEN, show_default=True, help="Where clients connect.")
+@click.option("--brokers", metavar="N", type=int, default=3, show_default=True, help="How many reference brokers.")
+@click.option(
+    "--data-dir",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Where topics and records are kept. [a directory of yours; it is said at the start]",
+)
+@click.option("--admin", metavar="H:P", default=DEFAULT_ADMIN, show_default=True, help="Where the admin page is.")
+@click.option(
+    "--lease-ttl",
+    metavar="SECONDS",
+    type=click.IntRange(1, 3600),
+    default=10,
+    show_default=True,
+    help="How long a dead broker's partitions stay its own.",
+)
+@click.pass_context
+def command(
+    context: click.Context, listen: str, brokers: int, data_dir: Path | None, admin: str, lease_ttl: int
+) -> int:
+    """Run everything on this machine: etcd, reference brokers and the proxy.
+
+    Topics are made when first written to. They and their records are there again at the next start.
+
+    \b
+      kproxy dev
+      kproxy dev --listen 127.0.0.1:0 --admin 127.0.0.1:0 --brokers 5 --data-dir /tmp/kproxy
+    """
+    # What the parts log goes to their files.
+    start_logging(context, default="warning")
+    from kproxy.dev.cluster import DevCluster
+    from kproxy.dev.data_dir import default_data_dir
+
+    directory = data_dir or default_data_dir()
+    _say(f"kproxy dev: data in {directory}")
+    cluster = DevCluster(
+        directory,
+        brokers=brokers,
+        listen=listen,
+        admin=admin,
+        lease_ttl_s=lease_ttl,
+        on_step=lambda part: _say(f"  {part}"),
+    )
+    # asyncio's own loop: there is nothing here to be fast at.
+    return run_async(lambda: _run(cluster), uvloop_wanted=False)
+
+
+async def _run(cluster: DevCluster) -> int:
+    from kproxy.dev.cluster import ChildEnded
+
+    stop = asyncio.Event()
+    with _stop_signals(stop):
+        stopping = asyncio.ensure_future(stop.wait())
+        running = asyncio.ensure_future(_start_and_wait(cluster))
+        try:
+            await asyncio.wait((stopping, running), return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                await running
+            _say("\nkproxy dev: stopping the proxy, the brokers, etcd")
+            return 0
+        except ChildEnded as error:
+            for line in error.last_lines:
+                _say(f"  | {line}")
+            _say(f"kproxy dev: {error}: stopping the rest")
+            return 1
+        finally:
+            for task in (stopping, running):
+                task.cancel()
+            await asyncio.gather(stopping, running, return_exceptions=True)
+            await cluster.stop()
+
+
+async def _start_and_wait(cluster: DevCluster) -> None:
+    """Until a part of the cluster ends by itself: ChildEnded."""
+    await cluster.start()
+    _say(f"Point any Kafka client at {cluster.kafka}. `kproxy table --admin {cluster.admin}` shows who owns what.")
+    _say("Ctrl-C stops everything; topics and records stay.")
+    sys.stdout.write(f"ready kafka={cluster.kafka} admin={cluster.admin} etcd={cluster.etcd}\n")
+    sys.stdout.flush()
+    await cluster.wait()
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True)
+
+
+@contextlib.contextmanager
+def _stop_signals(stop: asyncio.Event) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    caught = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    for number in caught:
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield
+    finally:
+        for number in caught:
+            loop.remove_signal_handler(number)

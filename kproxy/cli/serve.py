@@ -1,0 +1,56 @@
+"""`kproxy serve`: the proxy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from kproxy.cli import run_async, start_logging
+from kproxy.config import DEFAULT_LISTEN, DEFAULT_PREFIX, load_proxy_config
+
+
+@click.command(
+    "serve",
+    epilog="Prints one line when it serves: `ready kafka=H:P admin=H:P etcd=URL`. On SIGTERM and Ctrl-C it answers "
+    "what it has read and ends.",
+)
+@click.option("--config", metavar="FILE", type=click.Path(path_type=Path), help="Options from a TOML file.")
+@click.option("--listen", metavar="H:P", help=f"Where clients connect; port 0: any free one. [{DEFAULT_LISTEN}]")
+@click.option("--advertise", metavar="H:P", help="What clients are told to connect to. [as --listen]")
+@click.option("--ownership", metavar="etcd|kafka|static", help="Where owners are learned from; today etcd. [etcd]")
+@click.option("--etcd", metavar="URL[,URL...]", help="The etcd that holds the partition leases.")
+@click.option("--prefix", help=f"The root of the keys in etcd. [{DEFAULT_PREFIX}]")
+@click.option("--bootstrap", metavar="H:P[,H:P...]", help="For --ownership kafka; not there yet.")
+@click.option("--table", metavar="FILE", help="For --ownership static; not there yet.")
+@click.option("--admin", metavar="H:P", help="Where to serve the admin page: /table, /livez, /readyz. [none]")
+@click.option("--workers", metavar="N", type=int, help="Processes that share the port; today 1. [1]")
+@click.pass_context
+def command(context: click.Context, /, config: Path | None, **flags: str | int | None) -> int:
+    """Run the proxy in front of brokers that are there already.
+
+    Every option may also stand in the file and in the environment, as KPROXY_ROOM__KEY; flags win over the environment
+    over the file. `kproxy check-config` shows what is in force and where it comes from.
+
+    \b
+      kproxy serve --etcd http://127.0.0.1:2379
+      kproxy serve --config kproxy.toml --listen 0.0.0.0:9092 --advertise kafka.example.org:9092
+    """
+    start_logging(context)
+    options = load_proxy_config(config, flags=flags)
+    import msgspec
+
+    from kproxy.dev.orphan import end_with_parent
+    from kproxy.proxy.context import Limits
+    from kproxy.proxy.run import ProxySettings, run_proxy
+
+    end_with_parent()
+    settings = ProxySettings(
+        etcd=options.etcd,
+        listen=options.listen,
+        advertise=options.advertise,
+        admin=options.admin,
+        prefix=options.prefix,
+        limits=Limits(**msgspec.structs.asdict(options.limits)),
+    )
+    return run_async(lambda: run_proxy(settings))

@@ -1,0 +1,103 @@
+"""`kproxy table`: which broker owns which partition, from a proxy's admin page or from etcd itself."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import click
+import msgspec
+
+from kproxy.cli import run_async
+from kproxy.cli.table_sources import Unanswered, tables_from_admin, tables_from_etcd
+from kproxy.cli.table_view import LiveTable, describe_changes, show
+from kproxy.config import DEFAULT_ADMIN, DEFAULT_PREFIX, parse_address, split_list
+from kproxy.errors import StartupError
+from kproxy.observe.table import TablePage
+
+
+@click.command("table")
+@click.option("--admin", metavar="H:P", help=f"Ask the proxy with this admin page. [{DEFAULT_ADMIN}]")
+@click.option("--etcd", metavar="URL[,URL...]", help="Ask etcd itself instead of a proxy.")
+@click.option("--prefix", default=DEFAULT_PREFIX, show_default=True, help="With --etcd: the root of the keys.")
+@click.option("--topic", metavar="NAME", help="Only this topic.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with --watch one line for each change.")
+@click.option("--watch", is_flag=True, help="Stay and show changes as they come; Ctrl-C ends it.")
+def command(admin: str | None, etcd: str | None, prefix: str, topic: str | None, as_json: bool, watch: bool) -> int:
+    """Show which broker owns which partition.
+
+    Asks the proxy on this machine by default. A partition that nobody owns at the moment is not in the table.
+
+    \b
+      kproxy table
+      kproxy table --topic flights --watch
+      kproxy table --json | jq '.topics[].partitions[].owner'
+      kproxy table --etcd http://127.0.0.1:2379 --prefix /kafscale
+    """
+    if admin is not None and etcd is not None:
+        raise StartupError("--admin asks a proxy and --etcd asks etcd: give one of them.")
+    if etcd is None:
+        tables = tables_from_admin(parse_address(admin or DEFAULT_ADMIN, "--admin"), topic)
+    else:
+        tables = tables_from_etcd(split_list(etcd, "--etcd"), prefix, topic)
+    if not watch:
+        return run_async(lambda: _show_once(tables, as_json))
+    try:
+        return run_async(lambda: _follow(tables, as_json))
+    except KeyboardInterrupt:
+        return 0
+
+
+async def _show_once(tables: AsyncGenerator[TablePage | Unanswered], as_json: bool) -> None:
+    async with aclosing(tables):
+        table = await anext(tables)
+    if isinstance(table, Unanswered):
+        raise StartupError(table.reason)
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(table), indent=2).decode())
+    else:
+        show(table)
+
+
+async def _follow(tables: AsyncGenerator[TablePage | Unanswered], as_json: bool) -> None:
+    """Until interrupted: a live table on a terminal, elsewhere a line for each change."""
+    async with aclosing(tables):
+        if not as_json and sys.stdout.isatty():
+            with LiveTable() as live:
+                async for table in tables:
+                    if isinstance(table, Unanswered):
+                        live.problem(table.reason)
+                    else:
+                        live.update(table)
+        else:
+            await _follow_in_lines(tables, as_json)
+
+
+async def _follow_in_lines(tables: AsyncGenerator[TablePage | Unanswered], as_json: bool) -> None:
+    before: TablePage | None = None
+    problem = ""
+    async for table in tables:
+        if isinstance(table, Unanswered):
+            if before is None:
+                raise StartupError(table.reason)
+            if table.reason != problem:
+                problem = table.reason
+                click.echo(f"kproxy: {problem}", err=True)
+            continue
+        problem = ""
+        if as_json:
+            if before is None or _content(table) != _content(before):
+                click.echo(msgspec.json.encode(table))
+        elif before is None:
+            show(table)
+        else:
+            for line in describe_changes(before, table):
+                click.echo(line)
+        sys.stdout.flush()
+        before = table
+
+
+def _content(table: TablePage) -> TablePage:
+    """What counts as a change: not that time went by."""
+    return msgspec.structs.replace(table, age_s=None)

@@ -1,0 +1,123 @@
+"""Where `kproxy table` has its tables from. Each source yields at once, then again every WATCH_INTERVAL_S, for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlencode
+
+import msgspec
+
+from kproxy.config import Address
+from kproxy.observe.table import TablePage, TableView, merge_pages, table_page
+
+ANSWER_TIMEOUT_S = 5.0
+MAX_ANSWER_BYTES = 64 << 20
+WATCH_INTERVAL_S = 1.0
+# A table that changes between two of its pages is read again, this often at most.
+CONSISTENT_READS = 5
+
+
+@dataclass(frozen=True)
+class Unanswered:
+    """No table this time; `reason` is a sentence that says why and what to do."""
+
+    reason: str
+
+
+async def tables_from_admin(address: Address, topic: str | None) -> AsyncGenerator[TablePage | Unanswered]:
+    """What a proxy's admin page says."""
+    while True:
+        try:
+            table: TablePage | Unanswered = await asyncio.to_thread(_ask, address, topic)
+        except _NoTable as problem:
+            table = Unanswered(str(problem))
+        yield table
+        await asyncio.sleep(WATCH_INTERVAL_S)
+
+
+class _NoTable(Exception):
+    pass
+
+
+def _ask(address: Address, topic: str | None) -> TablePage:
+    """The whole table, of one revision where it holds still long enough."""
+    pages: list[TablePage] = []
+    for _ in range(CONSISTENT_READS):
+        pages = [_ask_page(address, topic, None)]
+        while pages[-1].next is not None:
+            pages.append(_ask_page(address, topic, pages[-1].next))
+        if len({page.revision for page in pages}) == 1:
+            break
+    return merge_pages(pages)
+
+
+def _ask_page(address: Address, topic: str | None, after: str | None) -> TablePage:
+    query = urlencode({name: value for name, value in (("topic", topic), ("after", after)) if value is not None})
+    connection = http.client.HTTPConnection(*address, timeout=ANSWER_TIMEOUT_S)
+    try:
+        connection.request("GET", f"/table?{query}")
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise _NoTable(
+                f"what answers at {address} is no admin page of kproxy (status {answer.status}): give another --admin."
+            )
+        return msgspec.json.decode(answer.read(MAX_ANSWER_BYTES), type=TablePage)
+    except (OSError, http.client.HTTPException) as error:
+        raise _NoTable(
+            f"no admin page answers at {address} ({_reason(error)}): start `kproxy dev`, "
+            f"name a proxy's page with --admin H:P, or ask etcd with --etcd URL."
+        ) from error
+    except msgspec.DecodeError as error:
+        raise _NoTable(
+            f"what answers at {address} is no admin page of kproxy ({error}): give another --admin."
+        ) from error
+    finally:
+        connection.close()
+
+
+def _reason(error: Exception) -> str:
+    return (getattr(error, "strerror", None) or str(error) or type(error).__name__).lower()
+
+
+async def tables_from_etcd(
+    endpoints: Sequence[str], prefix: str, topic: str | None
+) -> AsyncGenerator[TablePage | Unanswered]:
+    """What etcd says, kept current by a watch."""
+    from kproxy.observe.logging import configure_logging
+    from kproxy.ownership.etcd import EtcdClient, EtcdError
+    from kproxy.ownership.leases import LeaseTable
+    from kproxy.routing.topology import Topology
+
+    # What goes wrong is said by the table: it grows old.
+    configure_logging("error")
+    client, topology = EtcdClient(endpoints), Topology()
+    table = LeaseTable(client, prefix, topology)
+    mirror: asyncio.Task[None] | None = None
+    try:
+        await client.connect()
+        mirror = asyncio.create_task(table.run())
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            await table.wait_synced()
+        while not mirror.done():
+            yield _whole(TableView(topology, table.age_s, table.stale), topic)
+            await asyncio.wait((mirror,), timeout=WATCH_INTERVAL_S)
+        mirror.result()
+    except TimeoutError:
+        yield Unanswered(f"etcd at {client.endpoints} answers, but its leases could not be read: try again.")
+    except EtcdError as error:
+        yield Unanswered(str(error))
+    finally:
+        if mirror is not None:
+            mirror.cancel()
+            await asyncio.gather(mirror, return_exceptions=True)
+        await client.close()
+
+
+def _whole(view: TableView, topic: str | None) -> TablePage:
+    pages = [table_page(view, topic=topic)]
+    while pages[-1].next is not None:
+        pages.append(table_page(view, topic=topic, after=pages[-1].next))
+    return merge_pages(pages)

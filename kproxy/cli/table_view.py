@@ -1,0 +1,161 @@
+"""How the routing table looks: boxes and colours on a terminal, plain columns for anything else."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import click
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from kproxy.observe.table import TablePage
+
+# Rich lays out every cell before the first is seen; a longer table comes as plain columns.
+MAX_BOXED_ROWS = 2_000
+HEADINGS = ("topic", "partition", "owner", "address", "revision")
+# Lines around the rows of a live table: headline, box, footer.
+_FRAME_LINES = 8
+# Owners in different colours, the same for the same broker.
+_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+
+
+class Row(NamedTuple):
+    topic: str
+    partition: int
+    owner: int
+    address: str
+    revision: int
+
+
+def rows_of(table: TablePage) -> Iterator[Row]:
+    """One row for each owned partition. A broker whose key is gone has no address."""
+    addresses = {broker.id: f"{_bracketed(broker.host)}:{broker.port}" for broker in table.brokers}
+    for topic in table.topics:
+        for each in topic.partitions:
+            yield Row(topic.name, each.partition, each.owner, addresses.get(each.owner, "-"), each.revision)
+
+
+def show(table: TablePage) -> None:
+    """Print it."""
+    rows = list(rows_of(table))
+    if sys.stdout.isatty() and len(rows) <= MAX_BOXED_ROWS:
+        Console().print(_boxed(table, rows))
+        return
+    click.echo(f"# {headline(table)}")
+    click.echo(f"# {footline(table, rows)}")
+    cells = [HEADINGS, *(tuple(str(cell) for cell in row) for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(HEADINGS))]
+    for row in cells:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def headline(table: TablePage) -> str:
+    """How current the table is, in one line."""
+    if table.age_s is None:
+        return f"revision {table.revision}, etcd has not been heard yet"
+    heard = f"revision {table.revision}, etcd heard {_seconds(table.age_s)} ago"
+    return f"{heard}: STALE, the last known owners serve on" if table.stale else heard
+
+
+def footline(table: TablePage, rows: Iterable[Row]) -> str:
+    """How the partitions are spread, in one line."""
+    per_owner = Counter(row.owner for row in rows)
+    for broker in table.brokers:
+        per_owner.setdefault(broker.id, 0)
+    total = sum(per_owner.values())
+    spread = ", ".join(f"broker {owner}: {count}" for owner, count in sorted(per_owner.items()))
+    return f"{total:,} {'partition' if total == 1 else 'partitions'} owned ({spread or 'no brokers'})"
+
+
+def describe_changes(before: TablePage, after: TablePage) -> list[str]:
+    """A line for each partition, broker and state that changed."""
+    was = {(row.topic, row.partition): row for row in rows_of(before)}
+    now = {(row.topic, row.partition): row for row in rows_of(after)}
+    lines = []
+    for place in sorted(was.keys() | now.keys()):
+        old, new = was.get(place), now.get(place)
+        owners = (old.owner if old else None, new.owner if new else None)
+        if owners[0] != owners[1] or (old and new and old.revision != new.revision):
+            revision = new.revision if new else after.revision
+            lines.append(f"{place[0]} {place[1]}: {_owner(owners[0])} -> {_owner(owners[1])} at revision {revision}")
+    brokers_before, brokers_after = set(before.brokers), set(after.brokers)
+    for broker in sorted(brokers_before ^ brokers_after, key=lambda each: (each.id, each in brokers_after)):
+        what = "is there" if broker in brokers_after else "is gone"
+        lines.append(f"broker {broker.id} at {_bracketed(broker.host)}:{broker.port} {what}")
+    if before.stale != after.stale:
+        lines.append(headline(after))
+    return lines
+
+
+class LiveTable:
+    """A table on a terminal that changes in place; rows that do not fit are counted."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._live = Live(console=self._console, auto_refresh=False, transient=False)
+        self._last: TablePage | None = None
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def update(self, table: TablePage) -> None:
+        self._last = table
+        room = max(1, self._console.size.height - _FRAME_LINES)
+        self._live.update(_boxed(table, list(rows_of(table)), room), refresh=True)
+
+    def problem(self, reason: str) -> None:
+        """Say why nothing new comes, under what was last known."""
+        said = Text(reason, style="red")
+        if self._last is None:
+            self._live.update(said, refresh=True)
+            return
+        room = max(1, self._console.size.height - _FRAME_LINES - 2)
+        self._live.update(Group(_boxed(self._last, list(rows_of(self._last)), room), said), refresh=True)
+
+
+def _boxed(table: TablePage, rows: list[Row], room: int | None = None) -> Group:
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in HEADINGS:
+        grid.add_column(heading, justify="left" if heading in ("topic", "address") else "right", no_wrap=True)
+    shown = rows if room is None or len(rows) <= room else rows[: room - 1]
+    previous = ""
+    for row in shown:
+        style = _COLOURS[row.owner % len(_COLOURS)]
+        grid.add_row(
+            row.topic if row.topic != previous else "",
+            str(row.partition),
+            Text(str(row.owner), style=style),
+            Text(row.address, style=style if row.address != "-" else "red"),
+            f"{row.revision}",
+        )
+        previous = row.topic
+    parts: list[RenderableType] = [Text(headline(table), style="bold red" if table.stale else "bold"), grid]
+    if len(shown) < len(rows):
+        parts.append(Text(f"... and {len(rows) - len(shown):,} more (--topic shows one topic)", style="dim"))
+    parts.append(Text(footline(table, rows), style="dim"))
+    return Group(*parts)
+
+
+def _owner(owner: int | None) -> str:
+    return "nobody" if owner is None else f"broker {owner}"
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _seconds(age_s: float) -> str:
+    return f"{age_s:.1f} s" if age_s < 120 else f"{age_s / 60:.0f} min"

@@ -1,0 +1,183 @@
+"""One child process of `kproxy dev`: a kproxy command that prints `ready ...` on stdout and logs on stderr.
+
+States: MADE --start()--> STARTING --the ready line--> READY --stop()--> ENDED; from STARTING and READY it may also end
+by itself, which `wait_ready` and `wait` tell.
+
+Invariants
+1. A child is in a session of its own: Ctrl-C in a terminal does not reach it, so that its parent decides the order.
+2. A child does not outlive us, even if we are killed: it inherits the read end of a pipe that only we hold open, and
+   stops when it sees it close (`kproxy.dev.orphan`). No call of one platform alone is needed for that.
+3. What it logs is kept in one file and one predecessor of bounded size; the last lines are also held in memory.
+4. After `stop` the process is gone and its tasks have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import structlog
+
+from kproxy.dev.orphan import PARENT_FD
+from kproxy.errors import StartupError
+
+LOG_LIMIT_BYTES = 8 << 20
+TAIL_BYTES = 8 << 10
+MAX_READY_LINE_BYTES = 4096
+
+log = structlog.get_logger(__name__)
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class ParentPipe:
+    """The pipe of invariant 2. One for all children; `close` lets go of both ends."""
+
+    def __init__(self) -> None:
+        self.read_fd, self._write_fd = os.pipe()
+
+    def close(self) -> None:
+        os.close(self.read_fd)
+        os.close(self._write_fd)
+
+
+class Child:
+    """`name` is for people; `arguments` follow `python -m kproxy`; `log_path` is where its stderr goes."""
+
+    def __init__(self, name: str, arguments: Sequence[str], log_path: Path, parent: ParentPipe) -> None:
+        self.name = name
+        self.log_path = log_path
+        self._arguments = tuple(arguments)
+        self._parent = parent
+        self._process: asyncio.subprocess.Process | None = None
+        self._tail = bytearray()
+        self._log_problem: OSError | None = None
+        self._log_size = 0
+        self._ready: asyncio.Future[dict[str, str]] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def pid(self) -> int:
+        """Its process id; 0 before it was started."""
+        return self._process.pid if self._process is not None else 0
+
+    async def start(self) -> None:
+        """Start the process; it is not ready yet."""
+        self._log_size = self.log_path.stat().st_size if self.log_path.exists() else 0
+        self._ready = asyncio.get_running_loop().create_future()
+        # -P: what is imported must not hang on the files of the directory somebody stands in.
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-P", "-m", "kproxy", *self._arguments),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=_environment(os.environ) | {PARENT_FD: str(self._parent.read_fd)},
+            pass_fds=(self._parent.read_fd,),
+            start_new_session=True,
+            limit=MAX_READY_LINE_BYTES,
+        )
+        self._tasks = [
+            asyncio.create_task(self._read_stdout(), name=f"{self.name} stdout"),
+            asyncio.create_task(self._read_stderr(), name=f"{self.name} stderr"),
+        ]
+
+    async def wait_ready(self, timeout_s: float) -> dict[str, str]:
+        """The fields of its ready line. StartupError where it ends before, or takes too long."""
+        if self._ready is None:
+            raise RuntimeError(f"{self.name} has not been started")
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(self._ready)
+        except TimeoutError as error:
+            raise StartupError(
+                f"the {self.name} was not ready within {timeout_s:g} s: its log is {self.log_path}."
+            ) from error
+
+    async def wait(self) -> int:
+        """Until it ends, however it does: its exit status, negative for a signal. All it logged has been read then."""
+        if self._process is None:
+            raise RuntimeError(f"{self.name} has not been started")
+        status = await self._process.wait()
+        # Not gather: whoever waits here may be cancelled, and the tasks must read on.
+        done, _ = await asyncio.wait(self._tasks)
+        for task in done:
+            task.result()
+        return status
+
+    async def stop(self, timeout_s: float) -> None:
+        """SIGTERM, and SIGKILL where that does not end it in time. Nothing to do where none runs."""
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self.wait()
+        if self._ready is not None:
+            self._ready.cancel()
+
+    def last_lines(self, count: int) -> list[str]:
+        """The last lines of its log, without colours."""
+        lines = _COLOURS.sub("", self._tail.decode("utf-8", "replace")).splitlines()
+        return [line for line in lines if line.strip()][-count:]
+
+    async def _read_stdout(self) -> None:
+        process, ready = self._process, self._ready
+        if process is None or process.stdout is None or ready is None:
+            raise RuntimeError(f"{self.name} has not been started")
+        try:
+            line = (await process.stdout.readline()).decode("utf-8", "replace")
+        except ValueError:  # longer than any ready line
+            line = ""
+        if line.startswith("ready ") and not ready.done():
+            ready.set_result(dict(field.partition("=")[::2] for field in line.split()[1:]))
+        while await process.stdout.read(MAX_READY_LINE_BYTES):
+            pass
+        status = await process.wait()
+        if not ready.done():
+            ready.set_exception(self._explain(status))
+            # Whoever stops it before it is ready asks no more.
+            ready.exception()
+
+    def _explain(self, status: int) -> StartupError:
+        said = self.last_lines(1)
+        if status == 2 and said:
+            return StartupError(f"the {self.name} did not start: {said[0].removeprefix('kproxy: ')}")
+        return StartupError(f"the {self.name} ended while it started (status {status}): its log is {self.log_path}.")
+
+    async def _read_stderr(self) -> None:
+        if self._process is None or self._process.stderr is None:
+            raise RuntimeError(f"{self.name} has not been started")
+        while data := await self._process.stderr.read(1 << 16):
+            self._tail += data
+            del self._tail[:-TAIL_BYTES]
+            if self._log_problem is None:
+                try:
+                    self._write_log(data)
+                except OSError as error:
+                    # The child goes on: a full disk must not make it wait for its own log.
+                    self._log_problem = error
+                    log.error("log_not_written", child=self.name, log=str(self.log_path), reason=str(error))
+
+    def _write_log(self, data: bytes) -> None:
+        if self._log_size + len(data) > LOG_LIMIT_BYTES:
+            self.log_path.replace(self.log_path.with_suffix(".log.1"))
+            self._log_size = 0
+        with self.log_path.open("ab") as file:
+            file.write(data)
+        self._log_size += len(data)
+
+
+def _environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Without what configures a `kproxy serve` of the user's own: a child is told all by flags."""
+    return {name: value for name, value in environ.items() if not (name.startswith("KPROXY_") and "__" in name)}

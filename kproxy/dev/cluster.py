@@ -1,0 +1,211 @@
+"""A whole kproxy on this machine: etcd, reference brokers and a proxy, each a process of its own.
+
+States: STOPPED --start()--> RUNNING --a process ends by itself--> BROKEN (which `wait` reports) --stop()--> STOPPED.
+A `start` that fails has stopped all it started before it raises.
+
+Invariants
+1. Start order is etcd, brokers, proxy; stop order is the reverse: whoever still has work finds what it needs.
+2. The addresses for clients are tried before anything is started, so that a taken port leaves no trace.
+3. Topics and records are in `data_dir` and are there again at the next start; ports may differ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kproxy.config import DEFAULT_PREFIX, Address, parse_address
+from kproxy.dev.child import Child, ParentPipe
+from kproxy.dev.data_dir import ClusterDir
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy.errors import StartupError
+
+MAX_BROKERS = 100
+READY_TIMEOUT_S = 60.0
+# The proxy drains for up to 10 s, a broker brings its logs to the disk; more than that is a hang.
+STOP_TIMEOUT_S = 15.0
+
+
+class ChildEnded(Exception):
+    """A process of the cluster ended by itself; `last_lines` are the end of its log."""
+
+    def __init__(self, name: str, status: int, log_path: Path, last_lines: list[str]) -> None:
+        how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+        super().__init__(f"the {name} {how}; its log is {log_path}")
+        self.last_lines = last_lines
+
+
+class DevCluster:
+    """`brokers` reference brokers behind one proxy. Use as `async with`; what fails to start is a StartupError.
+
+    `listen` and `admin` are `HOST:PORT`, port 0 any free one, `admin` None no admin page; `lease_ttl_s` in seconds.
+    `on_step` is told of each part that has come up. After the start: `kafka` and `admin` (`HOST:PORT`), `etcd` (URL),
+    `broker_pids` and `broker_addresses` by node id, `proxy_pid`.
+    """
+
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        brokers: int = 3,
+        listen: str = "127.0.0.1:0",
+        admin: str | None = "127.0.0.1:0",
+        lease_ttl_s: int = 10,
+        on_step: Callable[[str], None] | None = None,
+    ) -> None:
+        if not 1 <= brokers <= MAX_BROKERS:
+            raise StartupError(f"--brokers {brokers} is not possible: give a number from 1 to {MAX_BROKERS}.")
+        self.data_dir = Path(data_dir)
+        self.kafka = self.admin = self.etcd = ""
+        self.broker_addresses: dict[int, str] = {}
+        self._brokers_wanted = brokers
+        self._listen = parse_address(listen, "--listen")
+        self._admin = parse_address(admin, "--admin") if admin is not None else None
+        self._lease_ttl_s = lease_ttl_s
+        self._on_step = on_step or (lambda _: None)
+        self._dir: ClusterDir | None = None
+        self._pipe: ParentPipe | None = None
+        self._etcd: EmbeddedEtcd | None = None
+        self._brokers: dict[int, Child] = {}
+        self._proxy: Child | None = None
+
+    @property
+    def broker_pids(self) -> dict[int, int]:
+        return {node_id: child.pid for node_id, child in self._brokers.items()}
+
+    @property
+    def proxy_pid(self) -> int:
+        return self._proxy.pid if self._proxy is not None else 0
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Start everything and return when the proxy serves."""
+        if self._dir is not None:
+            raise RuntimeError("this cluster has been started and not stopped")
+        await check_free(self._listen, "--listen")
+        if self._admin is not None:
+            await check_free(self._admin, "--admin")
+        self._dir = ClusterDir.open(self.data_dir, self._brokers_wanted)
+        try:
+            self._pipe = ParentPipe()
+            await self._start_etcd()
+            await self._start_brokers(self._pipe)
+            await self._start_proxy(self._pipe)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def wait(self) -> None:
+        """Until a process of the cluster ends by itself: ChildEnded."""
+        if self._etcd is None or self._proxy is None:
+            raise RuntimeError("this cluster has not been started")
+        ends: dict[asyncio.Task[int], Child | None] = {asyncio.ensure_future(self._etcd.wait()): None}
+        for child in (self._proxy, *self._brokers.values()):
+            ends[asyncio.ensure_future(child.wait())] = child
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in ends:
+                task.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
+        first = next(iter(done))
+        ended = ends[first]
+        if ended is None:
+            raise ChildEnded("etcd", first.result(), self._etcd.log_path, [])
+        raise ChildEnded(ended.name, first.result(), ended.log_path, ended.last_lines(10))
+
+    async def stop(self) -> None:
+        """Stop everything that runs, clients of something before it; done when all processes are gone."""
+        try:
+            await self._stop_children()
+        finally:
+            if self._etcd is not None:
+                await self._etcd.stop()
+                self._etcd = None
+            if self._pipe is not None:
+                self._pipe.close()
+                self._pipe = None
+            if self._dir is not None:
+                self._dir.close()
+                self._dir = None
+
+    async def _stop_children(self) -> None:
+        if self._proxy is not None:
+            await self._proxy.stop(STOP_TIMEOUT_S)
+            self._proxy = None
+        await asyncio.gather(*(child.stop(STOP_TIMEOUT_S) for child in self._brokers.values()))
+        self._brokers.clear()
+
+    async def _start_etcd(self) -> None:
+        self._etcd = EmbeddedEtcd(self.data_dir / "etcd")
+        await self._etcd.start()
+        self.etcd = self._etcd.endpoint
+        self._on_step(f"etcd      {self.etcd}")
+
+    async def _start_brokers(self, pipe: ParentPipe) -> None:
+        for node_id in range(1, self._brokers_wanted + 1):
+            arguments = ["broker", "--node-id", str(node_id), "--listen", "127.0.0.1:0", "--etcd", self.etcd]
+            arguments += ["--prefix", DEFAULT_PREFIX, "--lease-ttl", str(self._lease_ttl_s)]
+            arguments += ["--data-dir", str(self.data_dir / f"broker-{node_id}")]
+            child = self._child(f"broker {node_id}", arguments, f"broker-{node_id}", pipe)
+            self._brokers[node_id] = child
+            await child.start()
+        ready = {
+            node_id: asyncio.ensure_future(child.wait_ready(READY_TIMEOUT_S))
+            for node_id, child in self._brokers.items()
+        }
+        try:
+            # The first that fails ends the wait, by its own error and not by a group of them.
+            await asyncio.wait(ready.values(), return_when=asyncio.FIRST_EXCEPTION)
+            for node_id, fields in ready.items():
+                if fields.done():
+                    self.broker_addresses[node_id] = fields.result()["kafka"]
+                    self._on_step(f"broker {node_id:<2} {self.broker_addresses[node_id]}")
+        finally:
+            for waiting in ready.values():
+                waiting.cancel()
+            await asyncio.gather(*ready.values(), return_exceptions=True)
+
+    async def _start_proxy(self, pipe: ParentPipe) -> None:
+        arguments = ["serve", "--listen", str(self._listen), "--etcd", self.etcd, "--prefix", DEFAULT_PREFIX]
+        if self._admin is not None:
+            arguments += ["--admin", str(self._admin)]
+        self._proxy = self._child("proxy", arguments, "proxy", pipe)
+        await self._proxy.start()
+        fields = await self._proxy.wait_ready(READY_TIMEOUT_S)
+        self.kafka, self.admin = fields["kafka"], fields.get("admin", "")
+        self._on_step(f"proxy     {self.kafka}")
+
+    def _child(self, name: str, arguments: list[str], log_name: str, pipe: ParentPipe) -> Child:
+        return Child(name, arguments, self.data_dir / "logs" / f"{log_name}.log", pipe)
+
+
+async def check_free(address: Address, flag: str) -> None:
+    """StartupError where nobody could listen there."""
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise StartupError(f"{flag} {address}: there is no such host here ({error.strerror}).") from error
+    for family, kind, protocol, _, where in found[:1]:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(where)
+            except OSError as error:
+                raise StartupError(
+                    f"{flag} {address}: port {address.port} cannot be listened on ({error.strerror}): stop what uses "
+                    f"it, or give another {flag}, for example {flag} {Address(address.host, 0)} for any free port."
+                ) from error
