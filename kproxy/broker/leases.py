@@ -12,8 +12,8 @@ Transitions
   led -> absent         our key is gone or another's, the lease is lost, the topic is deleted
 
 Who may take a partition: where it has a state, the members of its ISR, which with one replica is the log's holder.
-Where it has none it was never written: its first replica takes it at once, any broker on a client's touch if that one
-is dead.
+Where it has none it was never written: its first replica takes it at once or, if that one is dead, the live broker that
+rendezvous hashing names; any broker may on a client's touch while the first replica is dead.
 
 Invariants
 1. A partition is led only between a Txn that succeeded and the first sign that its key is gone; what was held in memory
@@ -26,6 +26,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
@@ -185,7 +186,17 @@ class PartitionLeaseManager:
         if state is not None:
             return self._node_id in state.isr
         preferred = topic.replicas[key.partition_index][0]
-        return preferred == self._node_id or (touched and preferred not in self._view.brokers)
+        if preferred in self._view.brokers or preferred == self._node_id:
+            return preferred == self._node_id
+        return touched or self._is_next_best(key)
+
+    def _is_next_best(self, key: PartitionKey) -> bool:
+        """Whether this broker stands in for a dead first replica. All come to the same answer, and it spreads."""
+
+        def weight(node_id: int) -> bytes:
+            return hashlib.blake2b(f"{key.topic}/{key.partition_index}/{node_id}".encode(), digest_size=8).digest()
+
+        return max(self._view.brokers, key=weight, default=-1) == self._node_id
 
     def _acquire_shared(self, key: PartitionKey) -> asyncio.Task[Partition | None]:
         task = self._acquiring.get(key)
@@ -294,6 +305,7 @@ class PartitionLeaseManager:
         elif change.kind is Kind.BROKER:
             if change.node_id == self._node_id:
                 self._check_identity()
+            self._want_all()
         elif change.kind is Kind.TOPIC:
             if change.deleted is not None:
                 self._forget(change.deleted)

@@ -5,7 +5,6 @@
   version 4 on) and the broker allow it; the answer waits a few seconds for its leaders. Else
   UNKNOWN_TOPIC_OR_PARTITION.
 - A name that may not be: INVALID_TOPIC_EXCEPTION. By topic id from version 12 on; unknown: UNKNOWN_TOPIC_ID.
-- A partition that nobody ever took is taken, if it is ours to take: a client that knows no leader would touch nobody.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from codec import control, error_codes
 from codec.api_keys import METADATA
 from kproxy.broker.apis.describe import controller_id, describe_brokers, describe_partition
 from kproxy.broker.cluster import Topic
-from kproxy.broker.context import LEADERS_TIMEOUT_S, TAKE_TIMEOUT_S, Body, Broker, Request
-from kproxy.broker.keys import PartitionKey
+from kproxy.broker.context import LEADERS_TIMEOUT_S, Body, Broker, Request
 from kproxy.broker.topics import check_name
 
 API_KEY = METADATA
@@ -32,20 +30,14 @@ _CONCURRENT_CREATIONS = 8
 
 
 def handle(broker: Broker, request: Request) -> Body | Awaitable[Body]:
-    """Answer at once, unless topics are to be created or partitions taken first."""
+    """Answer at once, unless topics are to be created first."""
     message = control.decode_request(API_KEY, request.header.api_version, request.body)
     version = message.version
     names = _names(broker, message)
     missing = [name for name in names if name not in broker.view.topics and check_name(name) is None]
     may_create = broker.config.auto_create_topics and (version < 4 or message.allow_auto_topic_creation)
     to_create = list(dict.fromkeys(missing)) if may_create and not broker.leases.stopping else []
-    wanted = [
-        (name.encode(), range(len(broker.view.topics[name].replicas))) for name in names if name in broker.view.topics
-    ]
-    takeable = broker.takeable(wanted)
-    if to_create or takeable:
-        return _prepare_and_describe(broker, message, to_create, takeable)
-    return _describe(broker, message)
+    return _create_and_describe(broker, message, to_create) if to_create else _describe(broker, message)
 
 
 def _names(broker: Broker, message: control.Message) -> list[str]:
@@ -55,9 +47,7 @@ def _names(broker: Broker, message: control.Message) -> list[str]:
     return [asked.name for asked in message.topics if asked.name is not None]
 
 
-async def _prepare_and_describe(
-    broker: Broker, message: control.Message, to_create: list[str], takeable: list[PartitionKey]
-) -> Body:
+async def _create_and_describe(broker: Broker, message: control.Message, to_create: list[str]) -> Body:
     slots = asyncio.Semaphore(_CONCURRENT_CREATIONS)
 
     async def create(name: str) -> None:
@@ -65,7 +55,6 @@ async def _prepare_and_describe(
             await broker.topics.create(name)
 
     await asyncio.gather(*(create(name) for name in to_create))
-    await broker.leases.take(takeable, TAKE_TIMEOUT_S)
     await broker.view.wait_until(lambda: all(map(broker.view.is_fully_owned, to_create)), LEADERS_TIMEOUT_S)
     return _describe(broker, message)
 
