@@ -38,19 +38,8 @@ def command(context: click.Context, /, config: Path | None, **flags: str | int |
     """
     start_logging(context)
     options = load_proxy_config(config, flags=flags)
-    import msgspec
-
     from kproxy.dev.orphan import end_with_parent
-    from kproxy.proxy.context import Limits
-    from kproxy.proxy.run import ProxySettings, run_proxy
+    from kproxy.proxy.run import run_proxy
 
     end_with_parent()
-    settings = ProxySettings(
-        etcd=options.etcd,
-        listen=options.listen,
-        advertise=options.advertise,
-        admin=options.admin,
-        prefix=options.prefix,
-        limits=Limits(**msgspec.structs.asdict(options.limits)),
-    )
-    return run_async(lambda: run_proxy(settings))
+    return run_async(lambda: run_proxy(options))

@@ -122,8 +122,9 @@ class LiveTable:
         if self._last is None:
             self._live.update(said, refresh=True)
             return
-        room = max(1, self._console.size.height - _FRAME_LINES - 2)
-        self._live.update(Group(_boxed(self._last, list(rows_of(self._last)), room), said), refresh=True)
+        room = max(1, self._console.size.height - _FRAME_LINES - 3)
+        last = Text("As last told:", style="red")
+        self._live.update(Group(last, _boxed(self._last, list(rows_of(self._last)), room), said), refresh=True)
 
 
 def _boxed(table: TablePage, rows: list[Row], room: int | None = None) -> Group:

@@ -9,6 +9,7 @@ from random import Random
 from typing import Protocol
 
 from codec.framing import ReceiveArena
+from kproxy.config import Limits
 from kproxy.routing.topology import Address, Topology
 
 
@@ -18,23 +19,6 @@ class OwnershipSource(Protocol):
     def refresh(self, topic: bytes, partition_index: int, seen_revision: int) -> Awaitable[object]:
         """Read one partition's owner anew, after a broker refused a request routed at `seen_revision`; coalesced."""
         ...
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bounds of one listener: bytes, seconds, milliseconds, counts."""
-
-    max_request_bytes: int = 100 << 20
-    max_control_request_bytes: int = 1 << 20
-    max_answer_bytes: int = 128 << 20
-    max_connections: int = 10_000
-    max_in_flight_bytes: int = 64 << 20
-    max_open_requests: int = 1_000
-    connect_timeout_s: float = 1.0
-    control_timeout_s: float = 30.0
-    control_attempt_s: float = 5.0
-    deadline_cap_ms: int = 120_000
-    drain_s: float = 10.0
 
 
 @dataclass(frozen=True)

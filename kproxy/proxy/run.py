@@ -8,16 +8,16 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from kproxy.config import ProxyConfig
 from kproxy.errors import StartupError
 from kproxy.observe.admin import AdminPage
 from kproxy.observe.table import TableView
 from kproxy.ownership.etcd import EtcdClient, EtcdError
 from kproxy.ownership.leases import LeaseTable
-from kproxy.proxy.context import Identity, Limits, ProxyContext
+from kproxy.proxy.context import Identity, ProxyContext
 from kproxy.proxy.server import Listener
 from kproxy.routing.topology import Topology
 
@@ -26,26 +26,11 @@ SYNC_TIMEOUT_S = 30.0
 ALONE_NODE_ID = 1_000_000
 
 
-@dataclass(frozen=True)
-class ProxySettings:
-    """`kproxy serve`'s options; addresses are (host, port), port 0 means any free one.
-
-    `advertise` is what clients are told, the address listened on where it is None (its port 0: the port listened on).
-    """
-
-    etcd: tuple[str, ...]
-    listen: tuple[str, int] = ("127.0.0.1", 9092)
-    advertise: tuple[str, int] | None = None
-    admin: tuple[str, int] | None = None
-    prefix: str = "/kafscale"
-    limits: Limits = field(default_factory=Limits)
-
-
-async def run_proxy(settings: ProxySettings) -> None:
+async def run_proxy(config: ProxyConfig) -> None:
     """Serve until SIGTERM or SIGINT. Raises StartupError."""
     stop = asyncio.Event()
     with _stop_signals(stop.set):
-        serving = asyncio.create_task(_serve(settings))
+        serving = asyncio.create_task(_serve(config))
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
         await _cancel(stopping)
@@ -54,23 +39,23 @@ async def run_proxy(settings: ProxySettings) -> None:
         await _cancel(serving)
 
 
-async def _serve(settings: ProxySettings) -> None:
+async def _serve(config: ProxyConfig) -> None:
     """Serve until cancelled; then drain."""
     async with contextlib.AsyncExitStack() as stack:
         topology = Topology()
-        client = EtcdClient(settings.etcd)
-        table = LeaseTable(client, settings.prefix, topology)
-        host, port = settings.advertise or settings.listen
-        listener = Listener(settings.limits)
-        bound_port = await listener.bind(*settings.listen)
+        client = EtcdClient(config.etcd)
+        table = LeaseTable(client, config.prefix, topology)
+        host, port = config.advertise or config.listen
+        listener = Listener(config.limits)
+        bound_port = await listener.bind(*config.listen)
         identity = Identity(ALONE_NODE_ID, host, port or bound_port)
         admin = AdminPage(
             table=lambda: TableView(topology, table.age_s, table.stale),
             not_ready=lambda: listener.not_ready,
         )
         ready = f"ready kafka={identity.host}:{identity.port}"
-        if settings.admin is not None:
-            admin_host, admin_port = settings.admin
+        if config.admin is not None:
+            admin_host, admin_port = config.admin
             stack.push_async_callback(admin.stop)
             ready += f" admin={admin_host}:{await admin.start(admin_host, admin_port)}"
         stack.push_async_callback(client.close)
@@ -88,7 +73,7 @@ async def _serve(settings: ProxySettings) -> None:
             raise StartupError(f"{error} Start etcd, or give its address with --etcd.") from error
         stack.push_async_callback(listener.stop)
         await listener.serve(
-            ProxyContext(topology, table, identity, settings.limits, time.monotonic, Random())  # noqa: S311
+            ProxyContext(topology, table, identity, config.limits, time.monotonic, Random())  # noqa: S311
         )
         sys.stdout.write(f"{ready} etcd={client.endpoints}\n")
         sys.stdout.flush()

@@ -18,9 +18,10 @@ import contextlib
 
 import structlog
 
+from kproxy.config import Limits
 from kproxy.errors import StartupError
 from kproxy.proxy.client_session import ClientSession
-from kproxy.proxy.context import Limits, ProxyContext
+from kproxy.proxy.context import ProxyContext
 
 log = structlog.get_logger(__name__)
 
