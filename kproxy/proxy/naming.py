@@ -57,8 +57,9 @@ def _describe_topic_partitions(answer: Message, identity: Identity) -> None:
     for topic in answer.topics:
         for partition in topic.partitions:
             _lead(partition, identity)
-            partition.eligible_leader_replicas = None
-            partition.last_known_elr = None
+            # Empty, not null: kafka-clients 3.9 reads them without asking.
+            partition.eligible_leader_replicas = []
+            partition.last_known_elr = []
 
 
 def _find_coordinator(answer: Message, identity: Identity) -> None:
