@@ -6,7 +6,7 @@ A page is taken in one step and so consistent at its own `revision`; who reads s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -102,3 +102,15 @@ def _place(text: str) -> tuple[bytes, int]:
     if not slash or not topic or not (partition.isascii() and partition.isdigit() and len(partition) <= 9):
         raise ValueError("after is topic/partition, the next of the page before")
     return topic.encode(), int(partition)
+
+
+def merge_pages(pages: Sequence[TablePage]) -> TablePage:
+    """Consecutive pages as one; how current it is as the last page says."""
+    topics: list[TopicRows] = []
+    for page in pages:
+        for topic in page.topics:
+            if topics and topics[-1].name == topic.name:
+                topics[-1] = TopicRows(topic.name, topics[-1].partitions + topic.partitions)
+            else:
+                topics.append(topic)
+    return msgspec.structs.replace(pages[-1], topics=topics, next=None)

@@ -1,0 +1,20 @@
+"""What every test may ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.dev import KproxyProcess, dev_arguments, serving
+
+pytest_plugins = ["tests.support.rules", "tests.support.etcd"]
+
+
+@pytest.fixture(scope="session")
+def dev_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KproxyProcess]:
+    """One `kproxy dev` for the whole run, for tests that only use it: etcd, three brokers and the proxy."""
+    directory = tmp_path_factory.mktemp("dev")
+    with serving(dev_arguments(directory / "data"), directory / "stderr") as dev:
+        yield dev
+    assert dev.wait() == 0, dev.stderr()[-2000:]

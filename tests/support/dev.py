@@ -1,0 +1,137 @@
+"""`kproxy` commands as real processes: `kproxy dev` to test against, and any command to see how it ends."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+READY_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 45.0
+KPROXY = (sys.executable, "-P", "-m", "kproxy")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+def run_kproxy(
+    *arguments: str | Path, environ: Mapping[str, str] | None = None, timeout_s: float = READY_TIMEOUT_S
+) -> Ended:
+    """Run a command to its end; it is killed, and the test fails, where that takes too long."""
+    done = subprocess.run(
+        [*KPROXY, *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**os.environ, **(environ or {})},
+        check=False,
+    )
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+class KproxyProcess:
+    """A command that serves. Its stderr goes to a file, as it may be long."""
+
+    def __init__(self, arguments: Sequence[str | Path], stderr_path: Path) -> None:
+        self.stderr_path = stderr_path
+        with stderr_path.open("wb") as stderr:
+            self._process = subprocess.Popen(
+                [*KPROXY, *map(str, arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                start_new_session=True,
+            )
+        self.fields: dict[str, str] = {}
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def kafka(self) -> str:
+        return self.fields["kafka"]
+
+    @property
+    def admin(self) -> str:
+        return self.fields["admin"]
+
+    @property
+    def etcd(self) -> str:
+        return self.fields["etcd"]
+
+    def stderr(self) -> str:
+        return self.stderr_path.read_text()
+
+    def read_line(self, timeout_s: float = READY_TIMEOUT_S) -> str:
+        """Its next line on stdout; empty at its end."""
+        assert self._process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            assert selector.select(timeout_s), f"no line within {timeout_s} s; {self.stderr()[-2000:]}"
+        return self._process.stdout.readline()
+
+    def wait_ready(self) -> None:
+        line = self.read_line()
+        assert line.startswith("ready "), f"{line!r}; {self.stderr()[-2000:]}"
+        self.fields = dict(field.partition("=")[::2] for field in line.split()[1:])
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.pid).children(recursive=True)
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def wait(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        return self._process.wait(timeout_s)
+
+    def stop(self) -> int:
+        """Ctrl-C, and kill -9 where that does not end it in time; the exit status."""
+        if self._process.poll() is None:
+            self.signal(signal.SIGINT)
+        try:
+            return self.wait()
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self.wait()
+        finally:
+            if self._process.stdout is not None:
+                self._process.stdout.close()
+
+
+@contextmanager
+def serving(arguments: Sequence[str | Path], stderr_path: Path) -> Iterator[KproxyProcess]:
+    """A command that has printed its ready line, stopped at the end of the block if it still runs."""
+    process = KproxyProcess(arguments, stderr_path)
+    try:
+        process.wait_ready()
+        yield process
+    finally:
+        process.stop()
+
+
+def dev_arguments(data_dir: Path, *more: str) -> list[str | Path]:
+    """`kproxy dev` on free ports."""
+    return ["dev", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--data-dir", data_dir, *more]
+
+
+def gone(processes: Sequence[psutil.Process], timeout_s: float = 15.0) -> bool:
+    """Whether all of them end in time."""
+    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+    return not alive

@@ -1,0 +1,107 @@
+"""What holds for every test, as a pytest plugin.
+
+1. With KPROXY_TEST_REQUIRE=all a skipped test fails: where everything should be there, nothing is passed over. An
+   expected failure is no skip.
+2. No test leaves a process behind. All processes inherit a mark of this run in their environment; those that still have
+   it when every fixture is torn down are named, ended by their ids, and fail the run.
+3. Coroutines run on uvloop, as the product does; KPROXY_TEST_LOOP=asyncio takes asyncio's own loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import uuid
+from collections.abc import Generator, Iterator
+
+import psutil
+import pytest
+
+REQUIRE = "KPROXY_TEST_REQUIRE"
+LOOP = "KPROXY_TEST_LOOP"
+RUN_MARK = "KPROXY_TEST_RUN"
+# A process that was told to end may take a moment to be gone.
+LEFT_BEHIND_GRACE_S = 5.0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    wanted = os.environ.get(LOOP, "uvloop")
+    if wanted not in ("uvloop", "asyncio"):
+        raise pytest.UsageError(f"{LOOP} is uvloop or asyncio, not {wanted!r}")
+    if wanted == "uvloop":
+        import uvloop
+
+        asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    if os.environ.get(REQUIRE, "") not in ("", "all"):
+        raise pytest.UsageError(f"{REQUIRE} is all or nothing, not {os.environ[REQUIRE]!r}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail"):
+        _fail_where_required(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    if report.skipped:
+        _fail_where_required(report)
+    return report
+
+
+def _fail_where_required(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if os.environ.get(REQUIRE) != "all":
+        return
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    report.outcome = "failed"
+    report.longrepr = f"{REQUIRE}=all, and this was skipped: {reason}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_process_left_behind() -> Iterator[None]:
+    """Set up before every other fixture, and so torn down after them."""
+    mark = uuid.uuid4().hex
+    os.environ[RUN_MARK] = mark
+    yield
+    del os.environ[RUN_MARK]
+    left = marked_processes(mark)
+    deadline = time.monotonic() + LEFT_BEHIND_GRACE_S
+    while left and time.monotonic() < deadline:
+        time.sleep(0.1)
+        left = marked_processes(mark)
+    described = [describe(process) for process in left]
+    for process in left:
+        process.kill()
+    assert not described, "processes left behind by the tests: " + "; ".join(described)
+
+
+def marked_processes(mark: str) -> list[psutil.Process]:
+    """The living processes, wherever they hang, that a test run with this mark has started."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if (
+                process.pid != os.getpid()
+                and process.environ().get(RUN_MARK) == mark
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
+                found.append(process)
+        except (psutil.AccessDenied, psutil.NoSuchProcess):
+            # Another user's, or gone: not one of ours that lives.
+            continue
+    return found
+
+
+def describe(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} {' '.join(process.cmdline())[:200]}"
+    except psutil.Error:
+        return str(process.pid)

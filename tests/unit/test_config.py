@@ -1,0 +1,198 @@
+"""Options come from flags, environment and file, in this order; what is wrong is said with its source and a way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kproxy.config import (
+    Address,
+    Limits,
+    ProxyConfig,
+    advertised,
+    load_proxy_config,
+    load_settings,
+    parse_address,
+    split_list,
+)
+from kproxy.errors import StartupError
+
+ETCD = {"etcd": "http://127.0.0.1:2379"}
+
+
+def load(toml: str = "", tmp_path: Path | None = None, **given: object) -> ProxyConfig:
+    """With `flags` and `environ` as keywords; an etcd where the case names none."""
+    file = None
+    if tmp_path is not None:
+        file = tmp_path / "kproxy.toml"
+        file.write_text(toml)
+    flags = {**({} if "etcd" in toml else ETCD), **given.get("flags", {})}  # type: ignore[dict-item]
+    return load_proxy_config(file, flags=flags, environ=given.get("environ", {}))  # type: ignore[arg-type]
+
+
+def error_of(toml: str, tmp_path: Path, **given: object) -> str:
+    with pytest.raises(StartupError) as raised:
+        load(toml, tmp_path, **given)
+    sentence = str(raised.value)
+    assert "\n" not in sentence
+    return sentence
+
+
+ADDRESSES = {
+    "127.0.0.1:9092": Address("127.0.0.1", 9092),
+    "localhost:0": Address("localhost", 0),
+    "kafka.example.org:65535": Address("kafka.example.org", 65535),
+    "[::1]:9092": Address("::1", 9092),
+    "[fe80::1%eth0]:1": Address("fe80::1%eth0", 1),
+    " 127.0.0.1:1 ": Address("127.0.0.1", 1),
+}
+
+
+@pytest.mark.parametrize(("text", "address"), ADDRESSES.items())
+def test_an_address_is_read_and_written_back(text: str, address: Address) -> None:
+    assert parse_address(text, "--listen") == address
+    assert str(address) == text.strip()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("localhost", "no port"),
+        ("", "no port"),
+        (":9092", "no usable host"),
+        ("[]:9092", "no usable host"),
+        ("a b:9092", "no usable host"),
+        ("http://localhost:9092", "IPv6"),
+        ("::1:9092", "brackets"),
+        ("localhost:", "no usable port"),
+        ("localhost:65536", "no usable port"),
+        ("localhost:-1", "no usable port"),
+        ("localhost:http", "no usable port"),
+        ("localhost:٣", "no usable port"),
+        ("localhost:1e3", "no usable port"),
+    ],
+)
+def test_what_is_no_address_is_refused_by_name(text: str, reason: str) -> None:
+    with pytest.raises(StartupError, match=rf"^--listen: .*{reason}"):
+        parse_address(text, "--listen")
+
+
+def test_lists_are_written_with_commas_or_as_lists() -> None:
+    assert split_list("a:1, b:2", "--etcd") == ("a:1", "b:2")
+    assert split_list(["a:1", "b:2"], "--etcd") == ("a:1", "b:2")
+    for empty in ("", "a,,b", [], ["a", ""]):
+        with pytest.raises(StartupError, match=r"^--etcd: "):
+            split_list(empty, "--etcd")
+
+
+def test_an_address_that_is_every_address_cannot_be_told_to_clients() -> None:
+    assert advertised(Address("127.0.0.1", 1), None) is None
+    assert advertised(Address("0.0.0.0", 1), Address("kafka", 2)) == Address("kafka", 2)
+    with pytest.raises(StartupError, match="--advertise"):
+        advertised(Address("::", 1), None)
+    with pytest.raises(StartupError, match="--advertise"):
+        advertised(Address("127.0.0.1", 1), Address("0.0.0.0", 2))
+
+
+def test_without_options_the_defaults_hold() -> None:
+    config = load()
+    assert config == ProxyConfig(
+        Address("127.0.0.1", 9092), None, None, ("http://127.0.0.1:2379",), "/kafscale", Limits()
+    )
+
+
+def test_flags_win_over_the_environment_over_the_file(tmp_path: Path) -> None:
+    toml = '[listen]\nlisten = "file:1"\nadmin = "file:2"\nadvertise = "file:3"\n'
+    environ = {"KPROXY_LISTEN__LISTEN": "env:1", "KPROXY_LISTEN__ADMIN": "env:2"}
+    config = load(toml, tmp_path, environ=environ, flags={"listen": "flag:1", "admin": None})
+    assert (config.listen.host, config.admin, config.advertise) == ("flag", Address("env", 2), Address("file", 3))
+    settings = load_settings(tmp_path / "kproxy.toml", environ=environ, flags={"listen": "flag:1"})
+    sources = [settings[f"listen.{key}"].source for key in ("listen", "admin", "advertise", "workers")]
+    assert sources == [
+        "--listen",
+        "KPROXY_LISTEN__ADMIN",
+        f"listen.advertise in {tmp_path / 'kproxy.toml'}",
+        "default",
+    ]
+
+
+def test_limits_are_numbers_wherever_they_come_from(tmp_path: Path) -> None:
+    config = load("[limits]\nmax_connections = 5\ndrain_s = 2\n", tmp_path, environ={"KPROXY_LIMITS__DRAIN_S": "0.5"})
+    assert (config.limits.max_connections, config.limits.drain_s) == (5, 0.5)
+
+
+def test_etcd_may_be_a_list_in_the_file(tmp_path: Path) -> None:
+    assert load('[ownership]\netcd = ["http://a:1", "http://b:2"]', tmp_path).etcd == ("http://a:1", "http://b:2")
+    assert load('[ownership]\netcd = "http://a:1,http://b:2"', tmp_path).etcd == ("http://a:1", "http://b:2")
+
+
+def test_variables_that_are_no_key_paths_are_no_configuration() -> None:
+    assert load(environ={"KPROXY_DEBUG": "1", "KPROXYLISTEN__X": "1", "LISTEN__LISTEN": "x"}) == load()
+
+
+UNKNOWN = [
+    ("[limits]\nmax_conections = 5", {}, "limits.max_conections", "limits.max_connections"),
+    ("[listen]\netcd = 'a:1'", {}, "listen.etcd", "ownership.etcd"),
+    ("[limit]\nmax_connections = 5", {}, "[limit]", "[limits]"),
+    ("listen = '127.0.0.1:1'", {}, "listen", "[listen]"),
+    ("lisen = '127.0.0.1:1'", {}, "lisen", "[listen]"),
+    ("", {"KPROXY_LISTEN__LISTN": "x"}, "KPROXY_LISTEN__LISTN", "KPROXY_LISTEN__LISTEN"),
+]
+
+
+@pytest.mark.parametrize(("toml", "environ", "unknown", "nearest"), UNKNOWN)
+def test_an_unknown_key_is_an_error_that_names_the_nearest(
+    tmp_path: Path, toml: str, environ: dict[str, str], unknown: str, nearest: str
+) -> None:
+    sentence = error_of(toml, tmp_path, environ=environ)
+    assert f"unknown key {unknown} in " in sentence
+    assert sentence.endswith(f"did you mean {nearest}?")
+
+
+WRONG = [
+    ("[limits]\nmax_connections = 0", {}, {}, ["limits.max_connections in", ">= 1"]),
+    ("[limits]\nmax_connections = '5'", {}, {}, ["limits.max_connections in", "expected `int`"]),
+    ("[limits]\nmax_connections = 1.5", {}, {}, ["limits.max_connections in", "expected `int`"]),
+    ("[limits]\ndrain_s = nan", {}, {}, ["limits.drain_s in"]),
+    ("[limits]\ndrain_s = inf", {}, {}, ["limits.drain_s in"]),
+    ("[listen]\nlisten = 9092", {}, {}, ["listen.listen in", "expected `str`"]),
+    ("", {"KPROXY_LIMITS__MAX_CONNECTIONS": "many"}, {}, ["KPROXY_LIMITS__MAX_CONNECTIONS", "'many'"]),
+    ("", {"KPROXY_LISTEN__LISTEN": "nowhere"}, {}, ["KPROXY_LISTEN__LISTEN", "no port"]),
+    ("", {}, {"admin": "x:y"}, ["--admin", "port"]),
+    ("", {}, {"prefix": "kafscale"}, ["--prefix", "/kafscale"]),
+    ("", {}, {"listen": "0.0.0.0:9092"}, ["0.0.0.0", "--advertise"]),
+    ("", {}, {"ownership": "kafka"}, ["--ownership", "not there yet"]),
+    ("[ownership]\nownership = 'static'", {}, {}, ["ownership.ownership in", "not there yet"]),
+    ("", {}, {"ownership": "zookeeper"}, ["--ownership", "no ownership source"]),
+    ("", {}, {"workers": 2}, ["--workers", "not there yet"]),
+    ("", {}, {"bootstrap": "a:1"}, ["--bootstrap", "not there yet"]),
+    ("", {}, {"table": "owners.toml"}, ["--table", "not there yet"]),
+    ("[brokers]\n1 = 'a:1'", {}, {}, ["[brokers] in", "not there yet"]),
+    ("[[topics]]\nname = 't'", {}, {}, ["[topics] in", "not there yet"]),
+    ("[listen", {}, {}, ["--config", "is not TOML", "Expected"]),
+    ("[listen]\nlisten = 'a:1'\nlisten = 'b:1'", {}, {}, ["--config", "is not TOML"]),
+]
+
+
+@pytest.mark.parametrize(("toml", "environ", "flags", "parts"), WRONG)
+def test_a_wrong_value_is_named_with_its_source(
+    tmp_path: Path, toml: str, environ: dict[str, str], flags: dict[str, object], parts: list[str]
+) -> None:
+    sentence = error_of(toml, tmp_path, environ=environ, flags=flags)
+    assert [part for part in parts if part not in sentence] == [], sentence
+
+
+def test_etcd_has_to_be_named() -> None:
+    with pytest.raises(StartupError, match="--etcd"):
+        load_proxy_config(environ={})
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"missing\.toml cannot be read"):
+        load_proxy_config(tmp_path / "missing.toml", environ={})
+    with pytest.raises(StartupError, match="cannot be read"):
+        load_proxy_config(tmp_path, environ={})
+    (tmp_path / "latin.toml").write_bytes("# é".encode("latin-1"))
+    with pytest.raises(StartupError, match="UTF-8"):
+        load_proxy_config(tmp_path / "latin.toml", environ={})
