@@ -46,11 +46,12 @@ class LiveBroker(NamedTuple):
 
 
 class Topic(NamedTuple):
-    """A topic as created; `mod_revision` guards what is done on the strength of it."""
+    """A topic; `mod_revision` guards what is done on the strength of it."""
 
     name: str
     topic_id: uuid.UUID
     replicas: list[list[int]]
+    create_revision: int
     mod_revision: int
 
 
@@ -185,11 +186,14 @@ class ClusterView:
         return self._owners.entries.get(PartitionKey(topic, partition_index))
 
     def owner(self, topic: str, partition_index: int) -> int:
-        """The id of the live broker that owns the partition, or NO_OWNER."""
-        ownership = self.ownership(topic, partition_index)
-        if ownership is None or ownership.node_id not in self.brokers:
+        """The id of the live broker that owns the partition, or NO_OWNER.
+
+        A lease key older than the topic is a deleted namesake's, soon to be given up.
+        """
+        ownership, found = self.ownership(topic, partition_index), self.topics.get(topic)
+        if ownership is None or found is None or ownership.mod_revision < found.create_revision:
             return NO_OWNER
-        return ownership.node_id
+        return ownership.node_id if ownership.node_id in self.brokers else NO_OWNER
 
     def state(self, topic: Topic, partition_index: int) -> PartitionState | None:
         """The partition's state, if it is of this topic and not of an earlier one with its name."""
@@ -310,7 +314,7 @@ def _parse_topic(name: str, kv: KeyValue) -> Topic:
     value = decode_value(kv.value, TopicValue)
     if not value.replicas or len(value.replicas) > MAX_PARTITIONS_PER_TOPIC or not all(value.replicas):
         raise ValueError("a topic without partitions, or a partition without replicas")
-    return Topic(name, value.topic_id, value.replicas, kv.mod_revision)
+    return Topic(name, value.topic_id, value.replicas, kv.create_revision, kv.mod_revision)
 
 
 def _parse_state(_: PartitionKey, kv: KeyValue) -> PartitionState:

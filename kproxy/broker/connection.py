@@ -119,9 +119,9 @@ class ClientConnection(asyncio.BufferedProtocol):
     # Serving
 
     @property
-    def is_serving(self) -> bool:
-        """Whether a request is being worked on."""
-        return self._task is not None
+    def task(self) -> asyncio.Task[None] | None:
+        """The task that works on a request; None if none is being worked on."""
+        return self._task
 
     def _begin(self, frame: memoryview) -> None:
         """Serve a request in this very step if that can be done."""

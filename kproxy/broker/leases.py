@@ -33,28 +33,17 @@ from typing import Any
 import structlog
 
 from kproxy.broker.broker_lease import LeaseFence
-from kproxy.broker.cluster import Change, ClusterView, Kind, PartitionState, Topic
+from kproxy.broker.cluster import Change, ClusterView, Kind, Topic
 from kproxy.broker.data_dir import DataDir
-from kproxy.broker.keys import PartitionKey, StateValue, decode_value, encode_value
+from kproxy.broker.keys import PartitionKey
 from kproxy.broker.log import Log
 from kproxy.broker.partition import Partition
 from kproxy.broker.segment import LogFailed
-from kproxy.ownership.etcd import (
-    EtcdClient,
-    EtcdError,
-    LeaseLost,
-    TxnResult,
-    delete_op,
-    get_op,
-    key_absent,
-    lease_is,
-    mod_revision_is,
-    put_op,
-)
+from kproxy.broker.take_over import TakeOver
+from kproxy.ownership.etcd import EtcdClient, EtcdError, delete_op, lease_is
 
 CONCURRENT_ACQUISITIONS = 16
 SWEEP_INTERVAL_S = 3.0
-TXN_ATTEMPTS = 3
 _logger = structlog.get_logger(__name__)
 
 
@@ -233,66 +222,37 @@ class PartitionLeaseManager:
             return partition
 
     async def _take(self, key: PartitionKey, topic: Topic, log: Log, fence: LeaseFence) -> Partition | None:
-        """Put the lease key and the new state, or find out that they stand already. Raises EtcdError."""
-        state = self._view.state(topic, key.partition_index)
-        stored = self._view.stored_state(*key)
+        """Become the leader, if the transaction says so. Raises EtcdError, ValueError."""
+        state, stored = self._view.state(topic, key.partition_index), self._view.stored_state(*key)
         # The log's own word counts too: a restored etcd may remember an earlier epoch than was written with.
         leader_epoch = max(state.leader_epoch if state is not None else -1, log.last_leader_epoch) + 1
-        value = encode_value(StateValue(leader_epoch, [self._node_id], topic.topic_id))
-        result = await self._txn(key, topic, stored, value, fence)
-        revision = result.revision
-        if not result.succeeded:
-            lease_kvs, state_kvs = result.responses[0].kvs, result.responses[1].kvs
-            if not lease_kvs or not state_kvs or lease_kvs[0].lease_id != fence.lease_id:
-                return None
-            # An earlier Txn of ours did go through.
-            revision, value = lease_kvs[0].create_revision, state_kvs[0].value
-            leader_epoch = decode_value(value, StateValue).leader_epoch
-        if self._fence is not fence or not fence.is_live() or self.stopping:
+        stored_revision = stored.mod_revision if stored is not None else 0
+        take_over = TakeOver(self._client, self._keys, self._node_id, key, topic)
+        taken = await take_over.attempt(fence.lease_id, leader_epoch, stored_revision)
+        if taken is None or self._fence is not fence or not fence.is_live() or self.stopping:
             return None
         partition = Partition(
             topic.name,
             key.partition_index,
             topic.topic_id,
             log,
-            leader_epoch=leader_epoch,
-            fencing_token=revision,
+            leader_epoch=taken.leader_epoch,
+            fencing_token=taken.revision,
             fence=fence,
         )
         self.partitions[topic.name.encode(), key.partition_index] = partition
-        self._view.apply_put(self._keys.state(*key), value, lease_id=0, revision=revision)
-        owner = str(self._node_id).encode()
-        if not self._view.apply_put(self._keys.lease(*key), owner, lease_id=fence.lease_id, revision=revision):
+        self._view.apply_put(self._keys.state(*key), taken.state, lease_id=0, revision=taken.revision)
+        owner = take_over.owner
+        if not self._view.apply_put(self._keys.lease(*key), owner, lease_id=fence.lease_id, revision=taken.revision):
             self._check_still_led(key)
         _logger.info(
             "partition acquired",
             topic=topic.name,
             partition=key.partition_index,
-            leader_epoch=leader_epoch,
+            leader_epoch=taken.leader_epoch,
             log_end_offset=log.log_end_offset,
         )
         return partition
-
-    async def _txn(
-        self, key: PartitionKey, topic: Topic, stored: PartitionState | None, value: bytes, fence: LeaseFence
-    ) -> TxnResult:
-        lease_key, state_key = self._keys.lease(*key), self._keys.state(*key)
-        compares = [
-            key_absent(lease_key),
-            mod_revision_is(state_key, stored.mod_revision if stored is not None else 0),
-            mod_revision_is(self._keys.topic(topic.name), topic.mod_revision),
-        ]
-        puts = [put_op(lease_key, str(self._node_id).encode(), fence.lease_id), put_op(state_key, value)]
-        for attempt in range(1, TXN_ATTEMPTS + 1):
-            try:
-                return await self._client.txn(compares, puts, [get_op(lease_key), get_op(state_key)])
-            except LeaseLost:
-                raise
-            except EtcdError as error:
-                # Asked again, a Txn that did go through fails its comparison and shows our own key.
-                if not error.maybe_applied or attempt == TXN_ATTEMPTS:
-                    raise
-        raise AssertionError("unreachable")
 
     # Losing partitions
 

@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import signal
 import sys
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import structlog
@@ -35,6 +33,7 @@ from kproxy.broker.context import Body, Broker, Request
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.keys import BrokerValue, Keys
 from kproxy.broker.leases import PartitionLeaseManager
+from kproxy.broker.process import allow_many_files, stop_signals
 from kproxy.broker.producer_ids import ProducerIds
 from kproxy.broker.topics import TopicAdmin
 from kproxy.errors import StartupError
@@ -47,6 +46,7 @@ OWN_PARTITIONS_TIMEOUT_S = 10.0
 # Beyond its TTL, for etcd's own slack in expiring a predecessor's lease.
 PREDECESSOR_SLACK_S = 2.0
 DRAIN_TIMEOUT_S = 3.0
+LINGER_TIMEOUT_S = 1.0
 RECLAIM_PAUSE_S = 1.0
 BACKLOG = 1024
 _logger = structlog.get_logger(__name__)
@@ -55,6 +55,7 @@ _logger = structlog.get_logger(__name__)
 async def run_broker(config: BrokerConfig) -> None:
     """Run a reference broker until SIGTERM or SIGINT. Raises StartupError."""
     _check(config)
+    allow_many_files()
     data_dir = DataDir.open(config.data_dir, config.node_id, segment_bytes=config.segment_bytes)
     client = EtcdClient(config.etcd, timeout_s=config.etcd_timeout_s)
     try:
@@ -95,7 +96,7 @@ class _Server:
         """From start to stop."""
         listener = await self._bind()
         stop = asyncio.Event()
-        with _stop_signals(stop.set):
+        with stop_signals(stop.set):
             stopping = asyncio.create_task(stop.wait())
             starting = asyncio.create_task(self._start(listener))
             try:
@@ -115,7 +116,13 @@ class _Server:
         host, port = self._config.listen
         loop = asyncio.get_running_loop()
         try:
-            return await loop.create_server(self._connection, host, port, backlog=BACKLOG, start_serving=False)
+            listener = await loop.create_server(self._connection, host, port, backlog=BACKLOG, start_serving=False)
+            if port == 0 and len(listener.sockets) > 1:
+                # A name with several addresses: they shall all have the port that the first one got.
+                port = int(listener.sockets[0].getsockname()[1])
+                listener.close()
+                return await loop.create_server(self._connection, host, port, backlog=BACKLOG, start_serving=False)
+            return listener
         except OSError as error:
             raise StartupError(f"cannot listen on {host}:{port} ({error.strerror}): choose another --listen") from error
 
@@ -231,7 +238,7 @@ class _Server:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + DRAIN_TIMEOUT_S
         # Once in a process's life: not worth an event in every connection.
-        while any(each.is_serving for each in self._connections) and loop.time() < deadline:  # noqa: ASYNC110
+        while any(each.task is not None for each in self._connections) and loop.time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await asyncio.to_thread(self._leases.flush_all)
         failed = [task.exception() for task in self._tasks if task.done() and not task.cancelled()]
@@ -242,36 +249,30 @@ class _Server:
             raise failed[0]
 
     async def _end(self, listener: asyncio.Server, tasks: Sequence[asyncio.Task[Any]]) -> None:
+        """Let go of everything, whatever state it is in."""
         listener.close()
-        for connection in list(self._connections):
-            connection.close()
+        await self._close_connections()
         await _cancel([*self._tasks, *tasks])
         await self._leases.close()
+        if self._lease is not None:
+            await self._lease.revoke()
+
+    async def _close_connections(self) -> None:
+        """Give clients a moment to take their last answers."""
+        open_connections = list(self._connections)
+        working = [connection.task for connection in open_connections if connection.task is not None]
+        for connection in open_connections:
+            connection.close()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + LINGER_TIMEOUT_S
+        while self._connections and loop.time() < deadline:  # noqa: ASYNC110 - as in `_stop`
+            await asyncio.sleep(0.01)
         for connection in list(self._connections):
             connection.abort()
+        await _cancel(working)
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-@contextmanager
-def _stop_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` on SIGTERM and SIGINT."""
-    loop = asyncio.get_running_loop()
-    caught = (signal.SIGTERM, signal.SIGINT)
-    try:
-        for number in caught:
-            loop.add_signal_handler(number, stop)
-    except NotImplementedError:  # Windows: the loop is not told, so it is woken
-        for number in caught:
-            signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop))
-        yield
-        return
-    try:
-        yield
-    finally:
-        for number in caught:
-            loop.remove_signal_handler(number)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
 import uuid
+from pathlib import Path
 from typing import Any
 
 import confluent_kafka
@@ -15,8 +18,9 @@ from aiokafka import TopicPartition as AioTopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic  # type: ignore[attr-defined]
 
 from codec.record_batch import iterate_batches
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from tests.integration.test_broker_apis import fetch
-from tests.support.reference_broker import Cluster
+from tests.support.reference_broker import BrokerProcess, Cluster, wait_for
 
 pytest_plugins = ["tests.support.etcd", "tests.support.reference_broker"]
 
@@ -138,6 +142,66 @@ def test_offsets_by_time_are_found_by_a_client(cluster: Cluster, topic: str) -> 
     ends = consumer.end_offsets([partition])[partition]
     consumer.close()
     assert (found.offset, found.timestamp, ends) == (1, 2_000, 3)
+
+
+def test_an_idempotent_producer_lives_through_restarts_and_kill_9(
+    etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path
+) -> None:
+    """Every record acknowledged is there, once, in order, whatever happens to the one broker that has the partition."""
+    broker = BrokerProcess(1, tmp_path / "1", etcd.endpoint, etcd_prefix, lease_ttl_s=2).start()
+    broker.arguments.append(f"listen={broker.port}")  # a client knows no other address
+    acknowledged: list[int] = []
+    failures: list[Any] = []
+    stop = threading.Event()
+
+    def produce() -> None:
+        producer = confluent_kafka.Producer(
+            {"bootstrap.servers": broker.address, "enable.idempotence": True, "linger.ms": 2, "retry.backoff.ms": 50}
+        )
+        for number in itertools.count():
+            if stop.is_set():
+                break
+
+            def delivered(error: Any, _: Any, number: int = number) -> None:
+                (failures if error is not None else acknowledged).append(error or number)
+
+            producer.produce("t", partition=0, value=b"%d" % number, on_delivery=delivered)
+            producer.poll(0)
+            time.sleep(0.001)
+        assert producer.flush(30) == 0
+
+    thread = threading.Thread(target=produce)
+    thread.start()
+    try:
+        for ending in (broker.terminate, broker.kill):
+            count = len(acknowledged)
+            wait_for(lambda count=count: len(acknowledged) > count + 100, what="it is acknowledged again")
+            ending()
+            broker.start()
+        stop.set()
+        thread.join(40)
+        with broker.client() as client:
+            end = fetch(client, "t", max_wait_ms=0).high_watermark
+        read = [int(record.value()) for record in read_partition(broker, "t", end)]
+    finally:
+        stop.set()
+        broker.stop()
+    assert not failures
+    assert len(acknowledged) > 200
+    assert read == sorted(set(acknowledged)) == acknowledged
+
+
+def read_partition(broker: BrokerProcess, topic: str, end: int) -> list[Any]:
+    consumer = confluent_kafka.Consumer(
+        {"bootstrap.servers": broker.address, "group.id": "unused", "enable.auto.commit": False}
+    )
+    consumer.assign([confluent_kafka.TopicPartition(topic, 0, 0)])
+    read: list[Any] = []
+    deadline = time.monotonic() + 15
+    while len(read) < end and time.monotonic() < deadline:
+        read += [record for record in consumer.consume(1000, timeout=0.5) if record.error() is None]
+    consumer.close()
+    return read
 
 
 # What is not offered fails at once, and says so

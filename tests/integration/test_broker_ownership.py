@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import shutil
 import signal
 import time
@@ -373,3 +374,26 @@ async def test_a_damaged_log_takes_one_partition_out_of_service_and_no_other(bro
         assert client.produce("fine", 0, build_batch()).error_code == 0
         assert client.produce(TOPIC, 0, build_batch()).error_code == NOT_LEADER
     assert "a bad batch" in broker.log()
+
+
+async def test_many_partitions_are_taken_and_given_up_in_good_time(
+    etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path
+) -> None:
+    """More logs than the usual limit on open files allows."""
+    partitions = 1200
+    await keys.put_topic([[1]] * partitions)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    broker = BrokerProcess(1, tmp_path / "1", etcd.endpoint, keys.prefix)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))  # what the broker inherits
+        broker.start(wait=False)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        broker.wait_ready()
+        with broker.client() as client:
+            wait_for(lambda: -1 not in client.leaders(TOPIC).values(), timeout_s=20, what="all are led")
+            assert client.produce(TOPIC, partitions - 1, build_batch()).error_code == 0
+        assert broker.terminate() == 0
+        assert await keys.leases() == {}
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        broker.stop()

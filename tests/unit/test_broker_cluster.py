@@ -70,6 +70,15 @@ def test_an_owner_that_is_not_alive_owns_nothing() -> None:
     assert observed.view.ownership("t", 0) is not None
 
 
+def test_the_owner_of_a_deleted_namesake_owns_nothing() -> None:
+    observed = Observed(broker(1), topic(), kv(LEASE, b"1", 5, 7))
+    observed.tell(delete(KEYS.topic("t"), 11))
+    observed.tell(WatchEvent(False, topic(12, uuid.UUID(int=6))))
+    assert observed.view.owner("t", 0) == NO_OWNER
+    observed.tell(delete(LEASE, 13), put(LEASE, b"1", 14, 7))
+    assert observed.view.owner("t", 0) == 1
+
+
 def test_our_own_put_is_not_undone_by_an_older_deletion() -> None:
     observed = Observed(broker(1), topic(), kv(LEASE, b"1", 5, 3))
     assert observed.view.apply_put(LEASE, b"1", lease_id=7, revision=12)
