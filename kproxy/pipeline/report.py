@@ -1,0 +1,162 @@
+"""What the person at the terminal sees: bars while it works, one table at the end; plain lines where it is no terminal.
+
+Progress goes to stderr and the table to stdout: `kproxy demo > result.txt` keeps the result and still shows the work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Column, Table
+from rich.text import Text
+
+from kproxy.pipeline.judge import Fault, Verdict
+
+NAME_WIDTH = 9
+BAR_WIDTH = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A finished run. `owners` is broker id by partition, None where it could not be known; times in seconds."""
+
+    verdict: Verdict
+    owners: Mapping[int, int] | None
+    writing_s: float
+    reading_s: float
+    whole_s: float
+    micro_batches: int
+
+    @property
+    def exit_status(self) -> int:
+        return 0 if self.verdict.clean else 1
+
+
+class Stage:
+    """One line of progress. May be told from any thread."""
+
+    def __init__(self, report: Report, name: str, doing: str, total: int | None) -> None:
+        self._report = report
+        self._name = name
+        self._total = total
+        self._began = time.monotonic()
+        self._task: TaskID | None = None
+        if report.bars is not None:
+            self._task = report.bars.add_task(name, total=total, note=doing)
+
+    def advance_to(self, done: int) -> None:
+        if done and self._report.bars is not None and self._task is not None:
+            self._report.bars.update(self._task, completed=done, note=f"{done:,} rows")
+
+    def say(self, doing: str) -> None:
+        if self._report.bars is not None and self._task is not None:
+            self._report.bars.update(self._task, note=doing)
+
+    def finish(self, done: str) -> None:
+        line = f"{done}, {time.monotonic() - self._began:.1f} s"
+        if self._report.bars is not None and self._task is not None:
+            total = self._total or 1
+            self._report.bars.update(self._task, total=total, completed=total, note=line)
+        else:
+            self._report.progress.print(f"{self._name:<{NAME_WIDTH}} {line}")
+
+
+class Report:
+    """Opened for the run (`with`), closed before the table, so that a bar never stands in it."""
+
+    def __init__(self, *, progress: Console | None = None, output: Console | None = None) -> None:
+        self.progress = progress or Console(stderr=True, highlight=False)
+        self._output = output or Console(highlight=False)
+        self.bars: Progress | None = None
+
+    def __enter__(self) -> Self:
+        if self.progress.is_terminal:
+            self.bars = Progress(
+                TextColumn("{task.description}", table_column=Column(width=NAME_WIDTH)),
+                BarColumn(bar_width=BAR_WIDTH),
+                TextColumn("{task.fields[note]}", table_column=Column(no_wrap=True)),
+                console=self.progress,
+            )
+            self.bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.bars is not None:
+            self.bars.stop()
+            self.bars = None
+
+    def stage(self, name: str, doing: str, *, total: int | None = None) -> Stage:
+        return Stage(self, name, doing, total)
+
+    def say(self, sentence: str) -> None:
+        """A sentence beside the work, on stderr, never wrapped: it may hold a path to be copied."""
+        self.progress.print(Text(sentence), soft_wrap=True)
+
+    def show(self, outcome: Outcome) -> None:
+        self._output.print(_table(outcome))
+
+
+def _table(outcome: Outcome) -> Table:
+    verdict = outcome.verdict
+    table = Table(
+        Column(""),
+        Column("", justify="right", no_wrap=True),
+        Column("", style="dim"),
+        title="From Spark's Kafka sink through kproxy to its Kafka source",
+        title_justify="left",
+        title_style="bold",
+        show_header=False,
+        caption=_sentence(verdict),
+        caption_justify="left",
+        caption_style="bold green" if verdict.clean else "bold red",
+    )
+    table.add_row("rows sent", f"{verdict.sent:,}", f"in {outcome.micro_batches} micro-batches")
+    partitions = f"from {len(verdict.rows_by_partition)} partitions"
+    table.add_row("rows read", f"{verdict.read:,}", partitions, end_section=True)
+    faults = list(verdict.faults.items())
+    for name, fault in faults:
+        table.add_row(name, _count(fault), "; ".join(fault.examples), end_section=name == faults[-1][0])
+    _add_owners(table, outcome)
+    table.add_row("writing", f"{_rate(verdict.sent, outcome.writing_s)} rows/s", f"{outcome.writing_s:.1f} s")
+    reading = f"{outcome.reading_s:.1f} s, judging included"
+    table.add_row("reading", f"{_rate(verdict.read, outcome.reading_s)} rows/s", reading)
+    table.add_row("all in all", f"{outcome.whole_s:.1f} s", "start-up included")
+    return table
+
+
+def _add_owners(table: Table, outcome: Outcome) -> None:
+    if outcome.owners is None:
+        table.add_row("rows by owner", "", "not known without --etcd", end_section=True)
+        return
+    rows: dict[int | None, list[int]] = {}
+    for partition, count in outcome.verdict.rows_by_partition.items():
+        rows.setdefault(outcome.owners.get(partition), []).append(count)
+    brokers = sorted(rows, key=lambda broker: (broker is None, broker))
+    for broker in brokers:
+        counts = rows[broker]
+        name = "rows, no owner now" if broker is None else f"rows on broker {broker}"
+        share = "1 partition" if len(counts) == 1 else f"{len(counts)} partitions"
+        table.add_row(name, f"{sum(counts):,}", share, end_section=broker == brokers[-1])
+
+
+def _count(fault: Fault) -> Text:
+    return Text(f"{fault.count:,}", style="bold red" if fault.count else "green")
+
+
+def _rate(rows: int, seconds: float) -> str:
+    return f"{rows / seconds:,.0f}" if seconds > 0 else "-"
+
+
+def _sentence(verdict: Verdict) -> str:
+    if verdict.clean:
+        return "Every row arrived: once, unchanged and in order."
+    wrong = ", ".join(f"{fault.count:,} {name}" for name, fault in verdict.faults.items() if fault.count)
+    return f"Not as sent: {wrong}."

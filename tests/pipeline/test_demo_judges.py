@@ -1,0 +1,140 @@
+"""The demo exits 1 when something between Spark and the cluster loses, doubles or swaps one single record.
+
+One cluster and one Spark for all of these. The fault is made on the wire, by a relay that stands where a faulty proxy
+would, so that neither the demo nor Spark, nor the cluster, can know of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import pytest
+from rich.console import Console
+
+from kproxy.dev.cluster import DevCluster
+from kproxy.pipeline.demo import DemoOptions, run_demo
+from kproxy.pipeline.report import Report
+from kproxy.pipeline.spark import SparkDriver
+from tests.pipeline.tampering import Record, Tamper, TamperingRelay, double_one, drop_one, swap_two
+from tests.support.java import require_java
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
+
+ROWS = 3_000
+FAULTS = ("missing", "duplicated", "out of order", "altered", "keys in two partitions", "offsets not rising")
+T = TypeVar("T")
+
+
+class LoopThread:
+    """An event loop beside the test's own thread, where `run_demo` runs another."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=120)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class Course(NamedTuple):
+    """From Spark through the relay, which may tamper, to a proxy before the cluster of `etcd`."""
+
+    spark: SparkDriver
+    relay: TamperingRelay
+    etcd: str
+
+
+@pytest.fixture(scope="module")
+def course(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Course]:
+    with contextlib.ExitStack() as stack:
+        spark = SparkDriver(require_java(), tmp_path_factory.mktemp("spark"))
+        stack.callback(spark.stop)
+        beside = LoopThread()
+        stack.callback(beside.close)
+        cluster = DevCluster(tmp_path_factory.mktemp("cluster"))
+        stack.callback(lambda: beside.run(cluster.stop()))
+        beside.run(cluster.start())
+        relay = TamperingRelay()
+        beside.run(relay.start())
+        stack.callback(lambda: beside.run(relay.stop()))
+        # A second proxy on the same etcd, which sends its clients to the relay.
+        relay.upstream_port = _free_port()
+        serve = ["serve", "--listen", f"127.0.0.1:{relay.upstream_port}", "--advertise", relay.address]
+        serve += ["--etcd", cluster.etcd]
+        proxy = subprocess.Popen([sys.executable, "-m", "kproxy", *serve], stdout=subprocess.PIPE, text=True)
+        stack.callback(proxy.wait, 30)
+        stack.callback(proxy.terminate)
+        assert proxy.stdout is not None
+        assert proxy.stdout.readline().startswith("ready ")
+        spark.start()
+        yield Course(spark, relay, cluster.etcd)
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong", "read"),
+    [
+        pytest.param(None, {}, ROWS, id="no fault"),
+        pytest.param(drop_one, {"missing": 1}, ROWS - 1, id="one dropped"),
+        pytest.param(double_one, {"duplicated": 1}, ROWS + 1, id="one doubled"),
+        pytest.param(swap_two, {"out of order": 1}, ROWS, id="two of one key swapped"),
+    ],
+)
+def test_one_record_lost_doubled_or_swapped_on_the_wire_is_found_and_the_exit_status_is_1(
+    course: Course,
+    tmp_path: Path,
+    change: Callable[[list[Record]], list[Record] | None] | None,
+    wrong: dict[str, int],
+    read: int,
+) -> None:
+    course.relay.tamper = tamper = None if change is None else Tamper(change)
+    requests_before = course.relay.produce_requests
+    options = DemoOptions(rows=ROWS, bootstrap=course.relay.address, etcd=(course.etcd,), data_dir=tmp_path)
+    shown = io.StringIO()
+    report = Report(progress=Console(file=io.StringIO()), output=Console(file=shown, width=120))
+
+    status = run_demo(options, driver=course.spark, report=report)
+
+    table = _rows_of(shown.getvalue())
+    assert {name: int(table[name][0]) for name in FAULTS} == {name: wrong.get(name, 0) for name in FAULTS}
+    assert (table["rows sent"][0], table["rows read"][0]) == (f"{ROWS:,}", f"{read:,}")
+    assert status == (1 if wrong else 0)
+    by_owner = [int(cells[0].replace(",", "")) for name, cells in table.items() if "on broker" in name]
+    assert sum(by_owner) == read
+    assert len(by_owner) > 1, "one broker owned all: nothing had to be split"
+    assert course.relay.produce_requests > requests_before, "the rows went round the relay"
+    if tamper is not None:
+        assert tamper.victims, "no batch was fit for the fault"
+        (fault,) = wrong
+        assert any(f"n={n}" in table[fault][1] for n in tamper.victims)
+    # What is wrong is kept to be looked at, what is right is not.
+    assert bool(list(tmp_path.iterdir())) == bool(wrong)
+
+
+def _free_port() -> int:
+    """A port nobody listens on just now. The proxy's ready line would name the relay and not its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _rows_of(table: str) -> dict[str, tuple[str, str]]:
+    """First cell -> the other two."""
+    rows = re.findall(r"^│ (.+?) +│ +(.*?) │ (.*?) *│$", table, re.MULTILINE)
+    return {name: (count, detail) for name, count, detail in rows}

