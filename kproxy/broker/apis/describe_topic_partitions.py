@@ -19,6 +19,8 @@ MIN_VERSION = 0
 MAX_VERSION = 0
 
 MAX_PARTITIONS = 2000
+# Empty, not null: kafka-clients 3.9 reads both without asking.
+_NO_ELR: dict[str, list[int]] = {"eligible_leader_replicas": [], "last_known_elr": []}
 
 
 def handle(broker: Broker, request: Request) -> Body:
@@ -45,7 +47,7 @@ def handle(broker: Broker, request: Request) -> Body:
             continue
         indexes = range(first_index, len(found.replicas))
         first_index = 0
-        partitions = [describe_partition(broker, found, index) for index in indexes[:left]]
+        partitions = [describe_partition(broker, found, index) | _NO_ELR for index in indexes[:left]]
         topics.append({"name": name, "topic_id": found.topic_id, "partitions": partitions})
         left -= len(partitions)
         if len(partitions) < len(indexes):
