@@ -26,6 +26,7 @@ from codec.partitioned import (
     expect_end,
     fill_error_codes,
     parse_topics,
+    read_topic_count,
     response_tags,
 )
 from codec.primitives import (
@@ -115,11 +116,11 @@ def parse_fetch(frame: memoryview, header: RequestHeader) -> FetchRequest:
 def _skip_trailer(frame: memoryview, offset: int, limit: int, version: int) -> int:
     flexible = is_flexible(FETCH, version)
     if version >= 7:
-        count, offset = read_count(frame, offset, limit, compact=flexible, least_bytes=2)
+        count, offset = read_topic_count(frame, offset, limit, flexible=flexible)
         for _ in range(count):
             _, _, offset = skip_string(frame, offset, limit, compact=flexible)
             partitions, offset = read_count(frame, offset, limit, compact=flexible, least_bytes=4)
-            offset += 4 * max(partitions, 0)
+            offset += 4 * partitions
             if flexible:
                 offset = skip_tagged_fields(frame, offset, limit)
     if version >= 11:
@@ -155,7 +156,7 @@ class FetchApi:
         return request
 
     def parse_response(self, frame: memoryview, api_version: int) -> PartitionedResponse:
-        """Raises CodecError. Leader hints and preferred read replicas are blanked in place."""
+        """Raises CodecError. Leader hints, preferred read replicas and the session are blanked in place."""
         flexible = is_flexible(FETCH, api_version)
         response = PartitionedResponse(frame)
         limit = len(frame)
@@ -163,7 +164,9 @@ class FetchApi:
         response.throttle_time_ms, offset = read_fixed(INT32, frame, offset, limit)
         if api_version >= 7:
             response.error_code, offset = read_fixed(INT16, frame, offset, limit)
-            _, offset = read_fixed(INT32, frame, offset, limit)
+            session_id, offset = read_fixed(INT32, frame, offset, limit)
+            if session_id != NO_SESSION:
+                INT32.pack_into(frame, offset - INT32.size, NO_SESSION)
 
         def skip(frame: memoryview, offset: int, limit: int) -> tuple[int, int]:
             partition_index, offset, records_bytes = _skip_result(frame, offset, limit, api_version)
@@ -221,7 +224,7 @@ def _skip_result(frame: memoryview, offset: int, limit: int, api_version: int) -
     flexible = is_flexible(FETCH, api_version)
     partition_index, offset = read_fixed(INT32, frame, offset, limit)
     offset += 2 + 8 + 8 + (8 if api_version >= 5 else 0)
-    aborted, offset = read_count(frame, offset, limit, compact=flexible, least_bytes=16)
+    aborted, offset = read_count(frame, offset, limit, compact=flexible, least_bytes=16, nullable=True)
     for _ in range(aborted):
         offset = offset + 16
         if flexible:

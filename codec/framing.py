@@ -7,7 +7,7 @@ because an event loop asks for a buffer and fills it in one step, with no other 
 States of a reader
   empty      nothing is held
   partial    the beginning of a frame lies in [start, end) of a chunk
-  broken     an illegal length was seen; nothing more is read
+  broken     an illegal length was seen; what follows is refused
 
 Transitions
   empty   -> partial   `buffer_updated` leaves an unfinished frame behind its whole ones
@@ -40,6 +40,8 @@ GROWTH = 4
 KEPT_CHUNKS = 16
 
 _LENGTH = Struct(">i")
+# In the place of the longest frame admitted: not even an empty one is.
+_BROKEN = -1
 
 
 class ReceiveArena:
@@ -157,8 +159,7 @@ class FrameReader:
         while end - start >= LENGTH_BYTES:
             length = _LENGTH.unpack_from(view, start)[0]
             if not 0 <= length <= self._max_frame_bytes:
-                self._let_go()
-                raise _illegal(length, self._max_frame_bytes)
+                raise self._break(length)
             frame_end = start + LENGTH_BYTES + length
             if frame_end > end:
                 break
@@ -173,8 +174,14 @@ class FrameReader:
     def _let_go(self) -> None:
         self._view, self._start, self._end, self._own = None, 0, 0, False
 
-
-def _illegal(length: int, max_frame_bytes: int) -> InvalidField | FrameTooLarge:
-    if length < 0:
-        return InvalidField(f"a frame announces a negative length ({length})")
-    return FrameTooLarge(f"a frame announces {length} bytes; at most {max_frame_bytes} are admitted here")
+    def _break(self, length: int) -> InvalidField | FrameTooLarge:
+        """What is wrong with `length`. No length at all is legal from here on: whatever follows is not at a frame's
+        beginning, and must not be taken for one.
+        """
+        admitted, self._max_frame_bytes = self._max_frame_bytes, _BROKEN
+        self._let_go()
+        if admitted == _BROKEN:
+            return InvalidField("bytes follow an illegal length; where the next frame begins is not known")
+        if length < 0:
+            return InvalidField(f"a frame announces a negative length ({length})")
+        return FrameTooLarge(f"a frame announces {length} bytes; at most {admitted} are admitted here")

@@ -12,7 +12,7 @@ from struct import Struct
 from typing import NamedTuple
 
 from codec.api_keys import API_VERSIONS, is_flexible
-from codec.errors import Truncated
+from codec.errors import InvalidField, Truncated
 from codec.framing import LENGTH_BYTES
 from codec.primitives import INT32, Buffer, encode_tagged_fields, skip_tagged_fields
 
@@ -47,6 +47,8 @@ def parse_request_header(frame: Buffer) -> RequestHeader:
             raise Truncated(f"a client_id of {client_id_length} bytes in a request of {limit - LENGTH_BYTES} bytes")
         client_id = bytes(frame[offset:end])
         offset = end
+    elif client_id_length != -1:
+        raise InvalidField(f"a client_id of {client_id_length} bytes")
     if is_flexible(api_key, api_version):
         offset = skip_tagged_fields(frame, offset, limit)
     return RequestHeader(api_key, api_version, correlation_id, client_id, offset)

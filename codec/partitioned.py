@@ -155,7 +155,7 @@ def parse_topics(
 ) -> tuple[list[TopicSpan], int]:
     """The topics array at `offset` and the offset behind it; `least_bytes` is a partition entry's smallest size."""
     limit = len(frame)
-    topic_count, offset = read_count(frame, offset, limit, compact=flexible, least_bytes=2)
+    topic_count, offset = read_topic_count(frame, offset, limit, flexible=flexible)
     topics: list[TopicSpan] = []
     partitions_left = MAX_PARTITIONS
     for _ in range(topic_count):
@@ -176,16 +176,35 @@ def parse_topics(
     return topics, offset
 
 
+def read_topic_count(frame: memoryview, offset: int, limit: int, *, flexible: bool) -> tuple[int, int]:
+    """The number of topics, bounded like that of partitions: a topic without partitions asks for nothing, but it costs
+    three bytes of the sender's and hundreds of ours.
+    """
+    count, offset = read_count(frame, offset, limit, compact=flexible, least_bytes=2)
+    if count > MAX_PARTITIONS:
+        raise InvalidField(f"{count} topics in one message; at most {MAX_PARTITIONS} are read")
+    return count, offset
+
+
 def begin_topic(
     frame: memoryview, offset: int, limit: int, *, flexible: bool, least_bytes: int
 ) -> tuple[TopicSpan, int, int]:
     """A topic's name and partition count: (span, count, offset of the first partition)."""
     start, end, after = skip_string(frame, offset, limit, compact=flexible)
-    if start < 0:
-        raise InvalidField("a topic without a name")
-    topic = TopicSpan(bytes(frame[start:end]), offset, after)
+    name = bytes(frame[start:end])
+    if not name.isascii():
+        _expect_utf8(name)
+    topic = TopicSpan(name, offset, after)
     count, after = read_count(frame, after, limit, compact=flexible, least_bytes=least_bytes)
-    return topic, max(count, 0), after
+    return topic, count, after
+
+
+def _expect_utf8(name: bytes) -> None:
+    # A broker reads other bytes as U+FFFD and answers for a topic that nobody asked about.
+    try:
+        name.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidField(f"a topic's name is not UTF-8: {error}") from error
 
 
 def expect_end(frame: memoryview, offset: int) -> None:

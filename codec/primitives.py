@@ -18,6 +18,7 @@ INT32 = Struct(">i")
 INT64 = Struct(">q")
 
 MAX_TAGGED_FIELDS = 64
+MAX_STRING_BYTES = 0x7FFF
 _MAX_UVARINT_BYTES = 5
 _UINT32_MAX = 0xFFFF_FFFF
 
@@ -62,8 +63,10 @@ def encode_uvarint(value: int) -> bytes:
     return bytes(out)
 
 
-def read_count(buffer: Buffer, offset: int, limit: int, *, compact: bool, least_bytes: int) -> tuple[int, int]:
-    """An array's element count; -1 for null.
+def read_count(
+    buffer: Buffer, offset: int, limit: int, *, compact: bool, least_bytes: int, nullable: bool = False
+) -> tuple[int, int]:
+    """An array's element count; -1 for null, which is InvalidField where the array is not `nullable`.
 
     `least_bytes` is the smallest size of one element: a count that cannot fit into the rest raises InvalidField, before
     anybody allocates for it.
@@ -75,6 +78,8 @@ def read_count(buffer: Buffer, offset: int, limit: int, *, compact: bool, least_
         count, offset = read_fixed(INT32, buffer, offset, limit)
     if count < -1 or count * least_bytes > limit - offset:
         raise InvalidField(f"an array announces {count} elements; {limit - offset} bytes are left")
+    if count < 0 and not nullable:
+        raise InvalidField(f"an array that may not be null is null before {offset}")
     return count, offset
 
 
@@ -82,14 +87,23 @@ def encode_count(count: int, *, compact: bool) -> bytes:
     return encode_uvarint(count + 1) if compact else INT32.pack(count)
 
 
-def skip_string(buffer: Buffer, offset: int, limit: int, *, compact: bool) -> tuple[int, int, int]:
-    """Where a nullable string lies: (start, end, next offset); start is -1 for null."""
+def skip_string(
+    buffer: Buffer, offset: int, limit: int, *, compact: bool, nullable: bool = False
+) -> tuple[int, int, int]:
+    """Where a string lies: (start, end, next offset); start is -1 for null, InvalidField where it is not `nullable`.
+
+    No string is longer than MAX_STRING_BYTES: Kafka holds the compact form to what the old one can say.
+    """
     if compact:
         value, offset = read_uvarint(buffer, offset, limit)
         length = value - 1
+        if length > MAX_STRING_BYTES:
+            raise InvalidField(f"a string of {length} bytes; at most {MAX_STRING_BYTES} are read")
     else:
         length, offset = read_fixed(INT16, buffer, offset, limit)
     if length == -1:
+        if not nullable:
+            raise InvalidField(f"a string that may not be null is null before {offset}")
         return -1, -1, offset
     end = offset + length
     if length < 0 or end > limit:

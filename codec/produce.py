@@ -11,8 +11,8 @@ from struct import Struct
 from codec.api_keys import PRODUCE, is_flexible
 from codec.errors import InvalidField, Truncated, UnsupportedVersion
 from codec.headers import RequestHeader
-from codec.partitioned import MAX_PARTITIONS, PartitionedRequest, TopicSpan, begin_topic, expect_end
-from codec.primitives import read_count, read_uvarint, skip_bytes, skip_string, skip_tagged_fields
+from codec.partitioned import MAX_PARTITIONS, PartitionedRequest, TopicSpan, begin_topic, expect_end, read_topic_count
+from codec.primitives import read_uvarint, skip_bytes, skip_string, skip_tagged_fields
 
 MIN_VERSION = 3
 MAX_VERSION = 11
@@ -30,14 +30,14 @@ def parse_produce(frame: memoryview, header: RequestHeader) -> PartitionedReques
         raise UnsupportedVersion(f"Produce v{version}: versions {MIN_VERSION} to {MAX_VERSION} are read")
     flexible = is_flexible(PRODUCE, version)
     limit = len(frame)
-    _, _, offset = skip_string(frame, header.body_offset, limit, compact=flexible)
+    _, _, offset = skip_string(frame, header.body_offset, limit, compact=flexible, nullable=True)
     request = PartitionedRequest(frame, header, flexible=flexible)
     if offset + _ACKS_TIMEOUT.size > limit:
         raise Truncated(f"acks and timeout_ms wanted at {offset}, the message ends at {limit}")
     request.acks, request.timeout_ms = _ACKS_TIMEOUT.unpack_from(frame, offset)
     offset += _ACKS_TIMEOUT.size
     request.topics_start = offset
-    topic_count, offset = read_count(frame, offset, limit, compact=flexible, least_bytes=2)
+    topic_count, offset = read_topic_count(frame, offset, limit, flexible=flexible)
     partitions_left = MAX_PARTITIONS
     for _ in range(topic_count):
         topic, count, offset = begin_topic(frame, offset, limit, flexible=flexible, least_bytes=_INDEX_BYTES + 1)
@@ -108,6 +108,6 @@ def records_of(request: PartitionedRequest, topic: TopicSpan, ordinal: int) -> m
 def transactional_id(request: PartitionedRequest) -> bytes | None:
     """The request's transactional_id."""
     start, end, _ = skip_string(
-        request.frame, request.header.body_offset, request.topics_start, compact=request.flexible
+        request.frame, request.header.body_offset, request.topics_start, compact=request.flexible, nullable=True
     )
     return bytes(request.frame[start:end]) if start >= 0 else None

@@ -24,6 +24,7 @@ from codec.partitioned import (
 )
 from codec.primitives import (
     INT32,
+    MAX_STRING_BYTES,
     Buffer,
     encode_count,
     encode_tagged_fields,
@@ -39,6 +40,8 @@ _ENTRY = Struct(">ihqq")
 _INT64_BYTES = 8
 _CURRENT_LEADER_TAG = 0
 _NODE_ENDPOINTS_TAG = 0
+# Of so many characters the UTF-8 fits into a string, whatever they are.
+_MAX_MESSAGE_CHARACTERS = MAX_STRING_BYTES // 4
 
 
 def _skip_entry(frame: memoryview, offset: int, limit: int, api_version: int) -> tuple[int, int]:
@@ -53,10 +56,10 @@ def _skip_entry(frame: memoryview, offset: int, limit: int, api_version: int) ->
         count, offset = read_count(frame, offset, limit, compact=flexible, least_bytes=5)
         for _ in range(count):
             _, offset = read_fixed(INT32, frame, offset, limit)
-            _, _, offset = skip_string(frame, offset, limit, compact=flexible)
+            _, _, offset = skip_string(frame, offset, limit, compact=flexible, nullable=True)
             if flexible:
                 offset = skip_tagged_fields(frame, offset, limit)
-        _, _, offset = skip_string(frame, offset, limit, compact=flexible)
+        _, _, offset = skip_string(frame, offset, limit, compact=flexible, nullable=True)
     if flexible:
         offset = blank_current_leader(frame, offset, limit, _CURRENT_LEADER_TAG)
     if offset > limit:
@@ -131,7 +134,7 @@ def result_entry(
     """One partition's entry of a produce answer.
 
     `error_message` is carried from version 8, `current_leader` (leader_id, leader_epoch) from 10; before, they are left
-    out.
+    out. A message too long for a Kafka string is cut short.
     """
     flexible = is_flexible(PRODUCE, api_version)
     entry = _ENTRY.pack(partition_index, error_code, base_offset, log_append_time_ms)
@@ -152,7 +155,7 @@ def result_entry(
 def _nullable_string(value: str | None, *, flexible: bool) -> bytes:
     if value is None:
         return encode_count(-1, compact=True) if flexible else (-1).to_bytes(2, "big", signed=True)
-    encoded = value.encode()
+    encoded = value[:_MAX_MESSAGE_CHARACTERS].encode(errors="replace")
     length = encode_count(len(encoded), compact=True) if flexible else len(encoded).to_bytes(2, "big", signed=True)
     return length + encoded
 

@@ -1,0 +1,265 @@
+"""Bytes that somebody broke on purpose: a CodecError or a message, never another exception, and never much memory."""
+
+from __future__ import annotations
+
+import random
+import struct
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from codec import partitioned, primitives
+from codec.api_keys import PRODUCE
+from codec.errors import CodecError
+from codec.fetch import FetchRequest, fetch_offset
+from codec.headers import parse_request_header, response_body_offset
+from codec.partitioned import PartitionedRequest, PartitionedResponse, encode_part
+from codec.primitives import Buffer, read_tagged_fields
+from codec.produce import records_of, transactional_id
+from tests.support.messages import (
+    APIS,
+    EVERY_VERSION,
+    FLEXIBLE_FROM,
+    REQUEST_FIELDS,
+    RESPONSE_FIELDS,
+    VERSIONS,
+    frame_of,
+    head_of,
+    read_by_kafka_python,
+    request_body,
+    request_frame,
+    requests,
+    response_body,
+    response_frame,
+    responses,
+    sample_request,
+    sample_response,
+    uvarint,
+)
+
+TAGS = [(100, b"abc"), (2**31, b"")]
+# Written over what stands in a message: one to ten bytes that are lengths, counts and varints beyond all measure.
+INFLATED = [
+    *(bytes([byte]) for byte in (0x00, 0x7F, 0xFF)),
+    *(struct.pack(">i", number) for number in (2**31 - 1, -1, -(2**31), 5000)),
+    *(struct.pack(">h", number) for number in (2**15 - 1, -2)),
+    *(uvarint(number) for number in (2**32 - 1, 65, 40_000)),
+    b"\x80" * 10,
+]
+# What parsing a message of some 300 bytes may take for a moment: spans and lists, nothing that was announced.
+MODEST_BYTES = 64_000
+
+
+def _tagged(api_key: int, fields: dict[str, object], names: tuple[str, str, str, str]) -> dict[str, object]:
+    topics = fields[names[0]]
+    assert isinstance(topics, list)
+    topics[0]["tags"] = TAGS
+    topics[0][names[1]][0]["tags"] = TAGS
+    return {**fields, "tags": TAGS}
+
+
+def _sample(kind: str, api_key: int, version: int) -> memoryview:
+    partitions = {"flights": [0, 3], "ü": [7]}
+    if kind == "request":
+        changes = {"transactional_id": "tx"} if api_key == PRODUCE else {}
+        fields = _tagged(api_key, sample_request(api_key, partitions, **changes), REQUEST_FIELDS[api_key])
+        return request_frame(api_key, version, request_body(api_key, version, fields), tags=TAGS)
+    fields = _tagged(api_key, sample_response(api_key, partitions), RESPONSE_FIELDS[api_key])
+    return response_frame(api_key, version, response_body(api_key, version, fields), tags=TAGS)
+
+
+def _parse(kind: str, api_key: int, version: int, frame: memoryview) -> PartitionedRequest | PartitionedResponse:
+    if kind == "response":
+        return APIS[api_key].parse_response(frame, version)
+    header = parse_request_header(frame)
+    # A broken header may name another API; the shell would turn to that one, and so does this.
+    return APIS.get(header.api_key, APIS[api_key]).parse_request(frame, header)
+
+
+def _use(message: PartitionedRequest | PartitionedResponse) -> None:
+    """Touch what the proxy would touch of a message that was accepted."""
+    size = len(message.frame)
+    for topic in message.topics:
+        assert len(topic.starts) == len(topic.ends) == len(topic.partitions)
+        assert all(0 < start < end <= size for start, end in zip(topic.starts, topic.ends, strict=True))
+    if isinstance(message, PartitionedResponse):
+        assert [len(topic.error_codes) for topic in message.topics] == [len(topic.starts) for topic in message.topics]
+        return
+    message.repeats_a_partition()
+    for topic in message.topics:
+        for ordinal, start in enumerate(topic.starts):
+            if message.header.api_key == PRODUCE:
+                assert len(records_of(message, topic, ordinal)) < size
+            if isinstance(message, FetchRequest):
+                fetch_offset(message, start)
+    if message.header.api_key == PRODUCE:
+        transactional_id(message)
+    _take_apart(message)
+
+
+def _take_apart(request: PartitionedRequest) -> None:
+    """What was accepted can be sent in parts, and the parts are accepted."""
+    api = APIS[request.header.api_key]
+    for parity in (0, 1):
+        selection = []
+        for topic in request.topics:
+            ordinals = [ordinal for ordinal in range(len(topic.starts)) if ordinal % 2 == parity]
+            if ordinals:
+                selection.append((topic, ordinals))
+        frame = memoryview(bytearray(b"".join(encode_part(request, selection, api.piece_preamble(request, 2), 1))))
+        again = api.parse_request(frame, head_of(frame))
+        assert [(topic.name, topic.partitions) for topic in again.topics] == [
+            (topic.name, topic.partitions[parity::2]) for topic, _ in selection
+        ]
+
+
+@pytest.fixture
+def traced() -> Iterator[None]:
+    tracemalloc.start()
+    yield
+    tracemalloc.stop()
+
+
+EVERY_MESSAGE = [(kind, *case) for kind in ("request", "response") for case in EVERY_VERSION]
+
+
+@pytest.mark.parametrize(("kind", "api_key", "version"), EVERY_MESSAGE)
+def test_a_message_cut_short_is_refused_wherever_it_is_cut(kind: str, api_key: int, version: int) -> None:
+    frame = _sample(kind, api_key, version)
+    _use(_parse(kind, api_key, version, memoryview(bytearray(frame))))
+    for length in range(len(frame)):
+        with pytest.raises(CodecError):
+            _parse(kind, api_key, version, memoryview(bytearray(frame[:length])))
+
+
+# One of each layout that matters to lengths: the oldest, the last before compact types, the first with them and the
+# newest.
+EVERY_LAYOUT = [
+    (kind, api_key, version)
+    for kind in ("request", "response")
+    for api_key, versions in VERSIONS.items()
+    for version in sorted({versions[0], FLEXIBLE_FROM[api_key] - 1, FLEXIBLE_FROM[api_key], versions[-1]})
+]
+
+
+@pytest.mark.parametrize(("kind", "api_key", "version"), EVERY_LAYOUT)
+@pytest.mark.usefixtures("traced")
+def test_inflated_lengths_and_counts_are_refused_before_anything_is_allocated(
+    kind: str, api_key: int, version: int
+) -> None:
+    frame = bytes(_sample(kind, api_key, version))
+    refused = 0
+    for offset in range(4, len(frame)):
+        for inflated in INFLATED:
+            # Over what stands there, or in the place of one byte, as a longer varint would be.
+            end = offset + (1 if (offset + len(inflated)) % 2 else len(inflated))
+            broken = memoryview(bytearray(frame[:offset] + inflated + frame[end:]))
+            tracemalloc.reset_peak()
+            before, _ = tracemalloc.get_traced_memory()
+            try:
+                _parse(kind, api_key, version, broken)
+            except CodecError:
+                refused += 1
+            _, peak = tracemalloc.get_traced_memory()
+            assert peak - before < MODEST_BYTES
+    assert refused > len(frame)
+
+
+CASES = st.sampled_from(EVERY_VERSION).flatmap(
+    lambda case: st.tuples(*map(st.just, case), requests(*case), responses(*case))
+)
+
+
+def _break(chance: random.Random, frame: bytes, spared: int) -> memoryview:
+    """Change, insert, remove or repeat a few bytes behind the first `spared`."""
+    broken = bytearray(frame)
+    for _ in range(chance.choice((1, 1, 2, 4))):
+        at = chance.randrange(spared, len(broken) + 1)
+        width = chance.choice((0, 1, 1, 1, 2, 4, 9))
+        put = chance.choice((chance.choice(INFLATED), chance.randbytes(width), bytes(broken[at : at + width]) * 2, b""))
+        broken[at : at + width] = put
+    return memoryview(broken)
+
+
+# Cluster id, leaders, endpoints, epochs: kafka-python looks into these, here they are blanked, dropped or handed on.
+KNOWN_TAGS = {0, 1, 2}
+
+
+@contextmanager
+def _tags_seen() -> Iterator[set[int]]:
+    """The numbers of all tagged fields that are read meanwhile."""
+    seen: set[int] = set()
+
+    def read(buffer: Buffer, offset: int, limit: int) -> tuple[list[tuple[int, int, int]], int]:
+        fields, end = read_tagged_fields(buffer, offset, limit)
+        seen.update(tag for tag, _, _ in fields)
+        return fields, end
+
+    with (
+        mock.patch.object(primitives, "read_tagged_fields", read),
+        mock.patch.object(partitioned, "read_tagged_fields", read),
+    ):
+        yield seen
+
+
+@settings(max_examples=150, deadline=None)
+@given(CASES, st.integers(0, 2**64))
+def test_what_is_accepted_is_what_kafka_python_reads(
+    case: tuple[int, int, dict[str, object], dict[str, object]], seed: int
+) -> None:
+    """Whatever this codec lets pass reaches a broker or a client; it must not be the first to see that it is broken."""
+    api_key, version, request, response = case
+    chance = random.Random(seed)
+    frames = {
+        "request": bytes(request_frame(api_key, version, request_body(api_key, version, request), tags=TAGS)),
+        "response": bytes(response_frame(api_key, version, response_body(api_key, version, response), tags=TAGS)),
+    }
+    for kind, frame in frames.items():
+        for _ in range(12):
+            # The API and its version are left alone: a request is broken, not another one.
+            broken = _break(chance, frame, 8)
+            before = bytes(broken)
+            with _tags_seen() as tags:
+                try:
+                    message = _parse(kind, api_key, version, broken)
+                except CodecError:
+                    continue
+            _use(message)
+            if tags.isdisjoint(KNOWN_TAGS):
+                _compare(kind, api_key, version, before, message)
+
+
+def _compare(
+    kind: str, api_key: int, version: int, frame: bytes, message: PartitionedRequest | PartitionedResponse
+) -> None:
+    if isinstance(message, PartitionedRequest):
+        begin, names = message.header.body_offset, REQUEST_FIELDS[api_key]
+    else:
+        begin, names = response_body_offset(frame, api_key, version), RESPONSE_FIELDS[api_key]
+    try:
+        theirs = read_by_kafka_python(kind, api_key, version, frame[begin:])
+    except CodecError as error:
+        # Strings other than topics' names are nobody's concern here, and brokers read them leniently.
+        if "utf-8" in str(error):
+            return
+        raise
+    found = [(topic[names[2]].encode(), [entry[names[3]] for entry in topic[names[1]]]) for topic in theirs[names[0]]]
+    assert [(topic.name, topic.partitions) for topic in message.topics] == found
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(EVERY_VERSION), st.binary(max_size=120), st.booleans())
+def test_noise_is_refused_or_read(case: tuple[int, int], noise: bytes, with_header: bool) -> None:
+    api_key, version = case
+    request = request_frame(api_key, version, noise) if with_header else frame_of(noise)
+    for kind, frame in (("request", request), ("response", frame_of(noise))):
+        try:
+            message = _parse(kind, api_key, version, frame)
+        except CodecError:
+            continue
+        _use(message)

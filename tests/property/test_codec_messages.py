@@ -1,0 +1,258 @@
+"""Partitioned messages against kafka-python and hand-made bytes: read, split, merged; nothing lost, doubled or changed.
+
+The oracle for what leaves the codec is a writer of the tests' own, which knows tagged fields; the first two tests hold
+that writer to kafka-python.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from io import BytesIO
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kio.index import load_payload_module
+from kio.serial import entity_reader, entity_writer
+from kio.static.constants import EntityType
+
+from codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
+from codec.fetch import FetchRequest, fetch_offset
+from codec.headers import response_header
+from codec.partitioned import PartitionedRequest, encode_part, encode_topics, with_length
+from codec.primitives import Buffer
+from codec.produce import records_of, transactional_id
+from tests.support.messages import (
+    APIS,
+    EVERY_VERSION,
+    FLEXIBLE_FROM,
+    NAMES,
+    REQUEST_FIELDS,
+    RESPONSE_FIELDS,
+    head_of,
+    read_by_kafka_python,
+    request_body,
+    request_frame,
+    requests,
+    response_body,
+    response_frame,
+    responses,
+    sample_request,
+    without_tags,
+    written_by_kafka_python,
+)
+
+Case = tuple[int, int, dict[str, Any]]
+
+REQUESTS = st.sampled_from(EVERY_VERSION).flatmap(lambda case: st.tuples(*map(st.just, case), requests(*case)))
+RESPONSES = st.sampled_from(EVERY_VERSION).flatmap(lambda case: st.tuples(*map(st.just, case), responses(*case)))
+HEADER_TAGS = [(0, b"of the header"), (2**31, b"")]
+
+
+def _without_tags_anywhere(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_tags_anywhere(inner) for name, inner in value.items() if name != "tags"}
+    return [_without_tags_anywhere(inner) for inner in value] if isinstance(value, list) else value
+
+
+@settings(max_examples=120, deadline=None)
+@given(REQUESTS, RESPONSES)
+def test_the_tests_own_writer_agrees_with_kafka_python(request: Case, response: Case) -> None:
+    writers: list[tuple[str, Callable[..., bytes], Case]] = [
+        ("request", request_body, request),
+        ("response", response_body, response),
+    ]
+    for kind, write, (api_key, version, fields) in writers:
+        plain = _without_tags_anywhere(fields)
+        assert write(api_key, version, plain) == written_by_kafka_python(kind, api_key, version, fields)
+        tagged = write(api_key, version, fields)
+        assert read_by_kafka_python(kind, api_key, version, tagged) == without_tags(kind, api_key, version, fields)
+
+
+def _parsed(api_key: int, version: int, fields: dict[str, Any]) -> PartitionedRequest:
+    frame = request_frame(api_key, version, request_body(api_key, version, fields), tags=HEADER_TAGS)
+    return APIS[api_key].parse_request(frame, head_of(frame))
+
+
+@settings(max_examples=120, deadline=None)
+@given(REQUESTS)
+def test_a_request_is_indexed_as_it_was_written(case: Case) -> None:
+    api_key, version, fields = case
+    topics_field, entries_field, name_field, index_field = REQUEST_FIELDS[api_key]
+    request = _parsed(api_key, version, fields)
+    assert len(request.topics) == len(fields[topics_field])
+    for topic, written in zip(request.topics, fields[topics_field], strict=True):
+        assert topic.name == written[name_field].encode()
+        assert topic.partitions == [entry[index_field] for entry in written[entries_field]]
+        for ordinal, entry in enumerate(written[entries_field]):
+            if api_key == PRODUCE:
+                assert bytes(records_of(request, topic, ordinal)) == (entry["records"] or b"")
+            if isinstance(request, FetchRequest):
+                epoch = entry["current_leader_epoch"] if version >= 9 else -1
+                expected = (epoch, entry["fetch_offset"], entry["partition_max_bytes"])
+                assert fetch_offset(request, topic.starts[ordinal]) == expected
+    if api_key == PRODUCE:
+        name = fields["transactional_id"]
+        assert transactional_id(request) == (None if name is None else name.encode())
+        assert (request.acks, request.timeout_ms) == (fields["acks"], fields["timeout_ms"])
+    else:
+        assert request.acks == -1
+
+
+def _chosen(api_key: int, fields: dict[str, Any], owners: Sequence[Sequence[int]], owner: int) -> dict[str, Any]:
+    """The message with one owner's entries alone; a topic that has none of them is left out."""
+    topics_field, entries_field, _, _ = REQUEST_FIELDS[api_key]
+    topics = []
+    for topic, by_ordinal in zip(fields[topics_field], owners, strict=True):
+        entries = [entry for entry, owned in zip(topic[entries_field], by_ordinal, strict=True) if owned == owner]
+        if entries:
+            topics.append({**topic, entries_field: entries})
+    return {**fields, topics_field: topics}
+
+
+@settings(max_examples=250, deadline=None)
+@given(REQUESTS, st.integers(1, 4), st.integers(0, 2**32), st.integers(-(2**31), 2**31 - 1))
+def test_the_parts_of_a_request_are_the_request(case: Case, owners: int, seed: int, correlation_id: int) -> None:
+    """Each part, byte for byte, is what a client would have sent that had only this owner's partitions to ask about."""
+    api_key, version, fields = case
+    api = APIS[api_key]
+    request = _parsed(api_key, version, fields)
+    chance = random.Random(seed)
+    assigned = [[chance.randrange(owners) for _ in topic.partitions] for topic in request.topics]
+    for owner in range(owners):
+        selection = []
+        for topic, by_ordinal in zip(request.topics, assigned, strict=True):
+            ordinals = [ordinal for ordinal, owned in enumerate(by_ordinal) if owned == owner]
+            if ordinals:
+                selection.append((topic, ordinals))
+        parts = encode_part(request, selection, api.piece_preamble(request, owners), correlation_id)
+        expected = _chosen(api_key, fields, assigned, owner)
+        if api_key == FETCH:
+            expected["max_wait_ms"] = fields["max_wait_ms"] if owners == 1 else 0
+            expected |= {"max_bytes": fields["max_bytes"] // owners, "session_id": 0, "session_epoch": -1}
+        body = request_body(api_key, version, expected)
+        frame = request_frame(api_key, version, body, correlation_id=correlation_id, tags=HEADER_TAGS)
+        assert b"".join(parts) == bytes(frame)
+        theirs = read_by_kafka_python("request", api_key, version, body)
+        assert theirs == without_tags("request", api_key, version, expected)
+        again = api.parse_request(frame, head_of(frame))
+        assert [topic.partitions for topic in again.topics] == [
+            [topic.partitions[ordinal] for ordinal in ordinals] for topic, ordinals in selection
+        ]
+        _nothing_is_copied(request, parts)
+
+
+def _nothing_is_copied(request: PartitionedRequest, parts: list[Buffer]) -> None:
+    copies = 0
+    for part in parts:
+        if isinstance(part, memoryview):
+            assert part.obj is request.frame.obj
+        else:
+            copies += len(part)
+    # Lengths and counts; and the fixed part of a fetch request, which is written anew.
+    assert copies <= 4 + 4 + 25 + 5 + 5 * len(request.topics)
+
+
+@settings(max_examples=60, deadline=None)
+@given(REQUESTS)
+def test_a_request_that_is_not_split_goes_on_as_it_came(case: Case) -> None:
+    api_key, version, fields = case
+    request = _parsed(api_key, version, fields)
+    APIS[api_key].prepare_whole(request)
+    no_session = {"session_id": 0, "session_epoch": -1} if api_key == FETCH else {}
+    body = request_body(api_key, version, {**fields, **no_session})
+    assert bytes(request.frame) == bytes(request_frame(api_key, version, body, tags=HEADER_TAGS))
+
+
+def _blanked(api_key: int, fields: dict[str, Any]) -> dict[str, Any]:
+    """The answer as it must leave the proxy: no leader epoch, no replica, no session."""
+    topics_field, entries_field, _, _ = RESPONSE_FIELDS[api_key]
+    blank = {LIST_OFFSETS: {"leader_epoch": -1}, FETCH: {"preferred_read_replica": -1}}.get(api_key, {})
+
+    def blanked(topic: dict[str, Any]) -> dict[str, Any]:
+        return {**topic, entries_field: [{**entry, **blank} for entry in topic[entries_field]]}
+
+    topics = list(map(blanked, fields[topics_field]))
+    return {**fields, topics_field: topics, "session_id": 0, "error_code": 0}
+
+
+@settings(max_examples=120, deadline=None)
+@given(RESPONSES)
+def test_an_answer_is_indexed_and_blanked_and_else_as_it_came(case: Case) -> None:
+    api_key, version, fields = case
+    topics_field, entries_field, name_field, index_field = RESPONSE_FIELDS[api_key]
+    frame = response_frame(api_key, version, response_body(api_key, version, fields), tags=HEADER_TAGS)
+    response = APIS[api_key].parse_response(frame, version)
+    for topic, written in zip(response.topics, fields[topics_field], strict=True):
+        assert topic.name == written[name_field].encode()
+        assert topic.partitions == [entry[index_field] for entry in written[entries_field]]
+        assert topic.error_codes == [entry["error_code"] for entry in written[entries_field]]
+    assert response.throttle_time_ms == fields.get("throttle_time_ms", 0)
+    assert response.error_code == fields.get("error_code", 0)
+    assert response.other_tags == (fields["tags"] if version >= FLEXIBLE_FROM[api_key] else [])
+    expected = {**_blanked(api_key, fields), "error_code": fields.get("error_code", 0)}
+    body = response_body(api_key, version, expected)
+    assert bytes(frame) == bytes(response_frame(api_key, version, body, tags=HEADER_TAGS))
+
+
+@settings(max_examples=150, deadline=None)
+@given(RESPONSES, st.integers(1, 3), st.integers(0, 2**32), st.integers(-(2**31), 2**31 - 1))
+def test_answers_merge_into_one(case: Case, brokers: int, seed: int, throttle_time_ms: int) -> None:
+    """The answer's entries come from several brokers' answers, in which they stood in another order."""
+    api_key, version, fields = case
+    topics_field, entries_field, name_field, _ = RESPONSE_FIELDS[api_key]
+    chance = random.Random(seed)
+    topics = [{**topic, "tags": []} for topic in fields[topics_field]]
+    places = [(place, ordinal) for place, topic in enumerate(topics) for ordinal in range(len(topic[entries_field]))]
+    chance.shuffle(places)
+    found: dict[tuple[int, int], memoryview] = {}
+    for broker in range(brokers):
+        mine = places[broker::brokers]
+        answered = []
+        for place, ordinal in mine:
+            entry = topics[place][entries_field][ordinal]
+            answered.append({**topics[place], entries_field: [entry], "tags": [(100, b"topic's own")]})
+        answer = {**fields, topics_field: answered}
+        response = APIS[api_key].parse_response(
+            response_frame(api_key, version, response_body(api_key, version, answer)), version
+        )
+        for entry_place, span in zip(mine, response.topics, strict=True):
+            found[entry_place] = response.frame[span.starts[0] : span.ends[0]]
+    merged = []
+    for place, topic in enumerate(topics):
+        entries = [found[place, ordinal] for ordinal in range(len(topic[entries_field]))]
+        merged.append((topic[name_field].encode(), entries, len(entries)))
+    flexible = version >= FLEXIBLE_FROM[api_key]
+    head, tail = APIS[api_key].response_ends(version, throttle_time_ms, fields["tags"])
+    parts = with_length([response_header(api_key, version, 7) + head, *encode_topics(merged, flexible=flexible), tail])
+    expected = {**_blanked(api_key, {**fields, topics_field: topics}), "throttle_time_ms": throttle_time_ms}
+    body = response_body(api_key, version, expected)
+    assert b"".join(parts) == bytes(response_frame(api_key, version, body))
+    theirs = read_by_kafka_python("response", api_key, version, body)
+    assert theirs == without_tags("response", api_key, version, expected)
+
+
+@pytest.mark.parametrize(("api_key", "version"), EVERY_VERSION)
+def test_kio_reads_the_parts_too(api_key: int, version: int) -> None:
+    fields = sample_request(api_key, {"a": [0, 1, 2], "b": [7], "c": [3, 4]})
+    frame = request_frame(api_key, version, request_body(api_key, version, fields))
+    request = APIS[api_key].parse_request(frame, head_of(frame))
+    first, second, third = request.topics
+    module = load_payload_module(api_key, version, EntityType.request)
+    entity_class = getattr(module, NAMES[api_key] + "Request")
+    seen: list[tuple[str, int]] = []
+    for selection in ([(first, [0, 2]), (third, [0, 1])], [(first, [1]), (second, [0])]):
+        preamble = APIS[api_key].piece_preamble(request, 2)
+        # A part has the header of the whole.
+        body = b"".join(encode_part(request, selection, preamble, 1))[request.header.body_offset :]
+        entity, read = entity_reader(entity_class)(body, 0)
+        assert read == len(body)
+        again = BytesIO()
+        entity_writer(entity_class)(again, entity)
+        assert again.getvalue() == body
+        topics_field, entries_field, name_field, index_field = REQUEST_FIELDS[api_key]
+        for topic in getattr(entity, topics_field):
+            seen += [(getattr(topic, name_field), getattr(item, index_field)) for item in getattr(topic, entries_field)]
+    assert sorted(seen) == [("a", 0), ("a", 1), ("a", 2), ("b", 7), ("c", 3), ("c", 4)]

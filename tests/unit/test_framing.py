@@ -1,0 +1,224 @@
+"""The frame reader at its edges: every split, illegal lengths, what it may allocate and what it may overwrite."""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+from collections.abc import Iterator
+
+import pytest
+
+from codec.errors import CodecError, FrameTooLarge, InvalidField
+from codec.framing import CHUNK_BYTES, GROWTH, KEPT_CHUNKS, FrameReader, ReceiveArena
+
+LIMIT = 100 << 20
+
+
+def _frame(length: int, fill: int = 0x41) -> bytes:
+    return struct.pack(">i", length) + bytes([fill]) * length
+
+
+def _feed(reader: FrameReader, data: bytes | memoryview) -> list[memoryview]:
+    """Hand `data` to the reader as an event loop does: as much at a time as it has room for."""
+    frames: list[memoryview] = []
+    while data:
+        buffer = reader.get_buffer(-1)
+        count = min(len(buffer), len(data))
+        assert count, "asyncio takes an empty buffer for a broken protocol"
+        buffer[:count] = data[:count]
+        frames += reader.buffer_updated(count)
+        data = data[count:]
+    return frames
+
+
+@pytest.fixture
+def traced() -> Iterator[None]:
+    tracemalloc.start()
+    yield
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("lengths", [(0,), (0, 0, 0), (1, 0, 2), (3,), (9, 4, 0)])
+def test_frames_come_whole_however_their_bytes_are_cut(lengths: tuple[int, ...]) -> None:
+    sent = [_frame(length, fill) for fill, length in enumerate(lengths)]
+    stream = b"".join(sent)
+    for first in range(len(stream) + 1):
+        for second in range(first, len(stream) + 1):
+            reader = FrameReader(LIMIT)
+            pieces = (stream[:first], stream[first:second], stream[second:])
+            frames = [frame for piece in pieces for frame in _feed(reader, piece)]
+            assert [bytes(frame) for frame in frames] == sent
+            assert reader.pending_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "length", [CHUNK_BYTES // 4 - 4, CHUNK_BYTES // 4, CHUNK_BYTES - 4, CHUNK_BYTES, 5 * CHUNK_BYTES + 1]
+)
+def test_large_frames_come_whole_between_small_ones(length: int) -> None:
+    reader, neighbour = FrameReader(LIMIT), None
+    neighbour = FrameReader(LIMIT, reader._arena)
+    sent = [_frame(3), _frame(length, 0x42), _frame(7, 0x43)]
+    stream = b"".join(sent)
+    frames: list[memoryview] = []
+    for start in range(0, len(stream), 100_000):
+        frames += _feed(reader, stream[start : start + 100_000])
+        # Somebody else reads in between, so that the frame's rest cannot lie behind its beginning.
+        assert [bytes(frame) for frame in _feed(neighbour, _frame(11, 0x44))] == [_frame(11, 0x44)]
+    assert [bytes(frame) for frame in frames] == sent
+
+
+def test_a_frame_is_writable_and_its_own() -> None:
+    reader = FrameReader(LIMIT)
+    first, second = _feed(reader, _frame(4, 1) + _frame(4, 2))
+    first[4:] = b"\xff" * 4
+    assert bytes(second) == _frame(4, 2)
+    with pytest.raises(IndexError):
+        first[len(first)] = 0
+
+
+def test_the_limit_itself_is_admitted() -> None:
+    assert [len(frame) for frame in _feed(FrameReader(10), _frame(10))] == [14]
+    with pytest.raises(FrameTooLarge, match="11"):
+        _feed(FrameReader(10), _frame(11))
+
+
+@pytest.mark.parametrize(
+    ("announced", "error"),
+    [
+        (2**31 - 1, FrameTooLarge),
+        (LIMIT + 1, FrameTooLarge),
+        (-1, InvalidField),
+        (-(2**31), InvalidField),
+        (int.from_bytes(b"GET ", "big"), FrameTooLarge),
+        (int.from_bytes(b"\x16\x03\x01\x02", "big"), FrameTooLarge),
+    ],
+    ids=["2 GiB", "one too many", "-1", "-2 GiB", "HTTP", "TLS"],
+)
+@pytest.mark.parametrize("cut", range(4))
+@pytest.mark.usefixtures("traced")
+def test_an_illegal_length_costs_nothing(announced: int, error: type[CodecError], cut: int) -> None:
+    reader = FrameReader(LIMIT)
+    head = struct.pack(">i", announced)
+    _feed(reader, head[:cut])
+    tracemalloc.reset_peak()
+    before, _ = tracemalloc.get_traced_memory()
+    with pytest.raises(error, match=str(announced)):
+        _feed(reader, head[cut:] + b"more")
+    _, peak = tracemalloc.get_traced_memory()
+    assert peak - before < 20_000
+
+
+def test_nothing_is_read_behind_an_illegal_length() -> None:
+    reader = FrameReader(LIMIT)
+    with pytest.raises(FrameTooLarge):
+        _feed(reader, _frame(2) + struct.pack(">i", 2**31 - 1) + _frame(2))
+    for _ in range(2):
+        with pytest.raises(CodecError):
+            _feed(reader, _frame(2))
+
+
+def test_an_illegal_length_of_one_connection_is_no_other_ones_trouble() -> None:
+    arena = ReceiveArena()
+    good, bad = FrameReader(LIMIT, arena), FrameReader(LIMIT, arena)
+    _feed(good, _frame(100)[:50])
+    with pytest.raises(InvalidField):
+        _feed(bad, b"\xff" * 4)
+    (frame,) = _feed(good, _frame(100)[50:])
+    assert bytes(frame) == _frame(100)
+
+
+@pytest.mark.parametrize("announced", [CHUNK_BYTES // 4, CHUNK_BYTES, 8 << 20, LIMIT])
+@pytest.mark.usefixtures("traced")
+def test_what_is_announced_is_allocated_only_as_it_arrives(announced: int) -> None:
+    """Ten thousand connections that announce 100 MiB each must not be able to take a terabyte."""
+    reader = FrameReader(LIMIT)
+    stream = struct.pack(">i", announced) + bytes(3 << 20)
+    baseline, _ = tracemalloc.get_traced_memory()
+    arrived = 0
+    for size in (4, 1, 1, 1000, 100_000, 100_000, 700_000, 24, 1 << 20, 900_000):
+        if arrived + size > announced:
+            break
+        piece = memoryview(stream)[arrived : arrived + size]
+        arrived += size
+        assert not _feed(reader, piece)
+        reader.get_buffer(-1)
+        allocated, _ = tracemalloc.get_traced_memory()
+        assert allocated - baseline <= max(CHUNK_BYTES, GROWTH * arrived) + 4096
+    assert arrived > 200_000
+
+
+def test_a_slow_large_frame_still_comes_whole() -> None:
+    length = 3 * CHUNK_BYTES
+    reader = FrameReader(LIMIT)
+    stream = _frame(length, 7)
+    frames = _feed(reader, stream[:5])
+    for start in range(5, len(stream), 50_021):
+        assert not frames
+        frames += _feed(reader, stream[start : start + 50_021])
+    assert [bytes(frame) for frame in frames] == [stream]
+
+
+@pytest.mark.usefixtures("traced")
+def test_an_idle_connection_holds_no_buffer() -> None:
+    arena = ReceiveArena()
+    readers = [FrameReader(LIMIT, arena) for _ in range(1000)]
+    for reader in readers:
+        _feed(reader, _frame(10))
+        reader.get_buffer(-1)
+    allocated, _ = tracemalloc.get_traced_memory()
+    assert allocated - CHUNK_BYTES < 1000 * 200
+    assert {reader.pending_bytes for reader in readers} == {0}
+
+
+@pytest.mark.usefixtures("traced")
+def test_chunks_are_used_again_when_nobody_holds_their_frames() -> None:
+    reader = FrameReader(LIMIT)
+    chunks: list[bytearray] = []
+    for _ in range(200):
+        (frame,) = _feed(reader, _frame(200_000))
+        assert isinstance(frame.obj, bytearray)
+        assert len(frame.obj) == CHUNK_BYTES
+        if not any(frame.obj is chunk for chunk in chunks):
+            chunks.append(frame.obj)
+    assert len(chunks) <= 3
+    _, peak = tracemalloc.get_traced_memory()
+    assert peak < 5 * CHUNK_BYTES
+
+
+@pytest.mark.usefixtures("traced")
+def test_chunks_that_were_held_long_are_given_back() -> None:
+    reader = FrameReader(LIMIT)
+    held = [_feed(reader, _frame(200_000, fill % 256)) for fill in range(300)]
+    assert all(bytes(frames[0]) == _frame(200_000, fill % 256) for fill, frames in enumerate(held))
+    held.clear()
+    for _ in range(300):
+        _feed(reader, _frame(200_000))
+    allocated, _ = tracemalloc.get_traced_memory()
+    assert allocated < (KEPT_CHUNKS + 3) * CHUNK_BYTES
+
+
+def test_the_same_place_in_another_chunk_is_another_place() -> None:
+    arena = ReceiveArena()
+    one, two = FrameReader(LIMIT, arena), FrameReader(LIMIT, arena)
+    _feed(one, _frame(300, 1)[:100])
+    held = [_feed(two, _frame(248_000, 2))[0] for _ in range(4)]
+    held += _feed(two, _frame(96, 3))
+    # The reader's frame ends at 100 in its chunk, and so does what was last received, in the next one.
+    assert held[0].obj is not held[-1].obj
+    assert arena.position == 100
+    assert [bytes(frame) for frame in _feed(one, _frame(300, 1)[100:])] == [_frame(300, 1)]
+    assert [bytes(frame) for frame in held] == [_frame(248_000, 2)] * 4 + [_frame(96, 3)]
+
+
+def test_asking_for_a_buffer_twice_loses_nothing() -> None:
+    """A socket that turns out to have nothing to read leaves `get_buffer` without its `buffer_updated`."""
+    arena = ReceiveArena()
+    one, two = FrameReader(LIMIT, arena), FrameReader(LIMIT, arena)
+    _feed(one, _frame(300)[:150])
+    _feed(two, _frame(300_000)[:150])
+    for _ in range(3):
+        one.get_buffer(-1)
+        two.get_buffer(-1)
+    assert (one.pending_bytes, two.pending_bytes) == (150, 150)
+    assert [bytes(frame) for frame in _feed(one, _frame(300)[150:])] == [_frame(300)]
+    assert [bytes(frame) for frame in _feed(two, _frame(300_000)[150:])] == [_frame(300_000)]
