@@ -41,7 +41,7 @@ from kproxy.ownership.etcd import (
     WatchEvent,
     get_op,
 )
-from kproxy.routing.topology import MAX_PARTITION_INDEX, NO_OWNER, Address, Ownership, Topology
+from kproxy.routing.topology import MAX_PARTITION_INDEX, NO_OWNER, Address, Topology
 
 MAX_BROKER_ID = 2**31 - 1
 MAX_BROKER_VALUE_BYTES = 4096
@@ -49,6 +49,7 @@ MAX_BROKER_VALUE_BYTES = 4096
 REREAD_KEYS = 128
 MAX_WAITING_REREADS = 100_000
 MAX_LOGGED_KEYS = 1_000
+PORTION_ENTRIES = 1_000
 
 _TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 _DECIMAL = re.compile(r"0|[1-9][0-9]{0,9}")
@@ -107,6 +108,12 @@ def parse_address(broker_id: int, value: bytes) -> Address:
     if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 65536:
         raise _Senseless("a broker's value without a port")
     return Address(host, port)
+
+
+async def _let_others_run(position: int) -> None:
+    """Called for each entry of a long table: hundreds of thousands must not hold up the loop."""
+    if position % PORTION_ENTRIES == PORTION_ENTRIES - 1:
+        await asyncio.sleep(0)
 
 
 class LeaseTable:
@@ -192,26 +199,33 @@ class LeaseTable:
         log.error("etcd_was_restored", was_revision=self._topology.revision)
         self._topology.begin_rebuild()
 
-    def on_snapshot(self, snapshot: Snapshot) -> None:
+    async def on_snapshot(self, snapshot: Snapshot) -> None:
         self._cluster_id = snapshot.cluster_id
         self._loaded_revision = snapshot.revision
-        rows: list[Ownership] = []
+        named: set[Partition] = set()
         gone = set(self._topology.brokers)
-        for kv in snapshot.kvs:
+        for position, kv in enumerate(snapshot.kvs):
             try:
                 if kv.key.startswith(self._leases_prefix):
                     partition = parse_lease_key(kv.key.removeprefix(self._leases_prefix))
-                    rows.append(Ownership(*partition, parse_owner(kv.value), kv.mod_revision))
+                    self._topology.set_owner(*partition, parse_owner(kv.value), kv.mod_revision)
+                    named.add(partition)
                 else:
                     broker_id = parse_broker_key(kv.key.removeprefix(self._brokers_prefix))
                     self._topology.set_broker(broker_id, parse_address(broker_id, kv.value))
                     gone.discard(broker_id)
             except _Senseless as reason:
                 self._skip(kv, reason)
+            await _let_others_run(position)
         for broker_id in gone:
             self._topology.remove_broker(broker_id)
-        self._topology.load(rows, snapshot.revision)
-        log.info("lease_table_loaded", revision=snapshot.revision, partitions=len(rows))
+        for position, row in enumerate(self._topology.ownerships()):
+            # What came from a re-read meanwhile is newer than the snapshot, and stays: set_owner sees to that.
+            if (row.topic, row.partition_index) not in named:
+                self._topology.set_owner(row.topic, row.partition_index, NO_OWNER, snapshot.revision)
+            await _let_others_run(position)
+        self._topology.revision = max(self._topology.revision, snapshot.revision)
+        log.info("lease_table_loaded", revision=snapshot.revision, partitions=len(named))
         self._tell()
 
     def on_events(self, events: list[WatchEvent], revision: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from kproxy.ownership.etcd import (
     EtcdClient,
     EtcdUnavailable,
     LeaseLost,
+    TooLarge,
     TxnCompare,
     create_revision_is,
     delete_op,
@@ -28,8 +30,6 @@ from kproxy.ownership.etcd import (
 )
 from kproxy.ownership.etcd import client as client_module
 from tests.support.etcd import compact, freeze, kill, own_etcd, put_many
-
-pytest_plugins = ["tests.support.etcd"]
 
 
 async def test_a_key_is_put_read_changed_and_deleted(etcd_client: EtcdClient, etcd_prefix: str) -> None:
@@ -87,12 +87,17 @@ async def test_later_pages_do_not_see_what_changes_while_earlier_ones_are_read(
 async def test_a_page_too_large_for_a_message_is_read_in_smaller_ones(
     etcd_client: EtcdClient, etcd_prefix: str
 ) -> None:
-    for n in range(20):
-        await etcd_client.put(f"{etcd_prefix}/{n}", bytes(1_000_000))
-    assert client_module.MAX_MESSAGE_BYTES < 20 * 1_000_000
-    assert len((await etcd_client.get_prefix(f"{etcd_prefix}/")).kvs) == 20
-    for n in range(20):
-        await etcd_client.delete(f"{etcd_prefix}/{n}")
+    client = EtcdClient(etcd_client.endpoints.split(","), max_message_bytes=50_000)
+    await client.connect()
+    items = [(f"{etcd_prefix}/{n:03d}", bytes(10_000)) for n in range(100)]
+    await put_many(client, items)
+    assert [(kv.key, kv.value) for kv in (await client.get_prefix(f"{etcd_prefix}/")).kvs] == items
+    await client.put(f"{etcd_prefix}/100", bytes(60_000))
+    with pytest.raises(TooLarge):
+        await client.get(f"{etcd_prefix}/100")
+    with pytest.raises(TooLarge):
+        await client.get_prefix(f"{etcd_prefix}/")
+    await client.close()
 
 
 async def test_a_transaction_takes_one_branch_and_tells_what_each_operation_did(
@@ -228,13 +233,17 @@ async def test_something_else_on_the_port_is_not_taken_for_etcd() -> None:
     server.close()
 
 
-def test_it_works_on_uvloop(etcd: EmbeddedEtcd, etcd_prefix: str) -> None:
+@pytest.mark.parametrize("loop_factory", [asyncio.SelectorEventLoop, uvloop.new_event_loop])
+def test_it_works_on_both_event_loops(
+    etcd: EmbeddedEtcd, etcd_prefix: str, loop_factory: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
     async def talk() -> bytes:
         client = EtcdClient([etcd.endpoint])
         await client.connect()
-        await client.put(f"{etcd_prefix}/a", b"uv")
+        await client.put(f"{etcd_prefix}/a", b"both")
         found = await client.get(f"{etcd_prefix}/a")
         await client.close()
         return found.value if found else b""
 
-    assert uvloop.run(talk()) == b"uv"
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        assert runner.run(talk()) == b"both"

@@ -15,8 +15,6 @@ from kproxy.ownership.etcd import EtcdClient, LeaseLost
 from kproxy.ownership.etcd import lease as lease_module
 from tests.support.etcd import Relay, freeze, kill, own_etcd, running
 
-pytest_plugins = ["tests.support.etcd"]
-
 
 class Renewals:
     def __init__(self) -> None:

@@ -16,8 +16,6 @@ from kproxy.ownership.etcd.mirror import MirrorState
 from kproxy.ownership.etcd.watch import STREAM_WATCH_ID, WatchMessage, WatchStream
 from tests.support.etcd import Relay, compact, eventually, kill, own_etcd, put_many, running
 
-pytest_plugins = ["tests.support.etcd"]
-
 
 class Copy:
     """A listener that keeps what it is told, and checks the promises about order on the way."""
@@ -228,7 +226,7 @@ async def test_a_revision_of_many_fragments_is_seen_only_after_the_last(
     async with own_etcd(tmp_path, extra_arguments=FRAGMENTS) as (_, client):
         lease_id = await lease_with_many_keys(client, "/a/", 5000)
         copy = Copy("/a/")
-        mirror = PrefixMirror(client, ["/a/"], copy)
+        mirror = PrefixMirror(client, ["/a/"], copy, fragments=True)
         async with running(mirror.run()):
             await mirror.wait_synced()
             assert len(copy.kvs) == 5000
@@ -241,6 +239,49 @@ async def test_a_revision_of_many_fragments_is_seen_only_after_the_last(
             assert all(size <= mirror_module.CHUNK_EVENTS for size, _, _ in copy.batches)
             assert {seen for _, _, seen in before} == {loaded}
             assert last[2] == last[1] > loaded
+
+
+async def test_the_end_of_a_great_lease_is_heard_of_soon_and_in_small_portions(tmp_path: Path) -> None:
+    async with own_etcd(tmp_path) as (_, client):
+        lease = await client.lease_grant(60)
+        keys = [f"/a/topic-{n // 1000}/{n % 1000}" for n in range(40_000)]
+        await put_many(client, [(key, b"1") for key in keys], lease.lease_id)
+        copy = Copy("/a/")
+        mirror = PrefixMirror(client, ["/a/"], copy)
+        async with running(mirror.run()):
+            await mirror.wait_synced()
+            assert len(copy.kvs) == 40_000
+            await client.lease_revoke(lease.lease_id)
+            # In fragments, etcd 3.5 would take 6 s for this.
+            await eventually(lambda: copy.kvs == {}, timeout_s=3)
+            assert len(copy.snapshots) == 1
+            assert {size for size, _, _ in copy.batches} == {mirror_module.CHUNK_EVENTS}
+            *before, last = copy.batches
+            assert {seen for _, _, seen in before} == {copy.snapshots[0]}
+            assert last[2] == last[1]
+
+
+async def test_a_revision_too_large_for_a_message_is_answered_by_a_load(
+    etcd_client: EtcdClient, etcd_prefix: str
+) -> None:
+    prefix = f"{etcd_prefix}/"
+    client = EtcdClient(etcd_client.endpoints.split(","), max_message_bytes=100_000)
+    await client.connect()
+    lease_id = await lease_with_many_keys(client, prefix, 1000)
+    await client.put(f"{prefix}kept", b"")
+    copy = Copy(prefix)
+    mirror = PrefixMirror(client, [prefix], copy)
+    async with running(mirror.run()):
+        await mirror.wait_synced()
+        assert len(copy.kvs) == 1001
+        await client.lease_revoke(lease_id)
+        await eventually(lambda: list(copy.kvs) == [f"{prefix}kept"])
+        assert len(copy.snapshots) == 2
+        assert copy.restored == 0
+        await client.put(f"{prefix}after", b"")
+        await eventually(lambda: f"{prefix}after" in copy.kvs)
+        assert len(copy.snapshots) == 2
+    await client.close()
 
 
 class BreakingOnce(WatchStream):
@@ -271,7 +312,7 @@ async def test_a_break_between_two_fragments_repeats_the_revision_and_loses_noth
     async with own_etcd(tmp_path, extra_arguments=FRAGMENTS) as (_, client):
         lease_id = await lease_with_many_keys(client, "/a/", 5000)
         copy = Copy("/a/")
-        mirror = PrefixMirror(client, ["/a/"], copy)
+        mirror = PrefixMirror(client, ["/a/"], copy, fragments=True)
         async with running(mirror.run()):
             await mirror.wait_synced()
             await client.lease_revoke(lease_id)
@@ -301,7 +342,7 @@ async def test_a_break_while_catching_up_loses_nothing_and_never_goes_back(
         client = EtcdClient([relay.endpoint], timeout_s=1)
         await client.connect()
         copy = Copy("/a/")
-        mirror = PrefixMirror(client, ["/a/"], copy)
+        mirror = PrefixMirror(client, ["/a/"], copy, fragments=True)
         async with running(mirror.run()):
             await mirror.wait_synced()
             await relay.shut()

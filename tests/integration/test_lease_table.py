@@ -29,8 +29,6 @@ from kproxy.ownership.leases import REREAD_KEYS, LeaseTable
 from kproxy.routing.topology import NO_OWNER, Address, Topology
 from tests.support.etcd import Relay, compact, eventually, kill, own_etcd, put_many, running
 
-pytest_plugins = ["tests.support.etcd"]
-
 
 def lease_key(prefix: str, topic: str, partition_index: int) -> str:
     return f"{prefix}/partition-leases/{topic}/{partition_index}"
@@ -260,7 +258,10 @@ async def test_an_etcd_put_back_to_an_earlier_state_takes_the_table_with_it(tmp_
             assert table.restores == 1
 
 
-def test_leases_and_the_table_work_on_uvloop(etcd: EmbeddedEtcd, etcd_prefix: str) -> None:
+@pytest.mark.parametrize("loop_factory", [asyncio.SelectorEventLoop, uvloop.new_event_loop])
+def test_leases_and_the_table_work_on_both_event_loops(
+    etcd: EmbeddedEtcd, etcd_prefix: str, loop_factory: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
     async def broker_and_proxy() -> None:
         client = EtcdClient([etcd.endpoint])
         await client.connect()
@@ -279,4 +280,5 @@ def test_leases_and_the_table_work_on_uvloop(etcd: EmbeddedEtcd, etcd_prefix: st
                 await renewing
         await client.close()
 
-    uvloop.run(broker_and_proxy())
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(broker_and_proxy())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kproxy.ownership.etcd import EtcdClient, KeyValue, Snapshot, WatchEvent
 from kproxy.ownership.leases import MAX_BROKER_VALUE_BYTES, LeaseTable
@@ -22,7 +25,7 @@ class Table:
         self.table = LeaseTable(EtcdClient(["127.0.0.1"]), "/p", self.topology, on_change=on_change)
 
     def by_snapshot(self, key: str, value: bytes) -> Topology:
-        self.table.on_snapshot(Snapshot(100, 1, [KeyValue(key, value, 50, 50, 1, 0)]))
+        asyncio.run(self.table.on_snapshot(Snapshot(100, 1, [KeyValue(key, value, 50, 50, 1, 0)])))
         return self.topology
 
     def by_event(self, key: str, value: bytes, revision: int = 101) -> Topology:
@@ -158,7 +161,7 @@ def test_a_snapshot_takes_away_what_it_does_not_hold() -> None:
     table = Table()
     table.by_event(f"{BROKERS}1", broker(), 60)
     table.by_event(f"{LEASES}t/0", b"1", 61)
-    table.table.on_snapshot(Snapshot(100, 1, []))
+    asyncio.run(table.table.on_snapshot(Snapshot(100, 1, [])))
     assert table.topology.brokers == {}
     assert list(table.topology.ownerships()) == []
 
@@ -180,7 +183,7 @@ def test_a_restored_etcd_empties_the_table_before_it_is_filled_anew() -> None:
     table = Table()
     table.by_snapshot(f"{LEASES}t/0", b"1")
     table.table.on_restored()
-    table.table.on_snapshot(Snapshot(7, 2, [KeyValue(f"{LEASES}t/0", b"2", 5, 5, 1, 0)]))
+    asyncio.run(table.table.on_snapshot(Snapshot(7, 2, [KeyValue(f"{LEASES}t/0", b"2", 5, 5, 1, 0)])))
     assert (table.topology.owner(b"t", 0), table.topology.revision, table.table.restores) == (2, 7, 1)
 
 
@@ -188,5 +191,50 @@ def test_a_restored_etcd_empties_the_table_before_it_is_filled_anew() -> None:
 def test_a_slash_after_the_prefix_makes_no_difference(prefix: str) -> None:
     topology = Topology()
     table = LeaseTable(EtcdClient(["127.0.0.1"]), prefix, topology)
-    table.on_snapshot(Snapshot(9, 1, [KeyValue(f"{LEASES}t/0", b"2", 5, 5, 1, 0)]))
+    asyncio.run(table.on_snapshot(Snapshot(9, 1, [KeyValue(f"{LEASES}t/0", b"2", 5, 5, 1, 0)])))
     assert topology.owner(b"t", 0) == 2
+
+
+def test_what_is_newer_than_a_snapshot_outlives_it() -> None:
+    table = Table()
+    table.by_event(f"{LEASES}t/0", b"2", 150)
+    table.by_event(f"{LEASES}t/1", b"2", 151)
+    assert table.by_snapshot(f"{LEASES}t/0", b"1").owner(b"t", 0) == 2
+    assert table.topology.owner(b"t", 1) == 2
+    assert table.topology.revision == 151
+
+
+CHANGES = st.lists(
+    st.tuples(st.sampled_from(["a/0", "a/1", "b/0"]), st.sampled_from([b"1", b"2", b"x", None])),
+    min_size=1,
+    max_size=40,
+)
+
+
+@given(changes=CHANGES, data=st.data())
+def test_a_load_in_the_middle_and_every_later_change_end_in_the_last_owners(
+    changes: list[tuple[str, bytes | None]], data: st.DataObject
+) -> None:
+    history = list(enumerate(changes, start=1))
+    at = data.draw(st.integers(0, len(history)), label="loaded at")
+    told_before = data.draw(st.integers(0, at), label="told by events before")
+    table = Table()
+
+    def tell(revision: int, key: str, value: bytes | None) -> None:
+        if value is None:
+            table.by_deletion(LEASES + key, revision)
+        else:
+            table.by_event(LEASES + key, value, revision)
+
+    for revision, change in history[:told_before]:
+        tell(revision, *change)
+    standing = {key: (revision, value) for revision, (key, value) in history[:at]}
+    kvs = [KeyValue(LEASES + key, value, 1, revision, 1, 0) for key, (revision, value) in standing.items() if value]
+    asyncio.run(table.table.on_snapshot(Snapshot(at, 1, kvs)))
+    for revision, change in history[at:]:
+        tell(revision, *change)
+    last = dict(changes)
+    wanted = {key: int(value) for key, value in last.items() if value not in (None, b"x")}
+    found = {f"{row.topic.decode()}/{row.partition_index}": row.owner for row in table.topology.ownerships()}
+    assert found == wanted
+    assert table.topology.revision <= len(history)

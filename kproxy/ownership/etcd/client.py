@@ -7,7 +7,7 @@ Invariants
    wait-for-ready); until then nothing of it was sent.
 2. A write is handed to gRPC once. Where its outcome is unknown the error says so (`EtcdError.maybe_applied`) and the
    caller decides; only reads are tried again here.
-3. Nothing received is unbounded: a message has at most MAX_MESSAGE_BYTES, a snapshot at most MAX_SNAPSHOT_KEYS keys.
+3. Nothing received is unbounded: a message has at most `max_message_bytes`, a snapshot at most MAX_SNAPSHOT_KEYS keys.
 4. Reads are linearizable.
 """
 
@@ -25,6 +25,7 @@ from kproxy.ownership.etcd.errors import (
     EtcdError,
     EtcdUnavailable,
     LeaseLost,
+    TooLarge,
     cancelled_by_grpc,
     from_rpc_error,
     shorten,
@@ -50,14 +51,15 @@ from kproxy.ownership.etcd.txn import TxnCompare, TxnOp
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_SNAPSHOT_KEYS = 2_000_000
-PAGE_KEYS = 4_000
+# etcd counts the whole prefix again for each page, so pages are large; what a page holds is taken in by portions.
+PAGE_KEYS = 20_000
+PORTION_KEYS = 1_000
 READ_ATTEMPTS = 3
 RETRY_PAUSE_S = 0.1
 CONNECT_PAUSE_S = 0.1
 
 _CHANNEL_OPTIONS = (
     ("grpc.lb_policy_name", "round_robin"),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.enable_http_proxy", 0),
     # A member that is gone is tried again soon: leases are short.
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -84,14 +86,18 @@ class EtcdClient:
     """A client of one etcd cluster. Made on any thread, used on the event loop that ran `connect`.
 
     `endpoints`: members as `host:port` or `http://host:port`. `timeout_s`: the deadline of each call, in seconds.
+    `max_message_bytes`: the longest answer taken.
     Every method but the constructor raises EtcdUnavailable where no member gives a usable answer, EtcdError where etcd
     refuses.
     """
 
-    def __init__(self, endpoints: Sequence[str], *, timeout_s: float = 5.0) -> None:
+    def __init__(
+        self, endpoints: Sequence[str], *, timeout_s: float = 5.0, max_message_bytes: int = MAX_MESSAGE_BYTES
+    ) -> None:
         self.endpoints = ",".join(endpoints)
         self._endpoints = tuple(endpoints)
         self._timeout_s = timeout_s
+        self._options = (*_CHANNEL_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes))
         self._target = ""
         self._channel: Any = None
         self._streams: set[EtcdStream] = set()
@@ -105,7 +111,7 @@ class EtcdClient:
         if self._channel is None:
             parsed: list[Endpoint] = [parse_endpoint(text) for text in self._endpoints]
             self._target = await grpc_target(parsed)
-            self._channel = grpc.aio.insecure_channel(self._target, options=_CHANNEL_OPTIONS)
+            self._channel = grpc.aio.insecure_channel(self._target, options=self._options)
             for service, names in _UNARY.items():
                 for name in names:
                     self._calls[name] = self._channel.unary_unary(
@@ -170,7 +176,7 @@ class EtcdClient:
             request = rpc.RangeRequest(key=start, range_end=end, limit=limit, revision=revision)
             try:
                 response = await self._call("Range", request, write=False)
-            except _TooLarge:
+            except TooLarge:
                 if limit == 1:
                     raise
                 limit = max(limit // 4, 1)
@@ -178,7 +184,9 @@ class EtcdClient:
             # The first page fixes the revision; its header holds the store's, later ones' may be newer.
             revision = revision or response.header.revision
             cluster_id = response.header.cluster_id
-            kvs.extend(key_value(kv) for kv in response.kvs)
+            for first in range(0, len(response.kvs), PORTION_KEYS):
+                kvs.extend(key_value(kv) for kv in response.kvs[first : first + PORTION_KEYS])
+                await asyncio.sleep(0)
             if not response.more:
                 return Snapshot(revision, cluster_id, kvs)
             if len(kvs) >= MAX_SNAPSHOT_KEYS:
@@ -239,7 +247,7 @@ class EtcdClient:
         """A bidirectional call on a connection of its own; EtcdUnavailable where the client is not open."""
         if self._channel is None:
             raise EtcdUnavailable(f"The etcd client for {self.endpoints} is not connected.")
-        channel = grpc.aio.insecure_channel(self._target, options=_CHANNEL_OPTIONS)
+        channel = grpc.aio.insecure_channel(self._target, options=self._options)
         stream = EtcdStream(channel, self.endpoints, service, method, on_close=self._streams.discard)
         self._streams.add(stream)
         return stream
@@ -259,15 +267,9 @@ class EtcdClient:
                 pause = RETRY_PAUSE_S * 2**attempt * random.uniform(0.5, 1.0)  # noqa: S311 - jitter, not a secret
                 again = not write and error.code() == grpc.StatusCode.UNAVAILABLE and attempt < READ_ATTEMPTS
                 if not again or loop.time() + pause >= deadline:
-                    raise self._wrapped(error, name, write=write) from error
+                    raise from_rpc_error(error, name, self.endpoints, write=write) from error
             attempt += 1
             await asyncio.sleep(pause)
-
-    def _wrapped(self, error: Any, name: str, *, write: bool) -> EtcdError:
-        if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED and not write:
-            reason = shorten(error.details())
-            return _TooLarge(f"etcd at {self.endpoints} cannot answer {name} in one message: {reason}")
-        return from_rpc_error(error, name, self.endpoints, write=write)
 
     async def _attempt(self, name: str, request: Any, timeout_s: float, *, wait_for_ready: bool = True) -> Any:
         if self._channel is None:
@@ -279,10 +281,6 @@ class EtcdClient:
                 closed = f"The etcd client for {self.endpoints} was closed during {name}."
                 raise EtcdUnavailable(closed, maybe_applied=name not in _READS) from None
             raise
-
-
-class _TooLarge(EtcdError):
-    """A page that does not fit into one message: ask for a smaller one."""
 
 
 def _status(response: Any) -> EtcdStatus:

@@ -31,6 +31,10 @@ class Compacted(EtcdError):
     """The asked revision has been compacted away: read the present and go on from there."""
 
 
+class TooLarge(EtcdError):
+    """An answer is longer than this client takes in one message: ask for less at a time."""
+
+
 def from_rpc_error(error: Any, call: str, endpoints: str, *, write: bool) -> EtcdError:
     """The EtcdError for a gRPC error. etcd tells its own errors by their text; the codes are those of its rpctypes."""
     code, details = error.code(), shorten(error.details() or "")
@@ -40,6 +44,8 @@ def from_rpc_error(error: Any, call: str, endpoints: str, *, write: bool) -> Etc
         return EtcdUnavailable(f"etcd at {endpoints} did not answer {call} in time: {details}", maybe_applied=write)
     if code == grpc.StatusCode.OUT_OF_RANGE and "compacted" in details:
         return Compacted(f"etcd at {endpoints} has compacted the revision that {call} asked for")
+    if code == grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
+        return TooLarge(f"etcd at {endpoints} and {call}: {details}")
     if code == grpc.StatusCode.NOT_FOUND and "lease not found" in details:
         return LeaseLost(f"etcd at {endpoints} does not know the lease of {call}")
     # A cancelled or unknown end says nothing about what the server did; every other code is etcd's refusal.

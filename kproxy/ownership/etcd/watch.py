@@ -53,7 +53,7 @@ class WatchStream:
         self._stream = client.open_stream("Watch", "Watch")
         self._write_timeout_s = write_timeout_s
 
-    async def watch_prefix(self, watch_id: int, prefix: str, start_revision: int) -> None:
+    async def watch_prefix(self, watch_id: int, prefix: str, start_revision: int, *, fragments: bool) -> None:
         """Ask for a watcher (`watch_id` > 0) of every change under `prefix` from `start_revision` on."""
         create = rpc.WatchCreateRequest(
             key=encode_key(prefix),
@@ -61,7 +61,7 @@ class WatchStream:
             start_revision=start_revision,
             watch_id=watch_id,
             progress_notify=True,
-            fragment=True,
+            fragment=fragments,
         )
         await self._stream.write(rpc.WatchRequest(create_request=create), self._write_timeout_s)
 
