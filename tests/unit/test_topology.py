@@ -52,17 +52,36 @@ def test_a_partition_index_out_of_range_is_refused_and_costs_nothing() -> None:
     assert topology.set_owner(b"t", MAX_PARTITION_INDEX, 1, 5)
 
 
+def test_a_load_removes_what_it_does_not_name_and_keeps_what_is_newer() -> None:
+    topology = Topology()
+    topology.set_owner(b"gone", 0, 1, 3)
+    topology.set_owner(b"kept", 0, 1, 4)
+    topology.set_owner(b"newer", 0, 1, 25)
+    topology.load([Ownership(b"kept", 0, 2, 10), Ownership(b"new", 3, 3, 20)], 20)
+    assert rows(topology) == {(b"kept", 0): 2, (b"new", 3): 3, (b"newer", 0): 1}
+    # The removal counts as of the load: what happened before it is old news.
+    assert not topology.set_owner(b"gone", 0, 1, 19)
+    assert topology.set_owner(b"gone", 0, 1, 21)
+
+
+def test_a_load_does_not_put_an_older_row_over_a_newer_one() -> None:
+    topology = Topology()
+    topology.set_owner(b"t", 0, 2, 30)
+    topology.load([Ownership(b"t", 0, 1, 10)], 20)
+    assert (topology.owner(b"t", 0), topology.owner_revision(b"t", 0)) == (2, 30)
+
+
 def test_only_a_rebuild_takes_the_revision_down() -> None:
     topology = Topology()
     topology.set_owner(b"t", 0, 1, 1000)
-    topology.set_owner(b"t", 1, 1, 500)
+    topology.load([], 500)
     assert topology.revision == 1000
     topology.set_broker(1, Address("h", 1))
     topology.begin_rebuild()
     assert topology.revision == 0
     assert rows(topology) == {}
-    assert topology.set_owner(b"t", 0, 2, 7)
-    assert (topology.owner(b"t", 0), topology.revision) == (2, 7)
+    topology.load([Ownership(b"t", 0, 2, 7)], 9)
+    assert (topology.owner(b"t", 0), topology.revision) == (2, 9)
 
 
 def test_a_broker_comes_moves_and_goes_without_touching_owners() -> None:
@@ -99,3 +118,23 @@ def test_any_order_and_repetition_of_changes_ends_in_the_last_owner(
         highest, seen[topic, index] = topology.revision, topology.owner_revision(topic, index)
     assert rows(topology) == {partition: owner for partition, owner in last.items() if owner != NO_OWNER}
     assert topology.revision == len(history)
+
+
+@given(changes=CHANGES, data=st.data())
+def test_a_load_in_the_middle_and_every_later_change_end_in_the_last_owner(
+    changes: list[tuple[bytes, int, int]], data: st.DataObject
+) -> None:
+    history = [(*change, revision) for revision, change in enumerate(changes, start=1)]
+    at = data.draw(st.integers(0, len(history)))
+    # What had come before the load: any part of what happened before it, and of what came after it.
+    before = data.draw(st.lists(st.sampled_from(history), unique=True))
+    topology = Topology()
+    for change in before:
+        topology.set_owner(*change)
+    then = {(topic, index): (owner, revision) for topic, index, owner, revision in history[:at]}
+    standing = [Ownership(*partition, *entry) for partition, entry in then.items() if entry[0] != NO_OWNER]
+    topology.load(standing, at)
+    for change in history[at:]:
+        topology.set_owner(*change)
+    last = {(topic, index): owner for topic, index, owner, _ in history}
+    assert rows(topology) == {partition: owner for partition, owner in last.items() if owner != NO_OWNER}
