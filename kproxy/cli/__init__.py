@@ -42,6 +42,15 @@ class _Commands(click.Group):
         command: click.Command = module.command
         return command
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            # `kproxy table | head`: who read has seen enough, which click would take for a failure. What is still
+            # buffered must not be tried again at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            return 0
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
@@ -83,14 +92,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         error.show()
         return error.exit_code
     except StartupError as error:
-        click.echo(f"kproxy: {error}", err=True)
+        sentence = str(error)
+        click.echo(f"kproxy: {sentence if sentence.endswith(('.', '?', '!')) else f'{sentence}.'}", err=True)
         return 2
     except (KeyboardInterrupt, click.Abort):
         return 130
-    except BrokenPipeError:
-        # `kproxy table | head`: who read has seen enough. What is still buffered must not be tried again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 0
     except Exception as error:  # noqa: BLE001 - the outermost boundary: a person reads this
         if _wants_traceback(arguments):
             traceback.print_exc()

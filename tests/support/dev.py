@@ -7,6 +7,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,9 +56,10 @@ class KproxyProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                text=True,
+                bufsize=0,
                 start_new_session=True,
             )
+        self._unread = b""
         self.fields: dict[str, str] = {}
 
     @property
@@ -82,10 +84,19 @@ class KproxyProcess:
     def read_line(self, timeout_s: float = READY_TIMEOUT_S) -> str:
         """Its next line on stdout; empty at its end."""
         assert self._process.stdout is not None
+        deadline = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
-            assert selector.select(timeout_s), f"no line within {timeout_s} s; {self.stderr()[-2000:]}"
-        return self._process.stdout.readline()
+            while b"\n" not in self._unread:
+                assert selector.select(deadline - time.monotonic()), (
+                    f"no line in {timeout_s} s; {self.stderr()[-999:]}"
+                )
+                data = os.read(self._process.stdout.fileno(), 65536)
+                if not data:
+                    break
+                self._unread += data
+        line, end, self._unread = self._unread.partition(b"\n")
+        return (line + end).decode()
 
     def wait_ready(self) -> None:
         line = self.read_line()
@@ -132,6 +143,6 @@ def dev_arguments(data_dir: Path, *more: str) -> list[str | Path]:
 
 
 def gone(processes: Sequence[psutil.Process], timeout_s: float = 15.0) -> bool:
-    """Whether all of them end in time."""
+    """Whether all of them end in time. An orphan that nobody has reaped yet has ended."""
     _, alive = psutil.wait_procs(processes, timeout=timeout_s)
-    return not alive
+    return [each for each in alive if each.is_running() and each.status() != psutil.STATUS_ZOMBIE] == []

@@ -1,0 +1,208 @@
+"""`kproxy dev`: everything comes up, serves, keeps what was written, and goes away as a whole, however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+import uuid
+from pathlib import Path
+
+import confluent_kafka
+import psutil
+import pytest
+
+from tests.support.dev import KPROXY, KproxyProcess, dev_arguments, gone, run_kproxy, serving
+from tests.support.kafka_io import produce, read_partition
+
+
+def names(processes: list[psutil.Process]) -> list[str]:
+    """What each of a `kproxy dev`'s children is."""
+    found = []
+    for process in processes:
+        command = process.cmdline()
+        found.append(command[4] if command[1:4] == ["-P", "-m", "kproxy"] else Path(command[0]).name)
+    return found
+
+
+def test_it_is_etcd_brokers_and_a_proxy(dev_cluster: KproxyProcess) -> None:
+    children = names(dev_cluster.descendants())
+    assert (children.count("etcd"), children.count("broker"), children.count("serve")) == (1, 3, 1)
+    assert set(dev_cluster.fields) == {"kafka", "admin", "etcd"}
+
+
+def test_what_was_written_is_there_after_a_restart(tmp_path: Path) -> None:
+    data_dir, topic = tmp_path / "data", "kept"
+    with serving(dev_arguments(data_dir), tmp_path / "first") as dev:
+        written = produce(dev.kafka, topic, [b"%d" % number for number in range(500)])
+        processes = dev.descendants()
+        assert dev.stop() == 0
+        assert gone(processes, timeout_s=0.5), "dev ended before its children"
+    with serving(dev_arguments(data_dir), tmp_path / "second") as dev:
+        assert read_partition(dev.kafka, topic, 0, len(written)) == written
+        assert dev.stop() == 0
+
+
+def test_ctrl_c_in_a_terminal_stops_it_cleanly_though_a_client_is_connected(tmp_path: Path) -> None:
+    # In a terminal SIGINT goes to every process of the foreground group, not to dev alone.
+    leader, follower = pty.openpty()
+    try:
+        process = subprocess.Popen(
+            [*KPROXY, *map(str, dev_arguments(tmp_path / "data"))],
+            stdin=follower,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: _own_terminal(follower),
+        )
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line.startswith("ready kafka=")
+            children = psutil.Process(process.pid).children(recursive=True)
+            producer = confluent_kafka.Producer({"bootstrap.servers": line.split()[1].removeprefix("kafka=")})
+            producer.produce("held", b"x")
+            assert producer.flush(20) == 0
+            began = time.monotonic()
+            os.write(leader, b"\x03")
+            _, stderr = process.communicate(timeout=40)
+            assert process.returncode == 0, stderr
+            assert time.monotonic() - began < 15
+            assert "Traceback" not in stderr
+            assert stderr.count("stopping the proxy, the brokers, etcd") == 1
+            assert gone(children, timeout_s=0.5)
+        finally:
+            process.kill()
+            process.wait()
+    finally:
+        os.close(leader)
+        os.close(follower)
+
+
+def _own_terminal(terminal: int) -> None:
+    import fcntl
+    import termios
+
+    os.setsid()
+    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_it_cleanly(tmp_path: Path, number: int) -> None:
+    with serving(dev_arguments(tmp_path / "data", "--brokers", "1"), tmp_path / "stderr") as dev:
+        processes = dev.descendants()
+        dev.signal(number)
+        assert dev.wait() == 0
+        assert gone(processes, timeout_s=0.5)
+
+
+def test_a_signal_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
+    for delay_s in (0.3, 1.0, 1.7, 2.4):
+        dev = KproxyProcess(dev_arguments(tmp_path / "data"), tmp_path / "stderr")
+        time.sleep(delay_s)
+        processes = dev.descendants()
+        dev.signal(signal.SIGTERM)
+        status = dev.wait()
+        # Before its handlers stand, the signal ends it as it ends any program.
+        assert status in (0, -signal.SIGTERM), dev.stderr()
+        assert gone(processes, timeout_s=0.5 if status == 0 else 10)
+        dev.stop()
+
+
+def test_killed_it_leaves_no_orphans(tmp_path: Path) -> None:
+    with serving(dev_arguments(tmp_path / "data"), tmp_path / "stderr") as dev:
+        processes = dev.descendants()
+        assert len(processes) >= 5
+        dev.signal(signal.SIGKILL)
+        assert dev.wait() == -signal.SIGKILL
+        assert gone(processes)
+
+
+@pytest.mark.parametrize("name", ["etcd", "broker", "serve"])
+def test_a_part_that_dies_is_named_and_stops_the_rest(tmp_path: Path, name: str) -> None:
+    with serving(dev_arguments(tmp_path / "data", "--brokers", "2"), tmp_path / "stderr") as dev:
+        processes = dev.descendants()
+        next(each for each in processes if names([each]) == [name]).kill()
+        assert dev.wait() == 1
+        assert gone(processes, timeout_s=0.5)
+    said = dev.stderr()
+    what = {"etcd": "the etcd", "broker": "the broker 1", "serve": "the proxy"}[name]
+    assert f"{what.replace('the etcd', 'etcd')} was ended by signal 9; its log is {tmp_path / 'data'}" in said
+    assert "Traceback" not in said
+
+
+def test_the_settings_of_another_kproxy_do_not_reach_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KPROXY_LIMITS__MAX_CONNECTIONS", "1")
+    monkeypatch.setenv("KPROXY_OWNERSHIP__PREFIX", "/elsewhere")
+    with serving(dev_arguments(tmp_path / "data", "--brokers", "1"), tmp_path / "stderr") as dev:
+        assert produce(dev.kafka, "t", [b"1"]) == [b"1"]
+        assert read_partition(dev.kafka, "t", 0, 1) == [b"1"]
+
+
+def get(address: str, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=5) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_the_admin_page_says_that_it_lives_and_serves(dev_cluster: KproxyProcess) -> None:
+    assert get(dev_cluster.admin, "/livez") == (200, "alive\n")
+    assert get(dev_cluster.admin, "/readyz") == (200, "ready\n")
+    assert get(dev_cluster.admin, "/metrics")[0] == 404
+    assert get(dev_cluster.admin, "/table?limit=0")[0] == 400
+    assert get(dev_cluster.admin, "/table?limit=x")[0] == 400
+
+
+def test_the_proxy_and_etcd_tell_the_same_table(dev_cluster: KproxyProcess) -> None:
+    topic = f"table-{uuid.uuid4().hex[:8]}"
+    produce(dev_cluster.kafka, topic, [b"1", b"2"])
+    tables = [
+        json.loads(run_kproxy("table", *place, "--topic", topic, "--json").stdout)
+        for place in (("--admin", dev_cluster.admin), ("--etcd", dev_cluster.etcd))
+    ]
+    for table in tables:
+        assert [each["id"] for each in table["brokers"]] == [1, 2, 3]
+        assert [each["name"] for each in table["topics"]] == [topic]
+        assert table["stale"] is False
+        assert table["age_s"] < 10
+    assert tables[0]["topics"] == tables[1]["topics"]
+    assert tables[0]["topics"][0]["partitions"][0]["owner"] in (1, 2, 3)
+
+
+@pytest.mark.parametrize("place", ["admin", "etcd"])
+def test_a_watched_table_tells_each_change_as_a_line(dev_cluster: KproxyProcess, tmp_path: Path, place: str) -> None:
+    topic = f"watched-{uuid.uuid4().hex[:8]}"
+    watch = KproxyProcess(
+        ["table", f"--{place}", dev_cluster.fields[place], "--topic", topic, "--watch"], tmp_path / "stderr"
+    )
+    try:
+        first = [watch.read_line() for _ in range(3)]
+        assert first[0].startswith("# revision ")
+        assert first[2].split() == ["topic", "partition", "owner", "address", "revision"]
+        produce(dev_cluster.kafka, topic, [b"1"])
+        assert watch.read_line().startswith(f"{topic} 0: nobody -> broker ")
+    finally:
+        assert watch.stop() == 0, watch.stderr()
+    assert watch.stderr() == ""
+
+
+def test_a_watched_table_survives_its_proxy(tmp_path: Path) -> None:
+    with serving(dev_arguments(tmp_path / "data", "--brokers", "1"), tmp_path / "stderr") as dev:
+        watch = KproxyProcess(["table", "--admin", dev.admin, "--watch", "--json"], tmp_path / "watch")
+        try:
+            assert json.loads(watch.read_line())["brokers"][0]["id"] == 1
+            assert dev.stop() == 0
+            deadline = time.monotonic() + 10
+            while "no admin page answers" not in watch.stderr():
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+        finally:
+            assert watch.stop() == 0
+    assert watch.stderr().count("no admin page answers") == 1
