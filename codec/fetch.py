@@ -25,6 +25,7 @@ from codec.partitioned import (
     blank_current_leader,
     expect_end,
     fill_error_codes,
+    one_by_one,
     parse_topics,
     read_topic_count,
     response_tags,
@@ -107,7 +108,7 @@ def parse_fetch(frame: memoryview, header: RequestHeader) -> FetchRequest:
         return partition_index, skip_tagged_fields(frame, end, limit) if flexible else end
 
     request.topics, request.topics_end = parse_topics(
-        frame, offset, flexible=flexible, least_bytes=fixed_bytes, skip_partition=skip
+        frame, offset, flexible=flexible, least_bytes=fixed_bytes, read_entries=one_by_one(skip)
     )
     expect_end(frame, _skip_trailer(frame, request.topics_end, limit, version))
     return request
@@ -174,7 +175,7 @@ class FetchApi:
             return partition_index, offset
 
         response.topics, offset = parse_topics(
-            frame, offset, flexible=flexible, least_bytes=4 + 2 + 8 + 8, skip_partition=skip
+            frame, offset, flexible=flexible, least_bytes=4 + 2 + 8 + 8, read_entries=one_by_one(skip)
         )
         fill_error_codes(response)
         if flexible:

@@ -18,6 +18,7 @@ from codec.partitioned import (
     Tag,
     expect_end,
     fill_error_codes,
+    one_by_one,
     parse_topics,
     response_tags,
 )
@@ -62,7 +63,7 @@ class ListOffsetsApi:
             return partition_index, skip_tagged_fields(frame, end, limit) if flexible else end
 
         request.topics, request.topics_end = parse_topics(
-            frame, offset, flexible=flexible, least_bytes=entry_bytes, skip_partition=skip
+            frame, offset, flexible=flexible, least_bytes=entry_bytes, read_entries=one_by_one(skip)
         )
         offset = request.topics_end
         expect_end(frame, skip_tagged_fields(frame, offset, len(frame)) if flexible else offset)
@@ -87,7 +88,7 @@ class ListOffsetsApi:
             return partition_index, skip_tagged_fields(frame, end, limit) if flexible else end
 
         response.topics, offset = parse_topics(
-            frame, offset, flexible=flexible, least_bytes=entry_bytes, skip_partition=skip
+            frame, offset, flexible=flexible, least_bytes=entry_bytes, read_entries=one_by_one(skip)
         )
         fill_error_codes(response)
         if flexible:

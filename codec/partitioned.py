@@ -31,6 +31,8 @@ MAX_PARTITIONS = 4096
 Tag = tuple[int, bytes]
 # (frame, offset, limit) -> (partition_index, next offset)
 SkipPartition = Callable[[memoryview, int, int], tuple[int, int]]
+# (frame, offset, limit, topic to fill, number of entries) -> offset behind them
+ReadEntries = Callable[[memoryview, int, int, "TopicSpan", int], int]
 
 
 class TopicSpan:
@@ -151,7 +153,7 @@ class PartitionedApi(Protocol):
 
 
 def parse_topics(
-    frame: memoryview, offset: int, *, flexible: bool, least_bytes: int, skip_partition: SkipPartition
+    frame: memoryview, offset: int, *, flexible: bool, least_bytes: int, read_entries: ReadEntries
 ) -> tuple[list[TopicSpan], int]:
     """The topics array at `offset` and the offset behind it; `least_bytes` is a partition entry's smallest size."""
     limit = len(frame)
@@ -163,17 +165,26 @@ def parse_topics(
         partitions_left -= count
         if partitions_left < 0:
             raise InvalidField(f"more than {MAX_PARTITIONS} partitions in one message")
-        for _ in range(count):
-            topic.starts.append(offset)
-            partition_index, offset = skip_partition(frame, offset, limit)
-            topic.partitions.append(partition_index)
-            topic.ends.append(offset)
-        topic.tail_start = offset
+        topic.tail_start = offset = read_entries(frame, offset, limit, topic, count)
         if flexible:
             offset = skip_tagged_fields(frame, offset, limit)
         topic.tail_end = offset
         topics.append(topic)
     return topics, offset
+
+
+def one_by_one(skip_partition: SkipPartition) -> ReadEntries:
+    """Read a topic's entries by finding the end of each."""
+
+    def read(frame: memoryview, offset: int, limit: int, topic: TopicSpan, count: int) -> int:
+        for _ in range(count):
+            topic.starts.append(offset)
+            partition_index, offset = skip_partition(frame, offset, limit)
+            topic.partitions.append(partition_index)
+            topic.ends.append(offset)
+        return offset
+
+    return read
 
 
 def read_topic_count(frame: memoryview, offset: int, limit: int, *, flexible: bool) -> tuple[int, int]:

@@ -37,6 +37,8 @@ def read_fixed(form: Struct, buffer: Buffer, offset: int, limit: int) -> tuple[i
 
 def read_uvarint(buffer: Buffer, offset: int, limit: int) -> tuple[int, int]:
     """An unsigned varint of at most 32 bits."""
+    if offset < limit and buffer[offset] < 0x80:
+        return buffer[offset], offset + 1
     value = 0
     for position in range(_MAX_UVARINT_BYTES):
         at = offset + position

@@ -9,9 +9,9 @@ from __future__ import annotations
 from struct import Struct
 
 from codec.api_keys import PRODUCE, is_flexible
-from codec.errors import InvalidField, Truncated, UnsupportedVersion
+from codec.errors import Truncated, UnsupportedVersion
 from codec.headers import RequestHeader
-from codec.partitioned import MAX_PARTITIONS, PartitionedRequest, TopicSpan, begin_topic, expect_end, read_topic_count
+from codec.partitioned import PartitionedRequest, TopicSpan, expect_end, parse_topics
 from codec.primitives import read_uvarint, skip_bytes, skip_string, skip_tagged_fields
 
 MIN_VERSION = 3
@@ -37,20 +37,13 @@ def parse_produce(frame: memoryview, header: RequestHeader) -> PartitionedReques
     request.acks, request.timeout_ms = _ACKS_TIMEOUT.unpack_from(frame, offset)
     offset += _ACKS_TIMEOUT.size
     request.topics_start = offset
-    topic_count, offset = read_topic_count(frame, offset, limit, flexible=flexible)
-    partitions_left = MAX_PARTITIONS
-    for _ in range(topic_count):
-        topic, count, offset = begin_topic(frame, offset, limit, flexible=flexible, least_bytes=_INDEX_BYTES + 1)
-        partitions_left -= count
-        if partitions_left < 0:
-            raise InvalidField(f"more than {MAX_PARTITIONS} partitions in one request")
-        if flexible:
-            offset = _flexible_partitions(frame, offset, limit, topic, count)
-            topic.tail_start = offset
-            topic.tail_end = offset = skip_tagged_fields(frame, offset, limit)
-        else:
-            topic.tail_start = topic.tail_end = offset = _plain_partitions(frame, offset, limit, topic, count)
-        request.topics.append(topic)
+    request.topics, offset = parse_topics(
+        frame,
+        offset,
+        flexible=flexible,
+        least_bytes=_INDEX_BYTES + 1,
+        read_entries=_flexible_partitions if flexible else _plain_partitions,
+    )
     request.topics_end = offset
     if flexible:
         offset = skip_tagged_fields(frame, offset, limit)

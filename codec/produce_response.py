@@ -16,9 +16,9 @@ from codec.partitioned import (
     PartitionedRequest,
     PartitionedResponse,
     Tag,
+    TopicSpan,
     blank_current_leader,
     expect_end,
-    fill_error_codes,
     parse_topics,
     response_tags,
 )
@@ -37,6 +37,10 @@ from codec.produce import MAX_VERSION, MIN_VERSION, parse_produce
 
 # partition_index, error_code, base_offset, log_append_time_ms
 _ENTRY = Struct(">ihqq")
+_INDEX_AND_ERROR_CODE = Struct(">ih")
+# No record errors, no message, no tagged fields.
+_PLAIN_END = b"\x01\x00\x00"
+_PLAIN_END_V8 = b"\x00\x00\x00\x00\xff\xff"
 _INT64_BYTES = 8
 _CURRENT_LEADER_TAG = 0
 _NODE_ENDPOINTS_TAG = 0
@@ -44,14 +48,31 @@ _NODE_ENDPOINTS_TAG = 0
 _MAX_MESSAGE_CHARACTERS = MAX_STRING_BYTES // 4
 
 
-def _skip_entry(frame: memoryview, offset: int, limit: int, api_version: int) -> tuple[int, int]:
+def _read_entries(frame: memoryview, offset: int, limit: int, api_version: int, topic: TopicSpan, count: int) -> int:
+    """The results of one topic into `topic`; the offset behind them."""
+    fixed_bytes = _ENTRY.size + (_INT64_BYTES if api_version >= 5 else 0)
+    plain_end = _PLAIN_END if api_version >= 9 else _PLAIN_END_V8 if api_version == 8 else b""
+    plain_bytes = len(plain_end)
+    for _ in range(count):
+        end = offset + fixed_bytes
+        if end > limit:
+            raise Truncated(f"a partition's result wanted at {offset}, the message ends at {limit}")
+        partition_index, error_code = _INDEX_AND_ERROR_CODE.unpack_from(frame, offset)
+        topic.partitions.append(partition_index)
+        topic.error_codes.append(error_code)
+        topic.starts.append(offset)
+        # Almost always there is nothing behind the fixed part.
+        if frame[end : end + plain_bytes] == plain_end:
+            offset = end + plain_bytes
+        else:
+            offset = _skip_rest(frame, end, limit, api_version)
+        topic.ends.append(offset)
+    return offset
+
+
+def _skip_rest(frame: memoryview, offset: int, limit: int, api_version: int) -> int:
+    """The offset behind record errors, error message and tagged fields."""
     flexible = api_version >= 9
-    if offset + _ENTRY.size > limit:
-        raise Truncated(f"a partition's result wanted at {offset}, the message ends at {limit}")
-    partition_index: int = INT32.unpack_from(frame, offset)[0]
-    offset += _ENTRY.size
-    if api_version >= 5:
-        offset += _INT64_BYTES
     if api_version >= 8:
         count, offset = read_count(frame, offset, limit, compact=flexible, least_bytes=5)
         for _ in range(count):
@@ -62,9 +83,7 @@ def _skip_entry(frame: memoryview, offset: int, limit: int, api_version: int) ->
         _, _, offset = skip_string(frame, offset, limit, compact=flexible, nullable=True)
     if flexible:
         offset = blank_current_leader(frame, offset, limit, _CURRENT_LEADER_TAG)
-    if offset > limit:
-        raise Truncated(f"a partition's result ends at {offset}, the message at {limit}")
-    return partition_index, offset
+    return offset
 
 
 class ProduceApi:
@@ -83,17 +102,14 @@ class ProduceApi:
         response = PartitionedResponse(frame)
         limit = len(frame)
 
-        def skip(frame: memoryview, offset: int, limit: int) -> tuple[int, int]:
-            return _skip_entry(frame, offset, limit, api_version)
+        offset = response_body_offset(frame, PRODUCE, api_version)
+
+        def read(frame: memoryview, offset: int, limit: int, topic: TopicSpan, count: int) -> int:
+            return _read_entries(frame, offset, limit, api_version, topic, count)
 
         response.topics, offset = parse_topics(
-            frame,
-            response_body_offset(frame, PRODUCE, api_version),
-            flexible=flexible,
-            least_bytes=_ENTRY.size,
-            skip_partition=skip,
+            frame, offset, flexible=flexible, least_bytes=_ENTRY.size, read_entries=read
         )
-        fill_error_codes(response)
         response.throttle_time_ms, offset = read_fixed(INT32, frame, offset, limit)
         if flexible:
             offset = response_tags(response, offset, _NODE_ENDPOINTS_TAG)
