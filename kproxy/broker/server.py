@@ -159,7 +159,8 @@ class _Server:
         self._tasks.append(asyncio.create_task(self._leases.run()))
         await self._leases.settle(OWN_PARTITIONS_TIMEOUT_S)
         await listener.start_serving()
-        sys.stdout.write(f"ready kafka={host}:{port} etcd={self._client.endpoints}\n")
+        bound_port = listener.sockets[0].getsockname()[1]
+        sys.stdout.write(f"ready kafka={self._config.listen[0]}:{bound_port} etcd={self._client.endpoints}\n")
         sys.stdout.flush()
 
     def _advertised(self, listener: asyncio.Server) -> tuple[str, int]:

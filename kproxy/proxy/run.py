@@ -53,7 +53,7 @@ async def _serve(config: ProxyConfig) -> None:
             table=lambda: TableView(topology, table.age_s, table.stale),
             not_ready=lambda: listener.not_ready,
         )
-        ready = f"ready kafka={identity.host}:{identity.port}"
+        ready = f"ready kafka={config.listen.host}:{bound_port}"
         if config.admin is not None:
             admin_host, admin_port = config.admin
             stack.push_async_callback(admin.stop)
