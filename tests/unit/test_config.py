@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kproxy.config import (
@@ -196,3 +198,16 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "latin.toml").write_bytes("# é".encode("latin-1"))
     with pytest.raises(StartupError, match="UTF-8"):
         load_proxy_config(tmp_path / "latin.toml", environ={})
+
+
+def test_every_option_is_documented_with_its_default() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    documented = dict(re.findall(r"^\| `(\w+\.\w+)` \| [^|]*\| `?([^|`]+?)`? \|", text, re.MULTILINE))
+    settings = load_settings(environ={})
+    assert documented.keys() == settings.keys()
+    wrong = {
+        path: (documented[path], setting.value)
+        for path, setting in settings.items()
+        if setting.value is not msgspec.UNSET and documented[path] != str(setting.value)
+    }
+    assert wrong == {}
