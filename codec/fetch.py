@@ -23,6 +23,7 @@ from codec.partitioned import (
     PartitionedResponse,
     Tag,
     blank_current_leader,
+    blank_epochs,
     expect_end,
     fill_error_codes,
     one_by_one,
@@ -198,9 +199,11 @@ class FetchApi:
             return preamble(fetch, fetch.max_wait_ms, fetch.max_bytes)
         return preamble(fetch, 0, fetch.max_bytes // pieces)
 
-    def prepare_whole(self, request: PartitionedRequest) -> None:
-        """Take it out of any session."""
+    def admit(self, request: PartitionedRequest) -> None:
+        """Take it out of any session, and take leader epochs out of it."""
         fetch = _as_fetch(request)
+        if fetch.header.api_version >= 9:
+            blank_epochs(fetch, INT32.size)
         fetch.frame[fetch.header.body_offset : fetch.topics_start] = preamble(fetch, fetch.max_wait_ms, fetch.max_bytes)
 
     def holds_enough(self, request: PartitionedRequest, payload_bytes: int) -> bool:

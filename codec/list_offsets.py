@@ -16,6 +16,7 @@ from codec.partitioned import (
     PartitionedRequest,
     PartitionedResponse,
     Tag,
+    blank_epochs,
     expect_end,
     fill_error_codes,
     one_by_one,
@@ -106,8 +107,10 @@ class ListOffsetsApi:
     def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer:
         return request.preamble()
 
-    def prepare_whole(self, request: PartitionedRequest) -> None:
-        """Nothing in it needs a change."""
+    def admit(self, request: PartitionedRequest) -> None:
+        """Take leader epochs out of it."""
+        if request.header.api_version >= 4:
+            blank_epochs(request, INT32.size)
 
     def holds_enough(self, request: PartitionedRequest, payload_bytes: int) -> bool:
         return True

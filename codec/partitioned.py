@@ -143,8 +143,8 @@ class PartitionedApi(Protocol):
         """The preamble of one of `pieces` parts of a request."""
         ...
 
-    def prepare_whole(self, request: PartitionedRequest) -> None:
-        """Change in place what must not reach a broker as the client sent it."""
+    def admit(self, request: PartitionedRequest) -> None:
+        """Change in place what must not reach a broker as the client sent it; before anything of it is sent."""
         ...
 
     def holds_enough(self, request: PartitionedRequest, payload_bytes: int) -> bool:
@@ -262,6 +262,17 @@ def blank_current_leader(frame: memoryview, offset: int, limit: int, leader_tag:
         if tag == leader_tag and end - start >= len(_NO_LEADER):
             frame[start : start + len(_NO_LEADER)] = _NO_LEADER
     return after
+
+
+def blank_epochs(request: PartitionedRequest, epoch_offset: int) -> None:
+    """Set each entry's current_leader_epoch, which lies `epoch_offset` bytes into it, to -1 in place.
+
+    Clients of the proxy are told no leader epochs, so what they say of one is not about the broker's; librdkafka 2.16
+    says 0 where it was told -1, and a broker would fence it off.
+    """
+    for topic in request.topics:
+        for start in topic.starts:
+            INT32.pack_into(request.frame, start + epoch_offset, -1)
 
 
 def set_correlation_id(frame: memoryview, correlation_id: int) -> None:

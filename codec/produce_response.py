@@ -129,7 +129,7 @@ class ProduceApi:
     def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer:
         return request.preamble()
 
-    def prepare_whole(self, request: PartitionedRequest) -> None:
+    def admit(self, request: PartitionedRequest) -> None:
         """It is forwarded as received."""
 
     def holds_enough(self, request: PartitionedRequest, payload_bytes: int) -> bool:

@@ -119,6 +119,7 @@ class Fanout:
         `deadline` and `look_until`, the time until which a read that spans brokers asks again for want of data, are on
         the proxy's clock, in seconds.
         """
+        api.admit(request)
         self._sequence += 1
         exchange = Exchange(api, request, self._sequence, deadline)
         exchange.look_until = look_until
@@ -150,7 +151,6 @@ class Fanout:
         correlation_id = upstream.next_correlation_id()
         buffers: list[Buffer]
         if whole:
-            exchange.api.prepare_whole(request)
             set_correlation_id(request.frame, correlation_id)
             buffers = [request.frame]
         else:
