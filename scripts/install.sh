@@ -25,9 +25,9 @@ else
     for candidate in python3 python3.13 python3.12 python3.11; do
         found=$(version_of "$candidate")
         if fits "$found"; then PYTHON=$candidate; break; fi
-        if [ -n "$found" ]; then seen="$seen $candidate is $found;"; fi
+        if [ -n "$found" ]; then seen="$seen${seen:+, }$candidate is $found"; fi
     done
-    [ -n "${PYTHON:-}" ] || fail "no Python 3.11, 3.12 or 3.13 found (${seen:- none at all}); install one, or name it: make install PYTHON=/path/to/python3.12"
+    [ -n "${PYTHON:-}" ] || fail "there is no Python 3.11, 3.12 or 3.13 (${seen:-there is none at all}): install one, or name it as in make install PYTHON=/path/to/python3.12."
 fi
 
 "$PYTHON" -c 'import venv, ensurepip' 2>/dev/null ||
