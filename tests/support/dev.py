@@ -88,9 +88,7 @@ class KproxyProcess:
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             while b"\n" not in self._unread:
-                assert selector.select(deadline - time.monotonic()), (
-                    f"no line in {timeout_s} s; {self.stderr()[-999:]}"
-                )
+                assert selector.select(deadline - time.monotonic()), f"no line in {timeout_s} s; {self.stderr()[-999:]}"
                 data = os.read(self._process.stdout.fileno(), 65536)
                 if not data:
                     break
