@@ -29,7 +29,7 @@ DEFAULT_LISTEN = "127.0.0.1:9092"
 DEFAULT_ADMIN = "127.0.0.1:9644"
 DEFAULT_PREFIX = "/kafscale"
 OWNERSHIP_SOURCES = ("etcd", "kafka", "static")
-_WILDCARDS = ("0.0.0.0", "::", "*")  # noqa: S104 - compared with, not bound
+WILDCARDS = ("0.0.0.0", "::", "*")  # noqa: S104 - compared with, not bound
 
 _Count = Annotated[int, Meta(ge=1)]
 _Seconds = Annotated[float, Meta(gt=0, le=86_400)]
@@ -74,12 +74,12 @@ def split_list(value: str | Sequence[str], source: str) -> tuple[str, ...]:
 
 def advertised(listen: Address, advertise: Address | None) -> Address | None:
     """`advertise`, checked: what is listened on cannot be told to clients where it is every address of the machine."""
-    if advertise is None and listen.host in _WILDCARDS:
+    if advertise is None and listen.host in WILDCARDS:
         raise StartupError(
             f"clients cannot connect to {listen.host}: with --listen {listen} "
             f"give --advertise HOST:PORT as well, an address that clients reach."
         )
-    if advertise is not None and advertise.host in _WILDCARDS:
+    if advertise is not None and advertise.host in WILDCARDS:
         raise StartupError(f"clients cannot connect to {advertise.host}: give --advertise an address that they reach.")
     return advertise
 

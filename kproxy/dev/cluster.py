@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kproxy.config import DEFAULT_PREFIX, Address, parse_address
+from kproxy.config import DEFAULT_PREFIX, WILDCARDS, Address, parse_address
 from kproxy.dev.child import Child, ParentPipe
 from kproxy.dev.data_dir import ClusterDir
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
@@ -64,6 +64,11 @@ class DevCluster:
         self.broker_addresses: dict[int, str] = {}
         self._brokers_wanted = brokers
         self._listen = parse_address(listen, "--listen")
+        if self._listen.host in WILDCARDS:
+            raise StartupError(
+                f"--listen {listen}: clients cannot be told to connect there: "
+                f"name one address of this machine, for example 127.0.0.1:{self._listen.port}."
+            )
         self._admin = parse_address(admin, "--admin") if admin is not None else None
         self._lease_ttl_s = lease_ttl_s
         self._on_step = on_step or (lambda _: None)

@@ -14,7 +14,8 @@ from tests.support.java import java_executable
 from tests.support.kafka_io import read_partition
 from tests.support.kafka_jars import kafka_classpath
 
-pytestmark = pytest.mark.java
+# The first run of all downloads Kafka's jars.
+pytestmark = [pytest.mark.java, pytest.mark.timeout(900)]
 
 TIMEOUT_S = 90.0
 RECORDS = 5_000
@@ -35,7 +36,7 @@ def run_java(main_class: str, *arguments: str, stdin: str = "") -> subprocess.Co
 
 @pytest.fixture(scope="module", autouse=True)
 def _jars() -> None:
-    """Downloaded once per user, before the first test's time runs."""
+    """Downloaded once per user."""
     kafka_classpath()
 
 

@@ -123,6 +123,7 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
         (["dev", "--brokers", "0", "--data-dir", "DIR", "--listen", "127.0.0.1:0"], "--brokers"),
         (["dev", "--data-dir", "FILE", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"], "--data-dir"),
         (["dev", "--data-dir", "DIR", "--listen", "localhost"], "--listen"),
+        (["dev", "--data-dir", "DIR", "--listen", "0.0.0.0:9092"], "127.0.0.1:9092"),
         (["table", "--admin", "a:1", "--etcd", "b:2"], "--etcd"),
         (["table", "--admin", "127.0.0.1:1"], "--admin"),
         (["demo", "--rows", "0"], "--rows"),
