@@ -56,7 +56,10 @@ class DataDir:
                 os.close(lock_fd)
             if isinstance(error, StartupError):
                 raise
-            raise StartupError(f"the data directory {path} cannot be used: {error}") from error
+            raise StartupError(
+                f"the data directory {path} cannot be used ({error.strerror or error}): "
+                "give another with --data-dir, or make it one that this user can write to"
+            ) from error
         return cls(path, lock_fd, segment_bytes)
 
     def partition_path(self, topic: str, partition_index: int) -> Path:
