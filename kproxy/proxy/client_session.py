@@ -2,7 +2,7 @@
 
 States
   open       requests are read
-  draining   no more are read; what is in flight is answered, then the connection closes
+  draining   no more are read; what has been read is answered, then the connection closes
   closed     nothing is read or written
 
 Transitions
@@ -14,8 +14,10 @@ Invariants
 1. Answers leave in the order of their requests: each request that has an answer takes a slot, and a slot is written
    when it is filled and all before it are written.
 2. In-flight bytes and open requests are bounded: past a bound, or while the client or a broker reads too slowly,
-   nothing more is read from the client.
-3. Whatever goes wrong here closes this connection and no other, with one line in the log.
+   nothing more is begun or read. In flight are the bytes of requests, with acks=0 until they are sent, and what reads
+   may bring. What one read brings beyond a bound waits in `_backlog`.
+3. Nothing is begun in the midst of an answer or a failure: the fan-out finishes one event before the next.
+4. Whatever goes wrong here closes this connection and no other, with one line in the log.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from kproxy.proxy.fanout import Fanout
 from kproxy.proxy.outbox import Outbox
 from kproxy.proxy.produce import produce
 from kproxy.proxy.reads import fetch, list_offsets
-from kproxy.proxy.upstream import Upstream
+from kproxy.proxy.upstream import FLUSH_S, Upstream
 from kproxy.proxy.versions import OFFERS, Handling
 
 log = structlog.get_logger(__name__)
@@ -47,19 +49,22 @@ _PARTITIONED = {api_keys.PRODUCE: produce, api_keys.FETCH: fetch, api_keys.LIST_
 
 
 class Slot:
-    """The place of one answer in the order of answers."""
+    """The place of one answer in the order of answers; `weight` is its share of the bytes in flight."""
 
-    __slots__ = ("buffers", "request_bytes", "session")
+    __slots__ = ("buffers", "session", "weight")
 
-    def __init__(self, session: ClientSession, request_bytes: int) -> None:
+    def __init__(self, session: ClientSession, weight: int) -> None:
         self.session = session
-        self.request_bytes = request_bytes
+        self.weight = weight
         self.buffers: list[Buffer] | None = None
 
     def fill(self, buffers: list[Buffer]) -> None:
-        """The whole answer, its length prefix first."""
-        self.buffers = buffers
-        self.session.flush()
+        """The whole answer, its length prefix first; nothing for a request that has none and is done with."""
+        if buffers:
+            self.buffers = buffers
+            self.session.flush()
+        else:
+            self.session.unload(self)
 
 
 class ClientSession(asyncio.BufferedProtocol):
@@ -73,6 +78,10 @@ class ClientSession(asyncio.BufferedProtocol):
         self._outbox: Outbox | None = None
         self._peer = "?"
         self._slots: deque[Slot] = deque()
+        # Requests that wait to be begun, each with the time of its first byte.
+        self._backlog: deque[tuple[memoryview, float]] = deque()
+        self._takes_backlog = False
+        self._first_byte_at = 0.0
         self._in_flight_bytes = 0
         self._upstreams: dict[int, Upstream] = {}
         self._broker_pressure = 0
@@ -81,6 +90,7 @@ class ClientSession(asyncio.BufferedProtocol):
         self._draining = False
         self.closed = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._gone = asyncio.get_running_loop().create_future()
         self._fanout = Fanout(context, self._upstream_of, self._upstreams, self._undeliverable)
         self._control = ControlPlane(context, self._connect)
 
@@ -98,27 +108,51 @@ class ClientSession(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         now = self._context.clock()
+        first_byte_at = self._first_byte_at if self._reader.pending_bytes else now
         try:
-            for frame in self._reader.buffer_updated(nbytes):
+            frames = self._reader.buffer_updated(nbytes)
+            self._first_byte_at = now if frames else first_byte_at
+            for frame in frames:
                 if self.closed:
                     return
-                self._take(frame, now)
+                if self._reading:
+                    self._take(frame, first_byte_at)
+                else:
+                    self._backlog.append((frame, first_byte_at))
+                first_byte_at = now
         except CodecError as error:
             self._refuse(error)
 
-    def _take(self, frame: memoryview, now: float) -> None:
+    def _take(self, frame: memoryview, first_byte_at: float) -> None:
         header = parse_request_header(frame)
         slot = Slot(self, len(frame))
         # The slot is taken before anything is sent: an answer may come within this very step.
         self._slots.append(slot)
-        self._in_flight_bytes += slot.request_bytes
+        self._in_flight_bytes += slot.weight
         handler = _PARTITIONED.get(header.api_key)
         if handler is None:
             self._start_control(frame, header, slot)
-        elif not handler(self._context, self._fanout, frame, header, now, slot.fill):
-            self._slots.pop()
-            self._in_flight_bytes -= slot.request_bytes
+        else:
+            answer_bytes = handler(self._context, self._fanout, frame, header, first_byte_at, slot.fill)
+            if answer_bytes is None:
+                # No answer, and so no place among the answers; the last slot is this one.
+                if not self.closed:
+                    self._slots.pop()
+            elif slot.buffers is None:
+                slot.weight += answer_bytes
+                self._in_flight_bytes += answer_bytes
         self._adjust_reading()
+
+    def _take_backlog(self) -> None:
+        """Begin what waits, as far as there is room; an event of its own."""
+        try:
+            while self._backlog and self._has_room() and not self.closed:
+                self._take(*self._backlog.popleft())
+        except CodecError as error:
+            self._refuse(error)
+        self._takes_backlog = False
+        self._adjust_reading()
+        self._end_if_drained()
 
     def _start_control(self, frame: memoryview, header: RequestHeader, slot: Slot) -> None:
         offer = OFFERS.get(header.api_key)
@@ -151,12 +185,18 @@ class ClientSession(asyncio.BufferedProtocol):
         slots = self._slots
         while slots and slots[0].buffers is not None:
             slot = slots.popleft()
-            self._in_flight_bytes -= slot.request_bytes
+            self._in_flight_bytes -= slot.weight
             self._outbox.put(slot.buffers or [])
         if not self._reading:
             self._adjust_reading()
-        if self._draining and not slots:
-            self._end()
+            self._end_if_drained()
+
+    def unload(self, slot: Slot) -> None:
+        """A request that has no answer is on its way or lost."""
+        self._in_flight_bytes -= slot.weight
+        if not self._reading:
+            self._adjust_reading()
+            self._end_if_drained()
 
     # Back-pressure
 
@@ -172,16 +212,24 @@ class ClientSession(asyncio.BufferedProtocol):
         self._broker_pressure += 1 if slow else -1
         self._adjust_reading()
 
-    def _adjust_reading(self) -> None:
+    def _has_room(self) -> bool:
         limits = self._context.limits
-        may_read = (
+        return (
             self._in_flight_bytes < limits.max_in_flight_bytes
             and len(self._slots) < limits.max_open_requests
             and not self._client_pressure
             and not self._broker_pressure
-            and not self._draining
         )
-        if may_read is self._reading or self._transport is None or self.closed:
+
+    def _adjust_reading(self) -> None:
+        if self._transport is None or self.closed:
+            return
+        has_room = self._has_room()
+        if has_room and self._backlog and not self._takes_backlog:
+            self._takes_backlog = True
+            asyncio.get_running_loop().call_soon(self._take_backlog)
+        may_read = has_room and not self._backlog and not self._draining
+        if may_read is self._reading:
             return
         self._reading = may_read
         if may_read:
@@ -192,15 +240,11 @@ class ClientSession(asyncio.BufferedProtocol):
     # Brokers
 
     def _upstream_of(self, owner: int) -> Upstream:
-        """The open connection to a broker that the topology knows, or a new one."""
+        """The open connection to a broker, or a new one; the fan-out closes one that leads to an old address."""
         upstream = self._upstreams.get(owner)
-        address = self._context.topology.address(owner)
-        if upstream is not None and not upstream.closed and (address is None or upstream.address == address):
-            return upstream
-        if upstream is not None and not upstream.closed:
-            upstream.distrust("its broker has another address now")
-        self._upstreams[owner] = self._connect(owner)
-        return self._upstreams[owner]
+        if upstream is None or upstream.closed:
+            upstream = self._upstreams[owner] = self._connect(owner)
+        return upstream
 
     def _connect(self, owner: int) -> Upstream:
         address = self._context.topology.address(owner)
@@ -243,14 +287,20 @@ class ClientSession(asyncio.BufferedProtocol):
         """Read no more; close once everything in flight is answered."""
         self._draining = True
         self._adjust_reading()
-        if not self._slots and not self._fanout.has_open_exchanges:
+        self._end_if_drained()
+
+    def _end_if_drained(self) -> None:
+        if self._draining and not self._slots and not self._backlog and not self._fanout.has_open_exchanges:
             self._end()
 
     def eof_received(self) -> bool:
         """Kafka's clients never close one half alone: this one is gone and will send again what was not answered."""
+        self._end()
         return False
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        if not self._gone.done():
+            self._gone.set_result(None)
         self._end()
 
     def _end(self) -> None:
@@ -261,11 +311,22 @@ class ClientSession(asyncio.BufferedProtocol):
             self._outbox.flush()
             self._transport.close()
         self._slots.clear()
+        self._backlog.clear()
         self._on_closed(self)
 
     async def close(self) -> None:
         """Let go of everything this connection holds; whole acks=0 frames are still sent."""
         self._end()
+        await asyncio.gather(self._close_client(), self._close_brokers())
+
+    async def _close_client(self) -> None:
+        """A client that does not read what is still to be written to it is not waited for any longer than FLUSH_S."""
+        if self._transport is not None:
+            await asyncio.wait((self._gone,), timeout=FLUSH_S)
+            self._transport.abort()
+            await self._gone
+
+    async def _close_brokers(self) -> None:
         await self._fanout.close()
         for task in self._tasks:
             task.cancel()

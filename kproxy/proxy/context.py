@@ -43,4 +43,6 @@ class ProxyContext:
     arena: ReceiveArena = field(default_factory=ReceiveArena)
     # What each broker said it serves, by (broker, address): API key -> (lowest, highest version).
     version_ranges: dict[tuple[int, Address], dict[int, tuple[int, int]]] = field(default_factory=dict)
+    # Brokers that were asked and did not say: not asked again before this time of `clock`.
+    silent_until: dict[tuple[int, Address], float] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)

@@ -1,14 +1,15 @@
 """Requests about the cluster: a broker answers them, and the proxy sees to it that only the proxy is named.
 
 ApiVersions is answered here, from what the proxy and all its brokers serve. Everything else goes to one broker as
-received. A broker that cannot be reached or does not answer is passed over for the next one; a request that may have
-been carried out and must not be twice is given up instead, and the client's connection closed, which is what the client
-would have seen of the broker.
+received. A broker that cannot be reached, does not answer or answers nonsense is passed over for the next one; a
+request that may have been carried out and must not be twice is given up instead, and the client's connection closed,
+which is what the client would have seen of the broker.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 
 from codec import api_keys as keys
@@ -21,13 +22,15 @@ from codec.primitives import Buffer
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.naming import metadata_without_brokers, rename
 from kproxy.proxy.upstream import Upstream
-from kproxy.proxy.versions import OFFERS, Handling, Ranges, intersect
+from kproxy.proxy.versions import OFFERS, Handling, Offer, Ranges, intersect
 from kproxy.routing.rendezvous import preferred
 from kproxy.routing.topology import Address
 
 # The oldest version that every broker answers; enough to learn the ranges.
 _ASKED_API_VERSIONS = 0
 _ASK_VERSIONS_TIMEOUT_S = 2.0
+# A broker that did not say in time is not asked again for so long: one that hangs must not hold up every new client.
+_SILENT_FOR_S = 10.0
 
 
 class Unanswerable(Exception):
@@ -71,6 +74,8 @@ class ControlPlane:
         self._upstreams: dict[int, Upstream] = {}
         # Spreads the control planes of many connections over the brokers.
         self._key = context.random.randbytes(8)
+        # Brokers that gave no answer when they were asked last: they are asked after the others.
+        self._doubted: set[int] = set()
 
     async def answer(self, frame: memoryview, header: RequestHeader) -> list[Buffer]:
         """The whole answer to a request. Raises CodecError for one that is malformed, Unanswerable where none comes."""
@@ -84,12 +89,43 @@ class ControlPlane:
             )
         try:
             async with asyncio.timeout(self._context.limits.control_timeout_s):
-                answer = await self._ask_any(frame, header.api_key, repeatable=offer.repeatable)
+                return await self._ask_any(frame, header, offer)
         except (TimeoutError, Unanswerable) as error:
             if header.api_key != keys.METADATA:
                 raise Unanswerable(f"no broker answered {keys.name_of(header.api_key)}: {error}") from error
             message = metadata_without_brokers(header.api_version, frame[header.body_offset :], self._context.identity)
             return _framed(header, encode_response(message))
+
+    async def _ask_any(self, frame: memoryview, header: RequestHeader, offer: Offer) -> list[Buffer]:
+        """The answer, from one broker; they are tried in this connection's own order, each once."""
+        untried = set(self._context.topology.brokers)
+        while untried:
+            broker = preferred(self._key, untried - self._doubted or untried)
+            if broker is None:
+                break
+            untried.discard(broker)
+            if self._context.topology.address(broker) is None:
+                # It has left while another one was asked.
+                continue
+            upstream = self._upstream_of(broker)
+            try:
+                async with asyncio.timeout(self._context.limits.control_attempt_s if offer.repeatable else None):
+                    answer = self._read(await self._ask(upstream, frame), header, offer)
+                self._doubted.discard(broker)
+                return answer
+            except _Lost as lost:
+                if lost.written and not offer.repeatable:
+                    raise Unanswerable("the broker's connection ended before it answered") from lost
+            except TimeoutError:
+                # What is asked of it next must not wait behind this.
+                upstream.give_up("it does not answer")
+            except CodecError as error:
+                upstream.distrust(str(error))
+            self._doubted.add(broker)
+        raise Unanswerable("no broker can be reached")
+
+    def _read(self, answer: memoryview, header: RequestHeader, offer: Offer) -> list[Buffer]:
+        """A broker's answer as the client gets it. Raises CodecError."""
         if offer.handling is Handling.FORWARDED:
             set_response_correlation_id(answer, header.correlation_id)
             return [answer]
@@ -97,25 +133,6 @@ class ControlPlane:
         message = decode_response(header.api_key, header.api_version, body)
         rename(header.api_key, message, self._context.identity)
         return _framed(header, encode_response(message))
-
-    async def _ask_any(self, frame: memoryview, api_key: int, *, repeatable: bool) -> memoryview:
-        """One broker's answer; brokers are tried in this connection's own order, each once."""
-        untried = set(self._context.topology.brokers)
-        while untried:
-            broker = preferred(self._key, untried)
-            if broker is None:
-                break
-            untried.discard(broker)
-            try:
-                async with asyncio.timeout(self._context.limits.control_attempt_s if repeatable else None):
-                    return await self._ask(self._upstream_of(broker), frame)
-            except _Lost as lost:
-                if lost.written and not repeatable:
-                    raise Unanswerable("the broker's connection ended before it answered") from lost
-            except TimeoutError:
-                # What is asked of it next must not wait behind this.
-                self._upstreams[broker].distrust("no answer in time")
-        raise Unanswerable("no broker can be reached")
 
     async def _ask(self, upstream: Upstream, frame: memoryview) -> memoryview:
         question = _Question()
@@ -151,14 +168,24 @@ class ControlPlane:
         cache = self._context.version_ranges
         if (broker, address) in cache:
             return cache[broker, address]
+        if self._context.clock() < self._context.silent_until.get((broker, address), -math.inf):
+            return None
         request = request_header(keys.API_VERSIONS, _ASKED_API_VERSIONS, 0, b"kproxy")
         frame = memoryview(bytearray(b"".join(with_length([request]))))
+        upstream = self._upstream_of(broker)
         try:
             async with asyncio.timeout(_ASK_VERSIONS_TIMEOUT_S):
-                answer = await self._ask(self._upstream_of(broker), frame)
+                answer = await self._ask(upstream, frame)
             body = answer[response_body_offset(answer, keys.API_VERSIONS, _ASKED_API_VERSIONS) :]
             message = decode_response(keys.API_VERSIONS, _ASKED_API_VERSIONS, body)
-        except (_Lost, TimeoutError, CodecError, Unanswerable):
+        except _Lost:
+            return None
+        except TimeoutError:
+            self._context.silent_until[broker, address] = self._context.clock() + _SILENT_FOR_S
+            upstream.give_up("it does not say what it serves")
+            return None
+        except CodecError as error:
+            upstream.distrust(str(error))
             return None
         ranges = {api.api_key: (api.min_version, api.max_version) for api in message.api_keys}
         cache[broker, address] = ranges

@@ -1,20 +1,23 @@
 """Split, send, take answers, retry, merge: the one mechanism behind Produce, Fetch and ListOffsets.
 
 Decisions are made in `kproxy.routing`; this module carries them out for one client connection. An exchange enters by
-`submit` and leaves by its `respond`, called exactly once, or never where the request has no answer (acks=0).
+`submit` and leaves by its `respond`, called exactly once.
 
 Invariants
 1. A partition's entry is at any time in one place: a piece that is under way, a lane, or done.
 2. What is sent again goes through a lane; nothing of that partition overtakes it (kproxy.routing.lanes).
-3. When the topology has changed and a partition is to go elsewhere than its unanswered batches went, it waits for them.
-4. What was answered at its deadline is not sent afterwards; what a broker may have seen keeps its lane until it is
-   answered or its connection is closed.
+3. On a new route one batch goes first, and the next follow its success (kproxy.routing.routes).
+4. When the topology has changed and a partition is to go elsewhere than its unanswered batches went, it waits for them.
+5. What was answered at its deadline is not sent afterwards; what a broker may have seen keeps its lane until it is
+   answered or its connection is closed, and what the client sent behind it meanwhile is given up with it.
+6. An event (an answer, a lost connection, a deadline) changes all lanes it concerns before anything is sent.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from itertools import groupby
 from typing import TypeAlias
 
 from codec.error_codes import NOT_LEADER_OR_FOLLOWER
@@ -29,53 +32,25 @@ from codec.partitioned import (
 )
 from codec.primitives import Buffer
 from kproxy.proxy.context import ProxyContext
-from kproxy.proxy.upstream import Upstream
+from kproxy.proxy.pieces import Piece, UnderWay, entries_of, ordered_pieces, under_way
+from kproxy.proxy.upstream import FLUSH_S, Upstream
 from kproxy.routing import retry
 from kproxy.routing.identity import is_recognisable, lane_key
 from kproxy.routing.lanes import Item, Lanes
 from kproxy.routing.merge import Exchange, answers_in_order, match_results
+from kproxy.routing.routes import Routes
 from kproxy.routing.split import Entry, Selection, add_entry, route, split
 from kproxy.routing.topology import NO_OWNER, Topology
 
 # Pauses of a read that spans brokers and waits for data, in seconds: soon at first, then easy on the brokers.
 LOOK_PAUSES_S = (0.005, 0.01, 0.02, 0.04)
+# A broker that has not answered so long after a deadline is not going to: its own timer has run out as well.
+HUNG_AFTER_S = 5.0
 _NONE_HELD: set[Entry] = set()
+_NOTHING_UNDER_WAY: UnderWay = {}
 
 Respond: TypeAlias = Callable[[list[Buffer]], None]
-
-
-class Piece:
-    """What one broker is asked on behalf of one exchange; the ticket of its answer."""
-
-    __slots__ = ("exchange", "expects_answer", "fanout", "selection", "upstream", "whole")
-
-    def __init__(
-        self, fanout: Fanout, exchange: Exchange, upstream: Upstream, selection: Selection, *, whole: bool
-    ) -> None:
-        self.fanout = fanout
-        self.exchange = exchange
-        self.upstream = upstream
-        self.selection = selection
-        self.whole = whole
-        self.expects_answer = exchange.request.acks != 0
-
-    def sent(self) -> None:
-        self.fanout.sent(self)
-
-    def answered(self, frame: memoryview) -> None:
-        self.fanout.answered(self, frame)
-
-    def lost(self, *, written: bool) -> None:
-        self.fanout.fail_piece(self, retry.CONNECTION_LOST if written else retry.NOT_WRITTEN)
-
-    def entries(self) -> Iterable[Entry]:
-        return _entries(self.selection)
-
-
-def _entries(selection: Selection) -> Iterable[Entry]:
-    for topic_place, ordinals in selection:
-        for ordinal in ordinals:
-            yield topic_place, ordinal
+"""Takes the whole answer, or nothing once a request that has no answer (acks=0) is done with."""
 
 
 class Fanout:
@@ -97,13 +72,18 @@ class Fanout:
         self._upstreams = upstreams
         self._on_undeliverable = on_undeliverable
         self._lanes = Lanes()
+        self._routes = Routes(context.topology)
+        # What lanes let go in the course of an event; it is sent at the event's end.
+        self._released: list[Item] = []
         self._open: dict[int, tuple[Exchange, Respond]] = {}
         self._sequence = 0
-        self._settled_version = -1
+        self._seen_version = -1
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = 0.0
         self._looks: dict[int, asyncio.TimerHandle] = {}
         self._refreshes: set[asyncio.Task[None]] = set()
-        self._closed = False
+        # Done when a closed fan-out has nothing left to send.
+        self._emptied: asyncio.Future[None] | None = None
 
     def submit(
         self,
@@ -129,8 +109,8 @@ class Fanout:
     # Sending
 
     def _dispatch(self, exchange: Exchange) -> None:
-        if self._topology.version != self._settled_version:
-            self._block_strays()
+        if self._topology.version != self._seen_version:
+            self._follow_topology()
         held = self._hold_back(exchange) if self._lanes else _NONE_HELD
         pieces = split(exchange.request, self._topology, held)
         if len(pieces) > 1:
@@ -138,16 +118,21 @@ class Fanout:
         whole = len(pieces) == 1 and not held
         for owner, selection in pieces.items():
             self._send(exchange, owner, selection, whole=whole, share=len(pieces))
+        if self._lanes:
+            self._arm()
         if exchange.complete:
             self._finish(exchange)
 
     def _send(self, exchange: Exchange, owner: int, selection: Selection, *, whole: bool, share: int) -> None:
+        routed_at = self._topology.revision
         if owner == NO_OWNER:
-            for entry in _entries(selection):
-                self._failed(exchange, entry, retry.NOT_WRITTEN)
+            for entry in entries_of(selection):
+                self._failed(exchange, entry, retry.NOT_WRITTEN, routed_at, _NOTHING_UNDER_WAY)
             return
         request = exchange.request
         upstream = self._upstream_of(owner)
+        if exchange.is_ordered:
+            self._probe_new_routes(exchange, upstream, selection)
         correlation_id = upstream.next_correlation_id()
         buffers: list[Buffer]
         if whole:
@@ -156,19 +141,31 @@ class Fanout:
         else:
             topics = [(request.topics[topic_place], ordinals) for topic_place, ordinals in selection]
             buffers = encode_part(request, topics, exchange.api.piece_preamble(request, share), correlation_id)
-        upstream.send(Piece(self, exchange, upstream, selection, whole=whole), correlation_id, buffers)
+        upstream.send(Piece(self, exchange, upstream, selection, routed_at, whole=whole), correlation_id, buffers)
 
-    def _block_strays(self) -> None:
+    def _probe_new_routes(self, exchange: Exchange, upstream: Upstream, selection: Selection) -> None:
+        for topic_place, ordinals in selection:
+            topic = exchange.request.topics[topic_place]
+            if self._routes.all_proven(topic, ordinals, upstream):
+                continue
+            for ordinal in ordinals:
+                if not self._routes.is_proven(topic.name, topic.partitions[ordinal], upstream):
+                    self._lanes.probe(lane_key(exchange, (topic_place, ordinal)), exchange.sequence)
+
+    def _follow_topology(self) -> None:
         """The topology has changed: what is unanswered elsewhere than it would go now blocks its partition."""
-        self._settled_version = self._topology.version
+        self._seen_version = self._topology.version
+        self._routes.forget_outdated()
         for owner, upstream in self._upstreams.items():
-            for ticket in upstream.unanswered():
-                if not isinstance(ticket, Piece):
-                    continue
-                for entry in ticket.entries():
-                    topic, partition_index = ticket.exchange.partition(entry)
+            for piece in ordered_pieces(upstream):
+                for entry in piece.entries():
+                    topic, partition_index = piece.exchange.partition(entry)
                     if route(self._topology, topic, partition_index) != owner:
-                        self._lanes.block(lane_key(ticket.exchange, entry), (ticket.exchange.sequence,))
+                        self._lanes.block(lane_key(piece.exchange, entry), (piece.exchange.sequence,))
+        for owner, upstream in list(self._upstreams.items()):
+            address = self._topology.address(owner)
+            if address is not None and address != upstream.address and not upstream.closed:
+                upstream.give_up("its broker has another address now")
 
     def _hold_back(self, exchange: Exchange) -> set[Entry]:
         """The entries that must wait, put into their lanes."""
@@ -180,22 +177,44 @@ class Fanout:
                 held.add(entry)
         return held
 
-    def _unanswered_behind(self, key: object, sequence: int) -> set[int]:
-        """The later exchanges that have this lane's partition under way."""
-        return {
-            ticket.exchange.sequence
-            for upstream in self._upstreams.values()
-            for ticket in upstream.unanswered()
-            if isinstance(ticket, Piece)
-            and ticket.exchange.sequence > sequence
-            and any(lane_key(ticket.exchange, entry) == key for entry in ticket.entries())
-        }
+    def _send_released(self) -> None:
+        """The end of an event: what waited and may go now goes."""
+        while self._released:
+            released, self._released = self._released, []
+            self._send_items(released)
+        if self._lanes:
+            self._arm()
+
+    def _send_items(self, items: list[Item]) -> None:
+        """Send items that may go now: one piece for each exchange and broker."""
+        if self._topology.version != self._seen_version:
+            self._follow_topology()
+        items.sort(key=lambda item: (item.exchange.sequence, item.entry))
+        for sequence, group in groupby(items, key=lambda item: item.exchange.sequence):
+            pieces: dict[int, Selection] = {}
+            for item in group:
+                exchange = item.exchange
+                key = lane_key(exchange, item.entry)
+                if sequence not in self._open or not exchange.is_open(item.entry):
+                    self._settle(exchange, item.entry, appended=False)
+                    continue
+                if key in self._lanes and not self._lanes.is_probing(key, sequence):
+                    # One before it found its route new, or no route at all.
+                    self._lanes.hold(key, item)
+                    continue
+                topic, partition_index = exchange.partition(item.entry)
+                add_entry(pieces.setdefault(route(self._topology, topic, partition_index), []), *item.entry)
+            for owner, selection in pieces.items():
+                # What is sent again is one part among others, whatever became of those.
+                self._send(exchange, owner, selection, whole=False, share=max(2, len(pieces)))
+            self._finish_if_complete(exchange)
 
     def sent(self, piece: Piece) -> None:
         """A piece that has no answer (acks=0) is on its way: that is all that will be known of it."""
         for entry in piece.entries():
             piece.exchange.take(entry, [])
             self._settle(piece.exchange, entry, appended=True)
+        self._send_released()
         self._finish_if_complete(piece.exchange)
 
     # Taking answers
@@ -203,25 +222,32 @@ class Fanout:
     def answered(self, piece: Piece, frame: memoryview) -> None:
         """A broker's answer to a piece."""
         exchange = piece.exchange
-        header = exchange.request.header
         try:
-            response = exchange.api.parse_response(frame, header.api_version)
+            response = exchange.api.parse_response(frame, exchange.request.header.api_version)
             if piece.whole and not self._lanes and self._passes_through(exchange, response):
                 self._pass_through(exchange, frame)
                 return
-            results = match_results(exchange, piece.selection, response)
+            results = [] if response.error_code else match_results(exchange, piece.selection, response)
         except CodecError as error:
-            self.fail_piece(piece, retry.UNREADABLE)
             piece.upstream.distrust(str(error))
+            self.fail_piece(piece, retry.UNREADABLE)
             return
         exchange.note(response)
+        if response.error_code:
+            self.fail_piece(piece, response.error_code)
+            return
+        failures = []
         for entry, error_code, topic, ordinal in results:
-            code = error_code or response.error_code
-            if code:
-                self._failed(exchange, entry, code, [frame[topic.starts[ordinal] : topic.ends[ordinal]]])
+            result: list[Buffer] = [frame[topic.starts[ordinal] : topic.ends[ordinal]]]
+            if error_code:
+                failures.append((entry, error_code, result))
             else:
-                exchange.take(entry, [frame[topic.starts[ordinal] : topic.ends[ordinal]]])
-                self._settle(exchange, entry, appended=True)
+                exchange.take(entry, result)
+                self._succeeded(piece, entry)
+        unanswered = under_way(self._upstreams.values()) if failures else _NOTHING_UNDER_WAY
+        for entry, error_code, result in failures:
+            self._failed(exchange, entry, error_code, piece.routed_at, unanswered, result)
+        self._send_released()
         self._finish_if_complete(exchange)
 
     def _passes_through(self, exchange: Exchange, response: PartitionedResponse) -> bool:
@@ -237,8 +263,13 @@ class Fanout:
         """Hand an answer on as it came, the client's correlation_id in it."""
         set_response_correlation_id(frame, exchange.request.header.correlation_id)
         exchange.open_count = 0
-        _, respond = self._open.pop(exchange.sequence)
-        respond([frame])
+        self._close_exchange(exchange)([frame])
+
+    def _succeeded(self, piece: Piece, entry: Entry) -> None:
+        exchange = piece.exchange
+        if exchange.is_ordered and self._lanes.is_probing(lane_key(exchange, entry), exchange.sequence):
+            self._routes.prove(*exchange.partition(entry), piece.upstream, piece.routed_at)
+        self._settle(exchange, entry, appended=True)
 
     def _finish_if_complete(self, exchange: Exchange) -> None:
         if exchange.complete:
@@ -249,9 +280,13 @@ class Fanout:
             return
         if self._looks_again(exchange):
             return
+        self._close_exchange(exchange)([] if exchange.request.acks == 0 else exchange.encode())
+
+    def _close_exchange(self, exchange: Exchange) -> Respond:
         _, respond = self._open.pop(exchange.sequence)
-        if exchange.request.acks != 0:
-            respond(exchange.encode())
+        if self._emptied is not None and not self._open and not self._emptied.done():
+            self._emptied.set_result(None)
+        return respond
 
     def _looks_again(self, exchange: Exchange) -> bool:
         """Whether a read that found too little is asked once more, after a pause."""
@@ -273,81 +308,78 @@ class Fanout:
 
     def fail_piece(self, piece: Piece, event: int) -> None:
         """The same event for every entry of a piece."""
+        unanswered = under_way(self._upstreams.values())
         for entry in piece.entries():
-            self._failed(piece.exchange, entry, event)
+            self._failed(piece.exchange, entry, event, piece.routed_at, unanswered)
+        self._send_released()
         self._finish_if_complete(piece.exchange)
 
-    def _failed(self, exchange: Exchange, entry: Entry, event: int, result: list[Buffer] | None = None) -> None:
+    def _failed(
+        self,
+        exchange: Exchange,
+        entry: Entry,
+        event: int,
+        routed_at: int,
+        unanswered: UnderWay,
+        result: list[Buffer] | None = None,
+    ) -> None:
         """Something other than success; `result` is the broker's own entry, for codes that are handed on."""
-        key = lane_key(exchange, entry)
-        if not exchange.is_open(entry) or exchange.sequence not in self._open:
+        key, sequence = lane_key(exchange, entry), exchange.sequence
+        if not exchange.is_open(entry) or sequence not in self._open:
             # It was answered at its deadline, or its client is gone; only the lane still wants to know.
-            self._settle(exchange, entry, appended=False, given_up=True)
+            self._settle(exchange, entry, appended=False)
             return
-        now = self._context.clock()
-        behind = key in self._lanes and retry.is_held_back(event) and not self._lanes.is_probing(key, exchange.sequence)
+        behind = key in self._lanes and retry.is_held_back(event) and not self._lanes.is_probing(key, sequence)
         attempts = exchange.attempts.get(entry, 0) + (0 if behind else 1)
         exchange.attempts[entry] = attempts
         rows = retry.rows_of(exchange.api.api_key)
-        safe = retry.is_ambiguous(rows, event) and is_recognisable(exchange, entry)
+        safe = False
+        if retry.is_ambiguous(rows, event):
+            exchange.ambiguous.add(entry)
+            safe = is_recognisable(exchange, entry)
         verdict = retry.decide(rows, event, attempts, resend_is_safe=safe)
-        due = now + retry.backoff_s(max(attempts, 1), self._context.random.random())
-        if (verdict.retry or behind) and due < exchange.deadline:
+        due = self._context.clock() + retry.backoff_s(max(attempts, 1), self._context.random.random())
+        if (verdict.retry or behind) and due < exchange.deadline and not self._lanes.is_given_up(key, sequence):
             self._context.counters[f"retries.{event}"] += 1
-            self._ask_for_the_owner(exchange, entry)
-            behind_it = self._unanswered_behind(key, exchange.sequence)
-            self._lanes.refused(key, Item(exchange, entry, verdict.error_code), due, behind_it)
-            self._arm()
+            if retry.doubts_the_owner(event):
+                self._ask_for_the_owner(exchange, entry, routed_at)
+            later = [each for each in unanswered.get(key, ()) if each > sequence]
+            self._lanes.refused(key, Item(exchange, entry, verdict.error_code), due, later)
             return
         self._conclude(exchange, entry, verdict.error_code, result if verdict.error_code == event else None)
         self._settle(exchange, entry, appended=False, given_up=event in rows)
 
     def _conclude(self, exchange: Exchange, entry: Entry, error_code: int, result: list[Buffer] | None = None) -> None:
+        final = retry.final_code(error_code, is_ambiguous=entry in exchange.ambiguous)
         if exchange.request.acks == 0:
             exchange.take(entry, [])
-            self._on_undeliverable(exchange.partition(entry)[0], error_code)
-        elif result is not None:
+            self._on_undeliverable(exchange.partition(entry)[0], final)
+        elif result is not None and final == error_code:
             exchange.has_errors = True
             exchange.take(entry, result)
         else:
-            exchange.give_error(entry, error_code)
+            exchange.give_error(entry, final)
 
-    def _settle(self, exchange: Exchange, entry: Entry, *, appended: bool, given_up: bool = False) -> None:
-        """Tell the lane, if there is one, and do what it says."""
-        if not self._lanes:
-            return
-        key = lane_key(exchange, entry)
-        release = self._lanes.settled(key, exchange.sequence, appended=appended, given_up=given_up)
-        for item in release.give_up:
+    def _conclude_items(self, items: list[Item]) -> None:
+        for item in items:
             self._conclude(item.exchange, item.entry, item.give_up_code)
             self._finish_if_complete(item.exchange)
-        self._send_items(release.send)
-        self._arm()
 
-    def _send_items(self, items: list[Item]) -> None:
-        """Send items that may go now: one piece for each exchange and broker."""
-        by_exchange: dict[int, tuple[Exchange, dict[int, Selection]]] = {}
-        for item in sorted(items, key=lambda item: (item.exchange.sequence, item.entry)):
-            exchange = item.exchange
-            if exchange.sequence not in self._open:
-                continue
-            _, pieces = by_exchange.setdefault(exchange.sequence, (exchange, {}))
-            topic, partition_index = exchange.partition(item.entry)
-            owner = route(self._topology, topic, partition_index)
-            add_entry(pieces.setdefault(owner, []), *item.entry)
-        for exchange, pieces in by_exchange.values():
-            for owner, selection in pieces.items():
-                # What is sent again is one part among others, whatever became of those.
-                self._send(exchange, owner, selection, whole=False, share=max(2, len(pieces)))
-            self._finish_if_complete(exchange)
+    def _settle(self, exchange: Exchange, entry: Entry, *, appended: bool, given_up: bool = False) -> None:
+        """Tell the lane, if there is one, and note what it lets go."""
+        if self._lanes:
+            key = lane_key(exchange, entry)
+            release = self._lanes.settled(key, exchange.sequence, appended=appended, given_up=given_up)
+            self._released += release.send
+            self._conclude_items(release.give_up)
 
-    def _ask_for_the_owner(self, exchange: Exchange, entry: Entry) -> None:
+    def _ask_for_the_owner(self, exchange: Exchange, entry: Entry, routed_at: int) -> None:
         """Have the source look again, unless it has said something new since this was routed."""
-        if len(self._refreshes) >= self._context.limits.max_open_requests:
-            return
         topic, partition_index = exchange.partition(entry)
-        seen_revision = self._topology.owner_revision(topic, partition_index)
-        task = asyncio.ensure_future(self._refresh(topic, partition_index, seen_revision))
+        used_revision = self._topology.owner_revision(topic, partition_index)
+        if used_revision > routed_at or len(self._refreshes) >= self._context.limits.max_open_requests:
+            return
+        task = asyncio.ensure_future(self._refresh(topic, partition_index, used_revision))
         self._refreshes.add(task)
         task.add_done_callback(self._refreshes.discard)
 
@@ -358,66 +390,95 @@ class Fanout:
 
     def _arm(self) -> None:
         due = self._lanes.next_due()
-        if due is None or self._closed:
+        if due is None:
             return
         if self._timer is not None:
-            if self._timer.when() <= due:
+            # Handles are not asked for their time: uvloop's for "now" have none.
+            if self._timer_due <= due:
                 return
             self._timer.cancel()
         loop = asyncio.get_running_loop()
+        self._timer_due = due
         self._timer = loop.call_later(max(0.0, due - self._context.clock()), self._wake)
 
     def _wake(self) -> None:
         self._timer = None
         self._send_items(self._lanes.ready(self._context.clock()))
-        self._arm()
+        self._send_released()
 
     def expire(self, now: float) -> None:
         """Answer what has reached its deadline: done entries with their results, the rest with an error.
 
         Produce that a broker may have seen gets REQUEST_TIMED_OUT, what was never written NOT_LEADER_OR_FOLLOWER.
         """
+        withdrawn: list[Piece] = []
         for exchange, _ in list(self._open.values()):
-            if exchange.deadline > now:
-                continue
-            self._context.counters["deadlines"] += 1
-            self._stop_looking(exchange)
-            for item in self._lanes.drop(exchange):
-                self._conclude(exchange, item.entry, item.give_up_code)
-            for entry in self._withdraw(exchange):
-                self._conclude(exchange, entry, NOT_LEADER_OR_FOLLOWER)
-            unanswered = retry.rows_of(exchange.api.api_key)[retry.CONNECTION_LOST].final
-            for entry in exchange.open_entries():
-                self._conclude(exchange, entry, unanswered or NOT_LEADER_OR_FOLLOWER)
-            self._finish_if_complete(exchange)
+            if exchange.deadline <= now and exchange.sequence in self._open:
+                self._context.counters["deadlines"] += 1
+                withdrawn += self._expire(exchange)
+        self._settle_pieces(withdrawn)
+        for upstream in list(self._upstreams.values()):
+            oldest = upstream.oldest_unanswered()
+            if isinstance(oldest, Piece) and oldest.exchange.deadline + HUNG_AFTER_S <= now:
+                upstream.give_up("it does not answer")
+        self._send_released()
+
+    def _expire(self, exchange: Exchange) -> list[Piece]:
+        """Answer what is still open; its pieces that no broker has seen, which are taken back."""
+        self._stop_looking(exchange)
+        withdrawn = self._withdraw(lambda piece: piece.exchange is exchange)
+        unwritten = {entry for piece in withdrawn for entry in piece.entries()}
+        written = retry.rows_of(exchange.api.api_key)[retry.CONNECTION_LOST].final or NOT_LEADER_OR_FOLLOWER
+        unanswered = under_way(self._upstreams.values()) if exchange.is_ordered else _NOTHING_UNDER_WAY
+        for entry in exchange.open_entries():
+            key = lane_key(exchange, entry)
+            self._conclude_items(self._lanes.give_up(key, exchange.sequence, self._sequence, unanswered.get(key, ())))
+            if exchange.is_open(entry):
+                self._conclude(exchange, entry, NOT_LEADER_OR_FOLLOWER if entry in unwritten else written)
+        self._finish_if_complete(exchange)
+        return withdrawn
 
     def _stop_looking(self, exchange: Exchange) -> None:
         look = self._looks.pop(exchange.sequence, None)
         if look is not None:
             look.cancel()
 
-    def _withdraw(self, exchange: Exchange) -> list[Entry]:
-        """Take back the pieces of an exchange that no broker has seen; what would wait behind them goes on."""
-        withdrawn: list[Entry] = []
-        for upstream in self._upstreams.values():
-            for ticket in upstream.unanswered():
-                if isinstance(ticket, Piece) and ticket.exchange is exchange and upstream.withdraw(ticket):
-                    withdrawn.extend(ticket.entries())
-        for entry in withdrawn:
-            self._settle(exchange, entry, appended=False, given_up=True)
-        return withdrawn
+    def _withdraw(self, is_meant: Callable[[Piece], bool]) -> list[Piece]:
+        """Take back pieces that no broker has seen."""
+        return [
+            ticket
+            for upstream in self._upstreams.values()
+            for ticket in upstream.withdraw(lambda ticket: isinstance(ticket, Piece) and is_meant(ticket))
+            if isinstance(ticket, Piece)
+        ]
+
+    def _settle_pieces(self, withdrawn: list[Piece]) -> None:
+        for piece in withdrawn:
+            for entry in piece.entries():
+                self._settle(piece.exchange, entry, appended=False)
 
     @property
     def has_open_exchanges(self) -> bool:
         return bool(self._open)
 
     async def close(self) -> None:
-        """The client is gone: waiting retries are dropped, it will send them again itself."""
-        self._closed = True
-        for timer in (self._timer, *self._looks.values()):
-            if timer is not None:
-                timer.cancel()
-        self._open.clear()
+        """The client is gone. What it would hear of is dropped, it will send that again itself; what it sent with
+        acks=0 still goes, or is counted as lost.
+        """
+        for exchange, _ in list(self._open.values()):
+            if exchange.request.acks != 0:
+                self._stop_looking(exchange)
+                del self._open[exchange.sequence]
+        self._lanes.drop(lambda exchange: exchange.request.acks != 0)
+        self._settle_pieces(self._withdraw(lambda piece: piece.expects_answer))
+        self._send_released()
+        if self._open:
+            self._emptied = asyncio.get_running_loop().create_future()
+            await asyncio.wait((self._emptied,), timeout=FLUSH_S)
+        for exchange, _ in list(self._open.values()):
+            self._expire(exchange)
+        if self._timer is not None:
+            self._timer.cancel()
         refreshes = list(self._refreshes)
         for task in refreshes:
             task.cancel()

@@ -44,6 +44,9 @@ class Outbox:
             return
         self._buffers = []
         size, self._bytes = self._bytes, 0
+        if self._transport.is_closing():
+            # Lost, as what the transport itself still holds may be; uvloop's own raises where asyncio's is silent.
+            return
         if len(buffers) == 1:
             self._transport.write(buffers[0])
         elif size <= JOIN_BYTES:

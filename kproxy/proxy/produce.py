@@ -20,8 +20,12 @@ from kproxy.routing.retry import deadline_s
 
 def produce(
     context: ProxyContext, fanout: Fanout, frame: memoryview, header: RequestHeader, now: float, respond: Respond
-) -> bool:
-    """Serve one produce request; False where it has no answer (acks=0). Raises CodecError."""
+) -> int | None:
+    """Serve one produce request whose first byte came at `now`.
+
+    Returns how many bytes its answer may hold beyond the request's own size, or None where it has no answer (acks=0).
+    Raises CodecError.
+    """
     request = PRODUCE_API.parse_request(frame, header)
     refusal = 0
     if request.acks not in (-1, 0, 1):
@@ -32,10 +36,10 @@ def produce(
         raise InvalidField("an acks=0 request names a partition twice")
     if refusal:
         respond(refuse(PRODUCE_API, request, refusal))
-        return True
+        return 0
     deadline = now + deadline_s(request.timeout_ms, context.limits.deadline_cap_ms)
     fanout.submit(PRODUCE_API, request, deadline=deadline, respond=respond)
-    return request.acks != 0
+    return None if request.acks == 0 else 0
 
 
 def refuse(api: PartitionedApi, request: PartitionedRequest, error_code: int) -> list[Buffer]:

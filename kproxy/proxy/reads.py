@@ -24,29 +24,29 @@ READ_GRACE_S = 30.0
 
 def fetch(
     context: ProxyContext, fanout: Fanout, frame: memoryview, header: RequestHeader, now: float, respond: Respond
-) -> bool:
-    """Serve one fetch request. Raises CodecError."""
+) -> int | None:
+    """Serve one fetch request; how many bytes it may bring. Raises CodecError."""
     request = FETCH_API.parse_request(frame, header)
     if request.session_id != NO_SESSION:
         head, tail = response_ends(header.api_version, 0, [], FETCH_SESSION_ID_NOT_FOUND)
         answer_header = response_header(header.api_key, header.api_version, header.correlation_id)
         respond(with_length([answer_header + head, *encode_topics([], flexible=request.flexible), tail]))
-        return True
+        return 0
     if request.repeats_a_partition():
         respond(refuse(FETCH_API, request, INVALID_REQUEST))
-        return True
+        return 0
     wait_s = min(max(request.max_wait_ms, 0) / 1000, MAX_FETCH_WAIT_S)
     fanout.submit(FETCH_API, request, deadline=now + wait_s + READ_GRACE_S, respond=respond, look_until=now + wait_s)
-    return True
+    return min(max(request.max_bytes, 0), context.limits.max_answer_bytes)
 
 
 def list_offsets(
     context: ProxyContext, fanout: Fanout, frame: memoryview, header: RequestHeader, now: float, respond: Respond
-) -> bool:
-    """Serve one ListOffsets request. Raises CodecError."""
+) -> int | None:
+    """Serve one ListOffsets request; its answer is as small as itself. Raises CodecError."""
     request = LIST_OFFSETS_API.parse_request(frame, header)
     if request.repeats_a_partition():
         respond(refuse(LIST_OFFSETS_API, request, INVALID_REQUEST))
-        return True
+        return 0
     fanout.submit(LIST_OFFSETS_API, request, deadline=now + READ_GRACE_S, respond=respond)
-    return True
+    return 0

@@ -99,7 +99,11 @@ class Listener:
             await asyncio.sleep(DEADLINE_TICK_S)
             now = context.clock()
             for session in list(self._sessions):
-                session.expire(now)
+                try:
+                    session.expire(now)
+                except Exception:  # the boundary: one session's trouble must not stop the others' clock
+                    log.exception("deadlines of a client connection could not be watched")
+                    session.abandon()
 
     async def stop(self) -> None:
         """Drain: answer what has been read, then close everything."""

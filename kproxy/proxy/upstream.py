@@ -8,7 +8,8 @@ States
 Transitions
   connecting -> open     the dial succeeded: the queue is written
   connecting -> closed   the dial failed, timed out or was given up: the queue is lost unwritten
-  open       -> closed   the broker closed, the connection broke, an answer was not the awaited one, `close` was called
+  open       -> closed   the broker closed, the connection broke, an answer was not the awaited one, it was given up,
+                         `close` was called
 
 Invariants
 1. A ticket that expects an answer is told exactly once: `answered` or `lost`.
@@ -85,6 +86,7 @@ class Upstream(asyncio.BufferedProtocol):
         self._queued_bytes = 0
         self._on_pressure = on_pressure
         self._presses = False
+        self._sends_unanswered = False
         self._ended = asyncio.get_running_loop().create_future()
         self._dial = asyncio.get_running_loop().create_task(self._connect(connect_timeout_s))
 
@@ -105,17 +107,29 @@ class Upstream(asyncio.BufferedProtocol):
             self._in_flight.append((correlation_id, ticket))
         self._outbox.put(buffers)
         if not ticket.expects_answer:
+            self._sends_unanswered = True
             ticket.sent()
 
     def unanswered(self) -> list[Ticket]:
         """Who waits, written or not, in order."""
         return [ticket for _, ticket in self._in_flight] + [ticket for ticket, _, _ in self._queue]
 
-    def withdraw(self, ticket: Ticket) -> bool:
-        """Take back what has not been written; False where it has."""
-        kept = [queued for queued in self._queue if queued[0] is not ticket]
-        withdrawn = len(kept) < len(self._queue)
-        self._queue = kept
+    def oldest_unanswered(self) -> Ticket | None:
+        """Whose answer is the next to come."""
+        return self._in_flight[0][1] if self._in_flight else None
+
+    def withdraw(self, is_meant: Callable[[Ticket], bool]) -> list[Ticket]:
+        """Take back what is meant and has not been written."""
+        kept, withdrawn = [], []
+        for queued in self._queue:
+            if is_meant(queued[0]):
+                withdrawn.append(queued[0])
+                self._queued_bytes -= sum(map(len, queued[2]))
+            else:
+                kept.append(queued)
+        if withdrawn:
+            self._queue = kept
+            self._press(self._queued_bytes > MAX_QUEUED_BYTES)
         return withdrawn
 
     async def _connect(self, timeout_s: float) -> None:
@@ -123,7 +137,8 @@ class Upstream(asyncio.BufferedProtocol):
         try:
             async with asyncio.timeout(timeout_s):
                 await loop.create_connection(lambda: self, self.address.host, self.address.port)
-        except (OSError, TimeoutError) as error:
+        except (OSError, UnicodeError, TimeoutError) as error:
+            # UnicodeError: a host that no name server can be asked about.
             log.info("broker cannot be reached", broker=self.owner, address=_shown(self.address), reason=_reason(error))
             self._end()
 
@@ -159,9 +174,10 @@ class Upstream(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         try:
             for frame in self._reader.buffer_updated(nbytes):
-                self._take(frame)
                 if self.closed:
+                    # Nobody waits any more; while the connection is being closed it is read all the same.
                     return
+                self._take(frame)
         except CodecError as error:
             self.distrust(str(error))
 
@@ -180,6 +196,11 @@ class Upstream(asyncio.BufferedProtocol):
     def distrust(self, reason: str) -> None:
         """Close because of what the broker said."""
         log.warning("broker answered out of protocol", broker=self.owner, address=_shown(self.address), reason=reason)
+        self._end()
+
+    def give_up(self, reason: str) -> None:
+        """Close because no answer is to be hoped for."""
+        log.warning("broker connection given up", broker=self.owner, address=_shown(self.address), reason=reason)
         self._end()
 
     # Ending
@@ -215,23 +236,22 @@ class Upstream(asyncio.BufferedProtocol):
             ticket.lost(written=False)
 
     async def close(self) -> None:
-        """End the connection: what is written leaves this process, and so does what waits with acks=0.
+        """End the connection: what was written and has no answer (acks=0) leaves this process and reaches the broker.
 
-        What waits and expects an answer is dropped: its client is gone and will send it again itself.
+        What expects an answer is dropped: its client is gone and will send it again itself.
         """
-        self._queue = [queued for queued in self._queue if not queued[0].expects_answer]
-        if self._queue:
-            await self._dial
-        if self._transport is not None and self._outbox is not None and not self.closed:
+        if self._sends_unanswered and self._transport is not None and self._outbox is not None and not self.closed:
             self.closed = True
             self._outbox.flush()
-            self._transport.close()
-            try:
-                async with asyncio.timeout(FLUSH_S):
-                    await self._ended
-            except TimeoutError:
-                self._transport.abort()
-        self._end()
+            # Not closed yet: answers that nobody reads would make the kernel reset the connection, and a reset drops
+            # what is still on its way. The broker closes once it has read everything.
+            if not self._transport.is_closing():
+                self._transport.write_eof()
+            await asyncio.wait((self._ended,), timeout=FLUSH_S)
+        self.closed = True
+        if self._transport is not None:
+            self._transport.abort()
+            await self._ended
         self._dial.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._dial

@@ -1,8 +1,10 @@
 """Order per client connection and partition while something is unresolved.
 
-In the ordinary course there are no lanes: batches of a partition follow one another on one upstream connection, and the
-broker answers that connection in order. A lane exists for a partition only while batch N of it is refused and waits for
-its retry, or is unresolved on an earlier route while N+1 is to go elsewhere.
+In the ordinary course there are no lanes: on a proven route (kproxy.routing.routes) batches of a partition follow one
+another on one upstream connection, and the broker answers that connection in order. A lane exists for a partition while
+its route is new and the first batch on it is unanswered, while batch N of it is refused and waits for its retry, while
+N is unresolved on an earlier route and N+1 is to go elsewhere, or while what a broker may have seen of a batch that was
+answered at its deadline is unresolved.
 
 States of a lane
   blocked    items wait; some are still unanswered on an earlier route, or the back-off is not over
@@ -10,7 +12,8 @@ States of a lane
   (gone)     nothing waits and nothing is unresolved
 
 Transitions
-  (gone)  -> blocked   `refused` or `block`
+  (gone)  -> probing   `probe`: the first batch on a new route is sent
+  (gone)  -> blocked   `refused`, `block` or `give_up`
   blocked -> probing   `ready`: nothing outstanding, the back-off is over; the first item goes
   probing -> blocked   `refused` of the item under way
   probing -> (gone)    `settled`: its success releases all that waits, in order; its failure gives all of it up
@@ -21,12 +24,14 @@ Invariants
 2. While a lane exists, nothing of its partition is sent but the one item that probes.
 3. A new route is proven by one success before anything is pipelined on it: a broker that has just become the owner and
    knows no producer state would accept any sequence number.
+4. What the client sent before it could know that a batch was given up is not sent again after it (`is_given_up`): at a
+   broker that knows nothing of the producer it would come first.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import NamedTuple
 
 from kproxy.routing.merge import Exchange
@@ -54,13 +59,16 @@ _NOTHING = Release([], [])
 
 
 class _Lane:
-    __slots__ = ("due", "outstanding", "probing", "waiting")
+    __slots__ = ("due", "given_up_behind", "given_up_to", "outstanding", "probing", "waiting")
 
     def __init__(self) -> None:
         self.waiting: list[Item] = []
         self.outstanding: set[int] = set()
         self.probing: int | None = None
         self.due = 0.0
+        # Sequences above the one and up to the other are behind a batch that was given up.
+        self.given_up_behind = 0
+        self.given_up_to = 0
 
 
 def _sequence(item: Item) -> int:
@@ -84,6 +92,17 @@ class Lanes:
         lane = self._lanes.get(key)
         return lane is not None and lane.probing == sequence
 
+    def is_given_up(self, key: LaneKey, sequence: int) -> bool:
+        """Whether that exchange's batch is not to be sent again, for what was before it is given up."""
+        lane = self._lanes.get(key)
+        return lane is not None and lane.given_up_behind < sequence <= lane.given_up_to
+
+    def probe(self, key: LaneKey, sequence: int) -> None:
+        """A batch goes first on a new route; no change where it is the lane's own item under way."""
+        lane = self._lanes.setdefault(key, _Lane())
+        if lane.probing is None:
+            lane.probing = sequence
+
     def hold(self, key: LaneKey, item: Item) -> None:
         """Let an item of a blocked partition wait behind what waits there."""
         insort(self._lanes[key].waiting, item, key=_sequence)
@@ -92,6 +111,8 @@ class Lanes:
         """Block a partition whose batches with these sequences are unresolved on another route."""
         lane = self._lanes.setdefault(key, _Lane())
         lane.outstanding.update(outstanding)
+        if lane.probing is not None:
+            lane.outstanding.discard(lane.probing)
 
     def refused(self, key: LaneKey, item: Item, due: float, outstanding: Iterable[int]) -> None:
         """An item is to be sent again, not before `due`; `outstanding` are later ones already under way behind it."""
@@ -123,6 +144,25 @@ class Lanes:
         self._forget_if_idle(key, lane)
         return Release([], abandoned)
 
+    def give_up(self, key: LaneKey, sequence: int, up_to: int, outstanding: Iterable[int]) -> list[Item]:
+        """A batch is answered at its deadline, and the client does not know it yet.
+
+        `up_to` is the newest request read so far, `outstanding` what of this partition is under way. Returns what waits
+        from that batch on: it is not sent any more.
+        """
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = _Lane()
+        lane.outstanding.update(outstanding)
+        if lane.probing is not None:
+            lane.outstanding.discard(lane.probing)
+        lane.given_up_behind = min(lane.given_up_behind, sequence) if lane.given_up_to else sequence
+        lane.given_up_to = up_to
+        abandoned = [item for item in lane.waiting if item.exchange.sequence >= sequence]
+        lane.waiting = lane.waiting[: len(lane.waiting) - len(abandoned)]
+        self._forget_if_idle(key, lane)
+        return abandoned
+
     def ready(self, now: float) -> list[Item]:
         """The first item of every lane that may probe now; they count as under way from here on."""
         items = []
@@ -146,16 +186,11 @@ class Lanes:
     def _waits_for_time(lane: _Lane) -> bool:
         return lane.probing is None and not lane.outstanding
 
-    def drop(self, exchange: Exchange) -> list[Item]:
-        """Take what waits of an exchange out of every lane; it has never been appended since its last refusal."""
-        dropped = []
+    def drop(self, is_dropped: Callable[[Exchange], bool]) -> None:
+        """Take what waits of some exchanges out of every lane: nobody wants it any more."""
         for key, lane in list(self._lanes.items()):
-            mine = [item for item in lane.waiting if item.exchange is exchange]
-            if mine:
-                lane.waiting = [item for item in lane.waiting if item.exchange is not exchange]
-                dropped.extend(mine)
-                self._forget_if_idle(key, lane)
-        return dropped
+            lane.waiting = [item for item in lane.waiting if not is_dropped(item.exchange)]
+            self._forget_if_idle(key, lane)
 
     def _forget_if_idle(self, key: LaneKey, lane: _Lane) -> None:
         if not lane.waiting and not lane.outstanding and lane.probing is None:

@@ -17,6 +17,7 @@ Invariants
 
 from __future__ import annotations
 
+from codec.api_keys import PRODUCE
 from codec.errors import InvalidField
 from codec.headers import response_header
 from codec.partitioned import (
@@ -38,10 +39,12 @@ class Exchange:
     __slots__ = (
         "_results",
         "_tags",
+        "ambiguous",
         "api",
         "attempts",
         "deadline",
         "has_errors",
+        "is_ordered",
         "look_until",
         "looks",
         "open_count",
@@ -58,7 +61,11 @@ class Exchange:
         self.deadline = deadline
         self.open_count = request.partition_count
         self.throttle_time_ms = 0
+        # Whether its partitions are kept in the order of requests; reads have none, and acks=0 hears of no outcome.
+        self.is_ordered = api.api_key == PRODUCE and request.acks != 0
         self.attempts: dict[Entry, int] = {}
+        # Entries of which a broker may have appended an earlier attempt.
+        self.ambiguous: set[Entry] = set()
         self.payload_bytes = 0
         self.has_errors = False
         # For reads that look again: until when (seconds of the proxy's clock), and how often they have.

@@ -66,6 +66,12 @@ READ: Final[dict[int, Row]] = {
 }
 
 
+_SAY_NOT_APPENDED = frozenset({codes.NOT_LEADER_OR_FOLLOWER, codes.LEADER_NOT_AVAILABLE, codes.NOT_ENOUGH_REPLICAS})
+_SAID_BY_THE_OWNER = frozenset(
+    {codes.NOT_ENOUGH_REPLICAS, codes.NOT_ENOUGH_REPLICAS_AFTER_APPEND, codes.REQUEST_TIMED_OUT}
+)
+
+
 def rows_of(api_key: int) -> dict[int, Row]:
     """The rows that hold for an API."""
     return PRODUCE if api_key == PRODUCE_KEY else READ
@@ -94,6 +100,18 @@ def decide(rows: dict[int, Row], event: int, attempts: int, *, resend_is_safe: b
     if row.bound is Bound.NEVER or (row.bound is Bound.ATTEMPTS and attempts >= MAX_ATTEMPTS):
         return Verdict(retry=False, error_code=final)
     return Verdict(retry=resend_is_safe or not row.ambiguous, error_code=final)
+
+
+def final_code(error_code: int, *, is_ambiguous: bool) -> int:
+    """What the client is told: a refusal of one attempt says nothing of an earlier one that may have been appended."""
+    if is_ambiguous and error_code in _SAY_NOT_APPENDED:
+        return codes.REQUEST_TIMED_OUT
+    return error_code
+
+
+def doubts_the_owner(event: int) -> bool:
+    """Whether the owner may be another one by now, and should be looked up again."""
+    return event not in _SAID_BY_THE_OWNER
 
 
 def is_held_back(error_code: int) -> bool:

@@ -1,0 +1,90 @@
+"""What one broker is asked on behalf of one exchange, and which of it is unanswered."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Protocol
+
+from kproxy.proxy.upstream import Upstream
+from kproxy.routing import retry
+from kproxy.routing.identity import lane_key
+from kproxy.routing.merge import Exchange
+from kproxy.routing.split import Entry, Selection
+
+UnderWay = dict[Hashable, set[int]]
+"""By lane: the sequences of the exchanges that are unanswered there."""
+
+
+class PieceKeeper(Protocol):
+    """Who sends pieces and wants to know what becomes of them."""
+
+    def sent(self, piece: Piece) -> None:
+        """A piece that has no answer (acks=0) is on its way."""
+        ...
+
+    def answered(self, piece: Piece, frame: memoryview) -> None:
+        """A broker's answer to a piece."""
+        ...
+
+    def fail_piece(self, piece: Piece, event: int) -> None:
+        """The same event (kproxy.routing.retry) for every entry of a piece."""
+        ...
+
+
+class Piece:
+    """The ticket of one broker's answer. `routed_at` is the topology's revision when it was sent."""
+
+    __slots__ = ("exchange", "expects_answer", "keeper", "routed_at", "selection", "upstream", "whole")
+
+    def __init__(
+        self,
+        keeper: PieceKeeper,
+        exchange: Exchange,
+        upstream: Upstream,
+        selection: Selection,
+        routed_at: int,
+        *,
+        whole: bool,
+    ) -> None:
+        self.keeper = keeper
+        self.exchange = exchange
+        self.upstream = upstream
+        self.selection = selection
+        self.routed_at = routed_at
+        self.whole = whole
+        self.expects_answer = exchange.request.acks != 0
+
+    def sent(self) -> None:
+        self.keeper.sent(self)
+
+    def answered(self, frame: memoryview) -> None:
+        self.keeper.answered(self, frame)
+
+    def lost(self, *, written: bool) -> None:
+        self.keeper.fail_piece(self, retry.CONNECTION_LOST if written else retry.NOT_WRITTEN)
+
+    def entries(self) -> Iterable[Entry]:
+        return entries_of(self.selection)
+
+
+def entries_of(selection: Selection) -> Iterable[Entry]:
+    for topic_place, ordinals in selection:
+        for ordinal in ordinals:
+            yield topic_place, ordinal
+
+
+def ordered_pieces(upstream: Upstream) -> Iterable[Piece]:
+    """The unanswered pieces on a connection whose order matters, in order."""
+    for ticket in upstream.unanswered():
+        if isinstance(ticket, Piece) and ticket.exchange.is_ordered:
+            yield ticket
+
+
+def under_way(upstreams: Iterable[Upstream]) -> UnderWay:
+    """What of all lanes is unanswered, in one pass."""
+    found: UnderWay = {}
+    for upstream in upstreams:
+        for piece in ordered_pieces(upstream):
+            for entry in piece.entries():
+                found.setdefault(lane_key(piece.exchange, entry), set()).add(piece.exchange.sequence)
+    return found

@@ -1,0 +1,55 @@
+"""Which connection has shown that its broker takes a partition's batches: on that one they may be pipelined.
+
+A route is a partition's way over one upstream connection under one ownership. It is new until a batch on it has
+succeeded, and new again on another connection, at another owner, and when the same owner returns: a broker that refuses
+batch N, becomes the owner and then sees N+1 would append it, if it knows nothing of the producer.
+
+Invariants
+1. A partition has at most one proven route.
+2. What is proven at one revision of the partition's ownership is forgotten at the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from codec.partitioned import TopicSpan
+from kproxy.routing.topology import Topology
+
+
+class Routes:
+    """The proven routes of one client connection. A connection is any object; it is compared by identity."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        # By topic and partition index.
+        self._proven: dict[bytes, dict[int, object]] = {}
+        self._revisions: dict[tuple[bytes, int], int] = {}
+
+    def all_proven(self, topic: TopicSpan, ordinals: Iterable[int], connection: object) -> bool:
+        """Whether these partitions of a request may be pipelined on `connection`."""
+        proven = self._proven.get(topic.name)
+        if proven is None:
+            return False
+        partitions = topic.partitions
+        for ordinal in ordinals:  # noqa: SIM110 -- on the path of every request, and a generator costs twice as much
+            if proven.get(partitions[ordinal]) is not connection:
+                return False
+        return True
+
+    def is_proven(self, topic: bytes, partition_index: int, connection: object) -> bool:
+        return self._proven.get(topic, {}).get(partition_index) is connection
+
+    def prove(self, topic: bytes, partition_index: int, connection: object, routed_at: int) -> None:
+        """A batch that was sent on `connection` when the topology was at revision `routed_at` has succeeded."""
+        revision = self._topology.owner_revision(topic, partition_index)
+        if revision <= routed_at:
+            self._proven.setdefault(topic, {})[partition_index] = connection
+            self._revisions[topic, partition_index] = revision
+
+    def forget_outdated(self) -> None:
+        """The topology has changed: routes whose partition has another owner, or has one again, are new."""
+        for (topic, partition_index), revision in list(self._revisions.items()):
+            if self._topology.owner_revision(topic, partition_index) != revision:
+                del self._revisions[topic, partition_index]
+                del self._proven[topic][partition_index]

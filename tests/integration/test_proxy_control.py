@@ -1,0 +1,387 @@
+"""Requests about the cluster: only the proxy is named, and brokers in trouble are passed over."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable
+from typing import Any
+from uuid import UUID
+
+import pytest
+
+from codec import api_keys, control
+from codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
+from kproxy.proxy import control as proxy_control
+from kproxy.proxy.versions import OFFERS, Handling
+from tests.support.raw_client import (
+    control_frame,
+    fetch_frame,
+    list_offsets_frame,
+    produce_frame,
+    raw_frame,
+)
+from tests.support.running_proxy import IDENTITY, both_loops, eventually, running_proxy
+from tests.support.scripted_upstream import Asked, ScriptedUpstream
+
+REAL_ID = 0x51525354
+REAL_HOST = "broker-nine.internal"
+REAL_PORT = 0x6B6B
+EPOCH = 0x41424344
+RACK = "rack-of-the-broker"
+TOPIC_ID = UUID(int=7)
+# Whatever form it takes on the wire, none of this may reach a client.
+TELLTALES = (*(struct.pack(">i", each) for each in (REAL_ID, REAL_PORT, EPOCH)), REAL_HOST.encode(), RACK.encode())
+REAL_BROKER = {"node_id": REAL_ID, "host": REAL_HOST, "port": REAL_PORT, "rack": RACK}
+PARTITION = {
+    "error_code": 0,
+    "partition_index": 0,
+    "leader_id": REAL_ID,
+    "leader_epoch": EPOCH,
+    "replica_nodes": [REAL_ID],
+    "isr_nodes": [REAL_ID],
+    "offline_replicas": [REAL_ID],
+}
+
+
+def answer_about_the_cluster(asked: Asked) -> None:
+    key, version = asked.header.api_key, asked.header.api_version
+    fields: dict[str, Any]
+    if key == api_keys.METADATA:
+        topic = {"error_code": 0, "name": "t", "topic_id": TOPIC_ID, "is_internal": False, "partitions": [PARTITION]}
+        fields = {"brokers": [REAL_BROKER], "controller_id": REAL_ID, "cluster_id": "the-cluster", "topics": [topic]}
+    elif key == api_keys.DESCRIBE_CLUSTER:
+        broker = {"broker_id": REAL_ID, "host": REAL_HOST, "port": REAL_PORT, "rack": RACK}
+        fields = {"brokers": [broker], "controller_id": REAL_ID, "cluster_id": "the-cluster"}
+    elif key == api_keys.FIND_COORDINATOR:
+        found = {"node_id": REAL_ID, "host": REAL_HOST, "port": REAL_PORT}
+        fields = found if version < 4 else {"coordinators": [{**found, "key": "k"}]}
+    else:
+        partition = {**PARTITION, "eligible_leader_replicas": [REAL_ID], "last_known_elr": [REAL_ID]}
+        fields = {"topics": [{"error_code": 0, "name": "t", "topic_id": TOPIC_ID, "partitions": [partition]}]}
+    asked.answer_message(**fields)
+
+
+def request_of(key: int, version: int) -> bytes:
+    if key == api_keys.METADATA:
+        return control_frame(key, version, correlation_id=6, topics=[{"name": "t", "topic_id": UUID(int=0)}])
+    if key == api_keys.FIND_COORDINATOR:
+        asked: dict[str, Any] = {"key": "k"} if version < 4 else {"coordinator_keys": ["k"]}
+        return control_frame(key, version, correlation_id=6, **asked)
+    if key == api_keys.DESCRIBE_TOPIC_PARTITIONS:
+        return control_frame(key, version, correlation_id=6, topics=[{"name": "t"}])
+    return control_frame(key, version, correlation_id=6)
+
+
+def naming_versions() -> list[tuple[int, int]]:
+    keys = (
+        api_keys.METADATA,
+        api_keys.DESCRIBE_CLUSTER,
+        api_keys.FIND_COORDINATOR,
+        api_keys.DESCRIBE_TOPIC_PARTITIONS,
+    )
+    return [(key, version) for key in keys for version in range(OFFERS[key].min_version, OFFERS[key].max_version + 1)]
+
+
+@pytest.mark.parametrize(("key", "version"), naming_versions())
+@both_loops
+async def test_no_answer_about_the_cluster_names_a_broker(key: int, version: int) -> None:
+    upstream = ScriptedUpstream(REAL_ID, answer_about_the_cluster)
+    async with running_proxy(upstream) as proxy:
+        client = await proxy.client()
+        client.send(request_of(key, version))
+        answer = await client.answer(key, version)
+        assert answer.correlation_id == 6
+        assert [each for each in TELLTALES if each in answer.frame] == []
+        assert answer.message is not None
+        if key != api_keys.DESCRIBE_TOPIC_PARTITIONS:
+            assert IDENTITY.host.encode() in answer.frame
+        if key in (api_keys.METADATA, api_keys.DESCRIBE_TOPIC_PARTITIONS):
+            partition = answer.message.topics[0].partitions[0]
+            assert (partition.leader_id, partition.replica_nodes, partition.isr_nodes) == (
+                IDENTITY.node_id,
+                [IDENTITY.node_id],
+                [IDENTITY.node_id],
+            )
+
+
+CURRENT_LEADER = struct.pack(">ii", REAL_ID, EPOCH) + b"\x00"
+
+
+def node_endpoints() -> bytes:
+    host, rack = REAL_HOST.encode(), RACK.encode()
+    node = struct.pack(">i", REAL_ID) + bytes([len(host) + 1]) + host + struct.pack(">i", REAL_PORT)
+    return b"\x02" + node + bytes([len(rack) + 1]) + rack + b"\x00"
+
+
+# (a request, its API, its version, the tag of the current leader in an entry)
+NAMING_DATA = [
+    (lambda: produce_frame({"t": [0, 1]}, version=10), PRODUCE, 10, 0),
+    (lambda: produce_frame({"t": [0, 1]}, version=11), PRODUCE, 11, 0),
+    (lambda: fetch_frame({"t": [0, 1]}, version=12), FETCH, 12, 1),
+]
+
+
+@pytest.mark.parametrize("code", [0, 6, 87])
+@pytest.mark.parametrize("owners", [(1, 1), (1, 2)], ids=["whole", "split"])
+@pytest.mark.parametrize(("frame", "key", "version", "tag"), NAMING_DATA, ids=["Produce 10", "Produce 11", "Fetch 12"])
+@both_loops
+async def test_no_answer_with_data_names_a_broker(
+    frame: Callable[[], bytes], key: int, version: int, tag: int, owners: tuple[int, int], code: int
+) -> None:
+    """KIP-951: a client that is told the real leader goes round the proxy."""
+
+    def script(asked: Asked) -> None:
+        entry: dict[str, Any] = {"error_code": code, "tags": [(tag, CURRENT_LEADER)]}
+        if key == FETCH:
+            entry["preferred_read_replica"] = REAL_ID
+            entry["records"] = b"data"
+        asked.answer(results=dict.fromkeys(asked.partitions, entry), tags=[(0, node_endpoints())])
+
+    first, second = ScriptedUpstream(1, script), ScriptedUpstream(2, script)
+    async with running_proxy(first, second) as proxy:
+        for partition, owner in enumerate(owners):
+            proxy.own(owner, partitions=[partition])
+        client = await proxy.client()
+        client.send(frame())
+        answer = await client.answer(key, version)
+        assert answer.codes == {("t", 0): code, ("t", 1): code}
+        assert [each for each in TELLTALES if each in answer.frame] == []
+
+
+@both_loops
+async def test_list_offsets_tells_no_leader_epoch() -> None:
+    upstream = ScriptedUpstream(1, lambda asked: asked.answer(results={("t", 0): {"leader_epoch": EPOCH}}))
+    async with running_proxy(upstream) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        for version in range(4, 10):
+            client.send(list_offsets_frame(version=version))
+            answer = await client.answer(LIST_OFFSETS, version)
+            assert answer.results[0].fields["leader_epoch"] == -1
+
+
+# ApiVersions
+
+
+def says_ranges(*ranges: tuple[int, int, int]) -> Callable[[Asked], None]:
+    def script(asked: Asked) -> None:
+        if asked.header.api_key == api_keys.API_VERSIONS:
+            listed = [{"api_key": key, "min_version": low, "max_version": high} for key, low, high in ranges]
+            asked.answer_message(api_keys=listed)
+
+    return script
+
+
+WIDE = says_ranges(*((key, offer.min_version, 99) for key, offer in OFFERS.items()))
+
+
+async def offered(client: Any, version: int = 3) -> dict[int, tuple[int, int]]:
+    client.send(control_frame(api_keys.API_VERSIONS, version))
+    message = (await client.answer(api_keys.API_VERSIONS, version)).message
+    return {each.api_key: (each.min_version, each.max_version) for each in message.api_keys}
+
+
+@pytest.mark.parametrize("version", range(5))
+@both_loops
+async def test_what_proxy_and_brokers_have_in_common_is_offered(version: int) -> None:
+    narrow = says_ranges((PRODUCE, 3, 9), (FETCH, 4, 11), (api_keys.METADATA, 0, 12), (LIST_OFFSETS, 50, 60))
+    async with running_proxy(ScriptedUpstream(1, WIDE), ScriptedUpstream(2, narrow)) as proxy:
+        assert await offered(await proxy.client(), version) == {
+            # From 0, although 0 to 2 are refused when sent.
+            PRODUCE: (0, 9),
+            FETCH: (4, 11),
+            api_keys.METADATA: (0, 12),
+            api_keys.API_VERSIONS: (0, 4),
+        }
+
+
+@pytest.mark.parametrize("version", [5, 9, 32767])
+@both_loops
+async def test_a_version_of_api_versions_that_is_not_known_is_answered_in_version_0(version: int) -> None:
+    """KIP-511."""
+    async with running_proxy(ScriptedUpstream(1, WIDE)) as proxy:
+        client = await proxy.client()
+        client.send(raw_frame(struct.pack(">hhih", 18, version, 4, 1) + b"x\x00" + b"\x02a\x02b\x00"))
+        frame = await client.receive()
+        assert frame[4:8] == struct.pack(">i", 4)
+        error_code, count, key, lowest, highest = struct.unpack(">hihhh", frame[8:])
+        assert (error_code, count, key, lowest, highest) == (35, 1, 18, 0, 4)
+
+
+@both_loops
+async def test_brokers_are_asked_for_their_versions_once() -> None:
+    upstream = ScriptedUpstream(1, WIDE)
+    async with running_proxy(upstream) as proxy:
+        for _ in range(3):
+            await offered(await proxy.client())
+        assert len(upstream.log) == 1
+
+
+@both_loops
+async def test_a_broker_that_does_not_say_its_versions_does_not_hold_up_every_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(proxy_control, "_ASK_VERSIONS_TIMEOUT_S", 0.3)
+    hung = ScriptedUpstream(1)
+    async with running_proxy(hung, ScriptedUpstream(2, WIDE)) as proxy:
+        await offered(await proxy.client())
+        began = time.monotonic()
+        assert PRODUCE in await offered(await proxy.client())
+        assert time.monotonic() - began < 0.2
+
+
+@pytest.mark.parametrize("reply", [b"\xff" * 40, b""], ids=["garbage", "nothing"])
+@both_loops
+async def test_nonsense_about_versions_is_no_answer(reply: bytes) -> None:
+    def script(asked: Asked) -> None:
+        asked.connection.write(raw_frame(struct.pack(">i", asked.header.correlation_id) + reply))
+
+    async with running_proxy(ScriptedUpstream(1, script), ScriptedUpstream(2, WIDE)) as proxy:
+        assert PRODUCE in await offered(await proxy.client())
+
+
+# Brokers in trouble
+
+
+async def metadata_of(client: Any) -> Any:
+    client.send(control_frame(api_keys.METADATA, 9, topics=[{"name": "t"}]))
+    return (await client.answer(api_keys.METADATA, 9)).message
+
+
+@both_loops
+async def test_while_no_broker_can_be_asked_the_proxy_still_names_itself() -> None:
+    async with running_proxy() as proxy:
+        message = await metadata_of(await proxy.client())
+        assert [(each.node_id, each.host, each.port) for each in message.brokers] == [tuple(vars(IDENTITY).values())]
+        assert [(topic.name, topic.error_code) for topic in message.topics] == [("t", 5)]
+
+
+def closes(asked: Asked) -> None:
+    asked.connection.abort()
+
+
+def says_nonsense(asked: Asked) -> None:
+    asked.connection.write(raw_frame(struct.pack(">i", asked.header.correlation_id) + b"\x00" + b"\xee" * 50))
+
+
+def answers_another_question(asked: Asked) -> None:
+    asked.connection.write(raw_frame(struct.pack(">i", asked.header.correlation_id + 1) + bytes(50)))
+
+
+@pytest.mark.parametrize("trouble", [closes, says_nonsense, answers_another_question], ids=lambda each: each.__name__)
+@both_loops
+async def test_a_broker_in_trouble_is_passed_over(trouble: Callable[[Asked], None]) -> None:
+    first, second = ScriptedUpstream(1, trouble), ScriptedUpstream(2, trouble)
+    async with running_proxy(first, second) as proxy:
+        client = await proxy.client()
+        message = await metadata_of(client)
+        assert message.topics[0].error_code == 5
+        assert (len(first.log), len(second.log)) == (1, 1)
+        first.script = second.script = answer_about_the_cluster
+        message = await metadata_of(client)
+        assert message.topics[0].error_code == 0
+
+
+@both_loops
+async def test_a_hung_broker_is_waited_for_once() -> None:
+    brokers = [ScriptedUpstream(node_id) for node_id in (1, 2)]
+    async with running_proxy(*brokers, limits={"control_attempt_s": 0.3}) as proxy:
+        client = await proxy.client()
+        client.send(control_frame(api_keys.METADATA, 9, topics=[{"name": "t"}]))
+        await eventually(lambda: any(broker.log for broker in brokers))
+        hung, sound = sorted(brokers, key=lambda broker: -len(broker.log))
+        sound.script = answer_about_the_cluster
+        assert (await client.answer(api_keys.METADATA, 9)).message.topics[0].error_code == 0
+        began = time.monotonic()
+        for _ in range(3):
+            assert (await metadata_of(client)).topics[0].error_code == 0
+        assert time.monotonic() - began < 0.2
+        assert len(hung.log) == 1
+
+
+@both_loops
+async def test_a_broker_that_leaves_while_another_is_asked_is_passed_over() -> None:
+    brokers = {node_id: ScriptedUpstream(node_id) for node_id in (1, 2, 3)}
+    async with running_proxy(*brokers.values()) as proxy:
+        client = await proxy.client()
+        client.send(control_frame(api_keys.DESCRIBE_CLUSTER, 0))
+        await eventually(lambda: any(broker.log for broker in brokers.values()))
+        asked = next(broker for broker in brokers.values() if broker.log)
+        others = [broker for broker in brokers.values() if broker is not asked]
+        for broker in others:
+            broker.script = answer_about_the_cluster
+        proxy.topology.remove_broker(others[0].node_id)
+        asked.connections[0].abort()
+        assert (await client.answer(api_keys.DESCRIBE_CLUSTER, 0)).message.error_code == 0
+
+
+@both_loops
+async def test_what_must_not_happen_twice_is_not_asked_of_a_second_broker() -> None:
+    first, second = ScriptedUpstream(1, closes), ScriptedUpstream(2, closes)
+    async with running_proxy(first, second) as proxy:
+        client = await proxy.client()
+        client.send(control_frame(api_keys.CREATE_TOPICS, 5, topics=[], timeout_ms=1000))
+        assert await client.is_closed()
+        assert len(first.log) + len(second.log) == 1
+
+
+@both_loops
+async def test_what_was_never_written_may_be_asked_of_a_second_broker() -> None:
+    first, second = ScriptedUpstream(1), ScriptedUpstream(2)
+    async with running_proxy(first, second) as proxy:
+        client = await proxy.client()
+        await first.stop_listening()
+        second.script = lambda asked: asked.answer_message(topics=[])
+        client.send(control_frame(api_keys.CREATE_TOPICS, 5, correlation_id=3, topics=[], timeout_ms=1000))
+        assert (await client.answer(api_keys.CREATE_TOPICS, 5)).correlation_id == 3
+
+
+@both_loops
+async def test_a_forwarded_answer_comes_back_byte_for_byte() -> None:
+    upstream = ScriptedUpstream(1)
+    async with running_proxy(upstream) as proxy:
+        client = await proxy.client()
+        frame = control_frame(api_keys.INIT_PRODUCER_ID, 4, correlation_id=2**31 - 1, transaction_timeout_ms=9)
+        client.send(frame)
+        asked = await upstream.next()
+        assert asked.frame[:8] + asked.frame[12:] == frame[:8] + frame[12:]
+        reply = asked.message(error_code=0, producer_id=4711, producer_epoch=0)
+        asked.connection.write(reply)
+        came = await client.receive()
+        assert came[4:8] == struct.pack(">i", 2**31 - 1)
+        assert came[:4] + came[8:] == reply[:4] + reply[8:]
+
+
+@both_loops
+async def test_control_answers_keep_their_place_among_the_others() -> None:
+    upstream = ScriptedUpstream(1)
+    async with running_proxy(upstream) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        client.send(control_frame(api_keys.METADATA, 9, correlation_id=1, topics=None), produce_frame(correlation_id=2))
+        asked = {each.header.api_key: each for each in [await upstream.next(), await upstream.next()]}
+        asked[PRODUCE].answer()
+        assert await client.is_silent()
+        answer_about_the_cluster(asked[api_keys.METADATA])
+        assert (await client.answer(api_keys.METADATA, 9)).correlation_id == 1
+        assert (await client.answer()).correlation_id == 2
+
+
+@both_loops
+async def test_a_client_that_leaves_takes_its_questions_along() -> None:
+    upstream = ScriptedUpstream(1)
+    async with running_proxy(upstream) as proxy:
+        client = await proxy.client()
+        client.send(*(control_frame(api_keys.METADATA, 9, topics=None) for _ in range(5)))
+        await upstream.next()
+        client.abort()
+        await upstream.connections[0].until_closed()
+        await eventually(lambda: not proxy.listener._sessions)
+
+
+def test_the_control_codec_reads_every_version_that_is_offered() -> None:
+    for key, offer in OFFERS.items():
+        if offer.handling is not Handling.PARTITIONED:
+            lowest, highest = control.version_range(key)
+            assert lowest <= offer.min_version <= offer.max_version <= highest
