@@ -10,6 +10,7 @@ from typing import Protocol
 
 from codec.framing import ReceiveArena
 from kproxy.config import Limits
+from kproxy.routing.retry import LEASED, Conduct
 from kproxy.routing.topology import Address, Topology
 
 
@@ -44,3 +45,4 @@ class ProxyContext:
     # What each broker said it serves, by (broker, address): API key -> (lowest, highest version).
     version_ranges: dict[tuple[int, Address], dict[int, tuple[int, int]]] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
+    conduct: Conduct = LEASED

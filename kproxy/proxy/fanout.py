@@ -288,7 +288,7 @@ class Fanout:
         behind = key in self._lanes and retry.is_held_back(event) and not self._lanes.is_probing(key, exchange.sequence)
         attempts = exchange.attempts.get(entry, 0) + (0 if behind else 1)
         exchange.attempts[entry] = attempts
-        rows = retry.rows_of(exchange.api.api_key)
+        rows = self._rows(exchange)
         safe = retry.is_ambiguous(rows, event) and is_recognisable(exchange, entry)
         verdict = retry.decide(rows, event, attempts, resend_is_safe=safe)
         due = now + retry.backoff_s(max(attempts, 1), self._context.random.random())
@@ -301,6 +301,9 @@ class Fanout:
             return
         self._conclude(exchange, entry, verdict.error_code, result if verdict.error_code == event else None)
         self._settle(exchange, entry, appended=False, given_up=event in rows)
+
+    def _rows(self, exchange: Exchange) -> dict[int, retry.Row]:
+        return retry.rows_of(exchange.api.api_key, exchange.request.acks, self._context.conduct)
 
     def _conclude(self, exchange: Exchange, entry: Entry, error_code: int, result: list[Buffer] | None = None) -> None:
         if exchange.request.acks == 0:
@@ -386,7 +389,7 @@ class Fanout:
                 self._conclude(exchange, item.entry, item.give_up_code)
             for entry in self._withdraw(exchange):
                 self._conclude(exchange, entry, NOT_LEADER_OR_FOLLOWER)
-            unanswered = retry.rows_of(exchange.api.api_key)[retry.CONNECTION_LOST].final
+            unanswered = self._rows(exchange)[retry.CONNECTION_LOST].final
             for entry in exchange.open_entries():
                 self._conclude(exchange, entry, unanswered or NOT_LEADER_OR_FOLLOWER)
             self._finish_if_complete(exchange)
