@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.dev import KproxyProcess, dev_arguments, serving
 
-pytest_plugins = ["tests.support.rules", "tests.support.etcd"]
+pytest_plugins = ["tests.support.rules", "tests.support.etcd", "tests.support.real_kafka"]
 
 
 @pytest.fixture(scope="session")

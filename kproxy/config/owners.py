@@ -44,12 +44,16 @@ def parse_owners(rooms: Mapping[str, object], where: str) -> Owners:
         texts = msgspec.convert(rooms.get("brokers", {}), dict[Annotated[int, Meta(ge=0)], str], strict=False)
         topics = msgspec.convert(rooms.get("topics", []), tuple[TopicOwners, ...])
     except msgspec.ValidationError as error:
-        raise StartupError(f"the static table in {where} will not do: {str(error)[:200]}.") from error
+        reason = str(error)[:200]
+        raise StartupError(f"the static table in {where} will not do: {reason[:1].lower()}{reason[1:]}.") from error
     brokers = {number: parse_address(text, f"broker {number} in {where}") for number, text in texts.items()}
     if not brokers:
         raise StartupError(
             f'the static table in {where} has no brokers: write [brokers] with lines like 1 = "host:port".'
         )
+    for number, address in brokers.items():
+        if address.port == 0:
+            raise StartupError(f"broker {number} in {where}: nobody listens on port 0: write the broker's own port.")
     names: set[str] = set()
     for topic in topics:
         if topic.name in names:

@@ -133,7 +133,7 @@ def load_settings(
 
 def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
     """Check what is in force and hand it on. Raises StartupError."""
-    _refuse_not_yet(settings)
+    _refuse_what_does_not_fit(settings)
     listen = _address(settings["listen.listen"])
     advertise = _address(settings["listen.advertise"])
     if listen is None:
@@ -176,7 +176,11 @@ def _bootstrap(settings: Mapping[str, Setting]) -> tuple[Address, ...]:
             "--bootstrap HOST:PORT[,HOST:PORT...]."
         )
     parts = split_list(bootstrap.value, bootstrap.source)  # type: ignore[arg-type]  # converted on loading
-    return tuple(parse_address(part, bootstrap.source) for part in parts)
+    addresses = tuple(parse_address(part, bootstrap.source) for part in parts)
+    for address in addresses:
+        if address.port == 0:
+            raise StartupError(f"{bootstrap.source}: nobody listens on {address}: write a broker's own port.")
+    return addresses
 
 
 def _owners(settings: Mapping[str, Setting]) -> Owners:
@@ -198,7 +202,7 @@ def _owners(settings: Mapping[str, Setting]) -> Owners:
     return parse_owners(read_toml(file, "--table"), str(file))
 
 
-def _refuse_not_yet(settings: Mapping[str, Setting]) -> None:
+def _refuse_what_does_not_fit(settings: Mapping[str, Setting]) -> None:
     ownership, workers = settings["ownership.ownership"], settings["listen.workers"]
     if ownership.value not in OWNERSHIP_SOURCES:
         raise StartupError(

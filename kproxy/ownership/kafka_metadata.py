@@ -63,6 +63,7 @@ class KafkaMetadata:
         self._heard_at = float("-inf")
         self._wanted = asyncio.Event()
         self._next_round: asyncio.Future[None] | None = None
+        self._running = False
         self._synced = asyncio.Event()
         self.last_error: BrokerUnreachable | None = None
 
@@ -80,8 +81,11 @@ class KafkaMetadata:
         await self._synced.wait()
 
     async def refresh(self, topic: bytes, partition_index: int, seen_revision: int) -> None:
-        """Have the table read anew, unless the entry has changed since `seen_revision`; wishes are coalesced."""
-        if self._topology.owner_revision(topic, partition_index) > seen_revision:
+        """Have the table read anew, unless the entry has changed since `seen_revision`; wishes are coalesced.
+
+        Returns when a read that began after the call has ended, well or not; at once where nobody runs `run`.
+        """
+        if not self._running or self._topology.owner_revision(topic, partition_index) > seen_revision:
             return
         if self._next_round is None:
             self._next_round = asyncio.get_running_loop().create_future()
@@ -91,6 +95,8 @@ class KafkaMetadata:
     async def run(self) -> None:
         """Keep the topology current until cancelled."""
         backoff_s = FIRST_BACKOFF_S
+        waiting: asyncio.Future[None] | None = None
+        self._running = True
         try:
             while True:
                 self._wanted.clear()
@@ -99,7 +105,8 @@ class KafkaMetadata:
                     await self._read_once()
                     backoff_s, pause_s = FIRST_BACKOFF_S, self._interval_s
                 except BrokerUnreachable as error:
-                    if self.last_error is None:
+                    # Before the first answer whoever opened the source says what is wrong.
+                    if self.last_error is None and self._synced.is_set():
                         log.warning("kafka_metadata_interrupted", reason=str(error))
                     self.last_error = error
                     pause_s = backoff_s * (1 + self._jitter.random() / 2)
@@ -108,8 +115,10 @@ class KafkaMetadata:
                     waiting.set_result(None)
                 await self._pause(pause_s, wakes=self.last_error is None)
         finally:
-            if self._next_round is not None:
-                self._next_round.cancel()
+            self._running = False
+            for future in (waiting, self._next_round):
+                if future is not None and not future.done():
+                    future.set_result(None)
             await self._drop_connection()
 
     async def _pause(self, seconds: float, *, wakes: bool) -> None:
@@ -139,9 +148,9 @@ class KafkaMetadata:
             raise BrokerUnreachable("a broker answered with no brokers: it is still starting")
         self._apply(answer)
         self._heard_at = self._clock()
-        if self.last_error is not None:
+        if self.last_error is not None and self._synced.is_set():
             log.info("kafka_metadata_resumed")
-            self.last_error = None
+        self.last_error = None
         self._synced.set()
 
     async def _drop_connection(self) -> None:
