@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import kafka
 import pytest
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
@@ -137,6 +138,25 @@ class RealKafka:
             assert time.monotonic() < deadline, f"{name} has no leaders: {self.leaders(name)}"
             time.sleep(0.05)
         return name
+
+    def move_leaders(self, topic: str) -> None:
+        """Every partition's leadership to the next of its replicas; the data stays where it is."""
+        found = self.admin().list_topics(topic, timeout=ADMIN_TIMEOUT_S).topics[topic].partitions
+        rotated = {
+            kafka.TopicPartition(topic, index): [*partition.replicas[1:], partition.replicas[0]]
+            for index, partition in found.items()
+        }
+        admin = kafka.KafkaAdminClient(bootstrap_servers=self.bootstrap)
+        try:
+            refused = {place: error for place, error in admin.alter_partition_reassignments(rotated).items() if error}
+            assert refused == {}
+            wanted = {place.partition: replicas[0] for place, replicas in rotated.items()}
+            deadline = time.monotonic() + ADMIN_TIMEOUT_S
+            while self.leaders(topic) != wanted:
+                assert time.monotonic() < deadline, f"{topic}: {self.leaders(topic)} instead of {wanted}"
+                admin.elect_leaders(0, {topic: sorted(wanted)}, raise_errors=False)
+        finally:
+            admin.close()
 
     def leaders(self, topic: str) -> dict[int, int]:
         """The leaders by partition, of those that have one."""
