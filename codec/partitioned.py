@@ -167,7 +167,7 @@ def parse_topics(
             raise InvalidField(f"more than {MAX_PARTITIONS} partitions in one message")
         topic.tail_start = offset = read_entries(frame, offset, limit, topic, count)
         if flexible:
-            offset = skip_tagged_fields(frame, offset, limit)
+            offset = offset + 1 if offset < limit and frame[offset] == 0 else skip_tagged_fields(frame, offset, limit)
         topic.tail_end = offset
         topics.append(topic)
     return topics, offset
@@ -201,13 +201,21 @@ def begin_topic(
     frame: memoryview, offset: int, limit: int, *, flexible: bool, least_bytes: int
 ) -> tuple[TopicSpan, int, int]:
     """A topic's name and partition count: (span, count, offset of the first partition)."""
-    start, end, after = skip_string(frame, offset, limit, compact=flexible)
+    start = offset + 1
+    end = after = offset + frame[offset] if flexible and offset < limit else limit
+    if start <= end < limit and 0 < frame[end] < 0x80 and end - offset < 0x80:
+        # A name and a count of one byte's length each, which is nearly all there are.
+        count = frame[end] - 1
+        first = end + 1
+        if count * least_bytes > limit - first:
+            raise InvalidField(f"an array announces {count} elements; {limit - first} bytes are left")
+    else:
+        start, end, after = skip_string(frame, offset, limit, compact=flexible)
+        count, first = read_count(frame, after, limit, compact=flexible, least_bytes=least_bytes)
     name = bytes(frame[start:end])
     if not name.isascii():
         _expect_utf8(name)
-    topic = TopicSpan(name, offset, after)
-    count, after = read_count(frame, after, limit, compact=flexible, least_bytes=least_bytes)
-    return topic, count, after
+    return TopicSpan(name, offset, after), count, first
 
 
 def _expect_utf8(name: bytes) -> None:

@@ -37,8 +37,15 @@ def read_fixed(form: Struct, buffer: Buffer, offset: int, limit: int) -> tuple[i
 
 def read_uvarint(buffer: Buffer, offset: int, limit: int) -> tuple[int, int]:
     """An unsigned varint of at most 32 bits."""
-    if offset < limit and buffer[offset] < 0x80:
-        return buffer[offset], offset + 1
+    # Up to three bytes, which is nearly all there are, without a loop.
+    if offset + 3 <= limit:
+        first, second, third = buffer[offset : offset + 3]
+        if first < 0x80:
+            return first, offset + 1
+        if second < 0x80:
+            return first & 0x7F | second << 7, offset + 2
+        if third < 0x80:
+            return first & 0x7F | (second & 0x7F) << 7 | third << 14, offset + 3
     value = 0
     for position in range(_MAX_UVARINT_BYTES):
         at = offset + position

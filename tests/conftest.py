@@ -8,7 +8,12 @@ import pytest
 
 from tests.support.dev import KproxyProcess, dev_arguments, serving
 
-pytest_plugins = ["tests.support.rules", "tests.support.etcd", "tests.support.reference_broker"]
+pytest_plugins = [
+    "tests.support.rules",
+    "tests.support.etcd",
+    "tests.support.reference_broker",
+    "tests.support.real_kafka",
+]
 
 
 @pytest.fixture(scope="session")

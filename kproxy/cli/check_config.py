@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 from msgspec import UNSET
 
-from kproxy.config import build_proxy_config, load_settings
+from kproxy.config import Owners, build_proxy_config, load_settings
+from kproxy.config.owners import TABLE_ROOMS
 
 
 @click.command("check-config")
@@ -23,9 +24,11 @@ def command(config: Path | None) -> None:
       kproxy check-config --config kproxy.toml
     """
     settings = load_settings(config)
-    build_proxy_config(settings)
+    owners = build_proxy_config(settings).owners
     room = ""
     for path, setting in settings.items():
+        if path in TABLE_ROOMS:
+            continue
         of_room, _, key = path.partition(".")
         if of_room != room:
             click.echo(f"{'' if not room else chr(10)}[{of_room}]")
@@ -35,3 +38,16 @@ def command(config: Path | None) -> None:
         else:
             # JSON's strings, numbers and lists are TOML's too.
             click.echo(f"{f'{key} = {json.dumps(setting.value)}':<48}# {setting.source}")
+    if owners is not None:
+        inline = [settings[table].source for table in TABLE_ROOMS if table in settings]
+        _echo_owners(owners, inline[0].partition(" in ")[2] if inline else "")
+
+
+def _echo_owners(owners: Owners, file: str) -> None:
+    """The static table; commented out where it stands in a file of its own, which the output names already."""
+    mark = "" if file else "# "
+    click.echo(f"\n{f'{mark}[brokers]':<48}# {file or 'in the table'}")
+    for number, address in sorted(owners.brokers.items()):
+        click.echo(f"{mark}{number} = {json.dumps(str(address))}")
+    for topic in owners.topics:
+        click.echo(f"\n{mark}[[topics]]\n{mark}name = {json.dumps(topic.name)}\n{mark}owners = {list(topic.owners)}")

@@ -18,11 +18,11 @@ from kproxy.config import DEFAULT_LISTEN, DEFAULT_PREFIX, load_proxy_config
 @click.option("--config", metavar="FILE", type=click.Path(path_type=Path), help="Options from a TOML file.")
 @click.option("--listen", metavar="H:P", help=f"Where clients connect; port 0: any free one. [{DEFAULT_LISTEN}]")
 @click.option("--advertise", metavar="H:P", help="What clients are told to connect to. [as --listen]")
-@click.option("--ownership", metavar="etcd|kafka|static", help="Where owners are learned from; today etcd. [etcd]")
+@click.option("--ownership", metavar="etcd|kafka|static", help="Where owners are learned from. [etcd]")
 @click.option("--etcd", metavar="URL[,URL...]", help="The etcd that holds the partition leases.")
 @click.option("--prefix", help=f"The root of the keys in etcd. [{DEFAULT_PREFIX}]")
-@click.option("--bootstrap", metavar="H:P[,H:P...]", help="For --ownership kafka; not there yet.")
-@click.option("--table", metavar="FILE", help="For --ownership static; not there yet.")
+@click.option("--bootstrap", metavar="H:P[,H:P...]", help="For --ownership kafka: some of the cluster's brokers.")
+@click.option("--table", metavar="FILE", help="For --ownership static: a TOML file with [brokers] and [[topics]].")
 @click.option("--admin", metavar="H:P", help="Where to serve the admin page: /table, /livez, /readyz. [none]")
 @click.option("--workers", metavar="N", type=int, help="Processes that share the port; today 1. [1]")
 @click.pass_context
@@ -34,6 +34,8 @@ def command(context: click.Context, /, config: Path | None, **flags: str | int |
 
     \b
       kproxy serve --etcd http://127.0.0.1:2379
+      kproxy serve --ownership kafka --bootstrap 10.0.0.1:9092,10.0.0.2:9092
+      kproxy serve --ownership static --table owners.toml
       kproxy serve --config kproxy.toml --listen 0.0.0.0:9092 --advertise kafka.example.org:9092
     """
     start_logging(context)

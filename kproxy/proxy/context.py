@@ -10,6 +10,7 @@ from typing import Protocol
 
 from codec.framing import ReceiveArena
 from kproxy.config import Limits
+from kproxy.routing.retry import LEASED, Conduct
 from kproxy.routing.topology import Address, Topology
 
 
@@ -46,3 +47,4 @@ class ProxyContext:
     # Brokers that were asked and did not say: not asked again before this time of `clock`.
     silent_until: dict[tuple[int, Address], float] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
+    conduct: Conduct = LEASED

@@ -332,11 +332,11 @@ class Fanout:
         behind = key in self._lanes and retry.is_held_back(event) and not self._lanes.is_probing(key, sequence)
         attempts = exchange.attempts.get(entry, 0) + (0 if behind else 1)
         exchange.attempts[entry] = attempts
-        rows = retry.rows_of(exchange.api.api_key)
+        rows = self._rows(exchange)
         safe = False
         if retry.is_ambiguous(rows, event):
             exchange.ambiguous.add(entry)
-            safe = is_recognisable(exchange, entry)
+            safe = self._context.conduct.knows_batches_again and is_recognisable(exchange, entry)
         verdict = retry.decide(rows, event, attempts, resend_is_safe=safe)
         due = self._context.clock() + retry.backoff_s(max(attempts, 1), self._context.random.random())
         if (verdict.retry or behind) and due < exchange.deadline and not self._lanes.is_given_up(key, sequence):
@@ -348,6 +348,9 @@ class Fanout:
             return
         self._conclude(exchange, entry, verdict.error_code, result if verdict.error_code == event else None)
         self._settle(exchange, entry, appended=False, given_up=event in rows)
+
+    def _rows(self, exchange: Exchange) -> dict[int, retry.Row]:
+        return retry.rows_of(exchange.api.api_key, exchange.request.acks, self._context.conduct)
 
     def _conclude(self, exchange: Exchange, entry: Entry, error_code: int, result: list[Buffer] | None = None) -> None:
         final = retry.final_code(error_code, is_ambiguous=entry in exchange.ambiguous)
@@ -428,7 +431,7 @@ class Fanout:
         self._stop_looking(exchange)
         withdrawn = self._withdraw(lambda piece: piece.exchange is exchange)
         unwritten = {entry for piece in withdrawn for entry in piece.entries()}
-        written = retry.rows_of(exchange.api.api_key)[retry.CONNECTION_LOST].final or NOT_LEADER_OR_FOLLOWER
+        written = self._rows(exchange)[retry.CONNECTION_LOST].final or NOT_LEADER_OR_FOLLOWER
         unanswered = under_way(self._upstreams.values()) if exchange.is_ordered else _NOTHING_UNDER_WAY
         for entry in exchange.open_entries():
             key = lane_key(exchange, entry)

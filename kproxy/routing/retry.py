@@ -22,6 +22,7 @@ CONNECTION_LOST: Final = NOT_WRITTEN + 1
 UNREADABLE: Final = NOT_WRITTEN + 2
 """The broker answered something that is not an answer to this piece."""
 
+ALL_ACKS: Final = -1
 MAX_ATTEMPTS: Final = 3
 BACKOFF_S: Final = (0.02, 0.1, 0.25, 0.5)
 
@@ -44,7 +45,23 @@ class Row(NamedTuple):
 
 _HAND_ON = Row(Bound.NEVER, None)
 
-# The upstreams of this version say NOT_LEADER_OR_FOLLOWER only before they append (reference broker, KafScale).
+
+class Conduct(NamedTuple):
+    """How the brokers of an ownership source behave, where it matters for what may be sent again.
+
+    `refuses_before_append`: NOT_LEADER_OR_FOLLOWER is said only before anything is appended, whatever the acks.
+    `knows_batches_again`: a batch with a producer id that was appended before is recognised, also by a new owner.
+    """
+
+    refuses_before_append: bool
+    knows_batches_again: bool
+
+
+LEASED: Final = Conduct(refuses_before_append=True, knows_batches_again=True)
+"""Reference brokers: an owner holds a lease and looks at it before it appends."""
+KAFKA: Final = Conduct(refuses_before_append=False, knows_batches_again=True)
+"""Apache Kafka: with acks=all a leader that is deposed while it waits for the others says so after its append."""
+
 PRODUCE: Final[dict[int, Row]] = {
     NOT_WRITTEN: Row(Bound.ATTEMPTS, codes.NOT_LEADER_OR_FOLLOWER),
     codes.NOT_LEADER_OR_FOLLOWER: Row(Bound.ATTEMPTS, None),
@@ -55,6 +72,16 @@ PRODUCE: Final[dict[int, Row]] = {
     codes.NOT_ENOUGH_REPLICAS_AFTER_APPEND: Row(Bound.DEADLINE, codes.REQUEST_TIMED_OUT, ambiguous=True),
     CONNECTION_LOST: Row(Bound.DEADLINE, codes.REQUEST_TIMED_OUT, ambiguous=True),
     UNREADABLE: Row(Bound.DEADLINE, codes.REQUEST_TIMED_OUT, ambiguous=True),
+}
+
+_UNCLEAR = Row(Bound.DEADLINE, codes.REQUEST_TIMED_OUT, ambiguous=True)
+
+# acks=all before brokers that may have appended when they say these.
+PRODUCE_UNCLEAR: Final[dict[int, Row]] = {
+    **PRODUCE,
+    codes.NOT_LEADER_OR_FOLLOWER: _UNCLEAR,
+    codes.UNKNOWN_TOPIC_OR_PARTITION: _UNCLEAR,
+    codes.KAFKA_STORAGE_ERROR: _UNCLEAR,
 }
 
 READ: Final[dict[int, Row]] = {
@@ -72,9 +99,11 @@ _SAID_BY_THE_OWNER = frozenset(
 )
 
 
-def rows_of(api_key: int) -> dict[int, Row]:
-    """The rows that hold for an API."""
-    return PRODUCE if api_key == PRODUCE_KEY else READ
+def rows_of(api_key: int, acks: int, conduct: Conduct) -> dict[int, Row]:
+    """The rows that hold for a request of an API."""
+    if api_key != PRODUCE_KEY:
+        return READ
+    return PRODUCE if conduct.refuses_before_append or acks != ALL_ACKS else PRODUCE_UNCLEAR
 
 
 def is_ambiguous(rows: dict[int, Row], event: int) -> bool:

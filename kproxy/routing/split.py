@@ -16,11 +16,14 @@ def route(topology: Topology, topic: bytes, partition_index: int) -> int:
     """The broker to send this partition to, or NO_OWNER.
 
     An owned partition goes to its owner and nowhere else, even where the owner's address is unknown (then NO_OWNER).
-    One that nobody owns is offered to the live broker that rendezvous hashing prefers.
+    One that nobody owns is offered to the live broker that rendezvous hashing prefers, where the topology's brokers
+    take partitions.
     """
     owner = topology.owner(topic, partition_index)
     if owner != NO_OWNER:
         return owner if topology.address(owner) is not None else NO_OWNER
+    if not topology.offers_unowned:
+        return NO_OWNER
     candidate = preferred(topic + b"/" + str(partition_index).encode(), topology.brokers)
     return NO_OWNER if candidate is None else candidate
 

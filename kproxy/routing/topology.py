@@ -57,7 +57,9 @@ class _TopicOwners:
 class Topology:
     """The routing table. Topics are bytes as they stand on the wire, so that a lookup decodes nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, offers_unowned: bool = True) -> None:
+        """`offers_unowned`: a partition that nobody owns may be offered to a broker, which will take it."""
+        self.offers_unowned = offers_unowned
         self._topics: dict[bytes, _TopicOwners] = {}
         self._brokers: dict[int, Address] = {}
         self.revision = 0

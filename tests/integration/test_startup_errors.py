@@ -96,6 +96,14 @@ def test_an_etcd_that_does_not_answer_is_named(tmp_path: Path, silent_port: int)
     assert f"etcd at {endpoint}" in refusal(*serve, "--etcd", endpoint)
 
 
+def test_a_kafka_cluster_that_does_not_answer_is_named(silent_port: int) -> None:
+    refusing = f"127.0.0.1:{free_port()}"
+    addresses = f"{refusing},127.0.0.1:{silent_port}"
+    sentence = refusal("serve", "--listen", "127.0.0.1:0", "--ownership", "kafka", "--bootstrap", addresses)
+    assert f"no Kafka cluster answers at {refusing}, 127.0.0.1:{silent_port} (" in sentence
+    assert "--bootstrap" in sentence
+
+
 def test_an_etcd_that_is_none_is_named(tmp_path: Path, etcd: EmbeddedEtcd) -> None:
     assert "'ftp://x'" in refusal("serve", "--listen", "127.0.0.1:0", "--etcd", "ftp://x")
     assert "--etcd" in refusal("serve", "--listen", "127.0.0.1:0")
@@ -114,7 +122,14 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
         (["serve", "--etcd", "a:1", "--listen", "9092"], "--listen"),
         (["serve", "--etcd", "a:1", "--listen", "0.0.0.0:0"], "--advertise"),
         (["serve", "--etcd", "a:1", "--admin", "localhost:http"], "--admin"),
-        (["serve", "--etcd", "a:1", "--ownership", "kafka"], "not there yet"),
+        (["serve", "--ownership", "kafka"], "--bootstrap"),
+        (["serve", "--ownership", "kafka", "--bootstrap", "a"], "--bootstrap: 'a' has no port"),
+        (["serve", "--etcd", "a:1", "--bootstrap", "a:1"], "--bootstrap: it belongs to --ownership kafka"),
+        (["serve", "--ownership", "static"], "--table"),
+        (["serve", "--ownership", "static", "--table", "missing.toml"], "--table missing.toml"),
+        (["serve", "--ownership", "static", "--table", "FILE"], "FILE"),
+        (["serve", "--ownership", "static", "--table", "TABLE"], "partition 2 to broker 3"),
+        (["serve", "--ownership", "consul"], "etcd, kafka, static"),
         (["serve", "--etcd", "a:1", "--workers", "4"], "not there yet"),
         (["serve", "--config", "missing.toml"], "missing.toml"),
         (["broker", "--node-id", "-1", "--data-dir", "DIR", "--etcd", "a:1"], "--node-id"),
@@ -132,7 +147,8 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
 )
 def test_a_bad_value_is_named(tmp_path: Path, arguments: list[str], named: str) -> None:
     (tmp_path / "file").touch()
-    places = {"DIR": str(tmp_path / "data"), "FILE": str(tmp_path / "file")}
+    (tmp_path / "table").write_text("[brokers]\n1 = 'a:1'\n[[topics]]\nname = 't'\nowners = [1, 1, 3]\n")
+    places = {"DIR": str(tmp_path / "data"), "FILE": str(tmp_path / "file"), "TABLE": str(tmp_path / "table")}
     sentence = refusal(*(places.get(argument, argument) for argument in arguments))
     assert places.get(named, named) in sentence
 

@@ -119,6 +119,34 @@ def test_what_check_config_prints_is_the_configuration(tmp_path: Path, capsys: p
     assert tomllib.loads(capsys.readouterr().out) == parsed
 
 
+def test_check_config_prints_a_static_table_as_it_is_in_force(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, table = tmp_path / "kproxy.toml", tmp_path / "owners.toml"
+    owners = '[brokers]\n1 = "a:1"\n2 = "[::1]:2"\n[[topics]]\nname = "t"\nowners = [1, 2, 1]\n'
+    table.write_text(owners)
+    file.write_text(f'[ownership]\nownership = "static"\n{owners}')
+    assert main(["check-config", "--config", str(file)]) == 0
+    said = capsys.readouterr().out
+    parsed = tomllib.loads(said)
+    assert {key: parsed[key] for key in ("brokers", "topics")} == tomllib.loads(owners)
+    file.write_text(said)
+    assert main(["check-config", "--config", str(file)]) == 0
+    assert tomllib.loads(capsys.readouterr().out) == parsed
+    # In a file of its own it is shown too, but not said twice.
+    file.write_text(f'[ownership]\nownership = "static"\ntable = "{table}"\n')
+    assert main(["check-config", "--config", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "# owners = [1, 2, 1]" in said
+    assert "brokers" not in tomllib.loads(said)
+    file.write_text(said)
+    assert main(["check-config", "--config", str(file)]) == 0
+    assert tomllib.loads(capsys.readouterr().out) == tomllib.loads(said)
+    table.write_text(owners.replace("[1, 2, 1]", "[1, 3]"))
+    assert main(["check-config", "--config", str(file)]) == 2
+    assert "broker 3" in capsys.readouterr().err
+
+
 def test_check_config_refuses_what_serve_would_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "kproxy.toml"
     file.write_text('[ownership]\netcd = "a:1"\n[limits]\nmax_conections = 7\n')

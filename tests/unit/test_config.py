@@ -11,7 +11,9 @@ import pytest
 from kproxy.config import (
     Address,
     Limits,
+    Owners,
     ProxyConfig,
+    TopicOwners,
     advertised,
     load_proxy_config,
     load_settings,
@@ -100,7 +102,15 @@ def test_an_address_that_is_every_address_cannot_be_told_to_clients() -> None:
 def test_without_options_the_defaults_hold() -> None:
     config = load()
     assert config == ProxyConfig(
-        Address("127.0.0.1", 9092), None, None, ("http://127.0.0.1:2379",), "/kafscale", Limits()
+        listen=Address("127.0.0.1", 9092),
+        advertise=None,
+        admin=None,
+        ownership="etcd",
+        etcd=("http://127.0.0.1:2379",),
+        prefix="/kafscale",
+        bootstrap=(),
+        owners=None,
+        limits=Limits(),
     )
 
 
@@ -152,6 +162,7 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(
     assert sentence.endswith(f"did you mean {nearest}?")
 
 
+BROKER_AND_TOPIC = "[brokers]\n1 = 'a:1'\n[[topics]]\nname = 't'\n"
 WRONG = [
     ("[limits]\nmax_connections = 0", {}, {}, ["limits.max_connections in", ">= 1"]),
     ("[limits]\nmax_connections = '5'", {}, {}, ["limits.max_connections in", "expected `int`"]),
@@ -164,14 +175,33 @@ WRONG = [
     ("", {}, {"admin": "x:y"}, ["--admin", "port"]),
     ("", {}, {"prefix": "kafscale"}, ["--prefix", "/kafscale"]),
     ("", {}, {"listen": "0.0.0.0:9092"}, ["0.0.0.0", "--advertise"]),
-    ("", {}, {"ownership": "kafka"}, ["--ownership", "not there yet"]),
-    ("[ownership]\nownership = 'static'", {}, {}, ["ownership.ownership in", "not there yet"]),
     ("", {}, {"ownership": "zookeeper"}, ["--ownership", "no ownership source"]),
     ("", {}, {"workers": 2}, ["--workers", "not there yet"]),
-    ("", {}, {"bootstrap": "a:1"}, ["--bootstrap", "not there yet"]),
-    ("", {}, {"table": "owners.toml"}, ["--table", "not there yet"]),
-    ("[brokers]\n1 = 'a:1'", {}, {}, ["[brokers] in", "not there yet"]),
-    ("[[topics]]\nname = 't'", {}, {}, ["[topics] in", "not there yet"]),
+    ("", {}, {"bootstrap": "a:1"}, ["--bootstrap", "--ownership kafka", "etcd"]),
+    ("", {}, {"table": "owners.toml"}, ["--table", "--ownership static", "etcd"]),
+    ("[brokers]\n1 = 'a:1'", {}, {}, ["brokers in", "--ownership static", "etcd"]),
+    ("[[topics]]\nname = 't'\nowners = []", {}, {"ownership": "kafka"}, ["topics in", "--ownership static", "kafka"]),
+    ("", {}, {"ownership": "kafka"}, ["--ownership kafka", "--bootstrap"]),
+    ("", {}, {"ownership": "kafka", "bootstrap": "a:1,b"}, ["--bootstrap", "'b' has no port"]),
+    ("", {}, {"ownership": "kafka", "bootstrap": "a:1,"}, ["--bootstrap", "commas"]),
+    ("", {}, {"ownership": "kafka", "bootstrap": "a:0"}, ["--bootstrap", "a:0"]),
+    ("", {"KPROXY_OWNERSHIP__OWNERSHIP": "kafka"}, {"table": "x"}, ["--table", "--ownership static", "kafka"]),
+    ("", {}, {"ownership": "static", "bootstrap": "a:1"}, ["--bootstrap", "--ownership kafka", "static"]),
+    ("", {}, {"ownership": "static"}, ["--ownership static", "--table", "[brokers]"]),
+    ("", {}, {"ownership": "static", "table": "/missing.toml"}, ["--table /missing.toml", "cannot be read"]),
+    ("[brokers]\n1 = 'a:1'", {}, {"ownership": "static", "table": "x"}, ["stands twice", "--table", "brokers in"]),
+    ("[brokers]\none = 'a:1'", {}, {"ownership": "static"}, ["static table in", "expected `int`"]),
+    ("[brokers]\n-1 = 'a:1'", {}, {"ownership": "static"}, ["static table in", ">= 0"]),
+    ("[brokers]\n1 = 9092", {}, {"ownership": "static"}, ["static table in", "expected `str`"]),
+    ("[brokers]\n1 = 'a'", {}, {"ownership": "static"}, ["broker 1 in", "no port"]),
+    ("[brokers]\n1 = 'a:0'", {}, {"ownership": "static"}, ["broker 1 in", "port 0"]),
+    ("brokers = 5", {}, {"ownership": "static"}, ["static table in", "expected `object`"]),
+    ("[topics]\nname = 't'\nowners = [1]", {}, {"ownership": "static"}, ["static table in", "expected `array`"]),
+    ("[[topics]]\nname = 't'\nowners = [1]", {}, {"ownership": "static"}, ["has no brokers", "[brokers]"]),
+    ("[brokers]\n1 = 'a:1'\n[[topics]]\nname = 't'", {}, {"ownership": "static"}, ["static table in", "`owners`"]),
+    (f"{BROKER_AND_TOPIC}owner = [1]", {}, {"ownership": "static"}, ["static table in", "`owner`"]),
+    (f"{BROKER_AND_TOPIC}owners = [1, 2]", {}, {"ownership": "static"}, ["'t'", "partition 1", "broker 2", "are 1."]),
+    (f"{BROKER_AND_TOPIC}owners = [1]\n[[topics]]\nname = 't'\nowners = []", {}, {"ownership": "static"}, ["twice"]),
     ("[listen", {}, {}, ["--config", "is not TOML", "Expected"]),
     ("[listen]\nlisten = 'a:1'\nlisten = 'b:1'", {}, {}, ["--config", "is not TOML"]),
 ]
@@ -183,6 +213,42 @@ def test_a_wrong_value_is_named_with_its_source(
 ) -> None:
     sentence = error_of(toml, tmp_path, environ=environ, flags=flags)
     assert [part for part in parts if part not in sentence] == [], sentence
+
+
+def test_a_table_in_a_file_of_its_own_may_hold_nothing_else(tmp_path: Path) -> None:
+    table = tmp_path / "owners.toml"
+    table.write_text("[brokers]\n1 = 'a:1'\n[topic]\nname = 't'\n")
+    sentence = error_of("", tmp_path, flags={"ownership": "static", "table": str(table)})
+    assert sentence == f"unknown key [topic] in {table}: did you mean [topics]?"
+
+
+def test_a_static_table_is_read_from_either_place(tmp_path: Path) -> None:
+    toml = """
+        [brokers]
+        7 = "[::1]:9092"
+        1 = "a:1"
+        [[topics]]
+        name = "t"
+        owners = [1, 7, 1]
+        [[topics]]
+        name = "empty"
+        owners = []
+    """
+    wanted = Owners(
+        {1: Address("a", 1), 7: Address("::1", 9092)}, (TopicOwners("t", (1, 7, 1)), TopicOwners("empty", ()))
+    )
+    config = load(toml, tmp_path, flags={"ownership": "static"})
+    assert (config.ownership, config.owners, config.etcd, config.bootstrap) == ("static", wanted, (), ())
+    table = tmp_path / "owners.toml"
+    table.write_text(toml)
+    assert load(flags={"ownership": "static", "table": str(table)}).owners == wanted
+
+
+def test_a_kafka_cluster_is_named_by_some_of_its_brokers(tmp_path: Path) -> None:
+    config = load(flags={"ownership": "kafka", "bootstrap": "a:1, [::1]:2"})
+    assert (config.bootstrap, config.etcd, config.owners) == ((Address("a", 1), Address("::1", 2)), (), None)
+    toml = '[ownership]\nownership = "kafka"\nbootstrap = ["a:1", "[::1]:2"]\n'
+    assert load(toml, tmp_path).bootstrap == config.bootstrap
 
 
 def test_etcd_has_to_be_named() -> None:

@@ -10,78 +10,26 @@ Every error is a StartupError of one sentence that names the value's source.
 
 from __future__ import annotations
 
-import difflib
 import os
-import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, NoReturn
+from typing import Annotated
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from kproxy.config.address import DEFAULT_LISTEN, Address, advertised, parse_address, split_list
+from kproxy.config.owners import TABLE_ROOMS, Owners, parse_owners
+from kproxy.config.reading import nearest, read_toml, unknown
 from kproxy.errors import StartupError
 
 ENV_PREFIX = "KPROXY_"
-MAX_FILE_BYTES = 16 * 1024 * 1024
-DEFAULT_LISTEN = "127.0.0.1:9092"
-DEFAULT_ADMIN = "127.0.0.1:9644"
 DEFAULT_PREFIX = "/kafscale"
 OWNERSHIP_SOURCES = ("etcd", "kafka", "static")
-WILDCARDS = ("0.0.0.0", "::", "*")  # noqa: S104 - compared with, not bound
 
 _Count = Annotated[int, Meta(ge=1)]
 _Seconds = Annotated[float, Meta(gt=0, le=86_400)]
-
-
-class Address(NamedTuple):
-    """Where to listen or connect. `host` has no brackets, also where it is an IPv6 address; port 0: any free one."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-def parse_address(text: str, source: str) -> Address:
-    """`host:port`, `[IPv6]:port`. StartupError, with `source` as the subject, for anything else."""
-    host, colon, port = text.strip().rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-        bracketed = True
-    else:
-        bracketed = False
-    if not colon:
-        raise StartupError(f"{source}: {text!r} has no port: write HOST:PORT, for example {DEFAULT_LISTEN}.")
-    if ":" in host and not bracketed:
-        raise StartupError(f"{source}: {text!r} is not an address: an IPv6 host goes in brackets, as in [::1]:9092.")
-    if not host or any(character.isspace() or character in "/,@[]" for character in host):
-        raise StartupError(f"{source}: {text!r} has no usable host: write HOST:PORT, for example {DEFAULT_LISTEN}.")
-    if not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65_535):
-        raise StartupError(f"{source}: {text!r} has no usable port: a port is a number from 0 to 65535.")
-    return Address(host, int(port))
-
-
-def split_list(value: str | Sequence[str], source: str) -> tuple[str, ...]:
-    """`"a,b"` or `["a", "b"]`, neither empty nor with empty parts."""
-    parts = tuple(part.strip() for part in (value.split(",") if isinstance(value, str) else value))
-    if not parts or not all(parts):
-        raise StartupError(f"{source}: {value!r} is not a list of addresses: write them with commas between.")
-    return parts
-
-
-def advertised(listen: Address, advertise: Address | None) -> Address | None:
-    """`advertise`, checked: what is listened on cannot be told to clients where it is every address of the machine."""
-    if advertise is None and listen.host in WILDCARDS:
-        raise StartupError(
-            f"clients cannot connect to {listen.host}: with --listen {listen} "
-            f"give --advertise HOST:PORT as well, an address that clients reach."
-        )
-    if advertise is not None and advertise.host in WILDCARDS:
-        raise StartupError(f"clients cannot connect to {advertise.host}: give --advertise an address that they reach.")
-    return advertise
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,13 +75,19 @@ _FLAG_PATHS = {path.partition(".")[2]: path for path in _KEYS if not path.starts
 
 @dataclass(frozen=True)
 class ProxyConfig:
-    """What `kproxy serve` is told, checked. `admin` None: no admin page. `advertise` None: the address listened on."""
+    """What `kproxy serve` is told, checked. `admin` None: no admin page. `advertise` None: the address listened on.
+
+    `etcd`, `bootstrap` or `owners` is there, as `ownership` says; the others are empty.
+    """
 
     listen: Address
     advertise: Address | None
     admin: Address | None
+    ownership: str
     etcd: tuple[str, ...]
     prefix: str
+    bootstrap: tuple[Address, ...]
+    owners: Owners | None
     limits: Limits
 
 
@@ -165,7 +119,9 @@ def load_settings(
     """Every option by key path, those not given at their defaults."""
     settings = {path: Setting(path, default, "default") for path, (_, default) in _KEYS.items()}
     for path, value in _file_values(file).items():
-        settings[path] = _converted(path, value, f"{path} in {file}", strict=True)
+        source = f"{path} in {file}"
+        table = path in TABLE_ROOMS
+        settings[path] = Setting(path, value, source) if table else _converted(path, value, source, strict=True)
     for path, (name, text) in _environment_values(environ).items():
         settings[path] = _converted(path, text, name, strict=False)
     for name, value in (flags or {}).items():
@@ -177,7 +133,7 @@ def load_settings(
 
 def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
     """Check what is in force and hand it on. Raises StartupError."""
-    _refuse_not_yet(settings)
+    _refuse_what_does_not_fit(settings)
     listen = _address(settings["listen.listen"])
     advertise = _address(settings["listen.advertise"])
     if listen is None:
@@ -185,18 +141,16 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
     prefix = settings["ownership.prefix"]
     if not str(prefix.value).startswith("/") or str(prefix.value).endswith("/"):
         raise StartupError(f"{prefix.source}: {prefix.value!r} is no prefix of etcd keys: write one like /kafscale.")
-    etcd = settings["ownership.etcd"]
-    if etcd.value is UNSET:
-        raise StartupError(
-            "kproxy serve learns the owners from etcd: give its address with --etcd URL[,URL...], for example "
-            "--etcd http://127.0.0.1:2379 (or try `kproxy dev`, which brings its own)."
-        )
+    ownership = str(settings["ownership.ownership"].value)
     return ProxyConfig(
         listen=listen,
         advertise=advertised(listen, advertise),
         admin=_address(settings["listen.admin"]),
-        etcd=split_list(etcd.value, etcd.source),  # type: ignore[arg-type]  # converted to its type on loading
+        ownership=ownership,
+        etcd=_etcd(settings) if ownership == "etcd" else (),
         prefix=str(prefix.value),
+        bootstrap=_bootstrap(settings) if ownership == "kafka" else (),
+        owners=_owners(settings) if ownership == "static" else None,
         limits=msgspec.convert(
             {path.partition(".")[2]: each.value for path, each in settings.items() if path.startswith("limits.")},
             Limits,
@@ -204,25 +158,67 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
     )
 
 
-def _refuse_not_yet(settings: Mapping[str, Setting]) -> None:
+def _etcd(settings: Mapping[str, Setting]) -> tuple[str, ...]:
+    etcd = settings["ownership.etcd"]
+    if etcd.value is UNSET:
+        raise StartupError(
+            "kproxy serve learns the owners from etcd: give its address with --etcd URL[,URL...], for example "
+            "--etcd http://127.0.0.1:2379 (or try `kproxy dev`, which brings its own)."
+        )
+    return split_list(etcd.value, etcd.source)  # type: ignore[arg-type]  # converted to its type on loading
+
+
+def _bootstrap(settings: Mapping[str, Setting]) -> tuple[Address, ...]:
+    bootstrap = settings["ownership.bootstrap"]
+    if bootstrap.value is UNSET:
+        raise StartupError(
+            "--ownership kafka learns the owners from a Kafka cluster: give some of its brokers with "
+            "--bootstrap HOST:PORT[,HOST:PORT...]."
+        )
+    parts = split_list(bootstrap.value, bootstrap.source)  # type: ignore[arg-type]  # converted on loading
+    addresses = tuple(parse_address(part, bootstrap.source) for part in parts)
+    for address in addresses:
+        if address.port == 0:
+            raise StartupError(f"{bootstrap.source}: nobody listens on {address}: write a broker's own port.")
+    return addresses
+
+
+def _owners(settings: Mapping[str, Setting]) -> Owners:
+    table, inline = settings["ownership.table"], [room for room in TABLE_ROOMS if room in settings]
+    if table.value is not UNSET and inline:
+        raise StartupError(
+            f"the static table stands twice: {table.source} names a file and {settings[inline[0]].source} has one; "
+            f"keep one of them."
+        )
+    if table.value is UNSET and not inline:
+        raise StartupError(
+            "--ownership static needs its table: name a file with --table, or write [brokers] and [[topics]] into the "
+            "configuration file."
+        )
+    if table.value is UNSET:
+        rooms = {room: settings[room].value for room in inline}
+        return parse_owners(rooms, settings[inline[0]].source.rpartition(" in ")[2])
+    file = Path(str(table.value))
+    return parse_owners(read_toml(file, "--table"), str(file))
+
+
+def _refuse_what_does_not_fit(settings: Mapping[str, Setting]) -> None:
     ownership, workers = settings["ownership.ownership"], settings["listen.workers"]
     if ownership.value not in OWNERSHIP_SOURCES:
-        raise StartupError(f"{ownership.source}: {ownership.value!r} is no ownership source: this version has etcd.")
-    if ownership.value != "etcd":
         raise StartupError(
-            f"{ownership.source}: the ownership source {ownership.value!r} is not there yet: this version has etcd."
+            f"{ownership.source}: {ownership.value!r} is no ownership source: there are {', '.join(OWNERSHIP_SOURCES)}."
         )
+    for name, source in (("bootstrap", "kafka"), ("table", "static")):
+        setting = settings[f"ownership.{name}"]
+        if setting.value is not UNSET and ownership.value != source:
+            raise StartupError(f"{setting.source}: it belongs to --ownership {source}; this is {ownership.value}.")
+    for room in TABLE_ROOMS:
+        if room in settings and ownership.value != "static":
+            raise StartupError(f"{settings[room].source}: it belongs to --ownership static; this is {ownership.value}.")
     if workers.value != 1:
         raise StartupError(
             f"{workers.source}: {workers.value} worker processes are not there yet: this version runs 1."
         )
-    for name in ("bootstrap", "table"):
-        setting = settings[f"ownership.{name}"]
-        if setting.value is not UNSET:
-            raise StartupError(
-                f"{setting.source}: it belongs to an ownership source that is not there yet: "
-                f"leave it out, this version has etcd."
-            )
 
 
 def _address(setting: Setting) -> Address | None:
@@ -242,35 +238,18 @@ def _file_values(file: Path | None) -> dict[str, object]:
     if file is None:
         return {}
     values: dict[str, object] = {}
-    for room, table in _read_toml(file).items():
-        if room not in _ROOMS and room in ("brokers", "topics"):
-            raise StartupError(
-                f"[{room}] in {file}: a static table is not there yet: leave it out, this version has etcd."
-            )
+    for room, table in read_toml(file).items():
+        if room in TABLE_ROOMS:
+            values[room] = table
+            continue
         if room not in _ROOMS or not isinstance(table, dict):
-            _unknown(room, f"in {file}", f"[{_nearest(room, _ROOMS)}]", isinstance(table, dict))
+            unknown(room, f"in {file}", f"[{nearest(room, _ROOMS)}]", isinstance(table, dict))
         for key, value in table.items():
             path = f"{room}.{key}"
             if path not in _KEYS:
-                _unknown(path, f"in {file}", _nearest(path, _KEYS), False)
+                unknown(path, f"in {file}", nearest(path, _KEYS), False)
             values[path] = value
     return values
-
-
-def _read_toml(file: Path) -> dict[str, Any]:
-    try:
-        with file.open("rb") as opened:
-            content = opened.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise StartupError(f"--config {file} cannot be read: {error.strerror}.") from error
-    if len(content) > MAX_FILE_BYTES:
-        raise StartupError(f"--config {file} is larger than {MAX_FILE_BYTES >> 20} MiB: that is no configuration.")
-    try:
-        return tomllib.loads(content.decode())
-    except UnicodeDecodeError as error:
-        raise StartupError(f"--config {file} is not UTF-8 text (byte {error.start}).") from error
-    except tomllib.TOMLDecodeError as error:
-        raise StartupError(f"--config {file} is not TOML: {str(error)[:200]}.") from error
 
 
 def _environment_values(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
@@ -279,19 +258,6 @@ def _environment_values(environ: Mapping[str, str]) -> dict[str, tuple[str, str]
     for name, text in environ.items():
         if name.startswith(ENV_PREFIX) and "__" in name:
             if name not in known:
-                _unknown(name, "in the environment", _nearest(name, known), False)
+                unknown(name, "in the environment", nearest(name, known), False)
             values[known[name]] = (name, text)
     return values
-
-
-def _unknown(name: str, where: str, nearest: str, is_table: bool) -> NoReturn:
-    what = f"[{name}]" if is_table else name
-    raise StartupError(f"unknown key {what} {where}: did you mean {nearest}?")
-
-
-def _nearest(name: str, known: Mapping[str, object]) -> str:
-    """By the whole path first; a right key in a wrong room has the key for its nearest."""
-    for candidate in known:
-        if "." in name and candidate.rpartition(".")[2] == name.rpartition(".")[2]:
-            return candidate
-    return difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]

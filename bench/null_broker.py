@@ -1,0 +1,81 @@
+"""A broker that keeps nothing: every produce request is answered at once with success.
+
+What a proxy costs is measured in front of these, so that the brokers' own work is not in the way. One process each;
+prints its port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from struct import pack_into
+from typing import cast
+
+import uvloop
+
+from codec.framing import FrameReader, ReceiveArena
+from codec.headers import RESPONSE_CORRELATION_ID_OFFSET, parse_request_header, response_header
+from codec.partitioned import encode_topics, with_length
+from codec.produce import parse_produce
+from codec.produce_response import PRODUCE_API, result_entry
+
+MAX_FRAME_BYTES = 128 << 20
+MAX_KNOWN_SHAPES = 1024
+
+
+class NullBroker(asyncio.BufferedProtocol):
+    """One connection. Answers of the same shape are made once and copied."""
+
+    answers: dict[tuple[object, ...], bytes] = {}  # noqa: RUF012 -- shared by the process on purpose
+
+    def __init__(self, arena: ReceiveArena) -> None:
+        self._reader = FrameReader(MAX_FRAME_BYTES, arena)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._reader.get_buffer(sizehint)
+
+    def buffer_updated(self, nbytes: int) -> None:
+        answers = [self._answer(frame) for frame in self._reader.buffer_updated(nbytes)]
+        if answers:
+            self._transport.write(b"".join(answers))
+
+    def _answer(self, frame: memoryview) -> bytearray:
+        header = parse_request_header(frame)
+        request = parse_produce(frame, header)
+        shape = (header.api_version, *((topic.name, *topic.partitions) for topic in request.topics))
+        known = self.answers.get(shape)
+        if known is None:
+            topics = [
+                (
+                    topic.name,
+                    [
+                        result_entry(header.api_version, index, 0, base_offset=0, log_start_offset=0)
+                        for index in topic.partitions
+                    ],
+                    len(topic.partitions),
+                )
+                for topic in request.topics
+            ]
+            head, tail = PRODUCE_API.response_ends(header.api_version, 0, [])
+            parts = [response_header(header.api_key, header.api_version, 0) + head]
+            known = b"".join(with_length([*parts, *encode_topics(topics, flexible=request.flexible), tail]))
+            if len(self.answers) < MAX_KNOWN_SHAPES:
+                self.answers[shape] = known
+        answer = bytearray(known)
+        pack_into(">i", answer, RESPONSE_CORRELATION_ID_OFFSET, header.correlation_id)
+        return answer
+
+
+async def main() -> None:
+    arena = ReceiveArena()
+    server = await asyncio.get_running_loop().create_server(lambda: NullBroker(arena), "127.0.0.1", 0)
+    sys.stdout.write(f"{server.sockets[0].getsockname()[1]}\n")
+    sys.stdout.flush()
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    uvloop.run(main())

@@ -1,0 +1,43 @@
+"""What the commands are told: options, addresses, static tables; read and checked."""
+
+from kproxy.config.address import (
+    DEFAULT_ADMIN,
+    DEFAULT_LISTEN,
+    WILDCARDS,
+    Address,
+    advertised,
+    parse_address,
+    split_list,
+)
+from kproxy.config.owners import Owners, TopicOwners, parse_owners
+from kproxy.config.proxy import (
+    DEFAULT_PREFIX,
+    OWNERSHIP_SOURCES,
+    Limits,
+    ProxyConfig,
+    Setting,
+    build_proxy_config,
+    load_proxy_config,
+    load_settings,
+)
+
+__all__ = [
+    "DEFAULT_ADMIN",
+    "DEFAULT_LISTEN",
+    "DEFAULT_PREFIX",
+    "OWNERSHIP_SOURCES",
+    "WILDCARDS",
+    "Address",
+    "Limits",
+    "Owners",
+    "ProxyConfig",
+    "Setting",
+    "TopicOwners",
+    "advertised",
+    "build_proxy_config",
+    "load_proxy_config",
+    "load_settings",
+    "parse_address",
+    "parse_owners",
+    "split_list",
+]

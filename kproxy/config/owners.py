@@ -1,0 +1,68 @@
+"""A static table as people write it: brokers by id, and for each topic the owners by partition index."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kproxy.config.address import Address, parse_address
+from kproxy.config.reading import nearest, unknown
+from kproxy.errors import StartupError
+
+# The rooms of a static table; they may also stand in a file of their own, named by --table.
+TABLE_ROOMS = ("brokers", "topics")
+
+
+class TopicOwners(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One topic of a static table: broker ids by partition index."""
+
+    name: str
+    owners: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Owners:
+    """A static table, checked: every owner is one of `brokers`."""
+
+    brokers: Mapping[int, Address]
+    topics: tuple[TopicOwners, ...]
+
+
+def parse_owners(rooms: Mapping[str, object], where: str) -> Owners:
+    """`brokers`, id to "host:port", and `topics`, each a name and owners.
+
+    StartupError names what is wrong in `where`.
+    """
+    for room in rooms:
+        if room not in TABLE_ROOMS:
+            unknown(room, f"in {where}", f"[{nearest(room, dict.fromkeys(TABLE_ROOMS))}]", True)
+    try:
+        texts = msgspec.convert(rooms.get("brokers", {}), dict[Annotated[int, Meta(ge=0)], str], strict=False)
+        topics = msgspec.convert(rooms.get("topics", []), tuple[TopicOwners, ...])
+    except msgspec.ValidationError as error:
+        reason = str(error)[:200]
+        raise StartupError(f"the static table in {where} will not do: {reason[:1].lower()}{reason[1:]}.") from error
+    brokers = {number: parse_address(text, f"broker {number} in {where}") for number, text in texts.items()}
+    if not brokers:
+        raise StartupError(
+            f'the static table in {where} has no brokers: write [brokers] with lines like 1 = "host:port".'
+        )
+    for number, address in brokers.items():
+        if address.port == 0:
+            raise StartupError(f"broker {number} in {where}: nobody listens on port 0: write the broker's own port.")
+    names: set[str] = set()
+    for topic in topics:
+        if topic.name in names:
+            raise StartupError(f"topic {topic.name!r} stands twice in {where}: keep one of them.")
+        names.add(topic.name)
+        for partition_index, owner in enumerate(topic.owners):
+            if owner not in brokers:
+                raise StartupError(
+                    f"topic {topic.name!r} in {where} gives partition {partition_index} to broker {owner}, which is "
+                    f"not in [brokers]: there are {', '.join(map(str, sorted(brokers)))}."
+                )
+    return Owners(brokers, topics)

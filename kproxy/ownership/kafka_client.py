@@ -1,0 +1,105 @@
+"""One connection to a Kafka broker for small requests, one after another: what a metadata source needs and no more."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+from codec import api_keys as keys
+from codec.control import Message, build_request, decode_response, encode_request, version_range
+from codec.errors import CodecError, FrameTooLarge, UnsupportedVersion
+from codec.headers import frame_message, request_header, response_body_offset, response_correlation_id
+from codec.primitives import INT32
+from kproxy.routing.topology import Address
+
+MAX_ANSWER_BYTES = 64 << 20
+CLIENT_ID = b"kproxy"
+_PREFIX_BYTES = 4
+
+
+class BrokerUnreachable(Exception):
+    """No answer from a broker; the text says which and why."""
+
+
+class BrokerConnection:
+    """Ask a broker; not for concurrent use. `timeout_s` bounds the dial and each answer, in seconds."""
+
+    def __init__(self, address: Address, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, timeout_s: float):
+        self.address = address
+        self._reader = reader
+        self._writer = writer
+        self._timeout_s = timeout_s
+        self._correlation_id = 0
+        self._versions: dict[int, tuple[int, int]] = {keys.API_VERSIONS: (0, 0)}
+
+    @classmethod
+    async def open(cls, address: Address, timeout_s: float) -> BrokerConnection:
+        """Dial and learn what the broker serves. Raises BrokerUnreachable."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                reader, writer = await asyncio.open_connection(*address)
+        except (OSError, TimeoutError) as error:
+            raise BrokerUnreachable(f"{address.host}:{address.port} cannot be reached ({_why(error)})") from error
+        connection = cls(address, reader, writer, timeout_s)
+        try:
+            answer = await connection.ask(keys.API_VERSIONS, 0)
+        except BrokerUnreachable:
+            await connection.close()
+            raise
+        connection._versions = {api.api_key: (api.min_version, api.max_version) for api in answer.api_keys}
+        return connection
+
+    async def ask(self, api_key: int, at_most: int, **fields: Any) -> Message:
+        """One answer, in the highest version up to `at_most` that both sides know. Raises BrokerUnreachable."""
+        try:
+            version = self._version(api_key, at_most)
+            self._correlation_id += 1
+            body = encode_request(build_request(api_key, version, **fields))
+            async with asyncio.timeout(self._timeout_s):
+                self._writer.write(
+                    frame_message(request_header(api_key, version, self._correlation_id, CLIENT_ID), body)
+                )
+                await self._writer.drain()
+                frame = await self._frame()
+            if response_correlation_id(frame) != self._correlation_id:
+                raise CodecError("an answer to something else")
+            return decode_response(api_key, version, frame[response_body_offset(frame, api_key, version) :])
+        except (OSError, EOFError, TimeoutError, CodecError) as error:
+            where = f"{self.address.host}:{self.address.port}"
+            raise BrokerUnreachable(f"{where} did not answer {keys.name_of(api_key)} ({_why(error)})") from error
+
+    async def _frame(self) -> memoryview:
+        prefix = await self._reader.readexactly(_PREFIX_BYTES)
+        length = INT32.unpack(prefix)[0]
+        if not 0 <= length <= MAX_ANSWER_BYTES:
+            raise FrameTooLarge(f"an answer of {length} bytes")
+        return memoryview(prefix + await self._reader.readexactly(length))
+
+    def _version(self, api_key: int, at_most: int) -> int:
+        theirs = self._versions.get(api_key)
+        ours = version_range(api_key)
+        if theirs is None or max(theirs[0], ours[0]) > min(theirs[1], ours[1], at_most):
+            raise UnsupportedVersion(f"no version of {keys.name_of(api_key)} in common")
+        return min(theirs[1], ours[1], at_most)
+
+    async def close(self) -> None:
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
+
+async def open_any(addresses: Sequence[Address], timeout_s: float) -> BrokerConnection:
+    """A connection to the first of `addresses` that answers. Raises BrokerUnreachable that names them all."""
+    failures = []
+    for address in addresses:
+        try:
+            return await BrokerConnection.open(address, timeout_s)
+        except BrokerUnreachable as error:
+            failures.append(str(error))
+    raise BrokerUnreachable("; ".join(failures) or "there is no broker to ask")
+
+
+def _why(error: BaseException) -> str:
+    return "no answer in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__

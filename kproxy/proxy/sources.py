@@ -1,0 +1,124 @@
+"""The ownership source that the configuration names, opened: its table loaded once, and kept current until closed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kproxy.config import ProxyConfig
+from kproxy.errors import StartupError
+from kproxy.ownership.etcd import EtcdClient, EtcdError
+from kproxy.ownership.kafka_metadata import KafkaMetadata
+from kproxy.ownership.leases import LeaseTable
+from kproxy.ownership.static_table import StaticTable
+from kproxy.routing import retry
+from kproxy.routing.topology import Address, Topology
+
+SYNC_TIMEOUT_S = 30.0
+# A Kafka cluster that is there answers at once; one that is not should be said soon.
+KAFKA_SYNC_TIMEOUT_S = 10.0
+
+
+class Source(Protocol):
+    """Feeds a topology."""
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the source last said anything."""
+        ...
+
+    @property
+    def stale(self) -> bool:
+        """Whether that is too long ago."""
+        ...
+
+    async def run(self) -> None:
+        """Keep the topology current until cancelled."""
+        ...
+
+    async def wait_synced(self) -> None:
+        """Until the table has been loaded once."""
+        ...
+
+    def refresh(self, topic: bytes, partition_index: int, seen_revision: int) -> Awaitable[object]:
+        """Read one partition's owner anew, after a broker refused a request routed at `seen_revision`; coalesced."""
+        ...
+
+
+@dataclass(frozen=True)
+class OpenSource:
+    """`ready` is what the ready line says of it; `following` ends only with an error or when the source is closed."""
+
+    source: Source
+    conduct: retry.Conduct
+    following: asyncio.Task[None]
+    ready: str
+
+
+@contextlib.asynccontextmanager
+async def open_source(config: ProxyConfig, topology: Topology) -> AsyncIterator[OpenSource]:
+    """Raises StartupError where the source does not answer."""
+    async with contextlib.AsyncExitStack() as stack:
+        if config.ownership == "etcd":
+            opened = await _open_etcd(config, topology, stack)
+        elif config.ownership == "kafka":
+            opened = await _open_kafka(config, topology, stack)
+        else:
+            opened = _open_static(config, topology, stack)
+        yield opened
+
+
+async def _open_etcd(config: ProxyConfig, topology: Topology, stack: contextlib.AsyncExitStack) -> OpenSource:
+    client = EtcdClient(config.etcd)
+    stack.push_async_callback(client.close)
+    table = LeaseTable(client, config.prefix, topology)
+    try:
+        await client.connect()
+        following = _follow(table, stack)
+        async with asyncio.timeout(SYNC_TIMEOUT_S):
+            await table.wait_synced()
+    except TimeoutError as error:
+        raise StartupError(
+            f"etcd at {client.endpoints} answers, but its partition leases could not be read in time"
+        ) from error
+    except EtcdError as error:
+        raise StartupError(f"{error} Start etcd, or give its address with --etcd.") from error
+    return OpenSource(table, retry.LEASED, following, f" etcd={client.endpoints}")
+
+
+async def _open_kafka(config: ProxyConfig, topology: Topology, stack: contextlib.AsyncExitStack) -> OpenSource:
+    metadata = KafkaMetadata([Address(*address) for address in config.bootstrap], topology)
+    following = _follow(metadata, stack)
+    try:
+        async with asyncio.timeout(KAFKA_SYNC_TIMEOUT_S):
+            await metadata.wait_synced()
+    except TimeoutError as error:
+        where = ", ".join(map(str, config.bootstrap))
+        reason = metadata.last_error or "its metadata did not come in time"
+        raise StartupError(
+            f"no Kafka cluster answers at {where} ({reason}): start it, or give others of its brokers with --bootstrap"
+        ) from error
+    return OpenSource(metadata, retry.KAFKA, following, "")
+
+
+def _open_static(config: ProxyConfig, topology: Topology, stack: contextlib.AsyncExitStack) -> OpenSource:
+    table = StaticTable(topology)
+    if config.owners is not None:
+        brokers = {number: Address(*address) for number, address in config.owners.brokers.items()}
+        table.load(brokers, [(topic.name, topic.owners) for topic in config.owners.topics])
+    return OpenSource(table, retry.KAFKA, _follow(table, stack), "")
+
+
+def _follow(source: Source, stack: contextlib.AsyncExitStack) -> asyncio.Task[None]:
+    task = asyncio.create_task(source.run())
+    stack.push_async_callback(cancel, task)
+    return task
+
+
+async def cancel(task: asyncio.Task[Any]) -> None:
+    """End a task and wait until it has ended."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,233 @@
+"""What holds for every source of owners, each before the real thing: a fixed table, a Kafka cluster, leases in etcd."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from kproxy.config import ProxyConfig, load_proxy_config
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy.ownership.etcd import EtcdClient
+from kproxy.proxy.sources import OpenSource, open_source
+from kproxy.routing.topology import NO_OWNER, Address, Topology
+from tests.support.etcd import put_many
+from tests.support.real_kafka import RealKafka
+
+PARTITIONS = 7
+
+
+class World(ABC):
+    """One kind of source, with what stands behind it."""
+
+    # Whether what changes behind it reaches it at all.
+    follows = True
+
+    def __init__(self) -> None:
+        self.topic = f"contract-{uuid.uuid4().hex[:10]}"
+
+    @property
+    @abstractmethod
+    def config(self) -> ProxyConfig:
+        """What `kproxy serve` would be told."""
+
+    @abstractmethod
+    async def prepare(self) -> None:
+        """Have `topic` owned, all of it."""
+
+    @abstractmethod
+    async def truth(self) -> tuple[dict[int, int], dict[int, Address]]:
+        """Owners of `topic` by partition, and the brokers' addresses."""
+
+    @abstractmethod
+    async def move(self) -> None:
+        """Have every partition owned by another broker than before."""
+
+
+class Fixed(World):
+    follows = False
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self._file = directory / "owners.toml"
+
+    @property
+    def config(self) -> ProxyConfig:
+        return load_proxy_config(flags={"ownership": "static", "table": str(self._file)}, environ={})
+
+    async def prepare(self) -> None:
+        owners = [1 + index % 2 for index in range(PARTITIONS)]
+        self._file.write_text(
+            f'[brokers]\n1 = "a:1"\n2 = "[::1]:2"\n[[topics]]\nname = "{self.topic}"\nowners = {owners}\n'
+        )
+
+    async def truth(self) -> tuple[dict[int, int], dict[int, Address]]:
+        owners = {index: 1 + index % 2 for index in range(PARTITIONS)}
+        return owners, {1: Address("a", 1), 2: Address("::1", 2)}
+
+    async def move(self) -> None:
+        raise NotImplementedError("a fixed table does not move")
+
+
+class Cluster(World):
+    def __init__(self, kafka: RealKafka) -> None:
+        super().__init__()
+        self._kafka = kafka
+
+    @property
+    def config(self) -> ProxyConfig:
+        return load_proxy_config(flags={"ownership": "kafka", "bootstrap": self._kafka.bootstrap}, environ={})
+
+    async def prepare(self) -> None:
+        await asyncio.to_thread(self._kafka.create_topic, self.topic, PARTITIONS)
+
+    async def truth(self) -> tuple[dict[int, int], dict[int, Address]]:
+        leaders = await asyncio.to_thread(self._kafka.leaders, self.topic)
+        return leaders, {broker.node_id: Address("127.0.0.1", broker.port) for broker in self._kafka.brokers}
+
+    async def move(self) -> None:
+        await asyncio.to_thread(self._kafka.move_leaders, self.topic)
+
+
+class Leases(World):
+    def __init__(self, etcd: EmbeddedEtcd, prefix: str) -> None:
+        super().__init__()
+        self._etcd = etcd
+        self._prefix = prefix
+        self._shift = 0
+
+    @property
+    def config(self) -> ProxyConfig:
+        flags = {"etcd": self._etcd.endpoint, "prefix": self._prefix}
+        return load_proxy_config(flags=flags, environ={})
+
+    async def prepare(self) -> None:
+        brokers = [(f"{self._prefix}/brokers/{number}", address) for number, address in self._brokers().items()]
+        await self._put([(key, json.dumps(value).encode()) for key, value in brokers])
+        await self._put_owners()
+
+    async def truth(self) -> tuple[dict[int, int], dict[int, Address]]:
+        return self._owners(), {number: Address("127.0.0.1", number) for number in self._brokers()}
+
+    async def move(self) -> None:
+        self._shift += 1
+        await self._put_owners()
+
+    def _brokers(self) -> dict[int, dict[str, object]]:
+        return {number: {"node_id": number, "host": "127.0.0.1", "port": number} for number in (1, 2, 3)}
+
+    def _owners(self) -> dict[int, int]:
+        return {index: 1 + (index + self._shift) % 3 for index in range(PARTITIONS)}
+
+    async def _put_owners(self) -> None:
+        keys = {index: f"{self._prefix}/partition-leases/{self.topic}/{index}" for index in range(PARTITIONS)}
+        await self._put([(keys[index], b"%d" % owner) for index, owner in self._owners().items()])
+
+    async def _put(self, items: list[tuple[str, bytes]]) -> None:
+        client = EtcdClient([self._etcd.endpoint])
+        await client.connect()
+        try:
+            await put_many(client, items)
+        finally:
+            await client.close()
+
+
+@pytest.fixture(params=["static", pytest.param("kafka", marks=[pytest.mark.java, pytest.mark.timeout(900)]), "etcd"])
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
+    if request.param == "static":
+        return Fixed(tmp_path)
+    if request.param == "kafka":
+        return Cluster(request.getfixturevalue("real_kafka"))
+    return Leases(request.getfixturevalue("etcd"), request.getfixturevalue("etcd_prefix"))
+
+
+@asynccontextmanager
+async def opened(world: World) -> AsyncIterator[tuple[OpenSource, Topology]]:
+    topology = Topology(offers_unowned=world.config.ownership == "etcd")
+    async with asyncio.timeout(60), open_source(world.config, topology) as source:
+        yield source, topology
+
+
+def owners(topology: Topology, topic: str) -> dict[int, int]:
+    return {row.partition_index: row.owner for row in topology.ownerships() if row.topic == topic.encode()}
+
+
+async def test_the_table_is_loaded_when_the_source_is_open(world: World) -> None:
+    await world.prepare()
+    async with opened(world) as (_, topology):
+        true_owners, true_brokers = await world.truth()
+        assert owners(topology, world.topic) == true_owners
+        assert len(true_owners) == PARTITIONS
+        assert topology.brokers == true_brokers
+        # What is routed is routed to somewhere.
+        for index in range(PARTITIONS):
+            assert topology.address(topology.owner(world.topic.encode(), index)) is not None
+            assert topology.owner_revision(world.topic.encode(), index) > 0
+
+
+async def test_what_the_source_does_not_name_has_no_owner(world: World) -> None:
+    await world.prepare()
+    async with opened(world) as (source, topology):
+        name = world.topic.encode()
+        for topic, index in ((b"never", 0), (name, PARTITIONS), (name, -1), (name, 2**31 - 1), (b"\xff\x00", 0)):
+            assert topology.owner(topic, index) == NO_OWNER
+            # A client may well ask for it: nobody waits for ever, and nothing comes of it.
+            await asyncio.wait_for(source.source.refresh(topic, index, topology.owner_revision(topic, index)), 10)
+            assert topology.owner(topic, index) == NO_OWNER
+        assert len(owners(topology, world.topic)) == PARTITIONS
+
+
+async def test_after_a_refresh_the_table_says_what_was_true_when_it_began(world: World) -> None:
+    await world.prepare()
+    async with opened(world) as (source, topology):
+        name = world.topic.encode()
+        before = {index: topology.owner_revision(name, index) for index in range(PARTITIONS)}
+        old_owners = owners(topology, world.topic)
+        if world.follows:
+            await world.move()
+        true_owners, _ = await world.truth()
+        assert (true_owners != old_owners) == world.follows
+        # A Kafka broker learns of new leaders a moment after the controller has chosen them; a refused client asks on.
+        for _ in range(20):
+            refreshes = (source.source.refresh(name, index, before[index]) for index in range(PARTITIONS))
+            await asyncio.wait_for(asyncio.gather(*refreshes), 10)
+            if owners(topology, world.topic) == true_owners:
+                break
+            await asyncio.sleep(0.05)
+        assert owners(topology, world.topic) == true_owners
+        if world.follows:
+            assert all(topology.owner_revision(name, index) > before[index] for index in range(PARTITIONS))
+            # A refusal of an earlier owner that comes late changes nothing.
+            version = topology.version
+            for index in range(PARTITIONS):
+                await asyncio.wait_for(source.source.refresh(name, index, before[index]), 10)
+            assert topology.version == version
+
+
+async def test_a_source_that_is_heard_is_not_stale(world: World) -> None:
+    await world.prepare()
+    async with opened(world) as (source, _):
+        assert not source.source.stale
+        assert 0 <= source.source.age_s < 30
+        assert source.source.age_s != inf
+        assert not source.following.done()
+
+
+async def test_closing_leaves_nothing_behind(world: World) -> None:
+    await world.prepare()
+    before = asyncio.all_tasks()
+    async with opened(world) as (source, topology):
+        assert not source.following.done()
+    assert source.following.done()
+    await asyncio.sleep(0.05)
+    left = [task.get_name() for task in asyncio.all_tasks() - before]
+    assert left == []
+    # Whoever still asks is not kept waiting.
+    await asyncio.wait_for(source.source.refresh(world.topic.encode(), 0, topology.revision), 5)
