@@ -6,7 +6,7 @@ UV     ?= uv
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lock clean
+.PHONY: help install demo test check bench-quick lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do \
@@ -30,6 +30,9 @@ check: install  ## lint, types, dependency direction, generated files; runs no t
 	@echo "mypy";         $(BIN)/mypy
 	@echo "import-linter"; $(BIN)/lint-imports
 	@echo "generated";    $(BIN)/python -m kproxy.ownership.etcd.generate --check
+
+bench-quick: install  ## what the proxy costs in CPU, beside haproxy where it is installed; about a minute
+	@$(BIN)/python -m bench quick
 
 lock:  ## resolve the lock files anew from pyproject.toml (needs uv)
 	@$(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links \

@@ -161,7 +161,7 @@ def quick(console: Console) -> None:
 
 
 def main() -> None:
-    console = Console()
+    console = Console(width=max(100, Console().width))
     if sys.argv[1:] != ["quick"]:
         raise SystemExit("python -m bench quick")
     quick(console)
