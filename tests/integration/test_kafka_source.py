@@ -235,7 +235,7 @@ def test_leaders_move_under_an_idempotent_producer(proxy: KproxyProcess, topic: 
 
     def keep_moving() -> int:
         moves = 0
-        while not stop.wait(0.3):
+        while not stop.wait(1.0):
             real_kafka.move_leaders(topic)
             moves += 1
         return moves
@@ -243,7 +243,9 @@ def test_leaders_move_under_an_idempotent_producer(proxy: KproxyProcess, topic: 
     with ThreadPoolExecutor(1) as pool:
         moving = pool.submit(keep_moving)
         try:
-            produce_librdkafka(proxy.kafka, topic, sent, lambda number: time.sleep(0.02) if number % 100 == 0 else None)
+            produce_librdkafka(
+                proxy.kafka, topic, sent, lambda number: time.sleep(0.025) if number % 100 == 0 else None
+            )
         finally:
             stop.set()
         assert moving.result() >= 3, "the leaders were to move while it wrote"
