@@ -21,6 +21,7 @@ from codec.headers import RequestHeader, response_body_offset
 from codec.partitioned import (
     PartitionedRequest,
     PartitionedResponse,
+    Places,
     Tag,
     blank_current_leader,
     blank_epochs,
@@ -189,6 +190,9 @@ class FetchApi:
 
     def response_ends(self, api_version: int, throttle_time_ms: int, tags: list[Tag]) -> tuple[bytes, bytes]:
         return response_ends(api_version, throttle_time_ms, tags)
+
+    def plain_results(self, request: PartitionedRequest, selection: Places, frame: memoryview) -> None:
+        """Every answer is parsed: it has a session and preferred replicas to take out."""
 
     def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer:
         """Each piece may bring its share of max_bytes, and none waits: a broker that waits for data of its own would

@@ -32,7 +32,8 @@ from struct import Struct
 from codec.errors import FrameTooLarge, InvalidField
 
 LENGTH_BYTES = 4
-CHUNK_BYTES = 1 << 20
+# One of Kafka's largest requests by its clients' defaults (1 MiB) fits, header and all.
+CHUNK_BYTES = (1 << 20) + (64 << 10)
 # Below this a chunk's rest is not worth another read from the kernel.
 LEAST_FREE_BYTES = 64 << 10
 GROWTH = 4
@@ -63,13 +64,20 @@ class ReceiveArena:
         self.view = memoryview(self.chunk)
         self.position = 0
 
+    def lend(self) -> bytearray:
+        """A chunk for one reader alone; it may be used again when nothing refers to it any more."""
+        chunk = self._take()
+        self._used.append(chunk)
+        return chunk
+
     def _take(self) -> bytearray:
         # The oldest chunk is the likeliest to be free; one look a call keeps this cheap.
-        candidate = self._used.popleft()
-        if _is_unreferenced(candidate):
-            return candidate
-        if len(self._used) < KEPT_CHUNKS:
-            self._used.append(candidate)
+        if self._used:
+            candidate = self._used.popleft()
+            if _is_unreferenced(candidate):
+                return candidate
+            if len(self._used) < KEPT_CHUNKS:
+                self._used.append(candidate)
         return bytearray(CHUNK_BYTES)
 
 
@@ -127,8 +135,10 @@ class FrameReader:
         """Take the unfinished frame to where more of it fits, and return the room behind it."""
         arena = self._arena
         if announced > CHUNK_BYTES // 4:
-            # A large frame gets a buffer of its own, grown as its bytes really arrive.
-            view = memoryview(bytearray(min(announced, max(CHUNK_BYTES, GROWTH * len(held)))))
+            # A large frame gets a buffer of its own, grown as its bytes really arrive. Fresh memory costs more than
+            # what is done with it: each of its pages is a fault.
+            size = min(announced, max(CHUNK_BYTES, GROWTH * len(held)))
+            view = memoryview(arena.lend() if size <= CHUNK_BYTES else bytearray(size))
             start, self._own = 0, True
         else:
             if CHUNK_BYTES - arena.position < max(LEAST_FREE_BYTES, announced):

@@ -11,53 +11,57 @@ from __future__ import annotations
 from struct import Struct
 from typing import NamedTuple
 
-from codec.api_keys import API_VERSIONS, is_flexible
+from codec.api_keys import API_VERSIONS, FLEXIBLE_FROM, is_flexible
 from codec.errors import InvalidField, Truncated
 from codec.framing import LENGTH_BYTES
-from codec.primitives import INT32, Buffer, encode_tagged_fields, skip_tagged_fields
+from codec.primitives import INT16, INT32, Buffer, encode_tagged_fields, skip_tagged_fields
 
 # api_key, api_version, correlation_id, length of client_id
 _REQUEST_HEAD = Struct(">hhih")
+_CLIENT_ID_OFFSET = LENGTH_BYTES + _REQUEST_HEAD.size
 CORRELATION_ID_OFFSET = LENGTH_BYTES + 4
 RESPONSE_CORRELATION_ID_OFFSET = LENGTH_BYTES
 _RESPONSE_HEAD_BYTES = LENGTH_BYTES + 4
 
 
 class RequestHeader(NamedTuple):
-    """A request's header; `body_offset` is where the body begins in the frame."""
+    """A request's header; `body_offset` is where the body begins in the frame. See `client_id` for the rest of it."""
 
     api_key: int
     api_version: int
     correlation_id: int
-    client_id: bytes | None
     body_offset: int
 
 
 def parse_request_header(frame: Buffer) -> RequestHeader:
     """The header of a whole frame. Raises CodecError."""
     limit = len(frame)
-    offset = LENGTH_BYTES + _REQUEST_HEAD.size
-    if limit < offset:
+    if limit < _CLIENT_ID_OFFSET:
         raise Truncated(f"a request of {limit - LENGTH_BYTES} bytes is shorter than its header")
     api_key, api_version, correlation_id, client_id_length = _REQUEST_HEAD.unpack_from(frame, LENGTH_BYTES)
-    client_id = None
+    offset = _CLIENT_ID_OFFSET
     if client_id_length >= 0:
-        end = offset + client_id_length
-        if end > limit:
+        offset += client_id_length
+        if offset > limit:
             raise Truncated(f"a client_id of {client_id_length} bytes in a request of {limit - LENGTH_BYTES} bytes")
-        client_id = bytes(frame[offset:end])
-        offset = end
     elif client_id_length != -1:
         raise InvalidField(f"a client_id of {client_id_length} bytes")
-    if is_flexible(api_key, api_version):
-        offset = skip_tagged_fields(frame, offset, limit)
-    return RequestHeader(api_key, api_version, correlation_id, client_id, offset)
+    if api_version >= FLEXIBLE_FROM.get(api_key, 0):
+        # Almost always there is no tagged field, which is one zero byte.
+        offset = offset + 1 if offset < limit and frame[offset] == 0 else skip_tagged_fields(frame, offset, limit)
+    return RequestHeader(api_key, api_version, correlation_id, offset)
 
 
-def request_header(api_key: int, api_version: int, correlation_id: int, client_id: bytes | None) -> bytes:
-    """A request header with no tagged fields; no length prefix."""
-    length = -1 if client_id is None else len(client_id)
-    head = _REQUEST_HEAD.pack(api_key, api_version, correlation_id, length) + (client_id or b"")
+def client_id(frame: Buffer) -> bytes | None:
+    """The client_id of a request whose header has been parsed; None for null."""
+    length: int = INT16.unpack_from(frame, _CLIENT_ID_OFFSET - INT16.size)[0]
+    return None if length < 0 else bytes(frame[_CLIENT_ID_OFFSET : _CLIENT_ID_OFFSET + length])
+
+
+def request_header(api_key: int, api_version: int, correlation_id: int, sender: bytes | None) -> bytes:
+    """A request header with `sender` for the client_id and no tagged fields; no length prefix."""
+    length = -1 if sender is None else len(sender)
+    head = _REQUEST_HEAD.pack(api_key, api_version, correlation_id, length) + (sender or b"")
     return head + encode_tagged_fields([]) if is_flexible(api_key, api_version) else head
 
 
@@ -65,7 +69,7 @@ def response_header(api_key: int, api_version: int, correlation_id: int) -> byte
     """A response header; no length prefix."""
     head = INT32.pack(correlation_id)
     if api_key != API_VERSIONS and is_flexible(api_key, api_version):
-        return head + encode_tagged_fields([])
+        return head + b"\x00"
     return head
 
 

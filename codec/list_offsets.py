@@ -15,6 +15,7 @@ from codec.headers import RequestHeader, response_body_offset
 from codec.partitioned import (
     PartitionedRequest,
     PartitionedResponse,
+    Places,
     Tag,
     blank_epochs,
     expect_end,
@@ -104,8 +105,12 @@ class ListOffsetsApi:
         head = INT32.pack(throttle_time_ms) if api_version >= 2 else b""
         return head, encode_tagged_fields(tags) if is_flexible(LIST_OFFSETS, api_version) else b""
 
-    def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer:
-        return request.preamble()
+    def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer | None:
+        """The request's own."""
+        return None
+
+    def plain_results(self, request: PartitionedRequest, selection: Places, frame: memoryview) -> None:
+        """Every answer is parsed: it has leader epochs to take out."""
 
     def admit(self, request: PartitionedRequest) -> None:
         """Take leader epochs out of it."""

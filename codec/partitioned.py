@@ -7,11 +7,12 @@ from slices of it: what this codec does not know, tagged fields above all, trave
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from struct import Struct
 from typing import Protocol
 
 from codec.errors import InvalidField
+from codec.framing import LENGTH_BYTES
 from codec.headers import CORRELATION_ID_OFFSET, RESPONSE_CORRELATION_ID_OFFSET, RequestHeader
 from codec.primitives import (
     INT16,
@@ -27,6 +28,8 @@ from codec.primitives import (
 
 MAX_PARTITIONS = 4096
 
+Places = Sequence[tuple[int, Sequence[int]]]
+"""Entries of a request by place: a topic's place in the request, and the ordinals of its partitions, ascending."""
 # A tagged field: its number and its value.
 Tag = tuple[int, bytes]
 # (frame, offset, limit) -> (partition_index, next offset)
@@ -94,9 +97,9 @@ class PartitionedRequest:
         seen = {(topic.name, partition) for topic in self.topics for partition in topic.partitions}
         return len(seen) != self.partition_count
 
-    def preamble(self) -> Buffer:
-        """What lies between the header and the topics array."""
-        return self.frame[self.header.body_offset : self.topics_start]
+    def topic_head(self, topic: TopicSpan) -> memoryview:
+        """A topic and the number of its partitions as encoded: the answer begins its topics in the same way."""
+        return self.frame[topic.head_start : topic.starts[0] if topic.starts else topic.tail_start]
 
 
 class PartitionedResponse:
@@ -129,6 +132,14 @@ class PartitionedApi(Protocol):
         """Raises CodecError. Leader hints in the entries are blanked in place (KIP-951)."""
         ...
 
+    def plain_results(
+        self, request: PartitionedRequest, selection: Places, frame: memoryview
+    ) -> Sequence[Buffer] | None:
+        """A quick look at an answer: the entries, in the order of the selection, if there is nothing in it but success
+        for just these partitions in just this order; None where it has to be parsed to know.
+        """
+        ...
+
     def error_entry(self, api_version: int, partition_index: int, error_code: int) -> bytes:
         """One partition's entry of an answer that says `error_code`."""
         ...
@@ -139,8 +150,8 @@ class PartitionedApi(Protocol):
         """What stands before and behind the topics array of a merged answer."""
         ...
 
-    def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer:
-        """The preamble of one of `pieces` parts of a request."""
+    def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer | None:
+        """The preamble of one of `pieces` parts of a request; None for the request's own."""
         ...
 
     def admit(self, request: PartitionedRequest) -> None:
@@ -157,11 +168,17 @@ def parse_topics(
 ) -> tuple[list[TopicSpan], int]:
     """The topics array at `offset` and the offset behind it; `least_bytes` is a partition entry's smallest size."""
     limit = len(frame)
-    topic_count, offset = read_topic_count(frame, offset, limit, flexible=flexible)
+    if flexible and offset < limit and 0 < frame[offset] < 0x80 and 2 * frame[offset] <= limit - offset:
+        # A count of one byte's length, as nearly all are.
+        topic_count = frame[offset] - 1
+        offset += 1
+    else:
+        topic_count, offset = read_topic_count(frame, offset, limit, flexible=flexible)
     topics: list[TopicSpan] = []
     partitions_left = MAX_PARTITIONS
-    for _ in range(topic_count):
-        topic, count, offset = begin_topic(frame, offset, limit, flexible=flexible, least_bytes=least_bytes)
+    while topic_count > 0:
+        topic_count -= 1
+        topic, count, offset = begin_topic(frame, offset, limit, flexible, least_bytes)
         partitions_left -= count
         if partitions_left < 0:
             raise InvalidField(f"more than {MAX_PARTITIONS} partitions in one message")
@@ -198,20 +215,25 @@ def read_topic_count(frame: memoryview, offset: int, limit: int, *, flexible: bo
 
 
 def begin_topic(
-    frame: memoryview, offset: int, limit: int, *, flexible: bool, least_bytes: int
+    frame: memoryview,
+    offset: int,
+    limit: int,
+    flexible: bool,
+    least_bytes: int,
 ) -> tuple[TopicSpan, int, int]:
     """A topic's name and partition count: (span, count, offset of the first partition)."""
-    start = offset + 1
-    end = after = offset + frame[offset] if flexible and offset < limit else limit
-    if start <= end < limit and 0 < frame[end] < 0x80 and end - offset < 0x80:
-        # A name and a count of one byte's length each, which is nearly all there are.
+    if flexible and offset < limit and 0 < (length := frame[offset]) < 0x80 and offset + length < limit:
+        start, end = offset + 1, offset + length
         count = frame[end] - 1
         first = end + 1
-        if count * least_bytes > limit - first:
-            raise InvalidField(f"an array announces {count} elements; {limit - first} bytes are left")
-    else:
-        start, end, after = skip_string(frame, offset, limit, compact=flexible)
-        count, first = read_count(frame, after, limit, compact=flexible, least_bytes=least_bytes)
+        if 0 <= count < 0x7F and count * least_bytes <= limit - first:
+            # A name and a count of one byte's length each, which is nearly all there are.
+            name = bytes(frame[start:end])
+            if not name.isascii():
+                _expect_utf8(name)
+            return TopicSpan(name, offset, end), count, first
+    start, end, after = skip_string(frame, offset, limit, compact=flexible)
+    count, first = read_count(frame, after, limit, compact=flexible, least_bytes=least_bytes)
     name = bytes(frame[start:end])
     if not name.isascii():
         _expect_utf8(name)
@@ -293,49 +315,64 @@ def set_response_correlation_id(frame: memoryview, correlation_id: int) -> None:
     INT32.pack_into(frame, RESPONSE_CORRELATION_ID_OFFSET, correlation_id)
 
 
-Selection = Sequence[tuple[TopicSpan, Sequence[int]]]
-"""Entries of a request: topics with the ordinals of their partitions that are meant, ascending."""
+# length, api_key, api_version, correlation_id
+_START = Struct(">ihhi")
 
 
-def encode_part(
-    request: PartitionedRequest, selection: Selection, preamble: Buffer, correlation_id: int
-) -> list[Buffer]:
-    """A request with the selected entries alone, as buffers to be written one after another.
+class Splitter:
+    """Encodes parts of a request, each with some of its entries.
 
-    Header, trailer, tagged fields and entries are slices of the request; neighbours are taken in one slice.
+    Header, trailer, tagged fields and entries are the request's own bytes. Records are not copied: they are slices of
+    the request, neighbours in one slice. What is small is copied, which costs less than one more buffer to write.
+    `preamble` None keeps the request's own.
     """
-    frame = request.frame
-    flexible = request.flexible
-    parts: list[Buffer] = [
-        frame[CORRELATION_ID_OFFSET - 4 : CORRELATION_ID_OFFSET],
-        INT32.pack(correlation_id),
-        frame[CORRELATION_ID_OFFSET + 4 : request.header.body_offset],
-        preamble,
-        encode_count(len(selection), compact=flexible),
-    ]
-    for topic, ordinals in selection:
-        parts.append(frame[topic.head_start : topic.head_end])
-        parts.append(encode_count(len(ordinals), compact=flexible))
-        parts.extend(frame[start:end] for start, end in _runs(topic, ordinals))
-        if topic.tail_end > topic.tail_start:
-            parts.append(frame[topic.tail_start : topic.tail_end])
-    if request.topics_end < len(frame):
-        parts.append(frame[request.topics_end :])
-    return with_length(parts)
+
+    __slots__ = ("_lead", "_request", "_trailer")
+
+    def __init__(self, request: PartitionedRequest, preamble: Buffer | None) -> None:
+        frame = request.frame
+        self._request = request
+        if preamble is None:
+            self._lead = bytes(frame[LENGTH_BYTES + 8 : request.topics_start])
+        else:
+            self._lead = bytes(frame[LENGTH_BYTES + 8 : request.header.body_offset]) + preamble
+        self._trailer = bytes(frame[request.topics_end :])
+
+    def part(self, selection: Places, correlation_id: int) -> list[Buffer]:
+        """The request with the selected entries alone, as buffers to be written one after another."""
+        request = self._request
+        frame, header, flexible = request.frame, request.header, request.flexible
+        small = self._lead + encode_count(len(selection), compact=flexible)
+        parts: list[Buffer] = []
+        for topic_place, ordinals in selection:
+            topic = request.topics[topic_place]
+            small += frame[topic.head_start : topic.head_end]
+            small += encode_count(len(ordinals), compact=flexible)
+            parts.append(small)
+            parts += _runs(frame, topic, ordinals)
+            small = bytes(frame[topic.tail_start : topic.tail_end])
+        parts.append(small + self._trailer)
+        length = sum(map(len, parts)) + _START.size - LENGTH_BYTES
+        parts[0] = _START.pack(length, header.api_key, header.api_version, correlation_id) + parts[0]
+        return parts
 
 
-def _runs(topic: TopicSpan, ordinals: Sequence[int]) -> Iterable[tuple[int, int]]:
-    """The byte ranges of the entries, neighbours joined."""
+def _runs(frame: memoryview, topic: TopicSpan, ordinals: Sequence[int]) -> list[memoryview]:
+    """The bytes of the entries, neighbours in one slice."""
+    starts, ends = topic.starts, topic.ends
+    if len(ordinals) == 1:
+        return [frame[starts[ordinals[0]] : ends[ordinals[0]]]]
+    runs = []
     start = end = -1
     for ordinal in ordinals:
-        if topic.starts[ordinal] == end:
-            end = topic.ends[ordinal]
-            continue
-        if end >= 0:
-            yield start, end
-        start, end = topic.starts[ordinal], topic.ends[ordinal]
+        if starts[ordinal] != end:
+            if end >= 0:
+                runs.append(frame[start:end])
+            start = starts[ordinal]
+        end = ends[ordinal]
     if end >= 0:
-        yield start, end
+        runs.append(frame[start:end])
+    return runs
 
 
 def encode_topics(topics: Sequence[tuple[bytes, Sequence[Buffer], int]], *, flexible: bool) -> list[Buffer]:

@@ -92,8 +92,13 @@ def read_count(
     return count, offset
 
 
+_SHORT_COUNTS = [encode_uvarint(value) for value in range(0x80)]
+
+
 def encode_count(count: int, *, compact: bool) -> bytes:
-    return encode_uvarint(count + 1) if compact else INT32.pack(count)
+    if compact:
+        return _SHORT_COUNTS[count + 1] if count < 0x7F else encode_uvarint(count + 1)
+    return INT32.pack(count)
 
 
 def skip_string(
@@ -170,6 +175,8 @@ def skip_tagged_fields(buffer: Buffer, offset: int, limit: int) -> int:
 
 def encode_tagged_fields(fields: list[tuple[int, bytes]]) -> bytes:
     """A tagged-field section from (tag, value), tags ascending."""
+    if not fields:
+        return b"\x00"
     out = bytearray(encode_uvarint(len(fields)))
     for tag, value in fields:
         out += encode_uvarint(tag) + encode_uvarint(len(value)) + value

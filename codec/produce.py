@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from struct import Struct
 
-from codec.api_keys import PRODUCE, is_flexible
+from codec.api_keys import FLEXIBLE_FROM, PRODUCE
 from codec.errors import Truncated, UnsupportedVersion
 from codec.headers import RequestHeader
 from codec.partitioned import PartitionedRequest, TopicSpan, expect_end, parse_topics
@@ -19,8 +19,10 @@ MAX_VERSION = 11
 
 _ACKS_TIMEOUT = Struct(">hi")
 _INDEX_LENGTH = Struct(">ii")
-_INDEX = Struct(">i")
+# partition_index and as much of a varint as says what nearly all say
+_INDEX_AND_VARINT = Struct(">iBBB")
 _INDEX_BYTES = 4
+_FLEXIBLE_FROM = FLEXIBLE_FROM[PRODUCE]
 
 
 def parse_produce(frame: memoryview, header: RequestHeader) -> PartitionedRequest:
@@ -28,15 +30,19 @@ def parse_produce(frame: memoryview, header: RequestHeader) -> PartitionedReques
     version = header.api_version
     if not MIN_VERSION <= version <= MAX_VERSION:
         raise UnsupportedVersion(f"Produce v{version}: versions {MIN_VERSION} to {MAX_VERSION} are read")
-    flexible = is_flexible(PRODUCE, version)
+    flexible = version >= _FLEXIBLE_FROM
     limit = len(frame)
-    _, _, offset = skip_string(frame, header.body_offset, limit, compact=flexible, nullable=True)
-    request = PartitionedRequest(frame, header, flexible=flexible)
+    offset = header.body_offset
+    if flexible and offset < limit and frame[offset] == 0:
+        # A null transactional_id, as nearly all are.
+        offset += 1
+    else:
+        _, _, offset = skip_string(frame, offset, limit, compact=flexible, nullable=True)
     if offset + _ACKS_TIMEOUT.size > limit:
         raise Truncated(f"acks and timeout_ms wanted at {offset}, the message ends at {limit}")
+    request = PartitionedRequest(frame, header, flexible=flexible)
     request.acks, request.timeout_ms = _ACKS_TIMEOUT.unpack_from(frame, offset)
-    offset += _ACKS_TIMEOUT.size
-    request.topics_start = offset
+    request.topics_start = offset = offset + _ACKS_TIMEOUT.size
     request.topics, offset = parse_topics(
         frame,
         offset,
@@ -46,8 +52,9 @@ def parse_produce(frame: memoryview, header: RequestHeader) -> PartitionedReques
     )
     request.topics_end = offset
     if flexible:
-        offset = skip_tagged_fields(frame, offset, limit)
-    expect_end(frame, offset)
+        offset = offset + 1 if offset < limit and frame[offset] == 0 else skip_tagged_fields(frame, offset, limit)
+    if offset != limit:
+        expect_end(frame, offset)
     return request
 
 
@@ -67,18 +74,29 @@ def _plain_partitions(frame: memoryview, offset: int, limit: int, topic: TopicSp
 
 
 def _flexible_partitions(frame: memoryview, offset: int, limit: int, topic: TopicSpan, count: int) -> int:
+    unpack = _INDEX_AND_VARINT.unpack_from
     for _ in range(count):
         start = offset
-        if offset + _INDEX_BYTES > limit:
+        # Behind a partition there are two sections of tagged fields, so that even an empty one has so many bytes left.
+        if offset + _INDEX_AND_VARINT.size > limit:
             raise Truncated(f"a partition wanted at {offset}, the message ends at {limit}")
-        topic.partitions.append(_INDEX.unpack_from(frame, offset)[0])
-        length, offset = read_uvarint(frame, offset + _INDEX_BYTES, limit)
-        if length:
-            offset += length - 1
+        partition_index, first, second, third = unpack(frame, offset)
+        offset += _INDEX_BYTES
+        # Lengths of one to three bytes, up to 2 MiB, without another call.
+        if first < 0x80:
+            offset += first or 1
+        elif second < 0x80:
+            offset += 1 + (first & 0x7F | second << 7 or 1)
+        elif third < 0x80:
+            offset += 2 + (first & 0x7F | (second & 0x7F) << 7 | third << 14 or 1)
+        else:
+            length, offset = read_uvarint(frame, offset, limit)
+            offset += (length or 1) - 1
         if offset >= limit:
-            raise Truncated(f"records of {length - 1} bytes at {start}, the message ends at {limit}")
+            raise Truncated(f"records up to {offset} at {start}, the message ends at {limit}")
         # Almost always there is no tagged field, which is one zero byte.
         offset = offset + 1 if frame[offset] == 0 else skip_tagged_fields(frame, offset, limit)
+        topic.partitions.append(partition_index)
         topic.starts.append(start)
         topic.ends.append(offset)
     return offset

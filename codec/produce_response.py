@@ -7,7 +7,9 @@ from 10)}}, throttle_time_ms INT32, tags (v9: node endpoints from 10).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from struct import Struct
+from typing import NamedTuple
 
 from codec.api_keys import PRODUCE, is_flexible
 from codec.errors import Truncated
@@ -15,6 +17,7 @@ from codec.headers import RequestHeader, response_body_offset
 from codec.partitioned import (
     PartitionedRequest,
     PartitionedResponse,
+    Places,
     Tag,
     TopicSpan,
     blank_current_leader,
@@ -46,6 +49,35 @@ _CURRENT_LEADER_TAG = 0
 _NODE_ENDPOINTS_TAG = 0
 # Of so many characters the UTF-8 fits into a string, whatever they are.
 _MAX_MESSAGE_CHARACTERS = MAX_STRING_BYTES // 4
+
+
+class _Plain(NamedTuple):
+    """An answer of one version in which everything went well: how its parts look."""
+
+    tags: bytes  # an empty section of tagged fields
+    start: bytes  # the header's tags, and the count of one topic
+    entry: Struct  # partition_index, error_code, and what is behind the offsets
+    end_of_entry: bytes
+    end: bytes  # the last topic's tags, no throttling, the answer's own tags
+
+
+def _plain(version: int) -> _Plain:
+    flexible = is_flexible(PRODUCE, version)
+    tags = encode_tagged_fields([]) if flexible else b""
+    end_of_entry = _PLAIN_END if flexible else _PLAIN_END_V8 if version == 8 else b""
+    return _Plain(
+        tags=tags,
+        start=tags + encode_count(1, compact=flexible),
+        entry=Struct(f">ih{24 if version >= 5 else 16}x{len(end_of_entry)}s"),
+        end_of_entry=end_of_entry,
+        end=tags + INT32.pack(0) + tags,
+    )
+
+
+_PLAIN = {version: _plain(version) for version in range(MIN_VERSION, MAX_VERSION + 1)}
+# Behind length and correlation_id.
+_BODY_OFFSET = 8
+_MAX_PLAIN_BYTES = 64 << 10
 
 
 def _read_entries(frame: memoryview, offset: int, limit: int, api_version: int, topic: TopicSpan, count: int) -> int:
@@ -116,6 +148,40 @@ class ProduceApi:
         expect_end(frame, offset)
         return response
 
+    def plain_results(
+        self, request: PartitionedRequest, selection: Places, frame: memoryview
+    ) -> Sequence[bytes] | None:
+        """See `PartitionedApi`. Nothing in it means: no error, no tagged field, no throttling, no broker named."""
+        if len(frame) > _MAX_PLAIN_BYTES:
+            return None
+        answer = bytes(frame)
+        size_of_answer = len(answer)
+        plain = _PLAIN[request.header.api_version]
+        flexible = request.flexible
+        # What is to come before the next entry.
+        awaited = plain.start if len(selection) == 1 else plain.tags + encode_count(len(selection), compact=flexible)
+        after = _BODY_OFFSET
+        size, unpack, end_of_entry = plain.entry.size, plain.entry.unpack_from, plain.end_of_entry
+        results: list[bytes] = []
+        for topic_place, ordinals in selection:
+            topic = request.topics[topic_place]
+            partitions = topic.partitions
+            if len(ordinals) == len(partitions):
+                awaited += request.topic_head(topic)
+            else:
+                awaited += request.frame[topic.head_start : topic.head_end]
+                awaited += encode_count(len(ordinals), compact=flexible)
+            offset, after = after, after + len(awaited)
+            if answer[offset:after] != awaited or after + len(ordinals) * size > size_of_answer:
+                return None
+            for ordinal in ordinals:
+                offset, after = after, after + size
+                if unpack(answer, offset) != (partitions[ordinal], 0, end_of_entry):
+                    return None
+                results.append(answer[offset:after])
+            awaited = plain.tags
+        return results if answer[after:] == plain.end else None
+
     def error_entry(self, api_version: int, partition_index: int, error_code: int) -> bytes:
         """base_offset, log_append_time_ms and log_start_offset are -1: the proxy gives out no offset."""
         return result_entry(api_version, partition_index, error_code, base_offset=-1, log_start_offset=-1)
@@ -126,8 +192,9 @@ class ProduceApi:
         tail = INT32.pack(throttle_time_ms)
         return b"", tail + encode_tagged_fields(tags) if api_version >= 9 else tail
 
-    def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer:
-        return request.preamble()
+    def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer | None:
+        """The request's own."""
+        return None
 
     def admit(self, request: PartitionedRequest) -> None:
         """It is forwarded as received."""

@@ -141,7 +141,9 @@ class ClientSession(asyncio.BufferedProtocol):
             elif slot.buffers is None:
                 slot.weight += answer_bytes
                 self._in_flight_bytes += answer_bytes
-        self._adjust_reading()
+        limits = self._context.limits
+        if self._in_flight_bytes >= limits.max_in_flight_bytes or len(self._slots) >= limits.max_open_requests:
+            self._adjust_reading()
 
     def _take_backlog(self) -> None:
         """Begin what waits, as far as there is room; an event of its own."""

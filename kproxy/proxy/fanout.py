@@ -16,7 +16,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TypeAlias
 
@@ -26,7 +26,6 @@ from codec.partitioned import (
     PartitionedApi,
     PartitionedRequest,
     PartitionedResponse,
-    encode_part,
     set_correlation_id,
     set_response_correlation_id,
 )
@@ -39,7 +38,7 @@ from kproxy.routing.identity import is_recognisable, lane_key
 from kproxy.routing.lanes import Item, Lanes
 from kproxy.routing.merge import Exchange, answers_in_order, match_results
 from kproxy.routing.routes import Routes
-from kproxy.routing.split import Entry, Selection, add_entry, route, split
+from kproxy.routing.split import Entry, Selection, add_entry, route, split, split_whole
 from kproxy.routing.topology import NO_OWNER, Topology
 
 # Pauses of a read that spans brokers and waits for data, in seconds: soon at first, then easy on the brokers.
@@ -72,7 +71,7 @@ class Fanout:
         self._upstreams = upstreams
         self._on_undeliverable = on_undeliverable
         self._lanes = Lanes()
-        self._routes = Routes(context.topology)
+        self._routes: Routes[Upstream] = Routes(context.topology)
         # What lanes let go in the course of an event; it is sent at the event's end.
         self._released: list[Item] = []
         self._open: dict[int, tuple[Exchange, Respond]] = {}
@@ -111,6 +110,8 @@ class Fanout:
     def _dispatch(self, exchange: Exchange) -> None:
         if self._topology.version != self._seen_version:
             self._follow_topology()
+        if exchange.is_ordered and not self._lanes and self._dispatch_proven(exchange):
+            return
         held = self._hold_back(exchange) if self._lanes else _NONE_HELD
         pieces = split(exchange.request, self._topology, held)
         if len(pieces) > 1:
@@ -123,25 +124,46 @@ class Fanout:
         if exchange.complete:
             self._finish(exchange)
 
+    def _dispatch_proven(self, exchange: Exchange) -> bool:
+        """The ordinary course: every route is proven and nothing waits, so that all of it follows what went before."""
+        topics = exchange.request.topics
+        sole = self._routes.sole(topics)
+        if sole is not None:
+            if sole.closed:
+                return False
+            self._send_piece(exchange, sole, split_whole(topics), whole=True, share=1)
+            return True
+        pieces = self._routes.split(topics)
+        if not pieces or any(upstream.closed for upstream in pieces):
+            return False
+        self._context.counters["splits"] += 1
+        for upstream, selection in pieces.items():
+            self._send_piece(exchange, upstream, selection, whole=False, share=len(pieces))
+        return True
+
     def _send(self, exchange: Exchange, owner: int, selection: Selection, *, whole: bool, share: int) -> None:
-        routed_at = self._topology.revision
         if owner == NO_OWNER:
             for entry in entries_of(selection):
-                self._failed(exchange, entry, retry.NOT_WRITTEN, routed_at, _NOTHING_UNDER_WAY)
+                self._failed(exchange, entry, retry.NOT_WRITTEN, self._topology.revision, _NOTHING_UNDER_WAY)
             return
-        request = exchange.request
         upstream = self._upstream_of(owner)
         if exchange.is_ordered:
             self._probe_new_routes(exchange, upstream, selection)
+        self._send_piece(exchange, upstream, selection, whole=whole, share=share)
+
+    def _send_piece(
+        self, exchange: Exchange, upstream: Upstream, selection: Selection, *, whole: bool, share: int
+    ) -> None:
         correlation_id = upstream.next_correlation_id()
         buffers: list[Buffer]
         if whole:
-            set_correlation_id(request.frame, correlation_id)
-            buffers = [request.frame]
+            set_correlation_id(exchange.request.frame, correlation_id)
+            buffers = [exchange.request.frame]
         else:
-            topics = [(request.topics[topic_place], ordinals) for topic_place, ordinals in selection]
-            buffers = encode_part(request, topics, exchange.api.piece_preamble(request, share), correlation_id)
-        upstream.send(Piece(self, exchange, upstream, selection, routed_at, whole=whole), correlation_id, buffers)
+            buffers = exchange.splitter(share).part(selection, correlation_id)
+        upstream.send(
+            Piece(self, exchange, upstream, selection, self._topology.revision, whole), correlation_id, buffers
+        )
 
     def _probe_new_routes(self, exchange: Exchange, upstream: Upstream, selection: Selection) -> None:
         for topic_place, ordinals in selection:
@@ -212,7 +234,7 @@ class Fanout:
     def sent(self, piece: Piece) -> None:
         """A piece that has no answer (acks=0) is on its way: that is all that will be known of it."""
         for entry in piece.entries():
-            piece.exchange.take(entry, [])
+            piece.exchange.take(entry, b"")
             self._settle(piece.exchange, entry, appended=True)
         self._send_released()
         self._finish_if_complete(piece.exchange)
@@ -222,6 +244,11 @@ class Fanout:
     def answered(self, piece: Piece, frame: memoryview) -> None:
         """A broker's answer to a piece."""
         exchange = piece.exchange
+        if not self._lanes and exchange.sequence in self._open:
+            plain = exchange.api.plain_results(exchange.request, piece.selection, frame)
+            if plain is not None:
+                self._take_plain(piece, plain, frame)
+                return
         try:
             response = exchange.api.parse_response(frame, exchange.request.header.api_version)
             if piece.whole and not self._lanes and self._passes_through(exchange, response):
@@ -238,7 +265,7 @@ class Fanout:
             return
         failures = []
         for entry, error_code, topic, ordinal in results:
-            result: list[Buffer] = [frame[topic.starts[ordinal] : topic.ends[ordinal]]]
+            result = frame[topic.starts[ordinal] : topic.ends[ordinal]]
             if error_code:
                 failures.append((entry, error_code, result))
             else:
@@ -249,6 +276,16 @@ class Fanout:
             self._failed(exchange, entry, error_code, piece.routed_at, unanswered, result)
         self._send_released()
         self._finish_if_complete(exchange)
+
+    def _take_plain(self, piece: Piece, results: Sequence[Buffer], frame: memoryview) -> None:
+        """The ordinary course: success for all that was asked, and no lane that wants to know of it."""
+        exchange = piece.exchange
+        if piece.whole and exchange.throttle_time_ms == 0:
+            self._pass_through(exchange, frame)
+            return
+        exchange.take_all(piece.selection, results)
+        if exchange.open_count == 0:
+            self._finish(exchange)
 
     def _passes_through(self, exchange: Exchange, response: PartitionedResponse) -> bool:
         return (
@@ -321,7 +358,7 @@ class Fanout:
         event: int,
         routed_at: int,
         unanswered: UnderWay,
-        result: list[Buffer] | None = None,
+        result: Buffer | None = None,
     ) -> None:
         """Something other than success; `result` is the broker's own entry, for codes that are handed on."""
         key, sequence = lane_key(exchange, entry), exchange.sequence
@@ -352,10 +389,10 @@ class Fanout:
     def _rows(self, exchange: Exchange) -> dict[int, retry.Row]:
         return retry.rows_of(exchange.api.api_key, exchange.request.acks, self._context.conduct)
 
-    def _conclude(self, exchange: Exchange, entry: Entry, error_code: int, result: list[Buffer] | None = None) -> None:
+    def _conclude(self, exchange: Exchange, entry: Entry, error_code: int, result: Buffer | None = None) -> None:
         final = retry.final_code(error_code, is_ambiguous=entry in exchange.ambiguous)
         if exchange.request.acks == 0:
-            exchange.take(entry, [])
+            exchange.take(entry, b"")
             self._on_undeliverable(exchange.partition(entry)[0], final)
         elif result is not None and final == error_code:
             exchange.has_errors = True

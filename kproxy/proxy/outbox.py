@@ -13,6 +13,8 @@ from codec.primitives import Buffer
 
 # Up to here one copy is cheaper than one more buffer for the kernel to gather.
 JOIN_BYTES = 64 << 10
+# More is not gathered in one step: the transport's own limits should notice it.
+FLUSH_BYTES = 512 << 10
 
 
 class Outbox:
@@ -30,11 +32,9 @@ class Outbox:
         """Write these, behind all that was put before."""
         if not self._buffers:
             self._loop.call_soon(self.flush)
-        for buffer in buffers:
-            self._bytes += len(buffer)
+        self._bytes += len(buffers[0]) if len(buffers) == 1 else sum(map(len, buffers))
         self._buffers += buffers
-        if self._bytes > JOIN_BYTES:
-            # Enough for a call of its own, and the transport's limits should notice it now.
+        if self._bytes > FLUSH_BYTES:
             self.flush()
 
     def flush(self) -> None:

@@ -43,7 +43,6 @@ class Piece:
         upstream: Upstream,
         selection: Selection,
         routed_at: int,
-        *,
         whole: bool,
     ) -> None:
         self.keeper = keeper

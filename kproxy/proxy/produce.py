@@ -12,10 +12,13 @@ from codec.errors import InvalidField
 from codec.headers import RequestHeader, response_header
 from codec.partitioned import PartitionedApi, PartitionedRequest, encode_topics, with_length
 from codec.primitives import Buffer
+from codec.produce import parse_produce
 from codec.produce_response import PRODUCE_API
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.fanout import Fanout, Respond
 from kproxy.routing.retry import deadline_s
+
+_ACKS = (-1, 1, 0)
 
 
 def produce(
@@ -26,20 +29,16 @@ def produce(
     Returns how many bytes its answer may hold beyond the request's own size, or None where it has no answer (acks=0).
     Raises CodecError.
     """
-    request = PRODUCE_API.parse_request(frame, header)
-    refusal = 0
-    if request.acks not in (-1, 0, 1):
-        refusal = INVALID_REQUIRED_ACKS
-    elif request.repeats_a_partition():
-        refusal = INVALID_REQUEST
-    if refusal and request.acks == 0:
-        raise InvalidField("an acks=0 request names a partition twice")
-    if refusal:
-        respond(refuse(PRODUCE_API, request, refusal))
+    request = parse_produce(frame, header)
+    acks = request.acks
+    if acks not in _ACKS or request.repeats_a_partition():
+        if acks == 0:
+            raise InvalidField("an acks=0 request names a partition twice")
+        respond(refuse(PRODUCE_API, request, INVALID_REQUEST if acks in _ACKS else INVALID_REQUIRED_ACKS))
         return 0
     deadline = now + deadline_s(request.timeout_ms, context.limits.deadline_cap_ms)
     fanout.submit(PRODUCE_API, request, deadline=deadline, respond=respond)
-    return None if request.acks == 0 else 0
+    return None if acks == 0 else 0
 
 
 def refuse(api: PartitionedApi, request: PartitionedRequest, error_code: int) -> list[Buffer]:

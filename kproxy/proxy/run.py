@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import sys
 import time
@@ -21,6 +22,8 @@ from kproxy.routing.topology import Topology
 
 # The virtual node id of a proxy that stands alone; far above any real broker's.
 ALONE_NODE_ID = 1_000_000
+# Objects more made than freed before the collector looks at the youngest; rounds before it looks at older ones.
+COLLECTOR_THRESHOLDS = (20_000, 50, 100)
 
 
 async def run_proxy(config: ProxyConfig) -> None:
@@ -66,9 +69,20 @@ async def _serve(config: ProxyConfig) -> None:
                 random=Random(),  # noqa: S311 -- spreads retries, guards nothing
             )
         )
+        _calm_collector()
         sys.stdout.write(f"{ready}{opened.ready}\n")
         sys.stdout.flush()
         await opened.following
+
+
+def _calm_collector() -> None:
+    """Let Python's cycle collector leave alone what was loaded at the start, and look at the rest less often.
+
+    Requests are freed by reference count; left at its defaults the collector takes about a tenth of their CPU time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*COLLECTOR_THRESHOLDS)
 
 
 def _view(topology: Topology, opened: OpenSource | None) -> TableView:

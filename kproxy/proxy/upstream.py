@@ -172,26 +172,25 @@ class Upstream(asyncio.BufferedProtocol):
         return self._reader.get_buffer(sizehint)
 
     def buffer_updated(self, nbytes: int) -> None:
+        in_flight = self._in_flight
         try:
             for frame in self._reader.buffer_updated(nbytes):
                 if self.closed:
                     # Nobody waits any more; while the connection is being closed it is read all the same.
                     return
-                self._take(frame)
+                answered_id = response_correlation_id(frame)
+                if not in_flight or in_flight[0][0] != answered_id:
+                    self._distrust_answer(answered_id)
+                    return
+                in_flight.popleft()[1].answered(frame)
         except CodecError as error:
             self.distrust(str(error))
 
-    def _take(self, frame: memoryview) -> None:
-        answered_id = response_correlation_id(frame)
-        if not self._in_flight:
+    def _distrust_answer(self, answered_id: int) -> None:
+        if self._in_flight:
+            self.distrust(f"correlation_id {answered_id} where {self._in_flight[0][0]} was awaited")
+        else:
             self.distrust(f"an answer ({answered_id}) that nobody asked for")
-            return
-        expected_id, ticket = self._in_flight[0]
-        if answered_id != expected_id:
-            self.distrust(f"correlation_id {answered_id} where {expected_id} was awaited")
-            return
-        self._in_flight.popleft()
-        ticket.answered(frame)
 
     def distrust(self, reason: str) -> None:
         """Close because of what the broker said."""

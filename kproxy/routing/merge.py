@@ -17,6 +17,8 @@ Invariants
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from codec.api_keys import PRODUCE
 from codec.errors import InvalidField
 from codec.headers import response_header
@@ -24,24 +26,27 @@ from codec.partitioned import (
     PartitionedApi,
     PartitionedRequest,
     PartitionedResponse,
+    Splitter,
     Tag,
     TopicSpan,
-    encode_topics,
     with_length,
 )
-from codec.primitives import Buffer
+from codec.primitives import Buffer, encode_count, encode_tagged_fields
 from kproxy.routing.split import Entry, Selection
+
+_NO_TAGS = encode_tagged_fields([])
 
 
 class Exchange:
     """A client's request of a partitioned API and the results so far; `deadline` is in seconds of the proxy's clock."""
 
     __slots__ = (
+        "_ambiguous",
+        "_attempts",
         "_results",
+        "_splitter",
         "_tags",
-        "ambiguous",
         "api",
-        "attempts",
         "deadline",
         "has_errors",
         "is_ordered",
@@ -63,16 +68,37 @@ class Exchange:
         self.throttle_time_ms = 0
         # Whether its partitions are kept in the order of requests; reads have none, and acks=0 hears of no outcome.
         self.is_ordered = api.api_key == PRODUCE and request.acks != 0
-        self.attempts: dict[Entry, int] = {}
-        # Entries of which a broker may have appended an earlier attempt.
-        self.ambiguous: set[Entry] = set()
+        # Nearly all exchanges have no use for these.
+        self._attempts: dict[Entry, int] | None = None
+        self._ambiguous: set[Entry] | None = None
+        self._splitter: tuple[int, Splitter] | None = None
         self.payload_bytes = 0
         self.has_errors = False
         # For reads that look again: until when (seconds of the proxy's clock), and how often they have.
         self.look_until = 0.0
         self.looks = 0
-        self._results: list[list[list[Buffer] | None]] | None = None
-        self._tags: list[Tag] = []
+        self._results: list[list[Buffer | None]] | None = None
+        self._tags: list[Tag] | None = None
+
+    @property
+    def attempts(self) -> dict[Entry, int]:
+        """How often an entry was tried and failed."""
+        if self._attempts is None:
+            self._attempts = {}
+        return self._attempts
+
+    @property
+    def ambiguous(self) -> set[Entry]:
+        """Entries of which a broker may have appended an earlier attempt."""
+        if self._ambiguous is None:
+            self._ambiguous = set()
+        return self._ambiguous
+
+    def splitter(self, pieces: int) -> Splitter:
+        """Encodes the parts of the request, where it is split into so many."""
+        if self._splitter is None or self._splitter[0] != pieces:
+            self._splitter = (pieces, Splitter(self.request, self.api.piece_preamble(self.request, pieces)))
+        return self._splitter[1]
 
     @property
     def complete(self) -> bool:
@@ -86,7 +112,7 @@ class Exchange:
         topic = self.request.topics[entry[0]]
         return topic.name, topic.partitions[entry[1]]
 
-    def take(self, entry: Entry, result: list[Buffer]) -> None:
+    def take(self, entry: Entry, result: Buffer) -> None:
         """Record an entry's bytes of the answer."""
         if self._results is None:
             self._results = [[None] * len(topic.partitions) for topic in self.request.topics]
@@ -95,18 +121,34 @@ class Exchange:
             self._results[topic_place][ordinal] = result
             self.open_count -= 1
 
+    def take_all(self, selection: Selection, results: Sequence[Buffer]) -> None:
+        """Record the entries of a selection, in its order."""
+        rows = self._results
+        if rows is None:
+            rows = self._results = [[None] * len(topic.partitions) for topic in self.request.topics]
+        following = iter(results)
+        for topic_place, ordinals in selection:
+            row = rows[topic_place]
+            for ordinal in ordinals:
+                result = next(following)
+                if row[ordinal] is None:
+                    row[ordinal] = result
+                    self.open_count -= 1
+
     def give_error(self, entry: Entry, error_code: int) -> None:
         """Answer an entry with an error code of the proxy's own."""
         _, partition_index = self.partition(entry)
         self.has_errors = True
-        self.take(entry, [self.api.error_entry(self.request.header.api_version, partition_index, error_code)])
+        self.take(entry, self.api.error_entry(self.request.header.api_version, partition_index, error_code))
 
     def note(self, response: PartitionedResponse) -> None:
         """Take what an answer says about the whole of itself."""
         self.throttle_time_ms = max(self.throttle_time_ms, response.throttle_time_ms)
         self.payload_bytes += response.payload_bytes
-        known = {tag for tag, _ in self._tags}
-        self._tags.extend(field for field in response.other_tags if field[0] not in known)
+        if response.other_tags:
+            known = self._tags or []
+            tags = {tag for tag, _ in known}
+            self._tags = sorted([*known, *(field for field in response.other_tags if field[0] not in tags)])
 
     def is_open(self, entry: Entry) -> bool:
         return self._results is None or self._results[entry[0]][entry[1]] is None
@@ -123,28 +165,25 @@ class Exchange:
         """Begin anew, for a read that is asked again."""
         self._results = None
         self.open_count = self.request.partition_count
-        self.attempts.clear()
+        self._attempts = None
         self.payload_bytes = 0
         self.looks += 1
 
     def encode(self) -> list[Buffer]:
         """The whole answer as buffers, the length prefix first. The exchange must be complete."""
-        header = self.request.header
-        flexible = self.request.flexible
-        results = self._results or []
-        topics = [
-            (topic.name, [buffer for entry in entries if entry is not None for buffer in entry], len(entries))
-            for topic, entries in zip(self.request.topics, results, strict=False)
-        ]
-        self._tags.sort()
-        head, tail = self.api.response_ends(header.api_version, self.throttle_time_ms, self._tags)
-        return with_length(
-            [
-                response_header(header.api_key, header.api_version, header.correlation_id) + head,
-                *encode_topics(topics, flexible=flexible),
-                tail,
-            ]
-        )
+        request = self.request
+        header, flexible = request.header, request.flexible
+        head, tail = self.api.response_ends(header.api_version, self.throttle_time_ms, self._tags or [])
+        start = response_header(header.api_key, header.api_version, header.correlation_id) + head
+        parts: list[Buffer] = [start + encode_count(len(request.topics), compact=flexible)]
+        # Without a result there is no partition in it either.
+        for topic, results in zip(request.topics, self._results or [[]] * len(request.topics), strict=True):
+            parts.append(request.topic_head(topic))
+            parts += [result for result in results if result is not None]
+            if flexible:
+                parts.append(_NO_TAGS)
+        parts.append(tail)
+        return with_length(parts)
 
 
 def match_results(

@@ -11,22 +11,59 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Generic, TypeVar
 
 from codec.partitioned import TopicSpan
+from kproxy.routing.split import Selection, add_entry
 from kproxy.routing.topology import Topology
 
+Connection = TypeVar("Connection")
 
-class Routes:
-    """The proven routes of one client connection. A connection is any object; it is compared by identity."""
+
+class Routes(Generic[Connection]):
+    """The proven routes of one client connection. An upstream connection is any object, compared by identity."""
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         # By topic and partition index.
-        self._proven: dict[bytes, dict[int, object]] = {}
+        self._proven: dict[bytes, dict[int, Connection]] = {}
         self._revisions: dict[tuple[bytes, int], int] = {}
 
-    def all_proven(self, topic: TopicSpan, ordinals: Iterable[int], connection: object) -> bool:
+    def sole(self, topics: Sequence[TopicSpan]) -> Connection | None:
+        """The one connection on which every partition of a request may be pipelined; None where there is no such."""
+        sole: Connection | None = None
+        for topic in topics:
+            proven = self._proven.get(topic.name)
+            if proven is None:
+                return None
+            for partition_index in topic.partitions:
+                connection = proven.get(partition_index)
+                if connection is not sole or connection is None:
+                    if sole is not None or connection is None:
+                        return None
+                    sole = connection
+        return sole
+
+    def split(self, topics: Sequence[TopicSpan]) -> dict[Connection, Selection] | None:
+        """What of a request goes over which connection; None where some partition's route is new."""
+        pieces: dict[Connection, Selection] = {}
+        for topic_place, topic in enumerate(topics):
+            proven = self._proven.get(topic.name)
+            if proven is None:
+                return None
+            for ordinal, partition_index in enumerate(topic.partitions):
+                connection = proven.get(partition_index)
+                if connection is None:
+                    return None
+                selection = pieces.get(connection)
+                if selection is None:
+                    pieces[connection] = [(topic_place, [ordinal])]
+                else:
+                    add_entry(selection, topic_place, ordinal)
+        return pieces
+
+    def all_proven(self, topic: TopicSpan, ordinals: Iterable[int], connection: Connection) -> bool:
         """Whether these partitions of a request may be pipelined on `connection`."""
         proven = self._proven.get(topic.name)
         if proven is None:
@@ -37,10 +74,10 @@ class Routes:
                 return False
         return True
 
-    def is_proven(self, topic: bytes, partition_index: int, connection: object) -> bool:
+    def is_proven(self, topic: bytes, partition_index: int, connection: Connection) -> bool:
         return self._proven.get(topic, {}).get(partition_index) is connection
 
-    def prove(self, topic: bytes, partition_index: int, connection: object, routed_at: int) -> None:
+    def prove(self, topic: bytes, partition_index: int, connection: Connection, routed_at: int) -> None:
         """A batch that was sent on `connection` when the topology was at revision `routed_at` has succeeded."""
         revision = self._topology.owner_revision(topic, partition_index)
         if revision <= routed_at:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from codec.partitioned import PartitionedRequest
+from collections.abc import Sequence
+
+from codec.partitioned import PartitionedRequest, TopicSpan
 from kproxy.routing.rendezvous import preferred
 from kproxy.routing.topology import NO_OWNER, Topology
 
@@ -41,6 +43,13 @@ def split(request: PartitionedRequest, topology: Topology, held: set[Entry]) -> 
                 owner = route(topology, name, partition_index)
             add_entry(pieces.setdefault(owner, []), topic_place, ordinal)
     return pieces
+
+
+def split_whole(topics: Sequence[TopicSpan]) -> Selection:
+    """All of a request in one piece."""
+    if len(topics) == 1:
+        return [(0, list(range(len(topics[0].partitions))))]
+    return [(topic_place, list(range(len(topic.partitions)))) for topic_place, topic in enumerate(topics)]
 
 
 def add_entry(selection: Selection, topic_place: int, ordinal: int) -> None:

@@ -18,7 +18,7 @@ from codec.api_keys import PRODUCE
 from codec.errors import CodecError
 from codec.fetch import FetchRequest, fetch_offset
 from codec.headers import parse_request_header, response_body_offset
-from codec.partitioned import PartitionedRequest, PartitionedResponse, encode_part
+from codec.partitioned import PartitionedRequest, PartitionedResponse, Splitter
 from codec.primitives import Buffer, read_tagged_fields
 from codec.produce import records_of, transactional_id
 from tests.support.messages import (
@@ -107,14 +107,15 @@ def _take_apart(request: PartitionedRequest) -> None:
     api = APIS[request.header.api_key]
     for parity in (0, 1):
         selection = []
-        for topic in request.topics:
+        for place, topic in enumerate(request.topics):
             ordinals = [ordinal for ordinal in range(len(topic.starts)) if ordinal % 2 == parity]
             if ordinals:
-                selection.append((topic, ordinals))
-        frame = memoryview(bytearray(b"".join(encode_part(request, selection, api.piece_preamble(request, 2), 1))))
+                selection.append((place, ordinals))
+        splitter = Splitter(request, api.piece_preamble(request, 2))
+        frame = memoryview(bytearray(b"".join(splitter.part(selection, 1))))
         again = api.parse_request(frame, head_of(frame))
         assert [(topic.name, topic.partitions) for topic in again.topics] == [
-            (topic.name, topic.partitions[parity::2]) for topic, _ in selection
+            (request.topics[place].name, request.topics[place].partitions[parity::2]) for place, _ in selection
         ]
 
 

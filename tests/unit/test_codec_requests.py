@@ -296,3 +296,20 @@ def test_what_was_inflated_is_refused_at_once(api_key: int, version: int) -> Non
     with pytest.raises(InvalidField):
         _parse(api_key, version, hostile)
     assert time.thread_time() - begin < 0.1
+
+
+@pytest.mark.parametrize("size", [None, 0, 1, 126, 127, 128, 16_382, 16_383, 16_384, 2_097_150, 2_097_151, 2_097_152])
+@pytest.mark.parametrize("padding", [0, 1])
+def test_records_of_every_length_are_found(size: int | None, padding: int) -> None:
+    """A length may be said in more bytes than it needs; where the next partition begins is agreed on with Kafka."""
+    length = uvarint(0 if size is None else size + 1)
+    if padding:
+        length = length[:-1] + bytes([length[-1] | 0x80, 0])
+    records = b"r" * (size or 0)
+    body = b"\x00\xff\xff" + bytes(4) + b"\x02\x02t\x03"
+    body += struct.pack(">i", 5) + length + records + b"\x00" + struct.pack(">i", 6) + b"\x02s\x00" + b"\x00\x00"
+    request = _parse(PRODUCE, 9, body)
+    (topic,) = request.topics
+    assert topic.partitions == [5, 6]
+    assert records_of(request, topic, 0) == records
+    assert records_of(request, topic, 1) == b"s"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from codec.errors import CodecError, FrameTooLarge, InvalidField
-from codec.framing import CHUNK_BYTES, GROWTH, KEPT_CHUNKS, FrameReader, ReceiveArena
+from codec.framing import CHUNK_BYTES, GROWTH, KEPT_CHUNKS, LEAST_FREE_BYTES, FrameReader, ReceiveArena
 
 LIMIT = 100 << 20
 
@@ -201,13 +201,13 @@ def test_the_same_place_in_another_chunk_is_another_place() -> None:
     arena = ReceiveArena()
     one, two = FrameReader(LIMIT, arena), FrameReader(LIMIT, arena)
     _feed(one, _frame(300, 1)[:100])
-    held = [_feed(two, _frame(248_000, 2))[0] for _ in range(4)]
+    held = [_feed(two, _frame((CHUNK_BYTES - LEAST_FREE_BYTES) // 4, 2))[0] for _ in range(4)]
     held += _feed(two, _frame(96, 3))
     # The reader's frame ends at 100 in its chunk, and so does what was last received, in the next one.
     assert held[0].obj is not held[-1].obj
     assert arena.position == 100
     assert [bytes(frame) for frame in _feed(one, _frame(300, 1)[100:])] == [_frame(300, 1)]
-    assert [bytes(frame) for frame in held] == [_frame(248_000, 2)] * 4 + [_frame(96, 3)]
+    assert [bytes(frame) for frame in held] == [_frame((CHUNK_BYTES - LEAST_FREE_BYTES) // 4, 2)] * 4 + [_frame(96, 3)]
 
 
 def test_asking_for_a_buffer_twice_loses_nothing() -> None:
