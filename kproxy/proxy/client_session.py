@@ -40,6 +40,7 @@ from kproxy.proxy.fanout import Fanout
 from kproxy.proxy.outbox import Outbox
 from kproxy.proxy.produce import produce
 from kproxy.proxy.reads import fetch, list_offsets
+from kproxy.proxy.sockets import keep_alive
 from kproxy.proxy.upstream import FLUSH_S, Upstream
 from kproxy.proxy.versions import OFFERS, Handling
 
@@ -99,6 +100,7 @@ class ClientSession(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports have the methods of asyncio.Transport but not its class.
         self._transport = cast(asyncio.Transport, transport)
+        keep_alive(transport)
         self._outbox = Outbox(asyncio.get_running_loop(), self._transport)
         peer = transport.get_extra_info("peername")
         self._peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else str(peer)

@@ -33,6 +33,7 @@ from codec.framing import FrameReader, ReceiveArena
 from codec.headers import response_correlation_id
 from codec.primitives import Buffer
 from kproxy.proxy.outbox import Outbox
+from kproxy.proxy.sockets import keep_alive
 from kproxy.routing.topology import Address
 
 log = structlog.get_logger(__name__)
@@ -148,6 +149,7 @@ class Upstream(asyncio.BufferedProtocol):
             return
         # uvloop's transports have the methods of asyncio.Transport but not its class.
         self._transport = cast(asyncio.Transport, transport)
+        keep_alive(transport)
         self._outbox = Outbox(asyncio.get_running_loop(), self._transport)
         queue, self._queue = self._queue, []
         for ticket, correlation_id, buffers in queue:
