@@ -344,15 +344,28 @@ class Splitter:
         frame, header, flexible = request.frame, request.header, request.flexible
         small = self._lead + encode_count(len(selection), compact=flexible)
         parts: list[Buffer] = []
+        length = len(self._trailer) - LENGTH_BYTES
         for topic_place, ordinals in selection:
             topic = request.topics[topic_place]
             small += frame[topic.head_start : topic.head_end]
             small += encode_count(len(ordinals), compact=flexible)
             parts.append(small)
-            parts += _runs(frame, topic, ordinals)
+            length += len(small)
+            starts, ends = topic.starts, topic.ends
+            start = end = -1
+            for ordinal in ordinals:
+                if starts[ordinal] != end:
+                    if end >= 0:
+                        parts.append(frame[start:end])
+                        length += end - start
+                    start = starts[ordinal]
+                end = ends[ordinal]
+            if end >= 0:
+                parts.append(frame[start:end])
+                length += end - start
             small = bytes(frame[topic.tail_start : topic.tail_end])
+        length += len(small) + _START.size
         parts.append(small + self._trailer)
-        length = sum(map(len, parts)) + _START.size - LENGTH_BYTES
         parts[0] = _START.pack(length, header.api_key, header.api_version, correlation_id) + parts[0]
         return parts
 

@@ -134,8 +134,11 @@ class Fanout:
             self._send_piece(exchange, sole, split_whole(topics), whole=True, share=1)
             return True
         pieces = self._routes.split(topics)
-        if not pieces or any(upstream.closed for upstream in pieces):
+        if not pieces:
             return False
+        for upstream in pieces:
+            if upstream.closed:
+                return False
         self._context.counters["splits"] += 1
         for upstream, selection in pieces.items():
             self._send_piece(exchange, upstream, selection, whole=False, share=len(pieces))
