@@ -61,7 +61,9 @@ class NullBroker(asyncio.BufferedProtocol):
             ]
             head, tail = PRODUCE_API.response_ends(header.api_version, 0, [])
             parts = [response_header(header.api_key, header.api_version, 0) + head]
-            known = b"".join(with_length([*parts, *encode_topics(topics, flexible=request.flexible), tail]))
+            known = b"".join(
+                with_length([*parts, *encode_topics(topics, flexible=request.flexible, by_id=request.by_id), tail])
+            )
             if len(self.answers) < MAX_KNOWN_SHAPES:
                 self.answers[shape] = known
         answer = bytearray(known)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from struct import Struct
 from typing import Protocol
 
-from codec.errors import InvalidField
+from codec.errors import InvalidField, Truncated
 from codec.framing import LENGTH_BYTES
 from codec.headers import CORRELATION_ID_OFFSET, RESPONSE_CORRELATION_ID_OFFSET, RequestHeader
 from codec.primitives import (
@@ -27,6 +27,7 @@ from codec.primitives import (
 )
 
 MAX_PARTITIONS = 4096
+TOPIC_ID_BYTES = 16
 
 Places = Sequence[tuple[int, Sequence[int]]]
 """Entries of a request by place: a topic's place in the request, and the ordinals of its partitions, ascending."""
@@ -41,8 +42,9 @@ ReadEntries = Callable[[memoryview, int, int, "TopicSpan", int], int]
 class TopicSpan:
     """One topic of a request or an answer: where its parts lie in the frame.
 
-    `head` is the topic's name as encoded, `starts` and `ends` bound each partition's entry, `tail` is what follows the
-    partitions (tagged fields). `error_codes` is filled in answers alone.
+    `name` is the topic as the message names it: its name, or the bytes of its id. `head` is that as encoded, `starts`
+    and `ends` bound each partition's entry, `tail` is what follows the partitions (tagged fields). `error_codes` is
+    filled in answers alone.
     """
 
     __slots__ = (
@@ -70,9 +72,12 @@ class TopicSpan:
 
 
 class PartitionedRequest:
-    """A parsed request; `topics_start` and `topics_end` bound the topics array, its count included."""
+    """A parsed request; `topics_start` and `topics_end` bound the topics array, its count included.
 
-    __slots__ = ("acks", "flexible", "frame", "header", "timeout_ms", "topics", "topics_end", "topics_start")
+    `by_id`: it names topics by their ids.
+    """
+
+    __slots__ = ("acks", "by_id", "flexible", "frame", "header", "timeout_ms", "topics", "topics_end", "topics_start")
 
     def __init__(self, frame: memoryview, header: RequestHeader, *, flexible: bool) -> None:
         self.frame = frame
@@ -81,6 +86,7 @@ class PartitionedRequest:
         self.topics: list[TopicSpan] = []
         self.topics_start = header.body_offset
         self.topics_end = len(frame)
+        self.by_id = False
         # Produce's own; -1 (all) and 0 for the others, which always have an answer.
         self.acks = -1
         self.timeout_ms = 0
@@ -164,9 +170,12 @@ class PartitionedApi(Protocol):
 
 
 def parse_topics(
-    frame: memoryview, offset: int, *, flexible: bool, least_bytes: int, read_entries: ReadEntries
+    frame: memoryview, offset: int, *, flexible: bool, least_bytes: int, read_entries: ReadEntries, by_id: bool = False
 ) -> tuple[list[TopicSpan], int]:
-    """The topics array at `offset` and the offset behind it; `least_bytes` is a partition entry's smallest size."""
+    """The topics array at `offset` and the offset behind it.
+
+    `least_bytes` is a partition entry's smallest size; `by_id` says that topics are named by their ids (KIP-516).
+    """
     limit = len(frame)
     if flexible and offset < limit and 0 < frame[offset] < 0x80 and 2 * frame[offset] <= limit - offset:
         # A count of one byte's length, as nearly all are.
@@ -178,7 +187,10 @@ def parse_topics(
     partitions_left = MAX_PARTITIONS
     while topic_count > 0:
         topic_count -= 1
-        topic, count, offset = begin_topic(frame, offset, limit, flexible, least_bytes)
+        if by_id:
+            topic, count, offset = _begin_topic_by_id(frame, offset, limit, least_bytes)
+        else:
+            topic, count, offset = begin_topic(frame, offset, limit, flexible, least_bytes)
         partitions_left -= count
         if partitions_left < 0:
             raise InvalidField(f"more than {MAX_PARTITIONS} partitions in one message")
@@ -238,6 +250,15 @@ def begin_topic(
     if not name.isascii():
         _expect_utf8(name)
     return TopicSpan(name, offset, after), count, first
+
+
+def _begin_topic_by_id(frame: memoryview, offset: int, limit: int, least_bytes: int) -> tuple[TopicSpan, int, int]:
+    """A topic's id and partition count, as `begin_topic`; messages with ids are flexible, all of them."""
+    end = offset + TOPIC_ID_BYTES
+    if end > limit:
+        raise Truncated(f"a topic's id wanted at {offset}, the message ends at {limit}")
+    count, first = read_count(frame, end, limit, compact=True, least_bytes=least_bytes)
+    return TopicSpan(bytes(frame[offset:end]), offset, end), count, first
 
 
 def _expect_utf8(name: bytes) -> None:
@@ -388,12 +409,15 @@ def _runs(frame: memoryview, topic: TopicSpan, ordinals: Sequence[int]) -> list[
     return runs
 
 
-def encode_topics(topics: Sequence[tuple[bytes, Sequence[Buffer], int]], *, flexible: bool) -> list[Buffer]:
-    """The topics array of an answer from (name, buffers of its entries, number of entries)."""
+def encode_topics(
+    topics: Sequence[tuple[bytes, Sequence[Buffer], int]], *, flexible: bool, by_id: bool = False
+) -> list[Buffer]:
+    """The topics array of an answer from (name or id, buffers of its entries, number of entries)."""
     parts: list[Buffer] = [encode_count(len(topics), compact=flexible)]
     tail = encode_tagged_fields([]) if flexible else b""
     for name, buffers, entries in topics:
-        parts.append((encode_count(len(name), compact=True) if flexible else INT16.pack(len(name))) + name)
+        length = b"" if by_id else encode_count(len(name), compact=True) if flexible else INT16.pack(len(name))
+        parts.append(length + name)
         parts.append(encode_count(entries, compact=flexible))
         parts.extend(buffers)
         if tail:

@@ -1,7 +1,9 @@
 """Produce requests: where each partition's bytes lie.
 
-Versions 3–11. Body: transactional_id, acks INT16, timeout_ms INT32, topics of {name, partitions of {index INT32,
-records BYTES}}; flexible from 9. Records stay opaque.
+Versions 3–13. Body: transactional_id, acks INT16, timeout_ms INT32, topics of {name, partitions of {index INT32,
+records BYTES}}; flexible from 9; from 13 the topic's id, UUID, in the place of its name (KIP-516). Version 12 has the
+form of 11, a transactional client says by it that its transactions are of the second kind (KIP-890). Records stay
+opaque.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from codec.partitioned import PartitionedRequest, TopicSpan, expect_end, parse_t
 from codec.primitives import read_uvarint, skip_bytes, skip_string, skip_tagged_fields
 
 MIN_VERSION = 3
-MAX_VERSION = 11
+MAX_VERSION = 13
+# From here on topics are named by their ids.
+TOPIC_IDS_FROM = 13
 
 _ACKS_TIMEOUT = Struct(">hi")
 _INDEX_LENGTH = Struct(">ii")
@@ -49,7 +53,9 @@ def parse_produce(frame: memoryview, header: RequestHeader) -> PartitionedReques
         flexible=flexible,
         least_bytes=_INDEX_BYTES + 1,
         read_entries=_flexible_partitions if flexible else _plain_partitions,
+        by_id=version >= TOPIC_IDS_FROM,
     )
+    request.by_id = version >= TOPIC_IDS_FROM
     request.topics_end = offset
     if flexible:
         offset = offset + 1 if offset < limit and frame[offset] == 0 else skip_tagged_fields(frame, offset, limit)

@@ -1,6 +1,6 @@
 """Produce answers: parse, blank leader hints, synthesise, merge.
 
-Versions 3–11. Body: topics of {name, partitions of {index INT32, error_code INT16, base_offset INT64,
+Versions 3–13. Body: topics of {name (its id from 13), partitions of {index INT32, error_code INT16, base_offset INT64,
 log_append_time_ms INT64, log_start_offset INT64 (v5), record_errors (v8), error_message (v8), tags (v9: current leader
 from 10)}}, throttle_time_ms INT32, tags (v9: node endpoints from 10).
 """
@@ -36,7 +36,7 @@ from codec.primitives import (
     skip_string,
     skip_tagged_fields,
 )
-from codec.produce import MAX_VERSION, MIN_VERSION, parse_produce
+from codec.produce import MAX_VERSION, MIN_VERSION, TOPIC_IDS_FROM, parse_produce
 
 # partition_index, error_code, base_offset, log_append_time_ms
 _ENTRY = Struct(">ihqq")
@@ -140,7 +140,12 @@ class ProduceApi:
             return _read_entries(frame, offset, limit, api_version, topic, count)
 
         response.topics, offset = parse_topics(
-            frame, offset, flexible=flexible, least_bytes=_ENTRY.size, read_entries=read
+            frame,
+            offset,
+            flexible=flexible,
+            least_bytes=_ENTRY.size,
+            read_entries=read,
+            by_id=api_version >= TOPIC_IDS_FROM,
         )
         response.throttle_time_ms, offset = read_fixed(INT32, frame, offset, limit)
         if flexible:

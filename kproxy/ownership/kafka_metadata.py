@@ -10,7 +10,8 @@ Invariants
 1. Revisions are this source's own: the number of the round that changed an entry. They only grow.
 2. Within one topic id a leader counts only with an epoch that is not lower than the one known: a broker that lags
    behind cannot bring an earlier leader back. A new topic id begins anew.
-3. A partition that a round does not name has no owner any more; neither has one without a leader.
+3. A partition that a round does not name has no owner any more; neither has one without a leader. A topic that a round
+   has only an error for, other than that there is no such topic, stays as it was known.
 4. A broker that the cluster does not name any more keeps no address.
 """
 
@@ -20,12 +21,20 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from random import Random
+from uuid import UUID
 
 import structlog
 
 from codec import api_keys as keys
 from codec.control import Message
-from codec.error_codes import LEADER_NOT_AVAILABLE, NONE, REPLICA_NOT_AVAILABLE
+from codec.error_codes import (
+    INVALID_TOPIC_EXCEPTION,
+    LEADER_NOT_AVAILABLE,
+    NONE,
+    REPLICA_NOT_AVAILABLE,
+    UNKNOWN_TOPIC_ID,
+    UNKNOWN_TOPIC_OR_PARTITION,
+)
 from kproxy.ownership.kafka_client import BrokerConnection, BrokerUnreachable, open_any
 from kproxy.routing.topology import MAX_PARTITION_INDEX, NO_OWNER, Address, Ownership, Topology
 
@@ -33,6 +42,7 @@ log = structlog.get_logger(__name__)
 
 # 12 is the last version whose answer has no error of its own; nothing later is needed here.
 METADATA_VERSION = 12
+_NO_SUCH_TOPIC = (UNKNOWN_TOPIC_OR_PARTITION, UNKNOWN_TOPIC_ID, INVALID_TOPIC_EXCEPTION)
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 2.0
 
@@ -167,16 +177,44 @@ class KafkaMetadata:
             self._topology.remove_broker(broker_id)
         rows = []
         epochs: dict[tuple[object, int], int] = {}
+        ids: dict[bytes, bytes | None] = {}
         for topic in answer.topics:
-            if topic.error_code != NONE or topic.name is None:
+            if topic.name is None:
                 continue
             name = topic.name.encode()
-            for partition in topic.partitions:
-                row = self._row(name, topic.topic_id or name, partition, epochs)
-                if row is not None:
-                    rows.append(row)
+            if topic.error_code == NONE:
+                ids[name] = topic.topic_id.bytes if topic.topic_id and topic.topic_id.int else None
+                known = (self._row(name, topic.topic_id or name, partition, epochs) for partition in topic.partitions)
+                rows += [row for row in known if row is not None]
+            elif topic.error_code not in _NO_SUCH_TOPIC:
+                ids[name] = self._topology.topic_ids.get(name)
+                rows += self._rows_as_known(name, epochs)
         self._epochs = epochs
+        self._name_ids(ids)
         self._topology.load(rows, self._round)
+
+    def _name_ids(self, ids: dict[bytes, bytes | None]) -> None:
+        for name in set(self._topology.topic_ids) - set(ids):
+            self._topology.set_topic_id(name, None)
+        for name, topic_id in ids.items():
+            try:
+                self._topology.set_topic_id(name, topic_id)
+            except ValueError as error:
+                # The cluster contradicts itself: that topic is known by its name alone.
+                log.warning("kafka_metadata_topic_id", reason=str(error))
+
+    def _rows_as_known(self, name: bytes, epochs: dict[tuple[object, int], int]) -> list[Ownership]:
+        """A topic that the cluster has only an error for at the moment, with its epochs."""
+        topic_id = self._topology.topic_ids.get(name)
+        topic_key = name if topic_id is None else UUID(bytes=topic_id)
+        rows = []
+        for index in self._topology.partition_indexes(name):
+            if (topic_key, index) in self._epochs:
+                epochs[topic_key, index] = self._epochs[topic_key, index]
+            owner = self._topology.owner(name, index)
+            if owner != NO_OWNER:
+                rows.append(Ownership(name, index, owner, self._topology.owner_revision(name, index)))
+        return rows
 
     def _row(
         self, name: bytes, topic_key: object, partition: Message, epochs: dict[tuple[object, int], int]

@@ -1,8 +1,9 @@
 """The lease table: who owns which partition according to etcd, kept current in a `Topology`.
 
-Mirrors `{prefix}/partition-leases/{topic}/{partition}` (value: a decimal broker id) and `{prefix}/brokers/{id}` (value:
-JSON with node_id, host, port). A mirror knows how to stay current (`etcd.mirror`), the topology that an entry changes
-only upward; here is what keys and values mean, and what happens after a broker said NOT_LEADER_OR_FOLLOWER.
+Mirrors `{prefix}/partition-leases/{topic}/{partition}` (value: a decimal broker id), `{prefix}/brokers/{id}` (value:
+JSON with node_id, host, port) and `{prefix}/refbroker/topics/{topic}` (value: JSON, of which topic_id is read). A
+mirror knows how to stay current (`etcd.mirror`), the topology that an entry changes only upward; here is what keys and
+values mean, and what happens after a broker said NOT_LEADER_OR_FOLLOWER.
 
 States: EMPTY --first snapshot--> CURRENT <--> STALE (etcd has said nothing for `stale_after_s`). A stale table still
 serves: the last known owner is the best guess there is. A restored etcd empties the table and alarms.
@@ -29,7 +30,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from itertools import islice
 from typing import NamedTuple
+from uuid import UUID
 
+import msgspec
 import structlog
 
 from kproxy.ownership.etcd import (
@@ -45,6 +48,8 @@ from kproxy.routing.topology import MAX_PARTITION_INDEX, NO_OWNER, Address, Topo
 
 MAX_BROKER_ID = 2**31 - 1
 MAX_BROKER_VALUE_BYTES = 4096
+# A topic's value lists the replicas of each of its partitions.
+MAX_TOPIC_VALUE_BYTES = 1 << 20
 # etcd's own limit on the operations of one transaction.
 REREAD_KEYS = 128
 MAX_WAITING_REREADS = 100_000
@@ -110,6 +115,26 @@ def parse_address(broker_id: int, value: bytes) -> Address:
     return Address(host, port)
 
 
+def parse_topic_key(rest: str) -> bytes:
+    if not is_topic_name(rest):
+        raise _Senseless("not a topic name")
+    return rest.encode("ascii")
+
+
+def parse_topic_id(value: bytes) -> bytes:
+    """The id in the JSON of a reference broker's topic."""
+    if len(value) > MAX_TOPIC_VALUE_BYTES:
+        raise _Senseless("a topic's value that is too long")
+    try:
+        return msgspec.json.decode(value, type=_TopicValue).topic_id.bytes
+    except msgspec.MsgspecError:
+        raise _Senseless("a topic's value without a topic_id") from None
+
+
+class _TopicValue(msgspec.Struct):
+    topic_id: UUID
+
+
 async def _let_others_run(position: int) -> None:
     """Called for each entry of a long table: hundreds of thousands must not hold up the loop."""
     if position % PORTION_ENTRIES == PORTION_ENTRIES - 1:
@@ -140,7 +165,9 @@ class LeaseTable:
         self._stale_after_s = stale_after_s
         self._leases_prefix = f"{prefix.rstrip('/')}/partition-leases/"
         self._brokers_prefix = f"{prefix.rstrip('/')}/brokers/"
-        self._mirror = PrefixMirror(client, (self._leases_prefix, self._brokers_prefix), self, clock=clock)
+        self._topics_prefix = f"{prefix.rstrip('/')}/refbroker/topics/"
+        prefixes = (self._leases_prefix, self._brokers_prefix, self._topics_prefix)
+        self._mirror = PrefixMirror(client, prefixes, self, clock=clock)
         self._cluster_id = 0
         self._loaded_revision = 0
         self._rereads = _Rereads()
@@ -182,11 +209,11 @@ class LeaseTable:
         False where nothing changed, or etcd did not answer: the caller backs off. A later change may also be that the
         partition has no owner any more.
         """
-        partition = Partition(topic, partition_index)
+        partition = Partition(self._topology.name_of(topic) or topic, partition_index)
         known = self._topology.owner_revision(*partition) > seen_revision
         if (
             not known
-            and is_topic_name(topic.decode("ascii", "replace"))
+            and is_topic_name(partition.topic.decode("ascii", "replace"))
             and 0 <= partition_index <= MAX_PARTITION_INDEX
         ):
             await self._rereads.wait_for(partition)
@@ -204,12 +231,15 @@ class LeaseTable:
         self._loaded_revision = snapshot.revision
         named: set[Partition] = set()
         gone = set(self._topology.brokers)
+        gone_topics = set(self._topology.topic_ids)
         for position, kv in enumerate(snapshot.kvs):
             try:
                 if kv.key.startswith(self._leases_prefix):
                     partition = parse_lease_key(kv.key.removeprefix(self._leases_prefix))
                     self._topology.set_owner(*partition, parse_owner(kv.value), kv.mod_revision)
                     named.add(partition)
+                elif kv.key.startswith(self._topics_prefix):
+                    gone_topics.discard(self._set_topic(kv))
                 else:
                     broker_id = parse_broker_key(kv.key.removeprefix(self._brokers_prefix))
                     self._topology.set_broker(broker_id, parse_address(broker_id, kv.value))
@@ -219,6 +249,8 @@ class LeaseTable:
             await _let_others_run(position)
         for broker_id in gone:
             self._topology.remove_broker(broker_id)
+        for topic in gone_topics:
+            self._topology.set_topic_id(topic, None)
         for position, row in enumerate(self._topology.ownerships()):
             # What came from a re-read meanwhile is newer than the snapshot, and stays: set_owner sees to that.
             if (row.topic, row.partition_index) not in named:
@@ -235,6 +267,8 @@ class LeaseTable:
                 if event.kv.key.startswith(self._leases_prefix):
                     partition = parse_lease_key(event.kv.key.removeprefix(self._leases_prefix))
                     changed |= self._set_owner(partition, None if event.deleted else event.kv, event.kv.mod_revision)
+                elif event.kv.key.startswith(self._topics_prefix):
+                    self._set_topic(event.kv, deleted=event.deleted)
                 else:
                     changed |= self._set_broker(event)
             except _Senseless as reason:
@@ -254,6 +288,19 @@ class LeaseTable:
             # Nothing to take away, and no row is made for whatever partition somebody may name.
             return False
         return self._topology.set_owner(*partition, owner, revision)
+
+    def _set_topic(self, kv: KeyValue, *, deleted: bool = False) -> bytes:
+        """Take a topic's id; its name. A value that makes no sense takes the old id away."""
+        topic = parse_topic_key(kv.key.removeprefix(self._topics_prefix))
+        try:
+            self._topology.set_topic_id(topic, None if deleted else parse_topic_id(kv.value))
+        except _Senseless as reason:
+            self._skip(kv, reason)
+            self._topology.set_topic_id(topic, None)
+        except ValueError:
+            self._skip(kv, _Senseless("a topic_id that another topic has"))
+            self._topology.set_topic_id(topic, None)
+        return topic
 
     def _set_broker(self, event: WatchEvent) -> bool:
         broker_id = parse_broker_key(event.kv.key.removeprefix(self._brokers_prefix))

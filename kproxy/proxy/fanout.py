@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TypeAlias
 
-from codec.error_codes import NOT_LEADER_OR_FOLLOWER
+from codec.error_codes import NOT_LEADER_OR_FOLLOWER, UNKNOWN_TOPIC_ID
 from codec.errors import CodecError
 from codec.partitioned import (
     PartitionedApi,
@@ -81,6 +81,8 @@ class Fanout:
         self._timer_due = 0.0
         self._looks: dict[int, asyncio.TimerHandle] = {}
         self._refreshes: set[asyncio.Task[None]] = set()
+        # How produce requests name their topics, since the first of them: lanes and routes go by what they say.
+        self.names_topics_by_id: bool | None = None
         # Done when a closed fan-out has nothing left to send.
         self._emptied: asyncio.Future[None] | None = None
 
@@ -147,7 +149,9 @@ class Fanout:
     def _send(self, exchange: Exchange, owner: int, selection: Selection, *, whole: bool, share: int) -> None:
         if owner == NO_OWNER:
             for entry in entries_of(selection):
-                self._failed(exchange, entry, retry.NOT_WRITTEN, self._topology.revision, _NOTHING_UNDER_WAY)
+                unknown = exchange.request.by_id and self._topology.name_of(exchange.topic(entry).name) is None
+                event = UNKNOWN_TOPIC_ID if unknown else retry.NOT_WRITTEN
+                self._failed(exchange, entry, event, self._topology.revision, _NOTHING_UNDER_WAY)
             return
         upstream = self._upstream_of(owner)
         if exchange.is_ordered:
@@ -185,7 +189,7 @@ class Fanout:
             for piece in ordered_pieces(upstream):
                 for entry in piece.entries():
                     topic, partition_index = piece.exchange.partition(entry)
-                    if route(self._topology, topic, partition_index) != owner:
+                    if route(self._topology, topic, partition_index, by_id=piece.exchange.request.by_id) != owner:
                         self._lanes.block(lane_key(piece.exchange, entry), (piece.exchange.sequence,))
         for owner, upstream in list(self._upstreams.items()):
             address = self._topology.address(owner)
@@ -228,7 +232,8 @@ class Fanout:
                     self._lanes.hold(key, item)
                     continue
                 topic, partition_index = exchange.partition(item.entry)
-                add_entry(pieces.setdefault(route(self._topology, topic, partition_index), []), *item.entry)
+                owner = route(self._topology, topic, partition_index, by_id=exchange.request.by_id)
+                add_entry(pieces.setdefault(owner, []), *item.entry)
             for owner, selection in pieces.items():
                 # What is sent again is one part among others, whatever became of those.
                 self._send(exchange, owner, selection, whole=False, share=max(2, len(pieces)))
@@ -427,7 +432,8 @@ class Fanout:
         task.add_done_callback(self._refreshes.discard)
 
     async def _refresh(self, topic: bytes, partition_index: int, seen_revision: int) -> None:
-        await self._context.source.refresh(topic, partition_index, seen_revision)
+        name = self._topology.name_of(topic) or topic
+        await self._context.source.refresh(name, partition_index, seen_revision)
 
     # Time
 

@@ -1,6 +1,6 @@
 """Produce: admit, judge, hand to the fan-out.
 
-Versions 3–11 are served; 0–2 are offered, because librdkafka drops compression otherwise, and refused when sent, by
+Versions 3–13 are served; 0–2 are offered, because librdkafka drops compression otherwise, and refused when sent, by
 closing the connection, which is what Kafka does. A partition that stands in a request twice makes the whole request
 INVALID_REQUEST; acks other than -1, 0 and 1 make it INVALID_REQUIRED_ACKS.
 """
@@ -31,6 +31,8 @@ def produce(
     """
     request = parse_produce(frame, header)
     acks = request.acks
+    if request.by_id is not fanout.names_topics_by_id:
+        _expect_one_naming(fanout, request)
     if acks not in _ACKS or request.repeats_a_partition():
         if acks == 0:
             raise InvalidField("an acks=0 request names a partition twice")
@@ -39,6 +41,13 @@ def produce(
     deadline = now + deadline_s(request.timeout_ms, context.limits.deadline_cap_ms)
     fanout.submit(PRODUCE_API, request, deadline=deadline, respond=respond)
     return None if acks == 0 else 0
+
+
+def _expect_one_naming(fanout: Fanout, request: PartitionedRequest) -> None:
+    """What a partition is called must not change while its order is kept: no client changes its version midway."""
+    if fanout.names_topics_by_id is not None:
+        raise InvalidField("produce requests of one connection name topics by id and by name")
+    fanout.names_topics_by_id = request.by_id
 
 
 def refuse(api: PartitionedApi, request: PartitionedRequest, error_code: int) -> list[Buffer]:
@@ -55,7 +64,7 @@ def refuse(api: PartitionedApi, request: PartitionedRequest, error_code: int) ->
     return with_length(
         [
             response_header(header.api_key, header.api_version, header.correlation_id) + head,
-            *encode_topics(errors, flexible=request.flexible),
+            *encode_topics(errors, flexible=request.flexible, by_id=request.by_id),
             tail,
         ]
     )

@@ -65,6 +65,8 @@ KAFKA: Final = Conduct(refuses_before_append=False, knows_batches_again=True)
 PRODUCE: Final[dict[int, Row]] = {
     NOT_WRITTEN: Row(Bound.ATTEMPTS, codes.NOT_LEADER_OR_FOLLOWER),
     codes.NOT_LEADER_OR_FOLLOWER: Row(Bound.ATTEMPTS, None),
+    # Said before anything is appended; a topic may be known to its clients sooner than to its brokers, or to the proxy.
+    codes.UNKNOWN_TOPIC_ID: Row(Bound.ATTEMPTS, None),
     codes.LEADER_NOT_AVAILABLE: Row(Bound.DEADLINE, None),
     codes.NOT_ENOUGH_REPLICAS: Row(Bound.DEADLINE, None),
     codes.REQUEST_TIMED_OUT: Row(Bound.DEADLINE, codes.REQUEST_TIMED_OUT, ambiguous=True),
@@ -93,7 +95,22 @@ READ: Final[dict[int, Row]] = {
 }
 
 
-_SAY_NOT_APPENDED = frozenset({codes.NOT_LEADER_OR_FOLLOWER, codes.LEADER_NOT_AVAILABLE, codes.NOT_ENOUGH_REPLICAS})
+_SAY_NOT_APPENDED = frozenset(
+    {
+        codes.NOT_LEADER_OR_FOLLOWER,
+        codes.LEADER_NOT_AVAILABLE,
+        codes.NOT_ENOUGH_REPLICAS,
+        codes.UNKNOWN_TOPIC_ID,
+    }
+)
+_HELD_BACK = frozenset(
+    {
+        codes.NOT_LEADER_OR_FOLLOWER,
+        codes.NOT_ENOUGH_REPLICAS,
+        codes.OUT_OF_ORDER_SEQUENCE_NUMBER,
+        codes.UNKNOWN_TOPIC_ID,
+    }
+)
 _SAID_BY_THE_OWNER = frozenset(
     {codes.NOT_ENOUGH_REPLICAS, codes.NOT_ENOUGH_REPLICAS_AFTER_APPEND, codes.REQUEST_TIMED_OUT}
 )
@@ -145,7 +162,7 @@ def doubts_the_owner(event: int) -> bool:
 
 def is_held_back(error_code: int) -> bool:
     """Whether a batch refused with this code, behind one that was refused, is sent again behind it."""
-    return error_code in (codes.NOT_LEADER_OR_FOLLOWER, codes.NOT_ENOUGH_REPLICAS, codes.OUT_OF_ORDER_SEQUENCE_NUMBER)
+    return error_code in _HELD_BACK
 
 
 def backoff_s(attempts: int, jitter: float) -> float:

@@ -9,14 +9,19 @@ Invariants
    keeps its revision, so that a late event of an earlier owner cannot bring that owner back.
 2. `revision` is the highest revision seen; it goes down only in `begin_rebuild` (a restored etcd).
 3. `version` grows with every change that could alter a route.
-4. Partition indexes lie in [0, MAX_PARTITION_INDEX]; anything else is refused, so a bad key cannot cost memory.
+4. A topic id (KIP-516, 16 bytes) is another name of its topic: what is looked up by the one is found by the other, at
+   the same cost. A topic has one id at most; with a new id it is a new topic, and the old id leads nowhere. Kafka's ids
+   are UUIDs of version 4, whose bytes are never all ASCII: none of them is the name of a topic.
+5. Partition indexes lie in [0, MAX_PARTITION_INDEX]; anything else is refused, so a bad key cannot cost memory.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
+
+from codec.partitioned import TOPIC_ID_BYTES
 
 NO_OWNER = -1
 MAX_PARTITION_INDEX = 999_999
@@ -60,7 +65,10 @@ class Topology:
     def __init__(self, *, offers_unowned: bool = True) -> None:
         """`offers_unowned`: a partition that nobody owns may be offered to a broker, which will take it."""
         self.offers_unowned = offers_unowned
+        # By name, and by id where there is one.
         self._topics: dict[bytes, _TopicOwners] = {}
+        self._ids: dict[bytes, bytes] = {}
+        self._names: dict[bytes, bytes] = {}
         self._brokers: dict[int, Address] = {}
         self.revision = 0
         self.version = 0
@@ -81,6 +89,20 @@ class Topology:
             return 0
         return topic_owners.revisions[partition_index]
 
+    def name_of(self, topic: bytes) -> bytes | None:
+        """The name of the topic with this id."""
+        return self._names.get(topic)
+
+    @property
+    def topic_ids(self) -> Mapping[bytes, bytes]:
+        """Topic ids by name, as far as they are known. Treat it as read-only."""
+        return self._ids
+
+    def partition_indexes(self, topic: bytes) -> range:
+        """The partitions of a topic that something has been known of."""
+        topic_owners = self._topics.get(topic)
+        return range(len(topic_owners.owners)) if topic_owners is not None else range(0)
+
     def address(self, broker_id: int) -> Address | None:
         return self._brokers.get(broker_id)
 
@@ -91,7 +113,7 @@ class Topology:
 
     def ownerships(self) -> Iterator[Ownership]:
         """Every owned partition, by topic and index."""
-        for topic in sorted(self._topics):
+        for topic in sorted(self._topics.keys() - self._names.keys()):
             topic_owners = self._topics[topic]
             for partition_index, owner in enumerate(topic_owners.owners):
                 if owner != NO_OWNER:
@@ -105,7 +127,7 @@ class Topology:
             return False
         topic_owners = self._topics.get(topic)
         if topic_owners is None:
-            topic_owners = self._topics[topic] = _TopicOwners()
+            topic_owners = self._add(topic)
         topic_owners.grow(partition_index)
         if revision <= topic_owners.revisions[partition_index]:
             return False
@@ -114,6 +136,25 @@ class Topology:
         self.version += 1
         self.revision = max(self.revision, revision)
         return True
+
+    def _add(self, topic: bytes) -> _TopicOwners:
+        topic_owners = self._topics[topic] = _TopicOwners()
+        return topic_owners
+
+    def set_topic_id(self, topic: bytes, topic_id: bytes | None) -> None:
+        """Name a topic's id, or that it has none (any more). Raises ValueError for an id that is none."""
+        known = self._ids.get(topic)
+        if topic_id == known:
+            return
+        if topic_id is not None and (len(topic_id) != TOPIC_ID_BYTES or topic_id in self._topics):
+            raise ValueError(f"{topic_id.hex()} is no id for {topic!r}")
+        if known is not None:
+            del self._ids[topic], self._names[known], self._topics[known]
+        if topic_id is not None:
+            self._ids[topic] = topic_id
+            self._names[topic_id] = topic
+            self._topics[topic_id] = self._topics.get(topic) or self._add(topic)
+        self.version += 1
 
     def load(self, rows: Iterable[Ownership], revision: int) -> None:
         """Take `rows` as the whole table at `revision`: set what they name, remove what they do not."""
@@ -129,6 +170,8 @@ class Topology:
     def begin_rebuild(self) -> None:
         """Forget every owner and revision: etcd was restored, its revisions start anew."""
         self._topics.clear()
+        self._ids.clear()
+        self._names.clear()
         self.revision = 0
         self.version += 1
 

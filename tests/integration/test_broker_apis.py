@@ -51,12 +51,27 @@ def base_offsets(records: bytes | None) -> list[int]:
 # Produce
 
 
-@pytest.mark.parametrize("version", range(3, 12))
+@pytest.mark.parametrize("version", range(3, 14))
 def test_every_produce_version_is_appended_and_answered(leader: BrokerProcess, topic: str, version: int) -> None:
     with leader.client() as client:
         results = [client.produce(topic, 0, build_batch([b"a", b"b"]), version=version) for _ in range(2)]
     assert [(each.error_code, each.base_offset) for each in results] == [(0, 0), (0, 2)]
     assert version < 5 or results[0].log_start_offset == 0
+
+
+def test_an_id_that_no_topic_has_is_said_to_be_unknown(leader: BrokerProcess, topic: str) -> None:
+    """KIP-516; what else is in the request goes its way."""
+    with leader.client() as client:
+        known, unknown = client.topic_id(topic), uuid.uuid4()
+        data = [
+            {"topic_id": each, "partition_data": [{"index": index, "records": build_batch()} for index in indexes]}
+            for each, indexes in ((unknown, [0, 1]), (known, [0, 1_000]))
+        ]
+        answer = client.request(api_keys.PRODUCE, 13, acks=-1, timeout_ms=5000, topic_data=data)
+    assert [(each.topic_id, [entry.error_code for entry in each.partition_responses]) for each in answer.responses] == [
+        (unknown, [error_codes.UNKNOWN_TOPIC_ID, error_codes.UNKNOWN_TOPIC_ID]),
+        (known, [0, error_codes.UNKNOWN_TOPIC_OR_PARTITION]),
+    ]
 
 
 @pytest.mark.parametrize("version", range(3))
@@ -559,7 +574,7 @@ def test_api_versions_are_listed(cluster: Cluster, version: int) -> None:
         answer = client.request(api_keys.API_VERSIONS, version, **fields)
     offered = {each.api_key: (each.min_version, each.max_version) for each in answer.api_keys}
     assert answer.error_code == 0
-    assert offered[api_keys.PRODUCE] == (0, 11), "from 0, or librdkafka drops compression"
+    assert offered[api_keys.PRODUCE] == (0, 13), "from 0, or librdkafka drops compression"
     assert offered[api_keys.FETCH] == (4, 12)
     assert api_keys.FIND_COORDINATOR in offered
     assert api_keys.INIT_PRODUCER_ID in offered

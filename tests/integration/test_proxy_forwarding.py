@@ -35,7 +35,7 @@ def own_split(proxy: RunningProxy) -> None:
 # One owner
 
 
-@pytest.mark.parametrize("version", range(3, 12))
+@pytest.mark.parametrize("version", range(3, 14))
 @both_loops
 async def test_a_request_with_one_owner_is_forwarded_byte_for_byte(version: int) -> None:
     upstream = ScriptedUpstream(1)
@@ -102,7 +102,7 @@ async def test_a_client_that_sends_byte_by_byte_is_served() -> None:
 # Several owners
 
 
-@pytest.mark.parametrize("version", range(3, 12))
+@pytest.mark.parametrize("version", range(3, 14))
 @both_loops
 async def test_a_request_over_three_owners_is_split_and_its_answer_merged_in_its_order(version: int) -> None:
     upstreams = three()

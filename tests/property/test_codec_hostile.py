@@ -30,6 +30,7 @@ from tests.support.messages import (
     VERSIONS,
     frame_of,
     head_of,
+    named_as,
     read_by_kafka_python,
     request_body,
     request_frame,
@@ -249,7 +250,10 @@ def _compare(
         if "utf-8" in str(error):
             return
         raise
-    found = [(topic[names[2]].encode(), [entry[names[3]] for entry in topic[names[1]]]) for topic in theirs[names[0]]]
+    found = [
+        (named_as(api_key, version, topic[names[2]]), [entry[names[3]] for entry in topic[names[1]]])
+        for topic in theirs[names[0]]
+    ]
     assert [(topic.name, topic.partitions) for topic in message.topics] == found
 
 

@@ -31,7 +31,9 @@ from tests.support.messages import (
     NAMES,
     REQUEST_FIELDS,
     RESPONSE_FIELDS,
+    TOPIC_IDS_FROM,
     head_of,
+    named_as,
     read_by_kafka_python,
     request_body,
     request_frame,
@@ -84,7 +86,7 @@ def test_a_request_is_indexed_as_it_was_written(case: Case) -> None:
     request = _parsed(api_key, version, fields)
     assert len(request.topics) == len(fields[topics_field])
     for topic, written in zip(request.topics, fields[topics_field], strict=True):
-        assert topic.name == written[name_field].encode()
+        assert topic.name == named_as(api_key, version, written[name_field])
         assert topic.partitions == [entry[index_field] for entry in written[entries_field]]
         for ordinal, entry in enumerate(written[entries_field]):
             if api_key == PRODUCE:
@@ -195,7 +197,7 @@ def test_an_answer_is_indexed_and_blanked_and_else_as_it_came(case: Case) -> Non
     frame = response_frame(api_key, version, response_body(api_key, version, fields), tags=HEADER_TAGS)
     response = APIS[api_key].parse_response(frame, version)
     for topic, written in zip(response.topics, fields[topics_field], strict=True):
-        assert topic.name == written[name_field].encode()
+        assert topic.name == named_as(api_key, version, written[name_field])
         assert topic.partitions == [entry[index_field] for entry in written[entries_field]]
         assert topic.error_codes == [entry["error_code"] for entry in written[entries_field]]
     assert response.throttle_time_ms == fields.get("throttle_time_ms", 0)
@@ -232,10 +234,12 @@ def test_answers_merge_into_one(case: Case, brokers: int, seed: int, throttle_ti
     merged = []
     for place, topic in enumerate(topics):
         entries = [found[place, ordinal] for ordinal in range(len(topic[entries_field]))]
-        merged.append((topic[name_field].encode(), entries, len(entries)))
+        merged.append((named_as(api_key, version, topic[name_field]), entries, len(entries)))
     flexible = version >= FLEXIBLE_FROM[api_key]
+    by_id = api_key == PRODUCE and version >= TOPIC_IDS_FROM
     head, tail = APIS[api_key].response_ends(version, throttle_time_ms, fields["tags"])
-    parts = with_length([response_header(api_key, version, 7) + head, *encode_topics(merged, flexible=flexible), tail])
+    array = encode_topics(merged, flexible=flexible, by_id=by_id)
+    parts = with_length([response_header(api_key, version, 7) + head, *array, tail])
     expected = {**_blanked(api_key, {**fields, topics_field: topics}), "throttle_time_ms": throttle_time_ms}
     body = response_body(api_key, version, expected)
     assert b"".join(parts) == bytes(response_frame(api_key, version, body))
@@ -250,7 +254,8 @@ def test_kio_reads_the_parts_too(api_key: int, version: int) -> None:
     request = APIS[api_key].parse_request(frame, head_of(frame))
     module = load_payload_module(api_key, version, EntityType.request)
     entity_class = getattr(module, NAMES[api_key] + "Request")
-    seen: list[tuple[str, int]] = []
+    seen: list[tuple[bytes, int]] = []
+    by_id = api_key == PRODUCE and version >= TOPIC_IDS_FROM
     splitter = Splitter(request, APIS[api_key].piece_preamble(request, 2))
     for selection in ([(0, [0, 2]), (2, [0, 1])], [(0, [1]), (1, [0])]):
         # A part has the header of the whole.
@@ -262,5 +267,7 @@ def test_kio_reads_the_parts_too(api_key: int, version: int) -> None:
         assert again.getvalue() == body
         topics_field, entries_field, name_field, index_field = REQUEST_FIELDS[api_key]
         for topic in getattr(entity, topics_field):
-            seen += [(getattr(topic, name_field), getattr(item, index_field)) for item in getattr(topic, entries_field)]
-    assert sorted(seen) == [("a", 0), ("a", 1), ("a", 2), ("b", 7), ("c", 3), ("c", 4)]
+            name = topic.topic_id.bytes if by_id else getattr(topic, name_field).encode()
+            seen += [(name, getattr(item, index_field)) for item in getattr(topic, entries_field)]
+    expected = [("a", 0), ("a", 1), ("a", 2), ("b", 7), ("c", 3), ("c", 4)]
+    assert sorted(seen) == sorted((named_as(api_key, version, name), index) for name, index in expected)

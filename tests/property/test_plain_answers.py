@@ -51,7 +51,7 @@ def _answer(request: PartitionedRequest, selection: Selection, base_offset: int 
             }
             for ordinal in ordinals
         ]
-        topics.append({"name": topic.name.decode(), "partition_responses": results, "tags": []})
+        topics.append({"name": list(TOPICS)[place], "partition_responses": results, "tags": []})
     return {"responses": topics, "throttle_time_ms": 0, "tags": []}
 
 

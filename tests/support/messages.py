@@ -8,6 +8,7 @@ with `codec`; test_codec_messages holds it to kafka-python's encoder, byte for b
 from __future__ import annotations
 
 import struct
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,11 +25,12 @@ from codec.produce_response import PRODUCE_API
 Fields = Mapping[str, Any]
 Tags = Sequence[tuple[int, bytes]]
 # (name, kind, first version). A kind is a letter of `struct`, "string" or "bytes", "?" before it where it may be null,
-# or the fields of an array's elements, in a list of one where the array may be null.
+# or the fields of an array's elements, in a list of one where the array may be null. "topic" is a string, and from
+# Produce 13 on the topic's id: that of its name here (`topic_id`).
 Schema = tuple[tuple[str, Any, int], ...]
 
 APIS: dict[int, PartitionedApi] = {PRODUCE: PRODUCE_API, FETCH: FetchApi(), LIST_OFFSETS: LIST_OFFSETS_API}
-VERSIONS = {PRODUCE: range(3, 12), FETCH: range(4, 13), LIST_OFFSETS: range(1, 10)}
+VERSIONS = {PRODUCE: range(3, 14), FETCH: range(4, 13), LIST_OFFSETS: range(1, 10)}
 FLEXIBLE_FROM = {PRODUCE: 9, FETCH: 12, LIST_OFFSETS: 6}
 EVERY_VERSION = [(api_key, version) for api_key, versions in VERSIONS.items() for version in versions]
 NAMES = {PRODUCE: "Produce", FETCH: "Fetch", LIST_OFFSETS: "ListOffsets"}
@@ -63,7 +65,7 @@ _REQUESTS: dict[int, Schema] = {
         ("transactional_id", "?string", 0),
         ("acks", "h", 0),
         ("timeout_ms", "i", 0),
-        ("topic_data", (("name", "string", 0), ("partition_data", _PRODUCE_PARTITION, 0)), 0),
+        ("topic_data", (("name", "topic", 0), ("partition_data", _PRODUCE_PARTITION, 0)), 0),
     ),
     FETCH: (
         ("replica_id", "i", 0),
@@ -111,7 +113,7 @@ _LIST_OFFSETS_RESULT: Schema = (
 )
 _RESPONSES: dict[int, Schema] = {
     PRODUCE: (
-        ("responses", (("name", "string", 0), ("partition_responses", _PRODUCE_RESULT, 0)), 0),
+        ("responses", (("name", "topic", 0), ("partition_responses", _PRODUCE_RESULT, 0)), 0),
         ("throttle_time_ms", "i", 0),
     ),
     FETCH: (
@@ -125,6 +127,29 @@ _RESPONSES: dict[int, Schema] = {
         ("topics", (("name", "string", 0), ("partitions", _LIST_OFFSETS_RESULT, 0)), 0),
     ),
 }
+
+
+TOPIC_IDS_FROM = 13
+_NAMES_BY_ID: dict[uuid.UUID, str] = {}
+
+
+def topic_id(name: str | bytes) -> uuid.UUID:
+    """The id that a topic has in these tests."""
+    text = name if isinstance(name, str) else name.decode(errors="backslashreplace")
+    identity = uuid.UUID(bytes=uuid.uuid5(uuid.NAMESPACE_URL, text).bytes, version=4)
+    _NAMES_BY_ID[identity] = text
+    return identity
+
+
+def _topic_name(identity: uuid.UUID) -> str:
+    return _NAMES_BY_ID.get(identity, f"id:{identity}")
+
+
+def named_as(api_key: int, version: int, name: str) -> bytes:
+    """A topic's name as messages of this version carry it, whether `topic_id` has given it an id or not."""
+    if api_key != PRODUCE or version < TOPIC_IDS_FROM:
+        return name.encode()
+    return uuid.UUID(name[3:]).bytes if name.startswith("id:") else topic_id(name).bytes
 
 
 def uvarint(value: int) -> bytes:
@@ -161,7 +186,9 @@ def _write(kind: Any, version: int, value: Any, *, flexible: bool) -> bytes:
         else:
             elements = [_write_structure(inner, version, item, flexible=flexible) for item in value]
         return _count(len(value), flexible=flexible) + b"".join(elements)
-    if kind.endswith("string"):
+    if kind == "topic" and version >= TOPIC_IDS_FROM:
+        return topic_id(value).bytes
+    if kind.endswith("string") or kind == "topic":
         encoded = value.encode() if isinstance(value, str) else value
         return _sized(encoded, ">h", flexible=flexible)
     if kind.endswith("bytes"):
@@ -220,6 +247,11 @@ def read_by_kafka_python(kind: str, api_key: int, version: int, body: bytes) -> 
 def written_by_kafka_python(kind: str, api_key: int, version: int, fields: Fields) -> bytes:
     """The body of a message with no tagged fields."""
     plain = without_tags(kind, api_key, version, fields)
+    if api_key == PRODUCE and version >= TOPIC_IDS_FROM:
+        topics = (REQUEST_FIELDS if kind == "request" else RESPONSE_FIELDS)[PRODUCE][0]
+        plain[topics] = [{**topic, "topic_id": topic_id(topic["name"])} for topic in plain[topics]]
+        for topic in plain[topics]:
+            del topic["name"]
     if kind == "request":
         return control.encode_request(control.build_request(api_key, version, **plain))
     return control.encode_response(control.build_response(api_key, version, **plain))
@@ -236,7 +268,8 @@ def _plain(schema: Schema, version: int, item: Any, get: Any) -> dict[str, Any]:
     for name, kind, first in schema:
         if version < first:
             continue
-        value = get(item, name)
+        by_id = kind == "topic" and version >= TOPIC_IDS_FROM and not isinstance(item, Mapping)
+        value = _topic_name(item.topic_id) if by_id else get(item, name)
         inner = kind[0] if isinstance(kind, list) else kind
         if isinstance(inner, tuple) and value is not None:
             value = [_plain(inner, version, element, get) for element in value]
@@ -338,7 +371,7 @@ def _values(kind: Any, version: int) -> st.SearchStrategy[Any]:
         return st.lists(_values("i", version), max_size=3)
     if kind.startswith("?"):
         return st.none() | _values(kind[1:], version)
-    if kind == "string":
+    if kind in ("string", "topic"):
         return st.text(max_size=5)
     if kind == "bytes":
         return st.binary(max_size=40)

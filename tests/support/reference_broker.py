@@ -25,6 +25,7 @@ import pytest
 from codec import control
 from codec.api_keys import API_VERSIONS, METADATA, PRODUCE, is_flexible
 from codec.headers import request_header
+from codec.produce import TOPIC_IDS_FROM
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 
 READY_TIMEOUT_S = 25.0
@@ -145,6 +146,7 @@ class RawClient:
         self._socket = socket.create_connection((host, port), timeout=ANSWER_TIMEOUT_S)
         self._correlation_id = 0
         self._expected: list[tuple[int, int, int]] = []
+        self._topic_ids: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -243,7 +245,10 @@ class RawClient:
         acks: int = -1,
         answered: bool = True,
     ) -> None:
-        data = [{"name": topic, "partition_data": [{"index": partition, "records": bytes(records)}]}]
+        named: dict[str, Any] = {"name": topic}
+        if version >= TOPIC_IDS_FROM:
+            named = {"topic_id": self.topic_id(topic)}
+        data = [{**named, "partition_data": [{"index": partition, "records": bytes(records)}]}]
         self.send(PRODUCE, version, acks=acks, timeout_ms=5000, topic_data=data, answered=answered)
 
     def produced(self) -> Any:
@@ -254,6 +259,12 @@ class RawClient:
         if version >= 4:
             fields["allow_auto_topic_creation"] = create
         return self.request(METADATA, version, **fields)
+
+    def topic_id(self, topic: str) -> Any:
+        """As the broker tells it; asked once for each topic."""
+        if topic not in self._topic_ids:
+            self._topic_ids[topic] = self.metadata(topic).topics[0].topic_id
+        return self._topic_ids[topic]
 
     def leaders(self, topic: str) -> dict[int, int]:
         """Partition -> leader id, of one topic."""

@@ -23,6 +23,7 @@ from kproxy.config import Limits
 from kproxy.proxy.context import Identity, ProxyContext
 from kproxy.proxy.server import Listener
 from kproxy.routing.topology import NO_OWNER, Topology
+from tests.support.messages import topic_id
 from tests.support.raw_client import RawClient
 from tests.support.scripted_upstream import HOST, PATIENCE_S, ScriptedUpstream
 
@@ -86,8 +87,10 @@ class Owners:
         self.on_refresh: Callable[[str, int, int], None] = lambda topic, index, revision: None
 
     async def refresh(self, topic: bytes, partition_index: int, seen_revision: int) -> None:
-        self.refreshed.append((topic.decode(), partition_index, seen_revision))
-        self.on_refresh(topic.decode(), partition_index, seen_revision)
+        # An id that nobody knows is no text.
+        name = topic.decode(errors="backslashreplace")
+        self.refreshed.append((name, partition_index, seen_revision))
+        self.on_refresh(name, partition_index, seen_revision)
 
 
 class RunningProxy:
@@ -107,7 +110,8 @@ class RunningProxy:
         return self.context.counters
 
     def own(self, owner: int, topic: str = "t", partitions: Sequence[int] = (0,)) -> int:
-        """Make `owner` (NO_OWNER: nobody) the owner; the revision of that."""
+        """Make `owner` (NO_OWNER: nobody) the owner of a topic with an id; the revision of that."""
+        self.topology.set_topic_id(topic.encode(), topic_id(topic).bytes)
         for partition_index in partitions:
             self._revision += 1
             self.topology.set_owner(topic.encode(), partition_index, owner, self._revision)

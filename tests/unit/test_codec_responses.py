@@ -29,7 +29,9 @@ from tests.support.messages import (
     FLEXIBLE_FROM,
     NAMES,
     RESPONSE_FIELDS,
+    TOPIC_IDS_FROM,
     VERSIONS,
+    named_as,
     read_by_kafka_python,
     response_body,
     response_frame,
@@ -75,7 +77,8 @@ def test_every_result_is_found_with_its_error_code(api_key: int, version: int) -
         entry["error_code"] = code
     response = _parse(api_key, version, fields)
     found = [(topic.name, topic.partitions, topic.error_codes) for topic in response.topics]
-    assert found == [(b"b", [4, 1], [0, NOT_LEADER]), (b"a", [], []), (b"c", [0], [-1])]
+    b, a, c = (named_as(api_key, version, name) for name in "bac")
+    assert found == [(b, [4, 1], [0, NOT_LEADER]), (a, [], []), (c, [0], [-1])]
     assert response.throttle_time_ms == (0 if (api_key, version) == (LIST_OFFSETS, 1) else 21)
     assert response.error_code == (71 if api_key == FETCH and version >= 7 else 0)
     assert response.payload_bytes == (3 * len("records of n") if api_key == FETCH else 0)
@@ -141,7 +144,8 @@ def test_bad_answers_are_refused(api_key: int, version: int) -> None:
     no_topics = sample_response(api_key, {}, **{topics_field: None})
     no_entries = sample_response(api_key, {}, **{topics_field: [{name_field: "t", entries_field: None}]})
     no_name = sample_response(api_key, {}, **{topics_field: [{name_field: None, entries_field: []}]})
-    for fields in (no_topics, no_entries, no_name):
+    by_id = api_key == PRODUCE and version >= TOPIC_IDS_FROM
+    for fields in (no_topics, no_entries) if by_id else (no_topics, no_entries, no_name):
         with pytest.raises(InvalidField, match="null"):
             _parse(api_key, version, fields)
     with pytest.raises(InvalidField, match=str(MAX_PARTITIONS)):
@@ -194,8 +198,11 @@ def _merged(
     """A whole answer from entries, as the proxy puts it together; an entry may consist of several buffers."""
     flexible = version >= FLEXIBLE_FROM[api_key]
     head, tail = APIS[api_key].response_ends(version, throttle_time_ms, tags or [])
-    counted = [(name, buffers, len(buffers) // entries_in) for name, buffers in topics]
-    array = encode_topics(counted, flexible=flexible)
+    by_id = api_key == PRODUCE and version >= TOPIC_IDS_FROM
+    counted = [
+        (named_as(api_key, version, name.decode()), buffers, len(buffers) // entries_in) for name, buffers in topics
+    ]
+    array = encode_topics(counted, flexible=flexible, by_id=by_id)
     return b"".join(with_length([response_header(api_key, version, 7) + head, *array, tail]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -138,3 +139,54 @@ def test_a_load_in_the_middle_and_every_later_change_end_in_the_last_owner(
         topology.set_owner(*change)
     last = {(topic, index): owner for topic, index, owner, _ in history}
     assert rows(topology) == {partition: owner for partition, owner in last.items() if owner != NO_OWNER}
+
+
+ID, OTHER_ID = bytes(range(0x80, 0x90)), bytes(range(0x90, 0xA0))
+
+
+def test_a_topic_is_found_by_its_id_whenever_that_is_learnt() -> None:
+    topology = Topology()
+    topology.set_owner(b"t", 0, 1, 5)
+    assert (topology.owner(ID, 0), topology.name_of(ID)) == (NO_OWNER, None)
+    before = topology.version
+    topology.set_topic_id(b"t", ID)
+    topology.set_topic_id(b"new", OTHER_ID)
+    assert topology.version > before, "routes may have come into being"
+    assert (topology.owner(ID, 0), topology.owner_revision(ID, 0), topology.name_of(ID)) == (1, 5, b"t")
+    topology.set_owner(b"t", 3, 2, 6)
+    topology.set_owner(b"new", 1, 2, 7)
+    assert (topology.owner(ID, 3), topology.owner(OTHER_ID, 1)) == (2, 2)
+    # One row for each partition, by its topic's name.
+    assert [row.topic for row in topology.ownerships()] == [b"new", b"t", b"t"]
+
+
+def test_a_topic_made_again_has_another_id_and_the_old_one_leads_nowhere() -> None:
+    topology = Topology()
+    topology.set_owner(b"t", 0, 1, 5)
+    topology.set_topic_id(b"t", ID)
+    topology.set_topic_id(b"t", OTHER_ID)
+    assert (topology.owner(ID, 0), topology.name_of(ID)) == (NO_OWNER, None)
+    assert topology.owner(OTHER_ID, 0) == 1
+    topology.set_topic_id(b"t", None)
+    assert (topology.owner(OTHER_ID, 0), topology.owner(b"t", 0)) == (NO_OWNER, 1)
+    assert topology.topic_ids == {}
+
+
+@pytest.mark.parametrize("topic_id", [b"", ID[:15], ID + b"x", OTHER_ID, b"sixteen-letters-"])
+def test_what_is_no_id_or_not_the_topics_own_is_refused(topic_id: bytes) -> None:
+    topology = Topology()
+    topology.set_topic_id(b"other", OTHER_ID)
+    topology.set_owner(b"sixteen-letters-", 0, 1, 5)
+    topology.set_topic_id(b"t", ID)
+    with pytest.raises(ValueError, match="no id for b't'"):
+        topology.set_topic_id(b"t", topic_id)
+    assert topology.topic_ids == {b"other": OTHER_ID, b"t": ID}
+
+
+def test_a_restored_etcd_takes_the_ids_with_it() -> None:
+    topology = Topology()
+    topology.set_topic_id(b"t", ID)
+    topology.begin_rebuild()
+    assert topology.name_of(ID) is None
+    topology.set_topic_id(b"t", ID)
+    assert topology.name_of(ID) == b"t"

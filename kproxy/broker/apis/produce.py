@@ -1,8 +1,9 @@
-"""Produce, versions 3-11.
+"""Produce, versions 3-13.
 
 - Offered from version 0, or librdkafka silently drops compression; 0 to 2 close the connection.
 - One batch of magic 2 for each partition; it is appended as it came, its offset and leader epoch patched in.
 - Not the owner: 6, before anything is appended; from version 10 with who is (KIP-951). No such topic or partition: 3.
+- From version 13 topics are named by their ids (KIP-516); an unknown one: UNKNOWN_TOPIC_ID.
 - A partition named twice: every partition gets INVALID_REQUEST. acks other than -1, 0, 1: INVALID_REQUIRED_ACKS.
 - acks=0 is not answered; if anything failed the connection is closed, as Kafka does, so that the client learns of it.
 - acks=-1 and 1 are the same while a partition has one replica. Transactional batches get INVALID_TXN_STATE.
@@ -11,6 +12,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Awaitable
 
 from codec import error_codes
@@ -38,10 +40,20 @@ _NODE_ENDPOINTS_TAG = 0
 def handle(broker: Broker, request: Request) -> Body | Awaitable[Body | None] | None:
     """Append what can be appended, in one step where nothing has to be taken first."""
     produce = parse_produce(request.frame, request.header)
+    if produce.by_id:
+        _name_topics(broker, produce)
     takeable = broker.takeable([(topic.name, topic.partitions) for topic in produce.topics])
     if takeable:
         return _take_and_append(broker, produce, takeable)
     return _append(broker, produce)
+
+
+def _name_topics(broker: Broker, produce: PartitionedRequest) -> None:
+    """Put the topics' names in the place of their ids; an id that is unknown stays, no topic is called that."""
+    for topic in produce.topics:
+        found = broker.view.topic_by_id(uuid.UUID(bytes=topic.name))
+        if found is not None:
+            topic.name = found.name.encode()
 
 
 async def _take_and_append(broker: Broker, produce: PartitionedRequest, takeable: list[PartitionKey]) -> Body | None:
@@ -64,14 +76,16 @@ def _append(broker: Broker, produce: PartitionedRequest) -> Body | None:
                     f"{topic.name.decode(errors='replace')}-{index}: {error_codes.name_of(result.error_code)}"
                 )
             entries.append(_entry(broker, version, topic, index, result, leaders))
-        answer.append((topic.name, entries, len(entries)))
+        # An id as it came; see `_name_topics`.
+        name = bytes(produce.frame[topic.head_start : topic.head_end]) if produce.by_id else topic.name
+        answer.append((name, entries, len(entries)))
     if produce.acks == 0:
         if failures:
             raise CloseConnection(f"acks=0 and not appended: {'; '.join(failures[:5])}")
         return None
     flexible = produce.flexible
     tail = INT32.pack(0) + encode_tagged_fields(_endpoint_tags(leaders)) if flexible else INT32.pack(0)
-    return [*encode_topics(answer, flexible=flexible), tail]
+    return [*encode_topics(answer, flexible=flexible, by_id=produce.by_id), tail]
 
 
 def _refuse_all(produce: PartitionedRequest) -> AppendResult | None:
@@ -85,6 +99,8 @@ def _refuse_all(produce: PartitionedRequest) -> AppendResult | None:
 def _append_one(broker: Broker, produce: PartitionedRequest, topic: TopicSpan, ordinal: int) -> AppendResult:
     index = topic.partitions[ordinal]
     partition = broker.led(topic.name, index)
+    if partition is None and produce.by_id and broker.view.topics.get(topic.name.decode(errors="replace")) is None:
+        return AppendResult(error_codes.UNKNOWN_TOPIC_ID)
     if partition is None:
         return AppendResult(broker.refusal(topic.name.decode(errors="replace"), index))
     records = records_of(produce, topic, ordinal)
