@@ -20,6 +20,7 @@ from kproxy.proxy.sources import OpenSource, open_source
 from kproxy.routing.topology import NO_OWNER, Address, Topology
 from tests.support.etcd import put_many
 from tests.support.real_kafka import RealKafka
+from tests.support.reference_broker import RawClient
 
 PARTITIONS = 7
 
@@ -45,6 +46,10 @@ class World(ABC):
     @abstractmethod
     async def truth(self) -> tuple[dict[int, int], dict[int, Address]]:
         """Owners of `topic` by partition, and the brokers' addresses."""
+
+    async def topic_id(self) -> bytes | None:
+        """The id of `topic`; None where the source knows of none."""
+        return None
 
     @abstractmethod
     async def move(self) -> None:
@@ -92,6 +97,16 @@ class Cluster(World):
         leaders = await asyncio.to_thread(self._kafka.leaders, self.topic)
         return leaders, {broker.node_id: Address("127.0.0.1", broker.port) for broker in self._kafka.brokers}
 
+    async def topic_id(self) -> bytes | None:
+        host, _, port = self._kafka.bootstrap.partition(",")[0].rpartition(":")
+
+        def ask() -> bytes:
+            with RawClient(host, int(port)) as client:
+                found: uuid.UUID = client.topic_id(self.topic)
+                return found.bytes
+
+        return await asyncio.to_thread(ask)
+
     async def move(self) -> None:
         await asyncio.to_thread(self._kafka.move_leaders, self.topic)
 
@@ -102,6 +117,7 @@ class Leases(World):
         self._etcd = etcd
         self._prefix = prefix
         self._shift = 0
+        self._topic_id = uuid.uuid4()
 
     @property
     def config(self) -> ProxyConfig:
@@ -111,7 +127,12 @@ class Leases(World):
     async def prepare(self) -> None:
         brokers = [(f"{self._prefix}/brokers/{number}", address) for number, address in self._brokers().items()]
         await self._put([(key, json.dumps(value).encode()) for key, value in brokers])
+        topic = json.dumps({"topic_id": str(self._topic_id), "replicas": [[1]] * PARTITIONS}).encode()
+        await self._put([(f"{self._prefix}/refbroker/topics/{self.topic}", topic)])
         await self._put_owners()
+
+    async def topic_id(self) -> bytes | None:
+        return self._topic_id.bytes
 
     async def truth(self) -> tuple[dict[int, int], dict[int, Address]]:
         return self._owners(), {number: Address("127.0.0.1", number) for number in self._brokers()}
@@ -170,6 +191,16 @@ async def test_the_table_is_loaded_when_the_source_is_open(world: World) -> None
         for index in range(PARTITIONS):
             assert topology.address(topology.owner(world.topic.encode(), index)) is not None
             assert topology.owner_revision(world.topic.encode(), index) > 0
+
+
+async def test_a_topic_is_found_by_its_id(world: World) -> None:
+    await world.prepare()
+    async with opened(world) as (_, topology):
+        topic_id = await world.topic_id()
+        assert topology.topic_ids.get(world.topic.encode()) == topic_id
+        if topic_id is not None:
+            true_owners, _ = await world.truth()
+            assert {index: topology.owner(topic_id, index) for index in true_owners} == true_owners
 
 
 async def test_what_the_source_does_not_name_has_no_owner(world: World) -> None:

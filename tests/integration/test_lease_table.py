@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ from kproxy.ownership.etcd import (
     key_absent,
     put_op,
 )
-from kproxy.ownership.leases import REREAD_KEYS, LeaseTable
+from kproxy.ownership.leases import MAX_TOPIC_VALUE_BYTES, REREAD_KEYS, LeaseTable
 from kproxy.routing.topology import NO_OWNER, Address, Topology
 from tests.support.etcd import Relay, compact, eventually, kill, own_etcd, put_many, running
 
@@ -73,6 +74,39 @@ async def test_owners_and_brokers_come_and_go_with_a_lease(etcd_client: EtcdClie
         await etcd_client.lease_revoke(lease.lease_id)
         await eventually(lambda: owners(topology) == {} and topology.brokers == {})
         assert not table.skipped
+
+
+async def test_topic_ids_come_and_go_with_the_topics_of_reference_brokers(
+    etcd_client: EtcdClient, etcd_prefix: str
+) -> None:
+    def key(topic: str) -> str:
+        return f"{etcd_prefix}/refbroker/topics/{topic}"
+
+    def value(topic_id: uuid.UUID) -> bytes:
+        return json.dumps({"topic_id": str(topic_id), "replicas": [[1]]}).encode()
+
+    first, second, third = (uuid.uuid4() for _ in range(3))
+    await etcd_client.put(key("t"), value(first))
+    await etcd_client.put(lease_key(etcd_prefix, "t", 0), b"1")
+    async with table_of(etcd_client, etcd_prefix) as (table, topology):
+        assert topology.topic_ids == {b"t": first.bytes}
+        assert topology.owner(first.bytes, 0) == 1
+        # By event: another topic, this one made again, another one's id, nonsense, and gone.
+        await etcd_client.put(key("u"), value(second))
+        await eventually(lambda: topology.topic_ids == {b"t": first.bytes, b"u": second.bytes})
+        await etcd_client.delete(key("t"))
+        await eventually(lambda: topology.topic_ids == {b"u": second.bytes})
+        await etcd_client.put(key("t"), value(third))
+        await eventually(lambda: topology.owner(third.bytes, 0) == 1 and topology.name_of(first.bytes) is None)
+        for nonsense in (value(second), b"{}", b"\xff", b'{"topic_id": 7}', b"x" * (MAX_TOPIC_VALUE_BYTES + 1)):
+            skipped = table.skipped.total()
+            await etcd_client.put(key("t"), nonsense)
+            await eventually(lambda before=skipped: table.skipped.total() == before + 1)
+            assert topology.topic_ids == {b"u": second.bytes}, nonsense[:20]
+            await etcd_client.put(key("t"), value(third))
+            await eventually(lambda: topology.name_of(third.bytes) == b"t")
+        await etcd_client.put(key("not/a/topic"), value(first))
+        await eventually(lambda: table.skipped["not a topic name"] == 1)
 
 
 async def test_a_refusal_is_answered_by_what_etcd_says_now(etcd_client: EtcdClient, etcd_prefix: str) -> None:

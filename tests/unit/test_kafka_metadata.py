@@ -14,7 +14,12 @@ import pytest
 
 from codec import api_keys as keys
 from codec.control import build_response, encode_response
-from codec.error_codes import LEADER_NOT_AVAILABLE, REPLICA_NOT_AVAILABLE, UNKNOWN_TOPIC_OR_PARTITION
+from codec.error_codes import (
+    LEADER_NOT_AVAILABLE,
+    REPLICA_NOT_AVAILABLE,
+    TOPIC_AUTHORIZATION_FAILED,
+    UNKNOWN_TOPIC_OR_PARTITION,
+)
 from codec.headers import parse_request_header, response_header
 from kproxy.ownership.kafka_client import MAX_ANSWER_BYTES
 from kproxy.ownership.kafka_metadata import METADATA_VERSION, KafkaMetadata
@@ -168,6 +173,34 @@ async def test_a_topic_made_anew_begins_anew() -> None:
         await table.read(topic(partition(0, 1, 50), partition(1, 1, 50)))
         assert await table.read(topic(partition(0, 2, 0), topic_id=ANOTHER_ID)) == {0: 2}
         assert await table.read(topic(partition(0, 3, 1), topic_id=ANOTHER_ID)) == {0: 3}
+
+
+async def test_topics_are_found_by_their_ids() -> None:
+    async with followed() as table:
+        other = topic(partition(0, 3, 1), name="u", topic_id=ANOTHER_ID)
+        await table.read(topic(partition(0, 1, 5)), other)
+        assert (table.topology.owner(TOPIC_ID.bytes, 0), table.topology.owner(ANOTHER_ID.bytes, 0)) == (1, 3)
+        # Deleted, the one; made anew, under the id of neither, the other.
+        third = uuid.UUID(int=3)
+        await table.read(topic(partition(0, 2, 0), name="u", topic_id=third))
+        assert table.topology.topic_ids == {b"u": third.bytes}
+        assert table.topology.owner(third.bytes, 0) == 2
+        # An id that is none, and one that two topics have: those go by their names, and nothing else is the worse.
+        none, twice = topic(partition(0, 1, 5), topic_id=uuid.UUID(int=0)), topic(partition(0, 2, 1), name="v")
+        await table.read(none, twice, {**twice, "name": "w"})
+        assert (table.owners(), table.owners(b"v"), table.owners(b"w")) == ({0: 1}, {0: 2}, {0: 2})
+        assert list(table.topology.topic_ids.values()) == [TOPIC_ID.bytes]
+
+
+async def test_a_topic_with_an_error_stays_as_it_was_known() -> None:
+    async with followed() as table:
+        await table.read(topic(partition(0, 1, 5), partition(1, 2, 5)))
+        for error_code in (LEADER_NOT_AVAILABLE, TOPIC_AUTHORIZATION_FAILED):
+            assert await table.read({**topic(), "error_code": error_code}) == {0: 1, 1: 2}
+            assert table.topology.topic_ids == {b"t": TOPIC_ID.bytes}
+        assert await table.read(topic(partition(0, 2, 4), partition(1, 2, 5))) == {0: 1, 1: 2}, "its epochs are known"
+        assert await table.read({**topic(), "error_code": UNKNOWN_TOPIC_OR_PARTITION}) == {}
+        assert table.topology.topic_ids == {}
 
 
 async def test_without_topic_ids_epochs_are_kept_apart_by_name() -> None:
