@@ -11,6 +11,7 @@ from typing import Protocol
 from codec.framing import ReceiveArena
 from kproxy.config import Limits
 from kproxy.proxy.broker_versions import BrokerVersions
+from kproxy.proxy.coordinators import Coordinators
 from kproxy.proxy.versions import NO_CAPS
 from kproxy.routing.retry import LEASED, Conduct
 from kproxy.routing.topology import Topology
@@ -49,6 +50,7 @@ class ProxyContext:
     # Highest versions by API key that the ownership source allows, where it allows less than the proxy serves.
     version_caps: Mapping[int, int] = field(default_factory=lambda: NO_CAPS)
     versions: BrokerVersions = field(init=False)
+    coordinators: Coordinators = field(default_factory=Coordinators)
 
     def __post_init__(self) -> None:
         self.versions = BrokerVersions(self.topology, self.limits, self.clock, self.arena, self.version_caps)

@@ -13,13 +13,29 @@ from collections.abc import Callable
 from typing import Any
 
 from codec import api_keys as keys
-from codec.control import Message, build_response, decode_request, decode_response, encode_response
+from codec.control import (
+    Message,
+    build_request,
+    build_response,
+    decode_request,
+    decode_response,
+    encode_request,
+    encode_response,
+)
 from codec.error_codes import UNSUPPORTED_VERSION
 from codec.errors import CodecError
-from codec.headers import RequestHeader, response_body_offset, response_header
+from codec.headers import (
+    RequestHeader,
+    parse_request_header,
+    request_header,
+    response_body_offset,
+    response_header,
+)
 from codec.partitioned import set_correlation_id, set_response_correlation_id, with_length
 from codec.primitives import Buffer
 from kproxy.proxy.context import ProxyContext
+from kproxy.proxy.coordination import Coordination, coordination_key
+from kproxy.proxy.coordinators import BATCHED_FROM, KEY_TYPES_FROM
 from kproxy.proxy.naming import metadata_without_brokers, rename
 from kproxy.proxy.question import Lost, ask
 from kproxy.proxy.upstream import Upstream
@@ -47,6 +63,7 @@ class ControlPlane:
         self._context = context
         self._connect = connect
         self._on_offered = on_offered
+        self._coordination = Coordination(context, connect, self._find_coordinator)
         self._upstreams: dict[int, Upstream] = {}
         # Spreads the control planes of many connections over the brokers.
         self._key = context.random.randbytes(8)
@@ -58,6 +75,13 @@ class ControlPlane:
         if header.api_key == keys.API_VERSIONS:
             return _framed(header, encode_response(await self._api_versions(frame, header)))
         offer = OFFERS[header.api_key]
+        if offer.handling is Handling.COORDINATED or header.api_key == keys.FIND_COORDINATOR:
+            request = decode_request(header.api_key, header.api_version, frame[header.body_offset :])
+            refusal = self._coordination.refuses(header, request)
+            if refusal is not None:
+                return refusal
+            if offer.handling is Handling.COORDINATED and coordination_key(header, request):
+                return await self._coordination.answer(frame, header, request)
         try:
             async with asyncio.timeout(self._context.limits.control_timeout_s):
                 return await self._ask_any(frame, header, offer)
@@ -81,7 +105,7 @@ class ControlPlane:
             upstream = self._upstream_of(broker)
             try:
                 async with asyncio.timeout(self._context.limits.control_attempt_s if offer.repeatable else None):
-                    answer = self._read(await self._ask(upstream, frame), header, offer)
+                    answer = self._read(await self._ask(upstream, frame), frame, header)
                 self._doubted.discard(broker)
                 return answer
             except Lost as lost:
@@ -95,13 +119,16 @@ class ControlPlane:
             self._doubted.add(broker)
         raise Unanswerable("no broker can be reached")
 
-    def _read(self, answer: memoryview, header: RequestHeader, offer: Offer) -> list[Buffer]:
-        """A broker's answer as the client gets it. Raises CodecError."""
-        if offer.handling is Handling.FORWARDED:
+    def _read(self, answer: memoryview, frame: memoryview, header: RequestHeader) -> list[Buffer]:
+        """A broker's answer to `frame` as the client gets it. Raises CodecError."""
+        if OFFERS[header.api_key].handling is not Handling.REWRITTEN:
             set_response_correlation_id(answer, header.correlation_id)
             return [answer]
         body = answer[response_body_offset(answer, header.api_key, header.api_version) :]
         message = decode_response(header.api_key, header.api_version, body)
+        if header.api_key == keys.FIND_COORDINATOR:
+            asked = decode_request(header.api_key, header.api_version, frame[header.body_offset :])
+            self._context.coordinators.take(asked, message)
         rename(header.api_key, message, self._context.identity)
         return _framed(header, encode_response(message))
 
@@ -115,6 +142,20 @@ class ControlPlane:
         if upstream is None or upstream.closed:
             upstream = self._upstreams[broker] = self._connect(broker)
         return upstream
+
+    async def _find_coordinator(self, key_type: int, key: str) -> None:
+        """Ask who coordinates a key; the answer is remembered, where there is one."""
+        highest = self._context.versions.offered.ranges.get(keys.FIND_COORDINATOR, (0, 0))[1]
+        version = min(highest, BATCHED_FROM - 1)
+        key_types = {"key_type": key_type} if version >= KEY_TYPES_FROM else {}
+        head = request_header(keys.FIND_COORDINATOR, version, 0, b"kproxy")
+        body = encode_request(build_request(keys.FIND_COORDINATOR, version, key=key, **key_types))
+        frame = memoryview(bytearray(b"".join(with_length([head, body]))))
+        try:
+            async with asyncio.timeout(self._context.limits.control_timeout_s):
+                await self._ask_any(frame, parse_request_header(frame), OFFERS[keys.FIND_COORDINATOR])
+        except (TimeoutError, Unanswerable):
+            self._context.counters["coordinators.not_found"] += 1
 
     # ApiVersions
 
@@ -130,6 +171,7 @@ class ControlPlane:
         return _api_versions_response(header.api_version, offered)
 
     async def close(self) -> None:
+        await self._coordination.close()
         await asyncio.gather(*(upstream.close() for upstream in self._upstreams.values()))
 
 

@@ -26,6 +26,7 @@ class Handling(Enum):
     LOCAL = "answered here"
     REWRITTEN = "answered by a broker; the brokers it names are replaced by the proxy"
     FORWARDED = "answered by a broker as it is"
+    COORDINATED = "answered by the broker that coordinates the transactional id or group, as it is"
 
 
 class Offer(NamedTuple):
@@ -47,7 +48,13 @@ OFFERS: Final[Mapping[int, Offer]] = {
     keys.API_VERSIONS: Offer(0, 4, Handling.LOCAL),
     keys.CREATE_TOPICS: Offer(2, 7, Handling.FORWARDED, repeatable=False),
     keys.DELETE_TOPICS: Offer(1, 6, Handling.FORWARDED, repeatable=False),
-    keys.INIT_PRODUCER_ID: Offer(0, 5, Handling.FORWARDED),
+    # Without a transactional id any broker answers it.
+    keys.INIT_PRODUCER_ID: Offer(0, 5, Handling.COORDINATED),
+    # From version 4 on it is for brokers alone.
+    keys.ADD_PARTITIONS_TO_TXN: Offer(0, 3, Handling.COORDINATED),
+    keys.ADD_OFFSETS_TO_TXN: Offer(0, 4, Handling.COORDINATED),
+    keys.END_TXN: Offer(0, 5, Handling.COORDINATED),
+    keys.TXN_OFFSET_COMMIT: Offer(0, 5, Handling.COORDINATED),
     keys.DESCRIBE_CONFIGS: Offer(1, 4, Handling.FORWARDED),
     keys.CREATE_PARTITIONS: Offer(0, 3, Handling.FORWARDED, repeatable=False),
     keys.DESCRIBE_CLUSTER: Offer(0, 1, Handling.REWRITTEN),
