@@ -2,8 +2,8 @@
 
 A client's request is sent once, to the coordinator that `coordinators` names; where nothing is remembered (another
 connection asked, long ago) the proxy asks first. What comes of it is the client's to act on, in the words of Kafka's
-own protocol: a broker's error code is handed on, a lost connection becomes NOT_COORDINATOR, upon which clients look for the
-coordinator anew and repeat themselves.
+own protocol: a broker's error code is handed on, a lost connection becomes NOT_COORDINATOR, upon which clients look for
+the coordinator anew and repeat themselves.
 
 Where the brokers keep no transactions a transactional producer is told so at once, with a code that it takes as final.
 
@@ -19,9 +19,16 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, NamedTuple
 
+import structlog
+
 from codec import api_keys as keys
 from codec.control import Message, build_response, encode_response
-from codec.error_codes import COORDINATOR_NOT_AVAILABLE, NOT_COORDINATOR, TRANSACTIONAL_ID_AUTHORIZATION_FAILED
+from codec.error_codes import (
+    COORDINATOR_NOT_AVAILABLE,
+    NOT_COORDINATOR,
+    TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
+    UNSUPPORTED_VERSION,
+)
 from codec.headers import RequestHeader, response_header
 from codec.partitioned import set_correlation_id, set_response_correlation_id, with_length
 from codec.primitives import Buffer
@@ -30,8 +37,9 @@ from kproxy.proxy.coordinators import BATCHED_FROM, GROUP, TRANSACTION, key_type
 from kproxy.proxy.question import Lost, ask
 from kproxy.proxy.upstream import Upstream
 
+log = structlog.get_logger(__name__)
+
 NO_TRANSACTIONS: Final = "the brokers behind this proxy keep no transactions: produce without a transactional.id"
-_NO_TRANSACTIONS_CODE: Final = TRANSACTIONAL_ID_AUTHORIZATION_FAILED
 
 
 class Coordinated(NamedTuple):
@@ -77,7 +85,8 @@ class Coordination:
         if key_type != TRANSACTION or keys.END_TXN in self._context.versions.offered.ranges:
             return None
         self._context.counters["transactions.refused"] += 1
-        return _refusal(header, request, _NO_TRANSACTIONS_CODE)
+        log.warning("transactional producer refused", client_id=header.client_id, reason=NO_TRANSACTIONS)
+        return _refusal(header, request, _no_transactions_code(header))
 
     async def answer(self, frame: memoryview, header: RequestHeader, request: Message) -> list[Buffer]:
         """The coordinator's answer, or one that says that there is none at the moment."""
@@ -118,6 +127,17 @@ class Coordination:
 
     async def close(self) -> None:
         await asyncio.gather(*(upstream.close() for upstream in self._upstreams.values()))
+
+
+def _no_transactions_code(header: RequestHeader) -> int:
+    """A code that ends the producer at once.
+
+    librdkafka asks for one coordinator and repeats itself for a minute after any code but this one. Java asks for
+    several and would report this one without the text that goes with it; after any other it shows the text.
+    """
+    if header.api_key == keys.FIND_COORDINATOR and header.api_version >= BATCHED_FROM:
+        return UNSUPPORTED_VERSION
+    return TRANSACTIONAL_ID_AUTHORIZATION_FAILED
 
 
 def coordination_key(header: RequestHeader, request: Message) -> str:
