@@ -178,6 +178,9 @@ class ClientSession(asyncio.BufferedProtocol):
             slot.fill(await self._control.answer(frame, header))
         except (CodecError, Unanswerable) as error:
             self._refuse(error)
+        except Exception:  # the boundary: a request without an answer would hold up all that follow it
+            log.exception("a request could not be answered", request=api_keys.name_of(header.api_key))
+            self.abandon()
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -22,14 +22,15 @@ from typing import Any, Final, NamedTuple
 import structlog
 
 from codec import api_keys as keys
-from codec.control import Message, build_response, encode_response
+from codec.control import Message, build_response, decode_response, encode_response
 from codec.error_codes import (
     COORDINATOR_NOT_AVAILABLE,
     NOT_COORDINATOR,
     TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
     UNSUPPORTED_VERSION,
 )
-from codec.headers import RequestHeader, response_header
+from codec.errors import CodecError
+from codec.headers import RequestHeader, response_body_offset, response_header
 from codec.partitioned import set_correlation_id, set_response_correlation_id, with_length
 from codec.primitives import Buffer
 from kproxy.proxy.context import ProxyContext
@@ -40,6 +41,10 @@ from kproxy.proxy.upstream import Upstream
 log = structlog.get_logger(__name__)
 
 NO_TRANSACTIONS: Final = "the brokers behind this proxy keep no transactions: produce without a transactional.id"
+
+# Versions of OffsetFetch.
+_FETCH_ERROR_FROM: Final = 2
+_FETCH_EPOCH_FROM: Final = 5
 
 
 class Coordinated(NamedTuple):
@@ -56,6 +61,12 @@ COORDINATED: Final[Mapping[int, Coordinated]] = {
     keys.ADD_OFFSETS_TO_TXN: Coordinated(TRANSACTION, "transactional_id"),
     keys.END_TXN: Coordinated(TRANSACTION, "transactional_id"),
     keys.TXN_OFFSET_COMMIT: Coordinated(GROUP, "group_id"),
+    keys.OFFSET_COMMIT: Coordinated(GROUP, "group_id"),
+    keys.OFFSET_FETCH: Coordinated(GROUP, "group_id"),
+    keys.JOIN_GROUP: Coordinated(GROUP, "group_id", waits=True),
+    keys.HEARTBEAT: Coordinated(GROUP, "group_id"),
+    keys.LEAVE_GROUP: Coordinated(GROUP, "group_id"),
+    keys.SYNC_GROUP: Coordinated(GROUP, "group_id", waits=True),
 }
 
 
@@ -85,7 +96,7 @@ class Coordination:
         if key_type != TRANSACTION or keys.END_TXN in self._context.versions.offered.ranges:
             return None
         self._context.counters["transactions.refused"] += 1
-        log.warning("transactional producer refused", client_id=header.client_id, reason=NO_TRANSACTIONS)
+        log.warning("transactional producer refused", reason=NO_TRANSACTIONS)
         return _refusal(header, request, _no_transactions_code(header))
 
     async def answer(self, frame: memoryview, header: RequestHeader, request: Message) -> list[Buffer]:
@@ -105,6 +116,12 @@ class Coordination:
                 upstream.give_up("it does not answer as a coordinator")
             self._context.coordinators.forget(key_type, key)
             return _refusal(header, request, NOT_COORDINATOR)
+        if header.api_key == keys.OFFSET_FETCH and header.api_version >= _FETCH_EPOCH_FROM:
+            try:
+                return _without_epochs(header, answer)
+            except CodecError as error:
+                upstream.distrust(str(error))
+                return _refusal(header, request, NOT_COORDINATOR)
         set_response_correlation_id(answer, header.correlation_id)
         return [answer]
 
@@ -146,6 +163,17 @@ def coordination_key(header: RequestHeader, request: Message) -> str:
     return key or ""
 
 
+def _without_epochs(header: RequestHeader, answer: memoryview) -> list[Buffer]:
+    """An answer to OffsetFetch with leader epochs unknown, as in every other answer of the proxy. Raises CodecError."""
+    body = answer[response_body_offset(answer, header.api_key, header.api_version) :]
+    message = decode_response(header.api_key, header.api_version, body)
+    for topic in message.topics:
+        for partition in topic.partitions:
+            partition.committed_leader_epoch = -1
+    head = response_header(header.api_key, header.api_version, header.correlation_id)
+    return with_length([head, encode_response(message)])
+
+
 def _refusal(header: RequestHeader, request: Message, error_code: int) -> list[Buffer]:
     """An answer that gives this error wherever one of its kind can give one."""
     fields = _REFUSALS.get(header.api_key, _refuse_all)(request, error_code)
@@ -172,6 +200,16 @@ def _refuse_partitions(request: Message, error_code: int) -> dict[str, Any]:
     return {"results_by_topic_v3_and_below": topics}
 
 
+def _refuse_to_fetch(request: Message, error_code: int) -> dict[str, Any]:
+    if request.version >= _FETCH_ERROR_FROM:
+        return {"error_code": error_code, "topics": []}
+    topics = []
+    for topic in request.topics or []:
+        refused = [{"partition_index": index, "error_code": error_code} for index in topic.partition_indexes]
+        topics.append({"name": topic.name, "partitions": refused})
+    return {"topics": topics}
+
+
 def _refuse_offsets(request: Message, error_code: int) -> dict[str, Any]:
     topics = []
     for topic in request.topics:
@@ -184,4 +222,6 @@ _REFUSALS: Final[Mapping[int, Callable[[Message, int], dict[str, Any]]]] = {
     keys.FIND_COORDINATOR: _refuse_to_find,
     keys.ADD_PARTITIONS_TO_TXN: _refuse_partitions,
     keys.TXN_OFFSET_COMMIT: _refuse_offsets,
+    keys.OFFSET_COMMIT: _refuse_offsets,
+    keys.OFFSET_FETCH: _refuse_to_fetch,
 }

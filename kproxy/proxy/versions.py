@@ -46,6 +46,14 @@ OFFERS: Final[Mapping[int, Offer]] = {
     keys.METADATA: Offer(0, 13, Handling.REWRITTEN),
     keys.FIND_COORDINATOR: Offer(0, 6, Handling.REWRITTEN),
     keys.API_VERSIONS: Offer(0, 4, Handling.LOCAL),
+    # Version 10 names topics by id alone.
+    keys.OFFSET_COMMIT: Offer(2, 9, Handling.COORDINATED),
+    # From version 8 on it asks about several groups, which may have several coordinators (KIP-709).
+    keys.OFFSET_FETCH: Offer(1, 7, Handling.COORDINATED),
+    keys.JOIN_GROUP: Offer(0, 9, Handling.COORDINATED),
+    keys.HEARTBEAT: Offer(0, 4, Handling.COORDINATED),
+    keys.LEAVE_GROUP: Offer(0, 5, Handling.COORDINATED),
+    keys.SYNC_GROUP: Offer(0, 5, Handling.COORDINATED),
     keys.CREATE_TOPICS: Offer(2, 7, Handling.FORWARDED, repeatable=False),
     keys.DELETE_TOPICS: Offer(1, 6, Handling.FORWARDED, repeatable=False),
     # Without a transactional id any broker answers it.

@@ -70,7 +70,6 @@ def run_librdkafka(bootstrap: str, topic: str, *fates: str) -> str:
                 assert producer.flush(TIMEOUT_S) == 0
                 producer.abort_transaction(TIMEOUT_S)
     except confluent_kafka.KafkaException as error:
-        assert error.args[0].fatal()
         return f"failed after {(time.monotonic() - began) * 1000:.0f} ms: {error}"
     return "done"
 
