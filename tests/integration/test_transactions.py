@@ -1,4 +1,4 @@
-"""Transactions through the proxy: on real Apache Kafka they work unchanged, elsewhere a producer is told so at once."""
+"""Transactions and groups: on real Apache Kafka they work unchanged through the proxy, elsewhere a client is told."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import confluent_kafka
+import kafka
 import pytest
 
 from tests.support.dev import KproxyProcess, serving
 from tests.support.java import java_executable
+from tests.support.kafka_io import produce
 from tests.support.kafka_jars import kafka_classpath
 from tests.support.real_kafka import RealKafka
 
@@ -117,3 +119,120 @@ def test_where_the_brokers_keep_no_transactions_a_producer_is_told_so_at_once(
     milliseconds = re.match(r"failed after (\d+) ms", said)
     assert milliseconds is not None, said
     assert int(milliseconds[1]) < AT_ONCE_S * 1000
+
+
+# Groups
+
+
+def test_what_a_group_has_read_is_committed_with_what_was_made_of_it(
+    proxy: KproxyProcess, real_kafka: RealKafka, topic: str
+) -> None:
+    """Consume, transform, produce: offsets go to the group's coordinator as part of the transaction."""
+    produce(real_kafka.bootstrap, topic, [b"%d" % number for number in range(RECORDS)])
+    made = real_kafka.create_topic(f"{topic}-made", PARTITIONS)
+    settings = {"bootstrap.servers": proxy.kafka, "group.id": topic, "enable.auto.commit": False}
+    consumer = confluent_kafka.Consumer({**settings, "auto.offset.reset": "earliest"})
+    producer = confluent_kafka.Producer({"bootstrap.servers": proxy.kafka, "transactional.id": topic})
+    try:
+        consumer.subscribe([topic])
+        producer.init_transactions(TIMEOUT_S)
+        for fate in ("abort", "commit"):
+            values = consume(consumer, RECORDS // 2)
+            producer.begin_transaction()
+            for value in values:
+                producer.produce(made, f"{fate} 0 {value}", partition=0)
+            positions = consumer.position(consumer.assignment())
+            producer.send_offsets_to_transaction(positions, consumer.consumer_group_metadata(), TIMEOUT_S)
+            if fate == "abort":
+                producer.abort_transaction(TIMEOUT_S)
+                # What was not committed is read again.
+                consumer.seek(confluent_kafka.TopicPartition(topic, 0, 0))
+            else:
+                producer.commit_transaction(TIMEOUT_S)
+        place = confluent_kafka.TopicPartition(topic, 0)
+        assert consumer.committed([place], TIMEOUT_S)[0].offset == RECORDS // 2
+    finally:
+        consumer.close()
+    assert read(proxy.kafka, made, "read_committed") == sorted(f"commit 0 {number}" for number in range(RECORDS // 2))
+
+
+def consume(consumer: confluent_kafka.Consumer, count: int) -> list[str]:
+    values: list[str] = []
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(values) < count:
+        assert time.monotonic() < deadline, f"{len(values)} of {count} records"
+        for message in consumer.consume(count - len(values), 0.5):
+            assert message.error() is None
+            values.append((message.value() or b"").decode())
+    return values
+
+
+def consume_with_librdkafka(bootstrap: str, topic: str, count: int) -> list[str]:
+    settings = {"bootstrap.servers": bootstrap, "group.id": f"librdkafka-{topic}", "auto.offset.reset": "earliest"}
+    consumer = confluent_kafka.Consumer(settings)
+    try:
+        consumer.subscribe([topic])
+        return consume(consumer, count)
+    finally:
+        # What was read is committed on closing.
+        consumer.close()
+
+
+def consume_with_kafka_python(bootstrap: str, topic: str, count: int) -> list[str]:
+    consumer = kafka.KafkaConsumer(
+        topic, bootstrap_servers=bootstrap, group_id=f"kafka-python-{topic}", auto_offset_reset="earliest"
+    )
+    try:
+        values: list[str] = []
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(values) < count:
+            assert time.monotonic() < deadline, f"{len(values)} of {count} records"
+            polled = consumer.poll(500, max_records=count - len(values))
+            values += [record.value.decode() for records in polled.values() for record in records]
+        return values
+    finally:
+        consumer.close()
+
+
+def consume_with_java(bootstrap: str, topic: str, count: int) -> list[str]:
+    command = [java_executable(), "-cp", kafka_classpath(), "org.apache.kafka.tools.consumer.ConsoleConsumer"]
+    command += ["--bootstrap-server", bootstrap, "--topic", topic, "--group", f"java-{topic}"]
+    command += ["--command-property", "auto.offset.reset=earliest", "--max-messages", str(count)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("consumes", [consume_with_java, consume_with_librdkafka, consume_with_kafka_python])
+def test_a_group_goes_on_where_it_stopped(
+    consumes: Callable[[str, str, int], list[str]], proxy: KproxyProcess, real_kafka: RealKafka, topic: str
+) -> None:
+    values = [str(number) for number in range(RECORDS)]
+    produce(real_kafka.bootstrap, topic, [value.encode() for value in values])
+    first = consumes(proxy.kafka, topic, RECORDS // 3)
+    assert first == values[: RECORDS // 3]
+    # Through the proxy and at the brokers it is one and the same group.
+    second = consumes(real_kafka.bootstrap, topic, RECORDS // 3)
+    third = consumes(proxy.kafka, topic, RECORDS // 3)
+    assert first + second + third == values
+
+
+def test_members_of_a_group_share_its_partitions(proxy: KproxyProcess, real_kafka: RealKafka, topic: str) -> None:
+    """One member at the brokers, two through the proxy."""
+    settings = {"group.id": topic, "auto.offset.reset": "earliest", "enable.auto.commit": False}
+    members = [
+        confluent_kafka.Consumer({**settings, "bootstrap.servers": bootstrap})
+        for bootstrap in (proxy.kafka, proxy.kafka, real_kafka.bootstrap)
+    ]
+    try:
+        for member in members:
+            member.subscribe([topic])
+        deadline = time.monotonic() + TIMEOUT_S
+        shares: list[int] = []
+        while shares != [PARTITIONS // len(members)] * len(members):
+            assert time.monotonic() < deadline, shares
+            for member in members:
+                member.poll(0.1)
+            shares = [len(member.assignment()) for member in members]
+    finally:
+        for member in members:
+            member.close()
