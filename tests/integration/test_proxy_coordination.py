@@ -162,6 +162,19 @@ async def test_a_client_that_looks_again_puts_right_what_is_remembered(version: 
 
 
 @both_loops
+async def test_a_client_that_looks_again_in_vain_has_what_is_remembered_forgotten() -> None:
+    cluster = Cluster()
+    async with running_proxy(*cluster.brokers) as proxy:
+        client = await proxy.client()
+        assert await codes(client, keys.HEARTBEAT, 4) == [0]
+        cluster.coordinators.clear()
+        client.send(control_frame(keys.FIND_COORDINATOR, 3, key="k"))
+        assert (await client.answer(keys.FIND_COORDINATOR, 3)).message.error_code == NOT_AVAILABLE
+        assert await codes(client, keys.HEARTBEAT, 4) == [NOT_AVAILABLE]
+        assert cluster.got(keys.HEARTBEAT) == [2]
+
+
+@both_loops
 async def test_a_coordinator_that_has_left_is_looked_up_anew() -> None:
     cluster = Cluster()
     async with running_proxy(*cluster.brokers) as proxy:

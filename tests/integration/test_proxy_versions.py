@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from codec import api_keys as keys
 from kproxy.proxy import broker_versions
 from kproxy.proxy.versions import OFFERS
-from tests.support.raw_client import RawClient, control_frame, produce_frame
+from tests.support.raw_client import RawClient, control_frame, fetch_frame, list_offsets_frame, produce_frame
 from tests.support.running_proxy import RunningProxy, both_loops, eventually, running_proxy
 from tests.support.scripted_upstream import Asked, ScriptedUpstream, answers_everything
 
@@ -303,3 +303,85 @@ async def test_features_are_handed_on_as_the_offered_versions_allow(version: int
         assert supported == {**lowest, "metadata.version": (7, 27)}
         assert finalized == {"transaction.version": (1, 1), "metadata.version": (27, 27)}
         assert message.finalized_features_epoch == 81
+
+
+# What brokers say among themselves
+
+
+# Kafka's keys of requests between brokers, controllers and coordinators; the names are Kafka's.
+INTERNAL = {
+    "LeaderAndIsr": 4,
+    "StopReplica": 5,
+    "UpdateMetadata": 6,
+    "ControlledShutdown": 7,
+    "WriteTxnMarkers": keys.WRITE_TXN_MARKERS,
+    "Vote": 52,
+    "BeginQuorumEpoch": 53,
+    "EndQuorumEpoch": 54,
+    "AlterPartition": 56,
+    "Envelope": keys.ENVELOPE,
+    "FetchSnapshot": 59,
+    "BrokerRegistration": 62,
+    "BrokerHeartbeat": 63,
+    "UnregisterBroker": 64,
+    "AllocateProducerIds": 67,
+    "ControllerRegistration": 70,
+    "AssignReplicasToDirs": 73,
+    "AddRaftVoter": 80,
+    "RemoveRaftVoter": 81,
+    "UpdateRaftVoter": 82,
+    "InitializeShareGroupState": 83,
+    "ReadShareGroupState": 84,
+    "WriteShareGroupState": 85,
+    "DeleteShareGroupState": 86,
+    "ReadShareGroupStateSummary": 87,
+}
+
+
+def serves_all(asked: Asked) -> None:
+    """A broker that offers what brokers say among themselves as well."""
+    if asked.header.api_key == keys.API_VERSIONS:
+        asked.answer_message(api_keys=[{"api_key": key, "min_version": 0, "max_version": 99} for key in range(100)])
+
+
+@pytest.mark.parametrize("negotiates", [True, False], ids=["asked", "never asked"])
+@pytest.mark.parametrize(("name", "version"), [*((name, 0) for name in INTERNAL), ("AddPartitionsToTxn of brokers", 4)])
+@both_loops
+async def test_what_brokers_say_among_themselves_is_refused(name: str, version: int, negotiates: bool) -> None:
+    """It would use the proxy's rights at the brokers."""
+    key = INTERNAL.get(name, keys.ADD_PARTITIONS_TO_TXN)
+    upstream = ScriptedUpstream(1, serves_all)
+    async with running_proxy(upstream) as proxy:
+        client = await proxy.client()
+        if negotiates:
+            offered = {each.api_key: each.max_version for each in (await api_versions(client)).api_keys}
+            assert offered.get(key, -1) < version
+        client.send(head_only(key, version))
+        assert await client.is_closed()
+        assert [each.header.api_key for each in upstream.log] == [keys.API_VERSIONS] * negotiates
+
+
+REPLICA_READS = [
+    *((keys.FETCH, version) for version in range(OFFERS[keys.FETCH].min_version, OFFERS[keys.FETCH].max_version + 1)),
+    *((keys.LIST_OFFSETS, version) for version in range(1, OFFERS[keys.LIST_OFFSETS].max_version + 1)),
+]
+
+
+@pytest.mark.parametrize(("key", "version"), REPLICA_READS)
+@both_loops
+async def test_a_read_in_the_name_of_a_replica_is_refused(key: int, version: int) -> None:
+    """A follower's Fetch moves the high watermark, and its reads go beyond it."""
+    upstream = ScriptedUpstream(1)
+    frame = fetch_frame if key == keys.FETCH else list_offsets_frame
+    async with running_proxy(upstream) as proxy:
+        proxy.own(1)
+        for replica_id in (0, 1, 2**31 - 1):
+            client = await proxy.client()
+            client.send(frame(version=version, replica_id=replica_id))
+            assert await client.is_closed()
+        assert upstream.log == []
+        client = await proxy.client()
+        client.send(frame(version=version, replica_id=-1))
+        asked = await upstream.next()
+        asked.answer()
+        assert (await client.answer(key, version)).codes == {("t", 0): 0}
