@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import time
@@ -108,6 +109,56 @@ def test_what_is_committed_is_read_and_what_is_aborted_is_not(
     for bootstrap in (real_kafka.bootstrap, proxy.kafka):
         assert read(bootstrap, topic, "read_committed") == COMMITTED
         assert read(bootstrap, topic, "read_uncommitted") == sorted(COMMITTED + ABORTED)
+
+
+def test_transactions_go_on_when_their_coordinator_dies(
+    proxy: KproxyProcess, real_kafka: RealKafka, topic: str
+) -> None:
+    settings = {"bootstrap.servers": proxy.kafka, "transactional.id": topic, "log_level": 0}
+    producer = confluent_kafka.Producer(settings)
+    producer.init_transactions(TIMEOUT_S)
+    committed: list[str] = []
+    dead = None
+    try:
+        for number in range(12):
+            if number == 4:
+                coordinator = real_kafka.leaders("__transaction_state")[0]
+                dead = next(broker for broker in real_kafka.brokers if broker.node_id == coordinator)
+                dead.kill()
+            committed += transact(producer, topic, number)
+    finally:
+        if dead is not None:
+            dead.start()
+            dead.wait_started()
+    assert read(proxy.kafka, topic, "read_committed") == sorted(committed)
+
+
+def transact(producer: confluent_kafka.Producer, topic: str, number: int) -> list[str]:
+    """One transaction, again until it is committed, as librdkafka tells its users to; what was committed."""
+    deadline = time.monotonic() + 2 * TIMEOUT_S
+    for attempt in itertools.count():
+        values = [f"{number} {attempt} {record}" for record in range(RECORDS)]
+        producer.begin_transaction()
+        for record, value in enumerate(values):
+            producer.produce(topic, value, partition=record % PARTITIONS)
+        if finish(producer.commit_transaction, deadline):
+            return values
+        assert finish(producer.abort_transaction, deadline)
+    raise AssertionError
+
+
+def finish(ends: Callable[[float], None], deadline: float) -> bool:
+    """Whether the transaction ended this way; False where it has to be aborted."""
+    while True:
+        try:
+            ends(TIMEOUT_S)
+            return True
+        except confluent_kafka.KafkaException as exception:
+            error = exception.args[0]
+            if error.txn_requires_abort():
+                return False
+            assert error.retriable(), error
+            assert time.monotonic() < deadline, error
 
 
 @pytest.mark.parametrize("run", [run_java, run_librdkafka])
