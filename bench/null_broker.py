@@ -13,8 +13,10 @@ from typing import cast
 
 import uvloop
 
+from codec.api_keys import API_VERSIONS, PRODUCE
+from codec.control import build_response, encode_response
 from codec.framing import FrameReader, ReceiveArena
-from codec.headers import RESPONSE_CORRELATION_ID_OFFSET, parse_request_header, response_header
+from codec.headers import RESPONSE_CORRELATION_ID_OFFSET, RequestHeader, parse_request_header, response_header
 from codec.partitioned import encode_topics, with_length
 from codec.produce import parse_produce
 from codec.produce_response import PRODUCE_API, result_entry
@@ -44,6 +46,8 @@ class NullBroker(asyncio.BufferedProtocol):
 
     def _answer(self, frame: memoryview) -> bytearray:
         header = parse_request_header(frame)
+        if header.api_key == API_VERSIONS:
+            return _versions(header)
         request = parse_produce(frame, header)
         shape = (header.api_version, *((topic.name, *topic.partitions) for topic in request.topics))
         known = self.answers.get(shape)
@@ -69,6 +73,13 @@ class NullBroker(asyncio.BufferedProtocol):
         answer = bytearray(known)
         pack_into(">i", answer, RESPONSE_CORRELATION_ID_OFFSET, header.correlation_id)
         return answer
+
+
+def _versions(header: RequestHeader) -> bytearray:
+    served = [{"api_key": key, "min_version": 0, "max_version": 99} for key in (API_VERSIONS, PRODUCE)]
+    body = encode_response(build_response(API_VERSIONS, header.api_version, api_keys=served))
+    head = response_header(header.api_key, header.api_version, header.correlation_id)
+    return bytearray(b"".join(with_length([head, body])))
 
 
 async def main() -> None:

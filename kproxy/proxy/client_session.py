@@ -6,7 +6,7 @@ States
   closed     nothing is read or written
 
 Transitions
-  open     -> draining   `drain`: the proxy stops
+  open     -> draining   `drain`: the proxy stops; a broker joins that serves less than this client was told
   open     -> closed     the client's connection ends; bytes that are no request; an acks=0 part cannot be delivered
   draining -> closed     the last answer is written, or the time for draining is over
 
@@ -42,7 +42,7 @@ from kproxy.proxy.produce import produce
 from kproxy.proxy.reads import fetch, list_offsets
 from kproxy.proxy.sockets import keep_alive
 from kproxy.proxy.upstream import FLUSH_S, Upstream
-from kproxy.proxy.versions import OFFERS, Handling
+from kproxy.proxy.versions import NOT_SERVED, Ranges, covers
 
 log = structlog.get_logger(__name__)
 
@@ -93,7 +93,11 @@ class ClientSession(asyncio.BufferedProtocol):
         self._tasks: set[asyncio.Task[None]] = set()
         self._gone = asyncio.get_running_loop().create_future()
         self._fanout = Fanout(context, self._upstream_of, self._upstreams, self._undeliverable)
-        self._control = ControlPlane(context, self._connect)
+        self._control = ControlPlane(context, self._connect, self._offered)
+        # What may be sent here: what an ApiVersions answer has named or, before any, what is offered at the moment.
+        self._ranges = context.versions.offered.ranges
+        self._negotiated = False
+        self._lingers = False
 
     # The connection
 
@@ -127,6 +131,9 @@ class ClientSession(asyncio.BufferedProtocol):
 
     def _take(self, frame: memoryview, first_byte_at: float) -> None:
         header = parse_request_header(frame)
+        lowest, highest = self._ranges.get(header.api_key, NOT_SERVED)
+        if not lowest <= header.api_version <= highest:
+            self._check_unserved(header)
         slot = Slot(self, len(frame))
         # The slot is taken before anything is sent: an answer may come within this very step.
         self._slots.append(slot)
@@ -159,9 +166,6 @@ class ClientSession(asyncio.BufferedProtocol):
         self._end_if_drained()
 
     def _start_control(self, frame: memoryview, header: RequestHeader, slot: Slot) -> None:
-        offer = OFFERS.get(header.api_key)
-        if offer is None or offer.handling is Handling.PARTITIONED:
-            raise UnsupportedVersion(f"{api_keys.name_of(header.api_key)} is not served")
         if len(frame) > self._context.limits.max_control_request_bytes:
             raise FrameTooLarge(
                 f"a {api_keys.name_of(header.api_key)} request of {len(frame)} bytes; "
@@ -174,11 +178,40 @@ class ClientSession(asyncio.BufferedProtocol):
             slot.fill(await self._control.answer(frame, header))
         except (CodecError, Unanswerable) as error:
             self._refuse(error)
+        except Exception:  # the boundary: a request without an answer would hold up all that follow it
+            log.exception("a request could not be answered", request=api_keys.name_of(header.api_key))
+            self.abandon()
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    # Versions
+
+    def _check_unserved(self, header: RequestHeader) -> None:
+        """A request outside of what is offered ends the connection, but for ApiVersions (KIP-511)."""
+        if header.api_key == api_keys.API_VERSIONS:
+            return
+        name = api_keys.name_of(header.api_key)
+        if header.api_key not in self._ranges:
+            raise UnsupportedVersion(f"{name} is not offered")
+        lowest, highest = self._ranges[header.api_key]
+        raise UnsupportedVersion(f"{name} v{header.api_version}: versions {lowest} to {highest} are offered")
+
+    def _offered(self, ranges: Ranges) -> None:
+        """An ApiVersions answer names these: from now on they hold for this connection."""
+        self._ranges = ranges
+        self._negotiated = True
+
+    def follow_ranges(self, ranges: Ranges) -> None:
+        """Other versions are offered now. A client that was told of more is to ask again: it gets a new connection."""
+        if not self._negotiated:
+            self._ranges = ranges
+        elif not self._draining and not covers(ranges, self._ranges):
+            log.info("client connection drained: a broker serves less than it was offered", client=self._peer)
+            self._lingers = True
+            self.drain()
 
     # Answers
 
@@ -295,7 +328,7 @@ class ClientSession(asyncio.BufferedProtocol):
 
     def _end_if_drained(self) -> None:
         if self._draining and not self._slots and not self._backlog and not self._fanout.has_open_exchanges:
-            self._end()
+            self._end(lingers=self._lingers)
 
     def eof_received(self) -> bool:
         """Kafka's clients never close one half alone: this one is gone and will send again what was not answered."""
@@ -307,13 +340,21 @@ class ClientSession(asyncio.BufferedProtocol):
             self._gone.set_result(None)
         self._end()
 
-    def _end(self) -> None:
+    def _end(self, *, lingers: bool = False) -> None:
+        """`lingers`: let the client close first, ignoring what it still sends.
+
+        Closing upon unread bytes resets the connection, and a reset may overtake the last answers.
+        """
         if self.closed:
             return
         self.closed = True
         if self._transport is not None and self._outbox is not None:
             self._outbox.flush()
-            self._transport.close()
+            if lingers and self._transport.can_write_eof() and not self._transport.is_closing():
+                self._transport.write_eof()
+                self._transport.resume_reading()
+            else:
+                self._transport.close()
         self._slots.clear()
         self._backlog.clear()
         self._on_closed(self)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
 from codec.framing import ReceiveArena
 from kproxy.config import Limits
+from kproxy.proxy.broker_versions import BrokerVersions
+from kproxy.proxy.coordinators import Coordinators
+from kproxy.proxy.versions import NO_CAPS
 from kproxy.routing.retry import LEASED, Conduct
-from kproxy.routing.topology import Address, Topology
+from kproxy.routing.topology import Topology
 
 
 class OwnershipSource(Protocol):
@@ -42,9 +45,12 @@ class ProxyContext:
     clock: Callable[[], float]
     random: Random
     arena: ReceiveArena = field(default_factory=ReceiveArena)
-    # What each broker said it serves, by (broker, address): API key -> (lowest, highest version).
-    version_ranges: dict[tuple[int, Address], dict[int, tuple[int, int]]] = field(default_factory=dict)
-    # Brokers that were asked and did not say: not asked again before this time of `clock`.
-    silent_until: dict[tuple[int, Address], float] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
     conduct: Conduct = LEASED
+    # Highest versions by API key that the ownership source allows, where it allows less than the proxy serves.
+    version_caps: Mapping[int, int] = field(default_factory=lambda: NO_CAPS)
+    versions: BrokerVersions = field(init=False)
+    coordinators: Coordinators = field(default_factory=Coordinators)
+
+    def __post_init__(self) -> None:
+        self.versions = BrokerVersions(self.topology, self.limits, self.clock, self.arena, self.version_caps)

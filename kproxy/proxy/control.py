@@ -9,68 +9,61 @@ which is what the client would have seen of the broker.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable
+from typing import Any
 
 from codec import api_keys as keys
-from codec.control import Message, build_response, decode_request, decode_response, encode_response
-from codec.error_codes import NONE, UNSUPPORTED_VERSION
-from codec.errors import CodecError, UnsupportedVersion
-from codec.headers import RequestHeader, request_header, response_body_offset, response_header
+from codec.control import (
+    Message,
+    build_request,
+    build_response,
+    decode_request,
+    decode_response,
+    encode_request,
+    encode_response,
+)
+from codec.error_codes import UNSUPPORTED_VERSION
+from codec.errors import CodecError
+from codec.headers import (
+    RequestHeader,
+    parse_request_header,
+    request_header,
+    response_body_offset,
+    response_header,
+)
 from codec.partitioned import set_correlation_id, set_response_correlation_id, with_length
 from codec.primitives import Buffer
 from kproxy.proxy.context import ProxyContext
+from kproxy.proxy.coordination import Coordination, coordination_key
+from kproxy.proxy.coordinators import BATCHED_FROM, KEY_TYPES_FROM
 from kproxy.proxy.naming import metadata_without_brokers, rename
+from kproxy.proxy.question import Lost, ask
 from kproxy.proxy.upstream import Upstream
-from kproxy.proxy.versions import OFFERS, Handling, Offer, Ranges, intersect
+from kproxy.proxy.versions import OFFERS, Handling, Offer, Offered, Ranges
 from kproxy.routing.rendezvous import preferred
-from kproxy.routing.topology import Address
 
-# The oldest version that every broker answers; enough to learn the ranges.
-_ASKED_API_VERSIONS = 0
-_ASK_VERSIONS_TIMEOUT_S = 2.0
-# A broker that did not say in time is not asked again for so long: one that hangs must not hold up every new client.
-_SILENT_FOR_S = 10.0
+# Up to this version of ApiVersions a feature that is supported from level 0 cannot be said (KIP-1022).
+_NO_LEVEL_0_TO = 3
+_FEATURES_FROM = 3
 
 
 class Unanswerable(Exception):
     """There is no answer to give; the connection is closed instead."""
 
 
-class _Lost(Exception):
-    """A broker's connection ended before it answered."""
-
-    def __init__(self, *, written: bool) -> None:
-        super().__init__("the broker's connection ended before it answered")
-        self.written = written
-
-
-class _Question:
-    """The ticket of one control-plane request."""
-
-    expects_answer = True
-
-    def __init__(self) -> None:
-        self.answer: asyncio.Future[memoryview] = asyncio.get_running_loop().create_future()
-
-    def sent(self) -> None:
-        """Never said: every question has an answer."""
-
-    def answered(self, frame: memoryview) -> None:
-        if not self.answer.done():
-            self.answer.set_result(frame)
-
-    def lost(self, *, written: bool) -> None:
-        if not self.answer.done():
-            self.answer.set_exception(_Lost(written=written))
-
-
 class ControlPlane:
-    """The control-plane requests of one client connection; `connect` dials a broker of the topology."""
+    """The control-plane requests of one client connection; `connect` dials a broker of the topology.
 
-    def __init__(self, context: ProxyContext, connect: Callable[[int], Upstream]) -> None:
+    `on_offered` learns of the versions that the client is about to be told.
+    """
+
+    def __init__(
+        self, context: ProxyContext, connect: Callable[[int], Upstream], on_offered: Callable[[Ranges], None]
+    ) -> None:
         self._context = context
         self._connect = connect
+        self._on_offered = on_offered
+        self._coordination = Coordination(context, connect, self._find_coordinator)
         self._upstreams: dict[int, Upstream] = {}
         # Spreads the control planes of many connections over the brokers.
         self._key = context.random.randbytes(8)
@@ -82,11 +75,13 @@ class ControlPlane:
         if header.api_key == keys.API_VERSIONS:
             return _framed(header, encode_response(await self._api_versions(frame, header)))
         offer = OFFERS[header.api_key]
-        if not offer.min_version <= header.api_version <= offer.max_version:
-            raise UnsupportedVersion(
-                f"{keys.name_of(header.api_key)} v{header.api_version}: "
-                f"versions {offer.min_version} to {offer.max_version} are served"
-            )
+        if offer.handling is Handling.COORDINATED or header.api_key == keys.FIND_COORDINATOR:
+            request = decode_request(header.api_key, header.api_version, frame[header.body_offset :])
+            refusal = self._coordination.refuses(header, request)
+            if refusal is not None:
+                return refusal
+            if offer.handling is Handling.COORDINATED and coordination_key(header, request):
+                return await self._coordination.answer(frame, header, request)
         try:
             async with asyncio.timeout(self._context.limits.control_timeout_s):
                 return await self._ask_any(frame, header, offer)
@@ -110,10 +105,10 @@ class ControlPlane:
             upstream = self._upstream_of(broker)
             try:
                 async with asyncio.timeout(self._context.limits.control_attempt_s if offer.repeatable else None):
-                    answer = self._read(await self._ask(upstream, frame), header, offer)
+                    answer = self._read(await self._ask(upstream, frame), frame, header)
                 self._doubted.discard(broker)
                 return answer
-            except _Lost as lost:
+            except Lost as lost:
                 if lost.written and not offer.repeatable:
                     raise Unanswerable("the broker's connection ended before it answered") from lost
             except TimeoutError:
@@ -124,22 +119,23 @@ class ControlPlane:
             self._doubted.add(broker)
         raise Unanswerable("no broker can be reached")
 
-    def _read(self, answer: memoryview, header: RequestHeader, offer: Offer) -> list[Buffer]:
-        """A broker's answer as the client gets it. Raises CodecError."""
-        if offer.handling is Handling.FORWARDED:
+    def _read(self, answer: memoryview, frame: memoryview, header: RequestHeader) -> list[Buffer]:
+        """A broker's answer to `frame` as the client gets it. Raises CodecError."""
+        if OFFERS[header.api_key].handling is not Handling.REWRITTEN:
             set_response_correlation_id(answer, header.correlation_id)
             return [answer]
         body = answer[response_body_offset(answer, header.api_key, header.api_version) :]
         message = decode_response(header.api_key, header.api_version, body)
+        if header.api_key == keys.FIND_COORDINATOR:
+            asked = decode_request(header.api_key, header.api_version, frame[header.body_offset :])
+            self._context.coordinators.take(asked, message)
         rename(header.api_key, message, self._context.identity)
         return _framed(header, encode_response(message))
 
     async def _ask(self, upstream: Upstream, frame: memoryview) -> memoryview:
-        question = _Question()
         correlation_id = upstream.next_correlation_id()
         set_correlation_id(frame, correlation_id)
-        upstream.send(question, correlation_id, [frame])
-        return await question.answer
+        return await ask(upstream, correlation_id, [frame])
 
     def _upstream_of(self, broker: int) -> Upstream:
         upstream = self._upstreams.get(broker)
@@ -147,51 +143,35 @@ class ControlPlane:
             upstream = self._upstreams[broker] = self._connect(broker)
         return upstream
 
+    async def _find_coordinator(self, key_type: int, key: str) -> None:
+        """Ask who coordinates a key; the answer is remembered, where there is one."""
+        highest = self._context.versions.offered.ranges.get(keys.FIND_COORDINATOR, (0, 0))[1]
+        version = min(highest, BATCHED_FROM - 1)
+        key_types = {"key_type": key_type} if version >= KEY_TYPES_FROM else {}
+        head = request_header(keys.FIND_COORDINATOR, version, 0, b"kproxy")
+        body = encode_request(build_request(keys.FIND_COORDINATOR, version, key=key, **key_types))
+        frame = memoryview(bytearray(b"".join(with_length([head, body]))))
+        try:
+            async with asyncio.timeout(self._context.limits.control_timeout_s):
+                await self._ask_any(frame, parse_request_header(frame), OFFERS[keys.FIND_COORDINATOR])
+        except (TimeoutError, Unanswerable):
+            self._context.counters["coordinators.not_found"] += 1
+
     # ApiVersions
 
     async def _api_versions(self, frame: memoryview, header: RequestHeader) -> Message:
-        offer = OFFERS[keys.API_VERSIONS]
-        if header.api_version > offer.max_version:
+        lowest, highest = OFFERS[keys.API_VERSIONS][:2]
+        if not lowest <= header.api_version <= highest:
             # KIP-511: in version 0, with what would have been understood.
-            ranges = {keys.API_VERSIONS: (offer.min_version, offer.max_version)}
-            return _api_versions_response(0, ranges, UNSUPPORTED_VERSION)
+            mine = {"api_key": keys.API_VERSIONS, "min_version": lowest, "max_version": highest}
+            return build_response(keys.API_VERSIONS, 0, error_code=UNSUPPORTED_VERSION, api_keys=[mine])
         decode_request(keys.API_VERSIONS, header.api_version, frame[header.body_offset :])
-        return _api_versions_response(header.api_version, await self._common_ranges(), NONE)
-
-    async def _common_ranges(self) -> Ranges:
-        brokers = dict(self._context.topology.brokers)
-        known = await asyncio.gather(*(self._ranges_of(broker, address) for broker, address in brokers.items()))
-        return intersect(ranges for ranges in known if ranges is not None)
-
-    async def _ranges_of(self, broker: int, address: Address) -> Ranges | None:
-        """What a broker serves, asked once for each of its addresses; None where it does not say."""
-        cache = self._context.version_ranges
-        if (broker, address) in cache:
-            return cache[broker, address]
-        if self._context.clock() < self._context.silent_until.get((broker, address), -math.inf):
-            return None
-        request = request_header(keys.API_VERSIONS, _ASKED_API_VERSIONS, 0, b"kproxy")
-        frame = memoryview(bytearray(b"".join(with_length([request]))))
-        upstream = self._upstream_of(broker)
-        try:
-            async with asyncio.timeout(_ASK_VERSIONS_TIMEOUT_S):
-                answer = await self._ask(upstream, frame)
-            body = answer[response_body_offset(answer, keys.API_VERSIONS, _ASKED_API_VERSIONS) :]
-            message = decode_response(keys.API_VERSIONS, _ASKED_API_VERSIONS, body)
-        except _Lost:
-            return None
-        except TimeoutError:
-            self._context.silent_until[broker, address] = self._context.clock() + _SILENT_FOR_S
-            upstream.give_up("it does not say what it serves")
-            return None
-        except CodecError as error:
-            upstream.distrust(str(error))
-            return None
-        ranges = {api.api_key: (api.min_version, api.max_version) for api in message.api_keys}
-        cache[broker, address] = ranges
-        return ranges
+        offered = await self._context.versions.current()
+        self._on_offered(offered.ranges)
+        return _api_versions_response(header.api_version, offered)
 
     async def close(self) -> None:
+        await self._coordination.close()
         await asyncio.gather(*(upstream.close() for upstream in self._upstreams.values()))
 
 
@@ -199,9 +179,22 @@ def _framed(header: RequestHeader, body: bytes) -> list[Buffer]:
     return with_length([response_header(header.api_key, header.api_version, header.correlation_id), body])
 
 
-def _api_versions_response(api_version: int, ranges: Ranges, error_code: int) -> Message:
-    api_list = [
-        {"api_key": key, "min_version": lowest, "max_version": highest}
-        for key, (lowest, highest) in sorted(ranges.items())
-    ]
-    return build_response(keys.API_VERSIONS, api_version, error_code=error_code, api_keys=api_list)
+def _api_versions_response(api_version: int, offered: Offered) -> Message:
+    fields: dict[str, Any] = {
+        "api_keys": [
+            {"api_key": key, "min_version": lowest, "max_version": highest}
+            for key, (lowest, highest) in sorted(offered.ranges.items())
+        ]
+    }
+    if api_version >= _FEATURES_FROM:
+        fields["supported_features"] = [
+            {"name": name, "min_version": lowest, "max_version": highest}
+            for name, (lowest, highest) in sorted(offered.supported.items())
+            if lowest > 0 or api_version > _NO_LEVEL_0_TO
+        ]
+        fields["finalized_features_epoch"] = offered.epoch
+        fields["finalized_features"] = [
+            {"name": name, "min_version_level": lowest, "max_version_level": highest}
+            for name, (lowest, highest) in sorted(offered.finalized.items())
+        ]
+    return build_response(keys.API_VERSIONS, api_version, **fields)

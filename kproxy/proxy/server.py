@@ -22,6 +22,7 @@ from kproxy.config import Limits
 from kproxy.errors import StartupError
 from kproxy.proxy.client_session import ClientSession
 from kproxy.proxy.context import ProxyContext
+from kproxy.proxy.versions import Ranges
 
 log = structlog.get_logger(__name__)
 
@@ -38,6 +39,7 @@ class Listener:
         self._sessions: set[ClientSession] = set()
         self._empty = asyncio.Event()
         self._draining = False
+        self._follows_versions = True
         self._closing: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._ticker: asyncio.Task[None] | None = None
@@ -64,11 +66,16 @@ class Listener:
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
 
-    async def serve(self, context: ProxyContext) -> None:
-        """Accept connections, all of them on `context`."""
+    async def serve(self, context: ProxyContext, *, follows_versions: bool = True) -> None:
+        """Accept connections, all of them on `context`.
+
+        `follows_versions`: brokers are asked what they serve as soon as they are known, not only when a client asks.
+        """
         if self._server is None:
             raise RuntimeError("bind comes first")
         self._context = context
+        self._follows_versions = follows_versions
+        context.versions.on_change = self._follow_ranges
         await self._server.start_serving()
         self._ticker = asyncio.get_running_loop().create_task(self._watch_deadlines(context))
 
@@ -94,9 +101,23 @@ class Listener:
             if not self._sessions:
                 self._empty.set()
 
+    def _follow_ranges(self, ranges: Ranges) -> None:
+        """Other versions are offered now."""
+        for session in list(self._sessions):
+            try:
+                session.follow_ranges(ranges)
+            except Exception:  # the boundary: one session's trouble must not keep the others at what was offered before
+                log.exception("a client connection could not follow what is offered")
+                session.abandon()
+
     async def _watch_deadlines(self, context: ProxyContext) -> None:
         while True:
             await asyncio.sleep(DEADLINE_TICK_S)
+            if self._follows_versions:
+                try:
+                    context.versions.look()
+                except Exception:  # the boundary: deadlines are watched whatever becomes of this
+                    log.exception("what the brokers serve could not be followed")
             now = context.clock()
             for session in list(self._sessions):
                 try:
@@ -123,6 +144,8 @@ class Listener:
         for session in list(self._sessions):
             session.abandon()
         await asyncio.gather(*self._closing)
+        if self._context is not None:
+            await self._context.versions.close()
 
 
 class _Refusal(asyncio.Protocol):

@@ -1,7 +1,7 @@
 """Python's three clients against a running `kproxy dev`, with default settings and the proxy as their only address.
 
 Each writes records with and without keys, is told where they lie, and reads them back. Partitions are assigned by hand:
-this version offers no consumer groups.
+the reference brokers keep no consumer groups.
 """
 
 from __future__ import annotations

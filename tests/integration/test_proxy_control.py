@@ -12,7 +12,7 @@ import pytest
 
 from codec import api_keys, control
 from codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
-from kproxy.proxy import control as proxy_control
+from kproxy.proxy import broker_versions
 from kproxy.proxy.versions import OFFERS, Handling
 from tests.support.raw_client import (
     control_frame,
@@ -222,7 +222,7 @@ async def test_brokers_are_asked_for_their_versions_once() -> None:
 async def test_a_broker_that_does_not_say_its_versions_does_not_hold_up_every_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(proxy_control, "_ASK_VERSIONS_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(broker_versions, "ASK_TIMEOUT_S", 0.3)
     hung = ScriptedUpstream(1)
     async with running_proxy(hung, ScriptedUpstream(2, WIDE)) as proxy:
         await offered(await proxy.client())

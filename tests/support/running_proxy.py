@@ -137,8 +137,12 @@ async def running_proxy(
     *upstreams: ScriptedUpstream,
     limits: Mapping[str, Any] | None = None,
     clock: Callable[[], float] = time.monotonic,
+    follows_versions: bool = False,
 ) -> AsyncIterator[RunningProxy]:
-    """A proxy that knows these upstreams, which are started where they are not; all is stopped in the end."""
+    """A proxy that knows these upstreams, which are started where they are not; all is stopped in the end.
+
+    Upstreams are asked what they serve only when a client asks, so that nothing arrives that a test has not sent.
+    """
     async with AsyncExitStack() as stack:
         proxy = RunningProxy(Limits(**{"drain_s": 1.0, **(limits or {})}), clock)
         for upstream in upstreams:
@@ -147,7 +151,7 @@ async def running_proxy(
                 await upstream.start()
             proxy.topology.set_broker(upstream.node_id, upstream.address)
         proxy.port = await proxy.listener.bind(HOST, 0)
-        await proxy.listener.serve(proxy.context)
+        await proxy.listener.serve(proxy.context, follows_versions=follows_versions)
         stack.push_async_callback(proxy.stop)
         yield proxy
 
