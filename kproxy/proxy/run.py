@@ -63,6 +63,7 @@ async def _serve(config: ProxyConfig) -> None:
                 topology=topology,
                 source=opened.source,
                 conduct=opened.conduct,
+                version_caps=opened.version_caps,
                 identity=Identity(ALONE_NODE_ID, host, port or bound_port),
                 limits=config.limits,
                 clock=time.monotonic,

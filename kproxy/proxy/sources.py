@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
+from codec.api_keys import PRODUCE
+from codec.produce import TOPIC_IDS_FROM
 from kproxy.config import ProxyConfig
 from kproxy.errors import StartupError
 from kproxy.ownership.etcd import EtcdClient, EtcdError
 from kproxy.ownership.kafka_metadata import KafkaMetadata
 from kproxy.ownership.leases import LeaseTable
 from kproxy.ownership.static_table import StaticTable
+from kproxy.proxy.versions import NO_CAPS
 from kproxy.routing import retry
 from kproxy.routing.topology import Address, Topology
 
+# A fixed table names topics by their names alone.
+_WITHOUT_TOPIC_IDS: Mapping[int, int] = MappingProxyType({PRODUCE: TOPIC_IDS_FROM - 1})
 SYNC_TIMEOUT_S = 30.0
 # A Kafka cluster that is there answers at once; one that is not should be said soon.
 KAFKA_SYNC_TIMEOUT_S = 10.0
@@ -50,12 +56,16 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class OpenSource:
-    """`ready` is what the ready line says of it; `following` ends only with an error or when the source is closed."""
+    """`ready` is what the ready line says of it; `following` ends only with an error or when the source is closed.
+
+    `version_caps`: the highest versions by API key that can be served with what the source knows.
+    """
 
     source: Source
     conduct: retry.Conduct
     following: asyncio.Task[None]
     ready: str
+    version_caps: Mapping[int, int] = NO_CAPS
 
 
 @contextlib.asynccontextmanager
@@ -109,7 +119,7 @@ def _open_static(config: ProxyConfig, topology: Topology, stack: contextlib.Asyn
     if config.owners is not None:
         brokers = {number: Address(*address) for number, address in config.owners.brokers.items()}
         table.load(brokers, [(topic.name, topic.owners) for topic in config.owners.topics])
-    return OpenSource(table, retry.KAFKA, _follow(table, stack), "")
+    return OpenSource(table, retry.KAFKA, _follow(table, stack), "", _WITHOUT_TOPIC_IDS)
 
 
 def _follow(source: Source, stack: contextlib.AsyncExitStack) -> asyncio.Task[None]:

@@ -110,6 +110,18 @@ def produce_librdkafka(
     assert acknowledged == len(records)
 
 
+def highest_produce(proxy: KproxyProcess) -> int:
+    """The highest version of Produce that is offered."""
+    host, _, port = proxy.kafka.rpartition(":")
+    with RawClient(host, int(port)) as client:
+        offered = client.request(keys.API_VERSIONS, 0).api_keys
+    return next(int(each.max_version) for each in offered if each.api_key == keys.PRODUCE)
+
+
+def test_topic_ids_are_used_before_a_cluster_that_has_them(proxy: KproxyProcess) -> None:
+    assert highest_produce(proxy) == 13
+
+
 def test_librdkafka_idempotent(proxy: KproxyProcess, topic: str) -> None:
     sent = numbered(RECORDS)
     produce_librdkafka(proxy.kafka, topic, sent)
@@ -293,6 +305,7 @@ def test_a_fixed_table_serves_what_it_names(real_kafka: RealKafka, topic: str, t
         source = ["--ownership", "static", "--table", file]
     with serving(["serve", "--listen", "127.0.0.1:0", *source], tmp_path / "stderr") as proxy:
         assert set(proxy.fields) == {"kafka"}
+        assert highest_produce(proxy) == 12, "a fixed table knows no topic ids"
         sent = numbered(RECORDS)
         produce_librdkafka(proxy.kafka, topic, sent)
         check(read_all(proxy.kafka, topic, RECORDS), sent)
