@@ -56,7 +56,7 @@ BAD: dict[str, Callable[[], bytes]] = {
     "TLS hello": lambda: b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64),
     "unknown API": lambda: raw_frame(header(999, 0) + bytes(10)),
     "negative API": lambda: raw_frame(header(-1, 0)),
-    "an API that is not served": lambda: raw_frame(header(api_keys.JOIN_GROUP, 5) + bytes(20)),
+    "an API that is not served": lambda: raw_frame(header(api_keys.DELETE_RECORDS, 0) + bytes(20)),
     "WriteTxnMarkers": lambda: raw_frame(header(api_keys.WRITE_TXN_MARKERS, 0) + bytes(4)),
     "Envelope": lambda: raw_frame(header(api_keys.ENVELOPE, 0) + bytes(20)),
     "Produce v2": produce_v2,

@@ -253,7 +253,7 @@ async def test_a_broker_that_knows_no_newer_version_of_the_question_is_asked_in_
 
 
 @pytest.mark.parametrize(
-    ("key", "version"), [(keys.PRODUCE, OLD + 1), (keys.METADATA, 14), (keys.JOIN_GROUP, 99), (keys.FETCH, 99)]
+    ("key", "version"), [(keys.PRODUCE, OLD + 1), (keys.METADATA, 14), (keys.DELETE_RECORDS, 0), (keys.FETCH, 99)]
 )
 @both_loops
 async def test_what_was_not_offered_is_refused_by_closing(key: int, version: int) -> None:
