@@ -65,7 +65,7 @@ class OpenSource:
     conduct: retry.Conduct
     following: asyncio.Task[None]
     ready: str
-    version_caps: Mapping[int, int] = NO_CAPS
+    version_caps: Mapping[int, int]
 
 
 @contextlib.asynccontextmanager
@@ -96,7 +96,7 @@ async def _open_etcd(config: ProxyConfig, topology: Topology, stack: contextlib.
         ) from error
     except EtcdError as error:
         raise StartupError(f"{error} Start etcd, or give its address with --etcd.") from error
-    return OpenSource(table, retry.LEASED, following, f" etcd={client.endpoints}")
+    return OpenSource(table, retry.LEASED, following, f" etcd={client.endpoints}", NO_CAPS)
 
 
 async def _open_kafka(config: ProxyConfig, topology: Topology, stack: contextlib.AsyncExitStack) -> OpenSource:
@@ -111,7 +111,7 @@ async def _open_kafka(config: ProxyConfig, topology: Topology, stack: contextlib
         raise StartupError(
             f"no Kafka cluster answers at {where} ({reason}): start it, or give others of its brokers with --bootstrap"
         ) from error
-    return OpenSource(metadata, retry.KAFKA, following, "")
+    return OpenSource(metadata, retry.KAFKA, following, "", NO_CAPS)
 
 
 def _open_static(config: ProxyConfig, topology: Topology, stack: contextlib.AsyncExitStack) -> OpenSource:
