@@ -10,6 +10,7 @@ from typing import Protocol
 
 from codec.framing import ReceiveArena
 from kproxy.config import Limits
+from kproxy.proxy.breaker import Breakers
 from kproxy.routing.retry import LEASED, Conduct
 from kproxy.routing.topology import Address, Topology
 
@@ -48,3 +49,7 @@ class ProxyContext:
     silent_until: dict[tuple[int, Address], float] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
     conduct: Conduct = LEASED
+    breakers: Breakers = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.breakers = Breakers(self.topology, self.limits, self.clock, self.arena, self.counters)

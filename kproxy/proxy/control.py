@@ -21,6 +21,7 @@ from codec.partitioned import set_correlation_id, set_response_correlation_id, w
 from codec.primitives import Buffer
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.naming import metadata_without_brokers, rename
+from kproxy.proxy.question import Lost, ask
 from kproxy.proxy.upstream import Upstream
 from kproxy.proxy.versions import OFFERS, Handling, Offer, Ranges, intersect
 from kproxy.routing.rendezvous import preferred
@@ -35,34 +36,6 @@ _SILENT_FOR_S = 10.0
 
 class Unanswerable(Exception):
     """There is no answer to give; the connection is closed instead."""
-
-
-class _Lost(Exception):
-    """A broker's connection ended before it answered."""
-
-    def __init__(self, *, written: bool) -> None:
-        super().__init__("the broker's connection ended before it answered")
-        self.written = written
-
-
-class _Question:
-    """The ticket of one control-plane request."""
-
-    expects_answer = True
-
-    def __init__(self) -> None:
-        self.answer: asyncio.Future[memoryview] = asyncio.get_running_loop().create_future()
-
-    def sent(self) -> None:
-        """Never said: every question has an answer."""
-
-    def answered(self, frame: memoryview) -> None:
-        if not self.answer.done():
-            self.answer.set_result(frame)
-
-    def lost(self, *, written: bool) -> None:
-        if not self.answer.done():
-            self.answer.set_exception(_Lost(written=written))
 
 
 class ControlPlane:
@@ -98,14 +71,15 @@ class ControlPlane:
 
     async def _ask_any(self, frame: memoryview, header: RequestHeader, offer: Offer) -> list[Buffer]:
         """The answer, from one broker; they are tried in this connection's own order, each once."""
-        untried = set(self._context.topology.brokers)
+        untried = {each for each, address in self._context.topology.brokers.items() if not self._hangs(address)}
         while untried:
             broker = preferred(self._key, untried - self._doubted or untried)
             if broker is None:
                 break
             untried.discard(broker)
-            if self._context.topology.address(broker) is None:
-                # It has left while another one was asked.
+            address = self._context.topology.address(broker)
+            if address is None or self._hangs(address):
+                # It has left, or begun to hang, while another one was asked.
                 continue
             upstream = self._upstream_of(broker)
             try:
@@ -113,7 +87,7 @@ class ControlPlane:
                     answer = self._read(await self._ask(upstream, frame), header, offer)
                 self._doubted.discard(broker)
                 return answer
-            except _Lost as lost:
+            except Lost as lost:
                 if lost.written and not offer.repeatable:
                     raise Unanswerable("the broker's connection ended before it answered") from lost
             except TimeoutError:
@@ -135,17 +109,24 @@ class ControlPlane:
         return _framed(header, encode_response(message))
 
     async def _ask(self, upstream: Upstream, frame: memoryview) -> memoryview:
-        question = _Question()
         correlation_id = upstream.next_correlation_id()
         set_correlation_id(frame, correlation_id)
-        upstream.send(question, correlation_id, [frame])
-        return await question.answer
+        return await ask(upstream, correlation_id, [frame])
 
     def _upstream_of(self, broker: int) -> Upstream:
         upstream = self._upstreams.get(broker)
         if upstream is None or upstream.closed:
             upstream = self._upstreams[broker] = self._connect(broker)
         return upstream
+
+    def _hangs(self, address: Address) -> bool:
+        return self._context.breakers.is_open(address)
+
+    def give_up_broker(self, address: Address) -> None:
+        """The broker there hangs: what was asked of it is asked elsewhere, if it can be."""
+        for upstream in list(self._upstreams.values()):
+            if upstream.address == address and not upstream.closed:
+                upstream.give_up("its broker hangs")
 
     # ApiVersions
 
@@ -168,7 +149,7 @@ class ControlPlane:
         cache = self._context.version_ranges
         if (broker, address) in cache:
             return cache[broker, address]
-        if self._context.clock() < self._context.silent_until.get((broker, address), -math.inf):
+        if self._hangs(address) or self._context.clock() < self._context.silent_until.get((broker, address), -math.inf):
             return None
         request = request_header(keys.API_VERSIONS, _ASKED_API_VERSIONS, 0, b"kproxy")
         frame = memoryview(bytearray(b"".join(with_length([request]))))
@@ -178,7 +159,7 @@ class ControlPlane:
                 answer = await self._ask(upstream, frame)
             body = answer[response_body_offset(answer, keys.API_VERSIONS, _ASKED_API_VERSIONS) :]
             message = decode_response(keys.API_VERSIONS, _ASKED_API_VERSIONS, body)
-        except _Lost:
+        except Lost:
             return None
         except TimeoutError:
             self._context.silent_until[broker, address] = self._context.clock() + _SILENT_FOR_S

@@ -379,15 +379,24 @@ class Fanout:
             safe = self._context.conduct.knows_batches_again and is_recognisable(exchange, entry)
         verdict = retry.decide(rows, event, attempts, resend_is_safe=safe)
         due = self._context.clock() + retry.backoff_s(max(attempts, 1), self._context.random.random())
-        if (verdict.retry or behind) and due < exchange.deadline and not self._lanes.is_given_up(key, sequence):
+        hangs = self._owner_hangs(exchange, entry)
+        if (hangs or verdict.retry or behind) and retry.doubts_the_owner(event):
+            self._ask_for_the_owner(exchange, entry, routed_at)
+        tries_again = behind or (verdict.retry and not hangs)
+        if tries_again and due < exchange.deadline and not self._lanes.is_given_up(key, sequence):
             self._context.counters[f"retries.{event}"] += 1
-            if retry.doubts_the_owner(event):
-                self._ask_for_the_owner(exchange, entry, routed_at)
             later = [each for each in unanswered.get(key, ()) if each > sequence]
             self._lanes.refused(key, Item(exchange, entry, verdict.error_code), due, later)
             return
         self._conclude(exchange, entry, verdict.error_code, result if verdict.error_code == event else None)
         self._settle(exchange, entry, appended=False, given_up=event in rows)
+
+    def _owner_hangs(self, exchange: Exchange, entry: Entry) -> bool:
+        """Whether sending again would wait behind a hung broker; a new owner's breaker counts, not the old one's."""
+        breakers = self._context.breakers
+        if not breakers.watching:
+            return False
+        return breakers.is_open(self._topology.address(route(self._topology, *exchange.partition(entry))))
 
     def _rows(self, exchange: Exchange) -> dict[int, retry.Row]:
         return retry.rows_of(exchange.api.api_key, exchange.request.acks, self._context.conduct)

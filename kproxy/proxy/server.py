@@ -22,6 +22,7 @@ from kproxy.config import Limits
 from kproxy.errors import StartupError
 from kproxy.proxy.client_session import ClientSession
 from kproxy.proxy.context import ProxyContext
+from kproxy.routing.topology import Address
 
 log = structlog.get_logger(__name__)
 
@@ -69,6 +70,7 @@ class Listener:
         if self._server is None:
             raise RuntimeError("bind comes first")
         self._context = context
+        context.breakers.on_open = self._give_up_broker
         await self._server.start_serving()
         self._ticker = asyncio.get_running_loop().create_task(self._watch_deadlines(context))
 
@@ -93,6 +95,15 @@ class Listener:
             self._sessions.discard(session)
             if not self._sessions:
                 self._empty.set()
+
+    def _give_up_broker(self, address: Address) -> None:
+        """A broker hangs: no client connection waits for it any longer."""
+        for session in list(self._sessions):
+            try:
+                session.give_up_broker(address)
+            except Exception:  # the boundary: one session's trouble must not keep the others waiting
+                log.exception("a broker that hangs could not be given up")
+                session.abandon()
 
     async def _watch_deadlines(self, context: ProxyContext) -> None:
         while True:
@@ -123,6 +134,8 @@ class Listener:
         for session in list(self._sessions):
             session.abandon()
         await asyncio.gather(*self._closing)
+        if self._context is not None:
+            await self._context.breakers.close()
 
 
 class _Refusal(asyncio.Protocol):
