@@ -142,15 +142,10 @@ class Breakers:
 
     async def _probe(self, owner: int, address: Address, watched: _Watched) -> _Reply:
         """One probe, on the connection of the one before where that was answered."""
-        connection = watched.connection
+        if watched.connection is None or watched.connection.closed:
+            watched.connection = self._dial(owner, address, watched)
         watched.breaker.asked(self._clock())
-        if connection is not None and not connection.closed:
-            reply = await self._ask(connection, watched)
-            if reply is not _Reply.CUT_OFF:
-                return reply
-            # That may have come of its being idle.
-        watched.connection = connection = self._dial(owner, address, watched)
-        return await self._ask(connection, watched)
+        return await self._ask(watched.connection, watched)
 
     def _dial(self, owner: int, address: Address, watched: _Watched) -> Upstream:
         return Upstream(

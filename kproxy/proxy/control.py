@@ -71,15 +71,14 @@ class ControlPlane:
 
     async def _ask_any(self, frame: memoryview, header: RequestHeader, offer: Offer) -> list[Buffer]:
         """The answer, from one broker; they are tried in this connection's own order, each once."""
-        untried = {each for each, address in self._context.topology.brokers.items() if not self._hangs(address)}
+        untried = set(self._context.topology.brokers)
         while untried:
             broker = preferred(self._key, untried - self._doubted or untried)
             if broker is None:
                 break
             untried.discard(broker)
-            address = self._context.topology.address(broker)
-            if address is None or self._hangs(address):
-                # It has left, or begun to hang, while another one was asked.
+            if self._context.topology.address(broker) is None:
+                # It has left while another one was asked.
                 continue
             upstream = self._upstream_of(broker)
             try:
@@ -119,9 +118,6 @@ class ControlPlane:
             upstream = self._upstreams[broker] = self._connect(broker)
         return upstream
 
-    def _hangs(self, address: Address) -> bool:
-        return self._context.breakers.is_open(address)
-
     def give_up_broker(self, address: Address) -> None:
         """The broker there hangs: what was asked of it is asked elsewhere, if it can be."""
         for upstream in list(self._upstreams.values()):
@@ -149,7 +145,7 @@ class ControlPlane:
         cache = self._context.version_ranges
         if (broker, address) in cache:
             return cache[broker, address]
-        if self._hangs(address) or self._context.clock() < self._context.silent_until.get((broker, address), -math.inf):
+        if self._context.clock() < self._context.silent_until.get((broker, address), -math.inf):
             return None
         request = request_header(keys.API_VERSIONS, _ASKED_API_VERSIONS, 0, b"kproxy")
         frame = memoryview(bytearray(b"".join(with_length([request]))))

@@ -177,9 +177,10 @@ class Upstream(asyncio.BufferedProtocol):
         keep_alive(transport)
         self._outbox = Outbox(asyncio.get_running_loop(), self._transport)
         queue, self._queue = self._queue, []
+        # What waited for the dial presses no longer; what is written now may.
+        self._press(False)
         for ticket, correlation_id, buffers in queue:
             self.send(ticket, correlation_id, buffers)
-        self._press(False)
 
     def pause_writing(self) -> None:
         self._press(True)

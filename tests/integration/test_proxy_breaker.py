@@ -193,21 +193,18 @@ async def test_a_broker_that_answers_probes_is_slow_and_does_not_hang() -> None:
 async def test_a_broker_that_answers_other_requests_does_not_hang_though_it_leaves_the_probe_waiting() -> None:
     """Its port may be full while the connections that it has are served."""
     upstream = hung(1)
-    async with running_proxy(upstream, limits=LIMITS) as proxy:
+    async with running_proxy(upstream, limits={"probe_timeout_s": 1.0}) as proxy:
         proxy.own(1, partitions=[0, 1])
         slow, quick = await proxy.client(), await proxy.client()
         slow.send(produce_frame(timeout_ms=LONG_MS))
         asked = await upstream.next()
-
-        async def keep_asking() -> None:
-            for n in range(100):
-                quick.send(produce_frame({"t": [1]}, records=batch(n)))
-                await asyncio.sleep(0.02)
-                (await upstream.next()).answer()
-                assert (await quick.answer()).codes == {T1: 0}
-
-        await keep_asking()
-        assert len(upstream.probes) >= 3
+        n = 0
+        while len(upstream.probes) < 3:
+            quick.send(produce_frame({"t": [1]}, records=batch(n)))
+            await asyncio.sleep(0.02)
+            (await upstream.next()).answer()
+            assert (await quick.answer()).codes == {T1: 0}
+            n += 1
         assert proxy.counters["breaker.opened"] == 0
         asked.answer()
         assert (await slow.answer()).codes == {T0: 0}
@@ -215,14 +212,21 @@ async def test_a_broker_that_answers_other_requests_does_not_hang_though_it_leav
 
 @both_loops
 async def test_nobody_probes_a_broker_that_is_idle_or_answers_promptly() -> None:
-    upstream = ScriptedUpstream(1, answers_everything)
+    def answers_in_a_while(asked: Asked) -> None:
+        asyncio.get_running_loop().call_later(0.15, asked.answer)
+
+    upstream = ScriptedUpstream(1, answers_in_a_while)
     async with running_proxy(upstream) as proxy:
         proxy.own(1)
         client = await proxy.client()
-        for n in range(40):
+        client.send(produce_frame(records=batch(0)))
+        assert (await client.answer()).codes == {T0: 0}
+        # There is always something under way, though never the same thing for long.
+        for n in range(1, 21):
             client.send(produce_frame(records=batch(n)))
+            await asyncio.sleep(0.05)
+        for _ in range(1, 21):
             assert (await client.answer()).codes == {T0: 0}
-            await asyncio.sleep(0.02)
         await asyncio.sleep(0.8)
         assert upstream.probes == []
 
@@ -417,12 +421,11 @@ async def test_acks_0_that_the_hung_broker_does_not_read_does_not_hold_up_its_cl
     async with running_proxy(upstream, limits=LIMITS) as proxy:
         proxy.own(1)
         client = await proxy.client()
-        frame = produce_frame(records=bytes(1 << 20), acks=0)
         # More than the kernel's buffers take.
-        client.send(*[frame] * 16)
+        client.send(produce_frame(records=bytes(24 << 20), acks=0))
         await opens(proxy)
         assert await client.is_closed()
-        assert proxy.counters["acks0.undeliverable"] >= 1
+        assert proxy.counters["acks0.undeliverable"] == 1
 
 
 # The control plane
