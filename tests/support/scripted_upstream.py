@@ -16,7 +16,7 @@ from typing import Any, Self, cast
 
 from codec import control
 from codec.api_keys import API_VERSIONS, FETCH, LIST_OFFSETS, PRODUCE, is_flexible
-from codec.headers import RequestHeader, parse_request_header
+from codec.headers import RequestHeader, client_id, parse_request_header
 from kproxy.routing.topology import Address
 from tests.support.messages import (
     APIS,
@@ -225,7 +225,7 @@ class ScriptedUpstream:
 
     def take(self, asked: Asked) -> None:
         """A request has arrived."""
-        if asked.header.client_id == PROBE_CLIENT_ID:
+        if client_id(asked.frame) == PROBE_CLIENT_ID:
             self._take_probe(asked)
             return
         self.log.append(asked)
