@@ -35,7 +35,7 @@ from kproxy.proxy.pieces import Piece, UnderWay, entries_of, ordered_pieces, und
 from kproxy.proxy.upstream import FLUSH_S, Upstream
 from kproxy.routing import retry
 from kproxy.routing.identity import is_recognisable, lane_key
-from kproxy.routing.lanes import Item, Lanes
+from kproxy.routing.lanes import Item, Lanes, Pause
 from kproxy.routing.merge import Exchange, answers_in_order, match_results
 from kproxy.routing.routes import Routes
 from kproxy.routing.split import Entry, Selection, add_entry, route, split, split_whole
@@ -370,26 +370,41 @@ class Fanout:
             self._settle(exchange, entry, appended=False)
             return
         behind = key in self._lanes and retry.is_held_back(event) and not self._lanes.is_probing(key, sequence)
-        attempts = exchange.attempts.get(entry, 0) + (0 if behind else 1)
-        exchange.attempts[entry] = attempts
+        attempts = exchange.attempts.setdefault(entry, retry.Attempts())
+        if not behind:
+            attempts.add(routed_at, self._topology.owner_revision(*exchange.partition(entry)))
         rows = self._rows(exchange)
         safe = False
         if retry.is_ambiguous(rows, event):
             exchange.ambiguous.add(entry)
             safe = self._context.conduct.knows_batches_again and is_recognisable(exchange, entry)
-        verdict = retry.decide(rows, event, attempts, resend_is_safe=safe)
-        due = self._context.clock() + retry.backoff_s(max(attempts, 1), self._context.random.random())
+        verdict = retry.decide(rows, event, exhausted=attempts.exhausted, resend_is_safe=safe)
+        pause = None if behind else self._pause(exchange, entry, attempts, routed_at)
         hangs = self._owner_hangs(exchange, entry)
         if (hangs or verdict.retry or behind) and retry.doubts_the_owner(event):
             self._ask_for_the_owner(exchange, entry, routed_at)
-        tries_again = behind or (verdict.retry and not hangs)
-        if tries_again and due < exchange.deadline and not self._lanes.is_given_up(key, sequence):
+        tries_again = pause is None or (verdict.retry and not hangs and pause.due < exchange.deadline)
+        if tries_again and not self._lanes.is_given_up(key, sequence):
             self._context.counters[f"retries.{event}"] += 1
             later = [each for each in unanswered.get(key, ()) if each > sequence]
-            self._lanes.refused(key, Item(exchange, entry, verdict.error_code), due, later)
+            self._lanes.refused(key, Item(exchange, entry, verdict.error_code), pause, later)
             return
         self._conclude(exchange, entry, verdict.error_code, result if verdict.error_code == event else None)
         self._settle(exchange, entry, appended=False, given_up=event in rows)
+
+    def _pause(self, exchange: Exchange, entry: Entry, attempts: retry.Attempts, routed_at: int) -> Pause:
+        """Until an entry is sent again; the owner that it goes to is looked up then."""
+        now, jitter = self._context.clock(), self._context.random.random()
+        soonest = now + attempts.soonest_s(jitter)
+        moved = self._has_moved(Item(exchange, entry, 0), routed_at)
+        return Pause(soonest if moved else now + attempts.due_s(jitter), soonest, routed_at)
+
+    def _has_moved(self, item: Item, routed_at: int) -> bool:
+        """Whether another owner has been told of since, one that can be sent to."""
+        topic, partition_index = item.exchange.partition(item.entry)
+        if self._topology.owner_revision(topic, partition_index) <= routed_at:
+            return False
+        return route(self._topology, topic, partition_index) != NO_OWNER
 
     def _owner_hangs(self, exchange: Exchange, entry: Entry) -> bool:
         """Whether sending again would wait behind a hung broker; a new owner's breaker counts, not the old one's."""
@@ -441,6 +456,7 @@ class Fanout:
     # Time
 
     def _arm(self) -> None:
+        self._topology.on_next_change(self._topology_changed)
         due = self._lanes.next_due()
         if due is None:
             return
@@ -452,6 +468,16 @@ class Fanout:
         loop = asyncio.get_running_loop()
         self._timer_due = due
         self._timer = loop.call_later(max(0.0, due - self._context.clock()), self._wake)
+
+    def _topology_changed(self) -> None:
+        # One change may come as many: look at them together.
+        asyncio.get_running_loop().call_soon(self._follow_owners)
+
+    def _follow_owners(self) -> None:
+        """What waits out a back-off for one owner, and has another now, waits no longer."""
+        if self._lanes and self._open:
+            self._lanes.hasten(self._has_moved)
+            self._arm()
 
     def _wake(self) -> None:
         self._timer = None
@@ -529,6 +555,7 @@ class Fanout:
             await asyncio.wait((self._emptied,), timeout=FLUSH_S)
         for exchange, _ in list(self._open.values()):
             self._expire(exchange)
+        self._topology.forget(self._topology_changed)
         if self._timer is not None:
             self._timer.cancel()
         refreshes = list(self._refreshes)

@@ -15,7 +15,7 @@ Invariants
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 NO_OWNER = -1
@@ -64,6 +64,7 @@ class Topology:
         self._brokers: dict[int, Address] = {}
         self.revision = 0
         self.version = 0
+        self._waiting: dict[Callable[[], None], None] = {}
 
     # Reading
 
@@ -97,6 +98,21 @@ class Topology:
                 if owner != NO_OWNER:
                     yield Ownership(topic, partition_index, owner, topic_owners.revisions[partition_index])
 
+    def on_next_change(self, call: Callable[[], None]) -> None:
+        """Have `call` called once, in the midst of the next change; again only if asked again."""
+        self._waiting[call] = None
+
+    def forget(self, call: Callable[[], None]) -> None:
+        """Take back `on_next_change`."""
+        self._waiting.pop(call, None)
+
+    def _changed(self) -> None:
+        self.version += 1
+        if self._waiting:
+            waiting, self._waiting = self._waiting, {}
+            for call in waiting:
+                call()
+
     # Changing: for ownership sources alone
 
     def set_owner(self, topic: bytes, partition_index: int, owner: int, revision: int) -> bool:
@@ -111,8 +127,8 @@ class Topology:
             return False
         topic_owners.owners[partition_index] = owner
         topic_owners.revisions[partition_index] = revision
-        self.version += 1
         self.revision = max(self.revision, revision)
+        self._changed()
         return True
 
     def load(self, rows: Iterable[Ownership], revision: int) -> None:
@@ -130,13 +146,13 @@ class Topology:
         """Forget every owner and revision: etcd was restored, its revisions start anew."""
         self._topics.clear()
         self.revision = 0
-        self.version += 1
+        self._changed()
 
     def set_broker(self, broker_id: int, address: Address) -> None:
         if self._brokers.get(broker_id) != address:
             self._brokers[broker_id] = address
-            self.version += 1
+            self._changed()
 
     def remove_broker(self, broker_id: int) -> None:
         if self._brokers.pop(broker_id, None) is not None:
-            self.version += 1
+            self._changed()
