@@ -229,13 +229,16 @@ def test_answers_name_the_proxy_alone(proxy: KproxyProcess, topic: str, real_kaf
         assert answer.error_code or (answer.host, answer.port) == (host, int(port))
 
 
-def test_leaders_move_under_an_idempotent_producer(proxy: KproxyProcess, topic: str, real_kafka: RealKafka) -> None:
+@pytest.mark.parametrize("every_s", [1.0, 0.3])
+def test_leaders_move_under_an_idempotent_producer(
+    proxy: KproxyProcess, topic: str, real_kafka: RealKafka, every_s: float
+) -> None:
     stop = threading.Event()
     sent = numbered(MOVED_RECORDS)
 
     def keep_moving() -> int:
         moves = 0
-        while not stop.wait(1.0):
+        while not stop.wait(every_s):
             real_kafka.move_leaders(topic)
             moves += 1
         return moves
