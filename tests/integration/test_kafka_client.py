@@ -9,7 +9,7 @@ import pytest
 from kproxy.ownership.kafka_client import BrokerUnreachable, open_any
 from tests.support.scripted_upstream import Asked, DeafListener, ScriptedUpstream
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 30.0
 
 
 def says_its_versions(asked: Asked) -> None:
@@ -33,7 +33,7 @@ async def test_brokers_that_hang_and_dials_that_hang_are_not_waited_for() -> Non
     with DeafListener() as deaf:
         began = time.monotonic()
         connection = await open_any([hung.address, deaf.address, hung.address, healthy.address], TIMEOUT_S)
-        assert time.monotonic() - began < TIMEOUT_S / 2
+        assert time.monotonic() - began < 2.5
     assert connection.address == healthy.address
     # What lost is closed, and each was asked once.
     assert len(hung.connections) == 1
