@@ -34,6 +34,7 @@ from codec.framing import ReceiveArena
 from codec.headers import request_header
 from codec.partitioned import with_length
 from kproxy.config import Limits
+from kproxy.proxy.pieces import Piece
 from kproxy.proxy.question import Lost, ask
 from kproxy.proxy.upstream import Oldest, Upstream
 from kproxy.routing.breaker import PROBE_PAUSE_S, SUSPICIOUS_S, Breaker
@@ -186,6 +187,12 @@ def _shown(address: Address) -> str:
     return f"{address.host}:{address.port}"
 
 
+def _may_wait_until(upstream: Upstream) -> float:
+    """Until when the next answer may take its time, for that is what was asked: a fetch that waits for data."""
+    ticket = upstream.oldest_unanswered()
+    return ticket.exchange.look_until if isinstance(ticket, Piece) and ticket.whole else -inf
+
+
 class Waiting:
     """What one client connection's broker connections let wait, as far as is seen by looking now and then.
 
@@ -211,7 +218,7 @@ class Waiting:
             if oldest is None:
                 continue
             seen[upstream] = (oldest, since)
-            if now - since >= SUSPICIOUS_S:
+            if now - max(since, _may_wait_until(upstream)) >= SUSPICIOUS_S:
                 self._breakers.suspect(upstream.owner, upstream.address)
         self._seen = seen
         self._looked_at = now

@@ -232,6 +232,20 @@ async def test_nobody_probes_a_broker_that_is_idle_or_answers_promptly() -> None
 
 
 @both_loops
+async def test_a_fetch_that_waits_for_data_makes_nobody_wonder_until_its_time_is_up() -> None:
+    upstream = hung(1)
+    async with running_proxy(upstream, limits=LIMITS) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        client.send(fetch_frame(max_wait_ms=1500))
+        await upstream.next()
+        await asyncio.sleep(1.3)
+        assert upstream.probes == []
+        assert (await client.answer(FETCH, 12)).codes == {T0: NOT_LEADER}
+        await opens(proxy)
+
+
+@both_loops
 async def test_clients_of_other_brokers_never_notice() -> None:
     stuck, healthy = hung(1), ScriptedUpstream(2, answers_everything)
     async with running_proxy(stuck, healthy, limits=LIMITS) as proxy:
