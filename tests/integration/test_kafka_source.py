@@ -274,11 +274,35 @@ def test_a_broker_dies_under_an_idempotent_producer(proxy: KproxyProcess, topic:
     finally:
         victim.start()
         victim.wait_started()
+    wait_until_in_sync(real_kafka, topic)
+    check(read_all(real_kafka.bootstrap, topic, MOVED_RECORDS), sent)
+
+
+def test_a_broker_hangs_under_an_idempotent_producer(proxy: KproxyProcess, topic: str, real_kafka: RealKafka) -> None:
+    victim = real_kafka.brokers[real_kafka.leaders(topic)[0] - 1]
+
+    def pause_half_way(number: int) -> None:
+        if number == MOVED_RECORDS // 2:
+            victim.pause()
+        elif number % 100 == 0:
+            time.sleep(0.02)
+
+    sent = numbered(MOVED_RECORDS)
+    try:
+        produce_librdkafka(proxy.kafka, topic, sent, pause_half_way)
+        check(read_all(proxy.kafka, topic, MOVED_RECORDS), sent)
+    finally:
+        victim.resume()
+    wait_until_in_sync(real_kafka, topic)
+    # What reached it before it hung and was never answered is not there twice.
+    check(read_all(real_kafka.bootstrap, topic, MOVED_RECORDS), sent)
+
+
+def wait_until_in_sync(real_kafka: RealKafka, topic: str) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while real_kafka.replicas_in_sync(topic) < len(real_kafka.brokers):
         assert time.monotonic() < deadline, "the broker is not in sync again"
         time.sleep(0.1)
-    check(read_all(real_kafka.bootstrap, topic, MOVED_RECORDS), sent)
 
 
 @pytest.mark.parametrize("inline", [True, False])
