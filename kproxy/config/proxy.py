@@ -42,6 +42,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_in_flight_bytes: _Count = 64 << 20
     max_open_requests: _Count = 1_000
     connect_timeout_s: _Seconds = 1.0
+    probe_timeout_s: _Seconds = 2.0
     control_timeout_s: _Seconds = 30.0
     control_attempt_s: _Seconds = 5.0
     deadline_cap_ms: _Count = 120_000

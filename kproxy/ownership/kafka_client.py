@@ -16,6 +16,8 @@ from kproxy.routing.topology import Address
 
 MAX_ANSWER_BYTES = 64 << 20
 CLIENT_ID = b"kproxy"
+# What a broker is given before the next one is asked as well, in seconds.
+HEAD_START_S = 0.25
 _PREFIX_BYTES = 4
 
 
@@ -45,8 +47,8 @@ class BrokerConnection:
         connection = cls(address, reader, writer, timeout_s)
         try:
             answer = await connection.ask(keys.API_VERSIONS, 0)
-        except BrokerUnreachable:
-            await connection.close()
+        except BaseException:  # the task may be cancelled: another broker has answered first
+            writer.transport.abort()
             raise
         connection._versions = {api.api_key: (api.min_version, api.max_version) for api in answer.api_keys}
         return connection
@@ -91,14 +93,42 @@ class BrokerConnection:
 
 
 async def open_any(addresses: Sequence[Address], timeout_s: float) -> BrokerConnection:
-    """A connection to the first of `addresses` that answers. Raises BrokerUnreachable that names them all."""
-    failures = []
-    for address in addresses:
-        try:
-            return await BrokerConnection.open(address, timeout_s)
-        except BrokerUnreachable as error:
-            failures.append(str(error))
-    raise BrokerUnreachable("; ".join(failures) or "there is no broker to ask")
+    """A connection to the first of `addresses` that answers. Raises BrokerUnreachable that names them all.
+
+    They are tried in their order; one that has not answered after HEAD_START_S is not waited for alone (as RFC 8305
+    does it), so that brokers that hang, or hosts that are gone, cost little.
+    """
+    untried = list(dict.fromkeys(addresses))
+    trying: set[asyncio.Task[BrokerConnection]] = set()
+    failures: list[str] = []
+    winner: BrokerConnection | None = None
+    try:
+        while winner is None and (untried or trying):
+            if untried:
+                trying.add(asyncio.create_task(BrokerConnection.open(untried.pop(0), timeout_s)))
+            head_start_s = HEAD_START_S if untried else None
+            done, _ = await asyncio.wait(trying, timeout=head_start_s, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                trying.discard(task)
+                try:
+                    winner = task.result()
+                    break
+                except BrokerUnreachable as error:
+                    failures.append(str(error))
+    finally:
+        await _abandon(trying)
+    if winner is None:
+        raise BrokerUnreachable("; ".join(failures) or "there is no broker to ask")
+    return winner
+
+
+async def _abandon(trying: set[asyncio.Task[BrokerConnection]]) -> None:
+    """Another one has answered first."""
+    for task in trying:
+        task.cancel()
+    for result in await asyncio.gather(*trying, return_exceptions=True):
+        if isinstance(result, BrokerConnection):
+            await result.close()
 
 
 def _why(error: BaseException) -> str:

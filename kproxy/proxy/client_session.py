@@ -34,6 +34,7 @@ from codec.errors import CodecError, FrameTooLarge, UnsupportedVersion
 from codec.framing import FrameReader
 from codec.headers import RequestHeader, parse_request_header
 from codec.primitives import Buffer
+from kproxy.proxy.breaker import Waiting
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.control import ControlPlane, Unanswerable
 from kproxy.proxy.fanout import Fanout
@@ -43,6 +44,7 @@ from kproxy.proxy.reads import fetch, list_offsets
 from kproxy.proxy.sockets import keep_alive
 from kproxy.proxy.upstream import FLUSH_S, Upstream
 from kproxy.proxy.versions import NOT_SERVED, Ranges, covers
+from kproxy.routing.topology import Address
 
 log = structlog.get_logger(__name__)
 
@@ -94,6 +96,7 @@ class ClientSession(asyncio.BufferedProtocol):
         self._gone = asyncio.get_running_loop().create_future()
         self._fanout = Fanout(context, self._upstream_of, self._upstreams, self._undeliverable)
         self._control = ControlPlane(context, self._connect, self._offered)
+        self._waiting = Waiting(context.breakers)
         # What may be sent here: what an ApiVersions answer has named or, before any, what is offered at the moment.
         self._ranges = context.versions.offered.ranges
         self._negotiated = False
@@ -294,7 +297,20 @@ class ClientSession(asyncio.BufferedProtocol):
             max_answer_bytes=self._context.limits.max_answer_bytes,
             connect_timeout_s=self._context.limits.connect_timeout_s,
             on_pressure=self._on_broker_pressure,
+            dials=not self._context.breakers.is_open(address),
         )
+
+    def give_up_broker(self, address: Address) -> None:
+        """The broker there hangs: what waits for it is answered now, and what is sent to it is refused."""
+        loses_unanswered = False
+        for upstream in list(self._upstreams.values()):
+            if upstream.address == address and not upstream.closed:
+                loses_unanswered |= upstream.holds_unanswered
+                upstream.give_up("its broker hangs")
+        self._control.give_up_broker(address)
+        if loses_unanswered:
+            self._context.counters["acks0.undeliverable"] += 1
+            self._refuse(Unanswerable("acks=0 batches were on their way to a broker that hangs"))
 
     def _undeliverable(self, topic: bytes, error_code: int) -> None:
         """An acks=0 part is lost: count it and, as Kafka does, close the connection so that the client learns of it."""
@@ -304,8 +320,9 @@ class ClientSession(asyncio.BufferedProtocol):
     # Ending
 
     def expire(self, now: float) -> None:
-        """Answer what has reached its deadline."""
-        if self._fanout.has_open_exchanges:
+        """Answer what has reached its deadline, and wonder about brokers that let something wait."""
+        if self._fanout.has_open_exchanges or self._broker_pressure:
+            self._waiting.look(self._upstreams.values(), now)
             self._fanout.expire(now)
 
     def _refuse(self, error: Exception) -> None:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from codec.framing import ReceiveArena
 from kproxy.config import Limits
+from kproxy.proxy.breaker import Breakers
 from kproxy.proxy.broker_versions import BrokerVersions
 from kproxy.proxy.coordinators import Coordinators
 from kproxy.proxy.versions import NO_CAPS
@@ -51,6 +52,8 @@ class ProxyContext:
     version_caps: Mapping[int, int] = field(default_factory=lambda: NO_CAPS)
     versions: BrokerVersions = field(init=False)
     coordinators: Coordinators = field(default_factory=Coordinators)
+    breakers: Breakers = field(init=False)
 
     def __post_init__(self) -> None:
         self.versions = BrokerVersions(self.topology, self.limits, self.clock, self.arena, self.version_caps)
+        self.breakers = Breakers(self.topology, self.limits, self.clock, self.arena, self.counters)

@@ -41,6 +41,7 @@ from kproxy.proxy.question import Lost, ask
 from kproxy.proxy.upstream import Upstream
 from kproxy.proxy.versions import OFFERS, Handling, Offer, Offered, Ranges
 from kproxy.routing.rendezvous import preferred
+from kproxy.routing.topology import Address
 
 # Up to this version of ApiVersions a feature that is supported from level 0 cannot be said (KIP-1022).
 _NO_LEVEL_0_TO = 3
@@ -156,6 +157,12 @@ class ControlPlane:
                 await self._ask_any(frame, parse_request_header(frame), OFFERS[keys.FIND_COORDINATOR])
         except (TimeoutError, Unanswerable):
             self._context.counters["coordinators.not_found"] += 1
+
+    def give_up_broker(self, address: Address) -> None:
+        """The broker there hangs: what was asked of it is asked elsewhere, if it can be."""
+        for upstream in list(self._upstreams.values()):
+            if upstream.address == address and not upstream.closed:
+                upstream.give_up("its broker hangs")
 
     # ApiVersions
 

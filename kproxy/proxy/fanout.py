@@ -31,18 +31,19 @@ from codec.partitioned import (
 )
 from codec.primitives import Buffer
 from kproxy.proxy.context import ProxyContext
+from kproxy.proxy.lane_timer import LaneTimer
+from kproxy.proxy.lookups import OwnerLookups
 from kproxy.proxy.pieces import Piece, UnderWay, entries_of, ordered_pieces, under_way
+from kproxy.proxy.second_looks import SecondLooks
 from kproxy.proxy.upstream import FLUSH_S, Upstream
 from kproxy.routing import retry
 from kproxy.routing.identity import is_recognisable, lane_key
 from kproxy.routing.lanes import Item, Lanes
 from kproxy.routing.merge import Exchange, answers_in_order, match_results
 from kproxy.routing.routes import Routes
-from kproxy.routing.split import Entry, Selection, add_entry, route, split, split_whole
+from kproxy.routing.split import Entry, Selection, add_entry, split, split_whole
 from kproxy.routing.topology import NO_OWNER, Topology
 
-# Pauses of a read that spans brokers and waits for data, in seconds: soon at first, then easy on the brokers.
-LOOK_PAUSES_S = (0.005, 0.01, 0.02, 0.04)
 # A broker that has not answered so long after a deadline is not going to: its own timer has run out as well.
 HUNG_AFTER_S = 5.0
 _NONE_HELD: set[Entry] = set()
@@ -77,12 +78,11 @@ class Fanout:
         self._open: dict[int, tuple[Exchange, Respond]] = {}
         self._sequence = 0
         self._seen_version = -1
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_due = 0.0
-        self._looks: dict[int, asyncio.TimerHandle] = {}
-        self._refreshes: set[asyncio.Task[None]] = set()
         # How produce requests name their topics, since the first of them: lanes and routes go by what they say.
         self.names_topics_by_id: bool | None = None
+        self._timer = LaneTimer(context, self._lanes, self._wake)
+        self._looks = SecondLooks(context, self._dispatch)
+        self._lookups = OwnerLookups(context)
         # Done when a closed fan-out has nothing left to send.
         self._emptied: asyncio.Future[None] | None = None
 
@@ -122,7 +122,7 @@ class Fanout:
         for owner, selection in pieces.items():
             self._send(exchange, owner, selection, whole=whole, share=len(pieces))
         if self._lanes:
-            self._arm()
+            self._timer.arm()
         if exchange.complete:
             self._finish(exchange)
 
@@ -188,8 +188,7 @@ class Fanout:
         for owner, upstream in self._upstreams.items():
             for piece in ordered_pieces(upstream):
                 for entry in piece.entries():
-                    topic, partition_index = piece.exchange.partition(entry)
-                    if route(self._topology, topic, partition_index, by_id=piece.exchange.request.by_id) != owner:
+                    if piece.exchange.route(entry, self._topology) != owner:
                         self._lanes.block(lane_key(piece.exchange, entry), (piece.exchange.sequence,))
         for owner, upstream in list(self._upstreams.items()):
             address = self._topology.address(owner)
@@ -212,7 +211,7 @@ class Fanout:
             released, self._released = self._released, []
             self._send_items(released)
         if self._lanes:
-            self._arm()
+            self._timer.arm()
 
     def _send_items(self, items: list[Item]) -> None:
         """Send items that may go now: one piece for each exchange and broker."""
@@ -231,8 +230,7 @@ class Fanout:
                     # One before it found its route new, or no route at all.
                     self._lanes.hold(key, item)
                     continue
-                topic, partition_index = exchange.partition(item.entry)
-                owner = route(self._topology, topic, partition_index, by_id=exchange.request.by_id)
+                owner = exchange.route(item.entry, self._topology)
                 add_entry(pieces.setdefault(owner, []), *item.entry)
             for owner, selection in pieces.items():
                 # What is sent again is one part among others, whatever became of those.
@@ -321,9 +319,9 @@ class Fanout:
             self._finish(exchange)
 
     def _finish(self, exchange: Exchange) -> None:
-        if exchange.sequence not in self._open or exchange.sequence in self._looks:
+        if exchange.sequence not in self._open or exchange.sequence in self._looks.waiting:
             return
-        if self._looks_again(exchange):
+        if self._looks.wants(exchange):
             return
         self._close_exchange(exchange)([] if exchange.request.acks == 0 else exchange.encode())
 
@@ -332,22 +330,6 @@ class Fanout:
         if self._emptied is not None and not self._open and not self._emptied.done():
             self._emptied.set_result(None)
         return respond
-
-    def _looks_again(self, exchange: Exchange) -> bool:
-        """Whether a read that found too little is asked once more, after a pause."""
-        pause = LOOK_PAUSES_S[min(exchange.looks, len(LOOK_PAUSES_S) - 1)]
-        if exchange.has_errors or self._context.clock() + pause >= exchange.look_until:
-            return False
-        if exchange.api.holds_enough(exchange.request, exchange.payload_bytes):
-            return False
-        loop = asyncio.get_running_loop()
-        self._looks[exchange.sequence] = loop.call_later(pause, self._look, exchange)
-        return True
-
-    def _look(self, exchange: Exchange) -> None:
-        del self._looks[exchange.sequence]
-        exchange.reset()
-        self._dispatch(exchange)
 
     # Failing and trying again
 
@@ -375,24 +357,35 @@ class Fanout:
             self._settle(exchange, entry, appended=False)
             return
         behind = key in self._lanes and retry.is_held_back(event) and not self._lanes.is_probing(key, sequence)
-        attempts = exchange.attempts.get(entry, 0) + (0 if behind else 1)
-        exchange.attempts[entry] = attempts
+        attempts = exchange.attempts.setdefault(entry, retry.Attempts())
+        if not behind:
+            attempts.add(routed_at, self._topology.owner_revision(*exchange.partition(entry)))
         rows = self._rows(exchange)
         safe = False
         if retry.is_ambiguous(rows, event):
             exchange.ambiguous.add(entry)
             safe = self._context.conduct.knows_batches_again and is_recognisable(exchange, entry)
-        verdict = retry.decide(rows, event, attempts, resend_is_safe=safe)
-        due = self._context.clock() + retry.backoff_s(max(attempts, 1), self._context.random.random())
-        if (verdict.retry or behind) and due < exchange.deadline and not self._lanes.is_given_up(key, sequence):
+        verdict = retry.decide(rows, event, exhausted=attempts.exhausted, resend_is_safe=safe)
+        item = Item(exchange, entry, verdict.error_code)
+        pause = None if behind else self._timer.pause(item, attempts, routed_at)
+        hangs = self._owner_hangs(exchange, entry)
+        if (hangs or verdict.retry or behind) and retry.doubts_the_owner(event):
+            self._lookups.ask(*exchange.partition(entry), routed_at)
+        tries_again = pause is None or (verdict.retry and not hangs and pause.due < exchange.deadline)
+        if tries_again and not self._lanes.is_given_up(key, sequence):
             self._context.counters[f"retries.{event}"] += 1
-            if retry.doubts_the_owner(event):
-                self._ask_for_the_owner(exchange, entry, routed_at)
             later = [each for each in unanswered.get(key, ()) if each > sequence]
-            self._lanes.refused(key, Item(exchange, entry, verdict.error_code), due, later)
+            self._lanes.refused(key, item, pause, later)
             return
         self._conclude(exchange, entry, verdict.error_code, result if verdict.error_code == event else None)
         self._settle(exchange, entry, appended=False, given_up=event in rows)
+
+    def _owner_hangs(self, exchange: Exchange, entry: Entry) -> bool:
+        """Whether sending again would wait behind a hung broker; a new owner's breaker counts, not the old one's."""
+        breakers = self._context.breakers
+        if not breakers.watching:
+            return False
+        return breakers.is_open(self._topology.address(exchange.route(entry, self._topology)))
 
     def _rows(self, exchange: Exchange) -> dict[int, retry.Row]:
         return retry.rows_of(exchange.api.api_key, exchange.request.acks, self._context.conduct)
@@ -421,37 +414,9 @@ class Fanout:
             self._released += release.send
             self._conclude_items(release.give_up)
 
-    def _ask_for_the_owner(self, exchange: Exchange, entry: Entry, routed_at: int) -> None:
-        """Have the source look again, unless it has said something new since this was routed."""
-        topic, partition_index = exchange.partition(entry)
-        used_revision = self._topology.owner_revision(topic, partition_index)
-        if used_revision > routed_at or len(self._refreshes) >= self._context.limits.max_open_requests:
-            return
-        task = asyncio.ensure_future(self._refresh(topic, partition_index, used_revision))
-        self._refreshes.add(task)
-        task.add_done_callback(self._refreshes.discard)
-
-    async def _refresh(self, topic: bytes, partition_index: int, seen_revision: int) -> None:
-        name = self._topology.name_of(topic) or topic
-        await self._context.source.refresh(name, partition_index, seen_revision)
-
     # Time
 
-    def _arm(self) -> None:
-        due = self._lanes.next_due()
-        if due is None:
-            return
-        if self._timer is not None:
-            # Handles are not asked for their time: uvloop's for "now" have none.
-            if self._timer_due <= due:
-                return
-            self._timer.cancel()
-        loop = asyncio.get_running_loop()
-        self._timer_due = due
-        self._timer = loop.call_later(max(0.0, due - self._context.clock()), self._wake)
-
     def _wake(self) -> None:
-        self._timer = None
         self._send_items(self._lanes.ready(self._context.clock()))
         self._send_released()
 
@@ -474,7 +439,7 @@ class Fanout:
 
     def _expire(self, exchange: Exchange) -> list[Piece]:
         """Answer what is still open; its pieces that no broker has seen, which are taken back."""
-        self._stop_looking(exchange)
+        self._looks.stop(exchange)
         withdrawn = self._withdraw(lambda piece: piece.exchange is exchange)
         unwritten = {entry for piece in withdrawn for entry in piece.entries()}
         written = self._rows(exchange)[retry.CONNECTION_LOST].final or NOT_LEADER_OR_FOLLOWER
@@ -486,11 +451,6 @@ class Fanout:
                 self._conclude(exchange, entry, NOT_LEADER_OR_FOLLOWER if entry in unwritten else written)
         self._finish_if_complete(exchange)
         return withdrawn
-
-    def _stop_looking(self, exchange: Exchange) -> None:
-        look = self._looks.pop(exchange.sequence, None)
-        if look is not None:
-            look.cancel()
 
     def _withdraw(self, is_meant: Callable[[Piece], bool]) -> list[Piece]:
         """Take back pieces that no broker has seen."""
@@ -516,7 +476,7 @@ class Fanout:
         """
         for exchange, _ in list(self._open.values()):
             if exchange.request.acks != 0:
-                self._stop_looking(exchange)
+                self._looks.stop(exchange)
                 del self._open[exchange.sequence]
         self._lanes.drop(lambda exchange: exchange.request.acks != 0)
         self._settle_pieces(self._withdraw(lambda piece: piece.expects_answer))
@@ -526,9 +486,5 @@ class Fanout:
             await asyncio.wait((self._emptied,), timeout=FLUSH_S)
         for exchange, _ in list(self._open.values()):
             self._expire(exchange)
-        if self._timer is not None:
-            self._timer.cancel()
-        refreshes = list(self._refreshes)
-        for task in refreshes:
-            task.cancel()
-        await asyncio.gather(*refreshes, return_exceptions=True)
+        self._timer.close()
+        await self._lookups.close()

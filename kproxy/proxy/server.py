@@ -23,6 +23,7 @@ from kproxy.errors import StartupError
 from kproxy.proxy.client_session import ClientSession
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.versions import Ranges
+from kproxy.routing.topology import Address
 
 log = structlog.get_logger(__name__)
 
@@ -76,6 +77,7 @@ class Listener:
         self._context = context
         self._follows_versions = follows_versions
         context.versions.on_change = self._follow_ranges
+        context.breakers.on_open = self._give_up_broker
         await self._server.start_serving()
         self._ticker = asyncio.get_running_loop().create_task(self._watch_deadlines(context))
 
@@ -108,6 +110,15 @@ class Listener:
                 session.follow_ranges(ranges)
             except Exception:  # the boundary: one session's trouble must not keep the others at what was offered before
                 log.exception("a client connection could not follow what is offered")
+                session.abandon()
+
+    def _give_up_broker(self, address: Address) -> None:
+        """A broker hangs: no client connection waits for it any longer."""
+        for session in list(self._sessions):
+            try:
+                session.give_up_broker(address)
+            except Exception:  # the boundary: one session's trouble must not keep the others waiting
+                log.exception("a broker that hangs could not be given up")
                 session.abandon()
 
     async def _watch_deadlines(self, context: ProxyContext) -> None:
@@ -146,6 +157,7 @@ class Listener:
         await asyncio.gather(*self._closing)
         if self._context is not None:
             await self._context.versions.close()
+            await self._context.breakers.close()
 
 
 class _Refusal(asyncio.Protocol):

@@ -7,7 +7,8 @@ States
 
 Transitions
   connecting -> open     the dial succeeded: the queue is written
-  connecting -> closed   the dial failed, timed out or was given up: the queue is lost unwritten
+  connecting -> closed   the dial failed, timed out, was given up or, for the broker hangs, not even begun: the queue is
+                         lost unwritten
   open       -> closed   the broker closed, the connection broke, an answer was not the awaited one, it was given up,
                          `close` was called
 
@@ -24,7 +25,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import structlog
 
@@ -62,8 +63,15 @@ class Ticket(Protocol):
         ...
 
 
+class Oldest(NamedTuple):
+    """What a connection waits for first: the answer to a request or, None, that the kernel takes what is written."""
+
+    correlation_id: int | None
+    written: bool
+
+
 class Upstream(asyncio.BufferedProtocol):
-    """A connection to the broker `owner` at `address`."""
+    """A connection to the broker `owner` at `address`; not `dials`: what is sent to it is lost unwritten."""
 
     def __init__(
         self,
@@ -74,6 +82,7 @@ class Upstream(asyncio.BufferedProtocol):
         max_answer_bytes: int,
         connect_timeout_s: float,
         on_pressure: Callable[[bool], None],
+        dials: bool = True,
     ) -> None:
         self.owner = owner
         self.address = address
@@ -89,7 +98,7 @@ class Upstream(asyncio.BufferedProtocol):
         self._presses = False
         self._sends_unanswered = False
         self._ended = asyncio.get_running_loop().create_future()
-        self._dial = asyncio.get_running_loop().create_task(self._connect(connect_timeout_s))
+        self._dial = asyncio.get_running_loop().create_task(self._connect(connect_timeout_s if dials else None))
 
     # Sending
 
@@ -119,6 +128,19 @@ class Upstream(asyncio.BufferedProtocol):
         """Whose answer is the next to come."""
         return self._in_flight[0][1] if self._in_flight else None
 
+    def oldest(self) -> Oldest | None:
+        """What is waited for first; None where nothing is."""
+        if self._in_flight:
+            return Oldest(self._in_flight[0][0], written=True)
+        if self._queue:
+            return Oldest(self._queue[0][1], written=False)
+        return Oldest(None, written=False) if self._presses and not self.closed else None
+
+    @property
+    def holds_unanswered(self) -> bool:
+        """Whether something that has no answer (acks=0) may still be in this process."""
+        return self._sends_unanswered and self._transport is not None and self._transport.get_write_buffer_size() > 0
+
     def withdraw(self, is_meant: Callable[[Ticket], bool]) -> list[Ticket]:
         """Take back what is meant and has not been written."""
         kept, withdrawn = [], []
@@ -133,7 +155,10 @@ class Upstream(asyncio.BufferedProtocol):
             self._press(self._queued_bytes > MAX_QUEUED_BYTES)
         return withdrawn
 
-    async def _connect(self, timeout_s: float) -> None:
+    async def _connect(self, timeout_s: float | None) -> None:
+        if timeout_s is None:
+            self._end()
+            return
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(timeout_s):
@@ -152,9 +177,10 @@ class Upstream(asyncio.BufferedProtocol):
         keep_alive(transport)
         self._outbox = Outbox(asyncio.get_running_loop(), self._transport)
         queue, self._queue = self._queue, []
+        # What waited for the dial presses no longer; what is written now may.
+        self._press(False)
         for ticket, correlation_id, buffers in queue:
             self.send(ticket, correlation_id, buffers)
-        self._press(False)
 
     def pause_writing(self) -> None:
         self._press(True)

@@ -7,7 +7,8 @@ N is unresolved on an earlier route and N+1 is to go elsewhere, or while what a 
 answered at its deadline is unresolved.
 
 States of a lane
-  blocked    items wait; some are still unanswered on an earlier route, or the back-off is not over
+  blocked    items wait; some are still unanswered on an earlier route, or the back-off is not over; it ends early
+             (`hasten`) when the partition has another owner
   probing    one item is under way on the new route, the rest waits for its success
   (gone)     nothing waits and nothing is unresolved
 
@@ -58,14 +59,36 @@ class Release(NamedTuple):
 _NOTHING = Release([], [])
 
 
+class Pause(NamedTuple):
+    """When a refused item may go again, in seconds of the proxy's clock: to the same owner, or `soonest` to another.
+
+    `routed_at` is the topology's revision it was sent at.
+    """
+
+    due: float
+    soonest: float
+    routed_at: int
+
+
 class _Lane:
-    __slots__ = ("due", "given_up_behind", "given_up_to", "outstanding", "probing", "waiting")
+    __slots__ = (
+        "due",
+        "given_up_behind",
+        "given_up_to",
+        "outstanding",
+        "probing",
+        "routed_at",
+        "soonest",
+        "waiting",
+    )
 
     def __init__(self) -> None:
         self.waiting: list[Item] = []
         self.outstanding: set[int] = set()
         self.probing: int | None = None
         self.due = 0.0
+        self.soonest = 0.0
+        self.routed_at = 0
         # Sequences above the one and up to the other are behind a batch that was given up.
         self.given_up_behind = 0
         self.given_up_to = 0
@@ -114,8 +137,11 @@ class Lanes:
         if lane.probing is not None:
             lane.outstanding.discard(lane.probing)
 
-    def refused(self, key: LaneKey, item: Item, due: float, outstanding: Iterable[int]) -> None:
-        """An item is to be sent again, not before `due`; `outstanding` are later ones already under way behind it."""
+    def refused(self, key: LaneKey, item: Item, pause: Pause | None, outstanding: Iterable[int]) -> None:
+        """An item is to be sent again, after `pause`, or None for when what is before it goes.
+
+        `outstanding` are later ones already under way behind it.
+        """
         lane = self._lanes.get(key)
         if lane is None:
             lane = self._lanes[key] = _Lane()
@@ -124,7 +150,17 @@ class Lanes:
         if lane.probing == item.exchange.sequence:
             lane.probing = None
         insort(lane.waiting, item, key=_sequence)
-        lane.due = max(lane.due, due)
+        if pause is not None:
+            lane.due = max(lane.due, pause.due)
+            lane.soonest = max(lane.soonest, pause.soonest)
+            lane.routed_at = max(lane.routed_at, pause.routed_at)
+
+    def hasten(self, has_moved: Callable[[Item, int], bool]) -> None:
+        """Owners have changed: what has another one than at the revision it was sent at last is due at its soonest."""
+        for lane in self._lanes.values():
+            backs_off = lane.probing is None and lane.waiting and lane.soonest < lane.due
+            if backs_off and has_moved(lane.waiting[0], lane.routed_at):
+                lane.due = lane.soonest
 
     def settled(self, key: LaneKey, sequence: int, *, appended: bool, given_up: bool) -> Release:
         """An item's outcome is final: `appended`, or `given_up` after retries, or refused for good by a broker."""

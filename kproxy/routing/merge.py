@@ -32,7 +32,9 @@ from codec.partitioned import (
     with_length,
 )
 from codec.primitives import Buffer, encode_count, encode_tagged_fields
-from kproxy.routing.split import Entry, Selection
+from kproxy.routing.retry import Attempts
+from kproxy.routing.split import Entry, Selection, route
+from kproxy.routing.topology import Topology
 
 _NO_TAGS = encode_tagged_fields([])
 
@@ -69,7 +71,7 @@ class Exchange:
         # Whether its partitions are kept in the order of requests; reads have none, and acks=0 hears of no outcome.
         self.is_ordered = api.api_key == PRODUCE and request.acks != 0
         # Nearly all exchanges have no use for these.
-        self._attempts: dict[Entry, int] | None = None
+        self._attempts: dict[Entry, Attempts] | None = None
         self._ambiguous: set[Entry] | None = None
         self._splitter: tuple[int, Splitter] | None = None
         self.payload_bytes = 0
@@ -81,7 +83,7 @@ class Exchange:
         self._tags: list[Tag] | None = None
 
     @property
-    def attempts(self) -> dict[Entry, int]:
+    def attempts(self) -> dict[Entry, Attempts]:
         """How often an entry was tried and failed."""
         if self._attempts is None:
             self._attempts = {}
@@ -111,6 +113,11 @@ class Exchange:
         """An entry's topic and partition index."""
         topic = self.request.topics[entry[0]]
         return topic.name, topic.partitions[entry[1]]
+
+    def route(self, entry: Entry, topology: Topology) -> int:
+        """The broker to send an entry to, or NO_OWNER; see `split.route`."""
+        topic, partition_index = self.partition(entry)
+        return route(topology, topic, partition_index, by_id=self.request.by_id)
 
     def take(self, entry: Entry, result: Buffer) -> None:
         """Record an entry's bytes of the answer."""

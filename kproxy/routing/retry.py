@@ -23,15 +23,49 @@ UNREADABLE: Final = NOT_WRITTEN + 2
 """The broker answered something that is not an answer to this piece."""
 
 ALL_ACKS: Final = -1
+# At one owner; and at all of them, where a partition moves while it is tried.
 MAX_ATTEMPTS: Final = 3
+MAX_ATTEMPTS_IN_ALL: Final = 9
 BACKOFF_S: Final = (0.02, 0.1, 0.25, 0.5)
+
+
+class Attempts:
+    """How often an entry was sent in vain: `in_all`, and `here`, since its partition last got another owner."""
+
+    __slots__ = ("_owner_revision", "here", "in_all")
+
+    def __init__(self) -> None:
+        self.in_all = 0
+        self.here = 0
+        self._owner_revision = -1
+
+    def add(self, routed_at: int, owner_revision: int) -> None:
+        """One more, sent at the topology's revision `routed_at`; `owner_revision` is the ownership's by now."""
+        self.in_all += 1
+        if owner_revision != self._owner_revision:
+            self._owner_revision = owner_revision
+            self.here = 0
+        if owner_revision <= routed_at:
+            self.here += 1
+
+    @property
+    def exhausted(self) -> bool:
+        return self.here >= MAX_ATTEMPTS or self.in_all >= MAX_ATTEMPTS_IN_ALL
+
+    def due_s(self, jitter: float) -> float:
+        """Seconds to wait before the same owner is tried again; `jitter` as in `backoff_s`."""
+        return backoff_s(max(self.here, 1), jitter)
+
+    def soonest_s(self, jitter: float) -> float:
+        """Seconds to wait before another owner is tried: none at first; what moves on and on is followed at a pace."""
+        return 0.0 if self.in_all <= 1 else backoff_s(1, jitter)
 
 
 class Bound(Enum):
     """How long a row allows retries."""
 
     NEVER = "never"
-    ATTEMPTS = "at most MAX_ATTEMPTS attempts, and never past the deadline"
+    ATTEMPTS = "until the attempts are exhausted, and never past the deadline"
     DEADLINE = "until the deadline"
 
 
@@ -135,15 +169,15 @@ class Verdict(NamedTuple):
     error_code: int
 
 
-def decide(rows: dict[int, Row], event: int, attempts: int, *, resend_is_safe: bool) -> Verdict:
-    """What to do about `event` after `attempts` attempts.
+def decide(rows: dict[int, Row], event: int, *, exhausted: bool, resend_is_safe: bool) -> Verdict:
+    """What to do about `event`; `exhausted` as in Attempts.
 
     `resend_is_safe` says whether the broker would recognise the batch as one it has: it carries a producer id, is not
     transactional, and the upstream rebuilds its producer state from its log. Only ambiguous rows ask for it.
     """
     row = rows.get(event, _HAND_ON)
     final = event if row.final is None else row.final
-    if row.bound is Bound.NEVER or (row.bound is Bound.ATTEMPTS and attempts >= MAX_ATTEMPTS):
+    if row.bound is Bound.NEVER or (row.bound is Bound.ATTEMPTS and exhausted):
         return Verdict(retry=False, error_code=final)
     return Verdict(retry=resend_is_safe or not row.ambiguous, error_code=final)
 

@@ -18,7 +18,7 @@ Invariants
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from codec.partitioned import TOPIC_ID_BYTES
@@ -72,6 +72,7 @@ class Topology:
         self._brokers: dict[int, Address] = {}
         self.revision = 0
         self.version = 0
+        self._waiting: dict[Callable[[], None], None] = {}
 
     # Reading
 
@@ -119,6 +120,21 @@ class Topology:
                 if owner != NO_OWNER:
                     yield Ownership(topic, partition_index, owner, topic_owners.revisions[partition_index])
 
+    def on_next_change(self, call: Callable[[], None]) -> None:
+        """Have `call` called once, in the midst of the next change; again only if asked again."""
+        self._waiting[call] = None
+
+    def forget(self, call: Callable[[], None]) -> None:
+        """Take back `on_next_change`."""
+        self._waiting.pop(call, None)
+
+    def _changed(self) -> None:
+        self.version += 1
+        if self._waiting:
+            waiting, self._waiting = self._waiting, {}
+            for call in waiting:
+                call()
+
     # Changing: for ownership sources alone
 
     def set_owner(self, topic: bytes, partition_index: int, owner: int, revision: int) -> bool:
@@ -133,8 +149,8 @@ class Topology:
             return False
         topic_owners.owners[partition_index] = owner
         topic_owners.revisions[partition_index] = revision
-        self.version += 1
         self.revision = max(self.revision, revision)
+        self._changed()
         return True
 
     def _add(self, topic: bytes) -> _TopicOwners:
@@ -154,7 +170,7 @@ class Topology:
             self._ids[topic] = topic_id
             self._names[topic_id] = topic
             self._topics[topic_id] = self._topics.get(topic) or self._add(topic)
-        self.version += 1
+        self._changed()
 
     def load(self, rows: Iterable[Ownership], revision: int) -> None:
         """Take `rows` as the whole table at `revision`: set what they name, remove what they do not."""
@@ -173,13 +189,13 @@ class Topology:
         self._ids.clear()
         self._names.clear()
         self.revision = 0
-        self.version += 1
+        self._changed()
 
     def set_broker(self, broker_id: int, address: Address) -> None:
         if self._brokers.get(broker_id) != address:
             self._brokers[broker_id] = address
-            self.version += 1
+            self._changed()
 
     def remove_broker(self, broker_id: int) -> None:
         if self._brokers.pop(broker_id, None) is not None:
-            self.version += 1
+            self._changed()

@@ -241,13 +241,16 @@ def test_answers_name_the_proxy_alone(proxy: KproxyProcess, topic: str, real_kaf
         assert answer.error_code or (answer.host, answer.port) == (host, int(port))
 
 
-def test_leaders_move_under_an_idempotent_producer(proxy: KproxyProcess, topic: str, real_kafka: RealKafka) -> None:
+@pytest.mark.parametrize("every_s", [1.0, 0.3])
+def test_leaders_move_under_an_idempotent_producer(
+    proxy: KproxyProcess, topic: str, real_kafka: RealKafka, every_s: float
+) -> None:
     stop = threading.Event()
     sent = numbered(MOVED_RECORDS)
 
     def keep_moving() -> int:
         moves = 0
-        while not stop.wait(1.0):
+        while not stop.wait(every_s):
             real_kafka.move_leaders(topic)
             moves += 1
         return moves
@@ -283,11 +286,35 @@ def test_a_broker_dies_under_an_idempotent_producer(proxy: KproxyProcess, topic:
     finally:
         victim.start()
         victim.wait_started()
+    wait_until_in_sync(real_kafka, topic)
+    check(read_all(real_kafka.bootstrap, topic, MOVED_RECORDS), sent)
+
+
+def test_a_broker_hangs_under_an_idempotent_producer(proxy: KproxyProcess, topic: str, real_kafka: RealKafka) -> None:
+    victim = real_kafka.brokers[real_kafka.leaders(topic)[0] - 1]
+
+    def pause_half_way(number: int) -> None:
+        if number == MOVED_RECORDS // 2:
+            victim.pause()
+        elif number % 100 == 0:
+            time.sleep(0.02)
+
+    sent = numbered(MOVED_RECORDS)
+    try:
+        produce_librdkafka(proxy.kafka, topic, sent, pause_half_way)
+        check(read_all(proxy.kafka, topic, MOVED_RECORDS), sent)
+    finally:
+        victim.resume()
+    wait_until_in_sync(real_kafka, topic)
+    # What reached it before it hung and was never answered is not there twice.
+    check(read_all(real_kafka.bootstrap, topic, MOVED_RECORDS), sent)
+
+
+def wait_until_in_sync(real_kafka: RealKafka, topic: str) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while real_kafka.replicas_in_sync(topic) < len(real_kafka.brokers):
         assert time.monotonic() < deadline, "the broker is not in sync again"
         time.sleep(0.1)
-    check(read_all(real_kafka.bootstrap, topic, MOVED_RECORDS), sent)
 
 
 @pytest.mark.parametrize("inline", [True, False])

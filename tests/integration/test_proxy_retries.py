@@ -8,10 +8,11 @@ import time
 import pytest
 
 from codec.api_keys import LIST_OFFSETS
+from kproxy.routing.retry import BACKOFF_S, MAX_ATTEMPTS_IN_ALL
 from kproxy.routing.topology import Address
 from tests.support.raw_client import RawClient, batch, list_offsets_frame, produce_frame
 from tests.support.running_proxy import both_loops, eventually, running_proxy
-from tests.support.scripted_upstream import Asked, DeafListener, Script, ScriptedUpstream, answers_everything
+from tests.support.scripted_upstream import SILENCE_S, Asked, DeafListener, Script, ScriptedUpstream, answers_everything
 
 NOT_LEADER = 6
 TIMED_OUT = 7
@@ -107,6 +108,95 @@ async def test_not_leader_is_tried_three_times_and_then_handed_on(records: bytes
         assert answer.results[0].fields["base_offset"] == -1
         assert len(upstream.log) == 3
         assert set(proxy.source.refreshed) == {("t", 0, revision)}
+
+
+async def refuse_until_the_longest_back_off(upstream: ScriptedUpstream, code: int = 19) -> None:
+    for _ in BACKOFF_S:
+        (await upstream.next()).answer(results={("t", 0): code})
+
+
+@both_loops
+async def test_a_back_off_ends_when_the_table_names_another_owner() -> None:
+    """With leaders that move faster than the longest back-off a batch would come to each of them too late."""
+    former, new = ScriptedUpstream(1), ScriptedUpstream(2)
+    async with running_proxy(former, new) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        client.send(produce_frame(records=PLAIN))
+        await refuse_until_the_longest_back_off(former)
+        await asyncio.sleep(SILENCE_S)
+        told = time.monotonic()
+        proxy.own(2)
+        (await new.next()).answer()
+        assert time.monotonic() - told < BACKOFF_S[-1] / 2
+        assert (await client.answer()).codes == {("t", 0): 0}
+        assert await former.is_silent()
+
+
+@both_loops
+async def test_a_back_off_does_not_end_for_what_the_table_says_of_others() -> None:
+    former, new = ScriptedUpstream(1), ScriptedUpstream(2)
+    async with running_proxy(former, new) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        client.send(produce_frame(records=PLAIN))
+        await refuse_until_the_longest_back_off(former)
+        for _ in range(3):
+            proxy.own(1, partitions=[1])
+            assert await former.is_silent()
+        # Nor for an owner that has left without a successor: its attempts would be over before there is one.
+        proxy.topology.offers_unowned = False
+        proxy.disown()
+        assert await former.is_silent(BACKOFF_S[-1] / 2)
+        proxy.own(2)
+        (await new.next()).answer()
+        assert (await client.answer()).codes == {("t", 0): 0}
+
+
+@both_loops
+async def test_the_owner_is_looked_up_when_a_batch_is_sent_again_not_when_it_was_refused() -> None:
+    former, passing, new = (ScriptedUpstream(node_id) for node_id in (1, 2, 3))
+    async with running_proxy(former, passing, new) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        client.send(produce_frame(records=PLAIN))
+        await refuse_until_the_longest_back_off(former)
+        proxy.own(2)
+        proxy.own(3)
+        (await new.next()).answer()
+        assert (await client.answer()).codes == {("t", 0): 0}
+        assert passing.log == []
+
+
+@both_loops
+async def test_attempts_count_at_one_owner() -> None:
+    """Kafka's leader learns of its election a little later than the cluster's metadata tells."""
+    former, new = ScriptedUpstream(1, refuses(NOT_LEADER)), ScriptedUpstream(2)
+    async with running_proxy(former, new) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        client.send(produce_frame(records=PLAIN))
+        await eventually(lambda: len(former.log) == 2)
+        proxy.own(2)
+        for _ in range(2):
+            (await new.next()).answer(results={("t", 0): NOT_LEADER})
+        (await new.next()).answer()
+        assert (await client.answer()).codes == {("t", 0): 0}
+
+
+@both_loops
+async def test_a_partition_that_moves_on_and_on_is_not_followed_for_ever() -> None:
+    brokers = [ScriptedUpstream(node_id, refuses(NOT_LEADER)) for node_id in (1, 2)]
+    async with running_proxy(*brokers) as proxy:
+        proxy.own(1)
+        proxy.source.on_refresh = lambda *_: proxy.own(3 - proxy.topology.owner(b"t", 0))
+        client = await proxy.client()
+        began = time.monotonic()
+        client.send(produce_frame(records=PLAIN))
+        assert (await client.answer()).codes == {("t", 0): NOT_LEADER}
+        assert sum(len(broker.log) for broker in brokers) == MAX_ATTEMPTS_IN_ALL
+        # The first move is followed at once, the others at a pace.
+        assert time.monotonic() - began > (MAX_ATTEMPTS_IN_ALL - 2) * BACKOFF_S[0]
 
 
 @pytest.mark.parametrize("code", [5, 19])

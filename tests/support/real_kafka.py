@@ -94,6 +94,15 @@ class RealBroker:
             os.kill(self._process.pid, signal.SIGKILL)
             self._process.wait(10)
 
+    def pause(self) -> None:
+        """Hang: the process keeps its connections and does nothing."""
+        assert self._process is not None, "not started"
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._process is not None, "not started"
+        self._process.send_signal(signal.SIGCONT)
+
     @property
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None

@@ -1,8 +1,9 @@
 """A broker that does what its test says: a real TCP server on loopback, driven request by request.
 
 Without a `script` every request waits in `asked` until the test takes it and answers, or does not. With one, the script
-is called for each request as it arrives. Nothing is answered by itself, and nothing is checked: what goes over the wire
-is the test's own affair, wrong correlation ids, halves of answers and closed connections included.
+is called for each request as it arrives. Nothing is answered by itself but the probes of the breaker, unless
+`answers_probes` is off, and nothing is checked: what goes over the wire is the test's own affair, wrong correlation
+ids, halves of answers and closed connections included.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Self, cast
 
 from codec import control
 from codec.api_keys import API_VERSIONS, FETCH, LIST_OFFSETS, PRODUCE, is_flexible
-from codec.headers import RequestHeader, parse_request_header
+from codec.headers import RequestHeader, client_id, parse_request_header
 from kproxy.routing.topology import Address
 from tests.support.messages import (
     APIS,
@@ -28,6 +29,7 @@ from tests.support.messages import (
 )
 
 PATIENCE_S = 5.0
+PROBE_CLIENT_ID = b"kproxy-probe"
 # Long enough for what is wrongly sent at once to arrive.
 SILENCE_S = 0.05
 HOST = "127.0.0.1"
@@ -71,7 +73,8 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
         self.upstream.connections.append(self)
         if self.upstream.reads_nothing:
-            self.transport.pause_reading()
+            # uvloop begins to read after this, whatever is said here.
+            asyncio.get_running_loop().call_soon(self.transport.pause_reading)
 
     def data_received(self, data: bytes) -> None:
         self.got += data
@@ -201,6 +204,9 @@ class ScriptedUpstream:
         # Every request, in the order of arrival.
         self.log: list[Asked] = []
         self.reads_nothing = False
+        # The breaker's probes, which come over connections of their own; neither stands in the lists above.
+        self.answers_probes = True
+        self.probes: list[Asked] = []
         self._server: asyncio.Server | None = None
         self.port = 0
 
@@ -219,11 +225,27 @@ class ScriptedUpstream:
 
     def take(self, asked: Asked) -> None:
         """A request has arrived."""
+        if client_id(asked.frame) == PROBE_CLIENT_ID:
+            self._take_probe(asked)
+            return
         self.log.append(asked)
         if self.script is not None:
             self.script(asked)
         else:
             self.asked.put_nowait(asked)
+
+    def _take_probe(self, asked: Asked) -> None:
+        if asked.connection in self.connections:
+            self.connections.remove(asked.connection)
+        self.probes.append(asked)
+        if self.answers_probes:
+            asked.answer_message(api_keys=[])
+
+    def wake(self) -> None:
+        """Answer the latest probe, and those that come."""
+        self.answers_probes = True
+        if self.probes[-1].connection.is_open:
+            self.probes[-1].answer_message(api_keys=[])
 
     async def next(self) -> Asked:
         """The next request that arrives."""
@@ -245,9 +267,10 @@ class ScriptedUpstream:
 
     async def stop(self) -> None:
         await self.stop_listening()
-        for connection in self.connections:
+        connections = {*self.connections, *(probe.connection for probe in self.probes)}
+        for connection in connections:
             connection.abort()
-        for connection in self.connections:
+        for connection in connections:
             await connection.until_closed()
 
 

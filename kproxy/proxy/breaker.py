@@ -1,0 +1,224 @@
+"""The breakers of one proxy: watch brokers that let a request wait, and say which of them hang.
+
+All client connections share them. A connection that sees a request wait calls `suspect`; from then on, for as long as
+somebody keeps suspecting the broker or its breaker is open, one task probes it. Nothing is done about a broker that is
+idle or answers promptly. The rules are in `kproxy.routing.breaker`.
+
+States of a broker's address
+  (none)     nobody suspects it
+  watched    one task probes it; its breaker is closed or open
+
+Transitions
+  (none)  -> watched   `suspect`, unless MAX_WATCHED are watched or the probing has been stopped
+  watched -> (none)    a probe is answered and nobody suspects the broker in the pause after it; the broker has left the
+                       topology; `close`
+
+Invariants
+1. One task per address, one probe at a time, on a connection that no client's request travels on.
+2. `on_open` is called for every breaker that opens, after `is_open` says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable
+from enum import Enum
+from math import inf
+from typing import Final
+
+import structlog
+
+from codec import api_keys as keys
+from codec.framing import ReceiveArena
+from codec.headers import request_header
+from codec.partitioned import with_length
+from kproxy.config import Limits
+from kproxy.proxy.pieces import Piece
+from kproxy.proxy.question import Lost, ask
+from kproxy.proxy.upstream import Oldest, Upstream
+from kproxy.routing.breaker import PROBE_PAUSE_S, SUSPICIOUS_S, Breaker
+from kproxy.routing.topology import Address, Topology
+
+log = structlog.get_logger(__name__)
+
+# Clusters are smaller than this; what is beyond is not watched, and its requests end at their deadlines.
+MAX_WATCHED: Final = 1000
+# The oldest version, which every broker answers (KIP-35) without looking at anything that could make it wait.
+_PROBE_VERSION: Final = 0
+_CLIENT_ID: Final = b"kproxy-probe"
+
+
+class _Reply(Enum):
+    ANSWER = "it answered"
+    CUT_OFF = "it refused or closed the connection"
+    SILENCE = "it did not answer in time"
+
+
+class _Watched:
+    """`suspected`: a request still waits, said after the latest probe began."""
+
+    __slots__ = ("breaker", "connection", "suspected", "task")
+
+    def __init__(self, timeout_s: float) -> None:
+        self.breaker = Breaker(timeout_s)
+        self.suspected = True
+        self.connection: Upstream | None = None
+        self.task: asyncio.Task[None] | None = None
+
+
+class Breakers:
+    """The breakers by broker address. `clock` is in seconds."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        limits: Limits,
+        clock: Callable[[], float],
+        arena: ReceiveArena,
+        counters: Counter[str],
+    ) -> None:
+        self._topology = topology
+        self._limits = limits
+        self._clock = clock
+        self._arena = arena
+        self._counters = counters
+        self._watched: dict[Address, _Watched] = {}
+        self._closed = False
+        self.on_open: Callable[[Address], None] = lambda address: None
+
+    @property
+    def watching(self) -> bool:
+        """Whether any broker is suspected; where none is, no breaker is open."""
+        return bool(self._watched)
+
+    def is_open(self, address: Address | None) -> bool:
+        """Whether the broker there hangs: nothing is to be sent to it."""
+        if address is None:
+            return False
+        watched = self._watched.get(address)
+        return watched is not None and watched.breaker.is_open
+
+    def suspect(self, owner: int, address: Address) -> None:
+        """A request has been waiting for this broker for SUSPICIOUS_S."""
+        watched = self._watched.get(address)
+        if watched is not None:
+            watched.suspected = True
+        elif not self._closed and len(self._watched) < MAX_WATCHED:
+            watched = self._watched[address] = _Watched(self._limits.probe_timeout_s)
+            watched.task = asyncio.get_running_loop().create_task(self._watch(owner, address, watched))
+
+    def heard(self, address: Address, since: float) -> None:
+        """The broker has answered a client's request, not earlier than `since`."""
+        watched = self._watched.get(address)
+        if watched is not None:
+            watched.breaker.heard(since)
+
+    async def _watch(self, owner: int, address: Address, watched: _Watched) -> None:
+        """Probe until nobody wonders any more."""
+        try:
+            while watched.suspected or watched.breaker.is_open:
+                watched.suspected = False
+                reply = await self._probe(owner, address, watched)
+                if reply is _Reply.SILENCE:
+                    if watched.breaker.silent():
+                        self._opened(owner, address)
+                    if address not in self._topology.brokers.values():
+                        return
+                else:
+                    if watched.breaker.answered():
+                        log.info("broker no longer hangs", broker=owner, address=_shown(address), reason=reply.value)
+                    await asyncio.sleep(PROBE_PAUSE_S)
+        except Exception:  # the boundary: without its watcher this broker's breaker is closed
+            log.exception("a broker can no longer be probed", broker=owner, address=_shown(address))
+        finally:
+            del self._watched[address]
+            if watched.connection is not None:
+                await watched.connection.close()
+
+    def _opened(self, owner: int, address: Address) -> None:
+        self._counters["breaker.opened"] += 1
+        log.warning("broker hangs", broker=owner, address=_shown(address), unanswered_s=self._limits.probe_timeout_s)
+        self.on_open(address)
+
+    async def _probe(self, owner: int, address: Address, watched: _Watched) -> _Reply:
+        """One probe, on the connection of the one before where that was answered."""
+        if watched.connection is None or watched.connection.closed:
+            watched.connection = self._dial(owner, address, watched)
+        watched.breaker.asked(self._clock())
+        return await self._ask(watched.connection, watched)
+
+    def _dial(self, owner: int, address: Address, watched: _Watched) -> Upstream:
+        return Upstream(
+            owner,
+            address,
+            arena=self._arena,
+            max_answer_bytes=self._limits.max_control_request_bytes,
+            # The probe's own patience is to be over first: a dial that hangs is silence.
+            connect_timeout_s=watched.breaker.patience_s + 1,
+            on_pressure=lambda slow: None,
+        )
+
+    async def _ask(self, connection: Upstream, watched: _Watched) -> _Reply:
+        correlation_id = connection.next_correlation_id()
+        request = request_header(keys.API_VERSIONS, _PROBE_VERSION, correlation_id, _CLIENT_ID)
+        try:
+            async with asyncio.timeout(watched.breaker.patience_s):
+                await ask(connection, correlation_id, with_length([request]))
+        except TimeoutError:
+            # What a hung host's network lost is repeated ever more slowly; a new connection comes through sooner.
+            await connection.close()
+            return _Reply.SILENCE
+        except Lost:
+            await connection.close()
+            return _Reply.CUT_OFF
+        return _Reply.ANSWER
+
+    async def close(self) -> None:
+        """End all probing."""
+        self._closed = True
+        tasks = [watched.task for watched in self._watched.values() if watched.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _shown(address: Address) -> str:
+    return f"{address.host}:{address.port}"
+
+
+def _may_wait_until(upstream: Upstream) -> float:
+    """Until when the next answer may take its time, for that is what was asked: a fetch that waits for data."""
+    ticket = upstream.oldest_unanswered()
+    return ticket.exchange.look_until if isinstance(ticket, Piece) and ticket.whole else -inf
+
+
+class Waiting:
+    """What one client connection's broker connections let wait, as far as is seen by looking now and then.
+
+    Requests are not timed: a connection whose next answer is still the same one at look after look lets it wait.
+    """
+
+    def __init__(self, breakers: Breakers) -> None:
+        self._breakers = breakers
+        # The next answer of each connection, and since when it has been that.
+        self._seen: dict[Upstream, tuple[Oldest, float]] = {}
+        self._looked_at = -inf
+
+    def look(self, upstreams: Iterable[Upstream], now: float) -> None:
+        """Suspect the brokers that let something wait; tell of those that have answered since the last look."""
+        seen: dict[Upstream, tuple[Oldest, float]] = {}
+        for upstream in upstreams:
+            oldest = upstream.oldest()
+            before, since = self._seen.get(upstream, (None, now))
+            if oldest != before:
+                since = now
+                if before is not None and before.written and not upstream.closed:
+                    self._breakers.heard(upstream.address, self._looked_at)
+            if oldest is None:
+                continue
+            seen[upstream] = (oldest, since)
+            if now - max(since, _may_wait_until(upstream)) >= SUSPICIOUS_S:
+                self._breakers.suspect(upstream.owner, upstream.address)
+        self._seen = seen
+        self._looked_at = now

@@ -1,0 +1,48 @@
+"""How often something is tried, at one owner and at all of them, and how long is waited in between."""
+
+from __future__ import annotations
+
+import pytest
+
+from kproxy.routing.retry import BACKOFF_S, MAX_ATTEMPTS, MAX_ATTEMPTS_IN_ALL, Attempts
+
+# Each attempt: the revision it was sent at, and the ownership's revision by the time it has failed.
+HISTORIES: dict[str, tuple[list[tuple[int, int]], int, bool]] = {
+    "nothing tried": ([], 0, False),
+    "one owner": ([(5, 3)] * 2, 2, False),
+    "one owner, exhausted": ([(5, 3)] * 3, 3, True),
+    "the owner changed under the attempt": ([(5, 6)], 0, False),
+    "a new owner, not tried yet": ([(5, 3), (5, 6)], 0, False),
+    "a new owner, tried once": ([(5, 3), (5, 3), (6, 6)], 1, False),
+    "each refused once while it moves": ([(n, n) for n in range(8)], 1, False),
+    "it moves on and on": ([(n, n) for n in range(9)], 1, True),
+}
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_attempts_count_at_the_present_owner_and_in_all(name: str) -> None:
+    history, here, exhausted = HISTORIES[name]
+    attempts = Attempts()
+    for routed_at, owner_revision in history:
+        attempts.add(routed_at, owner_revision)
+    assert (attempts.in_all, attempts.here, attempts.exhausted) == (len(history), here, exhausted)
+    assert MAX_ATTEMPTS < MAX_ATTEMPTS_IN_ALL
+
+
+def test_the_back_off_grows_at_one_owner_and_starts_anew_at_the_next() -> None:
+    attempts = Attempts()
+    waits = []
+    for _ in range(6):
+        attempts.add(5, 3)
+        waits.append(attempts.due_s(0.0))
+    assert waits == [*BACKOFF_S, BACKOFF_S[-1], BACKOFF_S[-1]]
+    attempts.add(6, 6)
+    assert attempts.due_s(0.0) == BACKOFF_S[0]
+
+
+def test_the_first_new_owner_is_tried_at_once_and_further_ones_at_a_pace() -> None:
+    attempts = Attempts()
+    attempts.add(5, 6)
+    assert attempts.soonest_s(0.9) == 0.0
+    attempts.add(6, 7)
+    assert attempts.soonest_s(0.0) == BACKOFF_S[0]
