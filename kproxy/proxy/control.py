@@ -163,6 +163,7 @@ class ControlPlane:
         for upstream in list(self._upstreams.values()):
             if upstream.address == address and not upstream.closed:
                 upstream.give_up("its broker hangs")
+        self._coordination.give_up_broker(address)
 
     # ApiVersions
 

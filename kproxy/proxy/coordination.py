@@ -37,6 +37,7 @@ from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.coordinators import BATCHED_FROM, GROUP, TRANSACTION, key_type_of
 from kproxy.proxy.question import Lost, ask
 from kproxy.proxy.upstream import Upstream
+from kproxy.routing.topology import Address
 
 log = structlog.get_logger(__name__)
 
@@ -141,6 +142,12 @@ class Coordination:
         if upstream is None or upstream.closed:
             upstream = self._upstreams[broker] = self._connect(broker)
         return upstream
+
+    def give_up_broker(self, address: Address) -> None:
+        """The broker there hangs: what was asked of it is answered with NOT_COORDINATOR."""
+        for upstream in list(self._upstreams.values()):
+            if upstream.address == address and not upstream.closed:
+                upstream.give_up("its broker hangs")
 
     async def close(self) -> None:
         await asyncio.gather(*(upstream.close() for upstream in self._upstreams.values()))

@@ -13,7 +13,7 @@ from kproxy.proxy import coordinators
 from kproxy.proxy.coordination import COORDINATED, NO_TRANSACTIONS
 from kproxy.proxy.coordinators import GROUP, TRANSACTION, Coordinators
 from kproxy.proxy.versions import OFFERS, Handling
-from tests.support.raw_client import RawClient, control_frame
+from tests.support.raw_client import RawClient, control_frame, produce_frame
 from tests.support.running_proxy import IDENTITY, RunningProxy, both_loops, eventually, running_proxy
 from tests.support.scripted_upstream import Asked, ScriptedUpstream
 
@@ -206,6 +206,21 @@ async def test_members_of_a_group_may_be_waited_for_longer_than_any_broker() -> 
         assert await client.is_silent(0.5)
         cluster.brokers[1].log[-1].answer_message(member_id="m")
         assert (await client.receive())[4:8] == b"\0\0\0\6"
+
+
+@both_loops
+async def test_members_of_a_group_do_not_wait_for_a_coordinator_that_hangs() -> None:
+    cluster = Cluster()
+    cluster.coordinated = lambda asked: None
+    cluster.brokers[1].answers_probes = False
+    async with running_proxy(*cluster.brokers, limits={"probe_timeout_s": 0.2}) as proxy:
+        proxy.own(2)
+        client, other = await proxy.client(), await proxy.client()
+        client.send(request_of(keys.JOIN_GROUP, 5))
+        await eventually(lambda: cluster.got(keys.JOIN_GROUP))
+        # That a broker hangs is noticed of what it is to write.
+        other.send(produce_frame())
+        assert (await client.answer(keys.JOIN_GROUP, 5)).message.error_code == NOT_COORDINATOR
 
 
 @both_loops
