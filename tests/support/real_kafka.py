@@ -45,6 +45,7 @@ class RealBroker:
         self.node_id = node_id
         self.port = port
         self.log_path = directory / "log"
+        self._data = Path(options["log.dirs"])
         self._properties = directory / "server.properties"
         self._log4j = directory / "log4j2.properties"
         self._process: subprocess.Popen[bytes] | None = None
@@ -58,6 +59,11 @@ class RealBroker:
 
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
+
+    def stored(self, topic: str, partition: int) -> bytes:
+        """What lies on this broker's disk of a partition that it has never removed anything of."""
+        segments = sorted((self._data / f"{topic}-{partition}").glob("*.log"))
+        return b"".join(segment.read_bytes() for segment in segments)
 
     def format(self) -> None:
         """Make the data directory what a broker will start on."""
