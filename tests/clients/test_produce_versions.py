@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Iterator
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import aiokafka  # type: ignore[import-untyped]
 import kafka
@@ -18,7 +19,9 @@ import pytest
 
 from codec.api_keys import PRODUCE
 from codec.record_batch import iterate_batches
+from kproxy.pipeline.spark import SparkDriver
 from tests.support.dev import serving
+from tests.support.java import require_java
 from tests.support.java_client import run_java_client
 from tests.support.kafka_io import Placed, Record, read_topic
 from tests.support.kafka_jars import CLIENT_VERSIONS, client_classpath, kafka_classpath
@@ -34,6 +37,7 @@ PARTITIONS = 6
 RECORDS = 240
 TIMEOUT_S = 60.0
 LINGER_MS = 5
+SPARK_ROWS = 10_000
 COMPRESSIONS = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
 # Release of kafka-clients -> the version of Produce that it speaks with Kafka 4.3.
 JAVA = {
@@ -237,3 +241,33 @@ def test_compressed_batches_arrive_as_they_were_sent(
         run = run_librdkafka(topic, sent, told)
     assert run.errors == {}
     check(tapped, real_kafka, topic, run.acknowledged, sent, compression)
+
+
+@pytest.fixture
+def spark(tmp_path: Path) -> Iterator[Any]:
+    """A Spark session."""
+    driver = SparkDriver(require_java(), tmp_path)
+    try:
+        driver.start()
+        yield driver.session
+    finally:
+        driver.stop()
+
+
+@pytest.mark.spark
+def test_spark(tapped: Tapped, real_kafka: RealKafka, topic: str, spark: Any) -> None:
+    """Its Kafka sink and source, with no option but the address."""
+    address = {"kafka.bootstrap.servers": tapped.bootstrap}
+    key, value = "concat('key-', id % 50) as key", "cast(id as string) as value"
+    sent = spark.range(SPARK_ROWS).selectExpr(key, value)
+    sent.write.format("kafka").options(**address, topic=topic).save()
+    # What its producers call themselves.
+    assert tapped.tap.versions(PRODUCE, "producer-1") == {11}
+
+    stored = read_topic(real_kafka.bootstrap, topic, PARTITIONS, SPARK_ROWS)
+    expected = sorted((b"key-%d" % (number % 50), b"%d" % number) for number in range(SPARK_ROWS))
+    assert sorted((each.key or b"", each.value or b"") for each in stored) == expected
+    rows = spark.read.format("kafka").options(**address, subscribe=topic, startingOffsets="earliest").load()
+    columns = rows.selectExpr("partition", "offset", "cast(key as string)", "cast(value as string)").collect()
+    found = [Placed(each[0], each[1], each[2].encode(), each[3].encode()) for each in columns]
+    assert sorted(found) == sorted(stored)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import aiokafka  # type: ignore[import-untyped]
@@ -227,30 +225,6 @@ def test_answers_name_the_proxy_alone(proxy: KproxyProcess, topic: str, real_kaf
         assert {each.leader_id for each in answer.topics[0].partitions} == {proxy_id}
         answer = client.request(keys.FIND_COORDINATOR, 3, key="some-group", key_type=0)
         assert answer.error_code or (answer.host, answer.port) == (host, int(port))
-
-
-def test_leaders_move_under_an_idempotent_producer(proxy: KproxyProcess, topic: str, real_kafka: RealKafka) -> None:
-    stop = threading.Event()
-    sent = numbered(MOVED_RECORDS)
-
-    def keep_moving() -> int:
-        moves = 0
-        while not stop.wait(1.0):
-            real_kafka.move_leaders(topic)
-            moves += 1
-        return moves
-
-    with ThreadPoolExecutor(1) as pool:
-        moving = pool.submit(keep_moving)
-        try:
-            produce_librdkafka(
-                proxy.kafka, topic, sent, lambda number: time.sleep(0.025) if number % 100 == 0 else None
-            )
-        finally:
-            stop.set()
-        assert moving.result() >= 3, "the leaders were to move while it wrote"
-    check(read_all(real_kafka.bootstrap, topic, MOVED_RECORDS), sent)
-    check(read_all(proxy.kafka, topic, MOVED_RECORDS), sent)
 
 
 def test_a_broker_dies_under_an_idempotent_producer(proxy: KproxyProcess, topic: str, real_kafka: RealKafka) -> None:

@@ -31,6 +31,7 @@ CLIENT_VERSIONS = (
     *("3.6.2", "3.7.2", "3.8.1", "3.9.1", "4.0.2", "4.1.1", KAFKA_VERSION),
 )
 RESOLVE_TIMEOUT_S = 600.0
+RESOLVE_ATTEMPTS = 3
 # The two excluded modules serve Connect's REST server, which nothing here runs. Without a logging back end a broker
 # says nothing at all, not even that it has started.
 _BROKER_MODULE = f"""\
@@ -113,9 +114,13 @@ def _jars(name: str, module: str, folder: str) -> Path | str:
     # Beside its final place and moved there whole: an interrupted or a second run never leaves half a set.
     aside = Path(tempfile.mkdtemp(dir=jars.parent, prefix=".resolving-"))
     try:
-        problem = _resolve(ivy, aside, module, folder)
-        if problem is not None:
-            return problem
+        for _ in range(RESOLVE_ATTEMPTS):
+            # What the attempt before has downloaded is still there.
+            problem = _resolve(ivy, aside, module, folder)
+            if problem is None:
+                break
+        else:
+            return str(problem)
         try:
             (aside / "jars").rename(jars)
         except OSError:
