@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import confluent_kafka
 
@@ -45,3 +46,63 @@ def read_partition(bootstrap: str, topic: str, partition: int, count: int) -> li
         return values
     finally:
         consumer.close()
+
+
+class Record(NamedTuple):
+    """A record to be written; `partition` None leaves the choice to the client."""
+
+    key: bytes | None
+    value: bytes | None
+    partition: int | None = None
+    headers: tuple[tuple[str, bytes | None], ...] = ()
+
+
+class Placed(NamedTuple):
+    """A record that was read."""
+
+    partition: int
+    offset: int
+    key: bytes | None
+    value: bytes | None
+    headers: tuple[tuple[str, bytes | None], ...] = ()
+
+
+def read_topic(
+    bootstrap: str, topic: str, partitions: int, at_least: int, timeout_s: float = TIMEOUT_S
+) -> list[Placed]:
+    """All that lies in a topic that nothing was ever removed from; in order within each partition.
+
+    `at_least` is how many records were acknowledged: with acks=1 the end that readers are shown may lag behind.
+    """
+    consumer = confluent_kafka.Consumer(
+        {
+            "bootstrap.servers": bootstrap,
+            "group.id": "unused",
+            "enable.auto.commit": False,
+            "enable.partition.eof": True,
+            # The end of a partition is an answer with nothing in it, for which a broker would otherwise take its time.
+            "fetch.wait.max.ms": 10,
+        }
+    )
+    try:
+        # From 0 and not from the beginning, which it would spend half a second on asking for.
+        consumer.assign([confluent_kafka.TopicPartition(topic, each, 0) for each in range(partitions)])
+        read: list[Placed] = []
+        at_end: set[int | None] = set()
+        deadline = time.monotonic() + timeout_s
+        while len(at_end) < partitions or len(read) < at_least:
+            assert time.monotonic() < deadline, f"{len(read)} of {at_least} records within {timeout_s} s"
+            for message in consumer.consume(10_000, 0.1):
+                error = message.error()
+                if error is None:
+                    read.append(_placed(message))
+                elif error.code() == confluent_kafka.KafkaError._PARTITION_EOF:
+                    at_end.add(message.partition())
+        return read
+    finally:
+        consumer.close()
+
+
+def _placed(message: Any) -> Placed:
+    headers = tuple(message.headers() or ())
+    return Placed(message.partition(), message.offset(), message.key(), message.value(), headers)

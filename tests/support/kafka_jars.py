@@ -2,11 +2,14 @@
 
 They are resolved from Maven Central by the Ivy that pyspark carries, once per user; after that nothing is asked of
 the network. A test that asks for them is skipped where they can be had in no way.
+
+Clients of earlier releases come as bare as they run: without the libraries of compression types.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import shutil
 import subprocess
@@ -22,10 +25,16 @@ from kproxy.pipeline.truststore import trust_options
 from tests.support.java import require_java
 
 KAFKA_VERSION = "4.3.1"
+# What is here of the clients alone: the last of each line that talks to a broker of today in a way of its own.
+CLIENT_VERSIONS = (
+    *("0.11.0.3", "1.0.2", "1.1.1", "2.0.1", "2.1.1", "2.3.1", "2.4.1", "2.7.2", "2.8.2"),
+    *("3.6.2", "3.7.2", "3.8.1", "3.9.1", "4.0.2", "4.1.1", KAFKA_VERSION),
+)
 RESOLVE_TIMEOUT_S = 600.0
+RESOLVE_ATTEMPTS = 3
 # The two excluded modules serve Connect's REST server, which nothing here runs. Without a logging back end a broker
 # says nothing at all, not even that it has started.
-_MODULE = f"""\
+_BROKER_MODULE = f"""\
 <ivy-module version="2.0">
   <info organisation="kproxy" module="kafka-for-tests"/>
   <configurations><conf name="default"/></configurations>
@@ -40,18 +49,59 @@ _MODULE = f"""\
 """
 
 
+# Each version a configuration of its own, or Ivy would keep the newest alone.
+_CLIENTS_MODULE = f"""\
+<ivy-module version="2.0">
+  <info organisation="kproxy" module="clients-for-tests"/>
+  <configurations>{"".join(f'<conf name="{each}"/>' for each in CLIENT_VERSIONS)}</configurations>
+  <dependencies>
+    {
+    "".join(
+        f'''<dependency org="org.apache.kafka" name="kafka-clients" rev="{each}" conf="{each}->master"
+        transitive="false"/>'''
+        for each in CLIENT_VERSIONS
+    )
+}
+    <dependency org="org.slf4j" name="slf4j-nop" rev="1.7.36" conf="*->compile,runtime,master"/>
+  </dependencies>
+</ivy-module>
+"""
+
+
 def kafka_classpath() -> str:
     """What to give `java -cp` to run any of Kafka's programs, or a skip. The first call may take minutes (44 MiB)."""
-    found = _jars()
+    return str(_resolved(KAFKA_VERSION, _BROKER_MODULE, "") / "*")
+
+
+def client_classpath(version: str) -> str:
+    """What to give `java -cp` to run a client of one of CLIENT_VERSIONS, or a skip. The first call downloads 82 MiB."""
+    digest = hashlib.sha256(_CLIENTS_MODULE.encode()).hexdigest()[:16]
+    return str(_resolved(f"clients-{digest}", _CLIENTS_MODULE, "[conf]/") / version / "*")
+
+
+def pyspark_jars(*patterns: str) -> str:
+    """What to give `java -cp` for jars that pyspark carries, one for each pattern, or a skip."""
+    try:
+        found = [next((pyspark_home() / "jars").glob(pattern), None) for pattern in patterns]
+    except StartupError as error:
+        pytest.skip(str(error))
+    if None in found:
+        pytest.skip(f"this pyspark does not carry all of {', '.join(patterns)}")
+    return os.pathsep.join(map(str, found))
+
+
+def _resolved(name: str, module: str, folder: str) -> Path:
+    """The directory of a module's jars, or a skip; `folder` is Ivy's pattern for the directories in it."""
+    found = _jars(name, module, folder)
     if isinstance(found, str):
         pytest.skip(found)
-    return str(found / "*")
+    return found
 
 
 @functools.cache
-def _jars() -> Path | str:
+def _jars(name: str, module: str, folder: str) -> Path | str:
     """The directory of the jars, or why there is none."""
-    jars = user_cache_dir() / "kafka" / KAFKA_VERSION
+    jars = user_cache_dir() / "kafka" / name
     if jars.is_dir():
         return jars
     try:
@@ -64,9 +114,13 @@ def _jars() -> Path | str:
     # Beside its final place and moved there whole: an interrupted or a second run never leaves half a set.
     aside = Path(tempfile.mkdtemp(dir=jars.parent, prefix=".resolving-"))
     try:
-        problem = _resolve(ivy, aside)
-        if problem is not None:
-            return problem
+        for _ in range(RESOLVE_ATTEMPTS):
+            # What the attempt before has downloaded is still there.
+            problem = _resolve(ivy, aside, module, folder)
+            if problem is None:
+                break
+        else:
+            return str(problem)
         try:
             (aside / "jars").rename(jars)
         except OSError:
@@ -77,22 +131,29 @@ def _jars() -> Path | str:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _resolve(ivy: Path, aside: Path) -> str | None:
+def _resolve(ivy: Path, aside: Path, module: str, folder: str) -> str | None:
     """Fill `aside`/jars; what went wrong, if anything did."""
-    module = aside / "ivy.xml"
-    module.write_text(_MODULE)
+    description = aside / "ivy.xml"
+    description.write_text(module)
     java = require_java()
     command: list[str | os.PathLike[str]] = [java.executable, *trust_options(java, aside / "truststore")]
-    command += ["-jar", ivy, "-ivy", module, "-cache", aside / "cache"]
+    command += ["-jar", ivy, "-ivy", description, "-cache", aside / "cache"]
     # snappy-java and a few more call themselves bundles, not jars.
-    command += ["-types", "jar", "bundle", "-retrieve", f"{aside}/jars/[artifact]-[revision](-[classifier]).[ext]"]
+    command += [
+        "-types",
+        "jar",
+        "bundle",
+        "-retrieve",
+        f"{aside}/jars/{folder}[artifact]-[revision](-[classifier]).[ext]",
+    ]
     try:
         done = subprocess.run(
             [*command, "-warn"], capture_output=True, text=True, timeout=RESOLVE_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
         return f"Kafka's jars could not be downloaded within {RESOLVE_TIMEOUT_S:.0f} s"
-    if done.returncode != 0 or not (aside / "jars" / f"kafka-tools-{KAFKA_VERSION}.jar").is_file():
+    # Ivy has said so where it could not have all of them.
+    if done.returncode != 0 or not (aside / "jars").is_dir():
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip(" .")]
         return f"Kafka's jars could not be resolved from Maven Central: {' | '.join(lines[-3:])}"
     return None

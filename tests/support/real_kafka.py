@@ -7,12 +7,13 @@ down brings it back. `pytest_plugins = ["tests.support.real_kafka"]` brings it.
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import kafka
@@ -25,6 +26,7 @@ from tests.support.kafka_jars import kafka_classpath
 CLUSTER_ID = "a3Byb3h5LXRlc3RzLTAwMQ"
 START_TIMEOUT_S = 60.0
 ADMIN_TIMEOUT_S = 30.0
+_PORTS = range(20_000, 32_000)
 # The port listens before the broker serves.
 _STARTED = "Kafka Server started"
 _LOG4J = """\
@@ -45,6 +47,7 @@ class RealBroker:
         self.node_id = node_id
         self.port = port
         self.log_path = directory / "log"
+        self._data = Path(options["log.dirs"])
         self._properties = directory / "server.properties"
         self._log4j = directory / "log4j2.properties"
         self._process: subprocess.Popen[bytes] | None = None
@@ -58,6 +61,11 @@ class RealBroker:
 
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
+
+    def stored(self, topic: str, partition: int) -> bytes:
+        """What lies on this broker's disk of a partition that it has never removed anything of."""
+        segments = sorted((self._data / f"{topic}-{partition}").glob("*.log"))
+        return b"".join(segment.read_bytes() for segment in segments)
 
     def format(self) -> None:
         """Make the data directory what a broker will start on."""
@@ -179,10 +187,16 @@ class RealKafka:
 
 
 def _free_ports(count: int) -> list[int]:
-    """All held at once, so that they are different ones."""
+    """Ports that nobody listens on, below those that outgoing connections get: a broker binds its own seconds later."""
+    ports: list[int] = []
     with ExitStack() as held:
-        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in sockets]
+        for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+            with suppress(OSError):
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+                ports.append(port)
+            if len(ports) == count:
+                return ports
+    raise AssertionError(f"no {count} free ports in {_PORTS}")
 
 
 @contextmanager

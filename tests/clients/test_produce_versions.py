@@ -1,0 +1,273 @@
+"""Unchanged clients that speak each version of Produce, through `kproxy serve` to a real Apache Kafka cluster.
+
+Which version went over the wire is what a relay between client and proxy saw, not what a client is said to send. Every
+record is read back three times: by the broker's own answer, through the proxy, and by clients written in Java also with
+the client that wrote it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiokafka  # type: ignore[import-untyped]
+import kafka
+import pytest
+
+from codec.api_keys import PRODUCE
+from codec.record_batch import iterate_batches
+from kproxy.pipeline.spark import SparkDriver
+from tests.support.dev import serving
+from tests.support.java import require_java
+from tests.support.java_client import run_java_client
+from tests.support.kafka_io import Placed, Record, read_topic
+from tests.support.kafka_jars import CLIENT_VERSIONS, client_classpath, kafka_classpath
+from tests.support.librdkafka_client import run_librdkafka
+from tests.support.old_kafka_python import run_old_kafka_python
+from tests.support.real_kafka import RealKafka
+from tests.support.tap import Tap, listening_tap
+
+# The first run of all downloads the jars.
+pytestmark = [pytest.mark.java, pytest.mark.timeout(900)]
+
+PARTITIONS = 6
+RECORDS = 240
+TIMEOUT_S = 60.0
+LINGER_MS = 5
+SPARK_ROWS = 10_000
+COMPRESSIONS = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
+# Release of kafka-clients -> the version of Produce that it speaks with Kafka 4.3.
+JAVA = {
+    "0.11.0.3": 3,
+    "1.0.2": 5,
+    "1.1.1": 5,
+    "2.0.1": 6,
+    "2.1.1": 7,
+    "2.3.1": 7,
+    "2.4.1": 8,
+    "2.7.2": 8,
+    "2.8.2": 9,
+    "3.6.2": 9,
+    "3.7.2": 10,
+    "3.8.1": 11,
+    "3.9.1": 11,
+    "4.0.2": 12,
+    "4.1.1": 13,
+    "4.3.1": 13,
+}
+# What kafka-python 3 is told that the brokers are -> the version of Produce that it speaks to them.
+KAFKA_PYTHON = {(0, 11): 3, (1, 0): 5, (2, 0): 6, (2, 1): 7, (2, 4): 8, None: 9}
+# kafka-python 2.0.2, likewise.
+OLD_KAFKA_PYTHON = {"0.11": 3, "1.0": 4}
+# Number of a record -> its partition and offset.
+Acknowledged = dict[int, tuple[int, int]]
+
+
+class Tapped(NamedTuple):
+    """A proxy that clients reach only through the tap; `bootstrap` is the tap's address."""
+
+    tap: Tap
+    bootstrap: str
+
+
+@pytest.fixture(scope="module")
+def tapped(real_kafka: RealKafka, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tapped]:
+    with listening_tap() as tap:
+        arguments = ["serve", "--listen", "127.0.0.1:0", "--advertise", tap.address]
+        arguments += ["--ownership", "kafka", "--bootstrap", real_kafka.bootstrap]
+        with serving(arguments, tmp_path_factory.mktemp("proxy") / "stderr") as proxy:
+            host, _, port = proxy.kafka.rpartition(":")
+            tap.upstream = (host, int(port))
+            yield Tapped(tap, tap.address)
+
+
+@pytest.fixture
+def topic(real_kafka: RealKafka) -> str:
+    return real_kafka.create_topic(f"versions-{uuid.uuid4().hex[:10]}", PARTITIONS)
+
+
+@pytest.fixture
+def client_id() -> str:
+    """What the tap knows a test's client by."""
+    return f"client-{uuid.uuid4().hex[:10]}"
+
+
+def settings(tapped: Tapped, client_id: str, **more: object) -> dict[str, object]:
+    """What Java and librdkafka are told; all else is their default."""
+    return {"bootstrap.servers": tapped.bootstrap, "client.id": client_id, "linger.ms": LINGER_MS, **more}
+
+
+def some_records(*, with_null_headers: bool = True) -> list[Record]:
+    """With and without key, value and headers; empty ones, large ones, and headers twice or without a value."""
+    records = []
+    for number in range(RECORDS):
+        key = None if number % 10 == 0 else b"key-%d" % (number % 50)
+        value: bytes | None = bytes([number % 256]) * (97 * (number % 201))
+        if number % 17 == 1 and key is not None:
+            value = None
+        headers: tuple[tuple[str, bytes | None], ...] = ()
+        if number % 3:
+            headers = (("number", b"%d" % number), ("empty", b""), ("number", b"again"))
+            headers += (("null", None),) if with_null_headers else ()
+        records.append(Record(key, value, number % PARTITIONS, headers))
+    return records
+
+
+def check_read(read: list[Placed], sent: list[Record]) -> None:
+    """Every partition holds what was sent to it, in that order, from offset 0 on, and nothing else."""
+    for partition in range(PARTITIONS):
+        found = [each for each in read if each.partition == partition]
+        assert [each.offset for each in found] == list(range(len(found))), f"partition {partition}"
+        records = [Record(each.key, each.value, partition, each.headers) for each in found]
+        assert records == [each for each in sent if each.partition == partition], f"partition {partition}"
+
+
+def check_acknowledged(acknowledged: Acknowledged, sent: list[Record]) -> None:
+    """Each record was acknowledged at the very place where it has to be."""
+    expected = {
+        number: (record.partition, sum(each.partition == record.partition for each in sent[:number]))
+        for number, record in enumerate(sent)
+    }
+    assert acknowledged == expected
+
+
+def check(
+    tapped: Tapped,
+    real_kafka: RealKafka,
+    topic: str,
+    acknowledged: Acknowledged,
+    sent: list[Record],
+    compression: str = "none",
+) -> None:
+    check_acknowledged(acknowledged, sent)
+    check_read(read_topic(real_kafka.bootstrap, topic, PARTITIONS, len(sent)), sent)
+    check_read(read_topic(tapped.bootstrap, topic, PARTITIONS, len(sent)), sent)
+    stored = [broker.stored(topic, partition) for broker in real_kafka.brokers for partition in range(PARTITIONS)]
+    assert {batch.compression for data in stored for batch in iterate_batches(data)} == {COMPRESSIONS[compression]}
+
+
+def test_every_release_has_its_jars() -> None:
+    assert tuple(JAVA) == CLIENT_VERSIONS
+    spoken = {*JAVA.values(), *KAFKA_PYTHON.values(), *OLD_KAFKA_PYTHON.values()}
+    assert spoken == set(range(3, 14)), "a version that no client here speaks"
+
+
+@pytest.mark.parametrize(("release", "version"), JAVA.items())
+def test_java(tapped: Tapped, real_kafka: RealKafka, topic: str, client_id: str, release: str, version: int) -> None:
+    sent = some_records()
+    told = settings(tapped, client_id)
+    run = run_java_client(client_classpath(release), topic, sent, told, read_back=PARTITIONS)
+    assert run.errors == {}
+    assert tapped.tap.versions(PRODUCE, client_id) == {version}
+    check_read(run.read, sent)
+    check(tapped, real_kafka, topic, run.acknowledged, sent)
+
+
+def test_librdkafka(tapped: Tapped, real_kafka: RealKafka, topic: str, client_id: str) -> None:
+    sent = some_records()
+    run = run_librdkafka(topic, sent, settings(tapped, client_id))
+    assert run.errors == {}
+    assert tapped.tap.versions(PRODUCE, client_id) == {10}
+    check(tapped, real_kafka, topic, run.acknowledged, sent)
+
+
+@pytest.mark.parametrize(("api_version", "version"), KAFKA_PYTHON.items())
+def test_kafka_python(
+    tapped: Tapped,
+    real_kafka: RealKafka,
+    topic: str,
+    client_id: str,
+    api_version: tuple[int, ...] | None,
+    version: int,
+) -> None:
+    sent = some_records(with_null_headers=False)
+    producer = kafka.KafkaProducer(
+        bootstrap_servers=tapped.bootstrap, client_id=client_id, api_version=api_version, linger_ms=LINGER_MS
+    )
+    try:
+        futures = [
+            producer.send(topic, record.value, record.key, [*record.headers], record.partition) for record in sent
+        ]
+        producer.flush(TIMEOUT_S)
+        places = [future.get(TIMEOUT_S) for future in futures]
+    finally:
+        producer.close()
+    assert tapped.tap.versions(PRODUCE, client_id) == {version}
+    acknowledged = {number: (place.partition, place.offset) for number, place in enumerate(places)}
+    check(tapped, real_kafka, topic, acknowledged, sent)
+
+
+@pytest.mark.parametrize(("api_version", "version"), OLD_KAFKA_PYTHON.items())
+def test_kafka_python_of_before(
+    tapped: Tapped, real_kafka: RealKafka, topic: str, client_id: str, api_version: str, version: int
+) -> None:
+    sent = some_records(with_null_headers=False)
+    run = run_old_kafka_python(tapped.bootstrap, topic, sent, api_version=api_version, client_id=client_id)
+    assert run.errors == {}
+    assert tapped.tap.versions(PRODUCE, client_id) == {version}
+    check(tapped, real_kafka, topic, run.acknowledged, sent)
+
+
+async def test_aiokafka(tapped: Tapped, real_kafka: RealKafka, topic: str, client_id: str) -> None:
+    sent = some_records()
+    async with aiokafka.AIOKafkaProducer(
+        bootstrap_servers=tapped.bootstrap, client_id=client_id, linger_ms=LINGER_MS
+    ) as producer:
+        futures = [
+            await producer.send(topic, record.value, record.key, record.partition, headers=[*record.headers])
+            for record in sent
+        ]
+        places = await asyncio.wait_for(asyncio.gather(*futures), TIMEOUT_S)
+    assert tapped.tap.versions(PRODUCE, client_id) == {7}
+    acknowledged = {number: (place.partition, place.offset) for number, place in enumerate(places)}
+    await asyncio.to_thread(check, tapped, real_kafka, topic, acknowledged, sent)
+
+
+@pytest.mark.parametrize("compression", ["gzip", "snappy", "lz4", "zstd"])
+@pytest.mark.parametrize("client", ["java", "librdkafka"])
+def test_compressed_batches_arrive_as_they_were_sent(
+    tapped: Tapped, real_kafka: RealKafka, topic: str, client_id: str, client: str, compression: str
+) -> None:
+    """That no client silently leaves the compression out, as librdkafka does where ApiVersions tells it too little."""
+    sent = some_records()
+    told = settings(tapped, client_id, **{"compression.type": compression})
+    if client == "java":
+        run = run_java_client(kafka_classpath(), topic, sent, told, read_back=PARTITIONS)
+        check_read(run.read, sent)
+    else:
+        run = run_librdkafka(topic, sent, told)
+    assert run.errors == {}
+    check(tapped, real_kafka, topic, run.acknowledged, sent, compression)
+
+
+@pytest.fixture
+def spark(tmp_path: Path) -> Iterator[Any]:
+    """A Spark session."""
+    driver = SparkDriver(require_java(), tmp_path)
+    try:
+        driver.start()
+        yield driver.session
+    finally:
+        driver.stop()
+
+
+@pytest.mark.spark
+def test_spark(tapped: Tapped, real_kafka: RealKafka, topic: str, spark: Any) -> None:
+    """Its Kafka sink and source, with no option but the address."""
+    address = {"kafka.bootstrap.servers": tapped.bootstrap}
+    key, value = "concat('key-', id % 50) as key", "cast(id as string) as value"
+    sent = spark.range(SPARK_ROWS).selectExpr(key, value)
+    sent.write.format("kafka").options(**address, topic=topic).save()
+    # What its producers call themselves.
+    assert tapped.tap.versions(PRODUCE, "producer-1") == {11}
+
+    stored = read_topic(real_kafka.bootstrap, topic, PARTITIONS, SPARK_ROWS)
+    expected = sorted((b"key-%d" % (number % 50), b"%d" % number) for number in range(SPARK_ROWS))
+    assert sorted((each.key or b"", each.value or b"") for each in stored) == expected
+    rows = spark.read.format("kafka").options(**address, subscribe=topic, startingOffsets="earliest").load()
+    columns = rows.selectExpr("partition", "offset", "cast(key as string)", "cast(value as string)").collect()
+    found = [Placed(each[0], each[1], each[2].encode(), each[3].encode()) for each in columns]
+    assert sorted(found) == sorted(stored)
