@@ -23,6 +23,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import cast
@@ -34,6 +35,7 @@ from codec.errors import CodecError, FrameTooLarge, UnsupportedVersion
 from codec.framing import FrameReader
 from codec.headers import RequestHeader, parse_request_header
 from codec.primitives import Buffer
+from kproxy.observe.tally import OTHER_VERSION, PRODUCE_BOUNDS_S, VERSION_BITS
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.control import ControlPlane, Unanswerable
 from kproxy.proxy.fanout import Fanout
@@ -52,11 +54,13 @@ _PARTITIONED = {api_keys.PRODUCE: produce, api_keys.FETCH: fetch, api_keys.LIST_
 class Slot:
     """The place of one answer in the order of answers; `weight` is its share of the bytes in flight."""
 
-    __slots__ = ("buffers", "session", "weight")
+    __slots__ = ("began", "buffers", "session", "weight")
 
     def __init__(self, session: ClientSession, weight: int) -> None:
         self.session = session
         self.weight = weight
+        # When the first byte of a produce request came; other requests take as long as they are told to.
+        self.began = 0.0
         self.buffers: list[Buffer] | None = None
 
     def fill(self, buffers: list[Buffer]) -> None:
@@ -73,6 +77,7 @@ class ClientSession(asyncio.BufferedProtocol):
 
     def __init__(self, context: ProxyContext, on_closed: Callable[[ClientSession], None]) -> None:
         self._context = context
+        self._tally = context.tally
         self._on_closed = on_closed
         self._reader = FrameReader(context.limits.max_request_bytes, context.arena)
         self._transport: asyncio.Transport | None = None
@@ -114,6 +119,7 @@ class ClientSession(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         now = self._context.clock()
+        self._tally.received_bytes += nbytes
         first_byte_at = self._first_byte_at if self._reader.pending_bytes else now
         try:
             frames = self._reader.buffer_updated(nbytes)
@@ -142,7 +148,10 @@ class ClientSession(asyncio.BufferedProtocol):
         if handler is None:
             self._start_control(frame, header, slot)
         else:
+            if header.api_key == api_keys.PRODUCE:
+                slot.began = first_byte_at
             answer_bytes = handler(self._context, self._fanout, frame, header, first_byte_at, slot.fill)
+            self._tally.requests[header.api_key << VERSION_BITS | header.api_version] += 1
             if answer_bytes is None:
                 # No answer, and so no place among the answers; the last slot is this one.
                 if not self.closed:
@@ -171,6 +180,9 @@ class ClientSession(asyncio.BufferedProtocol):
                 f"a {api_keys.name_of(header.api_key)} request of {len(frame)} bytes; "
                 f"at most {self._context.limits.max_control_request_bytes} are admitted"
             )
+        served = offer.min_version <= header.api_version <= offer.max_version
+        version = header.api_version if served else OTHER_VERSION
+        self._tally.requests[header.api_key << VERSION_BITS | version] += 1
         self._start(self._answer_control(frame, header, slot))
 
     async def _answer_control(self, frame: memoryview, header: RequestHeader, slot: Slot) -> None:
@@ -223,6 +235,10 @@ class ClientSession(asyncio.BufferedProtocol):
         while slots and slots[0].buffers is not None:
             slot = slots.popleft()
             self._in_flight_bytes -= slot.weight
+            if slot.began:
+                elapsed = self._context.clock() - slot.began
+                self._tally.produce_seconds += elapsed
+                self._tally.produce_buckets[bisect_left(PRODUCE_BOUNDS_S, elapsed)] += 1
             self._outbox.put(slot.buffers or [])
         if not self._reading:
             self._adjust_reading()
@@ -299,7 +315,29 @@ class ClientSession(asyncio.BufferedProtocol):
     def _undeliverable(self, topic: bytes, error_code: int) -> None:
         """An acks=0 part is lost: count it and, as Kafka does, close the connection so that the client learns of it."""
         self._context.counters["acks0.undeliverable"] += 1
+        self._tally.drop(topic, error_code)
         self._refuse(Unanswerable(f"an acks=0 batch for {topic.decode(errors='replace')} met error {error_code}"))
+
+    # What the metrics say of it
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that wait to be answered, or with acks=0 to be sent."""
+        return self._fanout.open_count + len(self._tasks)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes sent to the client, until it has been closed; from then on they are in the tally."""
+        return 0 if self.closed or self._outbox is None else self._outbox.written_bytes
+
+    @property
+    def in_flight_bytes(self) -> int:
+        return self._in_flight_bytes
+
+    @property
+    def upstream_count(self) -> int:
+        """Open connections to brokers."""
+        return sum(not upstream.closed for upstream in self._upstreams.values()) + self._control.upstream_count
 
     # Ending
 
@@ -350,6 +388,7 @@ class ClientSession(asyncio.BufferedProtocol):
         self.closed = True
         if self._transport is not None and self._outbox is not None:
             self._outbox.flush()
+            self._tally.sent_bytes += self._outbox.written_bytes
             if lingers and self._transport.can_write_eof() and not self._transport.is_closing():
                 self._transport.write_eof()
                 self._transport.resume_reading()

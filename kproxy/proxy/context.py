@@ -10,6 +10,7 @@ from typing import Protocol
 
 from codec.framing import ReceiveArena
 from kproxy.config import Limits
+from kproxy.observe.tally import Tally
 from kproxy.proxy.broker_versions import BrokerVersions
 from kproxy.proxy.coordinators import Coordinators
 from kproxy.proxy.versions import NO_CAPS
@@ -46,6 +47,7 @@ class ProxyContext:
     random: Random
     arena: ReceiveArena = field(default_factory=ReceiveArena)
     counters: Counter[str] = field(default_factory=Counter)
+    tally: Tally = field(default_factory=Tally)
     conduct: Conduct = LEASED
     # Highest versions by API key that the ownership source allows, where it allows less than the proxy serves.
     version_caps: Mapping[int, int] = field(default_factory=lambda: NO_CAPS)

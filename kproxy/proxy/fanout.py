@@ -402,7 +402,9 @@ class Fanout:
         if exchange.request.acks == 0:
             exchange.take(entry, b"")
             self._on_undeliverable(exchange.partition(entry)[0], final)
-        elif result is not None and final == error_code:
+            return
+        self._context.tally.errors[exchange.api.api_key, final] += 1
+        if result is not None and final == error_code:
             exchange.has_errors = True
             exchange.take(entry, result)
         else:
@@ -505,6 +507,11 @@ class Fanout:
         for piece in withdrawn:
             for entry in piece.entries():
                 self._settle(piece.exchange, entry, appended=False)
+
+    @property
+    def open_count(self) -> int:
+        """Exchanges that are not answered yet, or with acks=0 not sent."""
+        return len(self._open)
 
     @property
     def has_open_exchanges(self) -> bool:

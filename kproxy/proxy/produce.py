@@ -7,6 +7,7 @@ INVALID_REQUEST; acks other than -1, 0 and 1 make it INVALID_REQUIRED_ACKS.
 
 from __future__ import annotations
 
+from codec.api_keys import PRODUCE
 from codec.error_codes import INVALID_REQUEST, INVALID_REQUIRED_ACKS
 from codec.errors import InvalidField
 from codec.headers import RequestHeader, response_header
@@ -36,7 +37,9 @@ def produce(
     if acks not in _ACKS or request.repeats_a_partition():
         if acks == 0:
             raise InvalidField("an acks=0 request names a partition twice")
-        respond(refuse(PRODUCE_API, request, INVALID_REQUEST if acks in _ACKS else INVALID_REQUIRED_ACKS))
+        refusal = INVALID_REQUEST if acks in _ACKS else INVALID_REQUIRED_ACKS
+        context.tally.errors[PRODUCE, refusal] += request.partition_count
+        respond(refuse(PRODUCE_API, request, refusal))
         return 0
     deadline = now + deadline_s(request.timeout_ms, context.limits.deadline_cap_ms)
     fanout.submit(PRODUCE_API, request, deadline=deadline, respond=respond)

@@ -20,6 +20,7 @@ import structlog
 
 from kproxy.config import Limits
 from kproxy.errors import StartupError
+from kproxy.observe.metrics import Vitals
 from kproxy.proxy.client_session import ClientSession
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.versions import Ranges
@@ -50,6 +51,24 @@ class Listener:
         if self._draining:
             return "draining: what is in flight is being answered, new connections are not taken"
         return None if self._context is not None else "starting: the routing table is not loaded yet"
+
+    @property
+    def vitals(self) -> Vitals:
+        """What holds at this moment, for the metrics."""
+        in_flight_requests = in_flight_bytes = upstream_connections = sent_bytes = 0
+        for session in self._sessions:
+            in_flight_requests += session.open_requests
+            in_flight_bytes += session.in_flight_bytes
+            upstream_connections += session.upstream_count
+            sent_bytes += session.sent_bytes
+        return Vitals(
+            client_connections=len(self._sessions),
+            upstream_connections=upstream_connections,
+            in_flight_requests=in_flight_requests,
+            in_flight_bytes=in_flight_bytes,
+            sent_bytes=sent_bytes,
+            draining=self._draining,
+        )
 
     async def bind(self, host: str, port: int) -> int:
         """Listen, without accepting anything yet; the real port. Raises StartupError."""
@@ -82,7 +101,10 @@ class Listener:
     def _session(self) -> asyncio.BaseProtocol:
         if self._context is None or len(self._sessions) >= self._limits.max_connections:
             log.warning("connection refused: too many", limit=self._limits.max_connections)
+            if self._context is not None:
+                self._context.counters["clients.too_many"] += 1
             return _Refusal()
+        self._context.counters["clients.accepted"] += 1
         session = ClientSession(self._context, self._session_closed)
         self._sessions.add(session)
         self._empty.clear()
@@ -112,6 +134,7 @@ class Listener:
 
     async def _watch_deadlines(self, context: ProxyContext) -> None:
         while True:
+            due = context.clock() + DEADLINE_TICK_S
             await asyncio.sleep(DEADLINE_TICK_S)
             if self._follows_versions:
                 try:
@@ -119,6 +142,7 @@ class Listener:
                 except Exception:  # the boundary: deadlines are watched whatever becomes of this
                     log.exception("what the brokers serve could not be followed")
             now = context.clock()
+            context.tally.delayed(max(0.0, now - due))
             for session in list(self._sessions):
                 try:
                     session.expire(now)
