@@ -63,7 +63,16 @@ class _Ownership(msgspec.Struct, kw_only=True):
     table: str | UnsetType = UNSET
 
 
-_ROOMS: dict[str, type[msgspec.Struct]] = {"listen": _Listen, "ownership": _Ownership, "limits": Limits}
+class _Produce(msgspec.Struct, kw_only=True):
+    confirm_acks0: bool = False
+
+
+_ROOMS: dict[str, type[msgspec.Struct]] = {
+    "listen": _Listen,
+    "ownership": _Ownership,
+    "produce": _Produce,
+    "limits": Limits,
+}
 # key path -> (type, default)
 _KEYS = {
     f"{room}.{field.name}": (field.type, field.default)
@@ -88,6 +97,7 @@ class ProxyConfig:
     prefix: str
     bootstrap: tuple[Address, ...]
     owners: Owners | None
+    confirm_acks0: bool
     limits: Limits
 
 
@@ -151,6 +161,7 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
         prefix=str(prefix.value),
         bootstrap=_bootstrap(settings) if ownership == "kafka" else (),
         owners=_owners(settings) if ownership == "static" else None,
+        confirm_acks0=bool(settings["produce.confirm_acks0"].value),
         limits=msgspec.convert(
             {path.partition(".")[2]: each.value for path, each in settings.items() if path.startswith("limits.")},
             Limits,

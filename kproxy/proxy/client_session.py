@@ -14,8 +14,8 @@ Invariants
 1. Answers leave in the order of their requests: each request that has an answer takes a slot, and a slot is written
    when it is filled and all before it are written.
 2. In-flight bytes and open requests are bounded: past a bound, or while the client or a broker reads too slowly,
-   nothing more is begun or read. In flight are the bytes of requests, with acks=0 until they are sent, and what reads
-   may bring. What one read brings beyond a bound waits in `_backlog`.
+   nothing more is begun or read. In flight are the bytes of requests, with acks=0 until they are sent or confirmed, and
+   what reads may bring. What one read brings beyond a bound waits in `_backlog`.
 3. Nothing is begun in the midst of an answer or a failure: the fan-out finishes one event before the next.
 4. Whatever goes wrong here closes this connection and no other, with one line in the log.
 """
@@ -89,6 +89,8 @@ class ClientSession(asyncio.BufferedProtocol):
         self._takes_backlog = False
         self._first_byte_at = 0.0
         self._in_flight_bytes = 0
+        # Open requests that have no answer (acks=0), and so no slot.
+        self._silent = 0
         self._upstreams: dict[int, Upstream] = {}
         self._broker_pressure = 0
         self._client_pressure = False
@@ -154,13 +156,15 @@ class ClientSession(asyncio.BufferedProtocol):
             self._tally.requests[header.api_key << VERSION_BITS | header.api_version] += 1
             if answer_bytes is None:
                 # No answer, and so no place among the answers; the last slot is this one.
+                self._silent += 1
                 if not self.closed:
                     self._slots.pop()
             elif slot.buffers is None:
                 slot.weight += answer_bytes
                 self._in_flight_bytes += answer_bytes
         limits = self._context.limits
-        if self._in_flight_bytes >= limits.max_in_flight_bytes or len(self._slots) >= limits.max_open_requests:
+        open_requests = len(self._slots) + self._silent
+        if self._in_flight_bytes >= limits.max_in_flight_bytes or open_requests >= limits.max_open_requests:
             self._adjust_reading()
 
     def _take_backlog(self) -> None:
@@ -247,6 +251,7 @@ class ClientSession(asyncio.BufferedProtocol):
     def unload(self, slot: Slot) -> None:
         """A request that has no answer is on its way or lost."""
         self._in_flight_bytes -= slot.weight
+        self._silent -= 1
         if not self._reading:
             self._adjust_reading()
             self._end_if_drained()
@@ -269,7 +274,7 @@ class ClientSession(asyncio.BufferedProtocol):
         limits = self._context.limits
         return (
             self._in_flight_bytes < limits.max_in_flight_bytes
-            and len(self._slots) < limits.max_open_requests
+            and len(self._slots) + self._silent < limits.max_open_requests
             and not self._client_pressure
             and not self._broker_pressure
         )

@@ -49,6 +49,8 @@ class ProxyContext:
     counters: Counter[str] = field(default_factory=Counter)
     tally: Tally = field(default_factory=Tally)
     conduct: Conduct = LEASED
+    # Whether brokers are to confirm what clients send with acks=0.
+    confirm_acks0: bool = False
     # Highest versions by API key that the ownership source allows, where it allows less than the proxy serves.
     version_caps: Mapping[int, int] = field(default_factory=lambda: NO_CAPS)
     versions: BrokerVersions = field(init=False)

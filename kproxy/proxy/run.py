@@ -89,6 +89,7 @@ async def _serve(config: ProxyConfig) -> None:
                 random=random,
                 counters=counters,
                 tally=tally,
+                confirm_acks0=config.confirm_acks0,
             )
         )
         _calm_collector()
