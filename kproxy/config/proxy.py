@@ -40,6 +40,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_answer_bytes: _Count = 128 << 20
     max_connections: _Count = 10_000
     max_in_flight_bytes: _Count = 64 << 20
+    max_in_flight_bytes_total: _Count = 512 << 20
     max_open_requests: _Count = 1_000
     connect_timeout_s: _Seconds = 1.0
     control_timeout_s: _Seconds = 30.0

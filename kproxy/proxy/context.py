@@ -12,6 +12,7 @@ from codec.framing import ReceiveArena
 from kproxy.config import Limits
 from kproxy.observe.tally import Tally
 from kproxy.proxy.broker_versions import BrokerVersions
+from kproxy.proxy.budget import Budget
 from kproxy.proxy.coordinators import Coordinators
 from kproxy.proxy.versions import NO_CAPS
 from kproxy.routing.retry import LEASED, Conduct
@@ -55,6 +56,8 @@ class ProxyContext:
     version_caps: Mapping[int, int] = field(default_factory=lambda: NO_CAPS)
     versions: BrokerVersions = field(init=False)
     coordinators: Coordinators = field(default_factory=Coordinators)
+    budget: Budget = field(init=False)
 
     def __post_init__(self) -> None:
         self.versions = BrokerVersions(self.topology, self.limits, self.clock, self.arena, self.version_caps)
+        self.budget = Budget(self.limits.max_in_flight_bytes_total)

@@ -29,6 +29,8 @@ log = structlog.get_logger(__name__)
 
 DEADLINE_TICK_S = 0.1
 BACKLOG = 1024
+# So much after its time a tick finds work undone that is not the clients' fault.
+LATE_S = 0.5
 
 
 class Listener:
@@ -55,17 +57,17 @@ class Listener:
     @property
     def vitals(self) -> Vitals:
         """What holds at this moment, for the metrics."""
-        in_flight_requests = in_flight_bytes = upstream_connections = sent_bytes = 0
+        in_flight_requests = upstream_connections = sent_bytes = 0
         for session in self._sessions:
             in_flight_requests += session.open_requests
-            in_flight_bytes += session.in_flight_bytes
             upstream_connections += session.upstream_count
             sent_bytes += session.sent_bytes
         return Vitals(
             client_connections=len(self._sessions),
             upstream_connections=upstream_connections,
             in_flight_requests=in_flight_requests,
-            in_flight_bytes=in_flight_bytes,
+            in_flight_bytes=self._context.budget.held if self._context is not None else 0,
+            paused_connections=len(self._context.budget.waiting) if self._context is not None else 0,
             sent_bytes=sent_bytes,
             draining=self._draining,
         )
@@ -145,7 +147,7 @@ class Listener:
             context.tally.delayed(max(0.0, now - due))
             for session in list(self._sessions):
                 try:
-                    session.expire(now)
+                    session.expire(now, is_late=now - due > LATE_S)
                 except Exception:  # the boundary: one session's trouble must not stop the others' clock
                     log.exception("deadlines of a client connection could not be watched")
                     session.abandon()

@@ -55,6 +55,9 @@ async def test_brokers_are_asked_for_acks_1_and_the_client_hears_nothing(version
         asked = await arrives(upstream, 0)
         assert asked.fields["timeout_ms"] == 4321
         asked.answer()
+        # And on a proven route, where answers are handed on as they come.
+        client.send(silent(1, version=version))
+        (await arrives(upstream, 1)).answer()
         client.send(produce_frame(acks=1, correlation_id=8, version=version))
         (await upstream.next()).answer()
         assert (await client.answer(api_version=version)).correlation_id == 8
