@@ -140,7 +140,7 @@ class ClientSession(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         now = self._context.clock()
         self._tally.received_bytes += nbytes
-        first_byte_at = self._first_byte_at if self._reader.pending_bytes else now
+        first_byte_at = self._first_byte_at if self._arriving_bytes else now
         try:
             frames = self._reader.buffer_updated(nbytes)
             self._first_byte_at = now if frames else first_byte_at
@@ -223,8 +223,8 @@ class ClientSession(asyncio.BufferedProtocol):
                 f"a {api_keys.name_of(header.api_key)} request of {len(frame)} bytes; "
                 f"at most {self._context.limits.max_control_request_bytes} are admitted"
             )
-        served = offer.min_version <= header.api_version <= offer.max_version
-        version = header.api_version if served else OTHER_VERSION
+        lowest, highest = self._ranges.get(header.api_key, NOT_SERVED)
+        version = header.api_version if lowest <= header.api_version <= highest else OTHER_VERSION
         self._tally.requests[header.api_key << VERSION_BITS | version] += 1
         self._start(self._answer_control(frame, header, slot))
 

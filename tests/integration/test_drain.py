@@ -12,8 +12,8 @@ import pytest
 
 from tests.support.dev import KproxyProcess
 from tests.support.raw_client import RawClient, batch, fetch_frame, produce_frame
-from tests.support.scripted_upstream import ScriptedUpstream, answers_everything
-from tests.support.served import page, port_of, static_proxy
+from tests.support.scripted_upstream import answers_everything
+from tests.support.served import ServedBroker, page, port_of, static_proxy
 
 T0 = ("t", 0)
 # Far below drain_s, far above what it takes.
@@ -41,7 +41,7 @@ async def refused(port: int) -> None:
 
 
 async def test_what_is_in_flight_is_answered_and_nothing_new_is_taken(tmp_path: Path) -> None:
-    upstream = await ScriptedUpstream(1).start()
+    upstream = await ServedBroker(1).start()
     with static_proxy(tmp_path, {1: upstream.port}, limits={"drain_s": 20}) as process:
         client = await RawClient().connect(port_of(process))
         client.send(*(produce_frame(records=batch(n), correlation_id=n) for n in range(3)))
@@ -67,7 +67,7 @@ async def test_what_is_in_flight_is_answered_and_nothing_new_is_taken(tmp_path: 
 
 
 async def test_what_hangs_is_cut_at_the_end_of_its_time(tmp_path: Path) -> None:
-    upstream = await ScriptedUpstream(1).start()
+    upstream = await ServedBroker(1).start()
     with static_proxy(tmp_path, {1: upstream.port}, limits={"drain_s": 1}) as process:
         client = await RawClient().connect(port_of(process))
         client.send(produce_frame())
@@ -81,7 +81,7 @@ async def test_what_hangs_is_cut_at_the_end_of_its_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_clients_that_want_nothing_hold_up_nothing(tmp_path: Path, number: int) -> None:
-    upstream = await ScriptedUpstream(1, answers_everything).start()
+    upstream = await ServedBroker(1, answers_everything).start()
     with static_proxy(tmp_path, {1: upstream.port}, limits={"drain_s": 60}) as process:
         fresh, used, amid = [await RawClient().connect(port_of(process)) for _ in range(3)]
         used.send(produce_frame())
@@ -102,7 +102,7 @@ async def test_clients_that_want_nothing_hold_up_nothing(tmp_path: Path, number:
 
 
 async def test_a_client_that_does_not_read_its_answers_is_not_waited_for_longer_than_the_time(tmp_path: Path) -> None:
-    upstream = await ScriptedUpstream(1, lambda asked: asked.answer(results={T0: {"records": bytes(8 << 20)}})).start()
+    upstream = await ServedBroker(1, lambda asked: asked.answer(results={T0: {"records": bytes(8 << 20)}})).start()
     with static_proxy(tmp_path, {1: upstream.port}, limits={"drain_s": 1}) as process:
         client = await RawClient().connect(port_of(process))
         client.pause_reading()

@@ -18,7 +18,7 @@ from kproxy.observe.tally import MAX_DROP_TOPICS
 from tests.support.raw_client import batch, fetch_frame, list_offsets_frame, produce_frame, raw_frame
 from tests.support.running_proxy import RunningProxy, both_loops, eventually, running_proxy
 from tests.support.scripted_upstream import Asked, ScriptedUpstream, answers_everything
-from tests.support.served import page, port_of, samples, static_proxy
+from tests.support.served import ServedBroker, page, port_of, samples, static_proxy
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 SERIES = re.compile(r"^\| `(kproxy_[a-z0-9_]+)", re.MULTILINE)
@@ -62,12 +62,16 @@ async def test_requests_are_counted_by_api_and_version() -> None:
 @both_loops
 async def test_versions_that_a_client_invents_are_one_label() -> None:
     async with running_proxy() as proxy:
-        for version in (2000, 3000, -7):
+        for api_key, version in ((API_VERSIONS, 2000), (API_VERSIONS, 3000), (METADATA, 4000), (METADATA, -7)):
             client = await proxy.client()
-            client.send(raw_frame(struct.pack(">hhih", METADATA, version, 1, 1) + b"x" + bytes(8)))
-            assert await client.is_closed()
+            client.send(raw_frame(struct.pack(">hhih", api_key, version, 1, 1) + b"x" + bytes(8)))
+            if api_key == API_VERSIONS:
+                await client.receive()
+            else:
+                # Refused before it is a request.
+                assert await client.is_closed()
         scrape = Scrape(proxy)
-        assert scrape("kproxy_requests_total", api="METADATA", version="other") == 3
+        assert scrape("kproxy_requests_total", api="API_VERSIONS", version="other") == 2
         assert len([name for name, _ in scrape.samples if name == "kproxy_requests_total"]) == 1
 
 
@@ -331,7 +335,7 @@ async def test_draining_is_shown() -> None:
 
 async def test_a_real_process_shows_them_all_in_both_formats(tmp_path: Path) -> None:
     """And every one of them is in the documentation, and nothing else is."""
-    upstream = await ScriptedUpstream(1, answers_everything).start()
+    upstream = await ServedBroker(1, answers_everything).start()
     with static_proxy(tmp_path, {1: upstream.port}) as process:
         reader, writer = await asyncio.open_connection("127.0.0.1", port_of(process))
         writer.write(produce_frame())

@@ -13,7 +13,7 @@ import pytest
 from tests.support.raw_client import batch, produce_frame
 from tests.support.running_proxy import RunningProxy, both_loops, eventually, running_proxy
 from tests.support.scripted_upstream import Asked, DeafListener, ScriptedUpstream
-from tests.support.served import page, port_of, samples, static_proxy
+from tests.support.served import ServedBroker, page, port_of, samples, static_proxy
 
 T0 = ("t", 0)
 NOT_LEADER, MESSAGE_TOO_LARGE, TIMED_OUT = 6, 10, 7
@@ -260,7 +260,7 @@ async def test_it_waits_for_the_dial() -> None:
 
 @pytest.mark.parametrize("confirm", [True, False])
 async def test_the_flag_of_serve_switches_it(tmp_path: Path, confirm: bool) -> None:
-    upstream = await ScriptedUpstream(1).start()
+    upstream = await ServedBroker(1).start()
     more = ["--confirm-acks0"] if confirm else []
     with static_proxy(tmp_path, {1: upstream.port}, more=more) as process:
         reader, writer = await asyncio.open_connection("127.0.0.1", port_of(process))

@@ -16,7 +16,7 @@ from kproxy.proxy.arrival import USUAL
 from tests.support.raw_client import RawClient, batch, produce_frame
 from tests.support.running_proxy import both_loops, eventually, running_proxy
 from tests.support.scripted_upstream import ScriptedUpstream, answers_everything
-from tests.support.served import page, port_of, samples, static_proxy
+from tests.support.served import ServedBroker, page, port_of, samples, static_proxy
 
 MIB = 1 << 20
 T0 = ("t", 0)
@@ -214,7 +214,7 @@ async def test_a_frame_that_we_do_not_read_is_not_too_slow() -> None:
 @pytest.mark.parametrize("kind", ["half of 100 MiB", "a length", "whole requests"])
 async def test_memory_stays_flat_under_clients_who_send_more_than_there_is_room_for(tmp_path: Path, kind: str) -> None:
     clients, limit = 100 if kind == "whole requests" else 300, 64 * MIB
-    upstream = await ScriptedUpstream(1).start()
+    upstream = await ServedBroker(1).start()
     with static_proxy(tmp_path, {1: upstream.port}, limits={"max_in_flight_bytes_total": limit}) as process:
         proxy = psutil.Process(process.pid)
         before = proxy.memory_info().rss

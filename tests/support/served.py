@@ -10,7 +10,10 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from codec.api_keys import API_VERSIONS
+from kproxy.proxy.versions import OFFERS
 from tests.support.dev import KproxyProcess, serving
+from tests.support.scripted_upstream import Asked, ScriptedUpstream
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -29,6 +32,20 @@ def static_proxy(
     arguments = ["serve", "--config", file, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", *more]
     with serving(arguments, directory / "serve.stderr") as process:
         yield process
+
+
+class ServedBroker(ScriptedUpstream):
+    """One that says what it serves by itself: a proxy process asks, and the test need not care."""
+
+    def take(self, asked: Asked) -> None:
+        if asked.header.api_key == API_VERSIONS:
+            ranges = [
+                {"api_key": key, "min_version": offer.min_version, "max_version": offer.max_version}
+                for key, offer in OFFERS.items()
+            ]
+            asked.answer_message(error_code=0, api_keys=ranges)
+        else:
+            super().take(asked)
 
 
 def port_of(process: KproxyProcess) -> int:
