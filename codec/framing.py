@@ -112,8 +112,18 @@ class FrameReader:
         """Bytes of an unfinished frame that are held."""
         return self._end - self._start
 
-    def get_buffer(self, size_hint: int = -1) -> memoryview:
-        """Where the next bytes go. Call `buffer_updated` with their count before any other reader's `get_buffer`."""
+    @property
+    def held_bytes(self) -> int:
+        """What an unfinished frame costs in memory: its bytes, or the whole of a buffer that is this reader's alone."""
+        if self._own and self._view is not None:
+            return len(self._view)
+        return self._end - self._start
+
+    def get_buffer(self, size_hint: int = -1, *, lean: bool = False) -> memoryview:
+        """Where the next bytes go. Call `buffer_updated` with their count before any other reader's `get_buffer`.
+
+        With `lean` a large frame's buffer grows by no more than LEAST_FREE_BYTES.
+        """
         arena = self._arena
         view = self._view
         if view is None:
@@ -129,16 +139,16 @@ class FrameReader:
                 return view[self._end : self._start + announced]
         elif fits and view is arena.view and self._end == arena.position:
             return view[self._end :]
-        return self._move(view[self._start : self._end], announced)
+        return self._move(view[self._start : self._end], announced, lean)
 
-    def _move(self, held: memoryview, announced: int) -> memoryview:
+    def _move(self, held: memoryview, announced: int, lean: bool) -> memoryview:
         """Take the unfinished frame to where more of it fits, and return the room behind it."""
         arena = self._arena
         if announced > CHUNK_BYTES // 4:
             # A large frame gets a buffer of its own, grown as its bytes really arrive. Fresh memory costs more than
             # what is done with it: each of its pages is a fault.
-            size = min(announced, max(CHUNK_BYTES, GROWTH * len(held)))
-            view = memoryview(arena.lend() if size <= CHUNK_BYTES else bytearray(size))
+            size = min(announced, len(held) + LEAST_FREE_BYTES if lean else max(CHUNK_BYTES, GROWTH * len(held)))
+            view = memoryview(bytearray(size) if lean or size > CHUNK_BYTES else arena.lend())
             start, self._own = 0, True
         else:
             if CHUNK_BYTES - arena.position < max(LEAST_FREE_BYTES, announced):

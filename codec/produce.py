@@ -22,6 +22,7 @@ MAX_VERSION = 13
 TOPIC_IDS_FROM = 13
 
 _ACKS_TIMEOUT = Struct(">hi")
+_ACKS = Struct(">h")
 _INDEX_LENGTH = Struct(">ii")
 # partition_index and as much of a varint as says what nearly all say
 _INDEX_AND_VARINT = Struct(">iBBB")
@@ -106,6 +107,12 @@ def _flexible_partitions(frame: memoryview, offset: int, limit: int, topic: Topi
         topic.starts.append(start)
         topic.ends.append(offset)
     return offset
+
+
+def set_acks(request: PartitionedRequest, acks: int) -> None:
+    """Ask for other acks than the client did, in place."""
+    _ACKS.pack_into(request.frame, request.topics_start - _ACKS_TIMEOUT.size, acks)
+    request.acks = acks
 
 
 def records_span(request: PartitionedRequest, topic: TopicSpan, ordinal: int) -> tuple[int, int]:

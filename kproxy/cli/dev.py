@@ -56,7 +56,9 @@ def command(
     start_logging(context, default="warning")
     from kproxy.dev.cluster import DevCluster
     from kproxy.dev.data_dir import default_data_dir
+    from kproxy.dev.orphan import end_with_parent
 
+    end_with_parent()
     directory = data_dir or default_data_dir()
     _say(f"kproxy dev: data in {directory}")
     cluster = DevCluster(

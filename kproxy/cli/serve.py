@@ -23,10 +23,16 @@ from kproxy.config import DEFAULT_LISTEN, DEFAULT_PREFIX, load_proxy_config
 @click.option("--prefix", help=f"The root of the keys in etcd. [{DEFAULT_PREFIX}]")
 @click.option("--bootstrap", metavar="H:P[,H:P...]", help="For --ownership kafka: some of the cluster's brokers.")
 @click.option("--table", metavar="FILE", help="For --ownership static: a TOML file with [brokers] and [[topics]].")
-@click.option("--admin", metavar="H:P", help="Where to serve the admin page: /table, /livez, /readyz. [none]")
+@click.option("--admin", metavar="H:P", help="Where to serve the admin page: /table, /metrics, /livez, /readyz. [none]")
+@click.option(
+    "--confirm-acks0",
+    is_flag=True,
+    default=None,
+    help="Send acks=0 upstream as acks=1; clients still get no answer. [off]",
+)
 @click.option("--workers", metavar="N", type=int, help="Processes that share the port; today 1. [1]")
 @click.pass_context
-def command(context: click.Context, /, config: Path | None, **flags: str | int | None) -> int:
+def command(context: click.Context, /, config: Path | None, **flags: str | int | bool | None) -> int:
     """Run the proxy in front of brokers that are there already.
 
     Every option may also stand in the file and in the environment, as KPROXY_ROOM__KEY; flags win over the environment

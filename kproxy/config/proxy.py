@@ -40,6 +40,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_answer_bytes: _Count = 128 << 20
     max_connections: _Count = 10_000
     max_in_flight_bytes: _Count = 64 << 20
+    max_in_flight_bytes_total: _Count = 512 << 20
     max_open_requests: _Count = 1_000
     connect_timeout_s: _Seconds = 1.0
     probe_timeout_s: _Seconds = 2.0
@@ -64,7 +65,16 @@ class _Ownership(msgspec.Struct, kw_only=True):
     table: str | UnsetType = UNSET
 
 
-_ROOMS: dict[str, type[msgspec.Struct]] = {"listen": _Listen, "ownership": _Ownership, "limits": Limits}
+class _Produce(msgspec.Struct, kw_only=True):
+    confirm_acks0: bool = False
+
+
+_ROOMS: dict[str, type[msgspec.Struct]] = {
+    "listen": _Listen,
+    "ownership": _Ownership,
+    "produce": _Produce,
+    "limits": Limits,
+}
 # key path -> (type, default)
 _KEYS = {
     f"{room}.{field.name}": (field.type, field.default)
@@ -89,6 +99,7 @@ class ProxyConfig:
     prefix: str
     bootstrap: tuple[Address, ...]
     owners: Owners | None
+    confirm_acks0: bool
     limits: Limits
 
 
@@ -152,6 +163,7 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
         prefix=str(prefix.value),
         bootstrap=_bootstrap(settings) if ownership == "kafka" else (),
         owners=_owners(settings) if ownership == "static" else None,
+        confirm_acks0=bool(settings["produce.confirm_acks0"].value),
         limits=msgspec.convert(
             {path.partition(".")[2]: each.value for path, each in settings.items() if path.startswith("limits.")},
             Limits,

@@ -1,4 +1,4 @@
-"""End this process when the `kproxy dev` that started it is gone, even if that was killed.
+"""End this process when the one that started it, `kproxy dev` or a test run, is gone, even if that was killed.
 
 The parent hands down the read end of a pipe it alone holds open, and its number in the environment. A thread blocks on
 it; nothing is ever written, so it wakes only when the parent has ended, however it did.

@@ -3,37 +3,52 @@
 | page | answer |
 | --- | --- |
 | `/table` | JSON of the routing table, `?topic=`, `?after=`, `?limit=` (see `observe.table`); follow `next` for more |
+| `/metrics` | for Prometheus (see `observe.metrics`) |
 | `/livez` | 200 while the process turns |
-| `/readyz` | 200 while it serves clients, 503 with the reason otherwise; a stale table is degraded, not unready |
+| `/readyz` | 200 while it can serve clients, 503 with the reason otherwise; a stale table is degraded, not unready |
 
 States: made --start()--> serving --stop()--> stopped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import msgspec
 from aiohttp import web
 
 from kproxy.errors import StartupError
+from kproxy.observe.metrics import Metrics
 from kproxy.observe.table import MAX_PAGE_ROWS, TableView, table_page
 
 KEEPALIVE_S = 15.0
 SHUTDOWN_TIMEOUT_S = 1.0
 
 
-class AdminPage:
-    """`table` gives the view of now; `not_ready` the reason why clients are not served, None where they are."""
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """Whether clients should be sent here; `text` is `ready`, how it is degraded, or why not."""
 
-    def __init__(self, *, table: Callable[[], TableView], not_ready: Callable[[], str | None]) -> None:
+    ready: bool
+    text: str
+
+
+class AdminPage:
+    """`table` gives the view of now, `readiness` finds out whether clients can be served."""
+
+    def __init__(
+        self, *, table: Callable[[], TableView], readiness: Callable[[], Awaitable[Readiness]], metrics: Metrics
+    ) -> None:
         self._table = table
-        self._not_ready = not_ready
+        self._readiness = readiness
+        self._metrics = metrics
         application = web.Application()
         application.add_routes(
             [
                 web.get("/", self._index),
                 web.get("/table", self._get_table),
+                web.get("/metrics", self._get_metrics),
                 web.get("/livez", self._livez),
                 web.get("/readyz", self._readyz),
             ]
@@ -62,16 +77,18 @@ class AdminPage:
         await self._runner.cleanup()
 
     async def _index(self, _: web.Request) -> web.Response:
-        return web.Response(text="kproxy\n\n/table\n/livez\n/readyz\n")
+        return web.Response(text="kproxy\n\n/table\n/metrics\n/livez\n/readyz\n")
 
     async def _livez(self, _: web.Request) -> web.Response:
         return web.Response(text="alive\n")
 
     async def _readyz(self, _: web.Request) -> web.Response:
-        reason = self._not_ready()
-        if reason is None:
-            return web.Response(text="ready\n")
-        return web.Response(status=503, text=f"{reason}\n")
+        readiness = await self._readiness()
+        return web.Response(status=200 if readiness.ready else 503, text=f"{readiness.text}\n")
+
+    async def _get_metrics(self, request: web.Request) -> web.Response:
+        page, content_type = self._metrics.render(request.headers.get("Accept", ""))
+        return web.Response(body=page, headers={"Content-Type": content_type})
 
     async def _get_table(self, request: web.Request) -> web.Response:
         query = request.query

@@ -14,15 +14,18 @@ Invariants
 1. Answers leave in the order of their requests: each request that has an answer takes a slot, and a slot is written
    when it is filled and all before it are written.
 2. In-flight bytes and open requests are bounded: past a bound, or while the client or a broker reads too slowly,
-   nothing more is begun or read. In flight are the bytes of requests, with acks=0 until they are sent, and what reads
-   may bring. What one read brings beyond a bound waits in `_backlog`.
+   nothing more is begun or read. In flight are the bytes of requests, with acks=0 until they are sent or confirmed, and
+   what reads may bring. What one read brings beyond a bound waits in `_backlog`.
 3. Nothing is begun in the midst of an answer or a failure: the fan-out finishes one event before the next.
-4. Whatever goes wrong here closes this connection and no other, with one line in the log.
+4. What all connections hold together is bounded as well (kproxy.proxy.budget), and what is counted there of this one
+   is taken off again when it ends.
+5. Whatever goes wrong here closes this connection and no other, with one line in the log.
 """
 
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import cast
@@ -34,7 +37,10 @@ from codec.errors import CodecError, FrameTooLarge, UnsupportedVersion
 from codec.framing import FrameReader
 from codec.headers import RequestHeader, parse_request_header
 from codec.primitives import Buffer
+from kproxy.observe.tally import OTHER_VERSION, PRODUCE_BOUNDS_S, VERSION_BITS
+from kproxy.proxy.arrival import Arrival
 from kproxy.proxy.breaker import Waiting
+from kproxy.proxy.budget import LAST_READ_BYTES, Budget
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.control import ControlPlane, Unanswerable
 from kproxy.proxy.fanout import Fanout
@@ -52,13 +58,19 @@ _PARTITIONED = {api_keys.PRODUCE: produce, api_keys.FETCH: fetch, api_keys.LIST_
 
 
 class Slot:
-    """The place of one answer in the order of answers; `weight` is its share of the bytes in flight."""
+    """The place of one answer in the order of answers.
 
-    __slots__ = ("buffers", "session", "weight")
+    `weight` is its share of the connection's bytes in flight, `frame_bytes` the request's of what is held in all.
+    """
+
+    __slots__ = ("began", "buffers", "frame_bytes", "session", "weight")
 
     def __init__(self, session: ClientSession, weight: int) -> None:
         self.session = session
         self.weight = weight
+        self.frame_bytes = weight
+        # When the first byte of a produce request came; other requests take as long as they are told to.
+        self.began = 0.0
         self.buffers: list[Buffer] | None = None
 
     def fill(self, buffers: list[Buffer]) -> None:
@@ -75,6 +87,8 @@ class ClientSession(asyncio.BufferedProtocol):
 
     def __init__(self, context: ProxyContext, on_closed: Callable[[ClientSession], None]) -> None:
         self._context = context
+        self._tally = context.tally
+        self._budget = context.budget
         self._on_closed = on_closed
         self._reader = FrameReader(context.limits.max_request_bytes, context.arena)
         self._transport: asyncio.Transport | None = None
@@ -85,7 +99,15 @@ class ClientSession(asyncio.BufferedProtocol):
         self._backlog: deque[tuple[memoryview, float]] = deque()
         self._takes_backlog = False
         self._first_byte_at = 0.0
+        # What the frame that is arriving costs; and how often reading was stopped.
+        self._arriving_bytes = 0
+        self._pauses = 0
+        self._arrival = Arrival()
+        # Whether it has waited for room in all and has since then completed no frame.
+        self._is_let_go = False
         self._in_flight_bytes = 0
+        # Open requests that have no answer (acks=0), and so no slot.
+        self._silent = 0
         self._upstreams: dict[int, Upstream] = {}
         self._broker_pressure = 0
         self._client_pressure = False
@@ -113,11 +135,15 @@ class ClientSession(asyncio.BufferedProtocol):
         self._peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else str(peer)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._reader.get_buffer(sizehint)
+        budget = self._budget
+        if budget.held < budget.limit or budget.passing is self:
+            return self._reader.get_buffer(sizehint)
+        return self._reader.get_buffer(sizehint, lean=True)[:LAST_READ_BYTES]
 
     def buffer_updated(self, nbytes: int) -> None:
         now = self._context.clock()
-        first_byte_at = self._first_byte_at if self._reader.pending_bytes else now
+        self._tally.received_bytes += nbytes
+        first_byte_at = self._first_byte_at if self._arriving_bytes else now
         try:
             frames = self._reader.buffer_updated(nbytes)
             self._first_byte_at = now if frames else first_byte_at
@@ -128,9 +154,27 @@ class ClientSession(asyncio.BufferedProtocol):
                     self._take(frame, first_byte_at)
                 else:
                     self._backlog.append((frame, first_byte_at))
+                    self._budget.held += len(frame)
                 first_byte_at = now
         except CodecError as error:
             self._refuse(error)
+            return
+        budget = self._budget
+        if frames and self._is_let_go:
+            self._is_let_go = False
+            budget.leave(self)
+        self._spend(budget)
+
+    def _spend(self, budget: Budget) -> None:
+        """Count the frame that is arriving among what is held in all; read no more where that is too much."""
+        arriving_bytes = 0 if self.closed else self._reader.held_bytes
+        if arriving_bytes != self._arriving_bytes:
+            more = arriving_bytes - self._arriving_bytes
+            budget.held += more
+            budget.arriving += more
+            self._arriving_bytes = arriving_bytes
+        if budget.held >= budget.limit:
+            self._adjust_reading()
 
     def _take(self, frame: memoryview, first_byte_at: float) -> None:
         header = parse_request_header(frame)
@@ -141,27 +185,35 @@ class ClientSession(asyncio.BufferedProtocol):
         # The slot is taken before anything is sent: an answer may come within this very step.
         self._slots.append(slot)
         self._in_flight_bytes += slot.weight
+        self._budget.held += slot.weight
         handler = _PARTITIONED.get(header.api_key)
         if handler is None:
             self._start_control(frame, header, slot)
         else:
+            if header.api_key == api_keys.PRODUCE:
+                slot.began = first_byte_at
             answer_bytes = handler(self._context, self._fanout, frame, header, first_byte_at, slot.fill)
+            self._tally.requests[header.api_key << VERSION_BITS | header.api_version] += 1
             if answer_bytes is None:
                 # No answer, and so no place among the answers; the last slot is this one.
+                self._silent += 1
                 if not self.closed:
                     self._slots.pop()
-            elif slot.buffers is None:
+            elif slot.buffers is None and not self.closed:
                 slot.weight += answer_bytes
                 self._in_flight_bytes += answer_bytes
         limits = self._context.limits
-        if self._in_flight_bytes >= limits.max_in_flight_bytes or len(self._slots) >= limits.max_open_requests:
+        open_requests = len(self._slots) + self._silent
+        if self._in_flight_bytes >= limits.max_in_flight_bytes or open_requests >= limits.max_open_requests:
             self._adjust_reading()
 
     def _take_backlog(self) -> None:
         """Begin what waits, as far as there is room; an event of its own."""
         try:
             while self._backlog and self._has_room() and not self.closed:
-                self._take(*self._backlog.popleft())
+                frame, first_byte_at = self._backlog.popleft()
+                self._budget.held -= len(frame)
+                self._take(frame, first_byte_at)
         except CodecError as error:
             self._refuse(error)
         self._takes_backlog = False
@@ -174,6 +226,9 @@ class ClientSession(asyncio.BufferedProtocol):
                 f"a {api_keys.name_of(header.api_key)} request of {len(frame)} bytes; "
                 f"at most {self._context.limits.max_control_request_bytes} are admitted"
             )
+        lowest, highest = self._ranges.get(header.api_key, NOT_SERVED)
+        version = header.api_version if lowest <= header.api_version <= highest else OTHER_VERSION
+        self._tally.requests[header.api_key << VERSION_BITS | version] += 1
         self._start(self._answer_control(frame, header, slot))
 
     async def _answer_control(self, frame: memoryview, header: RequestHeader, slot: Slot) -> None:
@@ -226,7 +281,14 @@ class ClientSession(asyncio.BufferedProtocol):
         while slots and slots[0].buffers is not None:
             slot = slots.popleft()
             self._in_flight_bytes -= slot.weight
+            self._budget.held -= slot.frame_bytes
+            if slot.began:
+                elapsed = self._context.clock() - slot.began
+                self._tally.produce_seconds += elapsed
+                self._tally.produce_buckets[bisect_left(PRODUCE_BOUNDS_S, elapsed)] += 1
             self._outbox.put(slot.buffers or [])
+        if self._budget.waiting:
+            self._budget.wake()
         if not self._reading:
             self._adjust_reading()
             self._end_if_drained()
@@ -234,6 +296,11 @@ class ClientSession(asyncio.BufferedProtocol):
     def unload(self, slot: Slot) -> None:
         """A request that has no answer is on its way or lost."""
         self._in_flight_bytes -= slot.weight
+        self._budget.held -= slot.frame_bytes
+        slot.frame_bytes = 0
+        self._silent -= 1
+        if self._budget.waiting:
+            self._budget.wake()
         if not self._reading:
             self._adjust_reading()
             self._end_if_drained()
@@ -256,7 +323,7 @@ class ClientSession(asyncio.BufferedProtocol):
         limits = self._context.limits
         return (
             self._in_flight_bytes < limits.max_in_flight_bytes
-            and len(self._slots) < limits.max_open_requests
+            and len(self._slots) + self._silent < limits.max_open_requests
             and not self._client_pressure
             and not self._broker_pressure
         )
@@ -269,13 +336,35 @@ class ClientSession(asyncio.BufferedProtocol):
             self._takes_backlog = True
             asyncio.get_running_loop().call_soon(self._take_backlog)
         may_read = has_room and not self._backlog and not self._draining
+        if may_read and self._budget.held >= self._budget.limit and self._budget.passing is not self:
+            may_read = False
+            self._budget.wait(self, again=self._is_let_go)
         if may_read is self._reading:
             return
         self._reading = may_read
         if may_read:
             self._transport.resume_reading()
         else:
+            self._pauses += 1
             self._transport.pause_reading()
+
+    @property
+    def is_amid_frame(self) -> bool:
+        """Whether a frame has begun to arrive and is not whole."""
+        return self._arriving_bytes > 0
+
+    @property
+    def arrived_bytes(self) -> int:
+        """How much of a frame that is not whole has arrived."""
+        return self._reader.pending_bytes
+
+    def read_on(self) -> None:
+        """There is room in all again, or this session may read on without."""
+        self._is_let_go = True
+        self._adjust_reading()
+        if not self._reading:
+            # Something else keeps it from reading.
+            self._budget.leave(self)
 
     # Brokers
 
@@ -315,15 +404,46 @@ class ClientSession(asyncio.BufferedProtocol):
     def _undeliverable(self, topic: bytes, error_code: int) -> None:
         """An acks=0 part is lost: count it and, as Kafka does, close the connection so that the client learns of it."""
         self._context.counters["acks0.undeliverable"] += 1
+        self._tally.drop(topic, error_code)
         self._refuse(Unanswerable(f"an acks=0 batch for {topic.decode(errors='replace')} met error {error_code}"))
+
+    # What the metrics say of it
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that wait to be answered, or with acks=0 to be sent."""
+        return self._fanout.open_count + len(self._tasks)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes sent to the client, until it has been closed; from then on they are in the tally."""
+        return 0 if self.closed or self._outbox is None else self._outbox.written_bytes
+
+    @property
+    def upstream_count(self) -> int:
+        """Open connections to brokers."""
+        return sum(not upstream.closed for upstream in self._upstreams.values()) + self._control.upstream_count
 
     # Ending
 
-    def expire(self, now: float) -> None:
-        """Answer what has reached its deadline, and wonder about brokers that let something wait."""
+    def expire(self, now: float, *, is_late: bool = False) -> None:
+        """Answer what has reached its deadline; wonder about brokers that let something wait; close where a request
+        arrives too slowly.
+
+        `is_late`: this process has not run for a while. What came meanwhile waits in the kernel and is not judged yet.
+        """
         if self._fanout.has_open_exchanges or self._broker_pressure:
             self._waiting.look(self._upstreams.values(), now)
             self._fanout.expire(now)
+        if self._arriving_bytes and self._reading and not self.closed and not is_late:
+            self._judge_arrival(now)
+
+    def _judge_arrival(self, now: float) -> None:
+        arrived = self._reader.pending_bytes
+        if self._arrival.is_too_slow(
+            now, began=self._first_byte_at, arrived=arrived, pauses=self._pauses, pressed=self._budget.presses
+        ):
+            self._refuse(Unanswerable(f"a request arrives too slowly: {arrived} bytes of it by now"))
 
     def _refuse(self, error: Exception) -> None:
         if not self.closed:
@@ -367,14 +487,27 @@ class ClientSession(asyncio.BufferedProtocol):
         self.closed = True
         if self._transport is not None and self._outbox is not None:
             self._outbox.flush()
+            self._tally.sent_bytes += self._outbox.written_bytes
             if lingers and self._transport.can_write_eof() and not self._transport.is_closing():
                 self._transport.write_eof()
                 self._transport.resume_reading()
             else:
                 self._transport.close()
+        self._let_go()
+        self._on_closed(self)
+
+    def _let_go(self) -> None:
+        """Of all but requests with acks=0, which live on until they are settled."""
+        self._budget.arriving -= self._arriving_bytes
+        held = self._arriving_bytes + sum(len(frame) for frame, _ in self._backlog)
+        for slot in self._slots:
+            held += slot.frame_bytes
+            slot.frame_bytes = 0
+        self._arriving_bytes = 0
         self._slots.clear()
         self._backlog.clear()
-        self._on_closed(self)
+        self._budget.held -= held
+        self._budget.leave(self)
 
     async def close(self) -> None:
         """Let go of everything this connection holds; whole acks=0 frames are still sent."""

@@ -10,8 +10,10 @@ from typing import Protocol
 
 from codec.framing import ReceiveArena
 from kproxy.config import Limits
+from kproxy.observe.tally import Tally
 from kproxy.proxy.breaker import Breakers
 from kproxy.proxy.broker_versions import BrokerVersions
+from kproxy.proxy.budget import Budget
 from kproxy.proxy.coordinators import Coordinators
 from kproxy.proxy.versions import NO_CAPS
 from kproxy.routing.retry import LEASED, Conduct
@@ -47,13 +49,18 @@ class ProxyContext:
     random: Random
     arena: ReceiveArena = field(default_factory=ReceiveArena)
     counters: Counter[str] = field(default_factory=Counter)
+    tally: Tally = field(default_factory=Tally)
     conduct: Conduct = LEASED
+    # Whether brokers are to confirm what clients send with acks=0.
+    confirm_acks0: bool = False
     # Highest versions by API key that the ownership source allows, where it allows less than the proxy serves.
     version_caps: Mapping[int, int] = field(default_factory=lambda: NO_CAPS)
     versions: BrokerVersions = field(init=False)
     coordinators: Coordinators = field(default_factory=Coordinators)
     breakers: Breakers = field(init=False)
+    budget: Budget = field(init=False)
 
     def __post_init__(self) -> None:
         self.versions = BrokerVersions(self.topology, self.limits, self.clock, self.arena, self.version_caps)
         self.breakers = Breakers(self.topology, self.limits, self.clock, self.arena, self.counters)
+        self.budget = Budget(self.limits.max_in_flight_bytes_total)

@@ -172,11 +172,17 @@ class ControlPlane:
         if not lowest <= header.api_version <= highest:
             # KIP-511: in version 0, with what would have been understood.
             mine = {"api_key": keys.API_VERSIONS, "min_version": lowest, "max_version": highest}
+            self._context.tally.errors[keys.API_VERSIONS, UNSUPPORTED_VERSION] += 1
             return build_response(keys.API_VERSIONS, 0, error_code=UNSUPPORTED_VERSION, api_keys=[mine])
         decode_request(keys.API_VERSIONS, header.api_version, frame[header.body_offset :])
         offered = await self._context.versions.current()
         self._on_offered(offered.ranges)
         return _api_versions_response(header.api_version, offered)
+
+    @property
+    def upstream_count(self) -> int:
+        """Open connections to brokers."""
+        return sum(not upstream.closed for upstream in self._upstreams.values())
 
     async def close(self) -> None:
         await self._coordination.close()

@@ -94,8 +94,9 @@ class Fanout:
         deadline: float,
         respond: Respond,
         look_until: float = 0.0,
+        silent: bool = False,
     ) -> None:
-        """Begin an exchange.
+        """Begin an exchange; `silent` where its client is never answered (acks=0).
 
         `deadline` and `look_until`, the time until which a read that spans brokers asks again for want of data, are on
         the proxy's clock, in seconds.
@@ -104,6 +105,7 @@ class Fanout:
         self._sequence += 1
         exchange = Exchange(api, request, self._sequence, deadline)
         exchange.look_until = look_until
+        exchange.is_silent = silent
         self._open[exchange.sequence] = (exchange, respond)
         self._dispatch(exchange)
 
@@ -306,7 +308,7 @@ class Fanout:
         """Hand an answer on as it came, the client's correlation_id in it."""
         set_response_correlation_id(frame, exchange.request.header.correlation_id)
         exchange.open_count = 0
-        self._close_exchange(exchange)([frame])
+        self._close_exchange(exchange)([] if exchange.is_silent else [frame])
 
     def _succeeded(self, piece: Piece, entry: Entry) -> None:
         exchange = piece.exchange
@@ -323,7 +325,7 @@ class Fanout:
             return
         if self._looks.wants(exchange):
             return
-        self._close_exchange(exchange)([] if exchange.request.acks == 0 else exchange.encode())
+        self._close_exchange(exchange)([] if exchange.is_silent else exchange.encode())
 
     def _close_exchange(self, exchange: Exchange) -> Respond:
         _, respond = self._open.pop(exchange.sequence)
@@ -392,10 +394,12 @@ class Fanout:
 
     def _conclude(self, exchange: Exchange, entry: Entry, error_code: int, result: Buffer | None = None) -> None:
         final = retry.final_code(error_code, is_ambiguous=entry in exchange.ambiguous)
-        if exchange.request.acks == 0:
+        if exchange.is_silent:
             exchange.take(entry, b"")
             self._on_undeliverable(exchange.partition(entry)[0], final)
-        elif result is not None and final == error_code:
+            return
+        self._context.tally.errors[exchange.api.api_key, final] += 1
+        if result is not None and final == error_code:
             exchange.has_errors = True
             exchange.take(entry, result)
         else:
@@ -467,6 +471,11 @@ class Fanout:
                 self._settle(piece.exchange, entry, appended=False)
 
     @property
+    def open_count(self) -> int:
+        """Exchanges that are not answered yet, or with acks=0 not sent."""
+        return len(self._open)
+
+    @property
     def has_open_exchanges(self) -> bool:
         return bool(self._open)
 
@@ -475,11 +484,11 @@ class Fanout:
         acks=0 still goes, or is counted as lost.
         """
         for exchange, _ in list(self._open.values()):
-            if exchange.request.acks != 0:
+            if not exchange.is_silent:
                 self._looks.stop(exchange)
                 del self._open[exchange.sequence]
-        self._lanes.drop(lambda exchange: exchange.request.acks != 0)
-        self._settle_pieces(self._withdraw(lambda piece: piece.expects_answer))
+        self._lanes.drop(lambda exchange: not exchange.is_silent)
+        self._settle_pieces(self._withdraw(lambda piece: not piece.exchange.is_silent))
         self._send_released()
         if self._open:
             self._emptied = asyncio.get_running_loop().create_future()

@@ -20,13 +20,14 @@ FLUSH_BYTES = 512 << 10
 class Outbox:
     """The messages for one transport, written in order when the event loop has finished what it is doing."""
 
-    __slots__ = ("_buffers", "_bytes", "_loop", "_transport")
+    __slots__ = ("_buffers", "_bytes", "_loop", "_transport", "written_bytes")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.WriteTransport) -> None:
         self._loop = loop
         self._transport = transport
         self._buffers: list[Buffer] = []
         self._bytes = 0
+        self.written_bytes = 0
 
     def put(self, buffers: Sequence[Buffer]) -> None:
         """Write these, behind all that was put before."""
@@ -47,6 +48,7 @@ class Outbox:
         if self._transport.is_closing():
             # Lost, as what the transport itself still holds may be; uvloop's own raises where asyncio's is silent.
             return
+        self.written_bytes += size
         if len(buffers) == 1:
             self._transport.write(buffers[0])
         elif size <= JOIN_BYTES:

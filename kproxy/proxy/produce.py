@@ -3,16 +3,20 @@
 Versions 3–13 are served; 0–2 are offered, because librdkafka drops compression otherwise, and refused when sent, by
 closing the connection, which is what Kafka does. A partition that stands in a request twice makes the whole request
 INVALID_REQUEST; acks other than -1, 0 and 1 make it INVALID_REQUIRED_ACKS.
+
+acks=0 has no answer. With `confirm_acks0` brokers are asked for acks=1 all the same and their answers end here: so the
+proxy knows what was refused, sends it to the new owner, keeps its order, and counts exactly what is lost.
 """
 
 from __future__ import annotations
 
+from codec.api_keys import PRODUCE
 from codec.error_codes import INVALID_REQUEST, INVALID_REQUIRED_ACKS
 from codec.errors import InvalidField
 from codec.headers import RequestHeader, response_header
 from codec.partitioned import PartitionedApi, PartitionedRequest, encode_topics, with_length
 from codec.primitives import Buffer
-from codec.produce import parse_produce
+from codec.produce import parse_produce, set_acks
 from codec.produce_response import PRODUCE_API
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.fanout import Fanout, Respond
@@ -36,10 +40,14 @@ def produce(
     if acks not in _ACKS or request.repeats_a_partition():
         if acks == 0:
             raise InvalidField("an acks=0 request names a partition twice")
-        respond(refuse(PRODUCE_API, request, INVALID_REQUEST if acks in _ACKS else INVALID_REQUIRED_ACKS))
+        refusal = INVALID_REQUEST if acks in _ACKS else INVALID_REQUIRED_ACKS
+        context.tally.errors[PRODUCE, refusal] += request.partition_count
+        respond(refuse(PRODUCE_API, request, refusal))
         return 0
     deadline = now + deadline_s(request.timeout_ms, context.limits.deadline_cap_ms)
-    fanout.submit(PRODUCE_API, request, deadline=deadline, respond=respond)
+    if acks == 0 and context.confirm_acks0:
+        set_acks(request, 1)
+    fanout.submit(PRODUCE_API, request, deadline=deadline, respond=respond, silent=acks == 0)
     return None if acks == 0 else 0
 
 

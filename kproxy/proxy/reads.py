@@ -7,6 +7,7 @@ all without waiting, and again until there is enough or its time is up.
 
 from __future__ import annotations
 
+from codec.api_keys import FETCH, LIST_OFFSETS
 from codec.error_codes import FETCH_SESSION_ID_NOT_FOUND, INVALID_REQUEST
 from codec.fetch import NO_SESSION, FetchApi, response_ends
 from codec.headers import RequestHeader, response_header
@@ -30,9 +31,11 @@ def fetch(
     if request.session_id != NO_SESSION:
         head, tail = response_ends(header.api_version, 0, [], FETCH_SESSION_ID_NOT_FOUND)
         answer_header = response_header(header.api_key, header.api_version, header.correlation_id)
+        context.tally.errors[FETCH, FETCH_SESSION_ID_NOT_FOUND] += 1
         respond(with_length([answer_header + head, *encode_topics([], flexible=request.flexible), tail]))
         return 0
     if request.repeats_a_partition():
+        context.tally.errors[FETCH, INVALID_REQUEST] += request.partition_count
         respond(refuse(FETCH_API, request, INVALID_REQUEST))
         return 0
     wait_s = min(max(request.max_wait_ms, 0) / 1000, MAX_FETCH_WAIT_S)
@@ -46,6 +49,7 @@ def list_offsets(
     """Serve one ListOffsets request; its answer is as small as itself. Raises CodecError."""
     request = LIST_OFFSETS_API.parse_request(frame, header)
     if request.repeats_a_partition():
+        context.tally.errors[LIST_OFFSETS, INVALID_REQUEST] += request.partition_count
         respond(refuse(LIST_OFFSETS_API, request, INVALID_REQUEST))
         return 0
     fanout.submit(LIST_OFFSETS_API, request, deadline=now + READ_GRACE_S, respond=respond)

@@ -8,14 +8,18 @@ import gc
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from math import inf
 from random import Random
 
 from kproxy.config import ProxyConfig
 from kproxy.observe.admin import AdminPage
+from kproxy.observe.metrics import Metrics
 from kproxy.observe.table import TableView
+from kproxy.observe.tally import Tally
 from kproxy.proxy.context import Identity, ProxyContext
+from kproxy.proxy.readiness import Brokers, readiness
 from kproxy.proxy.server import Listener
 from kproxy.proxy.sources import OpenSource, cancel, open_source
 from kproxy.routing.topology import Topology
@@ -48,10 +52,25 @@ async def _serve(config: ProxyConfig) -> None:
         bound_port = await listener.bind(*config.listen)
         ready = f"ready kafka={config.listen.host}:{bound_port}"
         opened: OpenSource | None = None
+        tally, counters = Tally(), Counter[str]()
+        random = Random()  # noqa: S311 -- spreads retries, guards nothing
         if config.admin is not None:
+            brokers = Brokers(
+                lambda: topology.brokers,
+                timeout_s=config.limits.connect_timeout_s,
+                clock=time.monotonic,
+                random=random,
+            )
+            stack.push_async_callback(brokers.close)
             admin = AdminPage(
                 table=lambda: _view(topology, opened),
-                not_ready=lambda: listener.not_ready,
+                readiness=lambda: readiness(listener.not_ready, _view(topology, opened), brokers),
+                metrics=Metrics(
+                    tally=tally,
+                    counters=counters,
+                    table=lambda: _view(topology, opened),
+                    vitals=lambda: listener.vitals,
+                ),
             )
             admin_host, admin_port = config.admin
             stack.push_async_callback(admin.stop)
@@ -67,7 +86,10 @@ async def _serve(config: ProxyConfig) -> None:
                 identity=Identity(ALONE_NODE_ID, host, port or bound_port),
                 limits=config.limits,
                 clock=time.monotonic,
-                random=Random(),  # noqa: S311 -- spreads retries, guards nothing
+                random=random,
+                counters=counters,
+                tally=tally,
+                confirm_acks0=config.confirm_acks0,
             )
         )
         _calm_collector()

@@ -20,6 +20,7 @@ import structlog
 
 from kproxy.config import Limits
 from kproxy.errors import StartupError
+from kproxy.observe.metrics import Vitals
 from kproxy.proxy.client_session import ClientSession
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.versions import Ranges
@@ -29,6 +30,8 @@ log = structlog.get_logger(__name__)
 
 DEADLINE_TICK_S = 0.1
 BACKLOG = 1024
+# So much after its time a tick finds work undone that is not the clients' fault.
+LATE_S = 0.5
 
 
 class Listener:
@@ -51,6 +54,24 @@ class Listener:
         if self._draining:
             return "draining: what is in flight is being answered, new connections are not taken"
         return None if self._context is not None else "starting: the routing table is not loaded yet"
+
+    @property
+    def vitals(self) -> Vitals:
+        """What holds at this moment, for the metrics."""
+        in_flight_requests = upstream_connections = sent_bytes = 0
+        for session in self._sessions:
+            in_flight_requests += session.open_requests
+            upstream_connections += session.upstream_count
+            sent_bytes += session.sent_bytes
+        return Vitals(
+            client_connections=len(self._sessions),
+            upstream_connections=upstream_connections,
+            in_flight_requests=in_flight_requests,
+            in_flight_bytes=self._context.budget.held if self._context is not None else 0,
+            paused_connections=len(self._context.budget.waiting) if self._context is not None else 0,
+            sent_bytes=sent_bytes,
+            draining=self._draining,
+        )
 
     async def bind(self, host: str, port: int) -> int:
         """Listen, without accepting anything yet; the real port. Raises StartupError."""
@@ -84,7 +105,10 @@ class Listener:
     def _session(self) -> asyncio.BaseProtocol:
         if self._context is None or len(self._sessions) >= self._limits.max_connections:
             log.warning("connection refused: too many", limit=self._limits.max_connections)
+            if self._context is not None:
+                self._context.counters["clients.too_many"] += 1
             return _Refusal()
+        self._context.counters["clients.accepted"] += 1
         session = ClientSession(self._context, self._session_closed)
         self._sessions.add(session)
         self._empty.clear()
@@ -123,6 +147,7 @@ class Listener:
 
     async def _watch_deadlines(self, context: ProxyContext) -> None:
         while True:
+            due = context.clock() + DEADLINE_TICK_S
             await asyncio.sleep(DEADLINE_TICK_S)
             if self._follows_versions:
                 try:
@@ -130,9 +155,10 @@ class Listener:
                 except Exception:  # the boundary: deadlines are watched whatever becomes of this
                     log.exception("what the brokers serve could not be followed")
             now = context.clock()
+            context.tally.delayed(max(0.0, now - due))
             for session in list(self._sessions):
                 try:
-                    session.expire(now)
+                    session.expire(now, is_late=now - due > LATE_S)
                 except Exception:  # the boundary: one session's trouble must not stop the others' clock
                     log.exception("deadlines of a client connection could not be watched")
                     session.abandon()

@@ -52,6 +52,7 @@ class Exchange:
         "deadline",
         "has_errors",
         "is_ordered",
+        "is_silent",
         "look_until",
         "looks",
         "open_count",
@@ -70,6 +71,8 @@ class Exchange:
         self.throttle_time_ms = 0
         # Whether its partitions are kept in the order of requests; reads have none, and acks=0 hears of no outcome.
         self.is_ordered = api.api_key == PRODUCE and request.acks != 0
+        # Whether its client gets no answer (acks=0), though brokers may be asked for one.
+        self.is_silent = False
         # Nearly all exchanges have no use for these.
         self._attempts: dict[Entry, Attempts] | None = None
         self._ambiguous: set[Entry] | None = None

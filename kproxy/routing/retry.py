@@ -22,6 +22,10 @@ CONNECTION_LOST: Final = NOT_WRITTEN + 1
 UNREADABLE: Final = NOT_WRITTEN + 2
 """The broker answered something that is not an answer to this piece."""
 
+_EVENT_NAMES = {
+    value: name for name, value in globals().items() if isinstance(value, int) and name.isupper() and value >= 1 << 16
+}
+
 ALL_ACKS: Final = -1
 # At one owner; and at all of them, where a partition moves while it is tried.
 MAX_ATTEMPTS: Final = 3
@@ -155,6 +159,11 @@ def rows_of(api_key: int, acks: int, conduct: Conduct) -> dict[int, Row]:
     if api_key != PRODUCE_KEY:
         return READ
     return PRODUCE if conduct.refuses_before_append or acks != ALL_ACKS else PRODUCE_UNCLEAR
+
+
+def event_name(event: int) -> str:
+    """An event as people read it: the name of the error code, or of what happened."""
+    return _EVENT_NAMES.get(event) or codes.name_of(event)
 
 
 def is_ambiguous(rows: dict[int, Row], event: int) -> bool:

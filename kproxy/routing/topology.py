@@ -12,7 +12,8 @@ Invariants
 4. A topic id (KIP-516, 16 bytes) is another name of its topic: what is looked up by the one is found by the other, at
    the same cost. A topic has one id at most; with a new id it is a new topic, and the old id leads nowhere. Kafka's ids
    are UUIDs of version 4, whose bytes are never all ASCII: none of them is the name of a topic.
-5. Partition indexes lie in [0, MAX_PARTITION_INDEX]; anything else is refused, so a bad key cannot cost memory.
+5. `owned_count` is the number of partitions that have an owner.
+6. Partition indexes lie in [0, MAX_PARTITION_INDEX]; anything else is refused, so a bad key cannot cost memory.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class Topology:
         self.revision = 0
         self.version = 0
         self._waiting: dict[Callable[[], None], None] = {}
+        self.owned_count = 0
 
     # Reading
 
@@ -147,6 +149,7 @@ class Topology:
         topic_owners.grow(partition_index)
         if revision <= topic_owners.revisions[partition_index]:
             return False
+        self.owned_count += (owner != NO_OWNER) - (topic_owners.owners[partition_index] != NO_OWNER)
         topic_owners.owners[partition_index] = owner
         topic_owners.revisions[partition_index] = revision
         self.revision = max(self.revision, revision)
@@ -188,6 +191,7 @@ class Topology:
         self._topics.clear()
         self._ids.clear()
         self._names.clear()
+        self.owned_count = 0
         self.revision = 0
         self._changed()
 

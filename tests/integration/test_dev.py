@@ -155,7 +155,7 @@ def get(address: str, path: str) -> tuple[int, str]:
 def test_the_admin_page_says_that_it_lives_and_serves(dev_cluster: KproxyProcess) -> None:
     assert get(dev_cluster.admin, "/livez") == (200, "alive\n")
     assert get(dev_cluster.admin, "/readyz") == (200, "ready\n")
-    assert get(dev_cluster.admin, "/metrics")[0] == 404
+    assert get(dev_cluster.admin, "/nothing")[0] == 404
     assert get(dev_cluster.admin, "/table?limit=0")[0] == 400
     assert get(dev_cluster.admin, "/table?limit=x")[0] == 400
 

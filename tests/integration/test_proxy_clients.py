@@ -365,7 +365,7 @@ async def test_a_mistake_in_one_session_does_not_stop_the_clock_for_the_others(
             await upstream.next()
         first = next(iter(proxy.listener._sessions))
 
-        def fails(now: float) -> None:
+        def fails(now: float, *, is_late: bool) -> None:
             raise RuntimeError("a mistake")
 
         monkeypatch.setattr(first, "expire", fails)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import selectors
 import signal
@@ -14,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from kproxy.dev.child import ParentPipe
+from kproxy.dev.orphan import PARENT_FD
 
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 45.0
@@ -45,11 +49,19 @@ def run_kproxy(
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
+@functools.cache
+def _parent_pipe() -> ParentPipe:
+    """Open for as long as this process lives."""
+    return ParentPipe()
+
+
 class KproxyProcess:
     """A command that serves. Its stderr goes to a file, as it may be long."""
 
     def __init__(self, arguments: Sequence[str | Path], stderr_path: Path) -> None:
         self.stderr_path = stderr_path
+        # What we start does not outlive us, however we end.
+        parent = _parent_pipe()
         with stderr_path.open("wb") as stderr:
             self._process = subprocess.Popen(
                 [*KPROXY, *map(str, arguments)],
@@ -58,6 +70,8 @@ class KproxyProcess:
                 stderr=stderr,
                 bufsize=0,
                 start_new_session=True,
+                env={**os.environ, PARENT_FD: str(parent.read_fd)},
+                pass_fds=(parent.read_fd,),
             )
         self._unread = b""
         self.fields: dict[str, str] = {}

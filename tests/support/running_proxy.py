@@ -130,6 +130,10 @@ class RunningProxy:
             client.abort()
         async with asyncio.timeout(2 * PATIENCE_S):
             await self.listener.stop()
+        budget = self.context.budget
+        assert (budget.held, budget.arriving) == (0, 0), "what was counted for requests was not taken off again"
+        assert not budget.waiting
+        assert budget.passing is None
 
 
 @asynccontextmanager

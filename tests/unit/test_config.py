@@ -110,8 +110,17 @@ def test_without_options_the_defaults_hold() -> None:
         prefix="/kafscale",
         bootstrap=(),
         owners=None,
+        confirm_acks0=False,
         limits=Limits(),
     )
+
+
+def test_acks_0_is_confirmed_where_flag_environment_or_file_says_so(tmp_path: Path) -> None:
+    assert load("[produce]\nconfirm_acks0 = true\n", tmp_path).confirm_acks0
+    assert load(environ={"KPROXY_PRODUCE__CONFIRM_ACKS0": "true"}).confirm_acks0
+    assert load(flags={**ETCD, "confirm_acks0": True}).confirm_acks0
+    assert not load("[produce]\nconfirm_acks0 = true\n", tmp_path, flags={"confirm_acks0": False}).confirm_acks0
+    assert "confirm_acks0" in error_of('[produce]\nconfirm_acks0 = "often"\n', tmp_path)
 
 
 def test_flags_win_over_the_environment_over_the_file(tmp_path: Path) -> None:
@@ -274,6 +283,6 @@ def test_every_option_is_documented_with_its_default() -> None:
     wrong = {
         path: (documented[path], setting.value)
         for path, setting in settings.items()
-        if setting.value is not msgspec.UNSET and documented[path] != str(setting.value)
+        if setting.value is not msgspec.UNSET and documented[path].lower() != str(setting.value).lower()
     }
     assert wrong == {}

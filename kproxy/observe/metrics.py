@@ -1,0 +1,176 @@
+"""`/metrics`: the counts of this process as Prometheus families, made when they are asked for.
+
+docs/metrics.md says what each of them means.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from codec import api_keys, error_codes
+from kproxy.observe.table import TableView
+from kproxy.observe.tally import DELAY_BOUNDS_S, OTHER_VERSION, PRODUCE_BOUNDS_S, VERSION_BITS, Tally
+from kproxy.routing.retry import event_name
+
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """What holds at this moment. `sent_bytes` are those of connections that are still open."""
+
+    client_connections: int = 0
+    paused_connections: int = 0
+    upstream_connections: int = 0
+    in_flight_requests: int = 0
+    in_flight_bytes: int = 0
+    sent_bytes: int = 0
+    draining: bool = False
+
+
+class Metrics:
+    """The page. `counters` are named events: `splits`, `deadlines`, `retries.{event}` and so on."""
+
+    def __init__(
+        self,
+        *,
+        tally: Tally,
+        counters: Mapping[str, int],
+        table: Callable[[], TableView],
+        vitals: Callable[[], Vitals],
+    ) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        ProcessCollector(registry=self._registry)
+        PlatformCollector(registry=self._registry)
+        GCCollector(registry=self._registry)
+        self._registry.register(_ProxyCollector(tally, counters, table, vitals))
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """The page and its content type, in the format that an HTTP Accept header asks for."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
+
+
+class _ProxyCollector(Collector):
+    def __init__(
+        self,
+        tally: Tally,
+        counters: Mapping[str, int],
+        table: Callable[[], TableView],
+        vitals: Callable[[], Vitals],
+    ) -> None:
+        self._tally = tally
+        self._counters = counters
+        self._table = table
+        self._vitals = vitals
+
+    def collect(self) -> Iterable[Metric]:
+        vitals = self._vitals()
+        yield from _traffic(self._tally, vitals)
+        yield from _outcomes(self._tally, self._counters)
+        yield from _connections(vitals, self._counters)
+        yield from _table(self._table())
+
+
+def _traffic(tally: Tally, vitals: Vitals) -> Iterable[Metric]:
+    requests = CounterMetricFamily("kproxy_requests", "Requests begun.", labels=["api", "version"])
+    for key, count in sorted(tally.requests.items()):
+        version = key & OTHER_VERSION
+        requests.add_metric(
+            [api_keys.name_of(key >> VERSION_BITS), "other" if version == OTHER_VERSION else str(version)], count
+        )
+    yield requests
+    yield _counter("kproxy_client_received_bytes", "Bytes received from clients.", tally.received_bytes)
+    yield _counter("kproxy_client_sent_bytes", "Bytes sent to clients.", tally.sent_bytes + vitals.sent_bytes)
+    yield _gauge("kproxy_in_flight_requests", "Requests that are not answered yet.", vitals.in_flight_requests)
+    yield _gauge(
+        "kproxy_in_flight_bytes", "Bytes of requests that are arriving or not answered yet.", vitals.in_flight_bytes
+    )
+    yield _histogram(
+        "kproxy_produce_duration_seconds",
+        "Produce requests, from the first byte to the answer handed to the kernel.",
+        PRODUCE_BOUNDS_S,
+        tally.produce_buckets,
+        tally.produce_seconds,
+    )
+    yield _histogram(
+        "kproxy_event_loop_delay_seconds",
+        "How late this process gets to what is due, looked at ten times a second.",
+        DELAY_BOUNDS_S,
+        tally.delay_buckets,
+        tally.delay_seconds,
+    )
+
+
+def _outcomes(tally: Tally, counters: Mapping[str, int]) -> Iterable[Metric]:
+    errors = CounterMetricFamily(
+        "kproxy_errors", "Partitions answered with an error code, by the code's name.", labels=["api", "error"]
+    )
+    for (api_key, error_code), count in sorted(tally.errors.items()):
+        errors.add_metric([api_keys.name_of(api_key), error_codes.name_of(error_code)], count)
+    yield errors
+    retries = CounterMetricFamily("kproxy_retries", "Partitions to be sent again, by cause.", labels=["cause"])
+    for name, count in sorted(counters.items()):
+        event = name.removeprefix("retries.")
+        if event != name:
+            retries.add_metric([event_name(int(event))], count)
+    yield retries
+    yield _counter("kproxy_split_requests", "Requests that went to more than one broker.", counters.get("splits", 0))
+    yield _counter("kproxy_deadlines", "Requests that were answered at their deadline.", counters.get("deadlines", 0))
+    drops = CounterMetricFamily("kproxy_acks0_dropped", "acks=0 batches that are lost.", labels=["topic", "reason"])
+    for topic, reasons in tally.drops.items():
+        for error_code, count in reasons.items():
+            drops.add_metric([topic.decode("utf-8", "replace"), error_codes.name_of(error_code)], count)
+    yield drops
+
+
+def _connections(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric]:
+    yield _gauge("kproxy_client_connections", "Open client connections.", vitals.client_connections)
+    yield _gauge(
+        "kproxy_paused_connections",
+        "Client connections that are not read because too much is in flight in all.",
+        vitals.paused_connections,
+    )
+    yield _gauge("kproxy_upstream_connections", "Connections to brokers.", vitals.upstream_connections)
+    yield _counter("kproxy_client_connections_accepted", "Client connections.", counters.get("clients.accepted", 0))
+    yield _counter(
+        "kproxy_client_connections_refused",
+        "Client connections closed at once: there were too many.",
+        counters.get("clients.too_many", 0),
+    )
+    yield _counter(
+        "kproxy_client_connections_cut",
+        "Client connections closed for what they sent or could not be told otherwise.",
+        counters.get("clients.refused", 0),
+    )
+    yield _gauge("kproxy_draining", "1 while what is in flight is answered before the end.", int(vitals.draining))
+
+
+def _table(view: TableView) -> Iterable[Metric]:
+    topology = view.topology
+    yield _gauge("kproxy_table_revision", "The highest revision seen.", topology.revision)
+    if math.isfinite(view.age_s):
+        yield _gauge("kproxy_table_age_seconds", "Since the source of owners last said anything.", view.age_s)
+    yield _gauge("kproxy_table_stale", "1 while that is too long ago.", int(view.stale))
+    yield _gauge("kproxy_table_partitions", "Partitions that have an owner.", topology.owned_count)
+    yield _gauge("kproxy_table_brokers", "Brokers with an address.", len(topology.brokers))
+
+
+def _counter(name: str, documentation: str, value: float) -> Metric:
+    return CounterMetricFamily(name, documentation, value=value)
+
+
+def _gauge(name: str, documentation: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, documentation, value=value)
+
+
+def _histogram(name: str, documentation: str, bounds: Sequence[float], counts: Sequence[int], total: float) -> Metric:
+    cumulated = accumulate(counts)
+    buckets = [(str(bound), float(next(cumulated))) for bound in bounds]
+    return HistogramMetricFamily(name, documentation, buckets=[*buckets, ("+Inf", float(sum(counts)))], sum_value=total)

@@ -1,0 +1,73 @@
+"""A real `kproxy serve` before brokers that the test drives, and what its admin page says."""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from codec.api_keys import API_VERSIONS
+from kproxy.proxy.versions import OFFERS
+from tests.support.dev import KproxyProcess, serving
+from tests.support.scripted_upstream import Asked, ScriptedUpstream
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+@contextmanager
+def static_proxy(
+    directory: Path, brokers: Mapping[int, int], *, limits: Mapping[str, Any] | None = None, more: Sequence[str] = ()
+) -> Iterator[KproxyProcess]:
+    """A proxy process that knows brokers by id and port; partition n of the topic `t` belongs to the n-th of them."""
+    lines = ["[ownership]", 'ownership = "static"', "[limits]"]
+    lines += [f"{key} = {str(value).lower()}" for key, value in (limits or {}).items()]
+    lines += ["[brokers]", *(f'{broker} = "127.0.0.1:{port}"' for broker, port in brokers.items())]
+    lines += ["[[topics]]", 'name = "t"', f"owners = {list(brokers)}"]
+    file = directory / "kproxy.toml"
+    file.write_text("\n".join(lines) + "\n")
+    arguments = ["serve", "--config", file, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", *more]
+    with serving(arguments, directory / "serve.stderr") as process:
+        yield process
+
+
+class ServedBroker(ScriptedUpstream):
+    """One that says what it serves by itself: a proxy process asks, and the test need not care."""
+
+    def take(self, asked: Asked) -> None:
+        if asked.header.api_key == API_VERSIONS:
+            ranges = [
+                {"api_key": key, "min_version": offer.min_version, "max_version": offer.max_version}
+                for key, offer in OFFERS.items()
+            ]
+            asked.answer_message(error_code=0, api_keys=ranges)
+        else:
+            super().take(asked)
+
+
+def port_of(process: KproxyProcess) -> int:
+    return int(process.kafka.rpartition(":")[2])
+
+
+def page(admin: str, path: str, **headers: str) -> tuple[int, str]:
+    """Status and text of a page."""
+    host, _, port = admin.rpartition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=10)
+    try:
+        connection.request("GET", path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def samples(text: str) -> Samples:
+    """Every sample of a `/metrics` page as Prometheus' own parser reads it, by name and labels."""
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }

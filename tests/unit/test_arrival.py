@@ -1,0 +1,68 @@
+"""How slowly a frame may arrive."""
+
+from __future__ import annotations
+
+import pytest
+
+from kproxy.proxy.arrival import PRESSED, USUAL, Arrival
+
+TICK_S = 0.1
+
+
+def cut_after(bytes_per_s: float, *, first: int = 0, seconds: float = 60.0, pressed: bool = False) -> float | None:
+    """When a frame that comes at this rate, after `first` bytes at once, is found too slow; None if never."""
+    arrival = Arrival()
+    for tick in range(1, int(seconds / TICK_S)):
+        now = tick * TICK_S
+        arrived = first + int(bytes_per_s * now)
+        if arrival.is_too_slow(1000 + now, began=1000.0, arrived=arrived, pauses=0, pressed=pressed):
+            return now
+    return None
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "first", "pressed", "cut"),
+    [
+        (0, 4, False, USUAL.window_s),
+        (500, 4, False, USUAL.window_s),
+        (1100, 4, False, None),
+        (1 << 20, 4, False, None),
+        # What came quickly at first does not excuse standing still for ever.
+        (0, 50 << 20, False, 2 * USUAL.window_s),
+        (1100, 4, True, PRESSED.window_s),
+        (200 << 10, 4, True, PRESSED.window_s),
+        (300 << 10, 4, True, None),
+        (0, 50 << 20, True, 2 * PRESSED.window_s),
+    ],
+)
+def test_a_frame_is_cut_when_a_whole_window_brings_too_little(
+    bytes_per_s: float, first: int, pressed: bool, cut: float | None
+) -> None:
+    found = cut_after(bytes_per_s, first=first, pressed=pressed)
+    assert (found is None) == (cut is None)
+    if found is not None and cut is not None:
+        assert found == pytest.approx(cut, abs=2 * TICK_S)
+
+
+def test_time_in_which_we_did_not_read_does_not_count() -> None:
+    arrival = Arrival()
+    assert not arrival.is_too_slow(9.0, began=0.0, arrived=4, pauses=0, pressed=False)
+    # Not read from here until 100, and again until 200.
+    assert not arrival.is_too_slow(100.0, began=0.0, arrived=4, pauses=1, pressed=False)
+    assert not arrival.is_too_slow(200.0, began=0.0, arrived=4, pauses=2, pressed=False)
+    assert not arrival.is_too_slow(209.0, began=0.0, arrived=4, pauses=2, pressed=False)
+    assert arrival.is_too_slow(210.0, began=0.0, arrived=4, pauses=2, pressed=False)
+
+
+def test_a_pause_before_a_frame_was_first_looked_at_does_not_count_either() -> None:
+    arrival = Arrival()
+    assert not arrival.is_too_slow(100.0, began=0.0, arrived=4, pauses=1, pressed=False)
+    assert not arrival.is_too_slow(109.0, began=0.0, arrived=4, pauses=1, pressed=False)
+    assert arrival.is_too_slow(110.0, began=0.0, arrived=4, pauses=1, pressed=False)
+
+
+def test_the_next_frame_is_judged_anew() -> None:
+    arrival = Arrival()
+    assert not arrival.is_too_slow(9.9, began=0.0, arrived=4, pauses=0, pressed=False)
+    assert not arrival.is_too_slow(15.0, began=9.95, arrived=4, pauses=0, pressed=False)
+    assert arrival.is_too_slow(20.0, began=9.95, arrived=4, pauses=0, pressed=False)
