@@ -374,25 +374,30 @@ class Fanout:
             # It was answered at its deadline, or its client is gone; only the lane still wants to know.
             self._settle(exchange, entry, appended=False)
             return
-        behind = key in self._lanes and retry.is_held_back(event) and not self._lanes.is_probing(key, sequence)
-        attempts = exchange.attempts.get(entry, 0) + (0 if behind else 1)
-        exchange.attempts[entry] = attempts
         rows = self._rows(exchange)
-        safe = False
-        if retry.is_ambiguous(rows, event):
+        safe, is_ambiguous = False, retry.is_ambiguous(rows, event)
+        if is_ambiguous:
             exchange.ambiguous.add(entry)
             safe = self._context.conduct.knows_batches_again and is_recognisable(exchange, entry)
+        is_probing = self._lanes.is_probing(key, sequence)
+        # Where a refusal may come after an append, being behind another one does not make a second sending safe.
+        behind = key in self._lanes and retry.is_held_back(event) and not is_probing and (safe or not is_ambiguous)
+        attempts = exchange.attempts.get(entry, 0) + (0 if behind else 1)
+        exchange.attempts[entry] = attempts
         verdict = retry.decide(rows, event, attempts, resend_is_safe=safe)
+        # What a batch is told for being behind another one is not its own outcome: clients end at some of it.
+        error_code = NOT_LEADER_OR_FOLLOWER if behind and not is_ambiguous else verdict.error_code
         due = self._context.clock() + retry.backoff_s(max(attempts, 1), self._context.random.random())
         if (verdict.retry or behind) and due < exchange.deadline and not self._lanes.is_given_up(key, sequence):
             self._context.counters[f"retries.{event}"] += 1
             if retry.doubts_the_owner(event):
                 self._ask_for_the_owner(exchange, entry, routed_at)
             later = [each for each in unanswered.get(key, ()) if each > sequence]
-            self._lanes.refused(key, Item(exchange, entry, verdict.error_code), due, later)
+            self._lanes.refused(key, Item(exchange, entry, error_code), due, later)
             return
-        self._conclude(exchange, entry, verdict.error_code, result if verdict.error_code == event else None)
-        self._settle(exchange, entry, appended=False, given_up=event in rows)
+        self._conclude(exchange, entry, error_code, result if error_code == event else None)
+        gives_up = event in rows or (is_probing and retry.is_tried_again_by_clients(event))
+        self._settle(exchange, entry, appended=False, given_up=gives_up)
 
     def _rows(self, exchange: Exchange) -> dict[int, retry.Row]:
         return retry.rows_of(exchange.api.api_key, exchange.request.acks, self._context.conduct)

@@ -113,6 +113,17 @@ class RawClient:
         except TimeoutError:
             return False
 
+    async def rest(self, seconds: float = SILENCE_S) -> bytes:
+        """What comes in so long, or before the end."""
+        got = b""
+        try:
+            async with asyncio.timeout(seconds):
+                while more := await self._reader.read(1 << 16):
+                    got += more
+        except TimeoutError:
+            pass
+        return got
+
     def pause_reading(self) -> None:
         """Take nothing more from the kernel."""
         self._writer.transport.pause_reading()  # type: ignore[attr-defined]
