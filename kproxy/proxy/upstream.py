@@ -89,6 +89,7 @@ class Upstream(asyncio.BufferedProtocol):
         self._presses = False
         self._sends_unanswered = False
         self._ended = asyncio.get_running_loop().create_future()
+        self._patience: asyncio.Timeout | None = None
         self._dial = asyncio.get_running_loop().create_task(self._connect(connect_timeout_s))
 
     # Sending
@@ -136,7 +137,7 @@ class Upstream(asyncio.BufferedProtocol):
     async def _connect(self, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) as self._patience:
                 await loop.create_connection(lambda: self, self.address.host, self.address.port)
         except (OSError, UnicodeError, TimeoutError) as error:
             # UnicodeError: a host that no name server can be asked about.
@@ -144,9 +145,12 @@ class Upstream(asyncio.BufferedProtocol):
             self._end()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if self.closed:
+        if self.closed or self._dial.cancelling():
             cast(asyncio.Transport, transport).abort()
             return
+        if self._patience is not None:
+            # From here on the dial must not be cancelled: uvloop would close the handle and never say that it is lost.
+            self._patience.reschedule(None)
         # uvloop's transports have the methods of asyncio.Transport but not its class.
         self._transport = cast(asyncio.Transport, transport)
         keep_alive(transport)
