@@ -251,7 +251,9 @@ class Upstream(asyncio.BufferedProtocol):
             # Not closed yet: answers that nobody reads would make the kernel reset the connection, and a reset drops
             # what is still on its way. The broker closes once it has read everything.
             if not self._transport.is_closing():
-                self._transport.write_eof()
+                # An OSError: the broker has reset the connection, and the event loop is about to say so.
+                with contextlib.suppress(OSError):
+                    self._transport.write_eof()
             await asyncio.wait((self._ended,), timeout=FLUSH_S)
         self.closed = True
         if self._transport is not None:

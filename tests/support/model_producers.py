@@ -196,11 +196,15 @@ class Producer:
             by = time.monotonic() + deadline_s + SLACK_S
             self._in_flight.append(Sent(correlation_id, version, batches, by))
         frame = self._frame(correlation_id, version, batches, timeout_ms)
+        if self.client.is_gone:
+            raise ConnectionResetError
         if self.random.random() < 0.1:
             cut = self.random.randrange(len(frame))
             self.client.send(frame[:cut])
             await asyncio.sleep(self.random.random() * 0.01)
             frame = frame[cut:]
+            if self.client.is_gone:
+                raise ConnectionResetError
         self.client.send(frame)
         await self.client.sent()
 

@@ -78,6 +78,11 @@ class RawClient:
     def send(self, *frames: bytes | memoryview) -> None:
         self._writer.write(b"".join(bytes(frame) for frame in frames))
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the connection has ended, as far as is known here."""
+        return self._writer.is_closing()
+
     async def sent(self) -> None:
         """Until the kernel has taken everything."""
         await self._writer.drain()

@@ -1,16 +1,20 @@
-"""A dial that succeeds just as its time runs out."""
+"""A broker connection at the moments where it changes its state."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 import time
 
 import pytest
 
+from codec.framing import ReceiveArena
 from kproxy.proxy.upstream import Upstream
+from kproxy.routing.topology import Address
 from tests.support.raw_client import produce_frame
 from tests.support.running_proxy import both_loops, eventually, running_proxy
-from tests.support.scripted_upstream import ScriptedUpstream, answers_everything
+from tests.support.scripted_upstream import HOST, ScriptedUpstream, answers_everything
 
 CONNECT_TIMEOUT_S = 0.05
 
@@ -59,3 +63,42 @@ async def test_a_connection_that_is_made_after_the_dials_time_out_is_not_used(mo
         assert upstream.log == []
         client.close()
         await eventually(lambda: not proxy.listener._sessions, "the client's connection is let go")
+
+
+class Silent:
+    """A ticket of acks=0."""
+
+    expects_answer = False
+    is_sent = False
+
+    def sent(self) -> None:
+        self.is_sent = True
+
+    def answered(self, frame: memoryview) -> None:
+        raise AssertionError("acks=0 has no answer")
+
+    def lost(self, *, written: bool) -> None:
+        raise AssertionError("what is sent is not lost any more")
+
+
+@both_loops
+async def test_closing_a_connection_that_the_broker_has_just_reset() -> None:
+    """The kernel knows of it and the event loop does not yet: closing one half of such a connection is an error."""
+    with socket.create_server((HOST, 0)) as listener:
+        upstream = Upstream(
+            1,
+            Address(*listener.getsockname()[:2]),
+            arena=ReceiveArena(),
+            max_answer_bytes=1 << 20,
+            connect_timeout_s=5.0,
+            on_pressure=lambda slow: None,
+        )
+        ticket = Silent()
+        upstream.send(ticket, 1, [b"request"])
+        await eventually(lambda: ticket.is_sent)
+        broker, _ = listener.accept()
+        await asyncio.sleep(0.01)
+        broker.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        broker.close()
+        await upstream.close()
+        assert upstream.closed
