@@ -13,6 +13,7 @@ import socket
 import struct
 from typing import NamedTuple
 
+from codec.errors import CodecError
 from codec.headers import parse_request_header
 from codec.record_batch import parse_header
 from kproxy.routing.topology import Address
@@ -91,11 +92,7 @@ class CuttingBroker:
                 frame = await _read(connection, 4)
                 self._served += 1
                 frame += await _read(connection, struct.unpack(">i", frame)[0])
-                try:
-                    reply = self._take(frame)
-                except Exception:
-                    print("BAD", self.cut, self._served, frame)
-                    raise
+                reply = self._take(frame)
                 if is_cut:
                     reply = reply[: self.cut.at]
                 if reply:
@@ -131,8 +128,11 @@ class CuttingBroker:
 
     def _take(self, frame: bytes) -> bytes:
         """Append what a request brings; the answer, if it has one."""
-        header = parse_request_header(frame)
-        request = read_by_kafka_python("request", PRODUCE, header.api_version, frame[header.body_offset :])
+        try:
+            header = parse_request_header(frame)
+            request = read_by_kafka_python("request", PRODUCE, header.api_version, frame[header.body_offset :])
+        except CodecError as error:
+            raise AssertionError(f"no request ({self.cut}, {self._served} served): {frame!r}") from error
         [topic] = request["topic_data"]
         [entry] = topic["partition_data"]
         offset = self._append(entry["records"])
@@ -152,10 +152,13 @@ class CuttingBroker:
 
 
 def _has_bytes(connection: socket.socket) -> bool:
+    """Whether something can be read. Raises EOFError."""
     try:
-        return bool(connection.recv(1, socket.MSG_PEEK))
+        if not connection.recv(1, socket.MSG_PEEK):
+            raise EOFError
     except BlockingIOError:
         return False
+    return True
 
 
 async def _read(connection: socket.socket, count: int) -> bytes:
