@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TypeAlias
 
-from codec.error_codes import NOT_LEADER_OR_FOLLOWER, UNKNOWN_TOPIC_ID
+from codec.error_codes import NOT_LEADER_OR_FOLLOWER, OUT_OF_ORDER_SEQUENCE_NUMBER, UNKNOWN_TOPIC_ID
 from codec.errors import CodecError
 from codec.partitioned import (
     PartitionedApi,
@@ -189,7 +189,10 @@ class Fanout:
             for piece in ordered_pieces(upstream):
                 for entry in piece.entries():
                     topic, partition_index = piece.exchange.partition(entry)
-                    if route(self._topology, topic, partition_index, by_id=piece.exchange.request.by_id) != owner:
+                    # An owner that has it once more is as good as another one: what it refused before, it takes now.
+                    is_new = self._topology.owner_revision(topic, partition_index) > piece.routed_at
+                    goes_to = route(self._topology, topic, partition_index, by_id=piece.exchange.request.by_id)
+                    if is_new or goes_to != owner:
                         self._lanes.block(lane_key(piece.exchange, entry), (piece.exchange.sequence,))
         for owner, upstream in list(self._upstreams.items()):
             address = self._topology.address(owner)
@@ -385,8 +388,9 @@ class Fanout:
         attempts = exchange.attempts.get(entry, 0) + (0 if behind else 1)
         exchange.attempts[entry] = attempts
         verdict = retry.decide(rows, event, attempts, resend_is_safe=safe)
-        # What a batch is told for being behind another one is not its own outcome: clients end at some of it.
-        error_code = NOT_LEADER_OR_FOLLOWER if behind and not is_ambiguous else verdict.error_code
+        # Being out of order behind another one is not its own outcome, and producers end at that code.
+        is_misled = behind and event == OUT_OF_ORDER_SEQUENCE_NUMBER
+        error_code = NOT_LEADER_OR_FOLLOWER if is_misled else verdict.error_code
         due = self._context.clock() + retry.backoff_s(max(attempts, 1), self._context.random.random())
         if (verdict.retry or behind) and due < exchange.deadline and not self._lanes.is_given_up(key, sequence):
             self._context.counters[f"retries.{event}"] += 1

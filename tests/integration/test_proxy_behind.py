@@ -94,3 +94,26 @@ async def test_what_waits_behind_a_batch_that_its_client_sends_again_is_not_sent
             (await upstream.next()).answer(results={T0: INVALID_RECORD})
         assert (await client.answer()).codes == {T0: NOT_LEADER if waiting == "given up" else INVALID_RECORD}
         assert await upstream.is_silent()
+
+
+@both_loops
+async def test_a_batch_waits_for_one_that_its_broker_was_sent_under_an_earlier_ownership() -> None:
+    """The broker refuses the first because it is not the owner, becomes it again, and would take the second one."""
+    upstream = ScriptedUpstream(1)
+    async with running_proxy(upstream, ScriptedUpstream(2)) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        await prove(client, upstream, -1)
+        first, second = (batch(n, producer_id=-1) for n in (1, 2))
+        client.send(produce_frame(records=first))
+        asked = await upstream.next()
+        proxy.own(2)
+        proxy.own(1)
+        client.send(produce_frame(records=second))
+        assert await upstream.is_silent()
+        asked.answer(results={T0: NOT_LEADER})
+        for records in (first, second):
+            again = await upstream.next()
+            assert again.records == {T0: records}
+            again.answer()
+        assert [(await client.answer()).codes[T0] for _ in range(2)] == [0, 0]

@@ -26,6 +26,8 @@ from tests.support.scripted_upstream import Partition
 
 NONE = 0
 OUT_OF_ORDER = 45
+# Kafka knows so many batches of a producer again.
+RETAINED_BATCHES = 5
 # Codes that say of a batch sent once: it is not in the log.
 NOT_APPENDED = frozenset({2, 3, 5, 6, 10, 19, 29, 45, 56, 87})
 LEAST_DEADLINE_S = 1.0
@@ -302,11 +304,21 @@ class Plain(Producer):
         return not self.count and not self._in_flight
 
     def _compose(self) -> dict[Partition, Batch] | None:
-        if not self.count:
+        free = [partition for partition in self.partitions if self._may_begin(partition)]
+        if not self.count or not free:
             return None
         self.count -= 1
-        chosen = self.random.sample(self.partitions, self.random.randint(1, len(self.partitions)))
+        chosen = self.random.sample(free, self.random.randint(1, len(free)))
         return {partition: self._new_batch(partition) for partition in chosen}
+
+    def _may_begin(self, partition: Partition) -> bool:
+        """Whether a broker would still know the oldest batch that is not acknowledged again behind one more.
+
+        The very first one goes alone: a broker that knows nothing of a producer accepts any sequence, so that what a
+        client sends before it hears that the first one was refused is accepted in its place, with a proxy or without.
+        """
+        number, unacked = self._numbers[partition], self._unacked[partition]
+        return not unacked or (number - min(unacked) < RETAINED_BATCHES and min(unacked) > 0)
 
 
 class Silent(Plain):
@@ -350,11 +362,21 @@ class Idempotent(Producer):
         if again:
             chosen = self.random.sample(again, self.random.randint(1, len(again)))
             return {partition: self._to_send[partition].popleft() for partition in chosen}
-        if not self.count:
+        free = [partition for partition in self.partitions if self._may_begin(partition)]
+        if not self.count or not free:
             return None
         self.count -= 1
-        chosen = self.random.sample(self.partitions, self.random.randint(1, len(self.partitions)))
+        chosen = self.random.sample(free, self.random.randint(1, len(free)))
         return {partition: self._new_batch(partition) for partition in chosen}
+
+    def _may_begin(self, partition: Partition) -> bool:
+        """Whether a broker would still know the oldest batch that is not acknowledged again behind one more.
+
+        The very first one goes alone: a broker that knows nothing of a producer accepts any sequence, so that what a
+        client sends before it hears that the first one was refused is accepted in its place, with a proxy or without.
+        """
+        number, unacked = self._numbers[partition], self._unacked[partition]
+        return not unacked or (number - min(unacked) < RETAINED_BATCHES and min(unacked) > 0)
 
     def _answered(self, batch: Batch, code: int) -> None:
         unacked = self._unacked[batch.partition]
