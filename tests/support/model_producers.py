@@ -304,21 +304,11 @@ class Plain(Producer):
         return not self.count and not self._in_flight
 
     def _compose(self) -> dict[Partition, Batch] | None:
-        free = [partition for partition in self.partitions if self._may_begin(partition)]
-        if not self.count or not free:
+        if not self.count:
             return None
         self.count -= 1
-        chosen = self.random.sample(free, self.random.randint(1, len(free)))
+        chosen = self.random.sample(self.partitions, self.random.randint(1, len(self.partitions)))
         return {partition: self._new_batch(partition) for partition in chosen}
-
-    def _may_begin(self, partition: Partition) -> bool:
-        """Whether a broker would still know the oldest batch that is not acknowledged again behind one more.
-
-        The very first one goes alone: a broker that knows nothing of a producer accepts any sequence, so that what a
-        client sends before it hears that the first one was refused is accepted in its place, with a proxy or without.
-        """
-        number, unacked = self._numbers[partition], self._unacked[partition]
-        return not unacked or (number - min(unacked) < RETAINED_BATCHES and min(unacked) > 0)
 
 
 class Silent(Plain):
