@@ -13,82 +13,82 @@ from importlib import import_module
 import psutil
 import pytest
 
-from codec.framing import FrameReader
 from codec.errors import FrameTooLarge
+from codec.framing import FrameReader
 from kproxy.routing.rendezvous import preferred
 from tests.support.raw_client import produce_frame
 from tests.support.running_proxy import both_loops, running_proxy
 from tests.support.scripted_upstream import ScriptedUpstream, answers_everything
 
-I, U, P = "tests.integration.", "tests.unit.", "tests.property."
+WIRE, UNIT, PROPERTY = "tests.integration.", "tests.unit.", "tests.property."
 
 CAUGHT_BY: dict[str, list[str]] = {
-    "watch opened without a revision": [I + "test_etcd_mirror:test_what_changes_between_load_and_watch_is_not_lost"],
-    "no require-leader": [I + "test_etcd_mirror:test_a_watch_that_goes_quiet_is_replaced"],
+    "watch opened without a revision": [WIRE + "test_etcd_mirror:test_what_changes_between_load_and_watch_is_not_lost"],
+    "no require-leader": [WIRE + "test_etcd_mirror:test_a_watch_that_goes_quiet_is_replaced"],
     "retries shared between the groups of one attempt: one partition stalled": [
-        I + "test_proxy_retries:test_partitions_retry_each_by_itself"
+        WIRE + "test_proxy_retries:test_partitions_retry_each_by_itself"
     ],
     "a valid route deleted by an invalidation": [
-        I + "test_lease_table:test_a_refusal_is_answered_by_what_etcd_says_now",
-        I + "test_proxy_retries:test_a_table_that_knew_better_by_then_is_not_asked_again",
-        I + "test_neighbours:test_refusals_do_not_cost_the_route",
+        WIRE + "test_lease_table:test_a_refusal_is_answered_by_what_etcd_says_now",
+        WIRE + "test_proxy_retries:test_a_table_that_knew_better_by_then_is_not_asked_again",
+        WIRE + "test_neighbours:test_refusals_do_not_cost_the_route",
     ],
-    "acks=0 lost after an invalidation": [I + "test_neighbours:test_acks_0_after_a_refusal_goes_where_it_went_before"],
+    "acks=0 lost after an invalidation": [
+        WIRE + "test_neighbours:test_acks_0_after_a_refusal_goes_where_it_went_before"
+    ],
     "one hung broker starved the others' partitions": [
-        I + "test_proxy_forwarding:test_a_slow_owner_does_not_delay_what_others_are_sent",
-        I + "test_proxy_clients:test_a_broker_that_does_not_read_slows_down_its_own_client_alone",
+        WIRE + "test_proxy_forwarding:test_a_slow_owner_does_not_delay_what_others_are_sent",
+        WIRE + "test_proxy_clients:test_a_broker_that_does_not_read_slows_down_its_own_client_alone",
     ],
     "all unowned partitions piled on one broker": [
-        I + "test_neighbours:test_partitions_without_an_owner_are_spread_over_the_brokers",
-        I + "test_broker_ownership:test_partitions_whose_first_replica_is_dead_are_spread_over_the_living",
+        WIRE + "test_neighbours:test_partitions_without_an_owner_are_spread_over_the_brokers",
+        WIRE + "test_broker_ownership:test_partitions_whose_first_replica_is_dead_are_spread_over_the_living",
     ],
     "correlation ids not checked": [
-        I + "test_proxy_forwarding:test_a_broker_out_of_protocol_loses_that_connection_alone",
-        I + "test_proxy_forwarding:test_an_answer_that_nobody_asked_for_closes_that_connection",
+        WIRE + "test_proxy_forwarding:test_a_broker_out_of_protocol_loses_that_connection_alone",
+        WIRE + "test_proxy_forwarding:test_an_answer_that_nobody_asked_for_closes_that_connection",
     ],
     "a frame header of 2 GiB allocated unread": [
-        I + "test_proxy_clients:test_a_length_of_2_gib_costs_no_memory",
-        U + "test_framing:test_what_is_announced_is_allocated_only_as_it_arrives",
-        I + "test_neighbours:test_a_great_length_costs_a_process_no_memory",
+        WIRE + "test_proxy_clients:test_a_length_of_2_gib_costs_no_memory",
+        UNIT + "test_framing:test_what_is_announced_is_allocated_only_as_it_arrives",
+        WIRE + "test_neighbours:test_a_great_length_costs_a_process_no_memory",
     ],
-    "no InitProducerId": [I + "test_broker_apis:test_producer_ids_are_given_out_once"],
+    "no InitProducerId": [WIRE + "test_broker_apis:test_producer_ids_are_given_out_once"],
     "SIGTERM ignored while a client is connected": [
-        I + "test_dev:test_ctrl_c_in_a_terminal_stops_it_cleanly_though_a_client_is_connected",
-        I + "test_proxy_clients:test_stopping_does_not_wait_longer_than_it_was_told_to",
-        I + "test_broker_ownership:test_sigterm_with_a_client_waiting_in_a_fetch_stops_all_the_same",
+        WIRE + "test_dev:test_ctrl_c_in_a_terminal_stops_it_cleanly_though_a_client_is_connected",
+        WIRE + "test_proxy_clients:test_stopping_does_not_wait_longer_than_it_was_told_to",
+        WIRE + "test_broker_ownership:test_sigterm_with_a_client_waiting_in_a_fetch_stops_all_the_same",
     ],
-    "released a successor's lease key": [
-        I + "test_broker_ownership:test_releasing_leaves_a_successors_key_alone"
-    ],
+    "released a successor's lease key": [WIRE + "test_broker_ownership:test_releasing_leaves_a_successors_key_alone"],
     "ownership A, B, A reused offsets": [
-        I + "test_broker_leases:test_a_partition_lost_and_taken_again_reads_its_log_anew"
+        WIRE + "test_broker_leases:test_a_partition_lost_and_taken_again_reads_its_log_anew"
     ],
     "a broker stopped past its TTL acknowledged": [
-        I + "test_broker_ownership:test_a_broker_stopped_past_its_ttl_acknowledges_nothing_when_it_wakes"
+        WIRE + "test_broker_ownership:test_a_broker_stopped_past_its_ttl_acknowledges_nothing_when_it_wakes"
     ],
     "two processes under one id both owned": [
-        I + "test_broker_ownership:test_of_two_processes_under_one_id_the_second_gives_up_and_touches_nothing"
+        WIRE + "test_broker_ownership:test_of_two_processes_under_one_id_the_second_gives_up_and_touches_nothing"
     ],
     "synthesised errors carried offset 0 and a bogus leader": [
-        I + "test_proxy_retries:test_not_leader_is_tried_three_times_and_then_handed_on",
-        I + "test_proxy_retries:test_an_unknown_outcome_is_left_to_the_client_where_it_would_not",
-        I + "test_proxy_control:test_no_answer_with_data_names_a_broker",
+        WIRE + "test_proxy_retries:test_not_leader_is_tried_three_times_and_then_handed_on",
+        WIRE + "test_proxy_retries:test_an_unknown_outcome_is_left_to_the_client_where_it_would_not",
+        WIRE + "test_proxy_control:test_no_answer_with_data_names_a_broker",
     ],
     "a re-encoded request carried its length twice": [
-        P + "test_codec_messages:test_the_parts_of_a_request_are_the_request",
-        I + "test_proxy_forwarding:test_a_request_over_three_owners_is_split_and_its_answer_merged_in_its_order",
+        PROPERTY + "test_codec_messages:test_the_parts_of_a_request_are_the_request",
+        WIRE + "test_proxy_forwarding:test_a_request_over_three_owners_is_split_and_its_answer_merged_in_its_order",
     ],
     "a partition out of range span a core for ever": [
-        U + "test_topology:test_a_partition_index_out_of_range_is_refused_and_costs_nothing",
-        I + "test_neighbours:test_a_partition_that_does_not_exist_is_asked_for_a_bounded_number_of_times",
+        UNIT + "test_topology:test_a_partition_index_out_of_range_is_refused_and_costs_nothing",
+        WIRE + "test_neighbours:test_a_partition_that_does_not_exist_is_asked_for_a_bounded_number_of_times",
     ],
     "Shotover: a killed broker closes the whole client connection": [
-        I + "test_proxy_resets:test_a_broker_that_breaks_off_after_any_byte",
-        I + "test_proxy_retries:test_an_owner_that_died_with_a_batch_is_never_answered_with_six",
+        WIRE + "test_proxy_resets:test_a_broker_that_breaks_off_after_any_byte",
+        WIRE + "test_proxy_retries:test_an_owner_that_died_with_a_batch_is_never_answered_with_six",
     ],
     "Shotover: no frame limit": [
-        U + "test_framing:test_an_illegal_length_costs_nothing",
-        I + "test_proxy_clients:test_bad_input_closes_that_connection_and_no_other",
+        UNIT + "test_framing:test_an_illegal_length_costs_nothing",
+        WIRE + "test_proxy_clients:test_bad_input_closes_that_connection_and_no_other",
     ],
 }
 LATER = {

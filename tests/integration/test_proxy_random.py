@@ -39,6 +39,15 @@ def some_producers(random: Random, partitions: list[Partition], proxy: RunningPr
     ]
 
 
+def still_open(cluster: ModelCluster) -> list[str]:
+    return [
+        f"{broker.node_id}/{number}, {len(connection.got)} bytes came"
+        for broker in cluster.brokers
+        for number, connection in enumerate(broker.connections)
+        if connection.is_open
+    ]
+
+
 def explain(error: BaseException, producers: list[Producer], cluster: ModelCluster, proxy: RunningProxy) -> None:
     """Add what is known of the batches concerned."""
     if isinstance(error, BaseExceptionGroup):
@@ -87,7 +96,9 @@ async def produce_in_trouble(seed: int) -> None:
             print(f"seed {seed}: {dict(cluster.happened)} answers {dict(codes)} proxy {dict(proxy.counters)}")
         found = [each for producer in producers for each in producer.judge(cluster.logs)]
         found += [
-            cluster.history_of(producer.name, partition, 4000) for producer in producers for partition in producer.suspects
+            cluster.history_of(producer.name, partition, 4000)
+            for producer in producers
+            for partition in producer.suspects
         ]
         assert not found, "\n".join(found)
         known = {batch.records for producer in producers for batch in producer.batches}
@@ -97,10 +108,10 @@ async def produce_in_trouble(seed: int) -> None:
             if producer.client is not None:
                 producer.client.close()
         await eventually(lambda: not proxy.listener._sessions, "no client connection left")
-        await eventually(
-            lambda: not any(each.is_open for broker in cluster.brokers for each in broker.connections),
-            "no broker connection left",
-        )
+        try:
+            await eventually(lambda: not still_open(cluster))
+        except AssertionError:
+            raise AssertionError(f"broker connections left: {still_open(cluster)}") from None
 
 
 @pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + SEEDS))

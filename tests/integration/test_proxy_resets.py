@@ -17,7 +17,7 @@ from tests.support.at_rest import what_is_left
 from tests.support.cutting_broker import RESET_AT_CLOSE, Cut, CuttingBroker
 from tests.support.raw_client import RawClient, batch, produce_frame
 from tests.support.running_proxy import RunningProxy, both_loops, eventually, running_proxy
-from tests.support.scripted_upstream import HOST, Asked, ScriptedUpstream, answers_everything
+from tests.support.scripted_upstream import HOST, ScriptedUpstream, answers_everything
 
 TIMED_OUT = 7
 WELL = 1_000

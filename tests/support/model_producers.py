@@ -273,9 +273,8 @@ class Producer:
                 found.append(f"{what}refused, and is there at {at}")
             if len(found) > before:
                 self.suspects.add(batch.partition)
-        for records in self.unsent:
-            if any(records in place for place in places.values()):
-                found.append(f"{self}: a batch that was never sent whole is in a log")
+        if any(records in place for records in self.unsent for place in places.values()):
+            found.append(f"{self}: a batch that was never sent whole is in a log")
         return found + self._judge_order(places)
 
     def _judge_order(self, places: dict[Partition, dict[bytes, list[int]]]) -> list[str]:
