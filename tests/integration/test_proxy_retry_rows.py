@@ -42,6 +42,7 @@ class Expected(NamedTuple):
 _REFUSED = {
     NOT_WRITTEN: Expected(THRICE, 6, ALL),
     6: Expected(THRICE, 6, ALL),
+    100: Expected(THRICE, 100, ALL),
     5: Expected(TILL_THE_DEADLINE, 5, ALL),
     19: Expected(TILL_THE_DEADLINE, 19, ALL),
 }
