@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TypeAlias
 
-from codec.error_codes import NOT_LEADER_OR_FOLLOWER, UNKNOWN_TOPIC_ID
+from codec.error_codes import NOT_LEADER_OR_FOLLOWER, OUT_OF_ORDER_SEQUENCE_NUMBER, UNKNOWN_TOPIC_ID
 from codec.errors import CodecError
 from codec.partitioned import (
     PartitionedApi,
@@ -190,7 +190,10 @@ class Fanout:
         for owner, upstream in self._upstreams.items():
             for piece in ordered_pieces(upstream):
                 for entry in piece.entries():
-                    if piece.exchange.route(entry, self._topology) != owner:
+                    topic, partition_index = piece.exchange.partition(entry)
+                    # An owner that has it once more is as good as another one: what it refused before, it takes now.
+                    is_new = self._topology.owner_revision(topic, partition_index) > piece.routed_at
+                    if is_new or piece.exchange.route(entry, self._topology) != owner:
                         self._lanes.block(lane_key(piece.exchange, entry), (piece.exchange.sequence,))
         for owner, upstream in list(self._upstreams.items()):
             address = self._topology.address(owner)
@@ -358,17 +361,22 @@ class Fanout:
             # It was answered at its deadline, or its client is gone; only the lane still wants to know.
             self._settle(exchange, entry, appended=False)
             return
-        behind = key in self._lanes and retry.is_held_back(event) and not self._lanes.is_probing(key, sequence)
+        rows = self._rows(exchange)
+        safe, is_ambiguous = False, retry.is_ambiguous(rows, event)
+        if is_ambiguous:
+            exchange.ambiguous.add(entry)
+            safe = self._context.conduct.knows_batches_again and is_recognisable(exchange, entry)
+        is_probing = self._lanes.is_probing(key, sequence)
+        # Where a refusal may come after an append, being behind another one does not make a second sending safe.
+        behind = key in self._lanes and retry.is_held_back(event) and not is_probing and (safe or not is_ambiguous)
         attempts = exchange.attempts.setdefault(entry, retry.Attempts())
         if not behind:
             attempts.add(routed_at, self._topology.owner_revision(*exchange.partition(entry)))
-        rows = self._rows(exchange)
-        safe = False
-        if retry.is_ambiguous(rows, event):
-            exchange.ambiguous.add(entry)
-            safe = self._context.conduct.knows_batches_again and is_recognisable(exchange, entry)
         verdict = retry.decide(rows, event, exhausted=attempts.exhausted, resend_is_safe=safe)
-        item = Item(exchange, entry, verdict.error_code)
+        # Being out of order behind another one is not its own outcome, and producers end at that code.
+        is_misled = behind and event == OUT_OF_ORDER_SEQUENCE_NUMBER
+        error_code = NOT_LEADER_OR_FOLLOWER if is_misled else verdict.error_code
+        item = Item(exchange, entry, error_code)
         pause = None if behind else self._timer.pause(item, attempts, routed_at)
         hangs = self._owner_hangs(exchange, entry)
         if (hangs or verdict.retry or behind) and retry.doubts_the_owner(event):
@@ -379,8 +387,9 @@ class Fanout:
             later = [each for each in unanswered.get(key, ()) if each > sequence]
             self._lanes.refused(key, item, pause, later)
             return
-        self._conclude(exchange, entry, verdict.error_code, result if verdict.error_code == event else None)
-        self._settle(exchange, entry, appended=False, given_up=event in rows)
+        self._conclude(exchange, entry, error_code, result if error_code == event else None)
+        gives_up = event in rows or (is_probing and retry.is_tried_again_by_clients(event))
+        self._settle(exchange, entry, appended=False, given_up=gives_up)
 
     def _owner_hangs(self, exchange: Exchange, entry: Entry) -> bool:
         """Whether sending again would wait behind a hung broker; a new owner's breaker counts, not the old one's."""

@@ -98,6 +98,7 @@ class Upstream(asyncio.BufferedProtocol):
         self._presses = False
         self._sends_unanswered = False
         self._ended = asyncio.get_running_loop().create_future()
+        self._patience: asyncio.Timeout | None = None
         self._dial = asyncio.get_running_loop().create_task(self._connect(connect_timeout_s if dials else None))
 
     # Sending
@@ -161,7 +162,7 @@ class Upstream(asyncio.BufferedProtocol):
             return
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) as self._patience:
                 await loop.create_connection(lambda: self, self.address.host, self.address.port)
         except (OSError, UnicodeError, TimeoutError) as error:
             # UnicodeError: a host that no name server can be asked about.
@@ -169,9 +170,12 @@ class Upstream(asyncio.BufferedProtocol):
             self._end()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if self.closed:
+        if self.closed or self._dial.cancelling():
             cast(asyncio.Transport, transport).abort()
             return
+        if self._patience is not None:
+            # From here on the dial must not be cancelled: uvloop would close the handle and never say that it is lost.
+            self._patience.reschedule(None)
         # uvloop's transports have the methods of asyncio.Transport but not its class.
         self._transport = cast(asyncio.Transport, transport)
         keep_alive(transport)
@@ -273,7 +277,9 @@ class Upstream(asyncio.BufferedProtocol):
             # Not closed yet: answers that nobody reads would make the kernel reset the connection, and a reset drops
             # what is still on its way. The broker closes once it has read everything.
             if not self._transport.is_closing():
-                self._transport.write_eof()
+                # An OSError: the broker has reset the connection, and the event loop is about to say so.
+                with contextlib.suppress(OSError):
+                    self._transport.write_eof()
             await asyncio.wait((self._ended,), timeout=FLUSH_S)
         self.closed = True
         if self._transport is not None:

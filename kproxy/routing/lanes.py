@@ -171,7 +171,8 @@ class Lanes:
             lane.probing = None
             waiting, lane.waiting = lane.waiting, []
             self._forget_if_idle(key, lane)
-            return Release([], waiting) if given_up else Release(waiting, [])
+            overtaken = appended and bool(waiting) and waiting[0].exchange.sequence < sequence
+            return Release([], waiting) if given_up or overtaken else Release(waiting, [])
         lane.outstanding.discard(sequence)
         overtaken = appended and bool(lane.waiting) and lane.waiting[0].exchange.sequence < sequence
         abandoned: list[Item] = []

@@ -133,6 +133,17 @@ READ: Final[dict[int, Row]] = {
 }
 
 
+# Handed on as they came, and the client sends the same batch again by itself (retriable errors of Kafka's clients).
+_TRIED_AGAIN_BY_CLIENTS = frozenset(
+    {
+        codes.CORRUPT_MESSAGE,
+        codes.UNKNOWN_TOPIC_OR_PARTITION,
+        codes.KAFKA_STORAGE_ERROR,
+        codes.FENCED_LEADER_EPOCH,
+        codes.UNKNOWN_LEADER_EPOCH,
+        codes.THROTTLING_QUOTA_EXCEEDED,
+    }
+)
 _SAY_NOT_APPENDED = frozenset(
     {
         codes.NOT_LEADER_OR_FOLLOWER,
@@ -201,6 +212,13 @@ def final_code(error_code: int, *, is_ambiguous: bool) -> int:
 def doubts_the_owner(event: int) -> bool:
     """Whether the owner may be another one by now, and should be looked up again."""
     return event not in _SAID_BY_THE_OWNER
+
+
+def is_tried_again_by_clients(error_code: int) -> bool:
+    """Whether a batch refused with this code comes again from the client, so that what waits behind it must not be
+    sent before: to a broker that knows nothing of the producer it would be the first.
+    """
+    return error_code in _TRIED_AGAIN_BY_CLIENTS
 
 
 def is_held_back(error_code: int) -> bool:

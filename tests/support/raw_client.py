@@ -78,6 +78,11 @@ class RawClient:
     def send(self, *frames: bytes | memoryview) -> None:
         self._writer.write(b"".join(bytes(frame) for frame in frames))
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the connection has ended, as far as is known here."""
+        return self._writer.is_closing()
+
     async def sent(self) -> None:
         """Until the kernel has taken everything."""
         await self._writer.drain()
@@ -112,6 +117,17 @@ class RawClient:
             return True
         except TimeoutError:
             return False
+
+    async def rest(self, seconds: float = SILENCE_S) -> bytes:
+        """What comes in so long, or before the end."""
+        got = b""
+        try:
+            async with asyncio.timeout(seconds):
+                while more := await self._reader.read(1 << 16):
+                    got += more
+        except TimeoutError:
+            pass
+        return got
 
     def pause_reading(self) -> None:
         """Take nothing more from the kernel."""
