@@ -21,7 +21,9 @@ Invariants
 2. A length is checked before anything is allocated for it, and what is allocated for an announced frame is at most
    GROWTH times what has arrived of it, and never less than one chunk. 2 GiB announced costs nothing.
 3. Bytes are moved only when a frame is unfinished and the rest does not fit behind it, or another connection came
-   between.
+   between, or the chunk is full and others go on with the next.
+4. An unfinished frame keeps no more memory than its own bytes and what was made for it alone, once the chunk that it
+   began in is left.
 """
 
 from __future__ import annotations
@@ -48,21 +50,33 @@ _BROKEN = -1
 class ReceiveArena:
     """The chunk that the readers of one event loop fill in turn, and the chunks that may be used again."""
 
-    __slots__ = ("_used", "chunk", "position", "view")
+    __slots__ = ("_unfinished", "_used", "chunk", "position", "view")
 
     def __init__(self) -> None:
         self._used: deque[bytearray] = deque()
+        # Readers that have left an unfinished frame in the chunk; some of them may have finished it since.
+        self._unfinished: set[FrameReader] = set()
         self.chunk = bytearray(CHUNK_BYTES)
         self.view = memoryview(self.chunk)
         self.position = 0
 
     def renew(self) -> None:
-        """Begin another chunk; the old one lives on for as long as a frame refers to it."""
+        """Begin another chunk; the old one lives on for as long as a frame refers to it.
+
+        A few bytes of an unfinished frame must not keep all of it: a client may leave them for hours.
+        """
+        left, self._unfinished = self._unfinished, set()
+        for reader in left:
+            reader.take_out(self.view)
         self.view = memoryview(b"")
         self._used.append(self.chunk)
         self.chunk = self._take()
         self.view = memoryview(self.chunk)
         self.position = 0
+
+    def leave(self, reader: FrameReader) -> None:
+        """`reader` has an unfinished frame in the chunk."""
+        self._unfinished.add(reader)
 
     def lend(self) -> bytearray:
         """A chunk for one reader alone; it may be used again when nothing refers to it any more."""
@@ -189,7 +203,15 @@ class FrameReader:
             self._let_go()
         else:
             self._view, self._start, self._end = view, start, end
+            if not self._own:
+                arena.leave(self)
         return frames
+
+    def take_out(self, view: memoryview) -> None:
+        """Copy the unfinished frame out of the chunk with this view, if it is there."""
+        if self._view is view:
+            held = bytearray(view[self._start : self._end])
+            self._view, self._start, self._end = memoryview(held), 0, len(held)
 
     def _let_go(self) -> None:
         self._view, self._start, self._end, self._own = None, 0, 0, False

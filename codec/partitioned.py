@@ -103,6 +103,16 @@ class PartitionedRequest:
         seen = {(topic.name, partition) for topic in self.topics for partition in topic.partitions}
         return len(seen) != self.partition_count
 
+    def take_out(self) -> None:
+        """Copy the request out of a receive buffer that is much larger: waiting long, it would keep all of that."""
+        buffer = self.frame.obj
+        if isinstance(buffer, bytearray) and len(self.frame) < len(buffer) // 2:
+            self.frame = memoryview(bytearray(self.frame))
+
+    def let_go(self) -> None:
+        """It is not to be encoded any more, whole or in parts: of its bytes nothing is kept."""
+        self.frame = memoryview(b"")
+
     def topic_head(self, topic: TopicSpan) -> memoryview:
         """A topic and the number of its partitions as encoded: the answer begins its topics in the same way."""
         return self.frame[topic.head_start : topic.starts[0] if topic.starts else topic.tail_start]

@@ -434,6 +434,7 @@ class ClientSession(asyncio.BufferedProtocol):
         """
         if self._fanout.has_open_exchanges or self._broker_pressure:
             self._waiting.look(self._upstreams.values(), now)
+            self._fanout.take_out()
             self._fanout.expire(now)
         if self._arriving_bytes and self._reading and not self.closed and not is_late:
             self._judge_arrival(now)

@@ -77,6 +77,9 @@ class Fanout:
         self._released: list[Item] = []
         self._open: dict[int, tuple[Exchange, Respond]] = {}
         self._sequence = 0
+        # The newest exchange at the last call of `take_out`, and at the one before.
+        self._seen_sequence = 0
+        self._taken_out_to = 0
         self._seen_version = -1
         # How produce requests name their topics, since the first of them: lanes and routes go by what they say.
         self.names_topics_by_id: bool | None = None
@@ -450,6 +453,13 @@ class Fanout:
                 upstream.give_up("it does not answer")
         self._send_released()
 
+    def take_out(self) -> None:
+        """Called now and then: what has waited since the last call keeps no receive buffer from being used again."""
+        since, self._taken_out_to, self._seen_sequence = self._taken_out_to, self._seen_sequence, self._sequence
+        for sequence, (exchange, _) in self._open.items():
+            if since < sequence <= self._taken_out_to:
+                exchange.request.take_out()
+
     def _expire(self, exchange: Exchange) -> list[Piece]:
         """Answer what is still open; its pieces that no broker has seen, which are taken back."""
         self._looks.stop(exchange)
@@ -463,6 +473,9 @@ class Fanout:
             if exchange.is_open(entry):
                 self._conclude(exchange, entry, NOT_LEADER_OR_FOLLOWER if entry in unwritten else written)
         self._finish_if_complete(exchange)
+        if exchange.sequence not in self._open:
+            # Its pieces may wait for long; what they are still wanted for is order.
+            exchange.request.let_go()
         return withdrawn
 
     def _withdraw(self, is_meant: Callable[[Piece], bool]) -> list[Piece]:

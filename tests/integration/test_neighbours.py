@@ -1,8 +1,7 @@
 """What went wrong in the nearest neighbours, and the test here that would catch each of it.
 
 KafScale's Go proxy and broker unless another one is named. Every entry names tests as module:function; that they exist
-is what is tested here. An entry of `LATER` has no test yet because what it is about is not built yet: the test that
-closes it takes its entry out of there.
+is what is tested here.
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ CAUGHT_BY: dict[str, list[str]] = {
         WIRE + "test_neighbours:test_acks_0_after_a_refusal_goes_where_it_went_before"
     ],
     "one hung broker starved the others' partitions": [
+        WIRE + "test_proxy_breaker:test_one_hung_broker_does_not_starve_the_others_partitions_for_as_long_as_it_hangs",
         WIRE + "test_proxy_forwarding:test_a_slow_owner_does_not_delay_what_others_are_sent",
         WIRE + "test_proxy_clients:test_a_broker_that_does_not_read_slows_down_its_own_client_alone",
     ],
@@ -90,10 +90,13 @@ CAUGHT_BY: dict[str, list[str]] = {
         UNIT + "test_framing:test_an_illegal_length_costs_nothing",
         WIRE + "test_proxy_clients:test_bad_input_closes_that_connection_and_no_other",
     ],
-}
-LATER = {
-    "Kroxylicious, kafka-proxy: health says OK with the broker dead": "readiness that asks the brokers",
-    "Kroxylicious, kafka-proxy: no proxy latency metric": "/metrics",
+    "Kroxylicious, kafka-proxy: health says OK with the broker dead": [
+        WIRE + "test_readiness:test_a_proxy_whose_brokers_are_all_gone_is_not_ready_until_one_is_back"
+    ],
+    "Kroxylicious, kafka-proxy: no proxy latency metric": [
+        WIRE + "test_metrics:test_produce_is_timed_from_its_first_byte_to_its_answer",
+        WIRE + "test_metrics:test_a_process_that_comes_late_says_so",
+    ],
 }
 
 

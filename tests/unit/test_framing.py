@@ -222,3 +222,21 @@ def test_asking_for_a_buffer_twice_loses_nothing() -> None:
     assert (one.pending_bytes, two.pending_bytes) == (150, 150)
     assert [bytes(frame) for frame in _feed(one, _frame(300)[150:])] == [_frame(300)]
     assert [bytes(frame) for frame in _feed(two, _frame(300_000)[150:])] == [_frame(300_000)]
+
+
+def test_unfinished_frames_hold_little_more_than_their_bytes() -> None:
+    """Some bytes of a frame, left in a chunk that others fill, must not keep the chunk."""
+    arena = ReceiveArena()
+    busy, partial = FrameReader(1 << 20, arena), [FrameReader(1 << 20, arena) for _ in range(50)]
+    tracemalloc.start()
+    try:
+        for number, reader in enumerate(partial):
+            _feed(reader, _frame(1000, number)[:300])
+            for _ in range(12):
+                _feed(busy, _frame(100_000, 0))
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < (KEPT_CHUNKS + 4) * CHUNK_BYTES
+    for number, reader in enumerate(partial):
+        assert [bytes(frame) for frame in _feed(reader, _frame(1000, number)[300:])] == [_frame(1000, number)]

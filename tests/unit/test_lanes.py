@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from codec.produce_response import PRODUCE_API
-from kproxy.routing.lanes import Item, Lanes
+from kproxy.routing.lanes import Item, Lanes, Pause
 from kproxy.routing.merge import Exchange
 from tests.support.messages import PRODUCE, head_of, request_body, request_frame, sample_request
 
@@ -23,7 +23,7 @@ def test_what_waits_before_a_batch_that_was_appended_is_not_sent_after_it(earlie
     lanes = Lanes()
     lanes.probe(KEY, 2)
     waiting = item(1 if earlier_waits else 3)
-    lanes.refused(KEY, waiting, 0.0, ())
+    lanes.refused(KEY, waiting, Pause(0.0, 0.0, 0), ())
     release = lanes.settled(KEY, 2, appended=True, given_up=False)
     assert release == (([waiting], []) if sent else ([], [waiting]))
     assert len(lanes) == 0
