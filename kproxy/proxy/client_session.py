@@ -33,6 +33,7 @@ from typing import cast
 import structlog
 
 from codec import api_keys
+from codec.api_keys import PRODUCE
 from codec.errors import CodecError, FrameTooLarge, UnsupportedVersion
 from codec.framing import FrameReader
 from codec.headers import RequestHeader, parse_request_header
@@ -65,12 +66,12 @@ class Slot:
 
     __slots__ = ("began", "buffers", "frame_bytes", "session", "weight")
 
-    def __init__(self, session: ClientSession, weight: int) -> None:
+    def __init__(self, session: ClientSession, weight: int, began: float) -> None:
         self.session = session
         self.weight = weight
         self.frame_bytes = weight
-        # When the first byte of a produce request came; other requests take as long as they are told to.
-        self.began = 0.0
+        # When the first byte of a produce request came; other requests take as long as they are told to, and have 0.
+        self.began = began
         self.buffers: list[Buffer] | None = None
 
     def fill(self, buffers: list[Buffer]) -> None:
@@ -87,6 +88,7 @@ class ClientSession(asyncio.BufferedProtocol):
 
     def __init__(self, context: ProxyContext, on_closed: Callable[[ClientSession], None]) -> None:
         self._context = context
+        self._clock = context.clock
         self._tally = context.tally
         self._budget = context.budget
         self._on_closed = on_closed
@@ -106,6 +108,8 @@ class ClientSession(asyncio.BufferedProtocol):
         # Whether it has waited for room in all and has since then completed no frame.
         self._is_let_go = False
         self._in_flight_bytes = 0
+        self._max_bytes = context.limits.max_in_flight_bytes
+        self._max_requests = context.limits.max_open_requests
         # Open requests that have no answer (acks=0), and so no slot.
         self._silent = 0
         self._upstreams: dict[int, Upstream] = {}
@@ -141,7 +145,7 @@ class ClientSession(asyncio.BufferedProtocol):
         return self._reader.get_buffer(sizehint, lean=True)[:LAST_READ_BYTES]
 
     def buffer_updated(self, nbytes: int) -> None:
-        now = self._context.clock()
+        now = self._clock()
         self._tally.received_bytes += nbytes
         first_byte_at = self._first_byte_at if self._arriving_bytes else now
         try:
@@ -163,48 +167,46 @@ class ClientSession(asyncio.BufferedProtocol):
         if frames and self._is_let_go:
             self._is_let_go = False
             budget.leave(self)
-        self._spend(budget)
-
-    def _spend(self, budget: Budget) -> None:
-        """Count the frame that is arriving among what is held in all; read no more where that is too much."""
-        arriving_bytes = 0 if self.closed else self._reader.held_bytes
-        if arriving_bytes != self._arriving_bytes:
-            more = arriving_bytes - self._arriving_bytes
-            budget.held += more
-            budget.arriving += more
-            self._arriving_bytes = arriving_bytes
+        if self._arriving_bytes or self._reader.pending_bytes:
+            self._spend(budget)
         if budget.held >= budget.limit:
             self._adjust_reading()
 
+    def _spend(self, budget: Budget) -> None:
+        """Count the frame that is arriving among what is held in all."""
+        arriving_bytes = 0 if self.closed else self._reader.held_bytes
+        more = arriving_bytes - self._arriving_bytes
+        budget.held += more
+        budget.arriving += more
+        self._arriving_bytes = arriving_bytes
+
     def _take(self, frame: memoryview, first_byte_at: float) -> None:
         header = parse_request_header(frame)
-        lowest, highest = self._ranges.get(header.api_key, NOT_SERVED)
-        if not lowest <= header.api_version <= highest:
+        api_key, api_version = header.api_key, header.api_version
+        lowest, highest = self._ranges.get(api_key, NOT_SERVED)
+        if not lowest <= api_version <= highest:
             self._check_unserved(header)
-        slot = Slot(self, len(frame))
+        weight = len(frame)
+        slot = Slot(self, weight, first_byte_at if api_key == PRODUCE else 0.0)
         # The slot is taken before anything is sent: an answer may come within this very step.
         self._slots.append(slot)
-        self._in_flight_bytes += slot.weight
-        self._budget.held += slot.weight
-        handler = _PARTITIONED.get(header.api_key)
+        self._in_flight_bytes += weight
+        self._budget.held += weight
+        handler = _PARTITIONED.get(api_key)
         if handler is None:
             self._start_control(frame, header, slot)
         else:
-            if header.api_key == api_keys.PRODUCE:
-                slot.began = first_byte_at
             answer_bytes = handler(self._context, self._fanout, frame, header, first_byte_at, slot.fill)
-            self._tally.requests[header.api_key << VERSION_BITS | header.api_version] += 1
+            self._tally.requests[api_key << VERSION_BITS | api_version] += 1
             if answer_bytes is None:
                 # No answer, and so no place among the answers; the last slot is this one.
                 self._silent += 1
                 if not self.closed:
                     self._slots.pop()
-            elif slot.buffers is None and not self.closed:
+            elif answer_bytes and slot.buffers is None and not self.closed:
                 slot.weight += answer_bytes
                 self._in_flight_bytes += answer_bytes
-        limits = self._context.limits
-        open_requests = len(self._slots) + self._silent
-        if self._in_flight_bytes >= limits.max_in_flight_bytes or open_requests >= limits.max_open_requests:
+        if self._in_flight_bytes >= self._max_bytes or len(self._slots) + self._silent >= self._max_requests:
             self._adjust_reading()
 
     def _take_backlog(self) -> None:
@@ -277,18 +279,18 @@ class ClientSession(asyncio.BufferedProtocol):
         """Write every answer whose turn has come."""
         if self._outbox is None or self.closed:
             return
-        slots = self._slots
-        while slots and slots[0].buffers is not None:
+        slots, budget, tally = self._slots, self._budget, self._tally
+        while slots and (buffers := slots[0].buffers) is not None:
             slot = slots.popleft()
             self._in_flight_bytes -= slot.weight
-            self._budget.held -= slot.frame_bytes
+            budget.held -= slot.frame_bytes
             if slot.began:
-                elapsed = self._context.clock() - slot.began
-                self._tally.produce_seconds += elapsed
-                self._tally.produce_buckets[bisect_left(PRODUCE_BOUNDS_S, elapsed)] += 1
-            self._outbox.put(slot.buffers or [])
-        if self._budget.waiting:
-            self._budget.wake()
+                elapsed = self._clock() - slot.began
+                tally.produce_seconds += elapsed
+                tally.produce_buckets[bisect_left(PRODUCE_BOUNDS_S, elapsed)] += 1
+            self._outbox.put(buffers)
+        if budget.waiting:
+            budget.wake()
         if not self._reading:
             self._adjust_reading()
             self._end_if_drained()
@@ -320,10 +322,9 @@ class ClientSession(asyncio.BufferedProtocol):
         self._adjust_reading()
 
     def _has_room(self) -> bool:
-        limits = self._context.limits
         return (
-            self._in_flight_bytes < limits.max_in_flight_bytes
-            and len(self._slots) + self._silent < limits.max_open_requests
+            self._in_flight_bytes < self._max_bytes
+            and len(self._slots) + self._silent < self._max_requests
             and not self._client_pressure
             and not self._broker_pressure
         )

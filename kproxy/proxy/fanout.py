@@ -107,8 +107,10 @@ class Fanout:
         api.admit(request)
         self._sequence += 1
         exchange = Exchange(api, request, self._sequence, deadline)
-        exchange.look_until = look_until
-        exchange.is_silent = silent
+        if look_until:
+            exchange.look_until = look_until
+        if silent:
+            exchange.is_silent = silent
         self._open[exchange.sequence] = (exchange, respond)
         self._dispatch(exchange)
 
