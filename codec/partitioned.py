@@ -93,6 +93,8 @@ class PartitionedRequest:
 
     @property
     def partition_count(self) -> int:
+        if len(self.topics) == 1:
+            return len(self.topics[0].partitions)
         return sum(len(topic.partitions) for topic in self.topics)
 
     def repeats_a_partition(self) -> bool:

@@ -16,7 +16,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import groupby
 from typing import TypeAlias
 
@@ -261,16 +261,22 @@ class Fanout:
         """A broker's answer to a piece."""
         exchange = piece.exchange
         if not self._lanes and exchange.sequence in self._open:
-            plain = exchange.api.plain_results(exchange.request, piece.selection, frame)
-            if plain is not None:
-                self._take_plain(piece, plain, frame)
+            # The ordinary course: success for all that was asked, and no lane that wants to know of it.
+            results = exchange.api.plain_results(exchange.request, piece.selection, frame)
+            if results is not None:
+                if piece.whole and exchange.throttle_time_ms == 0:
+                    self._pass_through(exchange, frame)
+                    return
+                exchange.take_all(piece.selection, results)
+                if exchange.open_count == 0:
+                    self._finish(exchange)
                 return
         try:
             response = exchange.api.parse_response(frame, exchange.request.header.api_version)
             if piece.whole and not self._lanes and self._passes_through(exchange, response):
                 self._pass_through(exchange, frame)
                 return
-            results = [] if response.error_code else match_results(exchange, piece.selection, response)
+            matched = [] if response.error_code else match_results(exchange, piece.selection, response)
         except CodecError as error:
             piece.upstream.distrust(str(error))
             self.fail_piece(piece, retry.UNREADABLE)
@@ -280,7 +286,7 @@ class Fanout:
             self.fail_piece(piece, response.error_code)
             return
         failures = []
-        for entry, error_code, topic, ordinal in results:
+        for entry, error_code, topic, ordinal in matched:
             result = frame[topic.starts[ordinal] : topic.ends[ordinal]]
             if error_code:
                 failures.append((entry, error_code, result))
@@ -292,16 +298,6 @@ class Fanout:
             self._failed(exchange, entry, error_code, piece.routed_at, unanswered, result)
         self._send_released()
         self._finish_if_complete(exchange)
-
-    def _take_plain(self, piece: Piece, results: Sequence[Buffer], frame: memoryview) -> None:
-        """The ordinary course: success for all that was asked, and no lane that wants to know of it."""
-        exchange = piece.exchange
-        if piece.whole and exchange.throttle_time_ms == 0:
-            self._pass_through(exchange, frame)
-            return
-        exchange.take_all(piece.selection, results)
-        if exchange.open_count == 0:
-            self._finish(exchange)
 
     def _passes_through(self, exchange: Exchange, response: PartitionedResponse) -> bool:
         return (
