@@ -31,6 +31,7 @@ class Vitals:
     in_flight_requests: int = 0
     in_flight_bytes: int = 0
     sent_bytes: int = 0
+    hung_brokers: int = 0
     draining: bool = False
 
 
@@ -126,7 +127,7 @@ def _outcomes(tally: Tally, counters: Mapping[str, int]) -> Iterable[Metric]:
     drops = CounterMetricFamily("kproxy_acks0_dropped", "acks=0 batches that are lost.", labels=["topic", "reason"])
     for topic, reasons in tally.drops.items():
         for error_code, count in reasons.items():
-            drops.add_metric([topic.decode("utf-8", "replace"), error_codes.name_of(error_code)], count)
+            drops.add_metric([topic.decode("utf-8", "backslashreplace"), error_codes.name_of(error_code)], count)
     yield drops
 
 
@@ -138,6 +139,8 @@ def _connections(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric
         vitals.paused_connections,
     )
     yield _gauge("kproxy_upstream_connections", "Connections to brokers.", vitals.upstream_connections)
+    yield _gauge("kproxy_hung_brokers", "Brokers that hang: nothing is sent to them.", vitals.hung_brokers)
+    yield _counter("kproxy_hangs", "Brokers found to hang.", counters.get("breaker.opened", 0))
     yield _counter("kproxy_client_connections_accepted", "Client connections.", counters.get("clients.accepted", 0))
     yield _counter(
         "kproxy_client_connections_refused",

@@ -92,6 +92,11 @@ class Breakers:
         """Whether any broker is suspected; where none is, no breaker is open."""
         return bool(self._watched)
 
+    @property
+    def open_count(self) -> int:
+        """How many brokers hang."""
+        return sum(watched.breaker.is_open for watched in self._watched.values())
+
     def is_open(self, address: Address | None) -> bool:
         """Whether the broker there hangs: nothing is to be sent to it."""
         if address is None:

@@ -405,8 +405,11 @@ class ClientSession(asyncio.BufferedProtocol):
     def _undeliverable(self, topic: bytes, error_code: int) -> None:
         """An acks=0 part is lost: count it and, as Kafka does, close the connection so that the client learns of it."""
         self._context.counters["acks0.undeliverable"] += 1
-        self._tally.drop(topic, error_code)
-        self._refuse(Unanswerable(f"an acks=0 batch for {topic.decode(errors='replace')} met error {error_code}"))
+        name = self._context.topology.name_of(topic) or topic
+        self._tally.drop(name, error_code)
+        self._refuse(
+            Unanswerable(f"an acks=0 batch for {name.decode(errors='backslashreplace')} met error {error_code}")
+        )
 
     # What the metrics say of it
 

@@ -70,6 +70,7 @@ class Listener:
             in_flight_bytes=self._context.budget.held if self._context is not None else 0,
             paused_connections=len(self._context.budget.waiting) if self._context is not None else 0,
             sent_bytes=sent_bytes,
+            hung_brokers=self._context.breakers.open_count if self._context is not None else 0,
             draining=self._draining,
         )
 

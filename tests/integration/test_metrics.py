@@ -359,3 +359,21 @@ async def test_a_real_process_shows_them_all_in_both_formats(tmp_path: Path) -> 
     families = set(re.findall(r"^# TYPE (kproxy_[a-z0-9_]+)", text, re.MULTILINE))
     documented = {name.removesuffix("_total") for name in SERIES.findall(DOCUMENT.read_text())}
     assert documented == families
+
+
+@both_loops
+async def test_brokers_that_hang_are_shown_until_they_answer() -> None:
+    upstream = ScriptedUpstream(1)
+    upstream.answers_probes = False
+    async with running_proxy(upstream, limits={"probe_timeout_s": 0.2}) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        client.send(produce_frame({"t": [0]}))
+        await client.answer()
+        assert Scrape(proxy)("kproxy_hung_brokers") == 1
+        assert Scrape(proxy)("kproxy_hangs_total") == 1
+        for probe in upstream.probes:
+            probe.connection.abort()
+        upstream.answers_probes = True
+        await eventually(lambda: Scrape(proxy)("kproxy_hung_brokers") == 0)
+        assert Scrape(proxy)("kproxy_hangs_total") == 1
