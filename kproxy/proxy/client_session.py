@@ -465,6 +465,8 @@ class ClientSession(asyncio.BufferedProtocol):
     def drain(self) -> None:
         """Read no more; close once everything in flight is answered."""
         self._draining = True
+        # A client that waits for an answer may well be sending the next request, which nobody reads.
+        self._lingers = self._lingers or bool(self._slots or self._backlog)
         self._adjust_reading()
         self._end_if_drained()
 
@@ -493,13 +495,22 @@ class ClientSession(asyncio.BufferedProtocol):
         if self._transport is not None and self._outbox is not None:
             self._outbox.flush()
             self._tally.sent_bytes += self._outbox.written_bytes
-            if lingers and self._transport.can_write_eof() and not self._transport.is_closing():
-                self._transport.write_eof()
-                self._transport.resume_reading()
-            else:
+            if not (lingers and self._half_close(self._transport)):
                 self._transport.close()
         self._let_go()
         self._on_closed(self)
+
+    def _half_close(self, transport: asyncio.Transport) -> bool:
+        """Tell the client that nothing more comes, and read on until it closes; whether that could be done."""
+        if transport.is_closing() or not transport.can_write_eof():
+            return False
+        try:
+            transport.write_eof()
+        except OSError:
+            # The client has reset the connection, and the event loop is about to say so.
+            return False
+        transport.resume_reading()
+        return True
 
     def _let_go(self) -> None:
         """Of all but requests with acks=0, which live on until they are settled."""

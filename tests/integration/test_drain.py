@@ -61,6 +61,7 @@ async def test_what_is_in_flight_is_answered_and_nothing_new_is_taken(tmp_path: 
             asked.answer()
         assert [(await client.answer()).correlation_id for _ in range(3)] == [0, 1, 2]
         assert await client.is_closed()
+        client.close()
         assert await ended(process, SOON_S) < SOON_S
         assert len(upstream.log) == 3
     await upstream.stop()

@@ -522,5 +522,6 @@ async def test_a_drain_does_not_wait_for_a_broker_that_hangs() -> None:
         began = time.monotonic()
         stopping = asyncio.ensure_future(proxy.listener.stop())
         assert (await client.answer()).codes == {T0: TIMED_OUT}
+        client.close()
         await stopping
         assert time.monotonic() - began < SOON_S

@@ -317,6 +317,7 @@ async def test_stopping_answers_what_is_in_flight_and_then_closes() -> None:
         (await upstream.next()).answer()
         assert [(await busy.answer()).correlation_id for _ in range(2)] == [1, 2]
         assert await busy.is_closed()
+        busy.close()
         async with asyncio.timeout(1.0):
             await stopping
 
@@ -400,3 +401,25 @@ async def test_a_replica_that_asks_does_not_reach_a_broker() -> None:
         client.send(request_frame(FETCH, 4, body))
         assert await client.is_closed()
         assert upstream.log == []
+
+
+@both_loops
+async def test_a_client_that_goes_on_sending_while_the_proxy_stops_still_gets_its_answer() -> None:
+    """Closing upon bytes that nobody has read resets the connection, and what is still on its way is lost."""
+    upstream = ScriptedUpstream(1)
+    async with running_proxy(upstream, limits={"drain_s": 10.0}) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        client.send(fetch_frame(max_wait_ms=100, max_bytes=1 << 24))
+        asked = await upstream.next()
+        stopping = asyncio.ensure_future(proxy.listener.stop())
+        await eventually(lambda: proxy.listener.not_ready)
+        client.send(produce_frame({"t": [0]}, records=batch(1)) * 100)
+        records = bytes(16 << 20)
+        asked.answer(results={("t", 0): {"records": records}})
+        # Long enough for the proxy to have written what the kernel takes, and to have closed.
+        await asyncio.sleep(0.5)
+        answer = await client.answer(FETCH, 12)
+        assert answer.results[0].fields["records"] == records
+        client.close()
+        await stopping
