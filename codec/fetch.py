@@ -191,6 +191,10 @@ class FetchApi:
     def response_ends(self, api_version: int, throttle_time_ms: int, tags: list[Tag]) -> tuple[bytes, bytes]:
         return response_ends(api_version, throttle_time_ms, tags)
 
+    def is_plain(self, request: PartitionedRequest, frame: memoryview) -> bool:
+        """See `plain_results`."""
+        return False
+
     def plain_results(self, request: PartitionedRequest, selection: Places, frame: memoryview) -> None:
         """Every answer is parsed: it has a session and preferred replicas to take out."""
 

@@ -150,12 +150,16 @@ class PartitionedApi(Protocol):
         """Raises CodecError. Leader hints in the entries are blanked in place (KIP-951)."""
         ...
 
+    def is_plain(self, request: PartitionedRequest, frame: memoryview) -> bool:
+        """A quick look at the answer to a whole request: whether there is nothing in it but success for just its
+        partitions in just its order. Where it has to be parsed to know, it is not plain.
+        """
+        ...
+
     def plain_results(
         self, request: PartitionedRequest, selection: Places, frame: memoryview
     ) -> Sequence[Buffer] | None:
-        """A quick look at an answer: the entries, in the order of the selection, if there is nothing in it but success
-        for just these partitions in just this order; None where it has to be parsed to know.
-        """
+        """The same for the answer to a part: the entries, in the order of the selection; None where it is not plain."""
         ...
 
     def error_entry(self, api_version: int, partition_index: int, error_code: int) -> bytes:

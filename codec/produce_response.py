@@ -60,6 +60,10 @@ class _Plain(NamedTuple):
     end_of_entry: bytes
     end: bytes  # the last topic's tags, no throttling, the answer's own tags
 
+    def beginning(self, topics: int) -> bytes:
+        """`start`, with so many topics."""
+        return self.tags + encode_count(topics, compact=bool(self.tags))
+
 
 def _plain(version: int) -> _Plain:
     flexible = is_flexible(PRODUCE, version)
@@ -153,31 +157,48 @@ class ProduceApi:
         expect_end(frame, offset)
         return response
 
+    def is_plain(self, request: PartitionedRequest, frame: memoryview) -> bool:
+        """See `PartitionedApi`. Nothing in it means: no error, no tagged field, no throttling, no broker named."""
+        if len(frame) > _MAX_PLAIN_BYTES:
+            return False
+        answer = bytes(frame)
+        plain = _PLAIN[request.header.api_version]
+        size, unpack, end_of_entry = plain.entry.size, plain.entry.unpack_from, plain.end_of_entry
+        topics = request.topics
+        # What is to come before the next entry.
+        awaited = plain.start if len(topics) == 1 else plain.beginning(len(topics))
+        after = _BODY_OFFSET
+        for topic in topics:
+            awaited += request.topic_head(topic)
+            offset, after = after, after + len(awaited)
+            if answer[offset:after] != awaited or after + len(topic.partitions) * size > len(answer):
+                return False
+            for partition_index in topic.partitions:
+                if unpack(answer, after) != (partition_index, 0, end_of_entry):
+                    return False
+                after += size
+            awaited = plain.tags
+        return answer[after:] == plain.end
+
     def plain_results(
         self, request: PartitionedRequest, selection: Places, frame: memoryview
     ) -> Sequence[bytes] | None:
-        """See `PartitionedApi`. Nothing in it means: no error, no tagged field, no throttling, no broker named."""
+        """See `is_plain`."""
         if len(frame) > _MAX_PLAIN_BYTES:
             return None
         answer = bytes(frame)
-        size_of_answer = len(answer)
         plain = _PLAIN[request.header.api_version]
-        flexible = request.flexible
-        # What is to come before the next entry.
-        awaited = plain.start if len(selection) == 1 else plain.tags + encode_count(len(selection), compact=flexible)
-        after = _BODY_OFFSET
         size, unpack, end_of_entry = plain.entry.size, plain.entry.unpack_from, plain.end_of_entry
+        awaited = plain.start if len(selection) == 1 else plain.beginning(len(selection))
+        after = _BODY_OFFSET
         results: list[bytes] = []
         for topic_place, ordinals in selection:
             topic = request.topics[topic_place]
             partitions = topic.partitions
-            if len(ordinals) == len(partitions):
-                awaited += request.topic_head(topic)
-            else:
-                awaited += request.frame[topic.head_start : topic.head_end]
-                awaited += encode_count(len(ordinals), compact=flexible)
+            awaited += request.frame[topic.head_start : topic.head_end]
+            awaited += encode_count(len(ordinals), compact=request.flexible)
             offset, after = after, after + len(awaited)
-            if answer[offset:after] != awaited or after + len(ordinals) * size > size_of_answer:
+            if answer[offset:after] != awaited or after + len(ordinals) * size > len(answer):
                 return None
             for ordinal in ordinals:
                 offset, after = after, after + size

@@ -22,14 +22,13 @@ from typing import TypeAlias
 
 from codec.error_codes import NOT_LEADER_OR_FOLLOWER, OUT_OF_ORDER_SEQUENCE_NUMBER, UNKNOWN_TOPIC_ID
 from codec.errors import CodecError
+from codec.headers import RESPONSE_CORRELATION_ID_OFFSET
 from codec.partitioned import (
     PartitionedApi,
     PartitionedRequest,
     PartitionedResponse,
-    set_correlation_id,
-    set_response_correlation_id,
 )
-from codec.primitives import Buffer
+from codec.primitives import INT32, Buffer
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.lane_timer import LaneTimer
 from kproxy.proxy.lookups import OwnerLookups
@@ -41,7 +40,7 @@ from kproxy.routing.identity import is_recognisable, lane_key
 from kproxy.routing.lanes import Item, Lanes
 from kproxy.routing.merge import Exchange, answers_in_order, match_results
 from kproxy.routing.routes import Routes
-from kproxy.routing.split import Entry, Selection, add_entry, split, split_whole
+from kproxy.routing.split import Entry, Selection, add_entry, split
 from kproxy.routing.topology import NO_OWNER, Topology
 
 # A broker that has not answered so long after a deadline is not going to: its own timer has run out as well.
@@ -72,6 +71,7 @@ class Fanout:
         self._upstreams = upstreams
         self._on_undeliverable = on_undeliverable
         self._lanes = Lanes()
+        self._busy_lanes = self._lanes.table
         self._routes: Routes[Upstream] = Routes(context.topology)
         # What lanes let go in the course of an event; it is sent at the event's end.
         self._released: list[Item] = []
@@ -104,7 +104,6 @@ class Fanout:
         `deadline` and `look_until`, the time until which a read that spans brokers asks again for want of data, are on
         the proxy's clock, in seconds.
         """
-        api.admit(request)
         self._sequence += 1
         exchange = Exchange(api, request, self._sequence, deadline)
         if look_until:
@@ -119,7 +118,7 @@ class Fanout:
     def _dispatch(self, exchange: Exchange) -> None:
         if self._topology.version != self._seen_version:
             self._follow_topology()
-        if exchange.is_ordered and not self._lanes and self._dispatch_proven(exchange):
+        if exchange.is_ordered and not self._busy_lanes and self._dispatch_proven(exchange):
             return
         held = self._hold_back(exchange) if self._lanes else _NONE_HELD
         pieces = split(exchange.request, self._topology, held)
@@ -140,7 +139,7 @@ class Fanout:
         if sole is not None:
             if sole.closed:
                 return False
-            self._send_piece(exchange, sole, split_whole(topics), whole=True, share=1)
+            sole.forward(Piece(self, exchange, sole, None, self._topology.revision), exchange.request.frame)
             return True
         pieces = self._routes.split(topics)
         if not pieces:
@@ -150,7 +149,7 @@ class Fanout:
                 return False
         self._context.counters["splits"] += 1
         for upstream, selection in pieces.items():
-            self._send_piece(exchange, upstream, selection, whole=False, share=len(pieces))
+            self._send_part(exchange, upstream, selection, share=len(pieces))
         return True
 
     def _send(self, exchange: Exchange, owner: int, selection: Selection, *, whole: bool, share: int) -> None:
@@ -163,21 +162,16 @@ class Fanout:
         upstream = self._upstream_of(owner)
         if exchange.is_ordered:
             self._probe_new_routes(exchange, upstream, selection)
-        self._send_piece(exchange, upstream, selection, whole=whole, share=share)
-
-    def _send_piece(
-        self, exchange: Exchange, upstream: Upstream, selection: Selection, *, whole: bool, share: int
-    ) -> None:
-        correlation_id = upstream.next_correlation_id()
-        buffers: list[Buffer]
         if whole:
-            set_correlation_id(exchange.request.frame, correlation_id)
-            buffers = [exchange.request.frame]
+            upstream.forward(Piece(self, exchange, upstream, None, self._topology.revision), exchange.request.frame)
         else:
-            buffers = exchange.splitter(share).part(selection, correlation_id)
-        upstream.send(
-            Piece(self, exchange, upstream, selection, self._topology.revision, whole), correlation_id, buffers
-        )
+            self._send_part(exchange, upstream, selection, share=share)
+
+    def _send_part(self, exchange: Exchange, upstream: Upstream, selection: Selection, *, share: int) -> None:
+        correlation_id = upstream.next_correlation_id()
+        buffers = exchange.splitter(share).part(selection, correlation_id)
+        piece = Piece(self, exchange, upstream, selection, self._topology.revision)
+        upstream.send(piece, correlation_id, buffers)
 
     def _probe_new_routes(self, exchange: Exchange, upstream: Upstream, selection: Selection) -> None:
         for topic_place, ordinals in selection:
@@ -260,17 +254,8 @@ class Fanout:
     def answered(self, piece: Piece, frame: memoryview) -> None:
         """A broker's answer to a piece."""
         exchange = piece.exchange
-        if not self._lanes and exchange.sequence in self._open:
-            # The ordinary course: success for all that was asked, and no lane that wants to know of it.
-            results = exchange.api.plain_results(exchange.request, piece.selection, frame)
-            if results is not None:
-                if piece.whole and exchange.throttle_time_ms == 0:
-                    self._pass_through(exchange, frame)
-                    return
-                exchange.take_all(piece.selection, results)
-                if exchange.open_count == 0:
-                    self._finish(exchange)
-                return
+        if not self._busy_lanes and exchange.sequence in self._open and self._take_plain(piece, exchange, frame):
+            return
         try:
             response = exchange.api.parse_response(frame, exchange.request.header.api_version)
             if piece.whole and not self._lanes and self._passes_through(exchange, response):
@@ -299,6 +284,21 @@ class Fanout:
         self._send_released()
         self._finish_if_complete(exchange)
 
+    def _take_plain(self, piece: Piece, exchange: Exchange, frame: memoryview) -> bool:
+        """The ordinary course: success for all that was asked, and no lane that wants to know of it."""
+        if piece.part is None:
+            if exchange.throttle_time_ms or not exchange.api.is_plain(exchange.request, frame):
+                return False
+            self._pass_through(exchange, frame)
+            return True
+        results = exchange.api.plain_results(exchange.request, piece.part, frame)
+        if results is None:
+            return False
+        exchange.take_all(piece.part, results)
+        if exchange.open_count == 0:
+            self._finish(exchange)
+        return True
+
     def _passes_through(self, exchange: Exchange, response: PartitionedResponse) -> bool:
         return (
             not response.names_brokers
@@ -310,7 +310,7 @@ class Fanout:
 
     def _pass_through(self, exchange: Exchange, frame: memoryview) -> None:
         """Hand an answer on as it came, the client's correlation_id in it."""
-        set_response_correlation_id(frame, exchange.request.header.correlation_id)
+        INT32.pack_into(frame, RESPONSE_CORRELATION_ID_OFFSET, exchange.request.header.correlation_id)
         exchange.open_count = 0
         self._close_exchange(exchange)([] if exchange.is_silent else [frame])
 

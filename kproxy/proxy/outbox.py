@@ -29,11 +29,20 @@ class Outbox:
         self._bytes = 0
         self.written_bytes = 0
 
+    def put_one(self, buffer: Buffer) -> None:
+        """The same as `put` for one buffer."""
+        if not self._buffers:
+            self._loop.call_soon(self.flush)
+        self._bytes += len(buffer)
+        self._buffers.append(buffer)
+        if self._bytes > FLUSH_BYTES:
+            self.flush()
+
     def put(self, buffers: Sequence[Buffer]) -> None:
         """Write these, behind all that was put before."""
         if not self._buffers:
             self._loop.call_soon(self.flush)
-        self._bytes += len(buffers[0]) if len(buffers) == 1 else sum(map(len, buffers))
+        self._bytes += sum(map(len, buffers))
         self._buffers += buffers
         if self._bytes > FLUSH_BYTES:
             self.flush()

@@ -9,7 +9,7 @@ from kproxy.proxy.upstream import Upstream
 from kproxy.routing import retry
 from kproxy.routing.identity import lane_key
 from kproxy.routing.merge import Exchange
-from kproxy.routing.split import Entry, Selection
+from kproxy.routing.split import Entry, Selection, split_whole
 
 UnderWay = dict[Hashable, set[int]]
 """By lane: the sequences of the exchanges that are unanswered there."""
@@ -32,26 +32,33 @@ class PieceKeeper(Protocol):
 
 
 class Piece:
-    """The ticket of one broker's answer. `routed_at` is the topology's revision when it was sent."""
+    """The ticket of one broker's answer. `routed_at` is the topology's revision when it was sent.
 
-    __slots__ = ("exchange", "expects_answer", "keeper", "routed_at", "selection", "upstream", "whole")
+    One with no `part` is the `whole` of its exchange.
+    """
+
+    __slots__ = ("exchange", "expects_answer", "keeper", "part", "routed_at", "upstream", "whole")
 
     def __init__(
         self,
         keeper: PieceKeeper,
         exchange: Exchange,
         upstream: Upstream,
-        selection: Selection,
+        part: Selection | None,
         routed_at: int,
-        whole: bool,
     ) -> None:
         self.keeper = keeper
         self.exchange = exchange
         self.upstream = upstream
-        self.selection = selection
+        self.part = part
+        self.whole = part is None
         self.routed_at = routed_at
-        self.whole = whole
         self.expects_answer = exchange.request.acks != 0
+
+    @property
+    def selection(self) -> Selection:
+        """The entries asked for."""
+        return split_whole(self.exchange.request.topics) if self.part is None else self.part
 
     def sent(self) -> None:
         self.keeper.sent(self)

@@ -31,8 +31,8 @@ import structlog
 
 from codec.errors import CodecError
 from codec.framing import FrameReader, ReceiveArena
-from codec.headers import response_correlation_id
-from codec.primitives import Buffer
+from codec.headers import CORRELATION_ID_OFFSET, response_correlation_id
+from codec.primitives import INT32, Buffer
 from kproxy.proxy.outbox import Outbox
 from kproxy.proxy.sockets import keep_alive
 from kproxy.routing.topology import Address
@@ -106,6 +106,16 @@ class Upstream(asyncio.BufferedProtocol):
     def next_correlation_id(self) -> int:
         self._next_correlation_id = (self._next_correlation_id + 1) & _MAX_CORRELATION_ID
         return self._next_correlation_id
+
+    def forward(self, ticket: Ticket, frame: memoryview) -> None:
+        """Send a whole request as it came, but for its correlation_id. Not to be called when closed."""
+        correlation_id = self._next_correlation_id = (self._next_correlation_id + 1) & _MAX_CORRELATION_ID
+        INT32.pack_into(frame, CORRELATION_ID_OFFSET, correlation_id)
+        if self._outbox is None or not ticket.expects_answer:
+            self.send(ticket, correlation_id, [frame])
+            return
+        self._in_flight.append((correlation_id, ticket))
+        self._outbox.put_one(frame)
 
     def send(self, ticket: Ticket, correlation_id: int, buffers: Sequence[Buffer]) -> None:
         """Send one request. Not to be called when closed."""

@@ -102,37 +102,38 @@ class Lanes:
     """The lanes of one client connection."""
 
     def __init__(self) -> None:
-        self._lanes: dict[LaneKey, _Lane] = {}
+        # Empty in the ordinary course, which every request asks for: by name, for a call costs more.
+        self.table: dict[LaneKey, _Lane] = {}
 
     def __len__(self) -> int:
-        return len(self._lanes)
+        return len(self.table)
 
     def __contains__(self, key: LaneKey) -> bool:
-        return key in self._lanes
+        return key in self.table
 
     def is_probing(self, key: LaneKey, sequence: int) -> bool:
         """Whether that exchange's batch is the one under way on a new route."""
-        lane = self._lanes.get(key)
+        lane = self.table.get(key)
         return lane is not None and lane.probing == sequence
 
     def is_given_up(self, key: LaneKey, sequence: int) -> bool:
         """Whether that exchange's batch is not to be sent again, for what was before it is given up."""
-        lane = self._lanes.get(key)
+        lane = self.table.get(key)
         return lane is not None and lane.given_up_behind < sequence <= lane.given_up_to
 
     def probe(self, key: LaneKey, sequence: int) -> None:
         """A batch goes first on a new route; no change where it is the lane's own item under way."""
-        lane = self._lanes.setdefault(key, _Lane())
+        lane = self.table.setdefault(key, _Lane())
         if lane.probing is None:
             lane.probing = sequence
 
     def hold(self, key: LaneKey, item: Item) -> None:
         """Let an item of a blocked partition wait behind what waits there."""
-        insort(self._lanes[key].waiting, item, key=_sequence)
+        insort(self.table[key].waiting, item, key=_sequence)
 
     def block(self, key: LaneKey, outstanding: Iterable[int]) -> None:
         """Block a partition whose batches with these sequences are unresolved on another route."""
-        lane = self._lanes.setdefault(key, _Lane())
+        lane = self.table.setdefault(key, _Lane())
         lane.outstanding.update(outstanding)
         if lane.probing is not None:
             lane.outstanding.discard(lane.probing)
@@ -142,9 +143,9 @@ class Lanes:
 
         `outstanding` are later ones already under way behind it.
         """
-        lane = self._lanes.get(key)
+        lane = self.table.get(key)
         if lane is None:
-            lane = self._lanes[key] = _Lane()
+            lane = self.table[key] = _Lane()
             lane.outstanding.update(outstanding)
         lane.outstanding.discard(item.exchange.sequence)
         if lane.probing == item.exchange.sequence:
@@ -157,14 +158,14 @@ class Lanes:
 
     def hasten(self, has_moved: Callable[[Item, int], bool]) -> None:
         """Owners have changed: what has another one than at the revision it was sent at last is due at its soonest."""
-        for lane in self._lanes.values():
+        for lane in self.table.values():
             backs_off = lane.probing is None and lane.waiting and lane.soonest < lane.due
             if backs_off and has_moved(lane.waiting[0], lane.routed_at):
                 lane.due = lane.soonest
 
     def settled(self, key: LaneKey, sequence: int, *, appended: bool, given_up: bool) -> Release:
         """An item's outcome is final: `appended`, or `given_up` after retries, or refused for good by a broker."""
-        lane = self._lanes.get(key)
+        lane = self.table.get(key)
         if lane is None:
             return _NOTHING
         if lane.probing == sequence:
@@ -187,9 +188,9 @@ class Lanes:
         `up_to` is the newest request read so far, `outstanding` what of this partition is under way. Returns what waits
         from that batch on: it is not sent any more.
         """
-        lane = self._lanes.get(key)
+        lane = self.table.get(key)
         if lane is None:
-            lane = self._lanes[key] = _Lane()
+            lane = self.table[key] = _Lane()
         lane.outstanding.update(outstanding)
         if lane.probing is not None:
             lane.outstanding.discard(lane.probing)
@@ -203,20 +204,20 @@ class Lanes:
     def ready(self, now: float) -> list[Item]:
         """The first item of every lane that may probe now; they count as under way from here on."""
         items = []
-        for key, lane in list(self._lanes.items()):
+        for key, lane in list(self.table.items()):
             if lane.probing is None and not lane.outstanding and lane.due <= now:
                 if lane.waiting:
                     item = lane.waiting.pop(0)
                     lane.probing = item.exchange.sequence
                     items.append(item)
                 else:
-                    del self._lanes[key]
+                    del self.table[key]
         return items
 
     def next_due(self) -> float | None:
         """When a lane that waits for nothing but time may probe."""
         return min(
-            (lane.due for lane in self._lanes.values() if lane.waiting and self._waits_for_time(lane)), default=None
+            (lane.due for lane in self.table.values() if lane.waiting and self._waits_for_time(lane)), default=None
         )
 
     @staticmethod
@@ -225,10 +226,10 @@ class Lanes:
 
     def drop(self, is_dropped: Callable[[Exchange], bool]) -> None:
         """Take what waits of some exchanges out of every lane: nobody wants it any more."""
-        for key, lane in list(self._lanes.items()):
+        for key, lane in list(self.table.items()):
             lane.waiting = [item for item in lane.waiting if not is_dropped(item.exchange)]
             self._forget_if_idle(key, lane)
 
     def _forget_if_idle(self, key: LaneKey, lane: _Lane) -> None:
         if not lane.waiting and not lane.outstanding and lane.probing is None:
-            self._lanes.pop(key, None)
+            self.table.pop(key, None)
