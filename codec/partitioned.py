@@ -42,9 +42,9 @@ ReadEntries = Callable[[memoryview, int, int, "TopicSpan", int], int]
 class TopicSpan:
     """One topic of a request or an answer: where its parts lie in the frame.
 
-    `name` is the topic as the message names it: its name, or the bytes of its id. `head` is that as encoded, `starts`
-    and `ends` bound each partition's entry, `tail` is what follows the partitions (tagged fields). `error_codes` is
-    filled in answers alone.
+    `wire` is the topic as the message names it: its name, or the bytes of its id. `name` is the same until somebody who
+    knows puts a topic's name in the place of its id. `head` is `wire` as encoded, `starts` and `ends` bound each
+    partition's entry, `tail` is what follows the partitions (tagged fields). `error_codes` is filled in answers alone.
     """
 
     __slots__ = (
@@ -57,10 +57,11 @@ class TopicSpan:
         "starts",
         "tail_end",
         "tail_start",
+        "wire",
     )
 
     def __init__(self, name: bytes, head_start: int, head_end: int) -> None:
-        self.name = name
+        self.name = self.wire = name
         self.head_start = head_start
         self.head_end = head_end
         self.partitions: list[int] = []
@@ -104,6 +105,10 @@ class PartitionedRequest:
             return len(partitions) > 1 and len(set(partitions)) != len(partitions)
         seen = {(topic.name, partition) for topic in self.topics for partition in topic.partitions}
         return len(seen) != self.partition_count
+
+    def is_nameless(self, topic: TopicSpan) -> bool:
+        """Whether nothing but an id is known of a topic."""
+        return self.by_id and topic.name is topic.wire
 
     def take_out(self) -> None:
         """Copy the request out of a receive buffer that is much larger: waiting long, it would keep all of that."""

@@ -81,8 +81,8 @@ class Fanout:
         self._seen_sequence = 0
         self._taken_out_to = 0
         self._seen_version = -1
-        # How produce requests name their topics, since the first of them: lanes and routes go by what they say.
-        self.names_topics_by_id: bool | None = None
+        # Topic ids that were asked for before anybody knew the topic's name.
+        self._nameless: set[bytes] = set()
         self._timer = LaneTimer(context, self._lanes, self._wake)
         self._looks = SecondLooks(context, self._dispatch)
         self._lookups = OwnerLookups(context)
@@ -155,8 +155,8 @@ class Fanout:
     def _send(self, exchange: Exchange, owner: int, selection: Selection, *, whole: bool, share: int) -> None:
         if owner == NO_OWNER:
             for entry in entries_of(selection):
-                unknown = exchange.request.by_id and self._topology.name_of(exchange.topic(entry).name) is None
-                event = UNKNOWN_TOPIC_ID if unknown else retry.NOT_WRITTEN
+                is_nameless = exchange.request.is_nameless(exchange.topic(entry))
+                event = UNKNOWN_TOPIC_ID if is_nameless else retry.NOT_WRITTEN
                 self._failed(exchange, entry, event, self._topology.revision, _NOTHING_UNDER_WAY)
             return
         upstream = self._upstream_of(owner)
@@ -182,10 +182,39 @@ class Fanout:
                 if not self._routes.is_proven(topic.name, topic.partitions[ordinal], upstream):
                     self._lanes.probe(lane_key(exchange, (topic_place, ordinal)), exchange.sequence)
 
+    def name_topics(self, request: PartitionedRequest) -> None:
+        """Put names in the place of topic ids.
+
+        Order is kept by what a partition is called, and a client may name its topic by id in one request and by name in
+        the next, as franz-go does.
+        """
+        for topic in request.topics:
+            name = self._topology.name_of(topic.wire)
+            if name is not None:
+                topic.name = name
+            elif len(self._nameless) < self._context.limits.max_open_requests:
+                self._nameless.add(topic.wire)
+
+    def _name_the_nameless(self) -> None:
+        """The topology may have learnt the names of topics that something waits for."""
+        names = {each: name for each in self._nameless if (name := self._topology.name_of(each)) is not None}
+        if not names:
+            return
+        self._nameless -= names.keys()
+        waiting = [piece.exchange for upstream in self._upstreams.values() for piece in ordered_pieces(upstream)]
+        for exchange in (*waiting, *(exchange for exchange, _ in self._open.values())):
+            for topic in exchange.request.topics:
+                if topic.name in names and exchange.request.is_nameless(topic):
+                    topic.name = names[topic.wire]
+                    for partition_index in topic.partitions:
+                        self._lanes.rename((topic.wire, partition_index), (topic.name, partition_index))
+
     def _follow_topology(self) -> None:
         """The topology has changed: what is unanswered elsewhere than it would go now blocks its partition."""
         self._seen_version = self._topology.version
         self._routes.forget_outdated()
+        if self._nameless:
+            self._name_the_nameless()
         for owner, upstream in self._upstreams.items():
             for piece in ordered_pieces(upstream):
                 for entry in piece.entries():

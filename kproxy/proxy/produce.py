@@ -35,8 +35,6 @@ def produce(
     """
     request = parse_produce(frame, header)
     acks = request.acks
-    if request.by_id is not fanout.names_topics_by_id:
-        _expect_one_naming(fanout, request)
     if acks not in _ACKS or request.repeats_a_partition():
         if acks == 0:
             raise InvalidField("an acks=0 request names a partition twice")
@@ -47,15 +45,10 @@ def produce(
     deadline = now + deadline_s(request.timeout_ms, context.limits.deadline_cap_ms)
     if acks == 0 and context.confirm_acks0:
         set_acks(request, 1)
+    if request.by_id:
+        fanout.name_topics(request)
     fanout.submit(PRODUCE_API, request, deadline=deadline, respond=respond, silent=acks == 0)
     return None if acks == 0 else 0
-
-
-def _expect_one_naming(fanout: Fanout, request: PartitionedRequest) -> None:
-    """What a partition is called must not change while its order is kept: no client changes its version midway."""
-    if fanout.names_topics_by_id is not None:
-        raise InvalidField("produce requests of one connection name topics by id and by name")
-    fanout.names_topics_by_id = request.by_id
 
 
 def refuse(api: PartitionedApi, request: PartitionedRequest, error_code: int) -> list[Buffer]:

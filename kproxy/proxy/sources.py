@@ -21,7 +21,7 @@ from kproxy.proxy.versions import NO_CAPS
 from kproxy.routing import retry
 from kproxy.routing.topology import Address, Topology
 
-# A fixed table names topics by their names alone.
+# Topics are known by their names alone.
 _WITHOUT_TOPIC_IDS: Mapping[int, int] = MappingProxyType({PRODUCE: TOPIC_IDS_FROM - 1})
 SYNC_TIMEOUT_S = 30.0
 # A Kafka cluster that is there answers at once; one that is not should be said soon.
@@ -96,7 +96,9 @@ async def _open_etcd(config: ProxyConfig, topology: Topology, stack: contextlib.
         ) from error
     except EtcdError as error:
         raise StartupError(f"{error} Start etcd, or give its address with --etcd.") from error
-    return OpenSource(table, retry.LEASED, following, f" etcd={client.endpoints}", NO_CAPS)
+    # KafScale's topics have no ids; those of reference brokers, made later, will have some.
+    caps = _WITHOUT_TOPIC_IDS if topology.owned_count and not topology.topic_ids else NO_CAPS
+    return OpenSource(table, retry.LEASED, following, f" etcd={client.endpoints}", caps)
 
 
 async def _open_kafka(config: ProxyConfig, topology: Topology, stack: contextlib.AsyncExitStack) -> OpenSource:

@@ -224,6 +224,11 @@ class Lanes:
     def _waits_for_time(lane: _Lane) -> bool:
         return lane.probing is None and not lane.outstanding
 
+    def rename(self, key: LaneKey, new_key: LaneKey) -> None:
+        """A partition is called something else from now on; no change where that has a lane of its own."""
+        if key in self.table and new_key not in self.table:
+            self.table[new_key] = self.table.pop(key)
+
     def drop(self, is_dropped: Callable[[Exchange], bool]) -> None:
         """Take what waits of some exchanges out of every lane: nobody wants it any more."""
         for key, lane in list(self.table.items()):

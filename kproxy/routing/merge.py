@@ -119,8 +119,8 @@ class Exchange:
 
     def route(self, entry: Entry, topology: Topology) -> int:
         """The broker to send an entry to, or NO_OWNER; see `split.route`."""
-        topic, partition_index = self.partition(entry)
-        return route(topology, topic, partition_index, by_id=self.request.by_id)
+        topic = self.request.topics[entry[0]]
+        return route(topology, topic.name, topic.partitions[entry[1]], is_nameless=self.request.is_nameless(topic))
 
     def take(self, entry: Entry, result: Buffer) -> None:
         """Record an entry's bytes of the answer."""
@@ -213,9 +213,9 @@ def match_results(
     for topic_place, ordinals in selection:
         asked = exchange.request.topics[topic_place]
         for ordinal in ordinals:
-            result = found.pop((asked.name, asked.partitions[ordinal]), None)
+            result = found.pop((asked.wire, asked.partitions[ordinal]), None)
             if result is None:
-                raise InvalidField(f"the answer lacks partition {asked.partitions[ordinal]} of {asked.name!r}")
+                raise InvalidField(f"the answer lacks partition {asked.partitions[ordinal]} of {asked.wire!r}")
             matched.append(((topic_place, ordinal), result[0].error_codes[result[1]], *result))
     if found:
         raise InvalidField(f"the answer has partitions that were not asked for: {sorted(found)[:3]}")
@@ -227,6 +227,6 @@ def answers_in_order(request: PartitionedRequest, response: PartitionedResponse)
     if len(request.topics) != len(response.topics):
         return False
     for asked, answered in zip(request.topics, response.topics, strict=True):
-        if asked.name != answered.name or asked.partitions != answered.partitions or any(answered.error_codes):
+        if asked.wire != answered.name or asked.partitions != answered.partitions or any(answered.error_codes):
             return False
     return True

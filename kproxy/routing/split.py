@@ -14,23 +14,19 @@ Entry = tuple[int, int]
 """One partition of a request: the topic's place and the partition's ordinal within it."""
 
 
-def route(topology: Topology, topic: bytes, partition_index: int, *, by_id: bool = False) -> int:
+def route(topology: Topology, topic: bytes, partition_index: int, *, is_nameless: bool = False) -> int:
     """The broker to send this partition to, or NO_OWNER.
 
     An owned partition goes to its owner and nowhere else, even where the owner's address is unknown (then NO_OWNER).
     One that nobody owns is offered to the live broker that rendezvous hashing prefers, where the topology's brokers
-    take partitions. Named `by_id`, the topic has to be known: an id may be that of a topic that is no more.
+    take partitions; not so where `topic` is an id that nobody knows, which may be that of a topic that is no more.
     """
     owner = topology.owner(topic, partition_index)
     if owner != NO_OWNER:
         return owner if topology.address(owner) is not None else NO_OWNER
-    if not topology.offers_unowned:
+    if is_nameless or not topology.offers_unowned:
         return NO_OWNER
-    # By its name, whatever the request calls it: all proxies and all versions prefer the same broker.
-    name = topology.name_of(topic) if by_id else topic
-    if name is None:
-        return NO_OWNER
-    candidate = preferred(name + b"/" + str(partition_index).encode(), topology.brokers)
+    candidate = preferred(topic + b"/" + str(partition_index).encode(), topology.brokers)
     return NO_OWNER if candidate is None else candidate
 
 
@@ -44,7 +40,7 @@ def split(request: PartitionedRequest, topology: Topology, held: set[Entry]) -> 
                 continue
             owner = topology.owner(name, partition_index)
             if owner == NO_OWNER or topology.address(owner) is None:
-                owner = route(topology, name, partition_index, by_id=request.by_id)
+                owner = route(topology, name, partition_index, is_nameless=request.is_nameless(topic))
             add_entry(pieces.setdefault(owner, []), topic_place, ordinal)
     return pieces
 

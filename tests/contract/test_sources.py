@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from codec.api_keys import PRODUCE
 from kproxy.config import ProxyConfig, load_proxy_config
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.ownership.etcd import EtcdClient
@@ -112,8 +113,9 @@ class Cluster(World):
 
 
 class Leases(World):
-    def __init__(self, etcd: EmbeddedEtcd, prefix: str) -> None:
+    def __init__(self, etcd: EmbeddedEtcd, prefix: str, *, has_ids: bool = True) -> None:
         super().__init__()
+        self._has_ids = has_ids
         self._etcd = etcd
         self._prefix = prefix
         self._shift = 0
@@ -128,7 +130,8 @@ class Leases(World):
         brokers = [(f"{self._prefix}/brokers/{number}", address) for number, address in self._brokers().items()]
         await self._put([(key, json.dumps(value).encode()) for key, value in brokers])
         topic = json.dumps({"topic_id": str(self._topic_id), "replicas": [[1]] * PARTITIONS}).encode()
-        await self._put([(f"{self._prefix}/refbroker/topics/{self.topic}", topic)])
+        if self._has_ids:
+            await self._put([(f"{self._prefix}/refbroker/topics/{self.topic}", topic)])
         await self._put_owners()
 
     async def topic_id(self) -> bytes | None:
@@ -201,6 +204,20 @@ async def test_a_topic_is_found_by_its_id(world: World) -> None:
         if topic_id is not None:
             true_owners, _ = await world.truth()
             assert {index: topology.owner(topic_id, index) for index in true_owners} == true_owners
+
+
+async def test_produce_by_id_is_offered_where_ids_are_known(world: World) -> None:
+    await world.prepare()
+    async with opened(world) as (source, _):
+        assert source.version_caps == ({PRODUCE: 12} if await world.topic_id() is None else {})
+
+
+async def test_kafscales_topics_have_no_ids(etcd: EmbeddedEtcd, etcd_prefix: str) -> None:
+    world = Leases(etcd, etcd_prefix, has_ids=False)
+    await world.prepare()
+    async with opened(world) as (source, topology):
+        assert topology.topic_ids == {}
+        assert source.version_caps == {PRODUCE: 12}
 
 
 async def test_what_the_source_does_not_name_has_no_owner(world: World) -> None:

@@ -102,14 +102,48 @@ async def test_a_broker_that_never_knows_the_id_is_believed_in_the_end() -> None
 
 @pytest.mark.parametrize("versions", [(12, 13), (13, 12)])
 @both_loops
-async def test_one_connection_calls_a_partition_one_thing(versions: tuple[int, int]) -> None:
-    """Lanes go by what partitions are called; no client goes over from names to ids on one connection."""
+async def test_a_partition_keeps_its_order_whatever_it_is_called(versions: tuple[int, int]) -> None:
+    """franz-go names topics by id where it knows all ids of a request, and by name where it does not."""
+
+    former, owner = ScriptedUpstream(1), ScriptedUpstream(2)
+    async with running_proxy(former, owner) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        for number in range(2):
+            client.send(produce_frame({"t": [0]}, version=versions[number], records=batch(number)))
+            (await former.next()).answer()
+            await client.answer(api_version=versions[number])
+        # One route is proven, and on it the next two are piped one behind the other.
+        for number, version in enumerate(versions, 2):
+            client.send(produce_frame({"t": [0]}, version=version, records=batch(number)))
+        refused = [await former.next() for _ in versions]
+        proxy.own(2)
+        for asked in refused:
+            asked.answer(results={("t", 0): NOT_LEADER})
+        first = await owner.next()
+        assert first.records["t", 0] == batch(2)
+        assert await owner.is_silent(), "on a new route one goes first"
+        first.answer()
+        second = await owner.next()
+        assert second.records["t", 0] == batch(3)
+        second.answer()
+        for version in versions:
+            assert (await client.answer(api_version=version)).codes == {("t", 0): 0}
+
+
+@both_loops
+async def test_what_waits_for_an_id_to_be_known_is_not_overtaken_by_name() -> None:
     upstream = ScriptedUpstream(1, answers_everything)
     async with running_proxy(upstream) as proxy:
         proxy.own(1)
+        forget_id(proxy)
         client = await proxy.client()
-        client.send(produce_frame({"t": [0]}, version=versions[0]))
-        assert (await client.answer(api_version=versions[0])).codes == {("t", 0): 0}
-        client.send(produce_frame({"t": [0]}, version=versions[1]))
-        assert await client.is_closed()
-        await eventually(lambda: proxy.counters["clients.refused"] == 1)
+        client.send(produce_frame({"t": [0]}, version=BY_ID, records=batch(0), correlation_id=0))
+        await eventually(lambda: proxy.source.refreshed)
+        learn_id(proxy)
+        for number, version in ((1, BY_ID), (2, 12), (3, BY_ID)):
+            client.send(produce_frame({"t": [0]}, version=version, records=batch(number), correlation_id=number))
+        for number, version in enumerate((BY_ID, BY_ID, 12, BY_ID)):
+            answer = await client.answer(api_version=version)
+            assert (answer.correlation_id, answer.codes) == (number, {("t", 0): 0})
+        assert [asked.records["t", 0] for asked in upstream.log] == [batch(number) for number in range(4)]
