@@ -356,7 +356,7 @@ class Fanout:
     def _finish(self, exchange: Exchange) -> None:
         if exchange.sequence not in self._open or exchange.sequence in self._looks.waiting:
             return
-        if self._looks.wants(exchange):
+        if exchange.look_until and self._looks.wants(exchange):
             return
         self._close_exchange(exchange)([] if exchange.is_silent else exchange.encode())
 

@@ -18,10 +18,11 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Sequence
+from struct import Struct
+from typing import cast
 
 from codec.api_keys import PRODUCE
 from codec.errors import InvalidField
-from codec.headers import response_header
 from codec.partitioned import (
     PartitionedApi,
     PartitionedRequest,
@@ -29,14 +30,15 @@ from codec.partitioned import (
     Splitter,
     Tag,
     TopicSpan,
-    with_length,
 )
-from codec.primitives import Buffer, encode_count, encode_tagged_fields
+from codec.primitives import INT32, Buffer, encode_count, encode_tagged_fields
 from kproxy.routing.retry import Attempts
 from kproxy.routing.split import Entry, Selection, route
 from kproxy.routing.topology import Topology
 
 _NO_TAGS = encode_tagged_fields([])
+# length, correlation_id
+_START = Struct(">ii")
 
 
 class Exchange:
@@ -182,18 +184,20 @@ class Exchange:
     def encode(self) -> list[Buffer]:
         """The whole answer as buffers, the length prefix first. The exchange must be complete."""
         request = self.request
-        header, flexible = request.header, request.flexible
-        head, tail = self.api.response_ends(header.api_version, self.throttle_time_ms, self._tags or [])
-        start = response_header(header.api_key, header.api_version, header.correlation_id) + head
-        parts: list[Buffer] = [start + encode_count(len(request.topics), compact=flexible)]
+        flexible = request.flexible
+        head, tail = self.api.response_ends(request.header.api_version, self.throttle_time_ms, self._tags or [])
+        # The header's tagged fields, where there are any, what the API puts before the topics, and their number.
+        small = (_NO_TAGS if flexible else b"") + head + encode_count(len(request.topics), compact=flexible)
+        parts: list[Buffer] = []
         # Without a result there is no partition in it either.
         for topic, results in zip(request.topics, self._results or [[]] * len(request.topics), strict=True):
-            parts.append(request.topic_head(topic))
-            parts += [result for result in results if result is not None]
-            if flexible:
-                parts.append(_NO_TAGS)
-        parts.append(tail)
-        return with_length(parts)
+            parts.append(small + request.topic_head(topic))
+            # It is complete: none of them is None.
+            parts += cast("list[Buffer]", results)
+            small = _NO_TAGS if flexible else b""
+        parts.append(small + tail)
+        length = sum(map(len, parts)) + INT32.size
+        return [_START.pack(length, request.header.correlation_id), *parts]
 
 
 def match_results(
