@@ -10,10 +10,10 @@ from typing import Any
 import psutil
 import pytest
 
-from codec import api_keys, error_codes
+from codec import api_keys, control, error_codes
 from codec.record_batch import iterate_batches
 from tests.support.record_batches import build_batch, with_attributes
-from tests.support.reference_broker import BrokerProcess, Closed, Cluster, RawClient
+from tests.support.reference_broker import BrokerProcess, Closed, Cluster, RawClient, wait_for
 
 pytest_plugins = ["tests.support.etcd", "tests.support.reference_broker"]
 
@@ -131,8 +131,15 @@ def test_zstd_needs_version_7(leader: BrokerProcess, topic: str) -> None:
 def test_a_broker_that_does_not_lead_says_who_does(cluster: Cluster, leader: BrokerProcess, topic: str) -> None:
     other = next(broker for broker in cluster.brokers if broker is not leader)
     with other.client() as client:
-        client.send_produce(topic, 0, build_batch(), version=10)
-        answer = client.receive()
+
+        def asked() -> control.Message:
+            client.send_produce(topic, 0, build_batch(), version=10)
+            return client.receive()
+
+        # It learns of the lease and of the epoch one after the other.
+        answer = wait_for(
+            lambda: (said := asked()).responses[0].partition_responses[0].current_leader.leader_epoch >= 0 and said
+        )
     result = answer.responses[0].partition_responses[0]
     assert (result.error_code, result.base_offset) == (error_codes.NOT_LEADER_OR_FOLLOWER, -1)
     assert (result.current_leader.leader_id, result.current_leader.leader_epoch) == (leader.node_id, 0)
