@@ -132,14 +132,14 @@ def test_a_broker_that_does_not_lead_says_who_does(cluster: Cluster, leader: Bro
     other = next(broker for broker in cluster.brokers if broker is not leader)
     with other.client() as client:
 
-        def asked() -> control.Message:
+        def answer_with_epoch() -> control.Message | None:
             client.send_produce(topic, 0, build_batch(), version=10)
-            return client.receive()
+            said = client.receive()
+            named = said.responses[0].partition_responses[0].current_leader
+            return said if named is not None and named.leader_epoch >= 0 else None
 
-        # It learns of the lease and of the epoch one after the other.
-        answer = wait_for(
-            lambda: (said := asked()).responses[0].partition_responses[0].current_leader.leader_epoch >= 0 and said
-        )
+        # It learns of the lease and of the epoch one after the other, and soon after the owner.
+        answer = wait_for(answer_with_epoch)
     result = answer.responses[0].partition_responses[0]
     assert (result.error_code, result.base_offset) == (error_codes.NOT_LEADER_OR_FOLLOWER, -1)
     assert (result.current_leader.leader_id, result.current_leader.leader_epoch) == (leader.node_id, 0)
