@@ -22,17 +22,10 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import json
-import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from itertools import islice
-from typing import NamedTuple
-from uuid import UUID
+from collections.abc import Callable, Sequence
 
-import msgspec
 import structlog
 
 from kproxy.ownership.etcd import (
@@ -44,95 +37,24 @@ from kproxy.ownership.etcd import (
     WatchEvent,
     get_op,
 )
-from kproxy.routing.topology import MAX_PARTITION_INDEX, NO_OWNER, Address, Topology
+from kproxy.ownership.lease_keys import (
+    Partition,
+    Senseless,
+    is_topic_name,
+    parse_address,
+    parse_broker_key,
+    parse_lease_key,
+    parse_owner,
+    parse_topic_id,
+    parse_topic_key,
+)
+from kproxy.ownership.rereads import Rereads
+from kproxy.routing.topology import MAX_PARTITION_INDEX, NO_OWNER, Topology
 
-MAX_BROKER_ID = 2**31 - 1
-MAX_BROKER_VALUE_BYTES = 4096
-# A topic's value lists the replicas of each of its partitions.
-MAX_TOPIC_VALUE_BYTES = 1 << 20
-# etcd's own limit on the operations of one transaction.
-REREAD_KEYS = 128
-MAX_WAITING_REREADS = 100_000
 MAX_LOGGED_KEYS = 1_000
 PORTION_ENTRIES = 1_000
 
-_TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")
-_DECIMAL = re.compile(r"0|[1-9][0-9]{0,9}")
-
 log = structlog.get_logger(__name__)
-
-
-class Partition(NamedTuple):
-    topic: bytes
-    partition_index: int
-
-
-class _Senseless(Exception):
-    """A key or value that cannot be used, and why."""
-
-
-def _decimal(text: str, highest: int, reason: str) -> int:
-    if _DECIMAL.fullmatch(text) is None or int(text) > highest:
-        raise _Senseless(reason)
-    return int(text)
-
-
-def is_topic_name(name: str) -> bool:
-    return _TOPIC.fullmatch(name) is not None and name not in (".", "..")
-
-
-def parse_lease_key(rest: str) -> Partition:
-    """`{topic}/{partition}`, the part of a lease's key after the prefix."""
-    topic, _, partition = rest.rpartition("/")
-    if not is_topic_name(topic):
-        raise _Senseless("not a topic name")
-    return Partition(topic.encode("ascii"), _decimal(partition, MAX_PARTITION_INDEX, "not a partition index"))
-
-
-def parse_owner(value: bytes) -> int:
-    return _decimal(value[:16].decode("ascii", "replace"), MAX_BROKER_ID, "not a broker id")
-
-
-def parse_broker_key(rest: str) -> int:
-    return _decimal(rest, MAX_BROKER_ID, "not a broker id")
-
-
-def parse_address(broker_id: int, value: bytes) -> Address:
-    """The JSON of a broker's key; fields other than node_id, host and port are none of our business."""
-    if len(value) > MAX_BROKER_VALUE_BYTES:
-        raise _Senseless("a broker's value that is too long")
-    try:
-        fields = json.loads(value)
-    except (ValueError, RecursionError):
-        raise _Senseless("a broker's value that is not JSON") from None
-    if not isinstance(fields, dict) or fields.get("node_id") != broker_id:
-        raise _Senseless("a broker's value without the node_id of its key")
-    host, port = fields.get("host"), fields.get("port")
-    if not isinstance(host, str) or not 0 < len(host) <= 255:
-        raise _Senseless("a broker's value without a host")
-    if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 65536:
-        raise _Senseless("a broker's value without a port")
-    return Address(host, port)
-
-
-def parse_topic_key(rest: str) -> bytes:
-    if not is_topic_name(rest):
-        raise _Senseless("not a topic name")
-    return rest.encode("ascii")
-
-
-def parse_topic_id(value: bytes) -> bytes:
-    """The id in the JSON of a reference broker's topic."""
-    if len(value) > MAX_TOPIC_VALUE_BYTES:
-        raise _Senseless("a topic's value that is too long")
-    try:
-        return msgspec.json.decode(value, type=_TopicValue).topic_id.bytes
-    except msgspec.MsgspecError:
-        raise _Senseless("a topic's value without a topic_id") from None
-
-
-class _TopicValue(msgspec.Struct):
-    topic_id: UUID
 
 
 async def _let_others_run(position: int) -> None:
@@ -170,7 +92,7 @@ class LeaseTable:
         self._mirror = PrefixMirror(client, prefixes, self, clock=clock)
         self._cluster_id = 0
         self._loaded_revision = 0
-        self._rereads = _Rereads()
+        self._rereads = Rereads()
         self._logged: set[str] = set()
         self.skipped: Counter[str] = Counter()
         self.restores = 0
@@ -244,7 +166,7 @@ class LeaseTable:
                     broker_id = parse_broker_key(kv.key.removeprefix(self._brokers_prefix))
                     self._topology.set_broker(broker_id, parse_address(broker_id, kv.value))
                     gone.discard(broker_id)
-            except _Senseless as reason:
+            except Senseless as reason:
                 self._skip(kv, reason)
             await _let_others_run(position)
         for broker_id in gone:
@@ -271,7 +193,7 @@ class LeaseTable:
                     self._set_topic(event.kv, deleted=event.deleted)
                 else:
                     changed |= self._set_broker(event)
-            except _Senseless as reason:
+            except Senseless as reason:
                 self._skip(event.kv, reason)
         if changed:
             self._tell()
@@ -282,7 +204,7 @@ class LeaseTable:
         if kv is not None:
             try:
                 owner = parse_owner(kv.value)
-            except _Senseless as reason:
+            except Senseless as reason:
                 self._skip(kv, reason)
         if owner == NO_OWNER == self._topology.owner(*partition):
             # Nothing to take away, and no row is made for whatever partition somebody may name.
@@ -294,11 +216,11 @@ class LeaseTable:
         topic = parse_topic_key(kv.key.removeprefix(self._topics_prefix))
         try:
             self._topology.set_topic_id(topic, None if deleted else parse_topic_id(kv.value))
-        except _Senseless as reason:
+        except Senseless as reason:
             self._skip(kv, reason)
             self._topology.set_topic_id(topic, None)
         except ValueError:
-            self._skip(kv, _Senseless("a topic_id that another topic has"))
+            self._skip(kv, Senseless("a topic_id that another topic has"))
             self._topology.set_topic_id(topic, None)
         return topic
 
@@ -310,11 +232,11 @@ class LeaseTable:
         try:
             if not event.deleted:
                 self._topology.set_broker(broker_id, parse_address(broker_id, event.kv.value))
-        except _Senseless as reason:
+        except Senseless as reason:
             self._skip(event.kv, reason)
         return self._topology.address(broker_id) != before
 
-    def _skip(self, kv: KeyValue, reason: _Senseless) -> None:
+    def _skip(self, kv: KeyValue, reason: Senseless) -> None:
         self.skipped[str(reason)] += 1
         if kv.key not in self._logged and len(self._logged) < MAX_LOGGED_KEYS:
             self._logged.add(kv.key)
@@ -354,50 +276,3 @@ class LeaseTable:
             changed |= self._set_owner(partition, kv, result.revision if kv is None else kv.mod_revision)
         if changed:
             self._tell()
-
-
-class _Rereads:
-    """The partitions that wait for a re-read, each once, with a future that all who wait for it share."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[Partition, asyncio.Future[None]] = {}
-        self._any = asyncio.Event()
-        self._served = False
-
-    def open(self) -> None:
-        self._served = True
-
-    async def wait_for(self, partition: Partition) -> None:
-        """Until a read that begins after this call has ended, well or not; not at all where nobody reads."""
-        if not self._served:
-            return
-        future = self._waiting.get(partition)
-        if future is None:
-            if len(self._waiting) >= MAX_WAITING_REREADS:
-                return
-            future = self._waiting[partition] = asyncio.get_running_loop().create_future()
-            self._any.set()
-        # One caller's end is not the others'.
-        await asyncio.shield(future)
-
-    @asynccontextmanager
-    async def batch(self) -> AsyncIterator[list[Partition]]:
-        """Take what waits, as much as one transaction holds, and release who waited for it in the end."""
-        await self._any.wait()
-        batch = dict(islice(self._waiting.items(), REREAD_KEYS))
-        for partition in batch:
-            del self._waiting[partition]
-        if not self._waiting:
-            self._any.clear()
-        try:
-            yield list(batch)
-        finally:
-            for future in batch.values():
-                future.set_result(None)
-
-    def close(self) -> None:
-        """Release everybody: nothing will be read any more."""
-        self._served = False
-        waiting, self._waiting = self._waiting, {}
-        for future in waiting.values():
-            future.set_result(None)

@@ -26,7 +26,9 @@ from kproxy.ownership.etcd import (
     key_absent,
     put_op,
 )
-from kproxy.ownership.leases import MAX_TOPIC_VALUE_BYTES, REREAD_KEYS, LeaseTable
+from kproxy.ownership.lease_keys import MAX_TOPIC_VALUE_BYTES
+from kproxy.ownership.leases import LeaseTable
+from kproxy.ownership.rereads import REREAD_KEYS
 from kproxy.routing.topology import NO_OWNER, Address, Topology
 from tests.support.etcd import Relay, compact, eventually, kill, own_etcd, put_many, running
 
