@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from kproxy.config.address import Address, parse_address
-from kproxy.config.reading import nearest, unknown
+from kproxy.config.reading import nearest, read_toml, unknown
 from kproxy.errors import StartupError
 
 # The rooms of a static table; they may also stand in a file of their own, named by --table.
@@ -26,13 +28,23 @@ class TopicOwners(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Owners:
-    """A static table, checked: every owner is one of `brokers`."""
+    """A static table, checked: every owner is one of `brokers`.
+
+    `where` is the file that it stands in; `read_again` says what stands there now, and raises StartupError.
+    """
 
     brokers: Mapping[int, Address]
     topics: tuple[TopicOwners, ...]
+    where: str
+    read_again: Callable[[], Owners]
 
 
-def parse_owners(rooms: Mapping[str, object], where: str) -> Owners:
+def read_table(file: Path) -> Owners:
+    """The table in a file that holds nothing else. Raises StartupError."""
+    return parse_owners(read_toml(file, "--table"), str(file), partial(read_table, file))
+
+
+def parse_owners(rooms: Mapping[str, object], where: str, read_again: Callable[[], Owners]) -> Owners:
     """`brokers`, id to "host:port", and `topics`, each a name and owners.
 
     StartupError names what is wrong in `where`.
@@ -65,4 +77,4 @@ def parse_owners(rooms: Mapping[str, object], where: str) -> Owners:
                     f"topic {topic.name!r} in {where} gives partition {partition_index} to broker {owner}, which is "
                     f"not in [brokers]: there are {', '.join(map(str, sorted(brokers)))}."
                 )
-    return Owners(brokers, topics)
+    return Owners(brokers, topics, where, read_again)

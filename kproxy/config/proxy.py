@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +21,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from kproxy.config.address import DEFAULT_LISTEN, Address, advertised, parse_address, split_list
-from kproxy.config.owners import TABLE_ROOMS, Owners, parse_owners
+from kproxy.config.owners import TABLE_ROOMS, Owners, parse_owners, read_table
 from kproxy.config.reading import nearest, read_toml, unknown
 from kproxy.errors import StartupError
 
@@ -209,10 +210,15 @@ def _owners(settings: Mapping[str, Setting]) -> Owners:
             "configuration file."
         )
     if table.value is UNSET:
-        rooms = {room: settings[room].value for room in inline}
-        return parse_owners(rooms, settings[inline[0]].source.rpartition(" in ")[2])
-    file = Path(str(table.value))
-    return parse_owners(read_toml(file, "--table"), str(file))
+        return _inline_table(Path(settings[inline[0]].source.rpartition(" in ")[2]))
+    return read_table(Path(str(table.value)))
+
+
+def _inline_table(file: Path) -> Owners:
+    """The table in a configuration file. Raises StartupError."""
+    values = _file_values(file)
+    rooms = {room: values[room] for room in TABLE_ROOMS if room in values}
+    return parse_owners(rooms, str(file), partial(_inline_table, file))
 
 
 def _refuse_what_does_not_fit(settings: Mapping[str, Setting]) -> None:

@@ -95,7 +95,16 @@ class KafkaMetadata:
 
         Returns when a read that began after the call has ended, well or not; at once where nobody runs `run`.
         """
-        if not self._running or self._topology.owner_revision(topic, partition_index) > seen_revision:
+        if self._topology.owner_revision(topic, partition_index) <= seen_revision:
+            await self._read_anew()
+
+    async def reload(self) -> str:
+        """Have the table read anew."""
+        await self._read_anew()
+        return str(self.last_error or f"{self._topology.owned_count} partitions")
+
+    async def _read_anew(self) -> None:
+        if not self._running:
             return
         if self._next_round is None:
             self._next_round = asyncio.get_running_loop().create_future()

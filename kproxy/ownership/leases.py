@@ -141,6 +141,10 @@ class LeaseTable:
             await self._rereads.wait_for(partition)
         return self._topology.owner_revision(topic, partition_index) > seen_revision
 
+    async def reload(self) -> str:
+        """Nothing: etcd tells of every change."""
+        return "etcd tells of every change, there is nothing to read anew"
+
     # What the mirror says
 
     def on_restored(self) -> None:

@@ -1,19 +1,26 @@
-"""One proxy process from start to stop: the listener, the admin page, the ownership source."""
+"""One proxy process from start to stop: the listener, the admin page, the ownership source.
+
+A proxy may be started before its source is there: it says what it waits for, `/readyz` too, and serves once its table
+is loaded. SIGHUP has the source read anew; SIGTERM and SIGINT drain.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import gc
+import os
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from math import inf
 from random import Random
 
+import structlog
+
 from kproxy.config import ProxyConfig
+from kproxy.errors import StartupError
 from kproxy.observe.admin import AdminPage
 from kproxy.observe.metrics import Metrics
 from kproxy.observe.table import TableView
@@ -21,7 +28,7 @@ from kproxy.observe.tally import Tally
 from kproxy.proxy.context import Identity, ProxyContext
 from kproxy.proxy.readiness import Brokers, readiness
 from kproxy.proxy.server import Listener
-from kproxy.proxy.sources import OpenSource, cancel, open_source
+from kproxy.proxy.sources import OpenSource, Source, cancel, open_source
 from kproxy.routing.topology import Topology
 
 # The virtual node id of a proxy that stands alone; far above any real broker's.
@@ -29,13 +36,14 @@ ALONE_NODE_ID = 1_000_000
 # Objects more made than freed before the collector looks at the youngest; rounds before it looks at older ones.
 COLLECTOR_THRESHOLDS = (20_000, 50, 100)
 
+log = structlog.get_logger(__name__)
+
 
 async def run_proxy(config: ProxyConfig) -> None:
     """Serve until SIGTERM or SIGINT. Raises StartupError."""
-    stop = asyncio.Event()
-    with _stop_signals(stop.set):
-        serving = asyncio.create_task(_serve(config))
-        stopping = asyncio.create_task(stop.wait())
+    with _Signals() as signals:
+        serving = asyncio.create_task(_Proxy(config, signals.hangup).serve())
+        stopping = asyncio.create_task(signals.stop.wait())
         await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
         await cancel(stopping)
         if serving.done():
@@ -43,59 +51,97 @@ async def run_proxy(config: ProxyConfig) -> None:
         await cancel(serving)
 
 
-async def _serve(config: ProxyConfig) -> None:
-    """Serve until cancelled; then drain."""
-    async with contextlib.AsyncExitStack() as stack:
-        topology = Topology(offers_unowned=config.ownership == "etcd")
-        host, port = config.advertise or config.listen
-        listener = Listener(config.limits)
-        bound_port = await listener.bind(*config.listen)
-        ready = f"ready kafka={config.listen.host}:{bound_port}"
-        opened: OpenSource | None = None
-        tally, counters = Tally(), Counter[str]()
-        random = Random()  # noqa: S311 -- spreads retries, guards nothing
-        if config.admin is not None:
-            brokers = Brokers(
-                lambda: topology.brokers,
-                timeout_s=config.limits.connect_timeout_s,
-                clock=time.monotonic,
-                random=random,
-            )
-            stack.push_async_callback(brokers.close)
-            admin = AdminPage(
-                table=lambda: _view(topology, opened),
-                readiness=lambda: readiness(listener.not_ready, _view(topology, opened), brokers),
-                metrics=Metrics(
-                    tally=tally,
-                    counters=counters,
-                    table=lambda: _view(topology, opened),
-                    vitals=lambda: listener.vitals,
-                ),
-            )
-            admin_host, admin_port = config.admin
-            stack.push_async_callback(admin.stop)
-            ready += f" admin={admin_host}:{await admin.start(admin_host, admin_port)}"
-        opened = await stack.enter_async_context(open_source(config, topology))
-        stack.push_async_callback(listener.stop)
-        await listener.serve(
-            ProxyContext(
-                topology=topology,
-                source=opened.source,
-                conduct=opened.conduct,
-                version_caps=opened.version_caps,
-                identity=Identity(ALONE_NODE_ID, host, port or bound_port),
-                limits=config.limits,
-                clock=time.monotonic,
-                random=random,
-                counters=counters,
-                tally=tally,
-                confirm_acks0=config.confirm_acks0,
-            )
+class _Proxy:
+    """What a process holds while it serves; `hangup` is set when the source is to read anew."""
+
+    def __init__(self, config: ProxyConfig, hangup: asyncio.Event) -> None:
+        self._config = config
+        self._hangup = hangup
+        self._topology = Topology(offers_unowned=config.ownership == "etcd")
+        self._listener = Listener(config.limits)
+        self._opened: OpenSource | None = None
+        self._tally = Tally()
+        self._counters = Counter[str]()
+        self._random = Random()  # noqa: S311 -- spreads retries, guards nothing
+
+    async def serve(self) -> None:
+        """Serve until cancelled; then drain."""
+        config = self._config
+        async with contextlib.AsyncExitStack() as stack:
+            port = await self._listener.bind(*config.listen)
+            ready = f"ready kafka={config.listen.host}:{port}{await self._start_admin(stack)}"
+            opened = self._opened = await stack.enter_async_context(open_source(config, self._topology, self._wait))
+            stack.push_async_callback(self._listener.stop)
+            await self._listener.serve(self._context(opened, port))
+            _calm_collector()
+            sys.stdout.write(f"{ready}{opened.ready}\n")
+            sys.stdout.flush()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(_reload_at(self._hangup, opened.source))
+                await opened.following
+
+    def _context(self, opened: OpenSource, port: int) -> ProxyContext:
+        host, advertised_port = self._config.advertise or self._config.listen
+        return ProxyContext(
+            topology=self._topology,
+            source=opened.source,
+            conduct=opened.conduct,
+            version_caps=opened.version_caps,
+            identity=Identity(ALONE_NODE_ID, host, advertised_port or port),
+            limits=self._config.limits,
+            clock=time.monotonic,
+            random=self._random,
+            counters=self._counters,
+            tally=self._tally,
+            confirm_acks0=self._config.confirm_acks0,
         )
-        _calm_collector()
-        sys.stdout.write(f"{ready}{opened.ready}\n")
-        sys.stdout.flush()
-        await opened.following
+
+    async def _start_admin(self, stack: contextlib.AsyncExitStack) -> str:
+        """What the ready line says of it."""
+        if self._config.admin is None:
+            return ""
+        brokers = Brokers(
+            lambda: self._topology.brokers,
+            timeout_s=self._config.limits.connect_timeout_s,
+            clock=time.monotonic,
+            random=self._random,
+        )
+        stack.push_async_callback(brokers.close)
+        admin = AdminPage(
+            table=self._view,
+            readiness=lambda: readiness(self._listener.not_ready, self._view(), brokers),
+            metrics=Metrics(
+                tally=self._tally,
+                counters=self._counters,
+                table=self._view,
+                vitals=lambda: self._listener.vitals,
+            ),
+        )
+        stack.push_async_callback(admin.stop)
+        host, port = self._config.admin
+        return f" admin={host}:{await admin.start(host, port)}"
+
+    def _wait(self, sentence: str) -> None:
+        """Say what is waited for, each thing once."""
+        if self._listener.waits_for != sentence:
+            self._listener.waits_for = sentence
+            sys.stderr.write(f"kproxy: {sentence} Waiting for it.\n")
+            sys.stderr.flush()
+
+    def _view(self) -> TableView:
+        if self._opened is None:
+            return TableView(self._topology, inf, True)
+        return TableView(self._topology, self._opened.source.age_s, self._opened.source.stale)
+
+
+async def _reload_at(hangup: asyncio.Event, source: Source) -> None:
+    while True:
+        await hangup.wait()
+        hangup.clear()
+        try:
+            log.info("ownership read anew", outcome=await source.reload())
+        except StartupError as error:
+            log.error("ownership not read anew: what was known stays in force", reason=str(error))
 
 
 def _calm_collector() -> None:
@@ -108,21 +154,36 @@ def _calm_collector() -> None:
     gc.set_threshold(*COLLECTOR_THRESHOLDS)
 
 
-def _view(topology: Topology, opened: OpenSource | None) -> TableView:
-    if opened is None:
-        return TableView(topology, inf, True)
-    return TableView(topology, opened.source.age_s, opened.source.stale)
+class _Signals:
+    """`stop` is set by SIGTERM and SIGINT, `hangup` by SIGHUP.
 
+    A terminal that is closed sends SIGHUP as well: then nobody wants this process any more.
+    """
 
-@contextlib.contextmanager
-def _stop_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` on SIGTERM and SIGINT."""
-    loop = asyncio.get_running_loop()
-    caught = (signal.SIGTERM, signal.SIGINT)
-    for number in caught:
-        loop.add_signal_handler(number, stop)
-    try:
-        yield
-    finally:
-        for number in caught:
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        self.hangup = asyncio.Event()
+        self._had_terminal = _has_terminal()
+
+    def __enter__(self) -> _Signals:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self.stop.set)
+        loop.add_signal_handler(signal.SIGINT, self.stop.set)
+        loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.remove_signal_handler(number)
+
+    def _on_hangup(self) -> None:
+        lost_terminal = self._had_terminal and not _has_terminal()
+        (self.stop if lost_terminal else self.hangup).set()
+
+
+def _has_terminal() -> bool:
+    try:
+        return os.isatty(0)
+    except OSError:
+        return False

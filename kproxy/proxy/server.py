@@ -39,6 +39,8 @@ class Listener:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
+        # What keeps it from serving, as a sentence, where that is known.
+        self.waits_for = ""
         self._context: ProxyContext | None = None
         self._sessions: set[ClientSession] = set()
         self._empty = asyncio.Event()
@@ -53,7 +55,9 @@ class Listener:
         """Why no clients are served; None where they are."""
         if self._draining:
             return "draining: what is in flight is being answered, new connections are not taken"
-        return None if self._context is not None else "starting: the routing table is not loaded yet"
+        if self._context is None:
+            return f"starting: {self.waits_for or 'the routing table is not loaded yet'}"
+        return None
 
     @property
     def vitals(self) -> Vitals:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from codec.api_keys import PRODUCE
 from codec.produce import TOPIC_IDS_FROM
 from kproxy.config import ProxyConfig
 from kproxy.errors import StartupError
-from kproxy.ownership.etcd import EtcdClient, EtcdError
+from kproxy.ownership.etcd import EtcdClient, EtcdError, EtcdMisused
 from kproxy.ownership.kafka_metadata import KafkaMetadata
 from kproxy.ownership.leases import LeaseTable
 from kproxy.ownership.static_table import StaticTable
@@ -23,9 +23,9 @@ from kproxy.routing.topology import Address, Topology
 
 # Topics are known by their names alone.
 _WITHOUT_TOPIC_IDS: Mapping[int, int] = MappingProxyType({PRODUCE: TOPIC_IDS_FROM - 1})
-SYNC_TIMEOUT_S = 30.0
-# A Kafka cluster that is there answers at once; one that is not should be said soon.
-KAFKA_SYNC_TIMEOUT_S = 10.0
+# A source that is there answers at once; that it does not should be said soon.
+PATIENCE_S = 5.0
+RECONNECT_PAUSE_S = 0.5
 
 
 class Source(Protocol):
@@ -53,6 +53,13 @@ class Source(Protocol):
         """Read one partition's owner anew, after a broker refused a request routed at `seen_revision`; coalesced."""
         ...
 
+    async def reload(self) -> str:
+        """Read everything anew, because somebody says so (SIGHUP); what came of it, in a few words.
+
+        Raises StartupError where it cannot be read; the table stays as it was.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class OpenSource:
@@ -69,59 +76,84 @@ class OpenSource:
 
 
 @contextlib.asynccontextmanager
-async def open_source(config: ProxyConfig, topology: Topology) -> AsyncIterator[OpenSource]:
-    """Raises StartupError where the source does not answer."""
+async def open_source(
+    config: ProxyConfig, topology: Topology, waits: Callable[[str], None] = lambda sentence: None
+) -> AsyncIterator[OpenSource]:
+    """Open it as soon as it answers, however long that takes; `waits` is told, now and then, what is waited for.
+
+    Raises StartupError for what waiting does not mend.
+    """
     async with contextlib.AsyncExitStack() as stack:
         if config.ownership == "etcd":
-            opened = await _open_etcd(config, topology, stack)
+            opened = await _open_etcd(config, topology, stack, waits)
         elif config.ownership == "kafka":
-            opened = await _open_kafka(config, topology, stack)
+            opened = await _open_kafka(config, topology, stack, waits)
         else:
-            opened = _open_static(config, topology, stack)
+            opened = await _open_static(config, topology, stack)
         yield opened
 
 
-async def _open_etcd(config: ProxyConfig, topology: Topology, stack: contextlib.AsyncExitStack) -> OpenSource:
+async def _open_etcd(
+    config: ProxyConfig, topology: Topology, stack: contextlib.AsyncExitStack, waits: Callable[[str], None]
+) -> OpenSource:
     client = EtcdClient(config.etcd)
     stack.push_async_callback(client.close)
     table = LeaseTable(client, config.prefix, topology)
-    try:
-        await client.connect()
-        following = _follow(table, stack)
-        async with asyncio.timeout(SYNC_TIMEOUT_S):
-            await table.wait_synced()
-    except TimeoutError as error:
-        raise StartupError(
-            f"etcd at {client.endpoints} answers, but its partition leases could not be read in time"
-        ) from error
-    except EtcdError as error:
-        raise StartupError(f"{error} Start etcd, or give its address with --etcd.") from error
+    while True:
+        try:
+            await client.connect()
+            break
+        except EtcdMisused as error:
+            raise StartupError(str(error)) from error
+        except EtcdError as error:
+            waits(f"{error} Start etcd, or give its address with --etcd.")
+            await asyncio.sleep(RECONNECT_PAUSE_S)
+    following = _follow(table, stack)
+
+    def reason() -> str:
+        return f"etcd at {client.endpoints} answers, but its partition leases could not be read ({table.last_error})."
+
+    await _loaded(table, following, lambda: waits(reason()))
     # KafScale's topics have no ids; those of reference brokers, made later, will have some.
     caps = _WITHOUT_TOPIC_IDS if topology.owned_count and not topology.topic_ids else NO_CAPS
     return OpenSource(table, retry.LEASED, following, f" etcd={client.endpoints}", caps)
 
 
-async def _open_kafka(config: ProxyConfig, topology: Topology, stack: contextlib.AsyncExitStack) -> OpenSource:
+async def _open_kafka(
+    config: ProxyConfig, topology: Topology, stack: contextlib.AsyncExitStack, waits: Callable[[str], None]
+) -> OpenSource:
     metadata = KafkaMetadata([Address(*address) for address in config.bootstrap], topology)
     following = _follow(metadata, stack)
-    try:
-        async with asyncio.timeout(KAFKA_SYNC_TIMEOUT_S):
-            await metadata.wait_synced()
-    except TimeoutError as error:
-        where = ", ".join(map(str, config.bootstrap))
-        reason = metadata.last_error or "its metadata did not come in time"
-        raise StartupError(
-            f"no Kafka cluster answers at {where} ({reason}): start it, or give others of its brokers with --bootstrap"
-        ) from error
+    where = ", ".join(map(str, config.bootstrap))
+
+    def reason() -> str:
+        why = metadata.last_error or "its metadata has not come yet"
+        return f"no Kafka cluster answers at {where} ({why}): start it, or give others of its brokers with --bootstrap."
+
+    await _loaded(metadata, following, lambda: waits(reason()))
     return OpenSource(metadata, retry.KAFKA, following, "", NO_CAPS)
 
 
-def _open_static(config: ProxyConfig, topology: Topology, stack: contextlib.AsyncExitStack) -> OpenSource:
-    table = StaticTable(topology)
-    if config.owners is not None:
-        brokers = {number: Address(*address) for number, address in config.owners.brokers.items()}
-        table.load(brokers, [(topic.name, topic.owners) for topic in config.owners.topics])
+async def _open_static(config: ProxyConfig, topology: Topology, stack: contextlib.AsyncExitStack) -> OpenSource:
+    if config.owners is None:
+        raise ValueError("a configuration with static owners has them")
+    table = StaticTable(topology, config.owners)
     return OpenSource(table, retry.KAFKA, _follow(table, stack), "", _WITHOUT_TOPIC_IDS)
+
+
+async def _loaded(source: Source, following: asyncio.Task[None], waits: Callable[[], None]) -> None:
+    """Until the source has its table."""
+    synced = asyncio.create_task(source.wait_synced())
+    try:
+        while True:
+            await asyncio.wait((synced, following), timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
+            if synced.done():
+                return
+            if following.done():
+                following.result()
+            waits()
+    finally:
+        await cancel(synced)
 
 
 def _follow(source: Source, stack: contextlib.AsyncExitStack) -> asyncio.Task[None]:

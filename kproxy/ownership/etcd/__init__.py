@@ -5,7 +5,7 @@ at `client.py`; `mirror.py` is what keeps a local copy of a few prefixes current
 """
 
 from kproxy.ownership.etcd.client import EtcdClient
-from kproxy.ownership.etcd.errors import Compacted, EtcdError, EtcdUnavailable, LeaseLost, TooLarge
+from kproxy.ownership.etcd.errors import Compacted, EtcdError, EtcdMisused, EtcdUnavailable, LeaseLost, TooLarge
 from kproxy.ownership.etcd.lease import lease_keep_alive
 from kproxy.ownership.etcd.messages import (
     EtcdStatus,
@@ -34,6 +34,7 @@ __all__ = [
     "Compacted",
     "EtcdClient",
     "EtcdError",
+    "EtcdMisused",
     "EtcdStatus",
     "EtcdUnavailable",
     "KeyValue",

@@ -23,6 +23,7 @@ import grpc.aio
 
 from kproxy.ownership.etcd.errors import (
     EtcdError,
+    EtcdMisused,
     EtcdUnavailable,
     LeaseLost,
     TooLarge,
@@ -132,7 +133,7 @@ class EtcdClient:
             except grpc.aio.AioRpcError as error:
                 reason = shorten(error.details() or error.code().name)
                 if error.code() == grpc.StatusCode.UNIMPLEMENTED:
-                    raise EtcdUnavailable(f"What answers at {self.endpoints} is not etcd: {reason}.") from error
+                    raise EtcdMisused(f"What answers at {self.endpoints} is not etcd: {reason}.") from error
                 if loop.time() + CONNECT_PAUSE_S >= deadline:
                     hint = "check the address and that etcd runs there"
                     raise EtcdUnavailable(f"etcd at {self.endpoints} does not answer: {hint} ({reason}).") from error

@@ -23,6 +23,10 @@ class EtcdUnavailable(EtcdError):
     """No usable answer: nobody listens, nobody answered in time, or the cluster has no leader."""
 
 
+class EtcdMisused(EtcdUnavailable):
+    """What is configured cannot work, however often it is tried: an address that is none, somebody who is no etcd."""
+
+
 class LeaseLost(EtcdError):
     """The lease does not exist any more, and none of the keys that stood on it."""
 

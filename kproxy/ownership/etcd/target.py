@@ -13,7 +13,7 @@ import socket
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kproxy.ownership.etcd.errors import EtcdUnavailable
+from kproxy.ownership.etcd.errors import EtcdMisused, EtcdUnavailable
 
 DEFAULT_PORT = 2379
 
@@ -29,22 +29,20 @@ class Endpoint(NamedTuple):
 
 
 def parse_endpoint(text: str) -> Endpoint:
-    """`host`, `host:port`, `[v6]:port`, each with `http://` before it or not. EtcdUnavailable names what is wrong."""
+    """`host`, `host:port`, `[v6]:port`, each with `http://` before it or not. EtcdMisused names what is wrong."""
     rest = text.strip()
     scheme, separator, after = rest.partition("://")
     if separator:
         if scheme.lower() == "https":
-            raise EtcdUnavailable(
-                f"etcd endpoint {text!r} asks for TLS, which this version does not speak: use http://."
-            )
+            raise EtcdMisused(f"etcd endpoint {text!r} asks for TLS, which this version does not speak: use http://.")
         if scheme.lower() != "http":
-            raise EtcdUnavailable(f"etcd endpoint {text!r} has an unknown scheme: write host:port or http://host:port.")
+            raise EtcdMisused(f"etcd endpoint {text!r} has an unknown scheme: write host:port or http://host:port.")
         rest = after
     rest = rest.removesuffix("/")
     if rest.startswith("["):
         host, bracket, port_text = rest[1:].partition("]")
         if not bracket or (port_text and not port_text.startswith(":")):
-            raise EtcdUnavailable(f"etcd endpoint {text!r} is not an address: write [address]:port.")
+            raise EtcdMisused(f"etcd endpoint {text!r} is not an address: write [address]:port.")
         port_text = port_text[1:]
     elif rest.count(":") > 1:
         host, port_text = rest, ""
@@ -55,9 +53,9 @@ def parse_endpoint(text: str) -> Endpoint:
 
 def _checked_host(host: str, text: str) -> str:
     if not host or any(character.isspace() or character in "/,@?#[]" for character in host):
-        raise EtcdUnavailable(f"etcd endpoint {text!r} has no usable host: write host:port.")
+        raise EtcdMisused(f"etcd endpoint {text!r} has no usable host: write host:port.")
     if ":" in host and _family(host) != socket.AF_INET6:
-        raise EtcdUnavailable(f"etcd endpoint {text!r} is not an address: write host:port or [address]:port.")
+        raise EtcdMisused(f"etcd endpoint {text!r} is not an address: write host:port or [address]:port.")
     return host
 
 
@@ -65,7 +63,7 @@ def _checked_port(port_text: str, text: str) -> int:
     if not port_text:
         return DEFAULT_PORT
     if not (port_text.isascii() and port_text.isdigit() and len(port_text) <= 5 and 0 < int(port_text) < 65536):
-        raise EtcdUnavailable(f"etcd endpoint {text!r} has no usable port: a port is a number from 1 to 65535.")
+        raise EtcdMisused(f"etcd endpoint {text!r} has no usable port: a port is a number from 1 to 65535.")
     return int(port_text)
 
 
@@ -81,7 +79,7 @@ def _family(host: str) -> socket.AddressFamily | None:
 async def grpc_target(endpoints: Sequence[Endpoint]) -> str:
     """What to hand to `grpc.aio.insecure_channel`. EtcdUnavailable where a name does not resolve."""
     if not endpoints:
-        raise EtcdUnavailable("No etcd endpoint is configured: give at least one, such as http://127.0.0.1:2379.")
+        raise EtcdMisused("No etcd endpoint is configured: give at least one, such as http://127.0.0.1:2379.")
     if len(endpoints) == 1 and _family(endpoints[0].host) is None:
         return f"dns:///{endpoints[0]}"
     per_endpoint = [await _resolve(endpoint) for endpoint in endpoints]
@@ -91,7 +89,7 @@ async def grpc_target(endpoints: Sequence[Endpoint]) -> str:
             unique = dict.fromkeys(address for addresses in chosen for address in addresses)
             return f"{scheme}:" + ",".join(str(address) for address in unique)
     names = ", ".join(str(endpoint) for endpoint in endpoints)
-    raise EtcdUnavailable(f"The etcd endpoints {names} share no address family: give all as IPv4 or all as IPv6.")
+    raise EtcdMisused(f"The etcd endpoints {names} share no address family: give all as IPv4 or all as IPv6.")
 
 
 async def _resolve(endpoint: Endpoint) -> list[Endpoint]:
