@@ -132,10 +132,10 @@ class Breakers:
                         return
                 else:
                     if watched.breaker.answered():
-                        log.info("broker no longer hangs", broker=owner, address=_shown(address), reason=reply.value)
+                        log.info("broker no longer hangs", broker=owner, address=str(address), reason=reply.value)
                     await asyncio.sleep(PROBE_PAUSE_S)
         except Exception:  # the boundary: without its watcher this broker's breaker is closed
-            log.exception("a broker can no longer be probed", broker=owner, address=_shown(address))
+            log.exception("a broker can no longer be probed", broker=owner, address=str(address))
         finally:
             del self._watched[address]
             if watched.connection is not None:
@@ -143,7 +143,7 @@ class Breakers:
 
     def _opened(self, owner: int, address: Address) -> None:
         self._counters["breaker.opened"] += 1
-        log.warning("broker hangs", broker=owner, address=_shown(address), unanswered_s=self._limits.probe_timeout_s)
+        log.warning("broker hangs", broker=owner, address=str(address), unanswered_s=self._limits.probe_timeout_s)
         self.on_open(address)
 
     async def _probe(self, owner: int, address: Address, watched: _Watched) -> _Reply:
@@ -186,10 +186,6 @@ class Breakers:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _shown(address: Address) -> str:
-    return f"{address.host}:{address.port}"
 
 
 def _may_wait_until(upstream: Upstream) -> float:

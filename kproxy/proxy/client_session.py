@@ -42,6 +42,7 @@ from kproxy.observe.tally import OTHER_VERSION, PRODUCE_BOUNDS_S, VERSION_BITS
 from kproxy.proxy.arrival import Arrival
 from kproxy.proxy.breaker import Waiting
 from kproxy.proxy.budget import LAST_READ_BYTES, Budget
+from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.control import ControlPlane, Unanswerable
 from kproxy.proxy.fanout import Fanout
@@ -49,7 +50,7 @@ from kproxy.proxy.outbox import Outbox
 from kproxy.proxy.produce import produce
 from kproxy.proxy.reads import fetch, list_offsets
 from kproxy.proxy.sockets import keep_alive
-from kproxy.proxy.upstream import FLUSH_S, Upstream
+from kproxy.proxy.upstream import FLUSH_S
 from kproxy.proxy.versions import NOT_SERVED, Ranges, covers
 from kproxy.routing.topology import Address
 
@@ -112,7 +113,7 @@ class ClientSession(asyncio.BufferedProtocol):
         self._max_requests = context.limits.max_open_requests
         # Open requests that have no answer (acks=0), and so no slot.
         self._silent = 0
-        self._upstreams: dict[int, Upstream] = {}
+        self._connections = Connections(context, self._on_broker_pressure)
         self._broker_pressure = 0
         self._client_pressure = False
         self._reading = True
@@ -120,8 +121,8 @@ class ClientSession(asyncio.BufferedProtocol):
         self.closed = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._gone = asyncio.get_running_loop().create_future()
-        self._fanout = Fanout(context, self._upstream_of, self._upstreams, self._undeliverable)
-        self._control = ControlPlane(context, self._connect, self._offered)
+        self._fanout = Fanout(context, self._connections, self._undeliverable)
+        self._control = ControlPlane(context, self._on_broker_pressure, self._offered)
         self._waiting = Waiting(context.breakers)
         # What may be sent here: what an ApiVersions answer has named or, before any, what is offered at the moment.
         self._ranges = context.versions.offered.ranges
@@ -369,34 +370,9 @@ class ClientSession(asyncio.BufferedProtocol):
 
     # Brokers
 
-    def _upstream_of(self, owner: int) -> Upstream:
-        """The open connection to a broker, or a new one; the fan-out closes one that leads to an old address."""
-        upstream = self._upstreams.get(owner)
-        if upstream is None or upstream.closed:
-            upstream = self._upstreams[owner] = self._connect(owner)
-        return upstream
-
-    def _connect(self, owner: int) -> Upstream:
-        address = self._context.topology.address(owner)
-        if address is None:
-            raise Unanswerable(f"broker {owner} has no address")
-        return Upstream(
-            owner,
-            address,
-            arena=self._context.arena,
-            max_answer_bytes=self._context.limits.max_answer_bytes,
-            connect_timeout_s=self._context.limits.connect_timeout_s,
-            on_pressure=self._on_broker_pressure,
-            dials=not self._context.breakers.is_open(address),
-        )
-
     def give_up_broker(self, address: Address) -> None:
         """The broker there hangs: what waits for it is answered now, and what is sent to it is refused."""
-        loses_unanswered = False
-        for upstream in list(self._upstreams.values()):
-            if upstream.address == address and not upstream.closed:
-                loses_unanswered |= upstream.holds_unanswered
-                upstream.give_up("its broker hangs")
+        loses_unanswered = self._connections.give_up_at(address)
         self._control.give_up_broker(address)
         if loses_unanswered:
             self._context.counters["acks0.undeliverable"] += 1
@@ -426,7 +402,7 @@ class ClientSession(asyncio.BufferedProtocol):
     @property
     def upstream_count(self) -> int:
         """Open connections to brokers."""
-        return sum(not upstream.closed for upstream in self._upstreams.values()) + self._control.upstream_count
+        return self._connections.open_count + self._control.upstream_count
 
     # Ending
 
@@ -437,7 +413,7 @@ class ClientSession(asyncio.BufferedProtocol):
         `is_late`: this process has not run for a while. What came meanwhile waits in the kernel and is not judged yet.
         """
         if self._fanout.has_open_exchanges or self._broker_pressure:
-            self._waiting.look(self._upstreams.values(), now)
+            self._waiting.look(self._connections.by_broker.values(), now)
             self._fanout.take_out()
             self._fanout.expire(now)
         if self._arriving_bytes and self._reading and not self.closed and not is_late:
@@ -543,4 +519,4 @@ class ClientSession(asyncio.BufferedProtocol):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._control.close()
-        await asyncio.gather(*(upstream.close() for upstream in self._upstreams.values()))
+        await self._connections.close()

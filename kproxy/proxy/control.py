@@ -33,6 +33,7 @@ from codec.headers import (
 )
 from codec.partitioned import set_correlation_id, set_response_correlation_id, with_length
 from codec.primitives import Buffer
+from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.coordination import Coordination, coordination_key
 from kproxy.proxy.coordinators import BATCHED_FROM, KEY_TYPES_FROM
@@ -53,19 +54,20 @@ class Unanswerable(Exception):
 
 
 class ControlPlane:
-    """The control-plane requests of one client connection; `connect` dials a broker of the topology.
+    """The control-plane requests of one client connection.
 
-    `on_offered` learns of the versions that the client is about to be told.
+    `on_pressure` is told what `Connections` tells; `on_offered` of the versions that the client is about to learn.
     """
 
     def __init__(
-        self, context: ProxyContext, connect: Callable[[int], Upstream], on_offered: Callable[[Ranges], None]
+        self, context: ProxyContext, on_pressure: Callable[[bool], None], on_offered: Callable[[Ranges], None]
     ) -> None:
         self._context = context
-        self._connect = connect
         self._on_offered = on_offered
-        self._coordination = Coordination(context, connect, self._find_coordinator)
-        self._upstreams: dict[int, Upstream] = {}
+        self._connections = Connections(context, on_pressure)
+        # A request to a coordinator may wait for others; nothing else must wait behind it.
+        self._coordinators = Connections(context, on_pressure)
+        self._coordination = Coordination(context, self._coordinators, self._find_coordinator)
         # Spreads the control planes of many connections over the brokers.
         self._key = context.random.randbytes(8)
         # Brokers that gave no answer when they were asked last: they are asked after the others.
@@ -103,7 +105,7 @@ class ControlPlane:
             if self._context.topology.address(broker) is None:
                 # It has left while another one was asked.
                 continue
-            upstream = self._upstream_of(broker)
+            upstream = self._connections.to(broker)
             try:
                 async with asyncio.timeout(self._context.limits.control_attempt_s if offer.repeatable else None):
                     answer = self._read(await self._ask(upstream, frame), frame, header)
@@ -138,12 +140,6 @@ class ControlPlane:
         set_correlation_id(frame, correlation_id)
         return await ask(upstream, correlation_id, [frame])
 
-    def _upstream_of(self, broker: int) -> Upstream:
-        upstream = self._upstreams.get(broker)
-        if upstream is None or upstream.closed:
-            upstream = self._upstreams[broker] = self._connect(broker)
-        return upstream
-
     async def _find_coordinator(self, key_type: int, key: str) -> None:
         """Ask who coordinates a key; the answer is remembered, where there is one."""
         highest = self._context.versions.offered.ranges.get(keys.FIND_COORDINATOR, (0, 0))[1]
@@ -159,11 +155,9 @@ class ControlPlane:
             self._context.counters["coordinators.not_found"] += 1
 
     def give_up_broker(self, address: Address) -> None:
-        """The broker there hangs: what was asked of it is asked elsewhere, if it can be."""
-        for upstream in list(self._upstreams.values()):
-            if upstream.address == address and not upstream.closed:
-                upstream.give_up("its broker hangs")
-        self._coordination.give_up_broker(address)
+        """The broker there hangs: what was asked of it is asked elsewhere, or, of a coordinator, by the client anew."""
+        self._connections.give_up_at(address)
+        self._coordinators.give_up_at(address)
 
     # ApiVersions
 
@@ -182,11 +176,10 @@ class ControlPlane:
     @property
     def upstream_count(self) -> int:
         """Open connections to brokers."""
-        return sum(not upstream.closed for upstream in self._upstreams.values())
+        return self._connections.open_count + self._coordinators.open_count
 
     async def close(self) -> None:
-        await self._coordination.close()
-        await asyncio.gather(*(upstream.close() for upstream in self._upstreams.values()))
+        await asyncio.gather(self._connections.close(), self._coordinators.close())
 
 
 def _framed(header: RequestHeader, body: bytes) -> list[Buffer]:

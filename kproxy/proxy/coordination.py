@@ -33,11 +33,11 @@ from codec.errors import CodecError
 from codec.headers import RequestHeader, response_body_offset, response_header
 from codec.partitioned import set_correlation_id, set_response_correlation_id, with_length
 from codec.primitives import Buffer
+from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.coordinators import BATCHED_FROM, GROUP, TRANSACTION, key_type_of
 from kproxy.proxy.question import Lost, ask
 from kproxy.proxy.upstream import Upstream
-from kproxy.routing.topology import Address
 
 log = structlog.get_logger(__name__)
 
@@ -74,19 +74,18 @@ COORDINATED: Final[Mapping[int, Coordinated]] = {
 class Coordination:
     """The coordinated requests of one client connection.
 
-    `connect` dials a broker; `find` asks any broker who coordinates a key, so that `context.coordinators` knows.
+    They go out on `connections`; `find` asks any broker who coordinates a key, so that `context.coordinators` knows.
     """
 
     def __init__(
         self,
         context: ProxyContext,
-        connect: Callable[[int], Upstream],
+        connections: Connections,
         find: Callable[[int, str], Awaitable[None]],
     ) -> None:
         self._context = context
-        self._connect = connect
+        self._connections = connections
         self._find = find
-        self._upstreams: dict[int, Upstream] = {}
 
     def refuses(self, header: RequestHeader, request: Message) -> list[Buffer] | None:
         """The final answer to a request about transactions, FindCoordinator included, where there are none."""
@@ -133,24 +132,9 @@ class Coordination:
         if broker is None or topology.address(broker) is None:
             await self._find(key_type, key)
             broker = coordinators.get(key_type, key)
-        address = None if broker is None else topology.address(broker)
-        if broker is None or address is None:
+        if broker is None or topology.address(broker) is None:
             return None
-        upstream = self._upstreams.get(broker)
-        if upstream is not None and not upstream.closed and upstream.address != address:
-            upstream.give_up("its broker has another address now")
-        if upstream is None or upstream.closed:
-            upstream = self._upstreams[broker] = self._connect(broker)
-        return upstream
-
-    def give_up_broker(self, address: Address) -> None:
-        """The broker there hangs: what was asked of it is answered with NOT_COORDINATOR."""
-        for upstream in list(self._upstreams.values()):
-            if upstream.address == address and not upstream.closed:
-                upstream.give_up("its broker hangs")
-
-    async def close(self) -> None:
-        await asyncio.gather(*(upstream.close() for upstream in self._upstreams.values()))
+        return self._connections.to(broker)
 
 
 def _no_transactions_code(header: RequestHeader) -> int:

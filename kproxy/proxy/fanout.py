@@ -16,19 +16,20 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import groupby
 from typing import TypeAlias
 
 from codec.error_codes import NOT_LEADER_OR_FOLLOWER, OUT_OF_ORDER_SEQUENCE_NUMBER, UNKNOWN_TOPIC_ID
 from codec.errors import CodecError
-from codec.headers import RESPONSE_CORRELATION_ID_OFFSET
 from codec.partitioned import (
     PartitionedApi,
     PartitionedRequest,
     PartitionedResponse,
+    set_response_correlation_id,
 )
-from codec.primitives import INT32, Buffer
+from codec.primitives import Buffer
+from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.lane_timer import LaneTimer
 from kproxy.proxy.lookups import OwnerLookups
@@ -55,20 +56,19 @@ Respond: TypeAlias = Callable[[list[Buffer]], None]
 class Fanout:
     """The exchanges of one client connection.
 
-    `upstream_of` gives the connection to a broker; `on_undeliverable` learns of acks=0 parts that cannot be sent.
+    It sends on `connections`; `on_undeliverable` learns of acks=0 parts that cannot be sent.
     """
 
     def __init__(
         self,
         context: ProxyContext,
-        upstream_of: Callable[[int], Upstream],
-        upstreams: dict[int, Upstream],
+        connections: Connections,
         on_undeliverable: Callable[[bytes, int], None],
     ) -> None:
         self._context = context
         self._topology: Topology = context.topology
-        self._upstream_of = upstream_of
-        self._upstreams = upstreams
+        self._connections = connections
+        self._upstreams: Mapping[int, Upstream] = connections.by_broker
         self._on_undeliverable = on_undeliverable
         self._lanes = Lanes()
         self._busy_lanes = self._lanes.table
@@ -104,6 +104,7 @@ class Fanout:
         `deadline` and `look_until`, the time until which a read that spans brokers asks again for want of data, are on
         the proxy's clock, in seconds.
         """
+        api.admit(request)
         self._sequence += 1
         exchange = Exchange(api, request, self._sequence, deadline)
         if look_until:
@@ -159,7 +160,7 @@ class Fanout:
                 event = UNKNOWN_TOPIC_ID if is_nameless else retry.NOT_WRITTEN
                 self._failed(exchange, entry, event, self._topology.revision, _NOTHING_UNDER_WAY)
             return
-        upstream = self._upstream_of(owner)
+        upstream = self._connections.to(owner)
         if exchange.is_ordered:
             self._probe_new_routes(exchange, upstream, selection)
         if whole:
@@ -223,10 +224,7 @@ class Fanout:
                     is_new = self._topology.owner_revision(topic, partition_index) > piece.routed_at
                     if is_new or piece.exchange.route(entry, self._topology) != owner:
                         self._lanes.block(lane_key(piece.exchange, entry), (piece.exchange.sequence,))
-        for owner, upstream in list(self._upstreams.items()):
-            address = self._topology.address(owner)
-            if address is not None and address != upstream.address and not upstream.closed:
-                upstream.give_up("its broker has another address now")
+        self._connections.give_up_moved()
 
     def _hold_back(self, exchange: Exchange) -> set[Entry]:
         """The entries that must wait, put into their lanes."""
@@ -339,7 +337,7 @@ class Fanout:
 
     def _pass_through(self, exchange: Exchange, frame: memoryview) -> None:
         """Hand an answer on as it came, the client's correlation_id in it."""
-        INT32.pack_into(frame, RESPONSE_CORRELATION_ID_OFFSET, exchange.request.header.correlation_id)
+        set_response_correlation_id(frame, exchange.request.header.correlation_id)
         exchange.open_count = 0
         self._close_exchange(exchange)([] if exchange.is_silent else [frame])
 
@@ -468,12 +466,9 @@ class Fanout:
 
         Produce that a broker may have seen gets REQUEST_TIMED_OUT, what was never written NOT_LEADER_OR_FOLLOWER.
         """
-        withdrawn: list[Piece] = []
-        for exchange, _ in list(self._open.values()):
-            if exchange.deadline <= now and exchange.sequence in self._open:
-                self._context.counters["deadlines"] += 1
-                withdrawn += self._expire(exchange)
-        self._settle_pieces(withdrawn)
+        due = [exchange for exchange, _ in self._open.values() if exchange.deadline <= now]
+        self._context.counters["deadlines"] += len(due)
+        self._end(due)
         for upstream in list(self._upstreams.values()):
             oldest = upstream.oldest_unanswered()
             if isinstance(oldest, Piece) and oldest.exchange.deadline + HUNG_AFTER_S <= now:
@@ -487,23 +482,33 @@ class Fanout:
             if since < sequence <= self._taken_out_to:
                 exchange.request.take_out()
 
-    def _expire(self, exchange: Exchange) -> list[Piece]:
-        """Answer what is still open; its pieces that no broker has seen, which are taken back."""
+    def _end(self, due: list[Exchange]) -> None:
+        """Answer what of these exchanges is still open; their pieces that no broker has seen are taken back."""
+        if not due:
+            return
+        sequences = {exchange.sequence for exchange in due}
+        withdrawn = self._withdraw(lambda piece: piece.exchange.sequence in sequences)
+        unwritten = {(piece.exchange.sequence, entry) for piece in withdrawn for entry in piece.entries()}
+        unanswered = under_way(self._upstreams.values())
+        for exchange in due:
+            # It may have been answered with another one, whose end gave up what waited behind it.
+            if exchange.sequence in self._open:
+                self._end_one(exchange, unwritten, unanswered)
+        self._settle_pieces(withdrawn)
+
+    def _end_one(self, exchange: Exchange, unwritten: set[tuple[int, Entry]], unanswered: UnderWay) -> None:
         self._looks.stop(exchange)
-        withdrawn = self._withdraw(lambda piece: piece.exchange is exchange)
-        unwritten = {entry for piece in withdrawn for entry in piece.entries()}
         written = self._rows(exchange)[retry.CONNECTION_LOST].final or NOT_LEADER_OR_FOLLOWER
-        unanswered = under_way(self._upstreams.values()) if exchange.is_ordered else _NOTHING_UNDER_WAY
         for entry in exchange.open_entries():
             key = lane_key(exchange, entry)
             self._conclude_items(self._lanes.give_up(key, exchange.sequence, self._sequence, unanswered.get(key, ())))
             if exchange.is_open(entry):
-                self._conclude(exchange, entry, NOT_LEADER_OR_FOLLOWER if entry in unwritten else written)
+                never_written = (exchange.sequence, entry) in unwritten
+                self._conclude(exchange, entry, NOT_LEADER_OR_FOLLOWER if never_written else written)
         self._finish_if_complete(exchange)
         if exchange.sequence not in self._open:
             # Its pieces may wait for long; what they are still wanted for is order.
             exchange.request.let_go()
-        return withdrawn
 
     def _withdraw(self, is_meant: Callable[[Piece], bool]) -> list[Piece]:
         """Take back pieces that no broker has seen."""
@@ -542,7 +547,6 @@ class Fanout:
         if self._open:
             self._emptied = asyncio.get_running_loop().create_future()
             await asyncio.wait((self._emptied,), timeout=FLUSH_S)
-        for exchange, _ in list(self._open.values()):
-            self._expire(exchange)
+        self._end([exchange for exchange, _ in self._open.values()])
         self._timer.close()
         await self._lookups.close()

@@ -37,7 +37,7 @@ class Piece:
     One with no `part` is the `whole` of its exchange.
     """
 
-    __slots__ = ("exchange", "expects_answer", "keeper", "part", "routed_at", "upstream", "whole")
+    __slots__ = ("exchange", "expects_answer", "keeper", "part", "routed_at", "upstream")
 
     def __init__(
         self,
@@ -51,9 +51,12 @@ class Piece:
         self.exchange = exchange
         self.upstream = upstream
         self.part = part
-        self.whole = part is None
         self.routed_at = routed_at
         self.expects_answer = exchange.request.acks != 0
+
+    @property
+    def whole(self) -> bool:
+        return self.part is None
 
     @property
     def selection(self) -> Selection:

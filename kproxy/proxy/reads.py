@@ -38,7 +38,6 @@ def fetch(
         context.tally.errors[FETCH, INVALID_REQUEST] += request.partition_count
         respond(refuse(FETCH_API, request, INVALID_REQUEST))
         return 0
-    FETCH_API.admit(request)
     wait_s = min(max(request.max_wait_ms, 0) / 1000, MAX_FETCH_WAIT_S)
     fanout.submit(FETCH_API, request, deadline=now + wait_s + READ_GRACE_S, respond=respond, look_until=now + wait_s)
     return min(max(request.max_bytes, 0), context.limits.max_answer_bytes)
@@ -53,6 +52,5 @@ def list_offsets(
         context.tally.errors[LIST_OFFSETS, INVALID_REQUEST] += request.partition_count
         respond(refuse(LIST_OFFSETS_API, request, INVALID_REQUEST))
         return 0
-    LIST_OFFSETS_API.admit(request)
     fanout.submit(LIST_OFFSETS_API, request, deadline=now + READ_GRACE_S, respond=respond)
     return 0

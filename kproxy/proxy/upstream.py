@@ -31,8 +31,9 @@ import structlog
 
 from codec.errors import CodecError
 from codec.framing import FrameReader, ReceiveArena
-from codec.headers import CORRELATION_ID_OFFSET, response_correlation_id
-from codec.primitives import INT32, Buffer
+from codec.headers import response_correlation_id
+from codec.partitioned import set_correlation_id
+from codec.primitives import Buffer
 from kproxy.proxy.outbox import Outbox
 from kproxy.proxy.sockets import keep_alive
 from kproxy.routing.topology import Address
@@ -110,7 +111,7 @@ class Upstream(asyncio.BufferedProtocol):
     def forward(self, ticket: Ticket, frame: memoryview) -> None:
         """Send a whole request as it came, but for its correlation_id. Not to be called when closed."""
         correlation_id = self._next_correlation_id = (self._next_correlation_id + 1) & _MAX_CORRELATION_ID
-        INT32.pack_into(frame, CORRELATION_ID_OFFSET, correlation_id)
+        set_correlation_id(frame, correlation_id)
         if self._outbox is None or not ticket.expects_answer:
             self.send(ticket, correlation_id, [frame])
             return
@@ -176,7 +177,7 @@ class Upstream(asyncio.BufferedProtocol):
                 await loop.create_connection(lambda: self, self.address.host, self.address.port)
         except (OSError, UnicodeError, TimeoutError) as error:
             # UnicodeError: a host that no name server can be asked about.
-            log.info("broker cannot be reached", broker=self.owner, address=_shown(self.address), reason=_reason(error))
+            log.info("broker cannot be reached", broker=self.owner, address=str(self.address), reason=_reason(error))
             self._end()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -236,12 +237,12 @@ class Upstream(asyncio.BufferedProtocol):
 
     def distrust(self, reason: str) -> None:
         """Close because of what the broker said."""
-        log.warning("broker answered out of protocol", broker=self.owner, address=_shown(self.address), reason=reason)
+        log.warning("broker answered out of protocol", broker=self.owner, address=str(self.address), reason=reason)
         self._end()
 
     def give_up(self, reason: str) -> None:
         """Close because no answer is to be hoped for."""
-        log.warning("broker connection given up", broker=self.owner, address=_shown(self.address), reason=reason)
+        log.warning("broker connection given up", broker=self.owner, address=str(self.address), reason=reason)
         self._end()
 
     # Ending
@@ -254,7 +255,7 @@ class Upstream(asyncio.BufferedProtocol):
             log.info(
                 "broker connection lost",
                 broker=self.owner,
-                address=_shown(self.address),
+                address=str(self.address),
                 unanswered=len(self._in_flight),
                 reason=_reason(exc) if exc else "closed by the broker",
             )
@@ -298,10 +299,6 @@ class Upstream(asyncio.BufferedProtocol):
         self._dial.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._dial
-
-
-def _shown(address: Address) -> str:
-    return f"{address.host}:{address.port}"
 
 
 def _reason(error: BaseException) -> str:

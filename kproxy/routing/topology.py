@@ -34,6 +34,9 @@ class Address(NamedTuple):
     host: str
     port: int
 
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
 
 class Ownership(NamedTuple):
     """One row of the table: `revision` is etcd's mod_revision of the lease key, never a leader epoch."""

@@ -385,3 +385,21 @@ def test_the_control_codec_reads_every_version_that_is_offered() -> None:
         if offer.handling is not Handling.PARTITIONED:
             lowest, highest = control.version_range(key)
             assert lowest <= offer.min_version <= offer.max_version <= highest
+
+
+@both_loops
+async def test_a_broker_that_has_moved_is_asked_where_it_is_now() -> None:
+    before, now = ScriptedUpstream(1, answer_about_the_cluster), ScriptedUpstream(1, answer_about_the_cluster)
+    async with running_proxy(before) as proxy:
+        client = await proxy.client()
+        client.send(request_of(api_keys.METADATA, 9))
+        await client.answer(api_keys.METADATA, 9)
+        await now.start()
+        proxy.topology.set_broker(1, now.address)
+        client.send(request_of(api_keys.METADATA, 9))
+        await client.answer(api_keys.METADATA, 9)
+        asked = [
+            len([each for each in broker.log if each.header.api_key == api_keys.METADATA]) for broker in (before, now)
+        ]
+        assert asked == [1, 1]
+        await now.stop()

@@ -196,6 +196,16 @@ async def test_a_coordinator_that_hangs_is_given_up_after_a_time() -> None:
 
 
 @both_loops
+async def test_connections_to_coordinators_are_counted() -> None:
+    cluster = Cluster()
+    async with running_proxy(*cluster.brokers) as proxy:
+        client = await proxy.client()
+        await codes(client, keys.HEARTBEAT, 4)
+        # One to whoever said who coordinates, one to the coordinator.
+        assert proxy.listener.vitals.upstream_connections == 2
+
+
+@both_loops
 async def test_members_of_a_group_may_be_waited_for_longer_than_any_broker() -> None:
     cluster = Cluster()
     cluster.coordinated = lambda asked: None

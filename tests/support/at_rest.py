@@ -24,6 +24,6 @@ def _left_in(session: ClientSession) -> list[str]:
         "refreshes": len(fanout._lookups._tasks),
         "tasks": len(session._tasks),
         "pauses": session._broker_pressure + session._client_pressure + (not session._reading),
-        "unanswered": sum(len(upstream.unanswered()) for upstream in session._upstreams.values()),
+        "unanswered": sum(len(upstream.unanswered()) for upstream in session._connections.by_broker.values()),
     }
     return [f"{session._peer}: {count} {what}" for what, count in held.items() if count]

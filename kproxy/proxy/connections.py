@@ -1,0 +1,78 @@
+"""The connections of one client connection to brokers, for one purpose: one a broker, dialled when first needed.
+
+Purposes are kept apart, because a broker answers a connection's requests one after another: a JoinGroup that waits for
+minutes must not hold up what is produced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from kproxy.proxy.context import ProxyContext
+from kproxy.proxy.upstream import Upstream
+from kproxy.routing.topology import Address
+
+
+class NoAddress(Exception):
+    """The topology does not say where a broker is."""
+
+
+class Connections:
+    """`by_broker` has them all, closed ones too until they are replaced; treat it as read-only.
+
+    `on_pressure` is told when one of them takes no more for now, and when it does again.
+    """
+
+    def __init__(self, context: ProxyContext, on_pressure: Callable[[bool], None]) -> None:
+        self._context = context
+        self._on_pressure = on_pressure
+        self.by_broker: dict[int, Upstream] = {}
+
+    def to(self, broker: int) -> Upstream:
+        """The open connection to where a broker is now, or a new one. Raises NoAddress."""
+        address = self._context.topology.address(broker)
+        if address is None:
+            raise NoAddress(f"broker {broker} has no address")
+        upstream = self.by_broker.get(broker)
+        if upstream is not None and not upstream.closed:
+            if upstream.address == address:
+                return upstream
+            upstream.give_up("its broker has another address now")
+        upstream = self.by_broker[broker] = self._dial(broker, address)
+        return upstream
+
+    def _dial(self, broker: int, address: Address) -> Upstream:
+        return Upstream(
+            broker,
+            address,
+            arena=self._context.arena,
+            max_answer_bytes=self._context.limits.max_answer_bytes,
+            connect_timeout_s=self._context.limits.connect_timeout_s,
+            on_pressure=self._on_pressure,
+            dials=not self._context.breakers.is_open(address),
+        )
+
+    def give_up_moved(self) -> None:
+        """Give up what leads to where a broker no longer is; one that has left may still answer."""
+        for broker, upstream in list(self.by_broker.items()):
+            address = self._context.topology.address(broker)
+            if address is not None and address != upstream.address and not upstream.closed:
+                upstream.give_up("its broker has another address now")
+
+    def give_up_at(self, address: Address) -> bool:
+        """Give up what leads to a broker that hangs; whether something without an answer (acks=0) is lost by it."""
+        loses_unanswered = False
+        for upstream in list(self.by_broker.values()):
+            if upstream.address == address and not upstream.closed:
+                loses_unanswered |= upstream.holds_unanswered
+                upstream.give_up("its broker hangs")
+        return loses_unanswered
+
+    @property
+    def open_count(self) -> int:
+        return sum(not upstream.closed for upstream in self.by_broker.values())
+
+    async def close(self) -> None:
+        """End them all; what was written with acks=0 still reaches the brokers."""
+        await asyncio.gather(*(upstream.close() for upstream in self.by_broker.values()))
