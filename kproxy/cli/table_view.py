@@ -20,6 +20,7 @@ from kproxy.observe.table import TablePage
 # Rich lays out every cell before the first is seen; a longer table comes as plain columns.
 MAX_BOXED_ROWS = 2_000
 HEADINGS = ("topic", "partition", "owner", "address", "revision")
+_SOURCES = {"kafka": "the Kafka cluster"}
 # Lines around the rows of a live table: headline, box, footer.
 _FRAME_LINES = 8
 # Owners in different colours, the same for the same broker.
@@ -58,9 +59,12 @@ def show(table: TablePage) -> None:
 
 def headline(table: TablePage) -> str:
     """How current the table is, in one line."""
+    if table.source == "static":
+        return f"revision {table.revision}, a fixed table"
+    source = _SOURCES.get(table.source, table.source)
     if table.age_s is None:
-        return f"revision {table.revision}, etcd has not been heard yet"
-    heard = f"revision {table.revision}, etcd heard {_seconds(table.age_s)} ago"
+        return f"revision {table.revision}, {source} has not been heard yet"
+    heard = f"revision {table.revision}, {source} heard {_seconds(table.age_s)} ago"
     return f"{heard}: STALE, the last known owners serve on" if table.stale else heard
 
 

@@ -20,15 +20,19 @@ MAX_PAGE_ROWS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class TableView:
-    """The live table and how current it is: `age_s` since its source last said anything, infinite before it did."""
+    """The live table and how current it is: `age_s` since its source last said anything, infinite before it did.
+
+    `source` is where owners are learned from: etcd, kafka or static.
+    """
 
     topology: Topology
     age_s: float
     stale: bool
+    source: str = "etcd"
 
 
 class PartitionRow(msgspec.Struct, frozen=True):
-    """One owned partition. `revision` is that of its last change in etcd; it is no leader epoch."""
+    """One owned partition. `revision` is the source's own, of its last change; it is no leader epoch."""
 
     partition: int
     owner: int
@@ -49,6 +53,7 @@ class BrokerRow(msgspec.Struct, frozen=True):
 class TablePage(msgspec.Struct, frozen=True, kw_only=True):
     """`next` is the `after` of the next page, None on the last. `age_s` None: the source never said anything yet."""
 
+    source: str = "etcd"
     revision: int
     age_s: float | None
     stale: bool
@@ -78,6 +83,7 @@ def table_page(
             topics.append(TopicRows(name, []))
         topics[-1].partitions.append(PartitionRow(row.partition_index, row.owner, row.revision))
     return TablePage(
+        source=view.source,
         revision=view.topology.revision,
         age_s=round(view.age_s, 3) if math.isfinite(view.age_s) else None,
         stale=view.stale,

@@ -130,8 +130,9 @@ class _Proxy:
 
     def _view(self) -> TableView:
         if self._opened is None:
-            return TableView(self._topology, inf, True)
-        return TableView(self._topology, self._opened.source.age_s, self._opened.source.stale)
+            return TableView(self._topology, inf, True, self._config.ownership)
+        source = self._opened.source
+        return TableView(self._topology, source.age_s, source.stale, self._config.ownership)
 
 
 async def _reload_at(hangup: asyncio.Event, source: Source) -> None:

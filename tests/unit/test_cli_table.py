@@ -34,6 +34,7 @@ def page(table: Topology, *, stale: bool = False, age_s: float = 0.25, **narrowe
 def test_a_page_holds_the_table_and_how_current_it_is() -> None:
     everything = page(topology(2), stale=True)
     assert msgspec.to_builtins(everything) == {
+        "source": "etcd",
         "revision": 100,
         "age_s": 0.25,
         "stale": True,
@@ -102,6 +103,18 @@ def test_the_headline_says_how_far_to_trust_it() -> None:
         "etcd heard 10 min ago: STALE, the last known owners serve on"
     )
     assert headline(page(table, age_s=math.inf)) == "revision 100, etcd has not been heard yet"
+
+
+@pytest.mark.parametrize(
+    ("source", "age_s", "line"),
+    [
+        ("kafka", 3.0, "revision 0, the Kafka cluster heard 3.0 s ago"),
+        ("kafka", math.inf, "revision 0, the Kafka cluster has not been heard yet"),
+        ("static", 0.0, "revision 0, a fixed table"),
+    ],
+)
+def test_the_headline_names_the_source(source: str, age_s: float, line: str) -> None:
+    assert headline(table_page(TableView(Topology(), age_s, False, source))) == line
     assert footline(page(Topology()), []) == "0 partitions owned (no brokers)"
 
 
