@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from math import inf
 from pathlib import Path
@@ -16,10 +17,9 @@ import pytest
 from codec.api_keys import PRODUCE
 from kproxy.config import ProxyConfig, load_proxy_config
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.ownership.etcd import EtcdClient
+from kproxy.ownership.etcd import EtcdClient, TxnOp, delete_op, put_op
 from kproxy.proxy.sources import OpenSource, open_source
 from kproxy.routing.topology import NO_OWNER, Address, Topology
-from tests.support.etcd import put_many
 from tests.support.real_kafka import RealKafka
 from tests.support.reference_broker import RawClient
 
@@ -56,6 +56,14 @@ class World(ABC):
     async def move(self) -> None:
         """Have every partition owned by another broker than before."""
 
+    @abstractmethod
+    async def delete(self) -> None:
+        """Have `topic` gone."""
+
+    async def make_again(self) -> None:
+        """Have a topic of the same name: another one, with an id of its own where there are ids."""
+        await self.prepare()
+
 
 class Fixed(World):
     follows = False
@@ -84,6 +92,9 @@ class Fixed(World):
     async def move(self) -> None:
         self._shift += 1
         await self.prepare()
+
+    async def delete(self) -> None:
+        self._file.write_text('[brokers]\n1 = "a:1"\n2 = "[::1]:2"\n')
 
 
 class Cluster(World):
@@ -115,6 +126,9 @@ class Cluster(World):
     async def move(self) -> None:
         await asyncio.to_thread(self._kafka.move_leaders, self.topic)
 
+    async def delete(self) -> None:
+        await asyncio.to_thread(self._kafka.delete_topic, self.topic)
+
 
 class Leases(World):
     def __init__(self, etcd: EmbeddedEtcd, prefix: str, *, has_ids: bool = True) -> None:
@@ -124,6 +138,7 @@ class Leases(World):
         self._prefix = prefix
         self._shift = 0
         self._topic_id = uuid.uuid4()
+        self._topic_key = f"{prefix}/refbroker/topics/{self.topic}"
 
     @property
     def config(self) -> ProxyConfig:
@@ -135,7 +150,7 @@ class Leases(World):
         await self._put([(key, json.dumps(value).encode()) for key, value in brokers])
         topic = json.dumps({"topic_id": str(self._topic_id), "replicas": [[1]] * PARTITIONS}).encode()
         if self._has_ids:
-            await self._put([(f"{self._prefix}/refbroker/topics/{self.topic}", topic)])
+            await self._put([(self._topic_key, topic)])
         await self._put_owners()
 
     async def topic_id(self) -> bytes | None:
@@ -148,6 +163,14 @@ class Leases(World):
         self._shift += 1
         await self._put_owners()
 
+    async def delete(self) -> None:
+        keys = [f"{self._prefix}/partition-leases/{self.topic}/{index}" for index in range(PARTITIONS)]
+        await self._txn([delete_op(key) for key in (*keys, self._topic_key)])
+
+    async def make_again(self) -> None:
+        self._topic_id = uuid.uuid4()
+        await self.prepare()
+
     def _brokers(self) -> dict[int, dict[str, object]]:
         return {number: {"node_id": number, "host": "127.0.0.1", "port": number} for number in (1, 2, 3)}
 
@@ -159,10 +182,13 @@ class Leases(World):
         await self._put([(keys[index], b"%d" % owner) for index, owner in self._owners().items()])
 
     async def _put(self, items: list[tuple[str, bytes]]) -> None:
+        await self._txn([put_op(key, value) for key, value in items])
+
+    async def _txn(self, operations: list[TxnOp]) -> None:
         client = EtcdClient([self._etcd.endpoint])
         await client.connect()
         try:
-            await put_many(client, items)
+            await client.txn([], operations)
         finally:
             await client.close()
 
@@ -271,18 +297,47 @@ async def test_what_has_changed_is_known_after_a_reload(world: World) -> None:
         before = {index: topology.owner_revision(name, index) for index in range(PARTITIONS)}
         await world.move()
         true_owners, true_brokers = await world.truth()
-        for _ in range(40):
-            assert await asyncio.wait_for(source.source.reload(), 10)
-            if owners(topology, world.topic) == true_owners:
-                break
-            await asyncio.sleep(0.05)
-        assert owners(topology, world.topic) == true_owners
+        await reloaded(source, lambda: owners(topology, world.topic) == true_owners)
         assert topology.brokers == true_brokers
         assert all(topology.owner_revision(name, index) > before[index] for index in range(PARTITIONS))
         # Nothing has changed since: no route is doubted.
         version = topology.version
         await asyncio.wait_for(source.source.reload(), 10)
         assert topology.version == version
+
+
+async def reloaded(source: OpenSource, condition: Callable[[], bool]) -> None:
+    """Read anew until it holds: what has been asked for may take a moment to come true behind the source."""
+    deadline = time.monotonic() + 30
+    while True:
+        assert await asyncio.wait_for(source.source.reload(), 10)
+        if condition():
+            return
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+
+async def test_a_topic_that_is_gone_has_no_owners_and_one_made_again_is_another(world: World) -> None:
+    await world.prepare()
+    async with opened(world) as (source, topology):
+        name, old_id = world.topic.encode(), await world.topic_id()
+        revisions = {index: topology.owner_revision(name, index) for index in range(PARTITIONS)}
+        await world.delete()
+        await reloaded(source, lambda: owners(topology, world.topic) == {} and name not in topology.topic_ids)
+        for topic in (name, old_id or name):
+            assert topology.owner(topic, 0) == NO_OWNER
+        await world.make_again()
+        await reloaded(source, lambda: len(owners(topology, world.topic)) == PARTITIONS)
+        true_owners, _ = await world.truth()
+        await reloaded(source, lambda: owners(topology, world.topic) == true_owners)
+        # A refusal of the first topic's time is older than what is known now.
+        assert all(topology.owner_revision(name, index) > revisions[index] for index in range(PARTITIONS))
+        new_id = await world.topic_id()
+        assert topology.topic_ids.get(name) == new_id
+        if old_id is not None and new_id is not None:
+            assert new_id != old_id
+            assert topology.owner(old_id, 0) == NO_OWNER
+            assert topology.owner(new_id, 0) == true_owners[0]
 
 
 async def test_a_source_that_is_heard_is_not_stale(world: World) -> None:

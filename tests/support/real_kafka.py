@@ -156,6 +156,9 @@ class RealKafka:
             time.sleep(0.05)
         return name
 
+    def delete_topic(self, name: str) -> None:
+        self.admin().delete_topics([name])[name].result(ADMIN_TIMEOUT_S)
+
     def move_leaders(self, topic: str) -> None:
         """Every partition's leadership to the next of its replicas; the data stays where it is."""
         found = self.admin().list_topics(topic, timeout=ADMIN_TIMEOUT_S).topics[topic].partitions
