@@ -11,6 +11,7 @@ from tests.support.dev import KproxyProcess, dev_arguments, serving
 pytest_plugins = [
     "tests.support.rules",
     "tests.support.etcd",
+    "tests.support.etcd_cluster",
     "tests.support.reference_broker",
     "tests.support.real_kafka",
 ]
