@@ -53,6 +53,8 @@ from kproxy.routing.topology import MAX_PARTITION_INDEX, NO_OWNER, Topology
 
 MAX_LOGGED_KEYS = 1_000
 PORTION_ENTRIES = 1_000
+# Twice the rhythm in which etcd is asked for a sign of life: a table is called stale within 5 s of its last.
+STALE_AFTER_S = 4.0
 
 log = structlog.get_logger(__name__)
 
@@ -78,7 +80,7 @@ class LeaseTable:
         *,
         on_change: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        stale_after_s: float = 10.0,
+        stale_after_s: float = STALE_AFTER_S,
     ) -> None:
         self._client = client
         self._topology = topology

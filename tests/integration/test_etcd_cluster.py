@@ -1,41 +1,188 @@
-"""The lease table before a real cluster of three etcd members that fail in every way members fail."""
+"""A mirror and a lease table before three real etcd members that fail in every way members fail.
+
+What is heard is compared with etcd's own history, event by event, as a watcher reads it afterwards who met no trouble.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
-from kproxy.ownership.etcd import EtcdClient
-from tests.support.etcd_cluster import EtcdCluster, running_cluster
+import pytest
+
+from kproxy.ownership.etcd import EtcdClient, EtcdError, PrefixMirror, Snapshot, WatchEvent
+from kproxy.ownership.etcd.watch import WatchStream
+from kproxy.ownership.leases import LeaseTable
+from kproxy.routing.topology import Topology
+from tests.support.etcd import eventually, running
+from tests.support.etcd_cluster import EtcdCluster, Member, running_cluster
+
+# The longest time without an answer from etcd that a table may go without saying so.
+STALE_WITHIN_S = 5.0
+# A change: its revision, the key, and the value, None for a deletion.
+Change = tuple[int, str, bytes | None]
 
 
-async def test_members_fail_and_come_back(etcd_cluster: EtcdCluster) -> None:
-    client = EtcdClient(etcd_cluster.endpoints)
+def change_of(event: WatchEvent) -> Change:
+    return event.kv.mod_revision, event.kv.key, None if event.deleted else event.kv.value
+
+
+class Hearing:
+    """A mirror's listener that writes down everything."""
+
+    def __init__(self) -> None:
+        self.changes: list[Change] = []
+        self.snapshots = 0
+        self.restores = 0
+
+    def on_restored(self) -> None:
+        self.restores += 1
+
+    def on_snapshot(self, snapshot: Snapshot) -> None:
+        self.snapshots += 1
+
+    def on_events(self, events: list[WatchEvent], revision: int) -> None:
+        self.changes += map(change_of, events)
+
+
+async def history(client: EtcdClient, prefix: str, after: int, until: int) -> list[Change]:
+    """What etcd says has happened under a prefix, behind the revision `after` and up to `until`."""
+    stream = WatchStream(client, write_timeout_s=5)
+    found: list[Change] = []
+    try:
+        await stream.watch_prefix(1, prefix, after + 1, fragments=False)
+        while not found or found[-1][0] < until:
+            message = await stream.read(10)
+            assert message is not None, f"etcd tells nothing after {found[-1:]}"
+            found += map(change_of, message.events(0, message.event_count()))
+    finally:
+        await stream.close()
+    return found
+
+
+class Churn:
+    """Puts and deletions until it is stopped, over every outage; `acknowledged` are those that etcd has confirmed."""
+
+    def __init__(self, client: EtcdClient, prefix: str, seed: int) -> None:
+        self._client = client
+        self._prefix = prefix
+        self._random = random.Random(seed)
+        self.acknowledged: list[Change] = []
+        self._stopped = False
+
+    async def run(self) -> None:
+        number = 0
+        while not self._stopped:
+            number += 1
+            key, value = f"{self._prefix}{self._random.randrange(64)}", b"%d" % number
+            try:
+                if self._random.random() < 0.2:
+                    await self._client.delete(key)
+                else:
+                    self.acknowledged.append((await self._client.put(key, value), key, value))
+            except EtcdError:
+                await asyncio.sleep(0.02)
+
+    async def goes_on(self, writes: int = 150) -> None:
+        """Until so many more puts are acknowledged."""
+        wanted = len(self.acknowledged) + writes
+        await eventually(lambda: len(self.acknowledged) >= wanted, timeout_s=30, what="writes go on")
+
+    def stop(self) -> None:
+        self._stopped = True
+
+
+@asynccontextmanager
+async def connected(cluster: EtcdCluster, timeout_s: float = 5.0) -> AsyncIterator[EtcdClient]:
+    client = EtcdClient(cluster.endpoints, timeout_s=timeout_s)
     await client.connect()
-    first = await client.put("k", b"1")
-    leader = etcd_cluster.leader()
-    leader.kill()
-    assert etcd_cluster.leader() is not leader
-    assert await client.put("k", b"2") > first
-    etcd_cluster.start_member(leader)
-    await etcd_cluster.healthy()
-    await client.close()
-
-
-async def test_restore(tmp_path: Path) -> None:
-    async with running_cluster(tmp_path) as cluster:
-        client = EtcdClient(cluster.endpoints)
-        await client.connect()
-        await client.put("k", b"1")
-        await cluster.snapshot(tmp_path / "db")
-        await client.put("k", b"2")
-        before = await client.status()
-        await cluster.restore(tmp_path / "db", same_cluster=True)
-        after = await client.status()
-        assert after.cluster_id == before.cluster_id
-        assert after.revision < before.revision
-        await cluster.restore(tmp_path / "db", same_cluster=False)
-        assert (await client.status()).cluster_id != before.cluster_id
-        kv = await client.get("k")
-        assert kv is not None
-        assert kv.value == b"1"
+    try:
+        yield client
+    finally:
         await client.close()
+
+
+async def killed(cluster: EtcdCluster, member: Member, during: Callable[[], Awaitable[None]]) -> None:
+    member.kill()
+    await during()
+    cluster.start_member(member)
+
+
+@pytest.mark.parametrize("trouble", [killed])
+async def test_no_change_is_lost_whichever_member_fails(
+    etcd_cluster: EtcdCluster, etcd_prefix: str, trouble: Callable[..., Awaitable[None]]
+) -> None:
+    prefix = f"{etcd_prefix}/"
+    async with connected(etcd_cluster) as client, connected(etcd_cluster, timeout_s=1.0) as writer:
+        hearing = Hearing()
+        began = await client.put(f"{prefix}first", b"")
+        mirror = PrefixMirror(client, [prefix], hearing)
+        churn = Churn(writer, prefix, seed=7)
+        async with running(mirror.run()):
+            await mirror.wait_synced()
+            async with running(churn.run()) as writing:
+                # The leader first, then the others: each election may make another one the leader.
+                for member in (etcd_cluster.leader(), *etcd_cluster.followers()):
+                    await churn.goes_on()
+                    await trouble(etcd_cluster, member, churn.goes_on)
+                    await etcd_cluster.healthy()
+                await churn.goes_on()
+                churn.stop()
+                await writing
+            ended = await client.put(f"{prefix}last", b"")
+            await eventually(lambda: hearing.changes[-1][0] == ended, timeout_s=30, what="it has caught up")
+        truth = await history(client, prefix, began, ended)
+    # The revision that a break cut in two may be heard twice; nothing else, and nothing out of order.
+    once = [change for n, change in enumerate(hearing.changes) if n == 0 or change != hearing.changes[n - 1]]
+    assert once == truth
+    assert set(churn.acknowledged) <= set(truth)
+    assert (hearing.snapshots, hearing.restores) == (1, 0), "it went on where it was, and did not begin anew"
+
+
+async def take_down(member: Member, *, hangs: bool) -> None:
+    if hangs:
+        await member.freeze()
+    else:
+        member.kill()
+
+
+@pytest.mark.parametrize("hang", [False, True], ids=["killed", "hung"])
+async def test_without_a_majority_the_table_is_stale_within_5_s_and_recovers_by_itself(
+    tmp_path: Path, hang: bool
+) -> None:
+    """The member that is left answers whatever it can answer alone: it must not pass for etcd."""
+    async with running_cluster(tmp_path) as cluster, connected(cluster) as client:
+        await client.put("/p/partition-leases/t/0", b"1")
+        topology = Topology()
+        table = LeaseTable(client, "/p", topology)
+        async with running(table.run()):
+            await table.wait_synced()
+            # Long enough for every rhythm in it to have come round.
+            await asyncio.sleep(3)
+            assert not table.stale
+            down = [cluster.leader(), cluster.followers()[0]]
+            lost_at = time.monotonic()
+            for member in down:
+                await take_down(member, hangs=hang)
+            await eventually(lambda: table.stale, timeout_s=60, what="stale")
+            assert time.monotonic() - lost_at < STALE_WITHIN_S + 1
+            age = table.age_s
+            await asyncio.sleep(2)
+            assert table.stale
+            assert table.age_s > age + 1.5, "nobody is heard, so it grows older"
+            assert topology.owner(b"t", 0) == 1, "what was known serves on"
+            for member in down:
+                if hang:
+                    member.thaw()
+                else:
+                    cluster.start_member(member)
+            await cluster.healthy()
+            async with connected(cluster) as other:
+                await other.put("/p/partition-leases/t/0", b"2")
+            await eventually(lambda: topology.owner(b"t", 0) == 2, timeout_s=30, what="it follows again")
+            await eventually(lambda: not table.stale, timeout_s=30, what="not stale")
+            assert table.restores == 0

@@ -25,8 +25,10 @@ Invariants
 4. A snapshot means: this is all there is, as of its revision; forget the rest.
 5. Revisions compare within one history only. Another cluster id, or a linearizable read below a revision already seen,
    is a restored etcd: LOADING, and `on_restored` before the snapshot. Until then the listener keeps what it has.
-6. `last_heard` is when the stream last said anything. Silence is broken by asking every `progress_interval_s`; a stream
-   that stays silent for `quiet_limit_s` is replaced.
+6. Silence on the stream is broken by asking every `progress_interval_s`; one that stays silent for `quiet_limit_s` is
+   replaced. A member that has lost the others answers such questions for seconds, so a linearizable read, which needs a
+   majority, is made in the same rhythm. `last_heard` is the earlier of the last word on the stream and the last
+   such read: at that time the copy was linked to a living cluster.
 
 Fragments are understood and not asked for. etcd (3.4 up to 3.6 at least) measures a fragment anew for each event it
 adds, which is quadratic: 50,000 small deletions at one revision took it 9.7 s in fragments and 0.3 s in one message,
@@ -126,7 +128,8 @@ class PrefixMirror:
         self._restored = False
         self._failures = 0
         self.state = MirrorState.LOADING
-        self.last_heard = float("-inf")
+        self._stream_heard_at = float("-inf")
+        self._confirmed_at = float("-inf")
         self.last_error: EtcdError | None = None
 
     async def wait_synced(self) -> None:
@@ -137,8 +140,18 @@ class PrefixMirror:
         """For a caller whose own read shows that etcd was restored: load anew, within a progress interval."""
         self._restored = True
 
+    @property
+    def last_heard(self) -> float:
+        """On the clock: as invariant 6 says; -inf before the first load."""
+        return min(self._stream_heard_at, self._confirmed_at)
+
     async def run(self) -> None:
         """Mirror until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow(), name="etcd-mirror-watch")
+            tasks.create_task(self._confirm(), name="etcd-mirror-confirm")
+
+    async def _follow(self) -> None:
         while True:
             try:
                 await self._once()
@@ -189,22 +202,42 @@ class PrefixMirror:
         if self._restored:
             self._restored = False
             self._listener.on_restored()
+        began = self._clock()
         taking = self._listener.on_snapshot(Snapshot(revision, cluster_id, kvs))
         if taking is not None:
             await taking
-        self._heard()
+        self._stream_heard_at = self._confirmed_at = began
         self.state = MirrorState.RESUMING
         self._synced.set()
 
+    async def _confirm(self) -> None:
+        """Have a majority speak, again and again."""
+        while True:
+            await asyncio.sleep(self._progress_interval_s)
+            if self.state is MirrorState.LOADING:
+                continue
+            try:
+                await self._prove_same_history()
+            except _Restored:
+                self.distrust()
+            except EtcdError as error:
+                # That nobody confirms is seen by `last_heard`; the stream has its own view of what to do about it.
+                log.debug("etcd_not_confirmed", reason=str(error))
+
     async def _prove_same_history(self) -> None:
         """A lagging member may truthfully be behind us; a linearizable read may not."""
-        now = await self._client.get_snapshot(self._watched[1].prefix)
+        asked_at, cluster_id = self._clock(), self._cluster_id
         seen = max(watched.seen for watched in self._watched.values())
+        now = await self._client.get_snapshot(self._watched[1].prefix)
+        if cluster_id != self._cluster_id:
+            # Loaded anew meanwhile: this read is of another time.
+            return
         if now.cluster_id != self._cluster_id or now.revision < seen:
             raise _Restored(
                 f"etcd was restored: cluster {now.cluster_id:x} at revision {now.revision}, "
                 f"where cluster {self._cluster_id:x} had reached {seen}"
             )
+        self._confirmed_at = max(self._confirmed_at, asked_at)
 
     async def _watch(self, stream: WatchStream) -> None:
         for watch_id, watched in self._watched.items():
@@ -216,8 +249,7 @@ class PrefixMirror:
             if self._restored:
                 raise _Restored("etcd was restored, as another read has shown")
             if message is not None:
-                self._heard()
-                quiet_since = self._clock()
+                self._stream_heard_at = quiet_since = self._clock()
                 await self._take(message)
             elif self._clock() - quiet_since >= self._quiet_limit_s:
                 raise EtcdUnavailable(
@@ -225,9 +257,6 @@ class PrefixMirror:
                 )
             else:
                 await stream.request_progress()
-
-    def _heard(self) -> None:
-        self.last_heard = self._clock()
 
     async def _take(self, message: WatchMessage) -> None:
         if message.cluster_id != self._cluster_id:
