@@ -16,6 +16,7 @@ from kproxy.proxy.broker_versions import BrokerVersions
 from kproxy.proxy.budget import Budget
 from kproxy.proxy.coordinators import Coordinators
 from kproxy.proxy.versions import NO_CAPS
+from kproxy.routing.fleet import Fleet
 from kproxy.routing.retry import LEASED, Conduct
 from kproxy.routing.topology import Topology
 
@@ -28,22 +29,13 @@ class OwnershipSource(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Identity:
-    """How clients see this proxy: one virtual broker."""
-
-    node_id: int
-    host: str
-    port: int
-
-
 @dataclass
 class ProxyContext:
     """Shared by all sessions; on one event loop."""
 
     topology: Topology
     source: OwnershipSource
-    identity: Identity
+    fleet: Fleet
     limits: Limits
     clock: Callable[[], float]
     random: Random

@@ -1,4 +1,4 @@
-"""Requests about the cluster: a broker answers them, and the proxy sees to it that only the proxy is named.
+"""Requests about the cluster: a broker answers them, and the proxy sees to it that only proxies are named.
 
 ApiVersions is answered here, from what the proxy and all its brokers serve. Everything else goes to one broker as
 received. A broker that cannot be reached, does not answer or answers nonsense is passed over for the next one; a
@@ -37,7 +37,7 @@ from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.coordination import Coordination, coordination_key
 from kproxy.proxy.coordinators import BATCHED_FROM, KEY_TYPES_FROM
-from kproxy.proxy.naming import metadata_without_brokers, rename
+from kproxy.proxy.naming import metadata_without_brokers, rename, rename_coordinators
 from kproxy.proxy.question import Lost, ask
 from kproxy.proxy.upstream import Upstream
 from kproxy.proxy.versions import OFFERS, Handling, Offer, Offered, Ranges
@@ -91,7 +91,7 @@ class ControlPlane:
         except (TimeoutError, Unanswerable) as error:
             if header.api_key != keys.METADATA:
                 raise Unanswerable(f"no broker answered {keys.name_of(header.api_key)}: {error}") from error
-            message = metadata_without_brokers(header.api_version, frame[header.body_offset :], self._context.identity)
+            message = metadata_without_brokers(header.api_version, frame[header.body_offset :], self._context.fleet)
             return _framed(header, encode_response(message))
 
     async def _ask_any(self, frame: memoryview, header: RequestHeader, offer: Offer) -> list[Buffer]:
@@ -132,7 +132,9 @@ class ControlPlane:
         if header.api_key == keys.FIND_COORDINATOR:
             asked = decode_request(header.api_key, header.api_version, frame[header.body_offset :])
             self._context.coordinators.take(asked, message)
-        rename(header.api_key, message, self._context.identity)
+            rename_coordinators(asked, message, self._context.fleet)
+        else:
+            rename(header.api_key, message, self._context.fleet)
         return _framed(header, encode_response(message))
 
     async def _ask(self, upstream: Upstream, frame: memoryview) -> memoryview:

@@ -1,93 +1,75 @@
-"""Answers that name brokers, made to name the proxy alone.
+"""Answers that name brokers, made to name proxies alone.
 
-One view of the cluster in every answer: the proxy is every partition's leader, its only replica and the controller;
-leader epochs are always -1, so that no client compares one of ours with one of a broker's (KIP-320); racks are left
-out. Topics, partitions, ids, configurations and error codes stay as the broker says.
+One view of the cluster in every answer: the brokers are the proxies of the fleet, and each partition is led by one of
+them, which is its only replica as well; leader epochs are always -1, so that no client compares one of ours with one of
+a broker's (KIP-320); racks are left out. The cluster's id, topics, partitions, ids, configurations and error codes stay
+as the broker says: all proxies of one upstream tell the same.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from codec import api_keys as keys
 from codec.control import Message, build_response, decode_request
 from codec.error_codes import LEADER_NOT_AVAILABLE, NONE, NOT_LEADER_OR_FOLLOWER, REPLICA_NOT_AVAILABLE
 from codec.primitives import Buffer
-from kproxy.proxy.context import Identity
+from kproxy.proxy.coordinators import BATCHED_FROM, key_type_of
+from kproxy.routing.fleet import Fleet
 
 _NO_EPOCH = -1
 # With one of these a broker says that its own view of leaders is not ready; whom the proxy routes to is its own affair.
 _ABOUT_LEADERS = frozenset({LEADER_NOT_AVAILABLE, REPLICA_NOT_AVAILABLE, NOT_LEADER_OR_FOLLOWER})
+# These are answered with the list of brokers and the controller.
+_LISTS_BROKERS = frozenset({keys.METADATA, keys.DESCRIBE_CLUSTER})
+_NAMES_LEADERS = frozenset({keys.METADATA, keys.DESCRIBE_TOPIC_PARTITIONS})
 
 
-def _brokers(api_key: int, api_version: int, identity: Identity) -> list[Message]:
-    """The list of brokers that an answer of this kind carries: the proxy alone."""
-    if api_key == keys.DESCRIBE_CLUSTER:
-        broker = {"broker_id": identity.node_id, "host": identity.host, "port": identity.port}
-    else:
-        broker = {"node_id": identity.node_id, "host": identity.host, "port": identity.port}
-    brokers: list[Message] = build_response(api_key, api_version, brokers=[broker]).brokers
-    return brokers
+def rename(api_key: int, answer: Message, fleet: Fleet) -> None:
+    """Replace every broker in a decoded answer by a proxy, in place."""
+    if api_key in _LISTS_BROKERS:
+        _list_brokers(api_key, answer, fleet)
+    if api_key in _NAMES_LEADERS:
+        for topic in answer.topics:
+            _lead(topic, fleet)
+    if api_key == keys.DESCRIBE_TOPIC_PARTITIONS:
+        for topic in answer.topics:
+            for partition in topic.partitions:
+                # Empty, not null: kafka-clients 3.9 reads them without asking.
+                partition.eligible_leader_replicas = []
+                partition.last_known_elr = []
 
 
-def _lead(partition: Message, identity: Identity) -> None:
-    if partition.error_code in _ABOUT_LEADERS:
-        partition.error_code = NONE
-    partition.leader_id = identity.node_id
-    partition.leader_epoch = _NO_EPOCH
-    partition.replica_nodes = [identity.node_id]
-    partition.isr_nodes = [identity.node_id]
-    partition.offline_replicas = []
+def _list_brokers(api_key: int, answer: Message, fleet: Fleet) -> None:
+    id_field = "broker_id" if api_key == keys.DESCRIBE_CLUSTER else "node_id"
+    brokers = [{id_field: proxy.node_id, "host": proxy.host, "port": proxy.port} for proxy in fleet.proxies]
+    answer.brokers = build_response(api_key, answer.version, brokers=brokers).brokers
+    answer.controller_id = fleet.controller.node_id
 
 
-def _metadata(answer: Message, identity: Identity) -> None:
-    answer.brokers = _brokers(keys.METADATA, answer.version, identity)
-    answer.controller_id = identity.node_id
-    for topic in answer.topics:
-        for partition in topic.partitions:
-            _lead(partition, identity)
+def _lead(topic: Message, fleet: Fleet) -> None:
+    leaders = fleet.leaders(
+        (topic.name or "").encode("utf-8", "surrogatepass"), [each.partition_index for each in topic.partitions]
+    )
+    for partition, leader in zip(topic.partitions, leaders, strict=True):
+        if partition.error_code in _ABOUT_LEADERS:
+            partition.error_code = NONE
+        partition.leader_id = leader.node_id
+        partition.leader_epoch = _NO_EPOCH
+        partition.replica_nodes = [leader.node_id]
+        partition.isr_nodes = [leader.node_id]
+        partition.offline_replicas = []
 
 
-def _describe_cluster(answer: Message, identity: Identity) -> None:
-    answer.brokers = _brokers(keys.DESCRIBE_CLUSTER, answer.version, identity)
-    answer.controller_id = identity.node_id
+def rename_coordinators(asked: Message, answer: Message, fleet: Fleet) -> None:
+    """The same for a decoded answer to the FindCoordinator request `asked`."""
+    batched = answer.version >= BATCHED_FROM
+    for found in answer.coordinators if batched else [answer]:
+        if found.error_code == NONE:
+            proxy = fleet.coordinator(key_type_of(asked), found.key if batched else asked.key)
+            found.node_id, found.host, found.port = proxy
 
 
-def _describe_topic_partitions(answer: Message, identity: Identity) -> None:
-    for topic in answer.topics:
-        for partition in topic.partitions:
-            _lead(partition, identity)
-            # Empty, not null: kafka-clients 3.9 reads them without asking.
-            partition.eligible_leader_replicas = []
-            partition.last_known_elr = []
-
-
-def _find_coordinator(answer: Message, identity: Identity) -> None:
-    found = answer.coordinators if answer.version >= _COORDINATORS_FROM else [answer]
-    for coordinator in found:
-        if coordinator.error_code == NONE:
-            coordinator.node_id = identity.node_id
-            coordinator.host = identity.host
-            coordinator.port = identity.port
-
-
-# From this version FindCoordinator answers for several keys at once (KIP-699).
-_COORDINATORS_FROM = 4
-_RENAMERS: dict[int, Callable[[Message, Identity], None]] = {
-    keys.METADATA: _metadata,
-    keys.DESCRIBE_CLUSTER: _describe_cluster,
-    keys.DESCRIBE_TOPIC_PARTITIONS: _describe_topic_partitions,
-    keys.FIND_COORDINATOR: _find_coordinator,
-}
-
-
-def rename(api_key: int, answer: Message, identity: Identity) -> None:
-    """Replace every broker in a decoded answer by the proxy, in place."""
-    _RENAMERS[api_key](answer, identity)
-
-
-def metadata_without_brokers(api_version: int, body: Buffer, identity: Identity) -> Message:
-    """What is said to a Metadata request while no broker can be asked: the proxy is here, the topics are not yet.
+def metadata_without_brokers(api_version: int, body: Buffer, fleet: Fleet) -> Message:
+    """What is said to a Metadata request while no broker can be asked: the proxies are here, the topics are not yet.
 
     LEADER_NOT_AVAILABLE makes clients ask again. Raises CodecError.
     """
@@ -97,5 +79,5 @@ def metadata_without_brokers(api_version: int, body: Buffer, identity: Identity)
         for topic in request.topics or []
     ]
     answer = build_response(keys.METADATA, api_version, topics=topics, cluster_id=None)
-    _metadata(answer, identity)
+    rename(keys.METADATA, answer, fleet)
     return answer

@@ -25,14 +25,13 @@ from kproxy.observe.admin import AdminPage
 from kproxy.observe.metrics import Metrics
 from kproxy.observe.table import TableView
 from kproxy.observe.tally import Tally
-from kproxy.proxy.context import Identity, ProxyContext
+from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.readiness import Brokers, readiness
 from kproxy.proxy.server import Listener
 from kproxy.proxy.sources import OpenSource, Source, cancel, open_source
+from kproxy.routing.fleet import FIRST_NODE_ID, Fleet, Proxy
 from kproxy.routing.topology import Topology
 
-# The virtual node id of a proxy that stands alone; far above any real broker's.
-ALONE_NODE_ID = 1_000_000
 # Objects more made than freed before the collector looks at the youngest; rounds before it looks at older ones.
 COLLECTOR_THRESHOLDS = (20_000, 50, 100)
 
@@ -87,7 +86,7 @@ class _Proxy:
             source=opened.source,
             conduct=opened.conduct,
             version_caps=opened.version_caps,
-            identity=Identity(ALONE_NODE_ID, host, advertised_port or port),
+            fleet=Fleet([Proxy(FIRST_NODE_ID, host, advertised_port or port)]),
             limits=self._config.limits,
             clock=time.monotonic,
             random=self._random,

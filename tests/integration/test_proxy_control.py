@@ -14,6 +14,7 @@ from codec import api_keys, control
 from codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
 from kproxy.proxy import broker_versions
 from kproxy.proxy.versions import OFFERS, Handling
+from kproxy.routing.fleet import Proxy
 from tests.support.raw_client import (
     control_frame,
     fetch_frame,
@@ -103,6 +104,39 @@ async def test_no_answer_about_the_cluster_names_a_broker(key: int, version: int
                 [IDENTITY.node_id],
                 [IDENTITY.node_id],
             )
+
+
+OTHERS = (Proxy(1_000_001, "other-1.test", 19093), Proxy(1_000_002, "other-2.test", 19094))
+
+
+@pytest.mark.parametrize(("key", "version"), naming_versions())
+@both_loops
+async def test_answers_name_all_proxies_and_lead_with_the_one_that_all_choose(key: int, version: int) -> None:
+    upstream = ScriptedUpstream(REAL_ID, answer_about_the_cluster)
+    async with running_proxy(upstream) as proxy:
+        fleet = proxy.context.fleet
+        fleet.replace([IDENTITY, *OTHERS])
+        client = await proxy.client()
+        client.send(request_of(key, version))
+        answer = await client.answer(key, version)
+        message = answer.message
+        assert message is not None
+        assert [each for each in TELLTALES if each in answer.frame] == []
+        if key in (api_keys.METADATA, api_keys.DESCRIBE_TOPIC_PARTITIONS):
+            (topic,) = message.topics
+            for partition in topic.partitions:
+                (leader,) = fleet.leaders(topic.name.encode(), [partition.partition_index])
+                assert partition.leader_id == leader.node_id
+                assert partition.replica_nodes == partition.isr_nodes == [leader.node_id]
+        if key == api_keys.METADATA:
+            assert [(each.node_id, each.host, each.port) for each in message.brokers] == [IDENTITY, *OTHERS]
+            assert version == 0 or message.controller_id == IDENTITY.node_id
+        if key == api_keys.DESCRIBE_CLUSTER:
+            assert [(each.broker_id, each.host, each.port) for each in message.brokers] == [IDENTITY, *OTHERS]
+            assert message.controller_id == IDENTITY.node_id
+        if key == api_keys.FIND_COORDINATOR:
+            found = message.coordinators[0] if version >= 4 else message
+            assert (found.node_id, found.host, found.port) == fleet.coordinator(0, "k")
 
 
 CURRENT_LEADER = struct.pack(">ii", REAL_ID, EPOCH) + b"\x00"
@@ -253,7 +287,7 @@ async def metadata_of(client: Any) -> Any:
 async def test_while_no_broker_can_be_asked_the_proxy_still_names_itself() -> None:
     async with running_proxy() as proxy:
         message = await metadata_of(await proxy.client())
-        assert [(each.node_id, each.host, each.port) for each in message.brokers] == [tuple(vars(IDENTITY).values())]
+        assert [(each.node_id, each.host, each.port) for each in message.brokers] == [IDENTITY]
         assert [(topic.name, topic.error_code) for topic in message.topics] == [("t", 5)]
 
 

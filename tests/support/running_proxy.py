@@ -20,8 +20,9 @@ import pytest
 import uvloop
 
 from kproxy.config import Limits
-from kproxy.proxy.context import Identity, ProxyContext
+from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.server import Listener
+from kproxy.routing.fleet import Fleet, Proxy
 from kproxy.routing.topology import NO_OWNER, Topology
 from tests.support.messages import topic_id
 from tests.support.raw_client import RawClient
@@ -30,7 +31,7 @@ from tests.support.scripted_upstream import HOST, PATIENCE_S, ScriptedUpstream
 _ON_BOTH = pytest.mark.parametrize(
     "loop_factory", [asyncio.SelectorEventLoop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
 )
-IDENTITY = Identity(1_000_000, "proxy.test", 19092)
+IDENTITY = Proxy(1_000_000, "proxy.test", 19092)
 _PROXY_MODULES = ("kproxy.proxy", "kproxy.routing")
 
 
@@ -99,7 +100,7 @@ class RunningProxy:
     def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
         self.topology = Topology()
         self.source = Owners()
-        self.context = ProxyContext(self.topology, self.source, IDENTITY, limits, clock, Random(7))
+        self.context = ProxyContext(self.topology, self.source, Fleet([IDENTITY]), limits, clock, Random(7))
         self.listener = Listener(limits)
         self.port = 0
         self._revision = 0
