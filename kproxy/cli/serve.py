@@ -19,10 +19,16 @@ from kproxy.config import DEFAULT_LISTEN, DEFAULT_PREFIX, load_proxy_config
 @click.option("--listen", metavar="H:P", help=f"Where clients connect; port 0: any free one. [{DEFAULT_LISTEN}]")
 @click.option("--advertise", metavar="H:P", help="What clients are told to connect to. [as --listen]")
 @click.option("--ownership", metavar="etcd|kafka|static", help="Where owners are learned from. [etcd]")
-@click.option("--etcd", metavar="URL[,URL...]", help="The etcd that holds the partition leases.")
+@click.option(
+    "--etcd",
+    metavar="URL[,URL...]",
+    help="The etcd that holds the partition leases, and through which proxies know of each other.",
+)
 @click.option("--prefix", help=f"The root of the keys in etcd. [{DEFAULT_PREFIX}]")
 @click.option("--bootstrap", metavar="H:P[,H:P...]", help="For --ownership kafka: some of the cluster's brokers.")
 @click.option("--table", metavar="FILE", help="For --ownership static: a TOML file with [brokers] and [[topics]].")
+@click.option("--alone", is_flag=True, default=None, help="Tell clients of this proxy only, not of others on one etcd.")
+@click.option("--lease-ttl", metavar="SECONDS", type=int, help="How long a proxy that died is still named. [10]")
 @click.option("--admin", metavar="H:P", help="Where to serve the admin page: /table, /metrics, /livez, /readyz. [none]")
 @click.option(
     "--confirm-acks0",

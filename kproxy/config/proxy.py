@@ -66,6 +66,11 @@ class _Ownership(msgspec.Struct, kw_only=True):
     table: str | UnsetType = UNSET
 
 
+class _Fleet(msgspec.Struct, kw_only=True):
+    alone: bool = False
+    lease_ttl: Annotated[int, Meta(ge=1, le=3_600)] = 10
+
+
 class _Produce(msgspec.Struct, kw_only=True):
     confirm_acks0: bool = False
 
@@ -73,6 +78,7 @@ class _Produce(msgspec.Struct, kw_only=True):
 _ROOMS: dict[str, type[msgspec.Struct]] = {
     "listen": _Listen,
     "ownership": _Ownership,
+    "fleet": _Fleet,
     "produce": _Produce,
     "limits": Limits,
 }
@@ -89,7 +95,9 @@ _FLAG_PATHS = {path.partition(".")[2]: path for path in _KEYS if not path.starts
 class ProxyConfig:
     """What `kproxy serve` is told, checked. `admin` None: no admin page. `advertise` None: the address listened on.
 
-    `etcd`, `bootstrap` or `owners` is there, as `ownership` says; the others are empty.
+    `etcd`, `bootstrap` or `owners` is there, as `ownership` says; the others are empty. But `etcd` may be there beside
+    any of them: proxies that share one are all named to clients, unless they are `alone`. `lease_ttl_s` is how long one
+    is named after it was last heard of.
     """
 
     listen: Address
@@ -100,6 +108,8 @@ class ProxyConfig:
     prefix: str
     bootstrap: tuple[Address, ...]
     owners: Owners | None
+    alone: bool
+    lease_ttl_s: int
     confirm_acks0: bool
     limits: Limits
 
@@ -160,10 +170,12 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
         advertise=advertised(listen, advertise),
         admin=_address(settings["listen.admin"]),
         ownership=ownership,
-        etcd=_etcd(settings) if ownership == "etcd" else (),
+        etcd=_etcd(settings) if ownership == "etcd" or settings["ownership.etcd"].value is not UNSET else (),
         prefix=str(prefix.value),
         bootstrap=_bootstrap(settings) if ownership == "kafka" else (),
         owners=_owners(settings) if ownership == "static" else None,
+        alone=bool(settings["fleet.alone"].value),
+        lease_ttl_s=msgspec.convert(settings["fleet.lease_ttl"].value, int),
         confirm_acks0=bool(settings["produce.confirm_acks0"].value),
         limits=msgspec.convert(
             {path.partition(".")[2]: each.value for path, each in settings.items() if path.startswith("limits.")},

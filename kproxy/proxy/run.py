@@ -25,11 +25,13 @@ from kproxy.observe.admin import AdminPage
 from kproxy.observe.metrics import Metrics
 from kproxy.observe.table import TableView
 from kproxy.observe.tally import Tally
+from kproxy.ownership.fleet_view import alone
 from kproxy.proxy.context import ProxyContext
+from kproxy.proxy.membership import Membership
 from kproxy.proxy.readiness import Brokers, readiness
 from kproxy.proxy.server import Listener
 from kproxy.proxy.sources import OpenSource, Source, cancel, open_source
-from kproxy.routing.fleet import FIRST_NODE_ID, Fleet, Proxy
+from kproxy.routing.fleet import Fleet
 from kproxy.routing.topology import Topology
 
 # Objects more made than freed before the collector looks at the youngest; rounds before it looks at older ones.
@@ -70,23 +72,39 @@ class _Proxy:
             port = await self._listener.bind(*config.listen)
             ready = f"ready kafka={config.listen.host}:{port}{await self._start_admin(stack)}"
             opened = self._opened = await stack.enter_async_context(open_source(config, self._topology, self._wait))
+            fleet, membership = await self._open_fleet(port, stack)
             stack.push_async_callback(self._listener.stop)
-            await self._listener.serve(self._context(opened, port))
+            await self._listener.serve(self._context(opened, fleet))
+            if membership is not None:
+                stack.push_async_callback(membership.leave)
+                await membership.join()
             _calm_collector()
-            sys.stdout.write(f"{ready}{opened.ready}\n")
+            # Also where only the other proxies are known by it.
+            etcd = f" etcd={','.join(config.etcd)}" if config.etcd else ""
+            sys.stdout.write(f"{ready}{opened.ready or etcd}\n")
             sys.stdout.flush()
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(_reload_at(self._hangup, opened.source))
+                if membership is not None:
+                    tasks.create_task(membership.failed())
                 await opened.following
 
-    def _context(self, opened: OpenSource, port: int) -> ProxyContext:
+    async def _open_fleet(self, port: int, stack: contextlib.AsyncExitStack) -> tuple[Fleet, Membership | None]:
+        """The proxies that clients are told of: with an etcd all that are on it."""
         host, advertised_port = self._config.advertise or self._config.listen
+        fleet = self._fleet = Fleet([alone(host, advertised_port or port)])
+        if not self._config.etcd or self._config.alone:
+            return fleet, None
+        membership = Membership(self._config, fleet, host, advertised_port or port)
+        return fleet, await stack.enter_async_context(membership)
+
+    def _context(self, opened: OpenSource, fleet: Fleet) -> ProxyContext:
         return ProxyContext(
             topology=self._topology,
             source=opened.source,
             conduct=opened.conduct,
             version_caps=opened.version_caps,
-            fleet=Fleet([Proxy(FIRST_NODE_ID, host, advertised_port or port)]),
+            fleet=fleet,
             limits=self._config.limits,
             clock=time.monotonic,
             random=self._random,

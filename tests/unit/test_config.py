@@ -109,6 +109,8 @@ def test_without_options_the_defaults_hold() -> None:
         prefix="/kafscale",
         bootstrap=(),
         owners=None,
+        alone=False,
+        lease_ttl_s=10,
         confirm_acks0=False,
         limits=Limits(),
     )
@@ -244,7 +246,7 @@ def test_a_static_table_is_read_from_either_place(tmp_path: Path) -> None:
     """
     brokers = {1: Address("a", 1), 7: Address("::1", 9092)}
     topics = (TopicOwners("t", (1, 7, 1)), TopicOwners("empty", ()))
-    inline = load(toml, tmp_path, flags={"ownership": "static"})
+    inline = load(toml, tmp_path, flags={"ownership": "static", "etcd": None})
     assert (inline.ownership, inline.etcd, inline.bootstrap) == ("static", (), ())
     table = tmp_path / "owners.toml"
     table.write_text(toml)
@@ -276,10 +278,23 @@ def test_a_static_table_read_again_is_checked_like_the_first_time(tmp_path: Path
 
 
 def test_a_kafka_cluster_is_named_by_some_of_its_brokers(tmp_path: Path) -> None:
-    config = load(flags={"ownership": "kafka", "bootstrap": "a:1, [::1]:2"})
+    config = load(flags={"ownership": "kafka", "bootstrap": "a:1, [::1]:2", "etcd": None})
     assert (config.bootstrap, config.etcd, config.owners) == ((Address("a", 1), Address("::1", 2)), (), None)
     toml = '[ownership]\nownership = "kafka"\nbootstrap = ["a:1", "[::1]:2"]\n'
     assert load(toml, tmp_path).bootstrap == config.bootstrap
+
+
+def test_proxies_of_any_source_know_of_each_other_by_an_etcd(tmp_path: Path) -> None:
+    kafka = load(flags={"ownership": "kafka", "bootstrap": "a:1", "etcd": "http://e:1,http://f:2", "lease_ttl": 3})
+    assert (kafka.etcd, kafka.lease_ttl_s, kafka.alone) == (("http://e:1", "http://f:2"), 3, False)
+    toml = '[ownership]\nownership = "static"\netcd = "http://e:1"\n[fleet]\nalone = true\n[brokers]\n1 = "a:1"\n'
+    static = load(toml, tmp_path)
+    assert (static.etcd, static.alone) == (("http://e:1",), True)
+
+
+@pytest.mark.parametrize("ttl", ["0", "3601", "1.5", "soon"])
+def test_a_lease_lasts_some_whole_seconds(ttl: str) -> None:
+    assert error_of("", None, environ={"KPROXY_FLEET__LEASE_TTL": ttl}).startswith("KPROXY_FLEET__LEASE_TTL: ")
 
 
 def test_etcd_has_to_be_named() -> None:

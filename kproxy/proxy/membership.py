@@ -1,0 +1,120 @@
+"""This proxy among the others that share an etcd: whom it names, and that it is named.
+
+States
+  entered    it knows the others; or etcd does not answer, and it is alone until etcd does
+  joined     it is named by the others: when it serves clients, not before
+  left       it is not: when it takes no more clients, so that the others send it none
+
+What is said to etcd here is on a client of its own: the routing table may come from elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import Any, Self
+
+import structlog
+
+from kproxy.config import ProxyConfig
+from kproxy.errors import StartupError
+from kproxy.ownership.etcd import EtcdClient, EtcdError, EtcdMisused
+from kproxy.ownership.fleet_view import FleetView
+from kproxy.ownership.registrar import Registrar
+from kproxy.proxy.sources import RECONNECT_PAUSE_S, cancel
+from kproxy.routing.fleet import Fleet
+
+# An etcd that is there answers at once; a proxy without it serves as well.
+PATIENCE_S = 5.0
+# In that time the others hear that this one has gone, before its clients ask them where to go.
+LEAVE_PAUSE_S = 0.2
+
+log = structlog.get_logger(__name__)
+
+
+class Membership:
+    """Keeps `fleet` current and, where it `registers`, this proxy's entry; `host` and `port` are what it advertises.
+
+    Use as `async with`; StartupError, there and from `failed`, for an etcd that waiting does not mend.
+    """
+
+    def __init__(self, config: ProxyConfig, fleet: Fleet, host: str, port: int, *, registers: bool = True) -> None:
+        self._fleet = fleet
+        self._address = (host, port)
+        self._registers = registers
+        self._client = EtcdClient(config.etcd)
+        self._view = FleetView(self._client, config.prefix, fleet, host, port)
+        self.registrar = Registrar(self._client, config.prefix, host, port, ttl_s=config.lease_ttl_s)
+        self._following: asyncio.Task[None] | None = None
+        self._registering: asyncio.Task[None] | None = None
+        self._synced = False
+
+    async def __aenter__(self) -> Self:
+        self._following = asyncio.create_task(self._follow())
+        try:
+            self._synced = await self._within_patience(self._following, self._view.wait_synced())
+        except BaseException:
+            await self.__aexit__(None, None, None)
+            raise
+        if not self._synced:
+            log.warning("etcd does not answer: until it does no other proxy is known", etcd=self._client.endpoints)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for task in (self._registering, self._following):
+            if task is not None:
+                await cancel(task)
+        await self._client.close()
+
+    async def join(self) -> None:
+        """Have this proxy named; where etcd does not answer, as soon as it does."""
+        if self._registers:
+            self._registering = asyncio.create_task(self.registrar.run())
+            if self._synced:
+                await self._within_patience(self._registering, self._named())
+
+    async def leave(self) -> None:
+        """Not to be named any more: the entry is gone, and the others had time to hear of it."""
+        self._view.leave()
+        if self._registering is not None:
+            await cancel(self._registering)
+        if any(proxy.address != self._address for proxy in self._fleet.proxies):
+            await asyncio.sleep(LEAVE_PAUSE_S)
+
+    async def failed(self) -> None:
+        """Until something here fails for good; its error."""
+        tasks = [task for task in (self._following, self._registering) if task is not None]
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+
+    async def _named(self) -> None:
+        """Until this proxy is registered and knows it by what others see."""
+        await self.registrar.wait_entered()
+        await self._view.wait_named()
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                await self._client.connect()
+                break
+            except EtcdMisused as error:
+                raise StartupError(str(error)) from error
+            except EtcdError as error:
+                log.debug("etcd_not_connected", reason=str(error))
+                await asyncio.sleep(RECONNECT_PAUSE_S)
+        await self._view.run()
+
+    async def _within_patience(self, task: asyncio.Task[None], work: Coroutine[Any, Any, None]) -> bool:
+        """Whether `work`, which waits for `task`, is done in time; what `task` fails with is raised."""
+        waiting = asyncio.create_task(work)
+        try:
+            await asyncio.wait((waiting, task), timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+            return waiting.done()
+        finally:
+            await cancel(waiting)
