@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from kproxy.config import Address
-from kproxy.observe.table import TablePage, TableView, merge_pages, table_page
+from kproxy.observe.table import ProxyRow, TablePage, TableView, merge_pages, table_page
 
 ANSWER_TIMEOUT_S = 5.0
 MAX_ANSWER_BYTES = 64 << 20
@@ -88,6 +88,7 @@ async def tables_from_etcd(
     """What etcd says, kept current by a watch."""
     from kproxy.observe.logging import configure_logging
     from kproxy.ownership.etcd import EtcdClient, EtcdError
+    from kproxy.ownership.fleet_view import named_in
     from kproxy.ownership.leases import LeaseTable
     from kproxy.routing.topology import Topology
 
@@ -102,7 +103,8 @@ async def tables_from_etcd(
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             await table.wait_synced()
         while not mirror.done():
-            yield _whole(TableView(topology, table.age_s, table.stale), topic)
+            proxies = [ProxyRow(*proxy) for proxy in await named_in(client, prefix)]
+            yield _whole(TableView(topology, table.age_s, table.stale, proxies=proxies), topic)
             await asyncio.wait((mirror,), timeout=WATCH_INTERVAL_S)
         mirror.result()
     except TimeoutError:

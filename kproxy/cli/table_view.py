@@ -21,8 +21,8 @@ from kproxy.observe.table import TablePage
 MAX_BOXED_ROWS = 2_000
 HEADINGS = ("topic", "partition", "owner", "address", "revision")
 _SOURCES = {"kafka": "the Kafka cluster"}
-# Lines around the rows of a live table: headline, box, footer.
-_FRAME_LINES = 8
+# Lines around the rows of a live table: headline, box, footer, proxies.
+_FRAME_LINES = 9
 # Owners in different colours, the same for the same broker.
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
@@ -51,6 +51,8 @@ def show(table: TablePage) -> None:
         return
     click.echo(f"# {headline(table)}")
     click.echo(f"# {footline(table, rows)}")
+    if table.proxies:
+        click.echo(f"# {proxies_line(table)}")
     cells = [HEADINGS, *(tuple(str(cell) for cell in row) for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(HEADINGS))]
     for row in cells:
@@ -78,6 +80,16 @@ def footline(table: TablePage, rows: Iterable[Row]) -> str:
     return f"{total:,} {'partition' if total == 1 else 'partitions'} owned ({spread or 'no brokers'})"
 
 
+def proxies_line(table: TablePage) -> str:
+    """Whom clients are told of, in one line; only the registered ones are known to others."""
+    named = [
+        f"{each.id} at {_bracketed(each.host)}:{each.port}{' (this one)' if each.this else ''}"
+        for each in table.proxies
+    ]
+    line = f"{len(named)} {'proxy' if len(named) == 1 else 'proxies'}: {', '.join(named)}"
+    return f"{line}; this one is {table.registration}" if table.registration not in ("", "registered") else line
+
+
 def describe_changes(before: TablePage, after: TablePage) -> list[str]:
     """A line for each partition, broker and state that changed."""
     was = {(row.topic, row.partition): row for row in rows_of(before)}
@@ -93,6 +105,8 @@ def describe_changes(before: TablePage, after: TablePage) -> list[str]:
     for broker in sorted(brokers_before ^ brokers_after, key=lambda each: (each.id, each in brokers_after)):
         what = "is there" if broker in brokers_after else "is gone"
         lines.append(f"broker {broker.id} at {_bracketed(broker.host)}:{broker.port} {what}")
+    if (before.proxies, before.registration) != (after.proxies, after.registration):
+        lines.append(proxies_line(after))
     if before.stale != after.stale:
         lines.append(headline(after))
     return lines
@@ -151,6 +165,8 @@ def _boxed(table: TablePage, rows: list[Row], room: int | None = None) -> Group:
     if len(shown) < len(rows):
         parts.append(Text(f"... and {len(rows) - len(shown):,} more (--topic shows one topic)", style="dim"))
     parts.append(Text(footline(table, rows), style="dim"))
+    if table.proxies:
+        parts.append(Text(proxies_line(table), style="dim", no_wrap=True, overflow="ellipsis"))
     return Group(*parts)
 
 

@@ -76,7 +76,9 @@ class _ProxyCollector(Collector):
         yield from _traffic(self._tally, vitals)
         yield from _outcomes(self._tally, self._counters)
         yield from _connections(vitals, self._counters)
-        yield from _table(self._table())
+        table = self._table()
+        yield from _table(table)
+        yield from _fleet(table, self._counters)
 
 
 def _traffic(tally: Tally, vitals: Vitals) -> Iterable[Metric]:
@@ -163,6 +165,20 @@ def _table(view: TableView) -> Iterable[Metric]:
     yield _gauge("kproxy_table_stale", "1 while that is too long ago.", int(view.stale))
     yield _gauge("kproxy_table_partitions", "Partitions that have an owner.", topology.owned_count)
     yield _gauge("kproxy_table_brokers", "Brokers with an address.", len(topology.brokers))
+
+
+def _fleet(view: TableView, counters: Mapping[str, int]) -> Iterable[Metric]:
+    yield _gauge("kproxy_fleet_proxies", "Proxies that clients are told of.", len(view.proxies))
+    registered = int(view.registration == "registered")
+    yield _gauge("kproxy_fleet_registered", "1 while this proxy has its own entry among them.", registered)
+    skipped = CounterMetricFamily(
+        "kproxy_fleet_keys_skipped", "Entries of proxies that made no sense.", labels=["reason"]
+    )
+    for name, count in sorted(counters.items()):
+        reason = name.removeprefix("fleet.skipped.")
+        if reason != name:
+            skipped.add_metric([reason], count)
+    yield skipped
 
 
 def _counter(name: str, documentation: str, value: float) -> Metric:

@@ -18,17 +18,29 @@ from kproxy.routing.topology import Ownership, Topology
 MAX_PAGE_ROWS = 10_000
 
 
+class ProxyRow(msgspec.Struct, frozen=True):
+    """One proxy that clients are told of; `this` is the one that says so."""
+
+    id: int
+    host: str
+    port: int
+    this: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class TableView:
     """The live table and how current it is: `age_s` since its source last said anything, infinite before it did.
 
-    `source` is where owners are learned from: etcd, kafka or static.
+    `source` is where owners are learned from: etcd, kafka or static. `registration`: how this proxy stands among the
+    others, empty where it knows of none.
     """
 
     topology: Topology
     age_s: float
     stale: bool
     source: str = "etcd"
+    proxies: Sequence[ProxyRow] = ()
+    registration: str = ""
 
 
 class PartitionRow(msgspec.Struct, frozen=True):
@@ -58,6 +70,8 @@ class TablePage(msgspec.Struct, frozen=True, kw_only=True):
     age_s: float | None
     stale: bool
     brokers: list[BrokerRow]
+    proxies: list[ProxyRow] = []
+    registration: str = ""
     topics: list[TopicRows]
     next: str | None = None
 
@@ -90,6 +104,8 @@ def table_page(
         brokers=[
             BrokerRow(broker_id, each.host, each.port) for broker_id, each in sorted(view.topology.brokers.items())
         ],
+        proxies=list(view.proxies),
+        registration=view.registration,
         topics=topics,
         next=f"{topics[-1].name}/{rows[-1].partition_index}" if more else None,
     )

@@ -11,12 +11,13 @@ Invariants
    one. Only one that is leaving goes, if there is another.
 2. Before it ever had an id it names the others. A fleet of nobody is this one alone, as `FIRST_NODE_ID`.
 3. An address is named once, under the lowest of its ids; at most MAX_PROXIES are named, those of the lowest ids.
-4. A key or value that makes no sense is passed over, counted in `skipped` by reason, and logged once a key.
+4. A key or value that makes no sense is passed over, counted by reason, and logged once a key.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -42,7 +43,8 @@ def alone(host: str, port: int) -> Proxy:
 class FleetView:
     """Feeds `fleet` from etcd. `run` is one coroutine that the caller owns.
 
-    `prefix` is the root of all keys, `host` and `port` what this proxy advertises, `clock` in seconds.
+    `prefix` is the root of all keys, `host` and `port` what this proxy advertises, `clock` in seconds. What is passed
+    over is counted in `counters` as `fleet.skipped.{reason}`.
     """
 
     def __init__(
@@ -53,8 +55,10 @@ class FleetView:
         host: str,
         port: int,
         *,
+        counters: Counter[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._counters = Counter[str]() if counters is None else counters
         self._fleet = fleet
         self._alone = alone(host, port)
         self._prefix = proxies_prefix(prefix)
@@ -64,7 +68,6 @@ class FleetView:
         self._leaving = False
         self._named = asyncio.Event()
         self._logged: set[str] = set()
-        self.skipped: Counter[str] = Counter()
 
     async def run(self) -> None:
         """Keep the fleet current until cancelled."""
@@ -105,7 +108,7 @@ class FleetView:
         try:
             self._found[kv.key] = parse_proxy(kv.key.removeprefix(self._prefix), kv.value)
         except Senseless as reason:
-            self.skipped[str(reason)] += 1
+            self._counters[f"fleet.skipped.{reason}"] += 1
             if kv.key not in self._logged and len(self._logged) < MAX_LOGGED_KEYS:
                 self._logged.add(kv.key)
                 log.warning("proxy_key_skipped", key=kv.key[:300], value=repr(kv.value[:80]), reason=str(reason))
@@ -120,6 +123,15 @@ class FleetView:
             named.append(self._mine)
         if self._fleet.replace(named or [self._mine or self._alone]):
             log.info("proxies", named=[f"{each.node_id}={each.host}:{each.port}" for each in self._fleet.proxies])
+
+
+async def named_in(client: EtcdClient, prefix: str) -> list[Proxy]:
+    """Whom the proxies under this root name to clients, read once. Raises EtcdError."""
+    proxies = []
+    for kv in (await client.get_prefix(proxies_prefix(prefix))).kvs:
+        with contextlib.suppress(Senseless):
+            proxies.append(parse_proxy(kv.key.removeprefix(proxies_prefix(prefix)), kv.value))
+    return distinct(proxies)
 
 
 def distinct(proxies: Iterable[Proxy]) -> list[Proxy]:

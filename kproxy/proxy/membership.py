@@ -5,12 +5,14 @@ States
   joined     it is named by the others: when it serves clients, not before
   left       it is not: when it takes no more clients, so that the others send it none
 
-What is said to etcd here is on a client of its own: the routing table may come from elsewhere.
+Without an etcd, or where it is to be alone, it names itself in all of them. What is said to etcd here is on a client of
+its own: the routing table may come from elsewhere.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any, Self
@@ -19,8 +21,9 @@ import structlog
 
 from kproxy.config import ProxyConfig
 from kproxy.errors import StartupError
+from kproxy.observe.table import ProxyRow
 from kproxy.ownership.etcd import EtcdClient, EtcdError, EtcdMisused
-from kproxy.ownership.fleet_view import FleetView
+from kproxy.ownership.fleet_view import FleetView, alone
 from kproxy.ownership.registrar import Registrar
 from kproxy.proxy.sources import RECONNECT_PAUSE_S, cancel
 from kproxy.routing.fleet import Fleet
@@ -39,19 +42,36 @@ class Membership:
     Use as `async with`; StartupError, there and from `failed`, for an etcd that waiting does not mend.
     """
 
-    def __init__(self, config: ProxyConfig, fleet: Fleet, host: str, port: int, *, registers: bool = True) -> None:
-        self._fleet = fleet
+    def __init__(
+        self, config: ProxyConfig, host: str, port: int, *, counters: Counter[str], registers: bool = True
+    ) -> None:
+        self.fleet = Fleet([alone(host, port)])
         self._address = (host, port)
-        self._registers = registers
-        self._client = EtcdClient(config.etcd)
-        self._view = FleetView(self._client, config.prefix, fleet, host, port)
-        self.registrar = Registrar(self._client, config.prefix, host, port, ttl_s=config.lease_ttl_s)
+        self._client: EtcdClient | None = None
+        self._registrar: Registrar | None = None
+        if config.etcd and not config.alone:
+            self._client = EtcdClient(config.etcd)
+            self._view = FleetView(self._client, config.prefix, self.fleet, host, port, counters=counters)
+            if registers:
+                self._registrar = Registrar(self._client, config.prefix, host, port, ttl_s=config.lease_ttl_s)
         self._following: asyncio.Task[None] | None = None
         self._registering: asyncio.Task[None] | None = None
         self._synced = False
 
+    @property
+    def rows(self) -> list[ProxyRow]:
+        """Whom clients are told of."""
+        return [ProxyRow(*proxy, proxy.address == self._address) for proxy in self.fleet.proxies]
+
+    @property
+    def registration(self) -> str:
+        """How this proxy stands among the others; empty where it does not register."""
+        return self._registrar.state.value if self._registrar is not None else ""
+
     async def __aenter__(self) -> Self:
-        self._following = asyncio.create_task(self._follow())
+        if self._client is None:
+            return self
+        self._following = asyncio.create_task(self._follow(self._client))
         try:
             self._synced = await self._within_patience(self._following, self._view.wait_synced())
         except BaseException:
@@ -67,39 +87,42 @@ class Membership:
         for task in (self._registering, self._following):
             if task is not None:
                 await cancel(task)
-        await self._client.close()
+        if self._client is not None:
+            await self._client.close()
 
     async def join(self) -> None:
         """Have this proxy named; where etcd does not answer, as soon as it does."""
-        if self._registers:
-            self._registering = asyncio.create_task(self.registrar.run())
+        if self._registrar is not None:
+            self._registering = asyncio.create_task(self._registrar.run())
             if self._synced:
-                await self._within_patience(self._registering, self._named())
+                await self._within_patience(self._registering, self._named(self._registrar))
 
     async def leave(self) -> None:
         """Not to be named any more: the entry is gone, and the others had time to hear of it."""
-        self._view.leave()
+        if self._client is not None:
+            self._view.leave()
         if self._registering is not None:
             await cancel(self._registering)
-        if any(proxy.address != self._address for proxy in self._fleet.proxies):
+        if any(proxy.address != self._address for proxy in self.fleet.proxies):
             await asyncio.sleep(LEAVE_PAUSE_S)
 
     async def failed(self) -> None:
-        """Until something here fails for good; its error."""
+        """Until something here fails for good; its error. Returns where nothing runs."""
         tasks = [task for task in (self._following, self._registering) if task is not None]
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        if tasks:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
 
-    async def _named(self) -> None:
-        """Until this proxy is registered and knows it by what others see."""
-        await self.registrar.wait_entered()
+    async def _named(self, registrar: Registrar) -> None:
+        """Until this proxy is registered and sees what the others see."""
+        await registrar.wait_entered()
         await self._view.wait_named()
 
-    async def _follow(self) -> None:
+    async def _follow(self, client: EtcdClient) -> None:
         while True:
             try:
-                await self._client.connect()
+                await client.connect()
                 break
             except EtcdMisused as error:
                 raise StartupError(str(error)) from error

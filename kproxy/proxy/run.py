@@ -25,13 +25,11 @@ from kproxy.observe.admin import AdminPage
 from kproxy.observe.metrics import Metrics
 from kproxy.observe.table import TableView
 from kproxy.observe.tally import Tally
-from kproxy.ownership.fleet_view import alone
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.membership import Membership
 from kproxy.proxy.readiness import Brokers, readiness
 from kproxy.proxy.server import Listener
 from kproxy.proxy.sources import OpenSource, Source, cancel, open_source
-from kproxy.routing.fleet import Fleet
 from kproxy.routing.topology import Topology
 
 # Objects more made than freed before the collector looks at the youngest; rounds before it looks at older ones.
@@ -61,6 +59,7 @@ class _Proxy:
         self._topology = Topology(offers_unowned=config.ownership == "etcd")
         self._listener = Listener(config.limits)
         self._opened: OpenSource | None = None
+        self._membership: Membership | None = None
         self._tally = Tally()
         self._counters = Counter[str]()
         self._random = Random()  # noqa: S311 -- spreads retries, guards nothing
@@ -72,12 +71,11 @@ class _Proxy:
             port = await self._listener.bind(*config.listen)
             ready = f"ready kafka={config.listen.host}:{port}{await self._start_admin(stack)}"
             opened = self._opened = await stack.enter_async_context(open_source(config, self._topology, self._wait))
-            fleet, membership = await self._open_fleet(port, stack)
+            membership = self._membership = await stack.enter_async_context(self._open_membership(port))
             stack.push_async_callback(self._listener.stop)
-            await self._listener.serve(self._context(opened, fleet))
-            if membership is not None:
-                stack.push_async_callback(membership.leave)
-                await membership.join()
+            await self._listener.serve(self._context(opened, membership))
+            stack.push_async_callback(membership.leave)
+            await membership.join()
             _calm_collector()
             # Also where only the other proxies are known by it.
             etcd = f" etcd={','.join(config.etcd)}" if config.etcd else ""
@@ -85,26 +83,20 @@ class _Proxy:
             sys.stdout.flush()
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(_reload_at(self._hangup, opened.source))
-                if membership is not None:
-                    tasks.create_task(membership.failed())
+                tasks.create_task(membership.failed())
                 await opened.following
 
-    async def _open_fleet(self, port: int, stack: contextlib.AsyncExitStack) -> tuple[Fleet, Membership | None]:
-        """The proxies that clients are told of: with an etcd all that are on it."""
+    def _open_membership(self, port: int) -> Membership:
         host, advertised_port = self._config.advertise or self._config.listen
-        fleet = self._fleet = Fleet([alone(host, advertised_port or port)])
-        if not self._config.etcd or self._config.alone:
-            return fleet, None
-        membership = Membership(self._config, fleet, host, advertised_port or port)
-        return fleet, await stack.enter_async_context(membership)
+        return Membership(self._config, host, advertised_port or port, counters=self._counters)
 
-    def _context(self, opened: OpenSource, fleet: Fleet) -> ProxyContext:
+    def _context(self, opened: OpenSource, membership: Membership) -> ProxyContext:
         return ProxyContext(
             topology=self._topology,
             source=opened.source,
             conduct=opened.conduct,
             version_caps=opened.version_caps,
-            fleet=fleet,
+            fleet=membership.fleet,
             limits=self._config.limits,
             clock=time.monotonic,
             random=self._random,
@@ -148,8 +140,15 @@ class _Proxy:
     def _view(self) -> TableView:
         if self._opened is None:
             return TableView(self._topology, inf, True, self._config.ownership)
-        source = self._opened.source
-        return TableView(self._topology, source.age_s, source.stale, self._config.ownership)
+        source, membership = self._opened.source, self._membership
+        return TableView(
+            self._topology,
+            source.age_s,
+            source.stale,
+            self._config.ownership,
+            membership.rows if membership is not None else (),
+            membership.registration if membership is not None else "",
+        )
 
 
 async def _reload_at(hangup: asyncio.Event, source: Source) -> None:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from kproxy.cli.table_view import LiveTable, describe_changes, footline, headline, rows_of, show
-from kproxy.observe.table import TablePage, TableView, merge_pages, table_page
+from kproxy.observe.table import ProxyRow, TablePage, TableView, merge_pages, table_page
 from kproxy.routing.topology import Address, Ownership, Topology
 
 
@@ -39,6 +39,8 @@ def test_a_page_holds_the_table_and_how_current_it_is() -> None:
         "age_s": 0.25,
         "stale": True,
         "brokers": [{"id": id_, "host": "127.0.0.1", "port": 9000 + id_} for id_ in (1, 2, 3)],
+        "proxies": [],
+        "registration": "",
         "topics": [
             {
                 "name": name,
@@ -118,6 +120,27 @@ def test_the_headline_names_the_source(source: str, age_s: float, line: str) -> 
     assert footline(page(Topology()), []) == "0 partitions owned (no brokers)"
 
 
+ONE, OTHER = ProxyRow(1_000_000, "10.0.0.1", 9092, True), ProxyRow(1_000_001, "::1", 9093)
+
+
+@pytest.mark.parametrize(
+    ("proxies", "registration", "line"),
+    [
+        ([ONE], "", "1 proxy: 1000000 at 10.0.0.1:9092 (this one)"),
+        ([ONE, OTHER], "registered", "2 proxies: 1000000 at 10.0.0.1:9092 (this one), 1000001 at [::1]:9093"),
+        ([OTHER], "out", "1 proxy: 1000001 at [::1]:9093; this one is out"),
+        ([ONE], "standing by", "1 proxy: 1000000 at 10.0.0.1:9092 (this one); this one is standing by"),
+    ],
+)
+def test_the_proxies_that_clients_are_told_of_are_a_line(
+    proxies: list[ProxyRow], registration: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    view = TableView(topology(), 0.0, False, proxies=proxies, registration=registration)
+    show(table_page(view))
+    assert capsys.readouterr().out.splitlines()[2] == f"# {line}"
+    assert describe_changes(page(topology()), table_page(view)) == [line]
+
+
 def test_each_change_is_a_line() -> None:
     table = topology(2)
     before = page(table)
@@ -142,11 +165,12 @@ def test_each_change_is_a_line() -> None:
 
 def test_a_live_table_fits_its_terminal_and_keeps_the_last_one_beside_a_problem() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=80, height=14, color_system=None)
+    proxies = [ProxyRow(1_000_000 + number, "127.0.0.1", 9092 + number) for number in range(9)]
     with LiveTable(console) as live:
         live.problem("nobody answers.")
-        live.update(page(topology(40)))
+        live.update(table_page(TableView(topology(40), 0.25, False, proxies=proxies)))
         shown = written(console)
-        assert "... and 75 more" in shown
+        assert "... and 76 more" in shown
         assert len(shown.splitlines()) <= 14
         live.problem("nobody answers any more.")
         shown = written(console)
