@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 from uuid import UUID
 
 import msgspec
 
+from codec.partitioned import TOPIC_ID_BYTES
 from kproxy.routing.topology import MAX_PARTITION_INDEX, Address
 
 MAX_BROKER_ID = 2**31 - 1
 MAX_BROKER_VALUE_BYTES = 4096
 # A topic's value lists the replicas of each of its partitions.
 MAX_TOPIC_VALUE_BYTES = 1 << 20
+# KafScale's snapshot lists every partition of every topic; etcd takes requests of 1.5 MiB unless told otherwise.
+MAX_SNAPSHOT_VALUE_BYTES = 8 << 20
+MAX_SNAPSHOT_BROKERS = 10_000
+MAX_REASONS = 1_000
+MAX_GROUP_ID_BYTES = 1_000
 
 _TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 _DECIMAL = re.compile(r"0|[1-9][0-9]{0,9}")
@@ -65,7 +72,10 @@ def parse_address(broker_id: int, value: bytes) -> Address:
         raise Senseless("a broker's value that is not JSON") from None
     if not isinstance(fields, dict) or fields.get("node_id") != broker_id:
         raise Senseless("a broker's value without the node_id of its key")
-    host, port = fields.get("host"), fields.get("port")
+    return _address(fields.get("host"), fields.get("port"))
+
+
+def _address(host: object, port: object) -> Address:
     if not isinstance(host, str) or not 0 < len(host) <= 255:
         raise Senseless("a broker's value without a host")
     if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 65536:
@@ -91,3 +101,90 @@ def parse_topic_id(value: bytes) -> bytes:
 
 class _TopicValue(msgspec.Struct):
     topic_id: UUID
+
+
+def parse_group_key(rest: str) -> str:
+    """The group in `{group}`, the part of a group lease's key after the prefix: any text, slashes included."""
+    if not 0 < len(rest.encode(errors="surrogateescape")) <= MAX_GROUP_ID_BYTES:
+        raise Senseless("not a group id")
+    return rest
+
+
+class ClusterSnapshot(NamedTuple):
+    """What KafScale's operator and brokers say of the cluster: addresses by broker id, ids by topic.
+
+    `senseless`: why entries were passed over, at most MAX_REASONS of them.
+    """
+
+    addresses: dict[int, Address]
+    topic_ids: dict[bytes, bytes]
+    senseless: list[Senseless]
+
+
+NO_SNAPSHOT = ClusterSnapshot({}, {}, [])
+
+
+def parse_snapshot(value: bytes) -> ClusterSnapshot:
+    """The JSON of KafScale's `metadata/snapshot`, a Go struct with no names of its own for JSON.
+
+    An entry that makes no sense is passed over; the rest of the value counts all the same.
+    """
+    if len(value) > MAX_SNAPSHOT_VALUE_BYTES:
+        raise Senseless("a cluster snapshot that is too long")
+    try:
+        fields = msgspec.json.decode(value, type=_SnapshotValue)
+    except (msgspec.MsgspecError, RecursionError):
+        raise Senseless("a cluster snapshot that is not one") from None
+    if len(fields.Brokers or ()) > MAX_SNAPSHOT_BROKERS:
+        raise Senseless("a cluster snapshot with too many brokers")
+    addresses: dict[int, Address] = {}
+    topic_ids: dict[bytes, bytes] = {}
+    senseless: list[Senseless] = []
+    for entry in [*(fields.Brokers or ()), *(fields.Topics or ())]:
+        try:
+            if isinstance(entry, _SnapshotBroker):
+                addresses[_node_id(entry.NodeID)] = _address(entry.Host, entry.Port)
+            elif any(entry.TopicID or ()):
+                topic_ids[_topic_name(entry.Topic)] = _topic_id_of(entry.TopicID or ())
+        except Senseless as reason:
+            if len(senseless) < MAX_REASONS:
+                senseless.append(reason)
+    return ClusterSnapshot(addresses, topic_ids, senseless)
+
+
+def _node_id(node_id: int) -> int:
+    if not 0 <= node_id <= MAX_BROKER_ID:
+        raise Senseless("not a broker id")
+    return node_id
+
+
+def _topic_name(name: str | None) -> bytes:
+    return parse_topic_key(name or "")
+
+
+def _topic_id_of(numbers: Sequence[int]) -> bytes:
+    """Go writes an array of 16 bytes as 16 numbers."""
+    try:
+        topic_id = bytes(numbers)
+    except ValueError:
+        topic_id = b""
+    if len(topic_id) != TOPIC_ID_BYTES:
+        raise Senseless("not a topic id")
+    return topic_id
+
+
+class _SnapshotBroker(msgspec.Struct):
+    NodeID: int
+    Host: str
+    Port: int
+
+
+class _SnapshotTopic(msgspec.Struct):
+    Topic: str | None = None
+    TopicID: list[int] | None = None
+
+
+class _SnapshotValue(msgspec.Struct):
+    # null where the list is empty: Go knows no other way.
+    Brokers: list[_SnapshotBroker] | None
+    Topics: list[_SnapshotTopic] | None = None

@@ -1,9 +1,9 @@
 """The lease table: who owns which partition according to etcd, kept current in a `Topology`.
 
-Mirrors `{prefix}/partition-leases/{topic}/{partition}` (value: a decimal broker id), `{prefix}/brokers/{id}` (value:
-JSON with node_id, host, port) and `{prefix}/refbroker/topics/{topic}` (value: JSON, of which topic_id is read). A
-mirror knows how to stay current (`etcd.mirror`), the topology that an entry changes only upward; here is what keys and
-values mean, and what happens after a broker said NOT_LEADER_OR_FOLLOWER.
+Mirrors `{prefix}/partition-leases/{topic}/{partition}` (value: a decimal broker id), and for its `directory` what else
+is to be known: brokers' addresses, topics' ids, groups' coordinators. A mirror knows how to stay current
+(`etcd.mirror`), the topology that an entry changes only upward; here is what keys and values mean, and what happens
+after a broker said NOT_LEADER_OR_FOLLOWER.
 
 States: EMPTY --first snapshot--> CURRENT <--> STALE (etcd has said nothing for `stale_after_s`). A stale table still
 serves: the last known owner is the best guess there is. A restored etcd empties the table and alarms.
@@ -14,8 +14,8 @@ Invariants
    key is read again, linearizably, and what is read goes by invariant 1.
 3. Re-reads are coalesced: at most one transaction is on its way, and it asks once for each partition that waits. Who
    comes while it is on its way gets the next one, since what is being read may be older than the refusal.
-4. An ownership stays until its own key goes, even if its broker's key went before; an address goes with the broker's.
-5. A key that makes no sense is passed over, a value that makes none is no owner and no address: the table is the same
+4. An ownership stays until its own key goes, even if its broker's key went before.
+5. A key that makes no sense is passed over, a value that makes none is no owner: the table is the same
    whether it came from a snapshot or from events. Both are counted in `skipped`, by reason, and logged once a key.
 """
 
@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
+from kproxy.ownership.directory import PORTION_ENTRIES, Directory
 from kproxy.ownership.etcd import (
     EtcdClient,
     EtcdError,
@@ -41,18 +42,13 @@ from kproxy.ownership.lease_keys import (
     Partition,
     Senseless,
     is_topic_name,
-    parse_address,
-    parse_broker_key,
     parse_lease_key,
     parse_owner,
-    parse_topic_id,
-    parse_topic_key,
 )
 from kproxy.ownership.rereads import Rereads
 from kproxy.routing.topology import MAX_PARTITION_INDEX, NO_OWNER, Topology
 
 MAX_LOGGED_KEYS = 1_000
-PORTION_ENTRIES = 1_000
 # Twice the rhythm in which etcd is asked for a sign of life: a table is called stale within 5 s of its last.
 STALE_AFTER_S = 4.0
 
@@ -88,10 +84,9 @@ class LeaseTable:
         self._clock = clock
         self._stale_after_s = stale_after_s
         self._leases_prefix = f"{prefix.rstrip('/')}/partition-leases/"
-        self._brokers_prefix = f"{prefix.rstrip('/')}/brokers/"
-        self._topics_prefix = f"{prefix.rstrip('/')}/refbroker/topics/"
-        prefixes = (self._leases_prefix, self._brokers_prefix, self._topics_prefix)
-        self._mirror = PrefixMirror(client, prefixes, self, clock=clock)
+        self.directory = Directory(prefix.rstrip("/"), topology, self._skip)
+        prefixes = (self._leases_prefix, *self.directory.prefixes)
+        self._mirror = PrefixMirror(client, prefixes, self, keys=self.directory.keys, clock=clock)
         self._cluster_id = 0
         self._loaded_revision = 0
         self._rereads = Rereads()
@@ -158,27 +153,19 @@ class LeaseTable:
         self._cluster_id = snapshot.cluster_id
         self._loaded_revision = snapshot.revision
         named: set[Partition] = set()
-        gone = set(self._topology.brokers)
-        gone_topics = set(self._topology.topic_ids)
+        others: list[KeyValue] = []
         for position, kv in enumerate(snapshot.kvs):
             try:
                 if kv.key.startswith(self._leases_prefix):
                     partition = parse_lease_key(kv.key.removeprefix(self._leases_prefix))
                     self._topology.set_owner(*partition, parse_owner(kv.value), kv.mod_revision)
                     named.add(partition)
-                elif kv.key.startswith(self._topics_prefix):
-                    gone_topics.discard(self._set_topic(kv))
                 else:
-                    broker_id = parse_broker_key(kv.key.removeprefix(self._brokers_prefix))
-                    self._topology.set_broker(broker_id, parse_address(broker_id, kv.value))
-                    gone.discard(broker_id)
+                    others.append(kv)
             except Senseless as reason:
                 self._skip(kv, reason)
             await _let_others_run(position)
-        for broker_id in gone:
-            self._topology.remove_broker(broker_id)
-        for topic in gone_topics:
-            self._topology.set_topic_id(topic, None)
+        await self.directory.load(others)
         for position, row in enumerate(self._topology.ownerships()):
             # What came from a re-read meanwhile is newer than the snapshot, and stays: set_owner sees to that.
             if (row.topic, row.partition_index) not in named:
@@ -195,10 +182,8 @@ class LeaseTable:
                 if event.kv.key.startswith(self._leases_prefix):
                     partition = parse_lease_key(event.kv.key.removeprefix(self._leases_prefix))
                     changed |= self._set_owner(partition, None if event.deleted else event.kv, event.kv.mod_revision)
-                elif event.kv.key.startswith(self._topics_prefix):
-                    self._set_topic(event.kv, deleted=event.deleted)
                 else:
-                    changed |= self._set_broker(event)
+                    changed |= self.directory.take(event)
             except Senseless as reason:
                 self._skip(event.kv, reason)
         if changed:
@@ -216,31 +201,6 @@ class LeaseTable:
             # Nothing to take away, and no row is made for whatever partition somebody may name.
             return False
         return self._topology.set_owner(*partition, owner, revision)
-
-    def _set_topic(self, kv: KeyValue, *, deleted: bool = False) -> bytes:
-        """Take a topic's id; its name. A value that makes no sense takes the old id away."""
-        topic = parse_topic_key(kv.key.removeprefix(self._topics_prefix))
-        try:
-            self._topology.set_topic_id(topic, None if deleted else parse_topic_id(kv.value))
-        except Senseless as reason:
-            self._skip(kv, reason)
-            self._topology.set_topic_id(topic, None)
-        except ValueError:
-            self._skip(kv, Senseless("a topic_id that another topic has"))
-            self._topology.set_topic_id(topic, None)
-        return topic
-
-    def _set_broker(self, event: WatchEvent) -> bool:
-        broker_id = parse_broker_key(event.kv.key.removeprefix(self._brokers_prefix))
-        before = self._topology.address(broker_id)
-        # An address that makes no sense takes the old one away: that one is not the broker's any more.
-        self._topology.remove_broker(broker_id)
-        try:
-            if not event.deleted:
-                self._topology.set_broker(broker_id, parse_address(broker_id, event.kv.value))
-        except Senseless as reason:
-            self._skip(event.kv, reason)
-        return self._topology.address(broker_id) != before
 
     def _skip(self, kv: KeyValue, reason: Senseless) -> None:
         self.skipped[str(reason)] += 1

@@ -74,6 +74,23 @@ async def test_the_snapshot_comes_first_and_changes_follow(etcd_client: EtcdClie
         assert len(copy.snapshots) == 1
 
 
+async def test_one_key_is_mirrored_without_its_neighbours(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+    key, prefix = f"{etcd_prefix}/one", f"{etcd_prefix}/ours/"
+    neighbours = [f"{key}2", f"{key}/below"]
+    await put_many(etcd_client, [(each, b"before") for each in (key, *neighbours)])
+    copy = Copy(key, prefix)
+    mirror = PrefixMirror(etcd_client, [prefix], copy, keys=[key])
+    async with running(mirror.run()):
+        await mirror.wait_synced()
+        assert set(copy.kvs) == {key}
+        await put_many(etcd_client, [(each, b"after") for each in (*neighbours, key, f"{prefix}a")])
+        wanted = {key: b"after", f"{prefix}a": b"after"}
+        await eventually(lambda: {each: value for each, (value, _) in copy.kvs.items()} == wanted)
+        assert len(copy.batches) == 2
+        await etcd_client.delete(key)
+        await eventually(lambda: set(copy.kvs) == {f"{prefix}a"})
+
+
 async def test_what_changes_between_load_and_watch_is_not_lost(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     first, second = f"{etcd_prefix}/1/", f"{etcd_prefix}/2/"
 

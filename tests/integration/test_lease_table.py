@@ -71,8 +71,8 @@ async def test_owners_and_brokers_come_and_go_with_a_lease(etcd_client: EtcdClie
         await etcd_client.put(lease_key(etcd_prefix, "t", 1), b"1", lease_id=lease.lease_id)
         await eventually(lambda: owners(topology) == {("t", 0): 1, ("t", 1): 1})
         assert changes == 2
-        # A group lease and whatever else stands under the prefix is none of this table's business.
-        await etcd_client.put(f"{etcd_prefix}/group-leases/g", b"1")
+        # Whatever else stands under the prefix is none of this table's business.
+        await etcd_client.put(f"{etcd_prefix}/topics/t/partitions/0/next_offset", b"7")
         await etcd_client.lease_revoke(lease.lease_id)
         await eventually(lambda: owners(topology) == {} and topology.brokers == {})
         assert not table.skipped

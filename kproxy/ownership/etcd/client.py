@@ -159,10 +159,12 @@ class EtcdClient:
         kvs = (await self.get_snapshot(key)).kvs
         return kvs[0] if kvs else None
 
-    async def get_snapshot(self, key: str) -> Snapshot:
-        """One key, or its absence, together with the revision at which that was so."""
-        response = await self._call("Range", rpc.RangeRequest(key=encode_key(key)), write=False)
-        return Snapshot(response.header.revision, response.header.cluster_id, [key_value(kv) for kv in response.kvs])
+    async def get_snapshot(self, key: str, *, revision: int = 0) -> Snapshot:
+        """One key, or its absence, together with the revision at which that was so; `revision` as in `get_prefix`."""
+        request = rpc.RangeRequest(key=encode_key(key), revision=revision)
+        response = await self._call("Range", request, write=False)
+        as_of = revision or response.header.revision
+        return Snapshot(as_of, response.header.cluster_id, [key_value(kv) for kv in response.kvs])
 
     async def get_prefix(self, prefix: str, *, revision: int = 0) -> Snapshot:
         """Every key that begins with `prefix`, as of `revision` (0: now), in key order, read in pages.

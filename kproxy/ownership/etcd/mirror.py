@@ -1,5 +1,6 @@
 """A local copy of a few prefixes, kept current: load at a revision, watch from the next, never lose a change between.
 
+A single key can be mirrored beside them; what is said here of a prefix holds for it.
 All prefixes share one watch stream, with a watcher each. One stream is one thing that can break, fall silent and be
 replaced, and one connection whose loss is noticed at once; but etcd promises order only within a watcher, so each
 prefix keeps a revision of its own.
@@ -85,18 +86,22 @@ class _Restored(EtcdError):
 
 
 class _Watched:
-    """One prefix. `seen` is invariant 1's; `delivered` the highest revision of which anything was handed over."""
+    """One prefix, or with `exact` one key.
 
-    __slots__ = ("delivered", "prefix", "seen")
+    `seen` is invariant 1's; `delivered` the highest revision of which anything was handed over.
+    """
 
-    def __init__(self, prefix: str) -> None:
+    __slots__ = ("delivered", "exact", "prefix", "seen")
+
+    def __init__(self, prefix: str, *, exact: bool = False) -> None:
         self.prefix = prefix
+        self.exact = exact
         self.seen = 0
         self.delivered = 0
 
 
 class PrefixMirror:
-    """Mirrors `prefixes` into `listener`. `run` is one coroutine that the caller owns.
+    """Mirrors `prefixes`, and the single `keys`, into `listener`. `run` is one coroutine that the caller owns.
 
     `clock` gives seconds; `last_heard` is on it. An etcd that cannot be reached, or refuses, is tried again for ever:
     `last_error` says why there is nothing new.
@@ -108,6 +113,7 @@ class PrefixMirror:
         prefixes: Sequence[str],
         listener: MirrorListener,
         *,
+        keys: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
         progress_interval_s: float = 2.0,
         quiet_limit_s: float = 8.0,
@@ -122,7 +128,8 @@ class PrefixMirror:
         self._quiet_limit_s = quiet_limit_s
         self._fragments = fragments
         # The position is the watch id, which etcd wants above 0.
-        self._watched = {watch_id: _Watched(prefix) for watch_id, prefix in enumerate(prefixes, start=1)}
+        watched = [*map(_Watched, prefixes), *(_Watched(key, exact=True) for key in keys)]
+        self._watched = dict(enumerate(watched, start=1))
         self._cluster_id = 0
         self._synced = asyncio.Event()
         self._restored = False
@@ -191,7 +198,8 @@ class PrefixMirror:
     async def _load(self) -> None:
         revision, cluster_id, kvs = 0, 0, []
         for watched in self._watched.values():
-            page = await self._client.get_prefix(watched.prefix, revision=revision)
+            get = self._client.get_snapshot if watched.exact else self._client.get_prefix
+            page = await get(watched.prefix, revision=revision)
             if cluster_id not in (0, page.cluster_id):
                 raise _Restored("two pages of one load came from different clusters")
             revision, cluster_id = page.revision, page.cluster_id
@@ -241,7 +249,8 @@ class PrefixMirror:
 
     async def _watch(self, stream: WatchStream) -> None:
         for watch_id, watched in self._watched.items():
-            await stream.watch_prefix(watch_id, watched.prefix, watched.seen + 1, fragments=self._fragments)
+            watch = stream.watch_key if watched.exact else stream.watch_prefix
+            await watch(watch_id, watched.prefix, watched.seen + 1, fragments=self._fragments)
         self.state = MirrorState.WATCHING
         quiet_since = self._clock()
         while True:

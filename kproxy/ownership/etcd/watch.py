@@ -55,9 +55,16 @@ class WatchStream:
 
     async def watch_prefix(self, watch_id: int, prefix: str, start_revision: int, *, fragments: bool) -> None:
         """Ask for a watcher (`watch_id` > 0) of every change under `prefix` from `start_revision` on."""
+        await self._create(watch_id, encode_key(prefix), prefix_end(prefix), start_revision, fragments)
+
+    async def watch_key(self, watch_id: int, key: str, start_revision: int, *, fragments: bool) -> None:
+        """The same for one key."""
+        await self._create(watch_id, encode_key(key), b"", start_revision, fragments)
+
+    async def _create(self, watch_id: int, key: bytes, range_end: bytes, start_revision: int, fragments: bool) -> None:
         create = rpc.WatchCreateRequest(
-            key=encode_key(prefix),
-            range_end=prefix_end(prefix),
+            key=key,
+            range_end=range_end,
             start_revision=start_revision,
             watch_id=watch_id,
             progress_notify=True,

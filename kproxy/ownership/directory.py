@@ -1,0 +1,161 @@
+"""What etcd says of brokers, topics and groups, beside who owns which partition; kept by the lease table.
+
+| key under the prefix | value | written by |
+| --- | --- | --- |
+| `brokers/{id}` | JSON with node_id, host, port | a reference broker, on its lease |
+| `refbroker/topics/{topic}` | JSON with topic_id | reference brokers |
+| `metadata/snapshot` | JSON: addresses and ids of all brokers and topics | KafScale's operator and brokers |
+| `group-leases/{group}` | a decimal broker id | the broker of KafScale that coordinates it, on its lease |
+
+`layers` says what counts where a key and the snapshot name the same.
+
+Invariants
+1. A value that makes no sense is no address, no id and no coordinator. A snapshot is many brokers' addresses: where it
+   makes no sense as a whole, the last one that did stays in force; an entry that makes none is passed over.
+2. What stands is the same whether it was loaded or came by events, but for the snapshot that makes no sense.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+from kproxy.ownership.etcd import KeyValue, WatchEvent
+from kproxy.ownership.group_leases import GroupLease, GroupLeases
+from kproxy.ownership.layers import Layers
+from kproxy.ownership.lease_keys import (
+    NO_SNAPSHOT,
+    Senseless,
+    parse_address,
+    parse_broker_key,
+    parse_group_key,
+    parse_owner,
+    parse_snapshot,
+    parse_topic_id,
+    parse_topic_key,
+)
+from kproxy.routing.topology import Address, Topology
+
+PORTION_ENTRIES = 1_000
+
+
+class _Kind(Enum):
+    BROKER = "broker"
+    TOPIC = "topic"
+    GROUP = "group"
+    SNAPSHOT = "snapshot"
+
+
+class Directory:
+    """Feeds brokers and topic ids to `topology`, and `groups`. `skip` learns of each value or key without sense."""
+
+    def __init__(self, prefix: str, topology: Topology, skip: Callable[[KeyValue, Senseless], None]) -> None:
+        self._topology = topology
+        self._skip = skip
+        self._brokers_prefix = f"{prefix}/brokers/"
+        self._topics_prefix = f"{prefix}/refbroker/topics/"
+        self._groups_prefix = f"{prefix}/group-leases/"
+        self._snapshot_key = f"{prefix}/metadata/snapshot"
+        self._addresses: Layers[int, Address] = Layers(self._tell_address)
+        self._topic_ids: Layers[bytes, bytes] = Layers(self._tell_topic_id)
+        self.groups = GroupLeases()
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """What a mirror has to watch for it, beside `keys`."""
+        return (self._brokers_prefix, self._topics_prefix, self._groups_prefix)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (self._snapshot_key,)
+
+    def take(self, event: WatchEvent) -> bool:
+        """Take a change; whether it changed a broker's address."""
+        said = self._read(event.kv, deleted=event.deleted)
+        if said is None:
+            return False
+        kind, key, value = said
+        if kind is _Kind.BROKER:
+            return self._addresses.set_own(key, value)
+        if kind is _Kind.TOPIC:
+            self._topic_ids.set_own(key, value)
+        elif kind is _Kind.GROUP:
+            if value is None:
+                self.groups.remove(key, event.kv.mod_revision)
+            else:
+                self.groups.put(key, value)
+        elif value is not None or event.deleted:
+            listed = NO_SNAPSHOT if value is None else value
+            self._topic_ids.set_listed(listed.topic_ids)
+            return self._addresses.set_listed(listed.addresses)
+        return False
+
+    async def load(self, kvs: Sequence[KeyValue]) -> None:
+        """These are all the keys there are."""
+        found: dict[_Kind, dict[Any, Any]] = {kind: {} for kind in _Kind}
+        for position, kv in enumerate(kvs):
+            said = self._read(kv)
+            if said is not None:
+                found[said[0]][said[1]] = said[2]
+            if position % PORTION_ENTRIES == PORTION_ENTRIES - 1:
+                await asyncio.sleep(0)
+        said_by_keys = {kind: {key: value for key, value in found[kind].items() if value is not None} for kind in _Kind}
+        # Without the key nothing is listed; with a value that makes no sense, what was listed before.
+        listed = found[_Kind.SNAPSHOT].get(self._snapshot_key, NO_SNAPSHOT)
+        self._addresses.load(said_by_keys[_Kind.BROKER], None if listed is None else listed.addresses)
+        self._topic_ids.load(said_by_keys[_Kind.TOPIC], None if listed is None else listed.topic_ids)
+        self.groups.load(said_by_keys[_Kind.GROUP])
+
+    def _read(self, kv: KeyValue, *, deleted: bool = False) -> tuple[_Kind, Any, Any] | None:
+        """Of what a key speaks, and what it says of it (None for nothing); None for a key that makes no sense."""
+        try:
+            kind, key = self._subject(kv.key)
+        except Senseless as reason:
+            self._skip(kv, reason)
+            return None
+        try:
+            return kind, key, None if deleted else self._value(kind, key, kv)
+        except Senseless as reason:
+            self._skip(kv, reason)
+            return kind, key, None
+
+    def _subject(self, key: str) -> tuple[_Kind, Any]:
+        """Raises Senseless."""
+        if key.startswith(self._groups_prefix):
+            return _Kind.GROUP, parse_group_key(key.removeprefix(self._groups_prefix))
+        if key.startswith(self._topics_prefix):
+            return _Kind.TOPIC, parse_topic_key(key.removeprefix(self._topics_prefix))
+        if key == self._snapshot_key:
+            return _Kind.SNAPSHOT, key
+        return _Kind.BROKER, parse_broker_key(key.removeprefix(self._brokers_prefix))
+
+    def _value(self, kind: _Kind, key: Any, kv: KeyValue) -> Any:
+        """Raises Senseless."""
+        if kind is _Kind.GROUP:
+            return GroupLease(parse_owner(kv.value), kv.mod_revision)
+        if kind is _Kind.TOPIC:
+            return parse_topic_id(kv.value)
+        if kind is _Kind.BROKER:
+            return parse_address(key, kv.value)
+        snapshot = parse_snapshot(kv.value)
+        for reason in snapshot.senseless:
+            self._skip(kv, reason)
+        return snapshot
+
+    # What stands, to the topology
+
+    def _tell_address(self, broker_id: int, address: Address | None) -> None:
+        if address is None:
+            self._topology.remove_broker(broker_id)
+        else:
+            self._topology.set_broker(broker_id, address)
+
+    def _tell_topic_id(self, topic: bytes, topic_id: bytes | None) -> None:
+        try:
+            self._topology.set_topic_id(topic, topic_id)
+        except ValueError:
+            key = self._topics_prefix + topic.decode("ascii")
+            self._skip(KeyValue(key, topic_id or b"", 0, 0, 0, 0), Senseless("a topic_id that another topic has"))
+            self._topology.set_topic_id(topic, None)
