@@ -14,8 +14,8 @@ from kproxy.broker.config import BrokerConfig
 from kproxy.broker.keys import PartitionKey
 from kproxy.broker.leases import PartitionLeaseManager
 from kproxy.broker.partition import Partition
-from kproxy.broker.producer_ids import ProducerIds
 from kproxy.broker.topics import TopicAdmin
+from kproxy.ownership.etcd import IdBlocks
 
 # How long a client's request waits for a partition that is being taken, and for the leaders of a topic just created.
 TAKE_TIMEOUT_S = 3.0
@@ -53,7 +53,7 @@ class Broker:
     view: ClusterView
     leases: PartitionLeaseManager
     topics: TopicAdmin
-    producer_ids: ProducerIds
+    producer_ids: IdBlocks
 
     def refusal(self, topic: str, partition_index: int) -> int:
         """The error code for a partition that this broker does not lead."""

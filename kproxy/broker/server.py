@@ -34,10 +34,9 @@ from kproxy.broker.data_dir import DataDir
 from kproxy.broker.keys import BrokerValue, Keys
 from kproxy.broker.leases import PartitionLeaseManager
 from kproxy.broker.process import allow_many_files, stop_signals
-from kproxy.broker.producer_ids import ProducerIds
 from kproxy.broker.topics import TopicAdmin
 from kproxy.errors import StartupError
-from kproxy.ownership.etcd import EtcdClient, EtcdError, PrefixMirror, get_op, key_absent, put_op
+from kproxy.ownership.etcd import EtcdClient, EtcdError, IdBlocks, PrefixMirror, get_op, key_absent, put_op
 
 __all__ = ["BrokerConfig", "run_broker"]
 
@@ -182,7 +181,7 @@ class _Server:
             self._view,
             self._leases,
             TopicAdmin(self._client, self._view, self._config.num_partitions),
-            ProducerIds(self._client, self._keys.producer_ids),
+            IdBlocks(self._client, self._keys.producer_ids),
         )
 
     # Serving

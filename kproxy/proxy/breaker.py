@@ -132,9 +132,11 @@ class Breakers:
                         return
                 else:
                     if watched.breaker.answered():
+                        self._topology.doubt(owner, doubted=False)
                         log.info("broker no longer hangs", broker=owner, address=str(address), reason=reply.value)
                     await asyncio.sleep(PROBE_PAUSE_S)
         except Exception:  # the boundary: without its watcher this broker's breaker is closed
+            self._topology.doubt(owner, doubted=False)
             log.exception("a broker can no longer be probed", broker=owner, address=str(address))
         finally:
             del self._watched[address]
@@ -144,6 +146,7 @@ class Breakers:
     def _opened(self, owner: int, address: Address) -> None:
         self._counters["breaker.opened"] += 1
         log.warning("broker hangs", broker=owner, address=str(address), unanswered_s=self._limits.probe_timeout_s)
+        self._topology.doubt(owner, doubted=True)
         self.on_open(address)
 
     async def _probe(self, owner: int, address: Address, watched: _Watched) -> _Reply:

@@ -17,13 +17,14 @@ Invariants
 2. An unknown broker does not count. It cannot be told from one that serves everything, and a broker that never comes up
    must not stop the others; once it answers, what it does not serve is withdrawn as when a broker joins.
 3. Each broker is asked once at a time, by one task, whoever wants to know; `close` ends them all.
-4. At most MAX_REMEMBERED brokers that are not in the topology are remembered.
+4. A broker that could not be asked is doubted (kproxy.routing.topology) until it answers.
+5. At most MAX_REMEMBERED brokers that are not in the topology are remembered.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from math import inf
 from typing import Final
 
@@ -56,7 +57,10 @@ _SOFTWARE: Final = {"client_software_name": "kproxy", "client_software_version":
 
 
 class BrokerVersions:
-    """What the brokers of `topology` serve. `clock` is in seconds; `caps` are highest versions by API key."""
+    """What the brokers of `topology` serve, and with `can_answer` (as in `versions.offer`) what is offered.
+
+    `clock` is in seconds; `caps` are highest versions by API key.
+    """
 
     def __init__(
         self,
@@ -65,12 +69,16 @@ class BrokerVersions:
         clock: Callable[[], float],
         arena: ReceiveArena,
         caps: Mapping[int, int] = NO_CAPS,
+        can_answer: Collection[int] = (),
     ) -> None:
         self._topology = topology
         self._limits = limits
         self._clock = clock
         self._arena = arena
         self._caps = caps
+        self._can_answer = can_answer
+        # What brokers were found not to serve although they say so.
+        self._disproved: set[int] = set()
         self._said: dict[int, Serves] = {}
         self._connections: dict[int, Upstream] = {}
         # Brokers that are known, by the address they were asked at.
@@ -79,7 +87,7 @@ class BrokerVersions:
         self._not_before: dict[tuple[int, Address], float] = {}
         self._seen_version = -1
         self._closed = False
-        self.offered = offer([], caps)
+        self.offered = offer([], caps, can_answer)
         self.on_change: Callable[[Ranges], None] = lambda ranges: None
 
     async def current(self) -> Offered:
@@ -116,6 +124,8 @@ class BrokerVersions:
     async def _learn(self, broker: int, address: Address) -> None:
         try:
             serves = await self._ask_each_version(broker, address)
+            if self._topology.address(broker) == address:
+                self._topology.doubt(broker, doubted=serves is None)
             if serves is not None:
                 self._said.pop(broker, None)
                 self._said[broker] = serves
@@ -184,11 +194,20 @@ class BrokerVersions:
                 self._connections[broker].give_up("its broker has left")
             self._known.pop(broker, None)
         said = [self._said[broker] for broker in self._topology.brokers if broker in self._said]
-        offered = offer(said, self._caps)
+        if self._disproved:
+            said = [serves.without(self._disproved) for serves in said]
+        offered = offer(said, self._caps, self._can_answer)
         before, self.offered = self.offered, offered
+        if offered.native != before.native:
+            log.info("what the proxy answers itself has changed", apis=sorted(map(keys.name_of, offered.native)))
         if offered.ranges != before.ranges:
             log.info("what is offered has changed", brokers=len(said), changes=_changes(before.ranges, offered.ranges))
             self.on_change(offered.ranges)
+
+    def disprove(self, api_key: int) -> None:
+        """A broker that says it serves an API does not; nothing it says of it is believed any more."""
+        self._disproved.add(api_key)
+        self._conclude()
 
     async def close(self) -> None:
         """Ask no more."""

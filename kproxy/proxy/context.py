@@ -8,17 +8,26 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
+from codec.api_keys import FIND_COORDINATOR, INIT_PRODUCER_ID
 from codec.framing import ReceiveArena
 from kproxy.config import Limits
 from kproxy.observe.tally import Tally
 from kproxy.proxy.breaker import Breakers
 from kproxy.proxy.broker_versions import BrokerVersions
 from kproxy.proxy.budget import Budget
-from kproxy.proxy.coordinators import Coordinators
+from kproxy.proxy.coordinators import Coordinators, LeasedCoordinators
 from kproxy.proxy.versions import NO_CAPS
 from kproxy.routing.fleet import Fleet
 from kproxy.routing.retry import LEASED, Conduct
 from kproxy.routing.topology import Topology
+
+
+class ProducerIds(Protocol):
+    """Where producer ids come from."""
+
+    def allocate(self) -> Awaitable[int]:
+        """One that nobody else gets. Raises EtcdError."""
+        ...
 
 
 class OwnershipSource(Protocol):
@@ -47,12 +56,26 @@ class ProxyContext:
     confirm_acks0: bool = False
     # Highest versions by API key that the ownership source allows, where it allows less than the proxy serves.
     version_caps: Mapping[int, int] = field(default_factory=lambda: NO_CAPS)
+    # What the ownership source has for the proxy to answer itself where brokers do not (kproxy.proxy.versions.NATIVE).
+    producer_ids: ProducerIds | None = None
+    coordinators: Coordinators | LeasedCoordinators = field(default_factory=Coordinators)
     versions: BrokerVersions = field(init=False)
-    coordinators: Coordinators = field(default_factory=Coordinators)
     breakers: Breakers = field(init=False)
     budget: Budget = field(init=False)
 
     def __post_init__(self) -> None:
-        self.versions = BrokerVersions(self.topology, self.limits, self.clock, self.arena, self.version_caps)
+        can_answer = set[int]()
+        if self.producer_ids is not None:
+            can_answer.add(INIT_PRODUCER_ID)
+        if self.coordinators.are_leased:
+            can_answer.add(FIND_COORDINATOR)
+        self.versions = BrokerVersions(
+            self.topology, self.limits, self.clock, self.arena, self.version_caps, can_answer
+        )
         self.breakers = Breakers(self.topology, self.limits, self.clock, self.arena, self.counters)
         self.budget = Budget(self.limits.max_in_flight_bytes_total)
+
+    @property
+    def knows_batches_again(self) -> bool:
+        """As in `retry.Conduct`; never of brokers whose producer ids come from here: they do not look at them."""
+        return self.conduct.knows_batches_again and INIT_PRODUCER_ID not in self.versions.offered.native

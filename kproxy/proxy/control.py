@@ -38,6 +38,7 @@ from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.coordination import Coordination, coordination_key
 from kproxy.proxy.coordinators import BATCHED_FROM, KEY_TYPES_FROM
 from kproxy.proxy.naming import metadata_without_brokers, rename, rename_coordinators
+from kproxy.proxy.native import answer_natively, lacks_producer_id
 from kproxy.proxy.question import Lost, ask
 from kproxy.proxy.upstream import Upstream
 from kproxy.proxy.versions import OFFERS, Handling, Offer, Offered, Ranges
@@ -85,14 +86,20 @@ class ControlPlane:
                 return refusal
             if offer.handling is Handling.COORDINATED and coordination_key(header, request):
                 return await self._coordination.answer(frame, header, request)
+            if header.api_key in self._context.versions.offered.native:
+                return _framed(header, encode_response(await answer_natively(self._context, header, request)))
         try:
             async with asyncio.timeout(self._context.limits.control_timeout_s):
-                return await self._ask_any(frame, header, offer)
+                answer = await self._ask_any(frame, header, offer)
         except (TimeoutError, Unanswerable) as error:
             if header.api_key != keys.METADATA:
                 raise Unanswerable(f"no broker answered {keys.name_of(header.api_key)}: {error}") from error
             message = metadata_without_brokers(header.api_version, frame[header.body_offset :], self._context.fleet)
             return _framed(header, encode_response(message))
+        if header.api_key == keys.INIT_PRODUCER_ID and self._context.producer_ids and lacks_producer_id(header, answer):
+            self._context.versions.disprove(keys.INIT_PRODUCER_ID)
+            return _framed(header, encode_response(await answer_natively(self._context, header, request)))
+        return answer
 
     async def _ask_any(self, frame: memoryview, header: RequestHeader, offer: Offer) -> list[Buffer]:
         """The answer, from one broker; they are tried in this connection's own order, each once."""

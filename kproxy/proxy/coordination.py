@@ -129,7 +129,7 @@ class Coordination:
         """The connection to the coordinator; None where none is to be found."""
         coordinators, topology = self._context.coordinators, self._context.topology
         broker = coordinators.get(key_type, key)
-        if broker is None or topology.address(broker) is None:
+        if not coordinators.are_leased and (broker is None or topology.address(broker) is None):
             await self._find(key_type, key)
             broker = coordinators.get(key_type, key)
         if broker is None or topology.address(broker) is None:

@@ -1,18 +1,24 @@
-"""Which broker coordinates a transactional id or a group, as far as brokers have said.
+"""Which broker coordinates a transactional id or a group, as far as brokers or leases say.
 
 Clients are told that the proxy is every coordinator. Who really is one is read from the brokers' answers to
 FindCoordinator: clients ask it before anything else, and again when a broker says NOT_COORDINATOR, so that what is
 remembered is put right by the very request with which a client tries to.
+
+KafScale's brokers each answer that they are the coordinator themselves; which one is it stands in etcd, as a lease. A
+group without a lease is coordinated by the broker that is asked first, which takes the lease; every proxy asks the same
+one first.
 
 Invariant: at most MAX_REMEMBERED coordinators, of keys of at most MAX_KEY_LENGTH characters, are remembered.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Protocol
 
 from codec.control import Message
 from codec.error_codes import NONE
+from kproxy.routing.rendezvous import preferred
+from kproxy.routing.topology import Topology
 
 MAX_REMEMBERED: Final = 10_000
 MAX_KEY_LENGTH: Final = 1_000
@@ -26,6 +32,8 @@ BATCHED_FROM: Final = 4
 
 class Coordinators:
     """The brokers that were last said to coordinate a key; those not used for longest are forgotten first."""
+
+    are_leased = False
 
     def __init__(self) -> None:
         self._brokers: dict[tuple[int, str], int] = {}
@@ -56,6 +64,39 @@ class Coordinators:
                 self.remember(key_type_of(request), key, found.node_id)
             else:
                 self.forget(key_type_of(request), key)
+
+
+class Holders(Protocol):
+    """The leases of groups."""
+
+    def holder(self, group: str) -> int | None:
+        """The broker that holds the group's lease."""
+        ...
+
+
+class LeasedCoordinators:
+    """The brokers that hold the leases of groups; what brokers say themselves is not listened to.
+
+    A group whose holder is gone waits for the end of its lease, as a partition does.
+    """
+
+    are_leased = True
+
+    def __init__(self, leases: Holders, topology: Topology) -> None:
+        self._leases = leases
+        self._topology = topology
+
+    def get(self, key_type: int, key: str) -> int | None:
+        if key_type != GROUP:
+            return None
+        holder = self._leases.holder(key)
+        return preferred(key.encode(errors="surrogateescape"), self._topology.takers) if holder is None else holder
+
+    def forget(self, key_type: int, key: str) -> None:
+        """It is not for the proxy to say."""
+
+    def take(self, request: Message, answer: Message) -> None:
+        """Nothing is learned from brokers."""
 
 
 def key_type_of(request: Message) -> int:

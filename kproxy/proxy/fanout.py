@@ -393,7 +393,7 @@ class Fanout:
         safe, is_ambiguous = False, retry.is_ambiguous(rows, event)
         if is_ambiguous:
             exchange.ambiguous.add(entry)
-            safe = self._context.conduct.knows_batches_again and is_recognisable(exchange, entry)
+            safe = self._context.knows_batches_again and is_recognisable(exchange, entry)
         is_probing = self._lanes.is_probing(key, sequence)
         # Where a refusal may come after an append, being behind another one does not make a second sending safe.
         behind = key in self._lanes and retry.is_held_back(event) and not is_probing and (safe or not is_ambiguous)

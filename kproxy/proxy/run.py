@@ -97,6 +97,8 @@ class _Proxy:
             conduct=opened.conduct,
             version_caps=opened.version_caps,
             fleet=membership.fleet,
+            producer_ids=opened.producer_ids,
+            coordinators=opened.coordinators,
             limits=self._config.limits,
             clock=time.monotonic,
             random=self._random,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -13,10 +13,12 @@ from codec.api_keys import PRODUCE
 from codec.produce import TOPIC_IDS_FROM
 from kproxy.config import ProxyConfig
 from kproxy.errors import StartupError
-from kproxy.ownership.etcd import EtcdClient, EtcdError, EtcdMisused
+from kproxy.ownership.etcd import EtcdClient, EtcdError, EtcdMisused, IdBlocks
 from kproxy.ownership.kafka_metadata import KafkaMetadata
 from kproxy.ownership.leases import LeaseTable
 from kproxy.ownership.static_table import StaticTable
+from kproxy.proxy.context import ProducerIds
+from kproxy.proxy.coordinators import Coordinators, LeasedCoordinators
 from kproxy.proxy.versions import NO_CAPS
 from kproxy.routing import retry
 from kproxy.routing.topology import Address, Topology
@@ -65,7 +67,8 @@ class Source(Protocol):
 class OpenSource:
     """`ready` is what the ready line says of it; `following` ends only with an error or when the source is closed.
 
-    `version_caps`: the highest versions by API key that can be served with what the source knows.
+    `version_caps`: the highest versions by API key that can be served with what the source knows. `producer_ids` and
+    `coordinators`: as in ProxyContext, where the source has them.
     """
 
     source: Source
@@ -73,6 +76,8 @@ class OpenSource:
     following: asyncio.Task[None]
     ready: str
     version_caps: Mapping[int, int]
+    producer_ids: ProducerIds | None = None
+    coordinators: Coordinators | LeasedCoordinators = field(default_factory=Coordinators)
 
 
 @contextlib.asynccontextmanager
@@ -114,9 +119,11 @@ async def _open_etcd(
         return f"etcd at {client.endpoints} answers, but its partition leases could not be read ({table.last_error})."
 
     await _loaded(table, following, lambda: waits(reason()))
-    # KafScale's topics have no ids; those of reference brokers, made later, will have some.
+    # Ids are learned of from keys; topics that are made later will have some.
     caps = _WITHOUT_TOPIC_IDS if topology.owned_count and not topology.topic_ids else NO_CAPS
-    return OpenSource(table, retry.LEASED, following, f" etcd={client.endpoints}", caps)
+    ids = IdBlocks(client, f"{config.prefix.rstrip('/')}/producer-ids")
+    coordinators = LeasedCoordinators(table.directory.groups, topology)
+    return OpenSource(table, retry.LEASED, following, f" etcd={client.endpoints}", caps, ids, coordinators)
 
 
 async def _open_kafka(

@@ -3,6 +3,9 @@
 Offered is what both the proxy and its upstream brokers serve: `offer`. Requests outside of what was offered are refused
 as Kafka does, by closing the connection; only ApiVersions has an answer for that (KIP-511).
 
+Some APIs the proxy can answer itself, given what its ownership source has (`NATIVE`); it does so where the brokers
+leave it to, and offers then what it serves, whatever they do.
+
 Features (KIP-584) are handed on as the brokers have them in common, but for transaction.version. From its level 2 on a
 client leaves out AddPartitionsToTxn and says the same by the version of its other requests (KIP-890), so the level is 2
 only where those versions are offered: a client that is told 2 and may not send them aborts its transactions.
@@ -10,7 +13,7 @@ only where those versions are offered: a client that is told 2 and may not send 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -81,6 +84,15 @@ NOT_SERVED: Final[Range] = (1, 0)
 NO_CAPS: Final[Mapping[int, int]] = MappingProxyType({})
 
 
+NATIVE: Final[Mapping[int, Callable[[Ranges], bool]]] = {
+    # Only where brokers give out no producer ids: theirs come with their knowing a batch again.
+    keys.INIT_PRODUCER_ID: lambda common: keys.INIT_PRODUCER_ID not in common,
+    # The leases say who coordinates a group, and clients are told that the proxy does. Transactions have no leases.
+    keys.FIND_COORDINATOR: lambda common: keys.JOIN_GROUP in common and keys.END_TXN not in common,
+}
+"""Whether the proxy is to answer an API itself, by what is common to it and all its brokers."""
+
+
 class Serves(NamedTuple):
     """What one broker says it serves: versions by API key; features by name, lowest and highest level.
 
@@ -92,14 +104,22 @@ class Serves(NamedTuple):
     finalized: Mapping[str, Range] = MappingProxyType({})
     epoch: int = _UNKNOWN_EPOCH
 
+    def without(self, api_keys: Collection[int]) -> Serves:
+        """The same but for these APIs."""
+        return self._replace(ranges={key: span for key, span in self.ranges.items() if key not in api_keys})
+
 
 class Offered(NamedTuple):
-    """What clients are told: the same as `Serves`, of the proxy with its brokers behind it."""
+    """What clients are told: the same as `Serves`, of the proxy with its brokers behind it.
+
+    `native`: what of it the proxy answers itself, which brokers might have answered.
+    """
 
     ranges: Ranges
     supported: Mapping[str, Range]
     finalized: Mapping[str, Range]
     epoch: int
+    native: frozenset[int] = frozenset()
 
 
 def own_ranges() -> Ranges:
@@ -127,13 +147,16 @@ def intersect(upstreams: Iterable[Ranges], caps: Mapping[int, int] = NO_CAPS) ->
     return offered
 
 
-def offer(brokers: Sequence[Serves], caps: Mapping[int, int] = NO_CAPS) -> Offered:
-    """What is offered before these brokers.
+def offer(brokers: Sequence[Serves], caps: Mapping[int, int] = NO_CAPS, can_answer: Collection[int] = ()) -> Offered:
+    """What is offered before these brokers; `can_answer` is what of NATIVE the proxy has the means for.
 
     Finalized features are those of the broker that has heard of the latest change. The epoch goes up when
     transaction.version is capped: clients that have seen the higher level take a lower one only with a higher epoch.
     """
     ranges = intersect((broker.ranges for broker in brokers), caps)
+    # Of brokers that have not said what they serve nothing is taken over.
+    native = frozenset(key for key in can_answer if brokers and NATIVE[key](ranges))
+    ranges |= {key: own_ranges()[key] for key in native}
     supported = _common_features([broker.supported for broker in brokers])
     latest = max(brokers, key=lambda broker: broker.epoch, default=Serves({}))
     finalized = dict(latest.finalized)
@@ -141,7 +164,7 @@ def offer(brokers: Sequence[Serves], caps: Mapping[int, int] = NO_CAPS) -> Offer
     capped = _cap(finalized, highest)
     _cap(supported, highest)
     epoch = _UNKNOWN_EPOCH if latest.epoch < 0 else 2 * latest.epoch + capped
-    return Offered(ranges, supported, finalized, epoch)
+    return Offered(ranges, supported, finalized, epoch, native)
 
 
 def _common_features(brokers: Sequence[Mapping[str, Range]]) -> dict[str, Range]:

@@ -18,15 +18,16 @@ def route(topology: Topology, topic: bytes, partition_index: int, *, is_nameless
     """The broker to send this partition to, or NO_OWNER.
 
     An owned partition goes to its owner and nowhere else, even where the owner's address is unknown (then NO_OWNER).
-    One that nobody owns is offered to the live broker that rendezvous hashing prefers, where the topology's brokers
-    take partitions; not so where `topic` is an id that nobody knows, which may be that of a topic that is no more.
+    One that nobody owns is offered to the broker that rendezvous hashing prefers among the topology's `takers`, where
+    its brokers take partitions; not so where `topic` is an id that nobody knows, which may be that of a topic that is
+    no more.
     """
     owner = topology.owner(topic, partition_index)
     if owner != NO_OWNER:
         return owner if topology.address(owner) is not None else NO_OWNER
     if is_nameless or not topology.offers_unowned:
         return NO_OWNER
-    candidate = preferred(topic + b"/" + str(partition_index).encode(), topology.brokers)
+    candidate = preferred(topic + b"/" + str(partition_index).encode(), topology.takers)
     return NO_OWNER if candidate is None else candidate
 
 

@@ -13,13 +13,15 @@ Invariants
    the same cost. A topic has one id at most; with a new id it is a new topic, and the old id leads nowhere. Kafka's ids
    are UUIDs of version 4, whose bytes are never all ASCII: none of them is the name of a topic.
 5. `owned_count` is the number of partitions that have an owner.
-6. Partition indexes lie in [0, MAX_PARTITION_INDEX]; anything else is refused, so a bad key cannot cost memory.
+6. A broker may be doubted: it is not known to answer at the address it has. `takers`, to whom what nobody owns is
+   offered, are the others, or all where all are doubted. What a doubted broker owns goes to it all the same.
+7. Partition indexes lie in [0, MAX_PARTITION_INDEX]; anything else is refused, so a bad key cannot cost memory.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from codec.partitioned import TOPIC_ID_BYTES
@@ -74,6 +76,7 @@ class Topology:
         self._ids: dict[bytes, bytes] = {}
         self._names: dict[bytes, bytes] = {}
         self._brokers: dict[int, Address] = {}
+        self._doubted: set[int] = set()
         self.revision = 0
         self.version = 0
         self._waiting: dict[Callable[[], None], None] = {}
@@ -116,6 +119,13 @@ class Topology:
     def brokers(self) -> dict[int, Address]:
         """Live brokers by id. Treat it as read-only."""
         return self._brokers
+
+    @property
+    def takers(self) -> Collection[int]:
+        """The ids of the brokers that may be offered what nobody owns. Treat it as read-only."""
+        if not self._doubted:
+            return self._brokers
+        return self._brokers.keys() - self._doubted or self._brokers
 
     def ownerships(self) -> Iterator[Ownership]:
         """Every owned partition, by topic and index."""
@@ -201,8 +211,22 @@ class Topology:
     def set_broker(self, broker_id: int, address: Address) -> None:
         if self._brokers.get(broker_id) != address:
             self._brokers[broker_id] = address
+            self._doubted.discard(broker_id)
             self._changed()
 
     def remove_broker(self, broker_id: int) -> None:
         if self._brokers.pop(broker_id, None) is not None:
+            self._doubted.discard(broker_id)
             self._changed()
+
+    # For those who talk to brokers
+
+    def doubt(self, broker_id: int, *, doubted: bool) -> None:
+        """A broker does not answer at its address, or answers again."""
+        if doubted is (broker_id in self._doubted) or broker_id not in self._brokers:
+            return
+        if doubted:
+            self._doubted.add(broker_id)
+        else:
+            self._doubted.discard(broker_id)
+        self._changed()

@@ -6,6 +6,7 @@ at `client.py`; `mirror.py` is what keeps a local copy of a few prefixes current
 
 from kproxy.ownership.etcd.client import EtcdClient
 from kproxy.ownership.etcd.errors import Compacted, EtcdError, EtcdMisused, EtcdUnavailable, LeaseLost, TooLarge
+from kproxy.ownership.etcd.id_blocks import IdBlocks
 from kproxy.ownership.etcd.lease import lease_keep_alive
 from kproxy.ownership.etcd.messages import (
     EtcdStatus,
@@ -37,6 +38,7 @@ __all__ = [
     "EtcdMisused",
     "EtcdStatus",
     "EtcdUnavailable",
+    "IdBlocks",
     "KeyValue",
     "Lease",
     "LeaseLost",
