@@ -185,6 +185,7 @@ class DevCluster:
 
     async def _start_proxy(self, pipe: ParentPipe) -> None:
         arguments = ["serve", "--listen", str(self._listen), "--etcd", self.etcd, "--prefix", DEFAULT_PREFIX]
+        arguments += ["--lease-ttl", str(self._lease_ttl_s)]
         if self._admin is not None:
             arguments += ["--admin", str(self._admin)]
         self._proxy = self._child("proxy", arguments, "proxy", pipe)

@@ -121,8 +121,10 @@ class FleetView:
             self._named.set()
         elif self._mine is not None and not self._leaving and all(each.node_id != self._mine.node_id for each in named):
             named.append(self._mine)
+        before = set(self._fleet.proxies)
         if self._fleet.replace(named or [self._mine or self._alone]):
-            log.info("proxies", named=[f"{each.node_id}={each.host}:{each.port}" for each in self._fleet.proxies])
+            now = set(self._fleet.proxies)
+            log.info("proxies_changed", count=len(now), come=sorted(now - before), gone=sorted(before - now))
 
 
 async def named_in(client: EtcdClient, prefix: str) -> list[Proxy]:

@@ -29,7 +29,7 @@ from kproxy.proxy.sources import RECONNECT_PAUSE_S, cancel
 from kproxy.routing.fleet import Fleet
 
 # An etcd that is there answers at once; a proxy without it serves as well.
-PATIENCE_S = 5.0
+PATIENCE_S = 2.0
 # In that time the others hear that this one has gone, before its clients ask them where to go.
 LEAVE_PAUSE_S = 0.2
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import pytest_asyncio
 from structlog.testing import capture_logs
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.ownership.etcd import EtcdClient
+from kproxy.ownership.etcd import EtcdClient, TxnCompare, TxnOp, TxnResult
 from kproxy.ownership.fleet_keys import proxies_prefix
 from kproxy.ownership.fleet_view import FleetView, alone
 from kproxy.ownership.registrar import Registrar, RegistrarState
@@ -184,6 +184,52 @@ async def test_a_proxy_whose_id_became_anothers_is_left_out_until_it_has_one(
         await eventually(lambda: one.named == {FIRST: 2, SECOND: 1})
 
 
+async def test_a_proxy_does_not_drop_itself(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+    prefix = proxies_prefix(etcd_prefix)
+    await etcd_client.put(f"{prefix}{FIRST}", entry(FIRST, 2))
+    await etcd_client.put(f"{prefix}{SECOND}", entry(SECOND, 1))
+    one = Member(etcd_client, etcd_prefix, 1)
+    async with running(one.view.run()):
+        await eventually(lambda: one.named == {FIRST: 2, SECOND: 1})
+        await etcd_client.delete(f"{prefix}{SECOND}")
+        # What comes after it has been heard of, and so has its end.
+        await etcd_client.put(f"{prefix}{THIRD}", entry(THIRD, 3))
+        await eventually(lambda: one.named == {FIRST: 2, SECOND: 1, THIRD: 3})
+
+
+class Outrun(EtcdClient):
+    """Something happens between each look at the entries and the first claim that follows."""
+
+    def __init__(self, endpoint: str, happens: Callable[[], Awaitable[object]]) -> None:
+        super().__init__([endpoint])
+        self._happens: Callable[[], Awaitable[object]] | None = happens
+
+    async def txn(
+        self, compares: Sequence[TxnCompare], success: Sequence[TxnOp], failure: Sequence[TxnOp] = ()
+    ) -> TxnResult:
+        happens, self._happens = self._happens, None
+        if happens is not None:
+            await happens()
+        return await super().txn(compares, success, failure)
+
+
+@pytest.mark.parametrize("before", [None, entry(FIRST, 1)], ids=["was free", "was its own"])
+async def test_an_entry_that_another_took_meanwhile_is_left_alone(
+    etcd: EmbeddedEtcd, etcd_client: EtcdClient, etcd_prefix: str, before: bytes | None
+) -> None:
+    key = f"{proxies_prefix(etcd_prefix)}{FIRST}"
+    if before is not None:
+        await etcd_client.put(key, before)
+    client = Outrun(etcd.endpoint, lambda: etcd_client.put(key, entry(FIRST, 2)))
+    await client.connect()
+    try:
+        async with member(client, etcd_prefix, 1) as one:
+            assert one.registrar.node_id == SECOND
+            assert await entries(etcd_client, etcd_prefix) == {FIRST: 2, SECOND: 1}
+    finally:
+        await client.close()
+
+
 async def test_one_that_leaves_names_the_others_and_itself_only_where_there_is_none(
     etcd_client: EtcdClient, etcd_prefix: str
 ) -> None:
@@ -235,10 +281,12 @@ async def test_entries_that_make_no_sense_are_passed_over_and_counted(
 
 async def test_an_address_that_stands_twice_is_named_once(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     prefix = proxies_prefix(etcd_prefix)
-    await etcd_client.put(f"{prefix}{SECOND}", entry(SECOND, 1))
-    await etcd_client.put(f"{prefix}{FIRST}", entry(FIRST, 1))
     one = Member(etcd_client, etcd_prefix, 9)
     async with running(one.view.run()):
+        await one.view.wait_synced()
+        await etcd_client.put(f"{prefix}{SECOND}", entry(SECOND, 1))
+        await eventually(lambda: one.named == {SECOND: 1})
+        await etcd_client.put(f"{prefix}{FIRST}", entry(FIRST, 1))
         await eventually(lambda: one.named == {FIRST: 1})
         await etcd_client.delete(f"{prefix}{FIRST}")
         await eventually(lambda: one.named == {SECOND: 1})
@@ -269,7 +317,7 @@ async def test_cut_off_from_etcd_past_its_ttl_a_proxy_names_on_and_comes_back(
         await way.open()
         await eventually(lambda: other.named == everyone, timeout_s=20)
         assert one.named == everyone
-        assert one.registrar.state is RegistrarState.REGISTERED
+        await eventually(lambda: one.registrar.state is RegistrarState.REGISTERED)
 
 
 async def test_a_proxy_that_starts_before_etcd_registers_when_it_comes(tmp_path: Path) -> None:
@@ -291,16 +339,18 @@ async def test_a_proxy_that_starts_before_etcd_registers_when_it_comes(tmp_path:
 
 async def test_a_restored_etcd_that_knows_of_nobody_is_told_again(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
-        old, _ = await stack.enter_async_context(own_etcd(tmp_path / "old"))
+        old, old_client = await stack.enter_async_context(own_etcd(tmp_path / "old"))
         new, new_client = await stack.enter_async_context(own_etcd(tmp_path / "new"))
         way = await stack.enter_async_context(Relay(old.endpoint))
         client = EtcdClient([way.endpoint])
         stack.push_async_callback(client.close)
         await client.connect()
         one = await stack.enter_async_context(member(client, "/k", 1))
+        await old_client.put(f"{proxies_prefix('/k')}{SECOND}", entry(SECOND, 2))
+        await eventually(lambda: one.named == {FIRST: 1, SECOND: 2})
         way.target(new.endpoint)
         await way.cut()
         async with asyncio.timeout(20):
             while await entries(new_client, "/k") != {FIRST: 1}:
                 await asyncio.sleep(0.05)
-        assert one.named == {FIRST: 1}
+        await eventually(lambda: one.named == {FIRST: 1}, what="nobody knows of the other any more")

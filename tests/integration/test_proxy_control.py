@@ -43,13 +43,15 @@ PARTITION = {
     "isr_nodes": [REAL_ID],
     "offline_replicas": [REAL_ID],
 }
+INDEXES = range(12)
 
 
 def answer_about_the_cluster(asked: Asked) -> None:
     key, version = asked.header.api_key, asked.header.api_version
     fields: dict[str, Any]
     if key == api_keys.METADATA:
-        topic = {"error_code": 0, "name": "t", "topic_id": TOPIC_ID, "is_internal": False, "partitions": [PARTITION]}
+        partitions = [{**PARTITION, "partition_index": index} for index in INDEXES]
+        topic = {"error_code": 0, "name": "t", "topic_id": TOPIC_ID, "is_internal": False, "partitions": partitions}
         fields = {"brokers": [REAL_BROKER], "controller_id": REAL_ID, "cluster_id": "the-cluster", "topics": [topic]}
     elif key == api_keys.DESCRIBE_CLUSTER:
         broker = {"broker_id": REAL_ID, "host": REAL_HOST, "port": REAL_PORT, "rack": RACK}
@@ -58,8 +60,9 @@ def answer_about_the_cluster(asked: Asked) -> None:
         found = {"node_id": REAL_ID, "host": REAL_HOST, "port": REAL_PORT}
         fields = found if version < 4 else {"coordinators": [{**found, "key": "k"}]}
     else:
-        partition = {**PARTITION, "eligible_leader_replicas": [REAL_ID], "last_known_elr": [REAL_ID]}
-        fields = {"topics": [{"error_code": 0, "name": "t", "topic_id": TOPIC_ID, "partitions": [partition]}]}
+        more = {"eligible_leader_replicas": [REAL_ID], "last_known_elr": [REAL_ID]}
+        partitions = [{**PARTITION, **more, "partition_index": index} for index in INDEXES]
+        fields = {"topics": [{"error_code": 0, "name": "t", "topic_id": TOPIC_ID, "partitions": partitions}]}
     asked.answer_message(**fields)
 
 
@@ -128,6 +131,7 @@ async def test_answers_name_all_proxies_and_lead_with_the_one_that_all_choose(ke
                 (leader,) = fleet.leaders(topic.name.encode(), [partition.partition_index])
                 assert partition.leader_id == leader.node_id
                 assert partition.replica_nodes == partition.isr_nodes == [leader.node_id]
+            assert len({partition.leader_id for partition in topic.partitions}) == 3
         if key == api_keys.METADATA:
             assert [(each.node_id, each.host, each.port) for each in message.brokers] == [IDENTITY, *OTHERS]
             assert version == 0 or message.controller_id == IDENTITY.node_id
@@ -136,7 +140,7 @@ async def test_answers_name_all_proxies_and_lead_with_the_one_that_all_choose(ke
             assert message.controller_id == IDENTITY.node_id
         if key == api_keys.FIND_COORDINATOR:
             found = message.coordinators[0] if version >= 4 else message
-            assert (found.node_id, found.host, found.port) == fleet.coordinator(0, "k")
+            assert (found.node_id, found.host, found.port) == fleet.coordinator(0, "k") == OTHERS[0]
 
 
 CURRENT_LEADER = struct.pack(">ii", REAL_ID, EPOCH) + b"\x00"

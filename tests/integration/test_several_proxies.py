@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import confluent_kafka
 import kafka
@@ -19,12 +21,22 @@ import pytest
 from codec import api_keys as keys
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.observe.table import TablePage
+from kproxy.ownership.etcd import EtcdClient
+from kproxy.ownership.fleet_keys import proxies_prefix
 from tests.support.dev import KproxyProcess, run_kproxy, serving
-from tests.support.kafka_io import Placed, read_topic
+from tests.support.etcd import Relay, own_etcd, running
+from tests.support.java_client import run_java_client
+from tests.support.kafka_io import Placed, Record, produce, read_topic
+from tests.support.kafka_jars import kafka_classpath
+from tests.support.raw_client import RawClient as AsyncRawClient
+from tests.support.raw_client import produce_frame
+from tests.support.real_kafka import CLUSTER_ID, RealKafka
 from tests.support.reference_broker import RawClient, start_brokers, wait_for
-from tests.support.served import page, port_of, samples
+from tests.support.served import ServedBroker, page, port_of, samples, static_proxy
 
 PARTITIONS = 12
+# Clients follow what they are told of while requests of theirs are on their way.
+METADATA_AGE_MS = 100
 TTL_S = 2
 FIRST = 1_000_000
 # Others notice that a lease has ended within a moment of its end.
@@ -179,30 +191,112 @@ def test_one_alone_is_told_of_by_nobody_and_tells_of_nobody(site: Site) -> None:
         assert named(one) == {FIRST: port_of(one)}
 
 
-def test_before_a_fixed_table_too_and_while_etcd_is_not_there(site: Site, tmp_path: Path) -> None:
+async def entries(client: EtcdClient, prefix: str) -> list[str]:
+    return [kv.key for kv in (await client.get_prefix(proxies_prefix(prefix))).kvs]
+
+
+async def test_the_entry_goes_before_what_is_in_flight_is_answered(
+    etcd: EmbeddedEtcd, etcd_client: EtcdClient, etcd_prefix: str, tmp_path: Path
+) -> None:
+    upstream = await ServedBroker(1).start()
+    more = ("--etcd", etcd.endpoint, "--prefix", etcd_prefix, "--lease-ttl", "600")
+    with static_proxy(tmp_path, {1: upstream.port}, limits={"drain_s": 60}, more=more) as process:
+        assert await entries(etcd_client, etcd_prefix) == [f"{etcd_prefix}/kproxy/proxies/{FIRST}"]
+        client = await AsyncRawClient().connect(port_of(process))
+        client.send(produce_frame())
+        waiting = await upstream.next()
+        process.signal(signal.SIGTERM)
+        async with asyncio.timeout(20):
+            while await entries(etcd_client, etcd_prefix):
+                await asyncio.sleep(0.02)
+        waiting.answer()
+        assert (await client.answer()).frame, "it was still answering"
+        client.close()
+    await upstream.stop()
+
+
+async def test_no_entry_before_the_table_is_loaded(
+    etcd: EmbeddedEtcd, etcd_client: EtcdClient, etcd_prefix: str, tmp_path: Path
+) -> None:
+    arguments = ["serve", "--listen", "127.0.0.1:0", "--ownership", "kafka", "--bootstrap", "127.0.0.1:1"]
+    process = KproxyProcess([*arguments, "--etcd", etcd.endpoint, "--prefix", etcd_prefix], tmp_path / "stderr")
+    try:
+        async with asyncio.timeout(30):
+            while "Waiting for it" not in process.stderr():
+                await asyncio.sleep(0.05)
+        assert await entries(etcd_client, etcd_prefix) == []
+    finally:
+        await asyncio.to_thread(process.stop)
+
+
+async def test_before_a_fixed_table_too_and_while_etcd_is_away(tmp_path: Path) -> None:
     table = tmp_path / "owners.toml"
     table.write_text('[brokers]\n1 = "127.0.0.1:1"\n')
-    static = ("--ownership", "static", "--table", str(table), "--prefix", f"{site.prefix}/static")
-    with site.proxy(0, *static) as one, site.proxy(0, *static) as other:
-        agree([one, other], ports([one, other]))
-        assert other.etcd == site.etcd
+    static = ("--ownership", "static", "--table", str(table))
+    async with own_etcd(tmp_path / "etcd") as (server, client), Relay(server.endpoint) as way:
+        away, is_back = Door(), Door()
+        site = Site(way.endpoint, "/static", tmp_path)
+
+        def blocking() -> None:
+            with site.proxy(0, *static) as one, site.proxy(0, *static) as other:
+                assert other.etcd == site.etcd
+                everyone = ports([one, other])
+                agree([one, other], everyone)
+                away.pass_through()
+                # Their leases have ended, and each names the other on: it may well be there.
+                assert [named(proxy) for proxy in (one, other)] == [everyone] * 2
+                with site.proxy(0, *static) as late:
+                    assert named(late) == {FIRST: port_of(late)}, "it serves, alone as far as it knows"
+                    is_back.pass_through()
+                    wait_for(lambda: sorted(named(late).values()) == sorted(ports([one, other, late]).values()), 30)
+                    agree([one, other], named(late))
+
+        async with running(asyncio.to_thread(blocking)) as work:
+            await away.reached()
+            await way.shut()
+            while await entries(client, "/static"):
+                await asyncio.sleep(0.05)
+            away.open()
+            await is_back.reached()
+            await way.open()
+            is_back.open()
+            await work
+
+
+class Door:
+    """Where a thread waits for the event loop."""
+
+    def __init__(self) -> None:
+        self._reached = threading.Event()
+        self._open = threading.Event()
+
+    def pass_through(self) -> None:
+        self._reached.set()
+        assert self._open.wait(30)
+
+    async def reached(self) -> None:
+        assert await asyncio.to_thread(self._reached.wait, 60)
+
+    def open(self) -> None:
+        self._open.set()
 
 
 class Writer:
-    """librdkafka or kafka-python, idempotent, writing until told to stop; every value is unique."""
+    """A client of its kind, idempotent, writing until told to stop; every value is unique."""
 
-    def __init__(self, kind: str, bootstrap: str, topic: str) -> None:
-        self.kind = kind
+    kind = ""
+
+    def __init__(self, bootstrap: str, topic: str) -> None:
         self.topic = topic
+        self.sent = 0
         self.acknowledged: set[bytes] = set()
         self.errors: list[str] = []
         self._bootstrap = bootstrap
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._write)
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> Self:
         self._thread.start()
-        wait_for(lambda: len(self.acknowledged) > 200 or self.errors, 30)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -210,30 +304,40 @@ class Writer:
         self._thread.join(90)
         assert not self._thread.is_alive()
 
-    def more(self, count: int = 500) -> None:
+    @property
+    def progress(self) -> int:
+        return len(self.acknowledged)
+
+    def more(self, count: int) -> None:
         """Until so many more are acknowledged."""
-        goal = len(self.acknowledged) + count
-        wait_for(lambda: len(self.acknowledged) >= goal or self.errors, 60, f"{self.kind} goes on")
+        goal = self.progress + count
+        wait_for(lambda: self.progress >= goal or self.errors, 60, f"{self.kind} goes on")
 
     def _write(self) -> None:
-        if self.kind == "librdkafka":
-            self._write_librdkafka()
-        else:
-            self._write_kafka_python()
+        raise NotImplementedError
 
-    def _values(self) -> Iterator[tuple[int, bytes]]:
-        number = 0
+    def _records(self) -> Iterator[Record]:
         while not self._stop.is_set():
-            yield number % PARTITIONS, b"%s-%d" % (self.kind.encode(), number)
-            number += 1
+            yield Record(None, b"%s-%d" % (self.kind.encode(), self.sent), self.sent % PARTITIONS)
+            self.sent += 1
             time.sleep(0.001)
 
-    def _write_librdkafka(self) -> None:
+
+class LibrdkafkaWriter(Writer):
+    kind = "librdkafka"
+
+    def _write(self) -> None:
         producer = confluent_kafka.Producer(
-            {"bootstrap.servers": self._bootstrap, "enable.idempotence": True, "linger.ms": 2, "log_level": 0}
+            {
+                "bootstrap.servers": self._bootstrap,
+                "enable.idempotence": True,
+                "linger.ms": 2,
+                "topic.metadata.refresh.interval.ms": METADATA_AGE_MS,
+                "log_level": 0,
+            }
         )
-        for partition, value in self._values():
-            producer.produce(self.topic, value, partition=partition, on_delivery=self._delivered)
+        for record in self._records():
+            producer.produce(self.topic, record.value, partition=record.partition, on_delivery=self._delivered)
             producer.poll(0)
         assert producer.flush(60) == 0
 
@@ -243,48 +347,146 @@ class Writer:
         else:
             self.acknowledged.add(message.value())
 
-    def _write_kafka_python(self) -> None:
-        producer = kafka.KafkaProducer(bootstrap_servers=self._bootstrap.split(","), linger_ms=2)
-        for partition, value in self._values():
-            future = producer.send(self.topic, value, partition=partition)
-            future.add_callback(lambda _, value=value: self.acknowledged.add(value))
+
+class KafkaPythonWriter(Writer):
+    kind = "kafka-python"
+
+    def _write(self) -> None:
+        producer = kafka.KafkaProducer(
+            bootstrap_servers=self._bootstrap, linger_ms=2, metadata_max_age_ms=METADATA_AGE_MS
+        )
+        for record in self._records():
+            future = producer.send(self.topic, record.value, partition=record.partition)
+            future.add_callback(lambda _, value=record.value: self.acknowledged.add(value))
             future.add_errback(lambda error: self.errors.append(repr(error)))
         producer.close(timeout=60)
 
 
+class JavaWriter(Writer):
+    """What became of its records it says in the end."""
+
+    kind = "java"
+
+    @property
+    def progress(self) -> int:
+        return self.sent
+
+    def _write(self) -> None:
+        settings = {
+            "bootstrap.servers": self._bootstrap,
+            "acks": "all",
+            "enable.idempotence": "true",
+            "linger.ms": 2,
+            "metadata.max.age.ms": METADATA_AGE_MS,
+        }
+        run = run_java_client(kafka_classpath(), self.topic, self._records(), settings)
+        assert run.sent == self.sent
+        self.errors += run.errors.values()
+        self.acknowledged.update(b"java-%d" % number for number in run.acknowledged)
+
+
 def check(read: list[Placed], writer: Writer) -> None:
-    """Acknowledged and lost: 0. Duplicates: 0. In order in each partition."""
+    """Everything was acknowledged. Acknowledged and lost: 0. Duplicates: 0. In order in each partition."""
     assert writer.errors == []
-    values = [each.value for each in read if each.value is not None and each.value.startswith(writer.kind.encode())]
-    assert writer.acknowledged - set(values) == set()
-    assert len(values) == len(set(values))
+    assert len(writer.acknowledged) == writer.sent
+    mine = [each for each in read if each.value is not None and each.value.startswith(writer.kind.encode())]
+    assert {each.value for each in mine} == writer.acknowledged
+    assert len(mine) == writer.sent
     for partition in range(PARTITIONS):
-        mine = [each.value for each in read if each.partition == partition and each.value in writer.acknowledged]
-        numbers = [int(value.rpartition(b"-")[2]) for value in mine if value is not None]
+        numbers = [int((each.value or b"").rpartition(b"-")[2]) for each in mine if each.partition == partition]
         assert numbers == sorted(numbers), f"partition {partition}"
 
 
+def served(proxy: KproxyProcess) -> float:
+    """Produce requests that it has answered."""
+    return samples(page(proxy.admin, "/metrics")[1])["kproxy_produce_duration_seconds_count", ()]
+
+
+@pytest.mark.java
+@pytest.mark.timeout(900)
 def test_clients_write_on_as_proxies_die_stop_and_come(site: Site) -> None:
     topic = "through-the-fleet"
     with site.proxies(3) as proxies, ExitStack() as stack:
         agree(proxies, ports(proxies))
         wait_for(lambda: len(leaders(proxies[0], topic)) == PARTITIONS)
         # They are told of the first one alone, which is the first to go; of the others they learn from it.
-        bootstrap = proxies[0].kafka
-        writers = [stack.enter_context(Writer(kind, bootstrap, topic)) for kind in ("librdkafka", "kafka-python")]
+        writers: list[Writer] = [
+            stack.enter_context(kind(proxies[0].kafka, topic))
+            for kind in (JavaWriter, LibrdkafkaWriter, KafkaPythonWriter)
+        ]
+
+        def go_on() -> None:
+            for writer in writers:
+                writer.more(300)
+
+        go_on()
+        assert [served(proxy) > 0 for proxy in proxies] == [True] * 3, "they spread"
         end(proxies[0], signal.SIGKILL)
-        for writer in writers:
-            writer.more()
-        stack.enter_context(site.proxy(port_of(proxies[0])))
-        for writer in writers:
-            writer.more()
+        go_on()
+        back = stack.enter_context(site.proxy(port_of(proxies[0])))
+        go_on()
         end(proxies[1], signal.SIGTERM)
+        go_on()
+        new = stack.enter_context(site.proxy())
+        go_on()
+        wait_for(lambda: served(back) and served(new), 30, "they follow what they are told of")
         for writer in writers:
-            writer.more()
-        stack.enter_context(site.proxy())
-        for writer in writers:
-            writer.more()
             writer.__exit__()
-        read = read_topic(proxies[2].kafka, topic, PARTITIONS, sum(len(each.acknowledged) for each in writers))
+        read = read_topic(new.kafka, topic, PARTITIONS, sum(writer.sent for writer in writers))
         for writer in writers:
             check(read, writer)
+
+
+@pytest.mark.java
+@pytest.mark.timeout(900)
+def test_a_group_goes_on_as_the_proxy_that_is_said_to_coordinate_it_dies(
+    site: Site, real_kafka: RealKafka, tmp_path: Path
+) -> None:
+    topic = real_kafka.create_topic(f"fleet-{uuid.uuid4().hex[:10]}", 3)
+    kafka_source = ("--ownership", "kafka", "--bootstrap", real_kafka.bootstrap, "--prefix", f"{site.prefix}/kafka")
+    with site.proxy(0, *kafka_source) as one, site.proxy(0, *kafka_source) as other:
+        agree([one, other], ports([one, other]))
+        # One cluster to clients: the brokers' own id, the same leaders and coordinators.
+        metadata = [asked(proxy, keys.METADATA, 9, topics=[{"name": topic}]) for proxy in (one, other)]
+        assert [each.cluster_id for each in metadata] == [CLUSTER_ID] * 2
+        assert leaders(one, topic) == leaders(other, topic)
+        group = f"group-{topic}"
+        named_first = wait_for(lambda: coordinator_port(one, group), 60, "the cluster has a coordinator")
+        assert coordinator_port(other, group) == named_first
+        coordinator, survivor = (one, other) if named_first == port_of(one) else (other, one)
+        consumer = confluent_kafka.Consumer(
+            {
+                "bootstrap.servers": coordinator.kafka,
+                "group.id": group,
+                "auto.offset.reset": "earliest",
+                "enable.auto.commit": False,
+                "log_level": 0,
+            }
+        )
+        try:
+            consumer.subscribe([topic])
+            assert produce(one.kafka, topic, [b"a-%d" % number for number in range(10)]) == consume(consumer, 10)
+            consumer.commit(asynchronous=False)
+            end(coordinator, signal.SIGKILL)
+            assert produce(survivor.kafka, topic, [b"b-%d" % number for number in range(10)]) == consume(consumer, 10)
+            consumer.commit(asynchronous=False)
+        finally:
+            consumer.close()
+
+
+def coordinator_port(proxy: KproxyProcess, group: str) -> int:
+    """Where it sends the members of a group; 0 where nobody coordinates it yet."""
+    (found,) = asked(proxy, keys.FIND_COORDINATOR, 4, key_type=0, coordinator_keys=[group]).coordinators
+    if found.error_code:
+        return 0
+    assert named(proxy)[found.node_id] == found.port
+    return int(found.port)
+
+
+def consume(consumer: confluent_kafka.Consumer, count: int) -> list[bytes]:
+    values: list[bytes] = []
+    deadline = time.monotonic() + 60
+    while len(values) < count:
+        assert time.monotonic() < deadline, f"{len(values)} of {count} records"
+        values += [each.value() or b"" for each in consumer.consume(count - len(values), 0.2) if each.error() is None]
+    return values
