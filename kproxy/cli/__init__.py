@@ -26,6 +26,8 @@ COMMANDS = {
     "table": ("kproxy.cli.table", "Show which broker owns which partition."),
     "check-config": ("kproxy.cli.check_config", "Check a configuration and show what is in force."),
 }
+# What commands start and people do not.
+INTERNAL = {"worker": "kproxy.cli.worker"}
 NEEDS_POSIX = ("serve", "broker", "dev", "demo")
 
 
@@ -36,9 +38,10 @@ class _Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
+        modules = {name: module for name, (module, _) in COMMANDS.items()} | INTERNAL
+        if cmd_name not in modules:
             return None
-        module = importlib.import_module(COMMANDS[cmd_name][0])
+        module = importlib.import_module(modules[cmd_name])
         command: click.Command = module.command
         return command
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
 
 from kproxy.cli import run_async, start_logging
-from kproxy.config import DEFAULT_LISTEN, DEFAULT_PREFIX, load_proxy_config
+from kproxy.config import DEFAULT_LISTEN, DEFAULT_PREFIX, ProxyConfig, load_proxy_config
 
 
 @click.command(
@@ -36,7 +37,7 @@ from kproxy.config import DEFAULT_LISTEN, DEFAULT_PREFIX, load_proxy_config
     default=None,
     help="Send acks=0 upstream as acks=1; clients still get no answer. [off]",
 )
-@click.option("--workers", metavar="N", type=int, help="Processes that share the port; today 1. [1]")
+@click.option("--workers", metavar="N", type=int, help="Processes that share the port; 0: one for each CPU. [1]")
 @click.pass_context
 def command(context: click.Context, /, config: Path | None, **flags: str | int | bool | None) -> int:
     """Run the proxy in front of brokers that are there already.
@@ -53,7 +54,30 @@ def command(context: click.Context, /, config: Path | None, **flags: str | int |
     start_logging(context)
     options = load_proxy_config(config, flags=flags)
     from kproxy.dev.orphan import end_with_parent
-    from kproxy.proxy.run import run_proxy
 
     end_with_parent()
+    if options.workers > 1:
+        return _serve_by_workers(context, options)
+    from kproxy.proxy.run import run_proxy
+
     return run_async(lambda: run_proxy(options))
+
+
+def _serve_by_workers(context: click.Context, options: ProxyConfig) -> int:
+    from kproxy.dev.child import ParentPipe
+    from kproxy.dev.orphan import PARENT_FD
+    from kproxy.proxy.workers.child import Launch
+    from kproxy.proxy.workers.supervisor import run_workers
+
+    given = context.find_root().params
+    # -P: what is imported must not hang on the files of the directory somebody stands in.
+    arguments = [sys.executable, "-P", "-m", "kproxy"]
+    arguments += ["--debug"] if given["debug"] else []
+    arguments += ["--log-level", given["log_level"]] if given["log_level"] else []
+    parent = ParentPipe()
+    launch = Launch((*arguments, "worker"), {PARENT_FD: str(parent.read_fd)}, (parent.read_fd,))
+    try:
+        # asyncio's own loop: there is nothing here to be fast at.
+        return run_async(lambda: run_workers(options, launch), uvloop_wanted=False)
+    finally:
+        parent.close()

@@ -9,17 +9,18 @@ from kproxy.config.address import (
     parse_address,
     split_list,
 )
+from kproxy.config.limits import Limits
 from kproxy.config.owners import Owners, TopicOwners, parse_owners
 from kproxy.config.proxy import (
     DEFAULT_PREFIX,
     OWNERSHIP_SOURCES,
-    Limits,
     ProxyConfig,
     Setting,
     build_proxy_config,
     load_proxy_config,
     load_settings,
 )
+from kproxy.config.workers import share_limits
 
 __all__ = [
     "DEFAULT_ADMIN",
@@ -39,5 +40,6 @@ __all__ = [
     "load_settings",
     "parse_address",
     "parse_owners",
+    "share_limits",
     "split_list",
 ]

@@ -21,41 +21,22 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from kproxy.config.address import DEFAULT_LISTEN, Address, advertised, parse_address, split_list
+from kproxy.config.limits import Limits
 from kproxy.config.owners import TABLE_ROOMS, Owners, parse_owners, read_table
 from kproxy.config.reading import nearest, read_toml, unknown
+from kproxy.config.workers import MAX_WORKERS, share_limits, worker_count
 from kproxy.errors import StartupError
 
 ENV_PREFIX = "KPROXY_"
 DEFAULT_PREFIX = "/kafscale"
 OWNERSHIP_SOURCES = ("etcd", "kafka", "static")
 
-_Count = Annotated[int, Meta(ge=1)]
-_Seconds = Annotated[float, Meta(gt=0, le=86_400)]
-
-
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """`[limits]`: bounds of one listener, in bytes, counts, seconds and milliseconds as the names say."""
-
-    max_request_bytes: _Count = 100 << 20
-    max_control_request_bytes: _Count = 1 << 20
-    max_answer_bytes: _Count = 128 << 20
-    max_connections: _Count = 10_000
-    max_in_flight_bytes: _Count = 64 << 20
-    max_in_flight_bytes_total: _Count = 512 << 20
-    max_open_requests: _Count = 1_000
-    connect_timeout_s: _Seconds = 1.0
-    probe_timeout_s: _Seconds = 2.0
-    control_timeout_s: _Seconds = 30.0
-    control_attempt_s: _Seconds = 5.0
-    deadline_cap_ms: _Count = 120_000
-    drain_s: _Seconds = 10.0
-
 
 class _Listen(msgspec.Struct, kw_only=True):
     listen: str = DEFAULT_LISTEN
     advertise: str | UnsetType = UNSET
     admin: str | UnsetType = UNSET
-    workers: int = 1
+    workers: Annotated[int, Meta(ge=0, le=MAX_WORKERS)] = 1
 
 
 class _Ownership(msgspec.Struct, kw_only=True):
@@ -95,6 +76,8 @@ _FLAG_PATHS = {path.partition(".")[2]: path for path in _KEYS if not path.starts
 class ProxyConfig:
     """What `kproxy serve` is told, checked. `admin` None: no admin page. `advertise` None: the address listened on.
 
+    `workers`: at least 1; what `limits` says of all connections holds for them together.
+
     `etcd`, `bootstrap` or `owners` is there, as `ownership` says; the others are empty. But `etcd` may be there beside
     any of them: proxies that share one are all named to clients, unless they are `alone`. `lease_ttl_s` is how long one
     is named after it was last heard of.
@@ -112,6 +95,7 @@ class ProxyConfig:
     lease_ttl_s: int
     confirm_acks0: bool
     limits: Limits
+    workers: int
 
 
 @dataclass(frozen=True)
@@ -165,6 +149,11 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
     if not str(prefix.value).startswith("/") or str(prefix.value).endswith("/"):
         raise StartupError(f"{prefix.source}: {prefix.value!r} is no prefix of etcd keys: write one like /kafscale.")
     ownership = str(settings["ownership.ownership"].value)
+    limits = msgspec.convert(
+        {path.partition(".")[2]: each.value for path, each in settings.items() if path.startswith("limits.")}, Limits
+    )
+    workers = worker_count(int(str(settings["listen.workers"].value)))
+    share_limits(limits, workers)
     return ProxyConfig(
         listen=listen,
         advertise=advertised(listen, advertise),
@@ -177,10 +166,8 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
         alone=bool(settings["fleet.alone"].value),
         lease_ttl_s=msgspec.convert(settings["fleet.lease_ttl"].value, int),
         confirm_acks0=bool(settings["produce.confirm_acks0"].value),
-        limits=msgspec.convert(
-            {path.partition(".")[2]: each.value for path, each in settings.items() if path.startswith("limits.")},
-            Limits,
-        ),
+        limits=limits,
+        workers=workers,
     )
 
 
@@ -234,7 +221,7 @@ def _inline_table(file: Path) -> Owners:
 
 
 def _refuse_what_does_not_fit(settings: Mapping[str, Setting]) -> None:
-    ownership, workers = settings["ownership.ownership"], settings["listen.workers"]
+    ownership = settings["ownership.ownership"]
     if ownership.value not in OWNERSHIP_SOURCES:
         raise StartupError(
             f"{ownership.source}: {ownership.value!r} is no ownership source: there are {', '.join(OWNERSHIP_SOURCES)}."
@@ -246,10 +233,6 @@ def _refuse_what_does_not_fit(settings: Mapping[str, Setting]) -> None:
     for room in TABLE_ROOMS:
         if room in settings and ownership.value != "static":
             raise StartupError(f"{settings[room].source}: it belongs to --ownership static; this is {ownership.value}.")
-    if workers.value != 1:
-        raise StartupError(
-            f"{workers.source}: {workers.value} worker processes are not there yet: this version runs 1."
-        )
 
 
 def _address(setting: Setting) -> Address | None:

@@ -2,7 +2,7 @@
 
 | page | answer |
 | --- | --- |
-| `/table` | JSON of the routing table, `?topic=`, `?after=`, `?limit=` (see `observe.table`); follow `next` for more |
+| `/table` | JSON of the routing table: `?topic=`, `?after=`, `?limit=`; follow `next` for more; `?worker=` |
 | `/metrics` | for Prometheus (see `observe.metrics`) |
 | `/livez` | 200 while the process turns |
 | `/readyz` | 200 while it can serve clients, 503 with the reason otherwise; a stale table is degraded, not unready |
@@ -12,15 +12,13 @@ States: made --start()--> serving --stop()--> stopped.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Protocol
 
-import msgspec
 from aiohttp import web
 
 from kproxy.errors import StartupError
-from kproxy.observe.metrics import Metrics
-from kproxy.observe.table import MAX_PAGE_ROWS, TableView, table_page
+from kproxy.observe.table import MAX_PAGE_ROWS, TableQuery
 
 KEEPALIVE_S = 15.0
 SHUTDOWN_TIMEOUT_S = 1.0
@@ -34,15 +32,38 @@ class Readiness:
     text: str
 
 
-class AdminPage:
-    """`table` gives the view of now, `readiness` finds out whether clients can be served."""
+class Unanswered(Exception):
+    """Nobody can say at the moment; the text says why."""
 
-    def __init__(
-        self, *, table: Callable[[], TableView], readiness: Callable[[], Awaitable[Readiness]], metrics: Metrics
-    ) -> None:
-        self._table = table
-        self._readiness = readiness
-        self._metrics = metrics
+
+class Pages(Protocol):
+    """What the pages say; of one process, or of several as of one."""
+
+    async def table(self, query: TableQuery, worker: int | None) -> bytes:
+        """JSON of a TablePage, of `worker` where one is named.
+
+        ValueError for a query that will not do, Unanswered.
+        """
+        ...
+
+    async def metrics(self, accept: str) -> tuple[bytes, str]:
+        """The page and its content type, in the format that an HTTP Accept header asks for."""
+        ...
+
+    async def readiness(self) -> Readiness:
+        """Whether clients can be served."""
+        ...
+
+    async def liveness(self) -> Readiness:
+        """Whether anybody turns; where not, a restart is what helps."""
+        ...
+
+
+class AdminPage:
+    """Serves `pages`."""
+
+    def __init__(self, pages: Pages) -> None:
+        self._pages = pages
         application = web.Application()
         application.add_routes(
             [
@@ -80,25 +101,27 @@ class AdminPage:
         return web.Response(text="kproxy\n\n/table\n/metrics\n/livez\n/readyz\n")
 
     async def _livez(self, _: web.Request) -> web.Response:
-        return web.Response(text="alive\n")
+        return _said(await self._pages.liveness())
 
     async def _readyz(self, _: web.Request) -> web.Response:
-        readiness = await self._readiness()
-        return web.Response(status=200 if readiness.ready else 503, text=f"{readiness.text}\n")
+        return _said(await self._pages.readiness())
 
     async def _get_metrics(self, request: web.Request) -> web.Response:
-        page, content_type = self._metrics.render(request.headers.get("Accept", ""))
+        page, content_type = await self._pages.metrics(request.headers.get("Accept", ""))
         return web.Response(body=page, headers={"Content-Type": content_type})
 
     async def _get_table(self, request: web.Request) -> web.Response:
-        query = request.query
+        asked = request.query
         try:
-            page = table_page(
-                self._table(),
-                topic=query.get("topic"),
-                after=query.get("after"),
-                limit=int(query.get("limit", MAX_PAGE_ROWS)),
-            )
+            worker = int(asked["worker"]) if "worker" in asked else None
+            query = TableQuery(asked.get("topic"), asked.get("after"), int(asked.get("limit", MAX_PAGE_ROWS)))
+            page = await self._pages.table(query, worker)
         except ValueError as error:
             return web.Response(status=400, text=f"{error}\n")
-        return web.Response(body=msgspec.json.encode(page), content_type="application/json")
+        except Unanswered as error:
+            return web.Response(status=503, text=f"{error}\n")
+        return web.Response(body=page, content_type="application/json")
+
+
+def _said(readiness: Readiness) -> web.Response:
+    return web.Response(status=200 if readiness.ready else 503, text=f"{readiness.text}\n")

@@ -16,6 +16,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from codec import api_keys, error_codes
+from kproxy.observe.families import Across, Gauge
 from kproxy.observe.table import TableView
 from kproxy.observe.tally import DELAY_BOUNDS_S, OTHER_VERSION, PRODUCE_BOUNDS_S, VERSION_BITS, Tally
 from kproxy.routing.retry import event_name
@@ -35,32 +36,12 @@ class Vitals:
     draining: bool = False
 
 
-class Metrics:
-    """The page. `counters` are named events: `splits`, `deadlines`, `retries.{event}` and so on."""
+class ProxyCollector(Collector):
+    """What this process counts. `counters` are named events: `splits`, `deadlines`, `retries.{event}` and so on."""
 
     def __init__(
         self,
         *,
-        tally: Tally,
-        counters: Mapping[str, int],
-        table: Callable[[], TableView],
-        vitals: Callable[[], Vitals],
-    ) -> None:
-        self._registry = CollectorRegistry(auto_describe=False)
-        ProcessCollector(registry=self._registry)
-        PlatformCollector(registry=self._registry)
-        GCCollector(registry=self._registry)
-        self._registry.register(_ProxyCollector(tally, counters, table, vitals))
-
-    def render(self, accept: str) -> tuple[bytes, str]:
-        """The page and its content type, in the format that an HTTP Accept header asks for."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self._registry), content_type
-
-
-class _ProxyCollector(Collector):
-    def __init__(
-        self,
         tally: Tally,
         counters: Mapping[str, int],
         table: Callable[[], TableView],
@@ -79,6 +60,59 @@ class _ProxyCollector(Collector):
         table = self._table()
         yield from _table(table)
         yield from _fleet(table, self._counters)
+
+
+class WorkersCollector(Collector):
+    """The worker processes: by number whether each serves and answers, and how many were started in another's place."""
+
+    def __init__(self, up: Mapping[int, bool], restarts: int) -> None:
+        self._up = up
+        self._restarts = restarts
+
+    def collect(self) -> Iterable[Metric]:
+        yield Gauge("kproxy_workers", "Worker processes that there should be.", len(self._up))
+        up = GaugeMetricFamily("kproxy_worker_up", "1 while a worker serves and answers.", labels=["worker"])
+        for number, is_up in sorted(self._up.items()):
+            up.add_metric([str(number)], int(is_up))
+        yield up
+        yield _counter("kproxy_worker_restarts", "Workers started in the place of one that ended.", self._restarts)
+
+
+class ProcessesCollector(Collector):
+    """What the system knows of several processes, by the name that stands in the label `worker`."""
+
+    def __init__(self, pids: Mapping[str, int]) -> None:
+        self._pids = pids
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for name, pid in self._pids.items():
+            for metric in _of_process(pid):
+                family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                for sample in metric.samples:
+                    family.add_sample(sample.name, {**sample.labels, "worker": name}, sample.value)
+        return families.values()
+
+
+def _of_process(pid: int) -> Iterable[Metric]:
+    # A registry that has nothing to do with it: the collector insists on one.
+    return ProcessCollector(pid=lambda: pid, registry=CollectorRegistry()).collect()
+
+
+def render(collectors: Iterable[Collector], accept: str) -> tuple[bytes, str]:
+    """The page and its content type, in the format that an HTTP Accept header asks for."""
+    registry = CollectorRegistry(auto_describe=False)
+    PlatformCollector(registry=registry)
+    for collector in collectors:
+        registry.register(collector)
+    encode, content_type = choose_encoder(accept)
+    return encode(registry), content_type
+
+
+def own_process() -> Iterable[Collector]:
+    """What a process that serves alone says of itself, beside what it counts."""
+    apart = CollectorRegistry()
+    return ProcessCollector(registry=apart), GCCollector(registry=apart), WorkersCollector({1: True}, 0)
 
 
 def _traffic(tally: Tally, vitals: Vitals) -> Iterable[Metric]:
@@ -141,7 +175,7 @@ def _connections(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric
         vitals.paused_connections,
     )
     yield _gauge("kproxy_upstream_connections", "Connections to brokers.", vitals.upstream_connections)
-    yield _gauge("kproxy_hung_brokers", "Brokers that hang: nothing is sent to them.", vitals.hung_brokers)
+    yield _gauge("kproxy_hung_brokers", "Brokers that hang: nothing is sent to them.", vitals.hung_brokers, "max")
     yield _counter("kproxy_hangs", "Brokers found to hang.", counters.get("breaker.opened", 0))
     yield _counter("kproxy_client_connections_accepted", "Client connections.", counters.get("clients.accepted", 0))
     yield _counter(
@@ -154,23 +188,24 @@ def _connections(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric
         "Client connections closed for what they sent or could not be told otherwise.",
         counters.get("clients.refused", 0),
     )
-    yield _gauge("kproxy_draining", "1 while what is in flight is answered before the end.", int(vitals.draining))
+    yield _gauge(
+        "kproxy_draining", "1 while what is in flight is answered before the end.", int(vitals.draining), "max"
+    )
 
 
 def _table(view: TableView) -> Iterable[Metric]:
     topology = view.topology
-    yield _gauge("kproxy_table_revision", "The highest revision seen.", topology.revision)
+    yield _gauge("kproxy_table_revision", "The highest revision seen.", topology.revision, "min")
     if math.isfinite(view.age_s):
-        yield _gauge("kproxy_table_age_seconds", "Since the source of owners last said anything.", view.age_s)
-    yield _gauge("kproxy_table_stale", "1 while that is too long ago.", int(view.stale))
-    yield _gauge("kproxy_table_partitions", "Partitions that have an owner.", topology.owned_count)
-    yield _gauge("kproxy_table_brokers", "Brokers with an address.", len(topology.brokers))
+        yield _gauge("kproxy_table_age_seconds", "Since the source of owners last said anything.", view.age_s, "max")
+    yield _gauge("kproxy_table_stale", "1 while that is too long ago.", int(view.stale), "max")
+    yield _gauge("kproxy_table_partitions", "Partitions that have an owner.", topology.owned_count, "min")
+    yield _gauge("kproxy_table_brokers", "Brokers with an address.", len(topology.brokers), "min")
 
 
 def _fleet(view: TableView, counters: Mapping[str, int]) -> Iterable[Metric]:
-    yield _gauge("kproxy_fleet_proxies", "Proxies that clients are told of.", len(view.proxies))
-    registered = int(view.registration == "registered")
-    yield _gauge("kproxy_fleet_registered", "1 while this proxy has its own entry among them.", registered)
+    yield _gauge("kproxy_fleet_proxies", "Proxies that clients are told of.", len(view.proxies), "min")
+    yield registered(view.registration)
     skipped = CounterMetricFamily(
         "kproxy_fleet_keys_skipped", "Entries of proxies that made no sense.", labels=["reason"]
     )
@@ -181,12 +216,18 @@ def _fleet(view: TableView, counters: Mapping[str, int]) -> Iterable[Metric]:
     yield skipped
 
 
+def registered(registration: str) -> Metric:
+    """Of several processes one has the entry for all."""
+    value = int(registration == "registered")
+    return _gauge("kproxy_fleet_registered", "1 while this proxy has its own entry among them.", value, "max")
+
+
 def _counter(name: str, documentation: str, value: float) -> Metric:
     return CounterMetricFamily(name, documentation, value=value)
 
 
-def _gauge(name: str, documentation: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, documentation, value=value)
+def _gauge(name: str, documentation: str, value: float, across: Across = "sum") -> Metric:
+    return Gauge(name, documentation, value, across)
 
 
 def _histogram(name: str, documentation: str, bounds: Sequence[float], counts: Sequence[int], total: float) -> Metric:

@@ -43,6 +43,14 @@ class TableView:
     registration: str = ""
 
 
+class TableQuery(msgspec.Struct, frozen=True):
+    """Which page is wanted: owned partitions, of one topic if named, after `after` (`topic/partition`), so many."""
+
+    topic: str | None = None
+    after: str | None = None
+    limit: int = MAX_PAGE_ROWS
+
+
 class PartitionRow(msgspec.Struct, frozen=True):
     """One owned partition. `revision` is the source's own, of its last change; it is no leader epoch."""
 

@@ -25,7 +25,8 @@ from kproxy.observe.table import ProxyRow
 from kproxy.ownership.etcd import EtcdClient, EtcdError, EtcdMisused
 from kproxy.ownership.fleet_view import FleetView, alone
 from kproxy.ownership.registrar import Registrar
-from kproxy.proxy.sources import RECONNECT_PAUSE_S, cancel
+from kproxy.proxy.sources import RECONNECT_PAUSE_S
+from kproxy.proxy.tasks import cancel
 from kproxy.routing.fleet import Fleet
 
 # An etcd that is there answers at once; a proxy without it serves as well.

@@ -1,4 +1,4 @@
-"""One proxy process from start to stop: the listener, the admin page, the ownership source.
+"""One proxy process from start to stop: the listener, the ownership source, and what it shows of itself.
 
 A proxy may be started before its source is there: it says what it waits for, `/readyz` too, and serves once its table
 is loaded. SIGHUP has the source read anew; SIGTERM and SIGINT drain.
@@ -9,9 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import os
-import signal
-import sys
 import time
 from collections import Counter
 from math import inf
@@ -21,15 +18,15 @@ import structlog
 
 from kproxy.config import ProxyConfig
 from kproxy.errors import StartupError
-from kproxy.observe.admin import AdminPage
-from kproxy.observe.metrics import Metrics
 from kproxy.observe.table import TableView
 from kproxy.observe.tally import Tally
 from kproxy.proxy.context import ProxyContext
+from kproxy.proxy.front import Front, OwnFront, OwnPages
 from kproxy.proxy.membership import Membership
 from kproxy.proxy.readiness import Brokers, readiness
 from kproxy.proxy.server import Listener
-from kproxy.proxy.sources import OpenSource, Source, cancel, open_source
+from kproxy.proxy.signals import until_stopped
+from kproxy.proxy.sources import OpenSource, Source, open_source
 from kproxy.routing.topology import Topology
 
 # Objects more made than freed before the collector looks at the youngest; rounds before it looks at older ones.
@@ -38,24 +35,19 @@ COLLECTOR_THRESHOLDS = (20_000, 50, 100)
 log = structlog.get_logger(__name__)
 
 
-async def run_proxy(config: ProxyConfig) -> None:
-    """Serve until SIGTERM or SIGINT. Raises StartupError."""
-    with _Signals() as signals:
-        serving = asyncio.create_task(_Proxy(config, signals.hangup).serve())
-        stopping = asyncio.create_task(signals.stop.wait())
-        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
-        await cancel(stopping)
-        if serving.done():
-            serving.result()
-        await cancel(serving)
+async def run_proxy(config: ProxyConfig, front: Front | None = None) -> None:
+    """Serve until SIGTERM or SIGINT; without a `front` alone. Raises StartupError."""
+    front = front or OwnFront(config.admin)
+    await until_stopped(lambda signals: _Proxy(config, signals.hangup, front).serve())
 
 
 class _Proxy:
     """What a process holds while it serves; `hangup` is set when the source is to read anew."""
 
-    def __init__(self, config: ProxyConfig, hangup: asyncio.Event) -> None:
+    def __init__(self, config: ProxyConfig, hangup: asyncio.Event, front: Front) -> None:
         self._config = config
         self._hangup = hangup
+        self._front = front
         self._topology = Topology(offers_unowned=config.ownership == "etcd")
         self._listener = Listener(config.limits)
         self._opened: OpenSource | None = None
@@ -68,8 +60,10 @@ class _Proxy:
         """Serve until cancelled; then drain."""
         config = self._config
         async with contextlib.AsyncExitStack() as stack:
-            port = await self._listener.bind(*config.listen)
-            ready = f"ready kafka={config.listen.host}:{port}{await self._start_admin(stack)}"
+            port = await self._listener.bind(*config.listen, shared=self._front.shares_port)
+            pages = self._pages(stack)
+            stack.push_async_callback(self._front.close)
+            await self._front.open(pages)
             opened = self._opened = await stack.enter_async_context(open_source(config, self._topology, self._wait))
             membership = self._membership = await stack.enter_async_context(self._open_membership(port))
             stack.push_async_callback(self._listener.stop)
@@ -79,8 +73,7 @@ class _Proxy:
             _calm_collector()
             # Also where only the other proxies are known by it.
             etcd = f" etcd={','.join(config.etcd)}" if config.etcd else ""
-            sys.stdout.write(f"{ready}{opened.ready or etcd}\n")
-            sys.stdout.flush()
+            self._front.ready(f"{config.listen.host}:{port}", opened.ready or etcd)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(_reload_at(self._hangup, opened.source))
                 tasks.create_task(membership.failed())
@@ -88,7 +81,9 @@ class _Proxy:
 
     def _open_membership(self, port: int) -> Membership:
         host, advertised_port = self._config.advertise or self._config.listen
-        return Membership(self._config, host, advertised_port or port, counters=self._counters)
+        # Those who share an address have one entry, which their supervisor sees to.
+        registers = not self._front.shares_port
+        return Membership(self._config, host, advertised_port or port, counters=self._counters, registers=registers)
 
     def _context(self, opened: OpenSource, membership: Membership) -> ProxyContext:
         return ProxyContext(
@@ -107,10 +102,7 @@ class _Proxy:
             confirm_acks0=self._config.confirm_acks0,
         )
 
-    async def _start_admin(self, stack: contextlib.AsyncExitStack) -> str:
-        """What the ready line says of it."""
-        if self._config.admin is None:
-            return ""
+    def _pages(self, stack: contextlib.AsyncExitStack) -> OwnPages:
         brokers = Brokers(
             lambda: self._topology.brokers,
             timeout_s=self._config.limits.connect_timeout_s,
@@ -118,26 +110,19 @@ class _Proxy:
             random=self._random,
         )
         stack.push_async_callback(brokers.close)
-        admin = AdminPage(
+        return OwnPages(
             table=self._view,
             readiness=lambda: readiness(self._listener.not_ready, self._view(), brokers),
-            metrics=Metrics(
-                tally=self._tally,
-                counters=self._counters,
-                table=self._view,
-                vitals=lambda: self._listener.vitals,
-            ),
+            tally=self._tally,
+            counters=self._counters,
+            vitals=lambda: self._listener.vitals,
         )
-        stack.push_async_callback(admin.stop)
-        host, port = self._config.admin
-        return f" admin={host}:{await admin.start(host, port)}"
 
     def _wait(self, sentence: str) -> None:
         """Say what is waited for, each thing once."""
         if self._listener.waits_for != sentence:
             self._listener.waits_for = sentence
-            sys.stderr.write(f"kproxy: {sentence} Waiting for it.\n")
-            sys.stderr.flush()
+            self._front.waits(sentence)
 
     def _view(self) -> TableView:
         if self._opened is None:
@@ -171,38 +156,3 @@ def _calm_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*COLLECTOR_THRESHOLDS)
-
-
-class _Signals:
-    """`stop` is set by SIGTERM and SIGINT, `hangup` by SIGHUP.
-
-    A terminal that is closed sends SIGHUP as well: then nobody wants this process any more.
-    """
-
-    def __init__(self) -> None:
-        self.stop = asyncio.Event()
-        self.hangup = asyncio.Event()
-        self._had_terminal = _has_terminal()
-
-    def __enter__(self) -> _Signals:
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self.stop.set)
-        loop.add_signal_handler(signal.SIGINT, self.stop.set)
-        loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            loop.remove_signal_handler(number)
-
-    def _on_hangup(self) -> None:
-        lost_terminal = self._had_terminal and not _has_terminal()
-        (self.stop if lost_terminal else self.hangup).set()
-
-
-def _has_terminal() -> bool:
-    try:
-        return os.isatty(0)
-    except OSError:
-        return False

@@ -19,17 +19,16 @@ import contextlib
 import structlog
 
 from kproxy.config import Limits
-from kproxy.errors import StartupError
 from kproxy.observe.metrics import Vitals
 from kproxy.proxy.client_session import ClientSession
 from kproxy.proxy.context import ProxyContext
+from kproxy.proxy.port import bind
 from kproxy.proxy.versions import Ranges
 from kproxy.routing.topology import Address
 
 log = structlog.get_logger(__name__)
 
 DEADLINE_TICK_S = 0.1
-BACKLOG = 1024
 # So much after its time a tick finds work undone that is not the clients' fault.
 LATE_S = 0.5
 
@@ -78,18 +77,12 @@ class Listener:
             draining=self._draining,
         )
 
-    async def bind(self, host: str, port: int) -> int:
-        """Listen, without accepting anything yet; the real port. Raises StartupError."""
-        loop = asyncio.get_running_loop()
-        try:
-            self._server = await loop.create_server(
-                self._session, host, port, backlog=BACKLOG, start_serving=False, reuse_address=True
-            )
-        except OSError as error:
-            raise StartupError(
-                f"cannot listen on {host}:{port} ({error.strerror or error}): choose another address with --listen, "
-                "or stop what uses this one"
-            ) from error
+    async def bind(self, host: str, port: int, *, shared: bool = False) -> int:
+        """Listen, without accepting anything yet; the real port. `shared`: other processes may listen there as well.
+
+        Raises StartupError.
+        """
+        self._server = await bind(self._session, host, port, shared=shared)
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
 

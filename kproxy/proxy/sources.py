@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
 from codec.api_keys import PRODUCE
 from codec.produce import TOPIC_IDS_FROM
@@ -19,6 +19,7 @@ from kproxy.ownership.leases import LeaseTable
 from kproxy.ownership.static_table import StaticTable
 from kproxy.proxy.context import ProducerIds
 from kproxy.proxy.coordinators import Coordinators, LeasedCoordinators
+from kproxy.proxy.tasks import cancel
 from kproxy.proxy.versions import NO_CAPS
 from kproxy.routing import retry
 from kproxy.routing.topology import Address, Topology
@@ -167,9 +168,3 @@ def _follow(source: Source, stack: contextlib.AsyncExitStack) -> asyncio.Task[No
     task = asyncio.create_task(source.run())
     stack.push_async_callback(cancel, task)
     return task
-
-
-async def cancel(task: asyncio.Task[Any]) -> None:
-    """End a task and wait until it has ended."""
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)

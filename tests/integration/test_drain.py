@@ -13,7 +13,7 @@ import pytest
 from tests.support.dev import KproxyProcess
 from tests.support.raw_client import RawClient, batch, fetch_frame, produce_frame
 from tests.support.scripted_upstream import answers_everything
-from tests.support.served import ServedBroker, page, port_of, static_proxy
+from tests.support.served import ServedBroker, page, port_of, refused, static_proxy
 
 T0 = ("t", 0)
 # Far below drain_s, far above what it takes.
@@ -25,19 +25,6 @@ async def ended(process: KproxyProcess, within_s: float) -> float:
     began = time.monotonic()
     assert await asyncio.to_thread(process.wait, within_s) == 0, process.stderr()[-2000:]
     return time.monotonic() - began
-
-
-async def refused(port: int) -> None:
-    """Until no connection is taken any more."""
-    deadline = time.monotonic() + SOON_S
-    while time.monotonic() < deadline:
-        try:
-            client = await RawClient().connect(port)
-        except ConnectionError:
-            return
-        client.abort()
-        await asyncio.sleep(0.02)
-    raise AssertionError("connections are still taken")
 
 
 async def test_what_is_in_flight_is_answered_and_nothing_new_is_taken(tmp_path: Path) -> None:

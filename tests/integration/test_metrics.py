@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from codec.api_keys import API_VERSIONS, METADATA
-from kproxy.observe.metrics import Metrics
+from kproxy.observe.metrics import ProxyCollector, render
 from kproxy.observe.table import TableView
 from kproxy.observe.tally import MAX_DROP_TOPICS
 from tests.support.raw_client import batch, fetch_frame, list_offsets_frame, produce_frame, raw_frame
@@ -28,13 +28,13 @@ class Scrape:
     """One reading of the page."""
 
     def __init__(self, proxy: RunningProxy, *, age_s: float = 0.5, stale: bool = False) -> None:
-        metrics = Metrics(
+        collector = ProxyCollector(
             tally=proxy.context.tally,
             counters=proxy.counters,
             table=lambda: TableView(proxy.topology, age_s, stale),
             vitals=lambda: proxy.listener.vitals,
         )
-        body, content_type = metrics.render("")
+        body, content_type = render([collector], "")
         assert content_type.startswith("text/plain")
         self.samples = samples(body.decode())
 

@@ -112,7 +112,7 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
         (["serve", "--ownership", "static", "--table", "FILE"], "FILE"),
         (["serve", "--ownership", "static", "--table", "TABLE"], "partition 2 to broker 3"),
         (["serve", "--ownership", "consul"], "etcd, kafka, static"),
-        (["serve", "--etcd", "a:1", "--workers", "4"], "not there yet"),
+        (["serve", "--etcd", "a:1", "--workers", "-1"], "--workers"),
         (["serve", "--config", "missing.toml"], "missing.toml"),
         (["broker", "--node-id", "-1", "--data-dir", "DIR", "--etcd", "a:1"], "--node-id"),
         (["broker", "--node-id", "1", "--data-dir", "FILE", "--etcd", "a:1"], "FILE"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from codec.api_keys import API_VERSIONS
 from kproxy.proxy.versions import OFFERS
 from tests.support.dev import KproxyProcess, serving
-from tests.support.scripted_upstream import Asked, ScriptedUpstream
+from tests.support.raw_client import RawClient
+from tests.support.scripted_upstream import PATIENCE_S, Asked, ScriptedUpstream
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -71,3 +74,16 @@ def samples(text: str) -> Samples:
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
+
+
+async def refused(port: int) -> None:
+    """Until no connection is taken any more."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        try:
+            client = await RawClient().connect(port)
+        except ConnectionError:
+            return
+        client.abort()
+        await asyncio.sleep(0.02)
+    raise AssertionError("connections are still taken")

@@ -113,6 +113,7 @@ def test_without_options_the_defaults_hold() -> None:
         lease_ttl_s=10,
         confirm_acks0=False,
         limits=Limits(),
+        workers=1,
     )
 
 
@@ -186,7 +187,9 @@ WRONG = [
     ("", {}, {"prefix": "kafscale"}, ["--prefix", "/kafscale"]),
     ("", {}, {"listen": "0.0.0.0:9092"}, ["0.0.0.0", "--advertise"]),
     ("", {}, {"ownership": "zookeeper"}, ["--ownership", "no ownership source"]),
-    ("", {}, {"workers": 2}, ["--workers", "not there yet"]),
+    ("", {}, {"workers": -1}, ["--workers", ">= 0"]),
+    ("", {}, {"workers": 257}, ["--workers", "<= 256"]),
+    ("[limits]\nmax_connections = 3\n", {}, {"workers": 4}, ["limits.max_connections is 3", "4 workers"]),
     ("", {}, {"bootstrap": "a:1"}, ["--bootstrap", "--ownership kafka", "etcd"]),
     ("", {}, {"table": "owners.toml"}, ["--table", "--ownership static", "etcd"]),
     ("[brokers]\n1 = 'a:1'", {}, {}, ["brokers in", "--ownership static", "etcd"]),

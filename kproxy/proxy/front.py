@@ -1,0 +1,122 @@
+"""What stands between a proxy process and those who look at it: what it says of itself, and to whom.
+
+A process that serves alone has a `Front` of its own: its admin page, stdout and stderr. A worker's tells its supervisor
+(kproxy.proxy.workers).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol
+
+import msgspec
+
+from kproxy.config.address import Address
+from kproxy.observe.admin import AdminPage, Readiness
+from kproxy.observe.families import Family, family_of
+from kproxy.observe.metrics import ProxyCollector, Vitals, own_process, render
+from kproxy.observe.table import TableQuery, TableView, table_page
+from kproxy.observe.tally import Tally
+
+
+class OwnPages:
+    """The admin page of this process alone."""
+
+    def __init__(
+        self,
+        *,
+        table: Callable[[], TableView],
+        readiness: Callable[[], Awaitable[Readiness]],
+        tally: Tally,
+        counters: Mapping[str, int],
+        vitals: Callable[[], Vitals],
+    ) -> None:
+        self._table = table
+        self._readiness = readiness
+        self._proxy = ProxyCollector(tally=tally, counters=counters, table=table, vitals=vitals)
+        self._process = tuple(own_process())
+
+    async def table(self, query: TableQuery, worker: int | None = None) -> bytes:
+        if worker not in (None, 1):
+            raise ValueError(f"there is no worker {worker}: this process serves alone")
+        page = table_page(self._table(), topic=query.topic, after=query.after, limit=query.limit)
+        return msgspec.json.encode(page)
+
+    async def metrics(self, accept: str) -> tuple[bytes, str]:
+        return render((*self._process, self._proxy), accept)
+
+    async def readiness(self) -> Readiness:
+        return await self._readiness()
+
+    async def liveness(self) -> Readiness:
+        return Readiness(True, "alive")
+
+    def families(self) -> list[Family]:
+        """What this process counts, to be put together with what others do."""
+        return [family_of(metric) for metric in self._proxy.collect()]
+
+
+class Front(Protocol):
+    """`shares_port`: whether other processes listen on the same port."""
+
+    shares_port: bool
+
+    async def open(self, pages: OwnPages) -> None:
+        """Show `pages` from now on. Raises StartupError."""
+        ...
+
+    def waits(self, sentence: str) -> None:
+        """Say what is waited for; it is called again only when that changes."""
+        ...
+
+    def ready(self, kafka: str, source: str) -> None:
+        """Clients are served at `kafka`; `source` is what the ready line says of the ownership source."""
+        ...
+
+    async def close(self) -> None:
+        """Show nothing more."""
+        ...
+
+
+class OwnFront:
+    """Of a process that serves alone. `admin` None: no admin page."""
+
+    shares_port = False
+
+    def __init__(self, admin: Address | None) -> None:
+        self._address = admin
+        self._admin: AdminPage | None = None
+        self._said = ""
+
+    async def open(self, pages: OwnPages) -> None:
+        if self._address is not None:
+            self._admin, self._said = await start_admin(AdminPage(pages), self._address)
+
+    def waits(self, sentence: str) -> None:
+        say_waiting(sentence)
+
+    def ready(self, kafka: str, source: str) -> None:
+        say_ready(kafka, self._said, source)
+
+    async def close(self) -> None:
+        if self._admin is not None:
+            await self._admin.stop()
+
+
+async def start_admin(admin: AdminPage, address: Address) -> tuple[AdminPage, str]:
+    """The page, started, and what the ready line says of it. Raises StartupError."""
+    host, port = address
+    return admin, f" admin={host}:{await admin.start(host, port)}"
+
+
+def say_waiting(sentence: str) -> None:
+    """On stderr: what keeps it from serving."""
+    sys.stderr.write(f"kproxy: {sentence} Waiting for it.\n")
+    sys.stderr.flush()
+
+
+def say_ready(kafka: str, admin: str, source: str) -> None:
+    """The one line on stdout."""
+    sys.stdout.write(f"ready kafka={kafka}{admin}{source}\n")
+    sys.stdout.flush()
