@@ -143,21 +143,8 @@ class Slot:
         """As last learnt; gauges only of a process that `is_up`."""
         return merge([self._last if is_up else growing(self._last), self._past])
 
-    def stop(self) -> None:
-        """SIGTERM; nobody follows."""
-        if self._keeper is not None:
-            self._keeper.cancel()
-        if self._child is not None:
-            self._child.signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """SIGKILL."""
-        if self._child is not None:
-            log.error("worker killed: it did not end in time", worker=self.number, pid=self.pid)
-            self._child.signal(signal.SIGKILL)
-
-    async def ended(self) -> None:
-        """Until nothing is left of it, after `stop`."""
+    async def stop(self) -> None:
+        """SIGTERM, and nobody follows; until nothing is left of it."""
         if self._keeper is not None:
             await cancel(self._keeper)
         if self._starting is not None:
@@ -165,7 +152,12 @@ class Slot:
             if self._starting.exception() is not None:
                 self._child = None
         if self._child is not None:
-            # It may have been started after everybody was told to stop.
             self._child.signal(signal.SIGTERM)
             await self._child.wait()
             self._child = None
+
+    def kill(self) -> None:
+        """SIGKILL, for one that does not stop."""
+        if self._child is not None:
+            log.error("worker killed: it did not end in time", worker=self.number, pid=self.pid)
+            self._child.signal(signal.SIGKILL)

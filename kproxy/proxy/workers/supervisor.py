@@ -130,9 +130,7 @@ class _Supervisor:
                 slot.reload(owners)
 
     async def _stop(self) -> None:
-        for slot in self._slots:
-            slot.stop()
-        ending = asyncio.gather(*(slot.ended() for slot in self._slots))
+        ending = asyncio.gather(*(slot.stop() for slot in self._slots))
         insisting = asyncio.create_task(self._signals.insists.wait())
         try:
             await asyncio.wait(
