@@ -19,7 +19,12 @@ import msgspec
 import psutil
 import pytest
 
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.observe.table import TablePage
+from kproxy.ownership.etcd import EtcdClient
+from kproxy.ownership.fleet_keys import encode_proxy, proxies_prefix
+from kproxy.ownership.fleet_view import named_in
+from kproxy.routing.fleet import FIRST_NODE_ID, Proxy
 from tests.support.dev import KproxyProcess, run_kproxy, serving
 from tests.support.kafka_io import Record, read_topic
 from tests.support.librdkafka_client import run_librdkafka
@@ -316,6 +321,49 @@ async def test_workers_that_wait_for_their_source_say_so_once_and_can_be_stopped
         assert all_gone(family)
     finally:
         process.stop()
+
+
+def proxies(process: KproxyProcess, number: int) -> list[int]:
+    """The ports of the proxies that one worker tells clients of; empty where it does not answer."""
+    status, text = page(process.admin, f"/table?worker={number}")
+    return [each.port for each in msgspec.json.decode(text, type=TablePage).proxies] if status == 200 else []
+
+
+async def test_workers_are_one_among_several_proxies(
+    etcd: EmbeddedEtcd, etcd_client: EtcdClient, etcd_prefix: str, tmp_path: Path
+) -> None:
+    upstream = await ServedBroker(1).start()
+    fleet = ["--etcd", etcd.endpoint, "--prefix", etcd_prefix, "--lease-ttl", "5"]
+    with serving(
+        ["serve", *static_arguments(tmp_path, upstream.port), *fleet, *workers(2)], tmp_path / "stderr"
+    ) as process:
+        port = port_of(process)
+        mine = Proxy(FIRST_NODE_ID, "127.0.0.1", port)
+        assert await named_in(etcd_client, etcd_prefix) == [mine]
+        key = f"{proxies_prefix(etcd_prefix)}{FIRST_NODE_ID}"
+        entry = await etcd_client.get(key)
+        await etcd_client.put(
+            f"{proxies_prefix(etcd_prefix)}{FIRST_NODE_ID + 1}", encode_proxy(Proxy(FIRST_NODE_ID + 1, "other", 1))
+        )
+        await killed(process, 1)
+        for number in (1, 2):
+            await until(lambda number=number: proxies(process, number) == [port, 1], process.stderr)
+        assert await etcd_client.get(key) == entry, "one that is replaced changes nothing about it"
+        read = await shown(process)
+        assert (read["kproxy_fleet_registered", ()], read["kproxy_fleet_proxies", ()]) == (1, 2)
+        assert '"registration":"registered"' in page(process.admin, "/table")[1]
+        client = await RawClient().connect(port)
+        client.send(produce_frame())
+        asked = await upstream.next()
+        process.signal(signal.SIGTERM)
+        await refused(port)
+        # The others send nobody here any more, while what is in flight is not answered yet.
+        assert [each.host for each in await named_in(etcd_client, etcd_prefix)] == ["other"]
+        asked.answer()
+        assert (await client.answer()).codes == {T0: 0}
+        client.close()
+        assert await asyncio.to_thread(process.wait, SOON_S) == 0
+    await upstream.stop()
 
 
 def test_nothing_acknowledged_is_lost_or_doubled_when_workers_are_killed(
