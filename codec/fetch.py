@@ -159,7 +159,9 @@ class FetchApi:
         return request
 
     def parse_response(self, frame: memoryview, api_version: int) -> PartitionedResponse:
-        """Raises CodecError. Leader hints, preferred read replicas and the session are blanked in place."""
+        """Raises CodecError. Leader hints, preferred read replicas and the session are blanked in place; so are null
+        records, which become none.
+        """
         flexible = is_flexible(FETCH, api_version)
         response = PartitionedResponse(frame)
         limit = len(frame)
@@ -246,12 +248,19 @@ def _skip_result(frame: memoryview, offset: int, limit: int, api_version: int) -
             raise Truncated(f"preferred_read_replica wanted at {offset}, the message ends at {limit}")
         INT32.pack_into(frame, offset, -1)
         offset += 4
+    records_at = offset
     start, end, offset = skip_bytes(frame, offset, limit, compact=flexible)
+    if start == end:
+        # Kafka's brokers never send null; of its clients only Java's bears it.
+        none = _NO_RECORDS_COMPACT if flexible else _NO_RECORDS
+        if offset - records_at == len(none):
+            frame[records_at:offset] = none
     if flexible:
         offset = blank_current_leader(frame, offset, limit, _CURRENT_LEADER_TAG)
     return partition_index, offset, end - start
 
 
+_NO_RECORDS, _NO_RECORDS_COMPACT = encode_count(0, compact=False), encode_count(0, compact=True)
 _RESULT = Struct(">ihqq")
 
 

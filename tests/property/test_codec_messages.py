@@ -178,14 +178,15 @@ def test_a_request_that_is_not_split_goes_on_as_it_came(case: Case) -> None:
 
 
 def _blanked(api_key: int, fields: dict[str, Any]) -> dict[str, Any]:
-    """The answer as it must leave the proxy: no leader epoch, no replica, no session."""
+    """The answer as it must leave the proxy: no leader epoch, replica or session, no records instead of null."""
     topics_field, entries_field, _, _ = RESPONSE_FIELDS[api_key]
     blank = {LIST_OFFSETS: {"leader_epoch": -1}, FETCH: {"preferred_read_replica": -1}}.get(api_key, {})
 
-    def blanked(topic: dict[str, Any]) -> dict[str, Any]:
-        return {**topic, entries_field: [{**entry, **blank} for entry in topic[entries_field]]}
+    def blanked(entry: dict[str, Any]) -> dict[str, Any]:
+        records = {"records": entry["records"] or b""} if api_key == FETCH else {}
+        return {**entry, **blank, **records}
 
-    topics = list(map(blanked, fields[topics_field]))
+    topics = [{**topic, entries_field: list(map(blanked, topic[entries_field]))} for topic in fields[topics_field]]
     return {**fields, topics_field: topics, "session_id": 0, "error_code": 0}
 
 
