@@ -188,6 +188,14 @@ def _connections(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric
         "Client connections closed for what they sent or could not be told otherwise.",
         counters.get("clients.refused", 0),
     )
+    yield _counter(
+        "kproxy_producer_ids", "Producer ids given out by the proxy itself.", counters.get("producer_ids.given_out", 0)
+    )
+    yield _counter(
+        "kproxy_producer_ids_refused",
+        "Producers that got none, because etcd did not answer.",
+        counters.get("producer_ids.refused", 0),
+    )
     yield _gauge(
         "kproxy_draining", "1 while what is in flight is answered before the end.", int(vitals.draining), "max"
     )

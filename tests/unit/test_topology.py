@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kproxy.routing.split import route
 from kproxy.routing.topology import MAX_PARTITION_INDEX, NO_OWNER, Address, Ownership, Topology
 
 
@@ -142,6 +143,36 @@ def test_a_load_in_the_middle_and_every_later_change_end_in_the_last_owner(
 
 
 ID, OTHER_ID = bytes(range(0x80, 0x90)), bytes(range(0x90, 0xA0))
+
+
+def test_what_nobody_owns_is_offered_to_brokers_that_answer() -> None:
+    topology = Topology()
+    for broker_id in (1, 2):
+        topology.set_broker(broker_id, Address("h", broker_id))
+    version = topology.version
+    topology.doubt(1, doubted=True)
+    topology.doubt(1, doubted=True)
+    topology.doubt(9, doubted=True)
+    assert (set(topology.takers), topology.version) == ({2}, version + 1)
+    assert {route(topology, b"t", n) for n in range(20)} == {2}
+    # Its own partitions are nobody else's, and where none answers each may be tried.
+    topology.set_owner(b"t", 0, 1, 5)
+    assert route(topology, b"t", 0) == 1
+    topology.doubt(2, doubted=True)
+    assert {route(topology, b"t", n) for n in range(1, 20)} == {1, 2}
+    topology.doubt(2, doubted=False)
+    assert set(topology.takers) == {2}
+
+
+def test_a_broker_is_not_doubted_for_what_it_was_before() -> None:
+    topology = Topology()
+    for broker_id in (1, 2, 3):
+        topology.set_broker(broker_id, Address("h", broker_id))
+        topology.doubt(broker_id, doubted=broker_id != 3)
+    topology.set_broker(1, Address("h", 7))
+    topology.remove_broker(2)
+    topology.set_broker(2, Address("h", 2))
+    assert set(topology.takers) == {1, 2, 3}
 
 
 def test_a_topic_is_found_by_its_id_whenever_that_is_learnt() -> None:

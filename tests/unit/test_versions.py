@@ -92,3 +92,35 @@ def test_what_was_told_is_covered_when_all_of_it_is_still_offered(
     offered: Ranges, wanted: Ranges, covered: bool
 ) -> None:
     assert covers(offered, wanted) is covered
+
+
+# KafScale lists what it does not serve with versions -1 to -1.
+KAFSCALE = Serves(ALL | {keys.INIT_PRODUCER_ID: (-1, -1), keys.END_TXN: (-1, -1), keys.FIND_COORDINATOR: (3, 3)})
+REFERENCE = Serves({key: ALL[key] for key in ALL if key not in (keys.JOIN_GROUP, keys.END_TXN)})
+CAN_ANSWER = (keys.INIT_PRODUCER_ID, keys.FIND_COORDINATOR)
+
+
+@pytest.mark.parametrize(
+    ("brokers", "can_answer", "native"),
+    [
+        ([KAFSCALE], CAN_ANSWER, CAN_ANSWER),
+        ([KAFSCALE], (), ()),
+        ([KAFSCALE], (keys.INIT_PRODUCER_ID,), (keys.INIT_PRODUCER_ID,)),
+        # Who gives out producer ids knows a batch again; who has no groups says so in its own words.
+        ([REFERENCE], CAN_ANSWER, ()),
+        # One that does not is enough.
+        ([REFERENCE, KAFSCALE], CAN_ANSWER, (keys.INIT_PRODUCER_ID,)),
+        # Transactions have coordinators that only brokers know.
+        ([NEW], CAN_ANSWER, ()),
+        # Of those that have not said nothing is known.
+        ([], CAN_ANSWER, ()),
+        ([NEW.without([keys.INIT_PRODUCER_ID])], CAN_ANSWER, (keys.INIT_PRODUCER_ID,)),
+    ],
+)
+def test_the_proxy_answers_itself_what_brokers_leave_to_it(
+    brokers: list[Serves], can_answer: tuple[int, ...], native: tuple[int, ...]
+) -> None:
+    offered = offer(brokers, {}, can_answer)
+    assert offered.native == set(native)
+    for key in native:
+        assert offered.ranges[key] == own_ranges()[key]
