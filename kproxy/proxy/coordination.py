@@ -116,6 +116,8 @@ class Coordination:
                 upstream.give_up("it does not answer as a coordinator")
             self._context.coordinators.forget(key_type, key)
             return _refusal(header, request, NOT_COORDINATOR)
+        if self._context.coordinators.are_leased and _says_not_coordinator(header, answer):
+            self._context.coordinators.refused(key_type, key, upstream.owner)
         if header.api_key == keys.OFFSET_FETCH and header.api_version >= _FETCH_EPOCH_FROM:
             try:
                 return _without_epochs(header, answer)
@@ -152,6 +154,18 @@ def coordination_key(header: RequestHeader, request: Message) -> str:
     """The key that a request is about; empty where it is about none, as InitProducerId without a transactional id."""
     key: str | None = getattr(request, COORDINATED[header.api_key].field)
     return key or ""
+
+
+def _says_not_coordinator(header: RequestHeader, answer: memoryview) -> bool:
+    """Whether that is the answer. What cannot be read is left to the client."""
+    try:
+        body = answer[response_body_offset(answer, header.api_key, header.api_version) :]
+        message = decode_response(header.api_key, header.api_version, body)
+    except CodecError:
+        return False
+    if header.api_key == keys.OFFSET_COMMIT:
+        return any(each.error_code == NOT_COORDINATOR for topic in message.topics for each in topic.partitions)
+    return getattr(message, "error_code", None) == NOT_COORDINATOR
 
 
 def _without_epochs(header: RequestHeader, answer: memoryview) -> list[Buffer]:

@@ -52,6 +52,9 @@ class Coordinators:
         if len(self._brokers) > MAX_REMEMBERED:
             del self._brokers[next(iter(self._brokers))]
 
+    def refused(self, key_type: int, key: str, broker_id: int) -> None:
+        """Clients ask anew upon that, and what they are told is remembered."""
+
     def forget(self, key_type: int, key: str) -> None:
         self._brokers.pop((key_type, key), None)
 
@@ -77,7 +80,8 @@ class Holders(Protocol):
 class LeasedCoordinators:
     """The brokers that hold the leases of groups; what brokers say themselves is not listened to.
 
-    A group whose holder is gone waits for the end of its lease, as a partition does.
+    A group whose holder is gone waits for the end of its lease, as a partition does. One that nobody has is not offered
+    again to who has refused it, as a broker does that stops, unless all have: at most MAX_REMEMBERED such groups.
     """
 
     are_leased = True
@@ -85,12 +89,28 @@ class LeasedCoordinators:
     def __init__(self, leases: Holders, topology: Topology) -> None:
         self._leases = leases
         self._topology = topology
+        self._refused_by: dict[str, frozenset[int]] = {}
 
     def get(self, key_type: int, key: str) -> int | None:
         if key_type != GROUP:
             return None
         holder = self._leases.holder(key)
-        return preferred(key.encode(errors="surrogateescape"), self._topology.takers) if holder is None else holder
+        if holder is not None:
+            self._refused_by.pop(key, None)
+            return holder
+        refused_by = self._refused_by.get(key, frozenset())
+        takers = [broker_id for broker_id in self._topology.takers if broker_id not in refused_by]
+        if not takers:
+            self._refused_by.pop(key, None)
+        return preferred(key.encode(errors="surrogateescape"), takers or self._topology.takers)
+
+    def refused(self, key_type: int, key: str, broker_id: int) -> None:
+        """A broker says that it does not coordinate a group."""
+        if key_type != GROUP or self._leases.holder(key) is not None or len(key) > MAX_KEY_LENGTH:
+            return
+        self._refused_by[key] = self._refused_by.pop(key, frozenset()) | {broker_id}
+        if len(self._refused_by) > MAX_REMEMBERED:
+            del self._refused_by[next(iter(self._refused_by))]
 
     def forget(self, key_type: int, key: str) -> None:
         """It is not for the proxy to say."""

@@ -307,6 +307,9 @@ class Fanout:
                 self._succeeded(piece, entry)
         unanswered = under_way(self._upstreams.values()) if failures else _NOTHING_UNDER_WAY
         for entry, error_code, result in failures:
+            if error_code == NOT_LEADER_OR_FOLLOWER:
+                attempts = exchange.attempts.setdefault(entry, retry.Attempts())
+                attempts.refused_by |= {piece.upstream.owner}
             self._failed(exchange, entry, error_code, piece.routed_at, unanswered, result)
         self._send_released()
         self._finish_if_complete(exchange)

@@ -122,7 +122,14 @@ class Exchange:
     def route(self, entry: Entry, topology: Topology) -> int:
         """The broker to send an entry to, or NO_OWNER; see `split.route`."""
         topic = self.request.topics[entry[0]]
-        return route(topology, topic.name, topic.partitions[entry[1]], is_nameless=self.request.is_nameless(topic))
+        attempts = None if self._attempts is None else self._attempts.get(entry)
+        return route(
+            topology,
+            topic.name,
+            topic.partitions[entry[1]],
+            is_nameless=self.request.is_nameless(topic),
+            refused_by=() if attempts is None else attempts.refused_by,
+        )
 
     def take(self, entry: Entry, result: Buffer) -> None:
         """Record an entry's bytes of the answer."""

@@ -34,14 +34,18 @@ BACKOFF_S: Final = (0.02, 0.1, 0.25, 0.5)
 
 
 class Attempts:
-    """How often an entry was sent in vain: `in_all`, and `here`, since its partition last got another owner."""
+    """How often an entry was sent in vain: `in_all`, and `here`, since its partition last got another owner.
 
-    __slots__ = ("_owner_revision", "here", "in_all")
+    `refused_by`: the brokers that said NOT_LEADER_OR_FOLLOWER to it.
+    """
+
+    __slots__ = ("_owner_revision", "here", "in_all", "refused_by")
 
     def __init__(self) -> None:
         self.in_all = 0
         self.here = 0
         self._owner_revision = -1
+        self.refused_by: frozenset[int] = frozenset()
 
     def add(self, routed_at: int, owner_revision: int) -> None:
         """One more, sent at the topology's revision `routed_at`; `owner_revision` is the ownership's by now."""

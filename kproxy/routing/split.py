@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from codec.partitioned import PartitionedRequest, TopicSpan
 from kproxy.routing.rendezvous import preferred
@@ -14,20 +14,30 @@ Entry = tuple[int, int]
 """One partition of a request: the topic's place and the partition's ordinal within it."""
 
 
-def route(topology: Topology, topic: bytes, partition_index: int, *, is_nameless: bool = False) -> int:
+def route(
+    topology: Topology,
+    topic: bytes,
+    partition_index: int,
+    *,
+    is_nameless: bool = False,
+    refused_by: Collection[int] = (),
+) -> int:
     """The broker to send this partition to, or NO_OWNER.
 
     An owned partition goes to its owner and nowhere else, even where the owner's address is unknown (then NO_OWNER).
     One that nobody owns is offered to the broker that rendezvous hashing prefers among the topology's `takers`, where
-    its brokers take partitions; not so where `topic` is an id that nobody knows, which may be that of a topic that is
-    no more.
+    its brokers take partitions; but not to those in `refused_by`, since a broker that stops takes nothing more. Not so
+    where `topic` is an id that nobody knows, which may be that of a topic that is no more.
     """
     owner = topology.owner(topic, partition_index)
     if owner != NO_OWNER:
         return owner if topology.address(owner) is not None else NO_OWNER
     if is_nameless or not topology.offers_unowned:
         return NO_OWNER
-    candidate = preferred(topic + b"/" + str(partition_index).encode(), topology.takers)
+    takers = topology.takers
+    if refused_by:
+        takers = [broker_id for broker_id in takers if broker_id not in refused_by] or takers
+    candidate = preferred(topic + b"/" + str(partition_index).encode(), takers)
     return NO_OWNER if candidate is None else candidate
 
 

@@ -21,9 +21,10 @@ from tests.support.dev import KproxyProcess
 from tests.support.etcd import Relay
 from tests.support.kafscale import KafScaleBroker, snapshot_value
 from tests.support.raw_client import RawClient, control_frame, fetch_frame, produce_frame
+from tests.support.scripted_upstream import Asked
 from tests.support.served import port_of
 
-NOT_LEADER, TIMED_OUT, NOT_AVAILABLE, INVALID_REQUEST, NOT_AUTHORIZED = 6, 7, 15, 42, 53
+NOT_LEADER, TIMED_OUT, NOT_AVAILABLE, NOT_COORDINATOR, INVALID_REQUEST, NOT_AUTHORIZED = 6, 7, 15, 16, 42, 53
 _files = itertools.count()
 
 
@@ -178,6 +179,46 @@ async def test_what_nobody_owns_is_not_offered_to_a_broker_that_is_gone(kafscale
     # What it owns goes to it all the same, that is nowhere, until its lease ends.
     await kafscale.own(partitions[0], 1)
     await until(lambda: produced(client, partitions[0]), NOT_LEADER)
+
+
+async def test_what_nobody_owns_is_not_left_to_a_broker_that_stops(kafscale: KafScale) -> None:
+    """KafScale's gives up its leases and serves its connections on: it refuses everything, for as long as they last."""
+    stopping = kafscale.brokers[1]
+    stopping.script = lambda asked: asked.answer(results=dict.fromkeys(asked.partitions, NOT_LEADER))
+    kafscale.brokers[0].script = lambda asked: asked.answer()
+    partitions = [n for n in range(40) if preferred(b"orders/%d" % n, (0, 1)) == 1][:3]
+    client = await kafscale.client_of(await kafscale.proxy())
+    for partition_index in partitions:
+        assert await produced(client, partition_index) == 0
+    assert [len(broker.log) for broker in kafscale.brokers] == [3, 3]
+    # Where all refuse, the client is told so.
+    kafscale.brokers[0].script = stopping.script
+    assert await produced(client, partitions[0]) == NOT_LEADER
+
+
+async def test_a_group_that_nobody_has_is_not_left_to_a_broker_that_stops(kafscale: KafScale) -> None:
+    client = await kafscale.client_of(await kafscale.proxy())
+    group = next(f"g{n}" for n in range(40) if preferred(b"g%d" % n, (0, 1)) == 1)
+    topics = [{"name": "t", "partitions": [{"partition_index": 0, "committed_offset": 1, "committed_metadata": ""}]}]
+
+    def refuse(asked: Asked) -> None:
+        refused = [{"name": "t", "partitions": [{"partition_index": 0, "error_code": NOT_COORDINATOR}]}]
+        commits = asked.header.api_key == keys.OFFSET_COMMIT
+        asked.answer_message(**({"topics": refused} if commits else {"error_code": NOT_COORDINATOR}))
+
+    kafscale.brokers[0].script = lambda asked: asked.answer_message()
+    kafscale.brokers[1].script = refuse
+    await ask(client, keys.OFFSET_COMMIT, 3, group_id=group, topics=topics)
+    assert (await ask(client, keys.JOIN_GROUP, 4, group_id=group, protocol_type="consumer")).error_code == 0
+    assert [[asked.header.api_key for asked in broker.log] for broker in kafscale.brokers] == [
+        [keys.JOIN_GROUP],
+        [keys.OFFSET_COMMIT],
+    ]
+    # Where all have refused, all are asked again.
+    kafscale.brokers[0].script = refuse
+    answers = [(await ask(client, keys.HEARTBEAT, 4, group_id=group)).error_code for _ in range(4)]
+    assert answers == [NOT_COORDINATOR] * 4
+    assert {len(broker.log) for broker in kafscale.brokers} == {3}
 
 
 async def produced(client: RawClient, partition_index: int) -> int:
