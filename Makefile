@@ -4,9 +4,10 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 UV     ?= uv
 ARGS   ?=
+SECTION ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check bench-quick lock clean
+.PHONY: help install demo test check bench bench-quick lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do \
@@ -30,6 +31,9 @@ check: install  ## lint, types, dependency direction, generated files; runs no t
 	@echo "mypy";         $(BIN)/mypy
 	@echo "import-linter"; $(BIN)/lint-imports
 	@echo "generated";    $(BIN)/python -m kproxy.ownership.etcd.generate --check
+
+bench: install  ## every measurement, or one: make bench SECTION=quick, SECTION=table
+	@$(BIN)/python -m bench $(SECTION)
 
 bench-quick: install  ## what the proxy costs in CPU, beside haproxy where it is installed; about a minute
 	@$(BIN)/python -m bench quick

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 
 import msgspec
 
@@ -93,7 +93,7 @@ def table_page(
     """
     if not 1 <= limit <= MAX_PAGE_ROWS:
         raise ValueError(f"limit is a number from 1 to {MAX_PAGE_ROWS}")
-    start = _place(after) if after is not None else None
+    start = _place(after) if after is not None else (b"", -1)
     wanted = topic.encode() if topic is not None else None
     rows = list(islice(_rows(view.topology, wanted, start), limit + 1))
     more = len(rows) > limit
@@ -119,12 +119,11 @@ def table_page(
     )
 
 
-def _rows(topology: Topology, topic: bytes | None, after: tuple[bytes, int] | None) -> Iterator[Ownership]:
-    for row in topology.ownerships():
-        if topic is not None and row.topic != topic:
-            continue
-        if after is None or (row.topic, row.partition_index) > after:
-            yield row
+def _rows(topology: Topology, topic: bytes | None, after: tuple[bytes, int]) -> Iterator[Ownership]:
+    if topic is None:
+        return topology.ownerships(after)
+    # The rows of one topic stand together.
+    return takewhile(lambda row: row.topic == topic, topology.ownerships(max(after, (topic, -1))))
 
 
 def _place(text: str) -> tuple[bytes, int]:

@@ -55,12 +55,6 @@ STALE_AFTER_S = 4.0
 log = structlog.get_logger(__name__)
 
 
-async def _let_others_run(position: int) -> None:
-    """Called for each entry of a long table: hundreds of thousands must not hold up the loop."""
-    if position % PORTION_ENTRIES == PORTION_ENTRIES - 1:
-        await asyncio.sleep(0)
-
-
 class LeaseTable:
     """Feeds `topology` from etcd. `run` is one coroutine that the caller owns.
 
@@ -152,27 +146,23 @@ class LeaseTable:
     async def on_snapshot(self, snapshot: Snapshot) -> None:
         self._cluster_id = snapshot.cluster_id
         self._loaded_revision = snapshot.revision
-        named: set[Partition] = set()
+        load = self._topology.begin_load(snapshot.revision)
         others: list[KeyValue] = []
         for position, kv in enumerate(snapshot.kvs):
             try:
                 if kv.key.startswith(self._leases_prefix):
-                    partition = parse_lease_key(kv.key.removeprefix(self._leases_prefix))
-                    self._topology.set_owner(*partition, parse_owner(kv.value), kv.mod_revision)
-                    named.add(partition)
+                    topic, partition_index = parse_lease_key(kv.key.removeprefix(self._leases_prefix))
+                    load.set_owner(topic, partition_index, parse_owner(kv.value), kv.mod_revision)
                 else:
                     others.append(kv)
             except Senseless as reason:
                 self._skip(kv, reason)
-            await _let_others_run(position)
+            if position % PORTION_ENTRIES == PORTION_ENTRIES - 1:
+                await asyncio.sleep(0)
         await self.directory.load(others)
-        for position, row in enumerate(self._topology.ownerships()):
-            # What came from a re-read meanwhile is newer than the snapshot, and stays: set_owner sees to that.
-            if (row.topic, row.partition_index) not in named:
-                self._topology.set_owner(row.topic, row.partition_index, NO_OWNER, snapshot.revision)
-            await _let_others_run(position)
-        self._topology.revision = max(self._topology.revision, snapshot.revision)
-        log.info("lease_table_loaded", revision=snapshot.revision, partitions=len(named))
+        for _ in load.end():
+            await asyncio.sleep(0)
+        log.info("lease_table_loaded", revision=snapshot.revision, partitions=load.count)
         self._tell()
 
     def on_events(self, events: list[WatchEvent], revision: int) -> None:
@@ -189,7 +179,7 @@ class LeaseTable:
         if changed:
             self._tell()
 
-    def _set_owner(self, partition: Partition, kv: KeyValue | None, revision: int) -> bool:
+    def _set_owner(self, partition: tuple[bytes, int], kv: KeyValue | None, revision: int) -> bool:
         """What stands in etcd for `partition` as of `revision`; None where nothing does."""
         owner = NO_OWNER
         if kv is not None:

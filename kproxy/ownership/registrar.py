@@ -29,7 +29,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -177,7 +177,7 @@ class Registrar:
     def _id_of(self, key: str) -> int:
         return parse_proxy_id(key.removeprefix(self._prefix))
 
-    def _lowest_free(self, entries: list[KeyValue]) -> int:
+    def _lowest_free(self, entries: Sequence[KeyValue]) -> int:
         """An id whose entry makes no sense is not free either."""
         taken = {kv.key for kv in entries}
         node_id = FIRST_NODE_ID

@@ -8,7 +8,8 @@ Invariants
 1. An entry changes only upward: a change that carries a revision at or below the entry's own is ignored. A removal
    keeps its revision, so that a late event of an earlier owner cannot bring that owner back.
 2. `revision` is the highest revision seen; it goes down only in `begin_rebuild` (a restored etcd).
-3. `version` grows with every change that could alter a route.
+3. `version` grows with every change that could alter a route, by one. `moved_since` names every partition that was given
+   another owner since a version, or says that it cannot: the change was of another kind, or is too long ago.
 4. A topic id (KIP-516, 16 bytes) is another name of its topic: what is looked up by the one is found by the other, at
    the same cost. A topic has one id at most; with a new id it is a new topic, and the old id leads nowhere. Kafka's ids
    are UUIDs of version 4, whose bytes are never all ASCII: none of them is the name of a topic.
@@ -16,18 +17,27 @@ Invariants
 6. A broker may be doubted: it is not known to answer at the address it has. `takers`, to whom what nobody owns is
    offered, are the others, or all where all are doubted. What a doubted broker owns goes to it all the same.
 7. Partition indexes lie in [0, MAX_PARTITION_INDEX]; anything else is refused, so a bad key cannot cost memory.
+8. A load (`begin_load`) sets each row as it is named, so a row counts before the load has ended; what the load does not
+   name goes at its end, unless it is newer than the load. A load that is dropped halfway has taken nothing away.
 """
 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import NamedTuple
 
 from codec.partitioned import TOPIC_ID_BYTES
 
 NO_OWNER = -1
 MAX_PARTITION_INDEX = 999_999
+# Moves that `moved_since` remembers: more than happen between two requests of a busy client.
+MAX_MOVES_KEPT = 256
+# Rows that are looked at in one go when a load ends.
+PORTION_ROWS = 1_000
 
 
 class Address(NamedTuple):
@@ -79,6 +89,10 @@ class Topology:
         self._doubted: set[int] = set()
         self.revision = 0
         self.version = 0
+        # The partitions of the latest changes, one for each step of `version`.
+        self._moves: deque[tuple[bytes, int]] = deque(maxlen=MAX_MOVES_KEPT)
+        # The names of the topics in order; None when one has come.
+        self._in_order: list[bytes] | None = None
         self._waiting: dict[Callable[[], None], None] = {}
         self.owned_count = 0
 
@@ -127,13 +141,27 @@ class Topology:
             return self._brokers
         return self._brokers.keys() - self._doubted or self._brokers
 
-    def ownerships(self) -> Iterator[Ownership]:
-        """Every owned partition, by topic and index."""
-        for topic in sorted(self._topics.keys() - self._names.keys()):
-            topic_owners = self._topics[topic]
-            for partition_index, owner in enumerate(topic_owners.owners):
+    def ownerships(self, after: tuple[bytes, int] = (b"", -1)) -> Iterator[Ownership]:
+        """Every owned partition behind `after`, by topic and index."""
+        for topic in self._topics_from(after[0]):
+            topic_owners = self._topics.get(topic)
+            if topic_owners is None:
+                continue
+            first = after[1] + 1 if topic == after[0] else 0
+            for partition_index in range(first, len(topic_owners.owners)):
+                owner = topic_owners.owners[partition_index]
                 if owner != NO_OWNER:
                     yield Ownership(topic, partition_index, owner, topic_owners.revisions[partition_index])
+
+    def _topics_from(self, first: bytes) -> Iterator[bytes]:
+        if self._in_order is None:
+            self._in_order = sorted(self._topics.keys() - self._names.keys())
+        return islice(self._in_order, bisect_left(self._in_order, first), None)
+
+    def moved_since(self, version: int) -> list[tuple[bytes, int]] | None:
+        """The partitions, by name, whose entry has changed since `version`; None where that is not all that changed."""
+        count = self.version - version
+        return list(islice(reversed(self._moves), count)) if count <= len(self._moves) else None
 
     def on_next_change(self, call: Callable[[], None]) -> None:
         """Have `call` called once, in the midst of the next change; again only if asked again."""
@@ -144,11 +172,15 @@ class Topology:
         self._waiting.pop(call, None)
 
     def _changed(self) -> None:
+        """A change of any kind but one partition's owner."""
+        self._moves.clear()
         self.version += 1
-        if self._waiting:
-            waiting, self._waiting = self._waiting, {}
-            for call in waiting:
-                call()
+        self._tell()
+
+    def _tell(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for call in waiting:
+            call()
 
     # Changing: for ownership sources alone
 
@@ -159,18 +191,25 @@ class Topology:
         topic_owners = self._topics.get(topic)
         if topic_owners is None:
             topic_owners = self._add(topic)
-        topic_owners.grow(partition_index)
+        owners = topic_owners.owners
+        if partition_index >= len(owners):
+            topic_owners.grow(partition_index)
         if revision <= topic_owners.revisions[partition_index]:
             return False
-        self.owned_count += (owner != NO_OWNER) - (topic_owners.owners[partition_index] != NO_OWNER)
-        topic_owners.owners[partition_index] = owner
+        self.owned_count += (owner != NO_OWNER) - (owners[partition_index] != NO_OWNER)
+        owners[partition_index] = owner
         topic_owners.revisions[partition_index] = revision
-        self.revision = max(self.revision, revision)
-        self._changed()
+        if revision > self.revision:
+            self.revision = revision
+        self._moves.append((topic, partition_index))
+        self.version += 1
+        if self._waiting:
+            self._tell()
         return True
 
     def _add(self, topic: bytes) -> _TopicOwners:
         topic_owners = self._topics[topic] = _TopicOwners()
+        self._in_order = None
         return topic_owners
 
     def set_topic_id(self, topic: bytes, topic_id: bytes | None) -> None:
@@ -186,24 +225,27 @@ class Topology:
             self._ids[topic] = topic_id
             self._names[topic_id] = topic
             self._topics[topic_id] = self._topics.get(topic) or self._add(topic)
+        self._in_order = None
         self._changed()
 
     def load(self, rows: Iterable[Ownership], revision: int) -> None:
         """Take `rows` as the whole table at `revision`: set what they name, remove what they do not."""
-        named: set[tuple[bytes, int]] = set()
+        load = self.begin_load(revision)
         for row in rows:
-            named.add((row.topic, row.partition_index))
-            self.set_owner(row.topic, row.partition_index, row.owner, row.revision)
-        for known in list(self.ownerships()):
-            if (known.topic, known.partition_index) not in named and known.revision <= revision:
-                self.set_owner(known.topic, known.partition_index, NO_OWNER, max(revision, known.revision + 1))
-        self.revision = max(self.revision, revision)
+            load.set_owner(row.topic, row.partition_index, row.owner, row.revision)
+        for _ in load.end():
+            pass
+
+    def begin_load(self, revision: int) -> Load:
+        """For a table that is taken in by and by."""
+        return Load(self, revision)
 
     def begin_rebuild(self) -> None:
         """Forget every owner and revision: etcd was restored, its revisions start anew."""
         self._topics.clear()
         self._ids.clear()
         self._names.clear()
+        self._in_order = None
         self.owned_count = 0
         self.revision = 0
         self._changed()
@@ -230,3 +272,39 @@ class Topology:
         else:
             self._doubted.discard(broker_id)
         self._changed()
+
+class Load:
+    """The whole table at one revision, on its way into a topology: name every row, then `end`."""
+
+    def __init__(self, topology: Topology, revision: int) -> None:
+        self._topology = topology
+        self._revision = revision
+        # By topic, a byte for each partition: whether it was named.
+        self._named: dict[bytes, bytearray] = {}
+        self.count = 0
+
+    def set_owner(self, topic: bytes, partition_index: int, owner: int, revision: int) -> bool:
+        """As `Topology.set_owner`."""
+        changed = self._topology.set_owner(topic, partition_index, owner, revision)
+        named = self._named.get(topic)
+        if named is None:
+            named = self._named[topic] = bytearray()
+        if 0 <= partition_index <= MAX_PARTITION_INDEX:
+            if partition_index >= len(named):
+                named.extend(bytes(partition_index + 1 - len(named)))
+            self.count += not named[partition_index]
+            named[partition_index] = True
+        return changed
+
+    def end(self) -> Iterator[None]:
+        """Remove what was not named. To be walked to its end; other things may happen at each step."""
+        for position, row in enumerate(self._topology.ownerships()):
+            named = self._named.get(row.topic, b"")
+            if row.partition_index >= len(named) or not named[row.partition_index]:
+                # What has come meanwhile is newer than the load, and stays.
+                if row.revision <= self._revision:
+                    at = max(self._revision, row.revision + 1)
+                    self._topology.set_owner(row.topic, row.partition_index, NO_OWNER, at)
+            if position % PORTION_ROWS == PORTION_ROWS - 1:
+                yield
+        self._topology.revision = max(self._topology.revision, self._revision)

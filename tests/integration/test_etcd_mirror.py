@@ -12,6 +12,7 @@ import pytest
 
 from kproxy.ownership.etcd import EtcdClient, EtcdUnavailable, PrefixMirror, Snapshot, WatchEvent
 from kproxy.ownership.etcd import mirror as mirror_module
+from kproxy.ownership.etcd.messages import Pages
 from kproxy.ownership.etcd.mirror import MirrorState
 from kproxy.ownership.etcd.watch import STREAM_WATCH_ID, WatchMessage, WatchStream
 from tests.support.etcd import Relay, compact, eventually, kill, own_etcd, put_many, running
@@ -99,8 +100,8 @@ async def test_what_changes_between_load_and_watch_is_not_lost(etcd_client: Etcd
 
         reads = 0
 
-        async def get_prefix(self, prefix: str, *, revision: int = 0) -> Snapshot:
-            snapshot = await super().get_prefix(prefix, revision=revision)
+        async def get_prefix(self, prefix: str, *, revision: int = 0, into: Pages | None = None) -> Snapshot:
+            snapshot = await super().get_prefix(prefix, revision=revision, into=into)
             self.reads += 1
             for each in (first, second):
                 await self.put(f"{each}during-{self.reads}", b"")

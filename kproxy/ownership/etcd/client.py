@@ -38,6 +38,7 @@ from kproxy.ownership.etcd.messages import (
     KeyValue,
     Lease,
     OpResult,
+    Pages,
     Snapshot,
     TxnResult,
     encode_key,
@@ -52,9 +53,8 @@ from kproxy.ownership.etcd.txn import TxnCompare, TxnOp
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_SNAPSHOT_KEYS = 2_000_000
-# etcd counts the whole prefix again for each page, so pages are large; what a page holds is taken in by portions.
+# etcd counts the whole prefix again for each page, so pages are large.
 PAGE_KEYS = 20_000
-PORTION_KEYS = 1_000
 READ_ATTEMPTS = 3
 RETRY_PAUSE_S = 0.1
 CONNECT_PAUSE_S = 0.1
@@ -159,21 +159,23 @@ class EtcdClient:
         kvs = (await self.get_snapshot(key)).kvs
         return kvs[0] if kvs else None
 
-    async def get_snapshot(self, key: str, *, revision: int = 0) -> Snapshot:
-        """One key, or its absence, together with the revision at which that was so; `revision` as in `get_prefix`."""
+    async def get_snapshot(self, key: str, *, revision: int = 0, into: Pages | None = None) -> Snapshot:
+        """One key, or its absence, together with the revision at which that was so; the rest as in `get_prefix`."""
         request = rpc.RangeRequest(key=encode_key(key), revision=revision)
         response = await self._call("Range", request, write=False)
         as_of = revision or response.header.revision
-        return Snapshot(as_of, response.header.cluster_id, [key_value(kv) for kv in response.kvs])
+        kvs = into if into is not None else Pages()
+        kvs.add(response)
+        return Snapshot(as_of, response.header.cluster_id, kvs)
 
-    async def get_prefix(self, prefix: str, *, revision: int = 0) -> Snapshot:
+    async def get_prefix(self, prefix: str, *, revision: int = 0, into: Pages | None = None) -> Snapshot:
         """Every key that begins with `prefix`, as of `revision` (0: now), in key order, read in pages.
 
+        They are kept as etcd sent them, since there may be a million; behind those that `into` holds already.
         Compacted where `revision` is gone, or went while later pages were read; EtcdError beyond MAX_SNAPSHOT_KEYS.
         """
         start, end = encode_key(prefix) or b"\0", prefix_end(prefix)
-        kvs: list[KeyValue] = []
-        cluster_id = 0
+        kvs = into if into is not None else Pages()
         limit = PAGE_KEYS
         while True:
             request = rpc.RangeRequest(key=start, range_end=end, limit=limit, revision=revision)
@@ -186,12 +188,9 @@ class EtcdClient:
                 continue
             # The first page fixes the revision; its header holds the store's, later ones' may be newer.
             revision = revision or response.header.revision
-            cluster_id = response.header.cluster_id
-            for first in range(0, len(response.kvs), PORTION_KEYS):
-                kvs.extend(key_value(kv) for kv in response.kvs[first : first + PORTION_KEYS])
-                await asyncio.sleep(0)
+            kvs.add(response)
             if not response.more:
-                return Snapshot(revision, cluster_id, kvs)
+                return Snapshot(revision, response.header.cluster_id, kvs)
             if len(kvs) >= MAX_SNAPSHOT_KEYS:
                 raise EtcdError(f"etcd at {self.endpoints} holds more than {MAX_SNAPSHOT_KEYS} keys under {prefix!r}.")
             start = response.kvs[-1].key + b"\0"

@@ -49,7 +49,7 @@ import structlog
 
 from kproxy.ownership.etcd.client import EtcdClient
 from kproxy.ownership.etcd.errors import Compacted, EtcdError, EtcdUnavailable, TooLarge
-from kproxy.ownership.etcd.messages import Snapshot, WatchEvent
+from kproxy.ownership.etcd.messages import Pages, Snapshot, WatchEvent
 from kproxy.ownership.etcd.watch import STREAM_WATCH_ID, WatchMessage, WatchStream
 
 # Events handed over in one go: the loop serves its other tasks between.
@@ -196,14 +196,13 @@ class PrefixMirror:
         return [watched.prefix for watched in self._watched.values()]
 
     async def _load(self) -> None:
-        revision, cluster_id, kvs = 0, 0, []
+        revision, cluster_id, kvs = 0, 0, Pages()
         for watched in self._watched.values():
             get = self._client.get_snapshot if watched.exact else self._client.get_prefix
-            page = await get(watched.prefix, revision=revision)
+            page = await get(watched.prefix, revision=revision, into=kvs)
             if cluster_id not in (0, page.cluster_id):
                 raise _Restored("two pages of one load came from different clusters")
             revision, cluster_id = page.revision, page.cluster_id
-            kvs.extend(page.kvs)
         self._cluster_id = cluster_id
         for watched in self._watched.values():
             watched.seen = watched.delivered = revision

@@ -1,0 +1,66 @@
+"""Child processes of a measurement, and what the system says of them."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import uvloop
+
+from bench.load import send_all
+
+
+@contextlib.contextmanager
+def child(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """A child process that is ended, whatever happens."""
+    process = subprocess.Popen(  # noqa: S603 -- our own commands
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    """The next line of a child's output. SystemExit where there is none."""
+    if process.stdout is None:
+        raise RuntimeError("the child's output is not read")
+    line = process.stdout.readline().strip()
+    if not line:
+        raise SystemExit(f"{' '.join(map(str, process.args))} did not start")  # type: ignore[arg-type]
+    return line
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time."""
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
+
+
+def resident_bytes(pid: int) -> int:
+    return int(psutil.Process(pid).memory_info().rss)
+
+
+def peak_resident_bytes(pid: int) -> int | None:
+    """The most it ever had; None where the system does not tell (only Linux does)."""
+    status = Path(f"/proc/{pid}/status")
+    found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
+    return int(found[1]) * 1024 if found else None
+
+
+def measure(pid: int, port: int, frame: bytes, requests: int) -> tuple[float, float]:
+    """CPU seconds of the proxy and seconds on the clock for one run of the load."""
+    before, started = cpu_seconds(pid), time.monotonic()
+    uvloop.run(send_all(port, frame, requests))
+    return cpu_seconds(pid) - before, time.monotonic() - started
