@@ -211,20 +211,28 @@ class Fanout:
                         self._lanes.rename((topic.wire, partition_index), (topic.name, partition_index))
 
     def _follow_topology(self) -> None:
-        """The topology has changed: what is unanswered elsewhere than it would go now blocks its partition."""
+        """The topology has changed: what is unanswered elsewhere than it would go now blocks its partition.
+
+        Where many partitions change owners, most of them are none of this client's: what did not move is not looked at.
+        """
+        moved = self._topology.moved_since(self._seen_version)
         self._seen_version = self._topology.version
-        self._routes.forget_outdated()
-        if self._nameless:
+        self._routes.forget_outdated(moved)
+        if moved is None and self._nameless:
             self._name_the_nameless()
+        topics = {topic for topic, _ in moved} if moved is not None else None
         for owner, upstream in self._upstreams.items():
             for piece in ordered_pieces(upstream):
+                if topics is not None and not piece.exchange.asks_of_any(topics):
+                    continue
                 for entry in piece.entries():
                     topic, partition_index = piece.exchange.partition(entry)
                     # An owner that has it once more is as good as another one: what it refused before, it takes now.
                     is_new = self._topology.owner_revision(topic, partition_index) > piece.routed_at
                     if is_new or piece.exchange.route(entry, self._topology) != owner:
                         self._lanes.block(lane_key(piece.exchange, entry), (piece.exchange.sequence,))
-        self._connections.give_up_moved()
+        if moved is None:
+            self._connections.give_up_moved()
 
     def _hold_back(self, exchange: Exchange) -> set[Entry]:
         """The entries that must wait, put into their lanes."""

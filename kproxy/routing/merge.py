@@ -17,7 +17,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from struct import Struct
 from typing import cast
 
@@ -118,6 +118,10 @@ class Exchange:
         """An entry's topic and partition index."""
         topic = self.request.topics[entry[0]]
         return topic.name, topic.partitions[entry[1]]
+
+    def asks_of_any(self, topics: Collection[bytes]) -> bool:
+        """Whether one of these topics is in the request."""
+        return any(topic.name in topics for topic in self.request.topics)
 
     def route(self, entry: Entry, topology: Topology) -> int:
         """The broker to send an entry to, or NO_OWNER; see `split.route`."""

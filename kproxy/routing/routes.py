@@ -84,9 +84,13 @@ class Routes(Generic[Connection]):
             self._proven.setdefault(topic, {})[partition_index] = connection
             self._revisions[topic, partition_index] = revision
 
-    def forget_outdated(self) -> None:
-        """The topology has changed: routes whose partition has another owner, or has one again, are new."""
-        for (topic, partition_index), revision in list(self._revisions.items()):
-            if self._topology.owner_revision(topic, partition_index) != revision:
-                del self._revisions[topic, partition_index]
-                del self._proven[topic][partition_index]
+    def forget_outdated(self, moved: Iterable[tuple[bytes, int]] | None) -> None:
+        """The topology has changed: routes whose partition has another owner, or has one again, are new.
+
+        `moved`: the partitions that may have (`Topology.moved_since`); None for all.
+        """
+        for partition in list(self._revisions) if moved is None else moved:
+            revision = self._revisions.get(partition)
+            if revision is not None and self._topology.owner_revision(*partition) != revision:
+                del self._revisions[partition]
+                del self._proven[partition[0]][partition[1]]

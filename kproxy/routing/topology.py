@@ -8,8 +8,8 @@ Invariants
 1. An entry changes only upward: a change that carries a revision at or below the entry's own is ignored. A removal
    keeps its revision, so that a late event of an earlier owner cannot bring that owner back.
 2. `revision` is the highest revision seen; it goes down only in `begin_rebuild` (a restored etcd).
-3. `version` grows with every change that could alter a route, by one. `moved_since` names every partition that was given
-   another owner since a version, or says that it cannot: the change was of another kind, or is too long ago.
+3. `version` grows by one with every change that could alter a route. `moved_since` names every partition whose entry
+   has changed since a version, or says that it cannot: a change was of another kind, or is too long ago.
 4. A topic id (KIP-516, 16 bytes) is another name of its topic: what is looked up by the one is found by the other, at
    the same cost. A topic has one id at most; with a new id it is a new topic, and the old id leads nowhere. Kafka's ids
    are UUIDs of version 4, whose bytes are never all ASCII: none of them is the name of a topic.
@@ -26,7 +26,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -158,10 +158,18 @@ class Topology:
             self._in_order = sorted(self._topics.keys() - self._names.keys())
         return islice(self._in_order, bisect_left(self._in_order, first), None)
 
-    def moved_since(self, version: int) -> list[tuple[bytes, int]] | None:
-        """The partitions, by name, whose entry has changed since `version`; None where that is not all that changed."""
+    def moved_since(self, version: int) -> Sequence[tuple[bytes, int]] | None:
+        """The partitions whose entry has changed since `version`, under each name that their topics have.
+
+        None where it is not known that nothing else has changed.
+        """
         count = self.version - version
-        return list(islice(reversed(self._moves), count)) if count <= len(self._moves) else None
+        if count > len(self._moves):
+            return None
+        moves = list(islice(reversed(self._moves), count))
+        if self._ids:
+            moves += [(self._ids[topic], partition_index) for topic, partition_index in moves if topic in self._ids]
+        return moves
 
     def on_next_change(self, call: Callable[[], None]) -> None:
         """Have `call` called once, in the midst of the next change; again only if asked again."""
@@ -273,6 +281,7 @@ class Topology:
             self._doubted.discard(broker_id)
         self._changed()
 
+
 class Load:
     """The whole table at one revision, on its way into a topology: name every row, then `end`."""
 
@@ -300,11 +309,11 @@ class Load:
         """Remove what was not named. To be walked to its end; other things may happen at each step."""
         for position, row in enumerate(self._topology.ownerships()):
             named = self._named.get(row.topic, b"")
-            if row.partition_index >= len(named) or not named[row.partition_index]:
-                # What has come meanwhile is newer than the load, and stays.
-                if row.revision <= self._revision:
-                    at = max(self._revision, row.revision + 1)
-                    self._topology.set_owner(row.topic, row.partition_index, NO_OWNER, at)
+            is_named = row.partition_index < len(named) and named[row.partition_index]
+            # What has come meanwhile is newer than the load, and stays.
+            if not is_named and row.revision <= self._revision:
+                at = max(self._revision, row.revision + 1)
+                self._topology.set_owner(row.topic, row.partition_index, NO_OWNER, at)
             if position % PORTION_ROWS == PORTION_ROWS - 1:
                 yield
         self._topology.revision = max(self._topology.revision, self._revision)

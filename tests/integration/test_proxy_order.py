@@ -123,7 +123,7 @@ def no_route_is_probed(self: Fanout, *_: Any) -> None:
 
 def strays_are_not_looked_for(self: Fanout) -> None:
     self._seen_version = self._topology.version
-    self._routes.forget_outdated()
+    self._routes.forget_outdated(None)
 
 
 RULES: dict[str, dict[str, Callable[..., Any]]] = {

@@ -42,7 +42,6 @@ from kproxy.ownership.etcd.messages import (
     Snapshot,
     TxnResult,
     encode_key,
-    key_value,
     op_result,
     prefix_end,
     rpc,
