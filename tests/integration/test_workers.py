@@ -6,12 +6,10 @@ import asyncio
 import os
 import signal
 import socket
-import threading
 import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -32,6 +30,7 @@ from tests.support.raw_client import RawClient, batch, produce_frame
 from tests.support.scripted_upstream import answers_everything
 from tests.support.served import ServedBroker, page, port_of, refused, samples, static_proxy
 from tests.support.worker_processes import (
+    PATIENCE_S,
     all_gone,
     clients_of_each,
     connections_of,
@@ -41,6 +40,7 @@ from tests.support.worker_processes import (
 )
 
 WORKERS = 3
+KILLS = 4
 T0 = ("t", 0)
 # Far below what a worker is granted to end, far above what it takes.
 SOON_S = 15.0
@@ -305,17 +305,18 @@ async def test_workers_that_cannot_start_say_why_once() -> None:
     await server.stop(None)
 
 
-async def test_workers_that_wait_for_their_source_say_so_once_and_can_be_stopped(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        free = server.getsockname()[1]
-    arguments = ["serve", "--listen", "127.0.0.1:0", "--etcd", f"http://127.0.0.1:{free}", *workers(2)]
-    process = KproxyProcess(arguments, tmp_path / "stderr")
+async def test_workers_that_wait_for_their_source_say_so_once_and_hold_their_port(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        etcd_at, address = (f"127.0.0.1:{each.getsockname()[1]}" for each in (one, other))
+    arguments = ["--etcd", etcd_at, "--listen", address, *workers(2)]
+    process = KproxyProcess(["serve", *arguments], tmp_path / "stderr")
     try:
         await until(lambda: "Waiting for it" in process.stderr(), process.stderr)
-        await asyncio.sleep(1.5)
-        assert process.stderr().count("Waiting for it") == 1, process.stderr()
         family = process.descendants()
         assert len(family) == 2
+        # Nobody listens yet, and the port is taken all the same.
+        assert f"cannot listen on {address}" in await asyncio.to_thread(refusal, *arguments)
+        assert process.stderr().count("Waiting for it") == 1, process.stderr()
         process.signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, SOON_S) == 0
         assert all_gone(family)
@@ -366,50 +367,51 @@ async def test_workers_are_one_among_several_proxies(
     await upstream.stop()
 
 
+def busy(process: KproxyProcess) -> int:
+    """The worker with the most connections, as soon as both are there: nobody has to be without any."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        held = {pid: connections_of(pid, port_of(process)) for pid in worker_pids(process).values()}
+        if len(held) == 2 and any(held.values()):
+            return max(held, key=lambda pid: held[pid])
+        assert time.monotonic() < deadline, process.stderr()
+        time.sleep(0.05)
+
+
 def test_nothing_acknowledged_is_lost_or_doubled_when_workers_are_killed(
     dev_cluster: KproxyProcess, tmp_path: Path
 ) -> None:
     """Under an idempotent client, before brokers whose owners are in etcd."""
     topic = f"workers-{uuid.uuid4().hex[:8]}"
-    arguments = ["serve", "--etcd", dev_cluster.etcd, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
-    done = threading.Event()
+    arguments = ["serve", "--etcd", dev_cluster.etcd, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--alone"]
     with serving([*arguments, *workers(2)], tmp_path / "stderr") as process:
         assert process.etcd == dev_cluster.etcd
 
-        def kill_the_busy() -> int:
-            kills = 0
-            while not done.wait(0.7):
-                pids = worker_pids(process).values()
-                busy = [pid for pid in pids if connections_of(pid, port_of(process))]
-                # Both must be there, or there is nobody to go to.
-                if len(pids) == 2 and busy:
-                    os.kill(busy[0], signal.SIGKILL)
-                    kills += 1
-            return kills
+        def values() -> Iterator[bytes]:
+            yield b"first"
+            for kill in range(KILLS):
+                victim = busy(process)
+                for number in range(3_000):
+                    yield b"%d-%d" % (kill, number)
+                    if number == 2_000:
+                        # librdkafka is still sending what it was given.
+                        os.kill(victim, signal.SIGKILL)
 
-        records = [Record(b"%d" % number, b"value %d" % number) for number in range(20_000)]
-        settings = {"bootstrap.servers": process.kafka, "enable.idempotence": True, "linger.ms": 5}
-        with ThreadPoolExecutor() as threads:
-            killing = threads.submit(kill_the_busy)
-            try:
-                run = run_librdkafka(topic, paced(records), settings)
-            finally:
-                done.set()
-            kills = killing.result()
+        sent: list[bytes] = []
+
+        def records() -> Iterator[Record]:
+            for value in values():
+                sent.append(value)
+                yield Record(value, value)
+
+        run = run_librdkafka(
+            topic, records(), {"bootstrap.servers": process.kafka, "enable.idempotence": True, "linger.ms": 5}
+        )
         assert run.errors == {}
-        assert len(run.acknowledged) == len(records)
-        lying = read_topic(dev_cluster.kafka, topic, 1, len(records))
-        assert sorted(each.key for each in lying if each.key) == sorted(each.key for each in records if each.key)
+        assert len(run.acknowledged) == len(sent)
+        lying = read_topic(dev_cluster.kafka, topic, 1, len(sent))
+        assert sorted(each.key or b"" for each in lying) == sorted(sent)
         at = {(each.partition, each.offset): each.key for each in lying}
-        assert all(at[place] == records[number].key for number, place in run.acknowledged.items())
-        read = samples(page(process.admin, "/metrics")[1])
-        assert kills >= 2, "workers were to be killed while it wrote"
-        assert read["kproxy_worker_restarts_total", ()] >= 2
-
-
-def paced(records: list[Record]) -> Iterator[Record]:
-    """So that it takes some seconds."""
-    for number, record in enumerate(records):
-        if number % 200 == 0:
-            time.sleep(0.04)
-        yield record
+        assert all(at[place] == sent[number] for number, place in run.acknowledged.items())
+        # The last one may not have been replaced yet.
+        assert samples(page(process.admin, "/metrics")[1])["kproxy_worker_restarts_total", ()] >= KILLS - 1

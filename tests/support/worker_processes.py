@@ -12,7 +12,7 @@ from tests.support.dev import KproxyProcess, gone
 from tests.support.raw_client import RawClient
 from tests.support.served import Samples, page, port_of, samples
 
-PATIENCE_S = 20.0
+PATIENCE_S = 30.0
 
 
 def worker_pids(process: KproxyProcess) -> dict[int, int]:

@@ -8,7 +8,7 @@ States
 Transitions
   empty  -> held    `keep`
   held   -> vacant  the child ends after it, or another before it in this place, has served
-  held   -> empty   the first one ends before it has served: `first` raises, and the start of all has failed
+  held   -> empty   the first one ends before it has served: `keep` fails, and so does the start of all
   vacant -> held    the pause is over: PAUSE_S, doubled each time up to MAX_PAUSE_S, from the beginning again after a
                     child that ran for STEADY_S
   any    -> empty   `stop`
@@ -70,9 +70,10 @@ class Slot:
     def serves(self) -> bool:
         return self._child is not None and self._child.serves
 
-    def keep(self) -> None:
-        """Have a process run in it from now on."""
+    def keep(self) -> asyncio.Task[None]:
+        """Have a process run in it until `stop`; ends with StartupError where the first one cannot start."""
         self._keeper = asyncio.create_task(self._keep(), name=f"keeper of worker {self.number}")
+        return self._keeper
 
     async def _keep(self) -> None:
         pause_s = PAUSE_S
@@ -80,8 +81,7 @@ class Slot:
             began = self._clock()
             end, sentence = await self._run_one()
             if not self.first.done():
-                self.first.set_exception(StartupError(sentence or f"worker {self.number} {end} while it started"))
-                return
+                raise StartupError(sentence or f"worker {self.number} {end} while it started")
             if self._clock() - began >= STEADY_S:
                 pause_s = PAUSE_S
             said = {"reason": sentence} if sentence else {}

@@ -29,6 +29,8 @@ import dataclasses
 import socket
 import time
 from collections import Counter
+from collections.abc import Awaitable, Sequence
+from typing import TypeVar
 
 import structlog
 
@@ -47,6 +49,8 @@ from kproxy.proxy.workers.slot import Slot
 
 # What a worker needs beside its drain: last bytes for slow clients, and the end of its interpreter.
 STOP_MARGIN_S = 10.0
+
+_Result = TypeVar("_Result")
 
 log = structlog.get_logger(__name__)
 
@@ -81,17 +85,16 @@ class _Supervisor:
                 page, admin = await start_admin(AdminPage(pages), config.admin)
                 stack.push_async_callback(page.stop)
             stack.push_async_callback(self._stop)
-            for slot in self._slots:
-                slot.keep()
-            ready, *_ = await asyncio.gather(*(slot.first for slot in self._slots))
+            keepers = [slot.keep() for slot in self._slots]
+            ready, *_ = await _unless_failed(asyncio.gather(*(slot.first for slot in self._slots)), keepers)
             await stack.enter_async_context(membership)
             stack.push_async_callback(membership.leave)
             await membership.join()
             stack.callback(pages.drain)
             say_ready(f"{config.listen.host}:{port}", admin, ready.source)
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._hand_on_hangups())
-                tasks.create_task(membership.failed())
+            following = asyncio.create_task(membership.failed())
+            stack.push_async_callback(cancel, following)
+            await _unless_failed(self._hand_on_hangups(), [*keepers, following])
 
     def _places(self, port: int) -> list[Slot]:
         config = dataclasses.replace(
@@ -146,9 +149,28 @@ class _Supervisor:
             await cancel(insisting)
 
 
+async def _unless_failed(work: Awaitable[_Result], running: Sequence[asyncio.Task[None]]) -> _Result:
+    """What `work` comes to; what one of those that are `running` fails with ends it."""
+    working = asyncio.ensure_future(work)
+    try:
+        ending = {working, *running}
+        while not working.done():
+            done, ending = await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {working}:
+                task.result()
+        return working.result()
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+
+
 async def _hold(listen: Address) -> asyncio.Server:
     """The port, for workers to share. Raises StartupError where somebody has it."""
     if listen.port:
         # Sharing asks nobody: a proxy that is there already would get half of the connections, and a table of its own.
         (await bind(asyncio.Protocol, *listen)).close()
-    return await bind(asyncio.Protocol, *listen, shared=True)
+    held = await bind(asyncio.Protocol, *listen, shared=True)
+    for each in held.sockets:
+        # Whoever wants the port for itself is refused from now on, and not only once a worker listens.
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    return held
