@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import urllib.request
 import uuid
 from collections.abc import Iterator
 
 import pytest
 
-from tests.support.dev import KproxyProcess, serving
+from tests.support.dev import KproxyProcess
 from tests.support.java_client import run_java_client
 from tests.support.kafka_io import read_topic
 from tests.support.kafka_jars import KAFKA_VERSION, client_classpath
 from tests.support.leader_moves import check_numbered, moving_leaders, numbered, paced
 from tests.support.librdkafka_client import run_librdkafka
 from tests.support.real_kafka import RealKafka
+from tests.support.served import counted, kafka_proxy
 
 # The first run of all downloads the jars.
 pytestmark = [pytest.mark.java, pytest.mark.timeout(900)]
@@ -31,17 +31,8 @@ OUT_OF_ORDER = 'kproxy_errors_total{api="PRODUCE",error="OUT_OF_ORDER_SEQUENCE_N
 
 @pytest.fixture(scope="module")
 def proxy(real_kafka: RealKafka, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KproxyProcess]:
-    arguments = ["serve", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
-    arguments += ["--ownership", "kafka", "--bootstrap", real_kafka.bootstrap]
-    with serving(arguments, tmp_path_factory.mktemp("proxy") / "stderr") as process:
+    with kafka_proxy(tmp_path_factory.mktemp("proxy"), real_kafka.bootstrap) as process:
         yield process
-
-
-def counted(proxy: KproxyProcess, beginning: str) -> float:
-    """The sum of what /metrics counts in the lines that begin so."""
-    with urllib.request.urlopen(f"http://{proxy.admin}/metrics", timeout=10) as page:
-        lines = page.read().decode().splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(beginning))
 
 
 # Small batches, so that several of each partition are on their way when its leader moves. librdkafka puts one partition
@@ -61,7 +52,7 @@ def test_nothing_is_lost_doubled_or_out_of_order(
     records = paced(numbered(RECORDS, partitions), RECORDS_PER_S)
     settings = {"bootstrap.servers": proxy.kafka, "enable.idempotence": "true", "acks": "all", "linger.ms": 2}
     settings |= {"max.in.flight.requests.per.connection": 5, **batches}
-    retried, out_of_order = counted(proxy, RETRIES), counted(proxy, OUT_OF_ORDER)
+    retried, out_of_order = counted(proxy.admin, RETRIES), counted(proxy.admin, OUT_OF_ORDER)
     with moving_leaders(real_kafka, topic) as moves:
         if client == "java":
             run = run_java_client(client_classpath(KAFKA_VERSION), topic, records, settings)
@@ -69,9 +60,9 @@ def test_nothing_is_lost_doubled_or_out_of_order(
             run = run_librdkafka(topic, records, settings)
     assert (run.sent, run.errors) == (RECORDS, {})
     assert moves.count >= LEAST_MOVES, "the leaders were to move while it wrote"
-    assert counted(proxy, RETRIES) > retried, "the moves were to hit requests on their way"
+    assert counted(proxy.admin, RETRIES) > retried, "the moves were to hit requests on their way"
     # Brokers and clients would put it right between them, by sending again: the proxy is not to need that.
-    assert counted(proxy, OUT_OF_ORDER) == out_of_order, "batches overtook others"
+    assert counted(proxy.admin, OUT_OF_ORDER) == out_of_order, "batches overtook others"
     for bootstrap in (real_kafka.bootstrap, proxy.kafka):
         read = read_topic(bootstrap, topic, partitions, RECORDS, READ_TIMEOUT_S)
         check_numbered(read, run.acknowledged, RECORDS, partitions)

@@ -19,15 +19,14 @@ import pytest
 
 from codec.api_keys import PRODUCE
 from codec.record_batch import iterate_batches
-from kproxy.pipeline.spark import SparkDriver
 from tests.support.dev import serving
-from tests.support.java import require_java
 from tests.support.java_client import run_java_client
 from tests.support.kafka_io import Placed, Record, read_topic
 from tests.support.kafka_jars import CLIENT_VERSIONS, client_classpath, kafka_classpath
 from tests.support.librdkafka_client import run_librdkafka
 from tests.support.old_kafka_python import run_old_kafka_python
 from tests.support.real_kafka import RealKafka
+from tests.support.spark import spark_session
 from tests.support.tap import Tap, listening_tap
 
 # The first run of all downloads the jars.
@@ -246,12 +245,8 @@ def test_compressed_batches_arrive_as_they_were_sent(
 @pytest.fixture
 def spark(tmp_path: Path) -> Iterator[Any]:
     """A Spark session."""
-    driver = SparkDriver(require_java(), tmp_path)
-    try:
-        driver.start()
-        yield driver.session
-    finally:
-        driver.stop()
+    with spark_session(tmp_path) as session:
+        yield session
 
 
 @pytest.mark.spark

@@ -16,6 +16,7 @@ import pytest
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
 from tests.support.dev import KproxyProcess
+from tests.support.kafka_io import read_with_aiokafka
 
 PARTITIONS = 6
 RECORDS = 1_000
@@ -133,19 +134,7 @@ async def test_aiokafka(dev_cluster: KproxyProcess, topic: str) -> None:
     finally:
         await producer.stop()
     written = [(place.partition, place.offset, key, value) for place, key, value in placed]
-
-    consumer = aiokafka.AIOKafkaConsumer(bootstrap_servers=dev_cluster.kafka, auto_offset_reset="earliest")
-    await consumer.start()
-    try:
-        consumer.assign([aiokafka.TopicPartition(topic, each) for each in range(PARTITIONS)])
-        read: list[Record] = []
-        async with asyncio.timeout(TIMEOUT_S):
-            while len(read) < RECORDS:
-                message = await consumer.getone()
-                read.append((message.partition, message.offset, message.key, message.value))
-    finally:
-        await consumer.stop()
-    check(written, read)
+    check(written, await read_with_aiokafka(dev_cluster.kafka, topic, PARTITIONS, RECORDS, TIMEOUT_S))
 
 
 @pytest.mark.parametrize("client", ["confluent-kafka", "kafka-python", "aiokafka"])

@@ -19,10 +19,11 @@ import pytest
 from codec import api_keys as keys
 from tests.support.dev import KproxyProcess, serving
 from tests.support.java import java_executable
-from tests.support.kafka_io import produce, read_partition
+from tests.support.kafka_io import produce, read_partition, read_with_aiokafka
 from tests.support.kafka_jars import kafka_classpath
 from tests.support.real_kafka import RealKafka
 from tests.support.reference_broker import RawClient
+from tests.support.served import kafka_proxy
 
 # The first run of all downloads Kafka's jars.
 pytestmark = [pytest.mark.java, pytest.mark.timeout(900)]
@@ -38,10 +39,7 @@ Record = tuple[int, int, bytes | None, bytes | None]
 
 @pytest.fixture(scope="module")
 def proxy(real_kafka: RealKafka, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KproxyProcess]:
-    """A proxy that learns the owners from the cluster's metadata."""
-    arguments = ["serve", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
-    arguments += ["--ownership", "kafka", "--bootstrap", real_kafka.bootstrap]
-    with serving(arguments, tmp_path_factory.mktemp("proxy") / "stderr") as process:
+    with kafka_proxy(tmp_path_factory.mktemp("proxy"), real_kafka.bootstrap) as process:
         yield process
 
 
@@ -156,18 +154,7 @@ async def test_aiokafka(proxy: KproxyProcess, topic: str) -> None:
     async with aiokafka.AIOKafkaProducer(bootstrap_servers=proxy.kafka, enable_idempotence=True) as producer:
         futures = [await producer.send(topic, value, key) for key, value in sent]
         await asyncio.wait_for(asyncio.gather(*futures), TIMEOUT_S)
-    consumer = aiokafka.AIOKafkaConsumer(bootstrap_servers=proxy.kafka, auto_offset_reset="earliest")
-    await consumer.start()
-    try:
-        consumer.assign([aiokafka.TopicPartition(topic, each) for each in range(PARTITIONS)])
-        read: list[Record] = []
-        async with asyncio.timeout(TIMEOUT_S):
-            while len(read) < RECORDS:
-                each = await consumer.getone()
-                read.append((each.partition, each.offset, each.key, each.value))
-    finally:
-        await consumer.stop()
-    check(read, sent)
+    check(await read_with_aiokafka(proxy.kafka, topic, PARTITIONS, RECORDS, TIMEOUT_S), sent)
 
 
 async def test_java_tools(proxy: KproxyProcess, topic: str, tmp_path: Path) -> None:
@@ -284,7 +271,7 @@ def test_a_broker_dies_under_an_idempotent_producer(proxy: KproxyProcess, topic:
     finally:
         victim.start()
         victim.wait_started()
-    wait_until_in_sync(real_kafka, topic)
+    real_kafka.wait_until_in_sync([topic])
     check(read_all(real_kafka.bootstrap, topic, MOVED_RECORDS), sent)
 
 
@@ -303,16 +290,9 @@ def test_a_broker_hangs_under_an_idempotent_producer(proxy: KproxyProcess, topic
         check(read_all(proxy.kafka, topic, MOVED_RECORDS), sent)
     finally:
         victim.resume()
-    wait_until_in_sync(real_kafka, topic)
+    real_kafka.wait_until_in_sync([topic])
     # What reached it before it hung and was never answered is not there twice.
     check(read_all(real_kafka.bootstrap, topic, MOVED_RECORDS), sent)
-
-
-def wait_until_in_sync(real_kafka: RealKafka, topic: str) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while real_kafka.replicas_in_sync(topic) < len(real_kafka.brokers):
-        assert time.monotonic() < deadline, "the broker is not in sync again"
-        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("inline", [True, False])

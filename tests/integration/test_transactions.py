@@ -14,11 +14,12 @@ import confluent_kafka
 import kafka
 import pytest
 
-from tests.support.dev import KproxyProcess, serving
+from tests.support.dev import KproxyProcess
 from tests.support.java import java_executable
 from tests.support.kafka_io import produce
 from tests.support.kafka_jars import kafka_classpath
 from tests.support.real_kafka import RealKafka
+from tests.support.served import kafka_proxy
 
 # The first run of all downloads Kafka's jars.
 pytestmark = [pytest.mark.java, pytest.mark.timeout(900)]
@@ -37,9 +38,7 @@ ABORTED = sorted(f"abort {number} {record}" for number in (1, 3) for record in r
 
 @pytest.fixture(scope="module")
 def proxy(real_kafka: RealKafka, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KproxyProcess]:
-    arguments = ["serve", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
-    arguments += ["--ownership", "kafka", "--bootstrap", real_kafka.bootstrap]
-    with serving(arguments, tmp_path_factory.mktemp("proxy") / "stderr") as process:
+    with kafka_proxy(tmp_path_factory.mktemp("proxy"), real_kafka.bootstrap) as process:
         yield process
 
 

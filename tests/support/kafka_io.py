@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import aiokafka  # type: ignore[import-untyped]
 import confluent_kafka
 
 TIMEOUT_S = 30.0
@@ -106,3 +108,21 @@ def read_topic(
 def _placed(message: Any) -> Placed:
     headers = tuple(message.headers() or ())
     return Placed(message.partition(), message.offset(), message.key(), message.value(), headers)
+
+
+async def read_with_aiokafka(
+    bootstrap: str, topic: str, partitions: int, count: int, timeout_s: float = TIMEOUT_S
+) -> list[tuple[int, int, bytes | None, bytes | None]]:
+    """`count` records of a topic as (partition, offset, key, value), from its beginning."""
+    consumer = aiokafka.AIOKafkaConsumer(bootstrap_servers=bootstrap, auto_offset_reset="earliest")
+    await consumer.start()
+    try:
+        consumer.assign([aiokafka.TopicPartition(topic, each) for each in range(partitions)])
+        read = []
+        async with asyncio.timeout(timeout_s):
+            while len(read) < count:
+                each = await consumer.getone()
+                read.append((each.partition, each.offset, each.key, each.value))
+        return read
+    finally:
+        await consumer.stop()

@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -102,6 +102,21 @@ class RealBroker:
             os.kill(self._process.pid, signal.SIGKILL)
             self._process.wait(10)
 
+    def stop(self) -> None:
+        """SIGTERM, upon which a broker hands its leaderships over and ends; until it has."""
+        assert self._process is not None, "not started"
+        self._process.terminate()
+        self._process.wait(START_TIMEOUT_S)
+
+    def move(self) -> None:
+        """Have clients come to another port of this machine from the next start on."""
+        moved = _free_ports(1)[0]
+        before, self.port = self.port, moved
+        properties = self._properties.read_text()
+        self._properties.write_text(
+            properties.replace(f"PLAINTEXT://127.0.0.1:{before}", f"PLAINTEXT://127.0.0.1:{moved}")
+        )
+
     def pause(self) -> None:
         """Hang: the process keeps its connections and does nothing."""
         assert self._process is not None, "not started"
@@ -182,6 +197,13 @@ class RealKafka:
         """The leaders by partition, of those that have one."""
         found = self.admin().list_topics(topic, timeout=ADMIN_TIMEOUT_S).topics[topic].partitions
         return {index: partition.leader for index, partition in found.items() if partition.leader >= 0}
+
+    def wait_until_in_sync(self, topics: Sequence[str], timeout_s: float = START_TIMEOUT_S) -> None:
+        """Until every node has all of these topics again."""
+        deadline = time.monotonic() + timeout_s
+        while any(self.replicas_in_sync(topic) < len(self.brokers) for topic in topics):
+            assert time.monotonic() < deadline, "a broker is not in sync again"
+            time.sleep(0.1)
 
     def replicas_in_sync(self, topic: str) -> int:
         """The smallest number over the partitions of a topic."""

@@ -37,6 +37,16 @@ def static_proxy(
         yield process
 
 
+@contextmanager
+def kafka_proxy(directory: Path, bootstrap: str, *more: str) -> Iterator[KproxyProcess]:
+    """A proxy process that learns the owners from a Kafka cluster's metadata."""
+    directory.mkdir(parents=True, exist_ok=True)
+    arguments = ["serve", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
+    arguments += ["--ownership", "kafka", "--bootstrap", bootstrap, *more]
+    with serving(arguments, directory / "serve.stderr") as process:
+        yield process
+
+
 class ServedBroker(ScriptedUpstream):
     """One that says what it serves by itself: a proxy process asks, and the test need not care."""
 
@@ -65,6 +75,12 @@ def page(admin: str, path: str, **headers: str) -> tuple[int, str]:
         return answer.status, answer.read().decode()
     finally:
         connection.close()
+
+
+def counted(admin: str, beginning: str) -> float:
+    """The sum of what /metrics counts in the lines that begin so."""
+    lines = page(admin, "/metrics")[1].splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(beginning))
 
 
 def samples(text: str) -> Samples:

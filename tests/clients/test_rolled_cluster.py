@@ -1,0 +1,159 @@
+"""Java, librdkafka and Spark write through two proxies to a real Apache Kafka cluster that is rolled under them.
+
+Each broker in turn is stopped and started again: one comes back where it was, one on another port, one was killed. One
+of the proxies is killed meanwhile, the one that has more clients. All the while the clients write, idempotently, and
+in the end the brokers have what was acknowledged: all of it, once, in order.
+
+KPROXY_TEST_ROLLS has the cluster rolled more often than once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, takewhile
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+
+from tests.support.client_process import ClientRun
+from tests.support.dev import KproxyProcess
+from tests.support.java_client import run_java_client
+from tests.support.kafka_io import Record, read_topic
+from tests.support.kafka_jars import KAFKA_VERSION, client_classpath
+from tests.support.leader_moves import check_numbered, numbered, paced
+from tests.support.librdkafka_client import run_librdkafka
+from tests.support.real_kafka import RealBroker, RealKafka
+from tests.support.served import counted, kafka_proxy
+from tests.support.spark import spark_session, write_batches
+
+# The first run of all downloads the jars.
+pytestmark = [pytest.mark.java, pytest.mark.spark, pytest.mark.timeout(900)]
+
+ROLLS = int(os.environ.get("KPROXY_TEST_ROLLS", "1"))
+PARTITIONS = 3
+RECORDS_PER_S = 2_000
+SPARK_ROWS = 200
+READ_TIMEOUT_S = 60.0
+# Of /metrics.
+CLIENTS = "kproxy_client_connections"
+RETRIES = "kproxy_retries_total{"
+OUT_OF_ORDER = 'kproxy_errors_total{api="PRODUCE",error="OUT_OF_ORDER_SEQUENCE_NUMBER"}'
+
+
+@pytest.fixture
+def proxies(real_kafka: RealKafka, tmp_path: Path) -> Iterator[list[KproxyProcess]]:
+    with (
+        kafka_proxy(tmp_path / "first", real_kafka.bootstrap) as first,
+        kafka_proxy(tmp_path / "second", real_kafka.bootstrap) as second,
+    ):
+        yield [first, second]
+
+
+@pytest.fixture
+def spark(tmp_path: Path) -> Iterator[Any]:
+    with spark_session(tmp_path) as session:
+        yield session
+
+
+class Writers:
+    """The three clients, each to a topic of its own, from the start of the block until its end or the first failure."""
+
+    def __init__(self, real_kafka: RealKafka, bootstrap: str, spark: Any) -> None:
+        name = uuid.uuid4().hex[:10]
+        self.topics = {
+            client: real_kafka.create_topic(f"rolled-{client}-{name}", PARTITIONS)
+            for client in ("java", "librdkafka", "spark")
+        }
+        self._bootstrap = bootstrap
+        self._spark = spark
+        self._pool = ThreadPoolExecutor(len(self.topics))
+        self._ended = Event()
+
+    def __enter__(self) -> Writers:
+        self._java = self._pool.submit(self._write_java)
+        self._librdkafka = self._pool.submit(self._write_librdkafka)
+        self._by_spark = self._pool.submit(self._write_spark)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._pool.shutdown()
+
+    def check_alive(self) -> None:
+        for each in (self._java, self._librdkafka, self._by_spark):
+            if each.done():
+                each.result()
+                raise AssertionError("a client has ended before its time")
+
+    def results(self) -> tuple[ClientRun, ClientRun, int]:
+        """By Java, by librdkafka, and how many records by Spark; once the block has ended."""
+        return self._java.result(), self._librdkafka.result(), self._by_spark.result()
+
+    def _records(self) -> Iterator[Record]:
+        endless = paced(numbered(1 << 40, PARTITIONS), RECORDS_PER_S)
+        return takewhile(lambda _: not self._ended.is_set(), endless)
+
+    def _settings(self) -> dict[str, object]:
+        return {"bootstrap.servers": self._bootstrap, "enable.idempotence": "true", "acks": "all", "linger.ms": 2}
+
+    def _write_java(self) -> ClientRun:
+        settings = self._settings() | {"batch.size": 500}
+        return run_java_client(client_classpath(KAFKA_VERSION), self.topics["java"], self._records(), settings)
+
+    def _write_librdkafka(self) -> ClientRun:
+        return run_librdkafka(self.topics["librdkafka"], self._records(), self._settings())
+
+    def _write_spark(self) -> int:
+        # Its clients (3.9) go back to the bootstrap list only if they are told to.
+        settings = {
+            "kafka.bootstrap.servers": self._bootstrap,
+            "kafka.metadata.recovery.strategy": "rebootstrap",
+        }
+        topic = self.topics["spark"]
+        return write_batches(
+            self._spark, topic, PARTITIONS, settings, rows=SPARK_ROWS, goes_on=lambda: not self._ended.is_set()
+        )
+
+
+def roll(real_kafka: RealKafka, broker: RealBroker, writers: Writers, how: str) -> None:
+    """Take a broker down and bring it back, in sync."""
+    if how == "killed":
+        broker.kill()
+    else:
+        broker.stop()
+    if how == "moved":
+        broker.move()
+    broker.start()
+    broker.wait_started()
+    real_kafka.wait_until_in_sync(list(writers.topics.values()))
+    writers.check_alive()
+
+
+def test_nothing_is_lost_doubled_or_out_of_order(
+    real_kafka: RealKafka, proxies: list[KproxyProcess], spark: Any
+) -> None:
+    with Writers(real_kafka, ",".join(proxy.kafka for proxy in proxies), spark) as writers:
+        for number in range(ROLLS):
+            for broker, how in zip(real_kafka.brokers, ("stopped", "moved", "killed"), strict=True):
+                roll(real_kafka, broker, writers, how)
+                if number == 0 and how == "stopped":
+                    survivor, victim = sorted(proxies, key=lambda proxy: counted(proxy.admin, CLIENTS))
+                    victim.signal(signal.SIGKILL)
+    java, librdkafka, spark_count = writers.results()
+    assert counted(survivor.admin, RETRIES) > 0, "the rolls were to hit requests on their way"
+    assert counted(survivor.admin, OUT_OF_ORDER) == 0, "batches overtook others"
+    for client, run in (("java", java), ("librdkafka", librdkafka)):
+        assert run.errors == {}, client
+        read = read_topic(real_kafka.bootstrap, writers.topics[client], PARTITIONS, run.sent, READ_TIMEOUT_S)
+        check_numbered(read, run.acknowledged, run.sent, PARTITIONS)
+    read = read_topic(real_kafka.bootstrap, writers.topics["spark"], PARTITIONS, spark_count, READ_TIMEOUT_S)
+    by_partition = [[int(each.value or b"-1") for each in read if each.partition == at] for at in range(PARTITIONS)]
+    assert sorted(chain(*by_partition)) == list(range(spark_count))
+    assert by_partition == [sorted(numbers) for numbers in by_partition]
+    assert min(java.sent, librdkafka.sent, spark_count) > RECORDS_PER_S
