@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 _Count = Annotated[int, Meta(ge=1)]
-_Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,9 +21,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_in_flight_bytes: _Count = 64 << 20
     max_in_flight_bytes_total: _Count = 512 << 20
     max_open_requests: _Count = 1_000
-    connect_timeout_s: _Seconds = 1.0
-    probe_timeout_s: _Seconds = 2.0
-    control_timeout_s: _Seconds = 30.0
-    control_attempt_s: _Seconds = 5.0
+    connect_timeout_s: Seconds = 1.0
+    probe_timeout_s: Seconds = 2.0
+    control_timeout_s: Seconds = 30.0
+    control_attempt_s: Seconds = 5.0
     deadline_cap_ms: _Count = 120_000
-    drain_s: _Seconds = 10.0
+    drain_s: Seconds = 10.0

@@ -21,7 +21,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from kproxy.config.address import DEFAULT_LISTEN, Address, advertised, parse_address, split_list
-from kproxy.config.limits import Limits
+from kproxy.config.limits import Limits, Seconds
 from kproxy.config.owners import TABLE_ROOMS, Owners, parse_owners, read_table
 from kproxy.config.reading import nearest, read_toml, unknown
 from kproxy.config.workers import MAX_WORKERS, share_limits, worker_count
@@ -44,6 +44,7 @@ class _Ownership(msgspec.Struct, kw_only=True):
     etcd: str | list[str] | UnsetType = UNSET
     prefix: str = DEFAULT_PREFIX
     bootstrap: str | list[str] | UnsetType = UNSET
+    refresh_s: Seconds = 30.0
     table: str | UnsetType = UNSET
 
 
@@ -90,6 +91,7 @@ class ProxyConfig:
     etcd: tuple[str, ...]
     prefix: str
     bootstrap: tuple[Address, ...]
+    refresh_s: float
     owners: Owners | None
     alone: bool
     lease_ttl_s: int
@@ -162,6 +164,7 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
         etcd=_etcd(settings) if ownership == "etcd" or settings["ownership.etcd"].value is not UNSET else (),
         prefix=str(prefix.value),
         bootstrap=_bootstrap(settings) if ownership == "kafka" else (),
+        refresh_s=msgspec.convert(settings["ownership.refresh_s"].value, float),
         owners=_owners(settings) if ownership == "static" else None,
         alone=bool(settings["fleet.alone"].value),
         lease_ttl_s=msgspec.convert(settings["fleet.lease_ttl"].value, int),
@@ -226,9 +229,9 @@ def _refuse_what_does_not_fit(settings: Mapping[str, Setting]) -> None:
         raise StartupError(
             f"{ownership.source}: {ownership.value!r} is no ownership source: there are {', '.join(OWNERSHIP_SOURCES)}."
         )
-    for name, source in (("bootstrap", "kafka"), ("table", "static")):
+    for name, source in (("bootstrap", "kafka"), ("refresh_s", "kafka"), ("table", "static")):
         setting = settings[f"ownership.{name}"]
-        if setting.value is not UNSET and ownership.value != source:
+        if setting.source != "default" and ownership.value != source:
             raise StartupError(f"{setting.source}: it belongs to --ownership {source}; this is {ownership.value}.")
     for room in TABLE_ROOMS:
         if room in settings and ownership.value != "static":

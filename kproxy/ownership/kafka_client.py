@@ -55,8 +55,16 @@ class BrokerConnection:
 
     async def ask(self, api_key: int, at_most: int, **fields: Any) -> Message:
         """One answer, in the highest version up to `at_most` that both sides know. Raises BrokerUnreachable."""
+        version, body = await self.exchange(api_key, at_most, **fields)
         try:
-            version = self._version(api_key, at_most)
+            return decode_response(api_key, version, body)
+        except CodecError as error:
+            raise self.unreachable(api_key, error) from error
+
+    async def exchange(self, api_key: int, at_most: int, **fields: Any) -> tuple[int, memoryview]:
+        """As `ask`: the version, and the answer's body as it came."""
+        try:
+            version = self.version(api_key, at_most)
             self._correlation_id += 1
             body = encode_request(build_request(api_key, version, **fields))
             async with asyncio.timeout(self._timeout_s):
@@ -67,10 +75,14 @@ class BrokerConnection:
                 frame = await self._frame()
             if response_correlation_id(frame) != self._correlation_id:
                 raise CodecError("an answer to something else")
-            return decode_response(api_key, version, frame[response_body_offset(frame, api_key, version) :])
+            return version, frame[response_body_offset(frame, api_key, version) :]
         except (OSError, EOFError, TimeoutError, CodecError) as error:
-            where = f"{self.address.host}:{self.address.port}"
-            raise BrokerUnreachable(f"{where} did not answer {keys.name_of(api_key)} ({_why(error)})") from error
+            raise self.unreachable(api_key, error) from error
+
+    def unreachable(self, api_key: int, error: BaseException) -> BrokerUnreachable:
+        """What to raise where the answer did not come, or is none."""
+        where = f"{self.address.host}:{self.address.port}"
+        return BrokerUnreachable(f"{where} did not answer {keys.name_of(api_key)} ({_why(error)})")
 
     async def _frame(self) -> memoryview:
         prefix = await self._reader.readexactly(_PREFIX_BYTES)
@@ -79,7 +91,8 @@ class BrokerConnection:
             raise FrameTooLarge(f"an answer of {length} bytes")
         return memoryview(prefix + await self._reader.readexactly(length))
 
-    def _version(self, api_key: int, at_most: int) -> int:
+    def version(self, api_key: int, at_most: int) -> int:
+        """The one that `ask` takes. Raises UnsupportedVersion where there is none in common."""
         theirs = self._versions.get(api_key)
         ours = version_range(api_key)
         if theirs is None or max(theirs[0], ours[0]) > min(theirs[1], ours[1], at_most):

@@ -1,18 +1,19 @@
-"""Owners as a Kafka cluster tells them: the leaders in its Metadata.
+"""Owners as a Kafka cluster tells them: when it is asked, whom, and about what.
 
 States: EMPTY --first answer--> CURRENT <--> STALE (no answer for `stale_after_s`). A stale table still serves.
 
-Transitions happen in rounds. A round asks one broker for all topics and applies the answer. It begins when the interval
-is over, or at once when `refresh` wants one; wishes that come while a round is under way get the next one, since what
-is being read may be older than the refusal that caused the wish.
+Transitions happen in rounds. A round asks one broker, about all topics or about those that are in doubt, and has the
+answer taken (kproxy.ownership.kafka_leaders). Rounds about all topics come at an interval, after a lost connection
+(`broker_lost`) and after a round that failed. A round about some begins when `refresh` wants one; wishes that come
+while a round is under way get the next one, since what is being read may be older than the refusal that caused them.
 
 Invariants
-1. Revisions are this source's own: the number of the round that changed an entry. They only grow.
-2. Within one topic id a leader counts only with an epoch that is not lower than the one known: a broker that lags
-   behind cannot bring an earlier leader back. A new topic id begins anew.
-3. A partition that a round does not name has no owner any more; neither has one without a leader. A topic that a round
-   has only an error for, other than that there is no such topic, stays as it was known.
-4. A broker that the cluster does not name any more keeps no address.
+1. At most BURST rounds at once and RATE_PER_S a second on average, however many wishes there are: they share rounds.
+   Lost connections cause a round about all topics every WHOLE_APART_S at most.
+2. A broker whose answer did not help is not asked next: it may lag behind or be cut off from the controllers. Neither
+   is the same one asked about all topics twice in a row, where there are others.
+3. A round takes the event loop for milliseconds only, however large the cluster is.
+4. At most MAX_DOUBTED topics are asked for by name; where more are in doubt, all are asked for.
 """
 
 from __future__ import annotations
@@ -26,25 +27,23 @@ from uuid import UUID
 import structlog
 
 from codec import api_keys as keys
-from codec.control import Message
-from codec.error_codes import (
-    INVALID_TOPIC_EXCEPTION,
-    LEADER_NOT_AVAILABLE,
-    NONE,
-    REPLICA_NOT_AVAILABLE,
-    UNKNOWN_TOPIC_ID,
-    UNKNOWN_TOPIC_OR_PARTITION,
-)
+from codec.errors import CodecError
+from codec.metadata import HIGHEST_VERSION, TOPICS_BY_ID_FROM, MetadataReader
+from codec.partitioned import TOPIC_ID_BYTES
 from kproxy.ownership.kafka_client import BrokerConnection, BrokerUnreachable, open_any
-from kproxy.routing.topology import MAX_PARTITION_INDEX, NO_OWNER, Address, Ownership, Topology
+from kproxy.ownership.kafka_leaders import PORTION, KafkaLeaders
+from kproxy.routing.topology import Address, Topology
 
 log = structlog.get_logger(__name__)
 
-# 12 is the last version whose answer has no error of its own; nothing later is needed here.
-METADATA_VERSION = 12
-_NO_SUCH_TOPIC = (UNKNOWN_TOPIC_OR_PARTITION, UNKNOWN_TOPIC_ID, INVALID_TOPIC_EXCEPTION)
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 2.0
+BURST = 5
+RATE_PER_S = 5.0
+WHOLE_APART_S = 1.0
+MAX_DOUBTED = 500
+# No topic's name is longer (Kafka's own rule).
+_MAX_NAME_BYTES = 249
 
 
 class KafkaMetadata:
@@ -58,19 +57,26 @@ class KafkaMetadata:
         clock: Callable[[], float] = time.monotonic,
         interval_s: float = 30.0,
         timeout_s: float = 5.0,
-        stale_after_s: float = 90.0,
+        stale_after_s: float | None = None,
     ) -> None:
+        """`stale_after_s`: three intervals where nothing is said."""
         self._bootstrap = tuple(bootstrap)
         self._topology = topology
+        self._leaders = KafkaLeaders(topology)
         self._clock = clock
         self._interval_s = interval_s
         self._timeout_s = timeout_s
-        self._stale_after_s = stale_after_s
+        self._stale_after_s = 3 * interval_s if stale_after_s is None else stale_after_s
         self._jitter = Random()  # noqa: S311 -- spreads retries, guards nothing
         self._connection: BrokerConnection | None = None
-        self._round = 0
-        self._epochs: dict[tuple[object, int], int] = {}
+        # The broker that is not to be asked next, where there is another one.
+        self._passed_over: Address | None = None
         self._heard_at = float("-inf")
+        self._pace = _Pace(clock)
+        self._whole_at = float("-inf")
+        self._whole_due = float("-inf")
+        # Topics in doubt, by name or id, each with one of its partitions and what was known of that one's owner.
+        self._doubted: dict[bytes, tuple[int, int]] = {}
         self._wanted = asyncio.Event()
         self._next_round: asyncio.Future[None] | None = None
         self._running = False
@@ -91,15 +97,29 @@ class KafkaMetadata:
         await self._synced.wait()
 
     async def refresh(self, topic: bytes, partition_index: int, seen_revision: int) -> None:
-        """Have the table read anew, unless the entry has changed since `seen_revision`; wishes are coalesced.
+        """Have a topic read anew, unless the entry has changed since `seen_revision`; wishes are coalesced.
 
-        Returns when a read that began after the call has ended, well or not; at once where nobody runs `run`.
+        `topic` is a name or an id. Returns when a read that began after the call has ended, well or not; at once where
+        nobody runs `run`, and for what is no topic.
         """
-        if self._topology.owner_revision(topic, partition_index) <= seen_revision:
-            await self._read_anew()
+        if self._topology.owner_revision(topic, partition_index) > seen_revision:
+            return
+        if not _is_id(topic) and not _is_name(topic):
+            return
+        if len(self._doubted) < MAX_DOUBTED:
+            self._doubted[topic] = (partition_index, seen_revision)
+        elif topic not in self._doubted:
+            self._whole_due = self._clock()
+        await self._read_anew()
+
+    def broker_lost(self) -> None:
+        """A broker is gone or cannot be reached: what it led is about to be led by others. All is read anew, soon."""
+        self._whole_due = min(self._whole_due, max(self._clock(), self._whole_at + WHOLE_APART_S))
+        self._wanted.set()
 
     async def reload(self) -> str:
         """Have the table read anew."""
+        self._whole_due = self._clock()
         await self._read_anew()
         return str(self.last_error or f"{self._topology.owned_count} partitions")
 
@@ -120,19 +140,24 @@ class KafkaMetadata:
             while True:
                 self._wanted.clear()
                 waiting, self._next_round = self._next_round, None
+                doubted, self._doubted = self._doubted, {}
                 try:
-                    await self._read_once()
-                    backoff_s, pause_s = FIRST_BACKOFF_S, self._interval_s
+                    await self._read_once(doubted)
+                    backoff_s = FIRST_BACKOFF_S
                 except BrokerUnreachable as error:
                     # Before the first answer whoever opened the source says what is wrong.
                     if self.last_error is None and self._synced.is_set():
                         log.warning("kafka_metadata_interrupted", reason=str(error))
                     self.last_error = error
-                    pause_s = backoff_s * (1 + self._jitter.random() / 2)
-                    backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
+                    self._whole_due = self._clock()
                 if waiting is not None and not waiting.done():
                     waiting.set_result(None)
-                await self._pause(pause_s, wakes=self.last_error is None)
+                if self.last_error is None:
+                    await self._pause()
+                else:
+                    # A wish does not end the back-off of a failing source.
+                    await asyncio.sleep(backoff_s * (1 + self._jitter.random() / 2))
+                    backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
         finally:
             self._running = False
             for future in (waiting, self._next_round):
@@ -140,105 +165,114 @@ class KafkaMetadata:
                     future.set_result(None)
             await self._drop_connection()
 
-    async def _pause(self, seconds: float, *, wakes: bool) -> None:
-        """Until the next round is due; a wish ends the pause of a healthy source, not the back-off of a failing one."""
-        if not wakes:
-            await asyncio.sleep(seconds)
-            return
-        try:
-            async with asyncio.timeout(seconds):
-                await self._wanted.wait()
-        except TimeoutError:
-            return
+    async def _pause(self) -> None:
+        """Until the next round is due and may be begun."""
+        while self._next_round is None and self._clock() < self._whole_due:
+            try:
+                async with asyncio.timeout(self._whole_due - self._clock()):
+                    await self._wanted.wait()
+            except TimeoutError:
+                break
+            self._wanted.clear()
+        await asyncio.sleep(self._pace.due_in_s())
 
-    async def _read_once(self) -> None:
-        if self._connection is None:
-            known = [*self._topology.brokers.values()]
-            self._connection = await open_any([*self._bootstrap, *known], self._timeout_s)
+    async def _read_once(self, doubted: dict[bytes, tuple[int, int]]) -> None:
+        self._pace.spend()
+        began = self._clock()
+        whole = not doubted or began >= self._whole_due
+        if whole and self._connection is not None:
+            self._passed_over = self._connection.address
+        await self._connect()
         try:
-            answer = await self._connection.ask(
-                keys.METADATA, METADATA_VERSION, topics=None, allow_auto_topic_creation=False
-            )
+            answer, whole = await self._ask(None if whole else list(doubted))
         except BrokerUnreachable:
             await self._drop_connection()
             raise
         if not answer.brokers:
             await self._drop_connection()
             raise BrokerUnreachable("a broker answered with no brokers: it is still starting")
-        self._apply(answer)
+        for _ in self._leaders.take(answer, whole=whole):
+            await asyncio.sleep(0)
         self._heard_at = self._clock()
+        if whole:
+            self._whole_at, self._whole_due = began, self._heard_at + self._interval_s
+        if not self._has_helped(doubted) and self._connection is not None:
+            self._passed_over = self._connection.address
         if self.last_error is not None and self._synced.is_set():
             log.info("kafka_metadata_resumed")
         self.last_error = None
         self._synced.set()
+
+    def _has_helped(self, doubted: dict[bytes, tuple[int, int]]) -> bool:
+        owner_revision = self._topology.owner_revision
+        return all(owner_revision(topic, index) > seen for topic, (index, seen) in doubted.items())
+
+    async def _ask(self, topics: list[bytes] | None) -> tuple[MetadataReader, bool]:
+        """An answer, whole in its form, and whether it is about all topics (None). Raises BrokerUnreachable."""
+        assert self._connection is not None  # noqa: S101 - connected by the caller
+        by_id = topics is not None and any(map(_is_id, topics))
+        if by_id and self._connection.version(keys.METADATA, HIGHEST_VERSION) < TOPICS_BY_ID_FROM:
+            topics = None
+        wanted = None if topics is None else [_as_asked(topic) for topic in topics]
+        version, body = await self._connection.exchange(
+            keys.METADATA, HIGHEST_VERSION, topics=wanted, allow_auto_topic_creation=False
+        )
+        try:
+            answer = MetadataReader(body, version)
+            while not answer.read_some(PORTION):  # noqa: ASYNC110 - it reads, and waits for nothing
+                await asyncio.sleep(0)
+        except CodecError as error:
+            raise self._connection.unreachable(keys.METADATA, error) from error
+        return answer, topics is None
+
+    async def _connect(self) -> None:
+        """To the broker asked last, unless that one is to be passed over."""
+        known = list(dict.fromkeys([*self._bootstrap, *self._topology.brokers.values()]))
+        passed_over, self._passed_over = self._passed_over, None
+        if self._connection is not None:
+            if self._connection.address != passed_over:
+                return
+            await self._drop_connection()
+        if passed_over in known:
+            # From the one behind it on, so that they all have their turn; itself comes last.
+            at = known.index(passed_over) + 1
+            known = known[at:] + known[:at]
+        self._connection = await open_any(known, self._timeout_s)
 
     async def _drop_connection(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.close()
 
-    def _apply(self, answer: Message) -> None:
-        self._round += 1
-        named = {broker.node_id: Address(broker.host, broker.port) for broker in answer.brokers}
-        for broker_id, address in named.items():
-            self._topology.set_broker(broker_id, address)
-        for broker_id in set(self._topology.brokers) - set(named):
-            self._topology.remove_broker(broker_id)
-        rows = []
-        epochs: dict[tuple[object, int], int] = {}
-        ids: dict[bytes, bytes | None] = {}
-        for topic in answer.topics:
-            if topic.name is None:
-                continue
-            name = topic.name.encode()
-            if topic.error_code == NONE:
-                ids[name] = topic.topic_id.bytes if topic.topic_id and topic.topic_id.int else None
-                known = (self._row(name, topic.topic_id or name, partition, epochs) for partition in topic.partitions)
-                rows += [row for row in known if row is not None]
-            elif topic.error_code not in _NO_SUCH_TOPIC:
-                ids[name] = self._topology.topic_ids.get(name)
-                rows += self._rows_as_known(name, epochs)
-        self._epochs = epochs
-        self._name_ids(ids)
-        self._topology.load(rows, self._round)
 
-    def _name_ids(self, ids: dict[bytes, bytes | None]) -> None:
-        for name in set(self._topology.topic_ids) - set(ids):
-            self._topology.set_topic_id(name, None)
-        for name, topic_id in ids.items():
-            try:
-                self._topology.set_topic_id(name, topic_id)
-            except ValueError as error:
-                # The cluster contradicts itself: that topic is known by its name alone.
-                log.warning("kafka_metadata_topic_id", reason=str(error))
+class _Pace:
+    """BURST rounds at once, RATE_PER_S a second on average."""
 
-    def _rows_as_known(self, name: bytes, epochs: dict[tuple[object, int], int]) -> list[Ownership]:
-        """A topic that the cluster has only an error for at the moment, with its epochs."""
-        topic_id = self._topology.topic_ids.get(name)
-        topic_key = name if topic_id is None else UUID(bytes=topic_id)
-        rows = []
-        for index in self._topology.partition_indexes(name):
-            if (topic_key, index) in self._epochs:
-                epochs[topic_key, index] = self._epochs[topic_key, index]
-            owner = self._topology.owner(name, index)
-            if owner != NO_OWNER:
-                rows.append(Ownership(name, index, owner, self._topology.owner_revision(name, index)))
-        return rows
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._left = float(BURST)
+        self._counted_at = clock()
 
-    def _row(
-        self, name: bytes, topic_key: object, partition: Message, epochs: dict[tuple[object, int], int]
-    ) -> Ownership | None:
-        """What the table is to say of a partition; an unchanged owner keeps its revision."""
-        index: int = partition.partition_index
-        if not 0 <= index <= MAX_PARTITION_INDEX:
-            return None
-        owner, revision = self._topology.owner(name, index), self._topology.owner_revision(name, index)
-        known_epoch = self._epochs.get((topic_key, index), -1)
-        epochs[topic_key, index] = max(known_epoch, partition.leader_epoch)
-        lags = partition.leader_epoch < known_epoch
-        has_leader = partition.error_code in (NONE, REPLICA_NOT_AVAILABLE) and partition.leader_id >= 0
-        if partition.error_code == LEADER_NOT_AVAILABLE or not has_leader:
-            return Ownership(name, index, owner, revision) if lags and owner != NO_OWNER else None
-        if lags or partition.leader_id == owner:
-            return Ownership(name, index, owner, revision) if owner != NO_OWNER else None
-        return Ownership(name, index, partition.leader_id, self._round)
+    def spend(self) -> None:
+        now = self._clock()
+        self._left = max(0.0, min(float(BURST), self._left + (now - self._counted_at) * RATE_PER_S) - 1)
+        self._counted_at = now
+
+    def due_in_s(self) -> float:
+        """Seconds until there is one to spend."""
+        left = self._left + (self._clock() - self._counted_at) * RATE_PER_S
+        return max(0.0, (1 - left) / RATE_PER_S)
+
+
+def _is_id(topic: bytes) -> bool:
+    return len(topic) == TOPIC_ID_BYTES and not topic.isascii()
+
+
+def _is_name(topic: bytes) -> bool:
+    return topic.isascii() and 0 < len(topic) <= _MAX_NAME_BYTES
+
+
+def _as_asked(topic: bytes) -> dict[str, object]:
+    if _is_id(topic):
+        return {"topic_id": UUID(bytes=topic), "name": None}
+    return {"name": topic.decode()}

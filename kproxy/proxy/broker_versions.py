@@ -19,6 +19,8 @@ Invariants
 3. Each broker is asked once at a time, by one task, whoever wants to know; `close` ends them all.
 4. A broker that could not be asked is doubted (kproxy.routing.topology) until it answers.
 5. At most MAX_REMEMBERED brokers that are not in the topology are remembered.
+6. `on_lost` is told of each broker of the topology that was known and is outdated, and of each vain attempt at one: no
+   other connection may be open to notice that it has gone.
 """
 
 from __future__ import annotations
@@ -89,6 +91,7 @@ class BrokerVersions:
         self._closed = False
         self.offered = offer([], caps, can_answer)
         self.on_change: Callable[[Ranges], None] = lambda ranges: None
+        self.on_lost: Callable[[], None] = lambda: None
 
     async def current(self) -> Offered:
         """What is offered, after every broker that can be asked has been; takes ASK_TIMEOUT_S at most."""
@@ -114,6 +117,8 @@ class BrokerVersions:
             if self._is_known(broker, address) or broker in self._asking:
                 continue
             if now >= self._not_before.get((broker, address), -inf):
+                if broker in self._known or (broker, address) in self._not_before:
+                    self.on_lost()
                 self._asking[broker] = asyncio.get_running_loop().create_task(self._learn(broker, address))
         return [task for broker, task in self._asking.items() if broker in self._topology.brokers]
 

@@ -86,7 +86,7 @@ class _Proxy:
         return Membership(self._config, host, advertised_port or port, counters=self._counters, registers=registers)
 
     def _context(self, opened: OpenSource, membership: Membership) -> ProxyContext:
-        return ProxyContext(
+        context = ProxyContext(
             topology=self._topology,
             source=opened.source,
             conduct=opened.conduct,
@@ -101,6 +101,8 @@ class _Proxy:
             tally=self._tally,
             confirm_acks0=self._config.confirm_acks0,
         )
+        context.versions.on_lost = opened.broker_lost
+        return context
 
     def _pages(self, stack: contextlib.AsyncExitStack) -> OwnPages:
         brokers = Brokers(

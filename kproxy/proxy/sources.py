@@ -69,7 +69,8 @@ class OpenSource:
     """`ready` is what the ready line says of it; `following` ends only with an error or when the source is closed.
 
     `version_caps`: the highest versions by API key that can be served with what the source knows. `producer_ids` and
-    `coordinators`: as in ProxyContext, where the source has them.
+    `coordinators`: as in ProxyContext, where the source has them. `broker_lost` is to be called when a connection to a
+    broker has ended or cannot be had.
     """
 
     source: Source
@@ -79,6 +80,7 @@ class OpenSource:
     version_caps: Mapping[int, int]
     producer_ids: ProducerIds | None = None
     coordinators: Coordinators | LeasedCoordinators = field(default_factory=Coordinators)
+    broker_lost: Callable[[], None] = lambda: None
 
 
 @contextlib.asynccontextmanager
@@ -130,7 +132,8 @@ async def _open_etcd(
 async def _open_kafka(
     config: ProxyConfig, topology: Topology, stack: contextlib.AsyncExitStack, waits: Callable[[str], None]
 ) -> OpenSource:
-    metadata = KafkaMetadata([Address(*address) for address in config.bootstrap], topology)
+    bootstrap = [Address(*address) for address in config.bootstrap]
+    metadata = KafkaMetadata(bootstrap, topology, interval_s=config.refresh_s)
     following = _follow(metadata, stack)
     where = ", ".join(map(str, config.bootstrap))
 
@@ -139,7 +142,7 @@ async def _open_kafka(
         return f"no Kafka cluster answers at {where} ({why}): start it, or give others of its brokers with --bootstrap."
 
     await _loaded(metadata, following, lambda: waits(reason()))
-    return OpenSource(metadata, retry.KAFKA, following, "", NO_CAPS)
+    return OpenSource(metadata, retry.KAFKA, following, "", NO_CAPS, broker_lost=metadata.broker_lost)
 
 
 async def _open_static(config: ProxyConfig, topology: Topology, stack: contextlib.AsyncExitStack) -> OpenSource:

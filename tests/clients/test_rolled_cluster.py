@@ -1,8 +1,8 @@
 """Java, librdkafka and Spark write through two proxies to a real Apache Kafka cluster that is rolled under them.
 
 Each broker in turn is stopped and started again: one comes back where it was, one on another port, one was killed. One
-of the proxies is killed meanwhile, the one that has more clients. All the while the clients write, idempotently, and
-in the end the brokers have what was acknowledged: all of it, once, in order.
+of the proxies is killed meanwhile, the one with more client connections. All the while the clients write,
+idempotently, and in the end the brokers have what was acknowledged: all of it, once, in order.
 
 KPROXY_TEST_ROLLS has the cluster rolled more often than once.
 """
@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from tests.support.client_process import ClientRun
 from tests.support.dev import KproxyProcess
 from tests.support.java_client import run_java_client
@@ -29,6 +30,7 @@ from tests.support.kafka_jars import KAFKA_VERSION, client_classpath
 from tests.support.leader_moves import check_numbered, numbered, paced
 from tests.support.librdkafka_client import run_librdkafka
 from tests.support.real_kafka import RealBroker, RealKafka
+from tests.support.reference_broker import wait_for
 from tests.support.served import counted, kafka_proxy
 from tests.support.spark import spark_session, write_batches
 
@@ -42,16 +44,23 @@ SPARK_ROWS = 200
 READ_TIMEOUT_S = 60.0
 # Of /metrics.
 CLIENTS = "kproxy_client_connections"
+PROXIES = "kproxy_fleet_proxies"
 RETRIES = "kproxy_retries_total{"
 OUT_OF_ORDER = 'kproxy_errors_total{api="PRODUCE",error="OUT_OF_ORDER_SEQUENCE_NUMBER"}'
 
 
 @pytest.fixture
-def proxies(real_kafka: RealKafka, tmp_path: Path) -> Iterator[list[KproxyProcess]]:
+def proxies(
+    real_kafka: RealKafka, etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path
+) -> Iterator[list[KproxyProcess]]:
+    """Two that clients are told of: Spark's (3.9) would not go back to the addresses that they began with."""
+    fleet = ["--etcd", etcd.endpoint, "--prefix", etcd_prefix, "--lease-ttl", "3"]
     with (
-        kafka_proxy(tmp_path / "first", real_kafka.bootstrap) as first,
-        kafka_proxy(tmp_path / "second", real_kafka.bootstrap) as second,
+        kafka_proxy(tmp_path / "first", real_kafka.bootstrap, *fleet) as first,
+        kafka_proxy(tmp_path / "second", real_kafka.bootstrap, *fleet) as second,
     ):
+        for proxy in (first, second):
+            wait_for(lambda proxy=proxy: counted(proxy.admin, PROXIES) == 2)
         yield [first, second]
 
 
@@ -110,11 +119,7 @@ class Writers:
         return run_librdkafka(self.topics["librdkafka"], self._records(), self._settings())
 
     def _write_spark(self) -> int:
-        # Its clients (3.9) go back to the bootstrap list only if they are told to.
-        settings = {
-            "kafka.bootstrap.servers": self._bootstrap,
-            "kafka.metadata.recovery.strategy": "rebootstrap",
-        }
+        settings = {"kafka.bootstrap.servers": self._bootstrap}
         topic = self.topics["spark"]
         return write_batches(
             self._spark, topic, PARTITIONS, settings, rows=SPARK_ROWS, goes_on=lambda: not self._ended.is_set()

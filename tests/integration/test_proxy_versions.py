@@ -198,6 +198,22 @@ async def test_an_old_broker_that_comes_back_as_a_new_one_is_asked_again() -> No
 
 
 @both_loops
+async def test_a_broker_that_goes_is_told_of_and_so_is_each_vain_attempt_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broker_versions, "UNREACHABLE_FOR_S", 0.3)
+    upstream = ScriptedUpstream(1, serves(NEWEST))
+    async with running_proxy(upstream, follows_versions=True) as proxy:
+        told: list[float] = []
+        proxy.context.versions.on_lost = lambda: told.append(proxy.context.clock())
+        await eventually(lambda: upstream.log)
+        await eventually(lambda: proxy.context.versions.offered.ranges)
+        assert told == [], "it is there"
+        # No client is connected: nobody else would notice.
+        await upstream.stop()
+        await eventually(lambda: len(told) >= 3)
+        assert told[-1] - told[1] >= 0.3, "not at every look"
+
+
+@both_loops
 async def test_a_broker_with_another_address_is_asked_there() -> None:
     first, second = ScriptedUpstream(1, serves(NEWEST)), ScriptedUpstream(1, serves(OLD))
     async with running_proxy(first, follows_versions=True) as proxy:

@@ -24,7 +24,7 @@ from tests.support.java import java_executable
 from tests.support.kafka_jars import kafka_classpath
 
 CLUSTER_ID = "a3Byb3h5LXRlc3RzLTAwMQ"
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
 ADMIN_TIMEOUT_S = 30.0
 _PORTS = range(20_000, 32_000)
 # The port listens before the broker serves.
