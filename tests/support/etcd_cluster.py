@@ -251,9 +251,13 @@ class EtcdCluster:
         self.start_member(member)
         await self.healthy(member)
 
-    async def restore(self, file: Path, *, same_cluster: bool) -> None:
-        """Kill all and go on with what `file` holds; with another cluster id unless it is to be the same one's."""
+    async def restore(self, file: Path, *, same_cluster: bool, bump_revision: int = 0) -> None:
+        """Kill all and go on with what `file` holds; with another cluster id unless it is to be the same one's.
+
+        `bump_revision`: so far above the snapshot's revision, and compacted up to there, so that watchers notice.
+        """
         self.kill()
+        bump = ("--bump-revision", str(bump_revision), "--mark-compacted") if bump_revision else ()
         if not same_cluster:
             self._token += "-restored"
         for member in self.members:
@@ -265,6 +269,7 @@ class EtcdCluster:
                     *("snapshot", "restore", file, "--skip-hash-check", "--name", member.name),
                     *("--data-dir", member.data, "--initial-advertise-peer-urls", member.peer_url),
                     *("--initial-cluster", self._initial_cluster, "--initial-cluster-token", self._token),
+                    *bump,
                 ],
                 capture_output=True,
                 text=True,

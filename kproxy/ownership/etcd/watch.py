@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 from kproxy.ownership.etcd.client import EtcdClient
 from kproxy.ownership.etcd.messages import WatchEvent, encode_key, key_value, prefix_end, rpc
 
-# What etcd answers a progress request with: the stream is alive, but it speaks for no watcher. Before 3.5.8 such an
-# answer can overtake events of the revision it names, so it must never count as having seen that revision.
-STREAM_WATCH_ID = -1
+# The watcher that `ask_for_sign_of_life` makes and takes away: what comes for it says nothing of any other.
+SIGN_OF_LIFE_WATCH_ID = 1 << 62
 
 _DELETE = 1
 
@@ -55,13 +54,15 @@ class WatchStream:
 
     async def watch_prefix(self, watch_id: int, prefix: str, start_revision: int, *, fragments: bool) -> None:
         """Ask for a watcher (`watch_id` > 0) of every change under `prefix` from `start_revision` on."""
-        await self._create(watch_id, encode_key(prefix), prefix_end(prefix), start_revision, fragments)
+        await self._create(watch_id, encode_key(prefix), prefix_end(prefix), start_revision, fragments=fragments)
 
     async def watch_key(self, watch_id: int, key: str, start_revision: int, *, fragments: bool) -> None:
         """The same for one key."""
-        await self._create(watch_id, encode_key(key), b"", start_revision, fragments)
+        await self._create(watch_id, encode_key(key), b"", start_revision, fragments=fragments)
 
-    async def _create(self, watch_id: int, key: bytes, range_end: bytes, start_revision: int, fragments: bool) -> None:
+    async def _create(
+        self, watch_id: int, key: bytes, range_end: bytes, start_revision: int, *, fragments: bool
+    ) -> None:
         create = rpc.WatchCreateRequest(
             key=key,
             range_end=range_end,
@@ -72,9 +73,15 @@ class WatchStream:
         )
         await self._stream.write(rpc.WatchRequest(create_request=create), self._write_timeout_s)
 
-    async def request_progress(self) -> None:
-        """Ask for a sign of life: a message for STREAM_WATCH_ID, or from etcd 3.5.8 on none while a watcher lags."""
-        await self._stream.write(rpc.WatchRequest(progress_request=rpc.WatchProgressRequest()), self._write_timeout_s)
+    async def ask_for_sign_of_life(self, key: str) -> None:
+        """Have two messages for SIGN_OF_LIFE_WATCH_ID come, the second of them `canceled`. `key`: one that may be read.
+
+        A watcher comes and goes. A progress request is not enough: from 3.5.8 on etcd leaves it unanswered until the
+        start revision of every watcher has been reached, which is for ever where nobody writes.
+        """
+        await self._create(SIGN_OF_LIFE_WATCH_ID, encode_key(key), b"", 0, fragments=False)
+        cancel = rpc.WatchCancelRequest(watch_id=SIGN_OF_LIFE_WATCH_ID)
+        await self._stream.write(rpc.WatchRequest(cancel_request=cancel), self._write_timeout_s)
 
     async def read(self, timeout_s: float) -> WatchMessage | None:
         """The next message, or None where none came within `timeout_s`; nothing is lost by that."""
