@@ -15,7 +15,9 @@ Invariants
 3. Re-reads are coalesced: at most one transaction is on its way, and it asks once for each partition that waits. Who
    comes while it is on its way gets the next one, since what is being read may be older than the refusal.
 4. An ownership stays until its own key goes, even if its broker's key went before.
-5. A key that makes no sense is passed over, a value that makes none is no owner: the table is the same
+5. What stands in etcd for a key is not older than what is known of that key. Where etcd says so it was restored, though
+   its cluster id and its revision say nothing of that (`etcdutl snapshot restore --bump-revision`).
+6. A key that makes no sense is passed over, a value that makes none is no owner: the table is the same
    whether it came from a snapshot or from events. Both are counted in `skipped`, by reason, and logged once a key.
 """
 
@@ -146,6 +148,8 @@ class LeaseTable:
     async def on_snapshot(self, snapshot: Snapshot) -> None:
         self._cluster_id = snapshot.cluster_id
         self._loaded_revision = snapshot.revision
+        if await self._is_contradicted_by(snapshot):
+            self.on_restored()
         load = self._topology.begin_load(snapshot.revision)
         others: list[KeyValue] = []
         for position, kv in enumerate(snapshot.kvs):
@@ -164,6 +168,28 @@ class LeaseTable:
             await asyncio.sleep(0)
         log.info("lease_table_loaded", revision=snapshot.revision, partitions=load.count)
         self._tell()
+
+    async def _is_contradicted_by(self, snapshot: Snapshot) -> bool:
+        """Whether invariant 5 is broken; never by the first load, which is the greatest."""
+        if not self._topology.revision:
+            return False
+        for position, kv in enumerate(snapshot.kvs):
+            if kv.key.startswith(self._leases_prefix) and self._is_contradicted(kv, snapshot.revision):
+                return True
+            if position % PORTION_ENTRIES == PORTION_ENTRIES - 1:
+                await asyncio.sleep(0)
+        return False
+
+    def _is_contradicted(self, kv: KeyValue, as_of: int) -> bool:
+        """Whether `kv`, read at revision `as_of`, is older than what was told of its key before."""
+        try:
+            partition = parse_lease_key(kv.key.removeprefix(self._leases_prefix))
+            # A value without sense counts as none as of the load that met it, which is later than it was put.
+            parse_owner(kv.value)
+        except Senseless:
+            return False
+        # What a re-read has told meanwhile may well be newer than a load.
+        return kv.mod_revision < self._topology.owner_revision(*partition) <= as_of
 
     def on_events(self, events: list[WatchEvent], revision: int) -> None:
         changed = False
@@ -220,7 +246,12 @@ class LeaseTable:
         if self._cluster_id == 0:
             # Not loaded yet: the first snapshot will know.
             return
-        if result.cluster_id != self._cluster_id or result.revision < floor:
+        found = [kv for response in result.responses for kv in response.kvs]
+        if (
+            result.cluster_id != self._cluster_id
+            or result.revision < floor
+            or any(self._is_contradicted(kv, result.revision) for kv in found)
+        ):
             self._mirror.distrust()
             return
         if result.revision < self._loaded_revision:

@@ -294,6 +294,37 @@ async def test_an_etcd_put_back_to_an_earlier_state_takes_the_table_with_it(tmp_
             assert table.restores == 1
 
 
+async def test_an_etcd_put_back_that_has_come_further_since_is_found_out_by_a_refresh(tmp_path: Path) -> None:
+    """Neither its cluster id nor its revision says so; the key that a broker refused has an older change than known."""
+    async with own_etcd(tmp_path) as (server, writer), Relay(server.endpoint) as relay:
+        await writer.put(lease_key("/k", "t", 0), b"1")
+        await server.stop()
+        shutil.copytree(tmp_path / "data", tmp_path / "backup")
+        await server.start()
+        client = EtcdClient([relay.endpoint], timeout_s=1)
+        await client.connect()
+        async with table_of(client, "/k") as (table, topology):
+            for owner in (b"2", b"3"):
+                await writer.put(lease_key("/k", "t", 0), owner)
+            await eventually(lambda: topology.owner(b"t", 0) == 3)
+            await relay.shut()
+            await kill(server)
+            shutil.rmtree(tmp_path / "data")
+            shutil.copytree(tmp_path / "backup", tmp_path / "data")
+            await server.start()
+            for _ in range(20):
+                last = await writer.put(lease_key("/k", "other", 0), b"1")
+            await relay.open()
+            await writer.put(lease_key("/k", "later", 0), b"1")
+            await eventually(lambda: topology.owner(b"later", 0) == 1, what="it watches again")
+            assert topology.revision > last
+            assert (topology.owner(b"t", 0), table.restores) == (3, 0), "it cannot know"
+            await table.refresh(b"t", 0, topology.owner_revision(b"t", 0))
+            await eventually(lambda: topology.owner(b"t", 0) == 1)
+            assert (topology.owner(b"other", 0), table.restores) == (1, 1)
+        await client.close()
+
+
 @pytest.mark.parametrize("loop_factory", [asyncio.SelectorEventLoop, uvloop.new_event_loop])
 def test_leases_and_the_table_work_on_both_event_loops(
     etcd: EmbeddedEtcd, etcd_prefix: str, loop_factory: Callable[[], asyncio.AbstractEventLoop]
