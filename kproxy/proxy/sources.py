@@ -119,6 +119,8 @@ async def _open_etcd(
     following = _follow(table, stack)
 
     def reason() -> str:
+        if table.last_error is None:
+            return f"etcd at {client.endpoints} is handing out its partition leases."
         return f"etcd at {client.endpoints} answers, but its partition leases could not be read ({table.last_error})."
 
     await _loaded(table, following, lambda: waits(reason()))
