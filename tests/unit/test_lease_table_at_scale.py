@@ -1,0 +1,98 @@
+"""What a load of very many leases costs: memory for the table and little besides, and the loop is never held up."""
+
+from __future__ import annotations
+
+import asyncio
+import tracemalloc
+
+import pytest
+
+from kproxy.ownership.directory import PORTION_ENTRIES
+from kproxy.ownership.etcd import EtcdClient, Snapshot
+from kproxy.ownership.etcd.messages import KeyValue, Pages, key_value, rpc
+from kproxy.ownership.leases import LeaseTable
+from kproxy.routing.topology import NO_OWNER, Topology
+
+TOPICS, PARTITIONS, PAGE = 20, 1_000, 3_000
+ROWS = TOPICS * PARTITIONS
+
+
+def page(numbers: range) -> object:
+    return rpc.RangeResponse(
+        kvs=[
+            {
+                "key": f"/p/partition-leases/topic-{number // PARTITIONS}/{number % PARTITIONS}".encode(),
+                "value": b"%d" % (number % 3),
+                "mod_revision": number + 1,
+            }
+            for number in numbers
+        ]
+    )
+
+
+def pages(count: int) -> Pages:
+    found = Pages()
+    for start in range(0, count, PAGE):
+        found.add(page(range(start, min(start + PAGE, count))))
+    return found
+
+
+def table() -> tuple[LeaseTable, Topology]:
+    topology = Topology()
+    return LeaseTable(EtcdClient(["127.0.0.1"]), "/p", topology), topology
+
+
+def test_pages_are_what_etcd_sent_in_order_each_time_they_are_walked_through() -> None:
+    kvs = pages(2 * PAGE + 1)
+    assert len(kvs) == 2 * PAGE + 1
+    first = key_value(page(range(1)).kvs[0])  # type: ignore[attr-defined]
+    assert first == KeyValue("/p/partition-leases/topic-0/0", b"0", 0, 1, 0, 0)
+    for _ in range(2):
+        assert [kv.mod_revision for kv in kvs] == list(range(1, 2 * PAGE + 2))
+    assert (kvs[0], kvs[PAGE].mod_revision, kvs[-1].mod_revision) == (first, PAGE + 1, 2 * PAGE + 1)
+    assert not Pages()
+
+
+def test_a_load_keeps_the_table_and_at_no_time_much_more() -> None:
+    leases, topology = table()
+    kvs = pages(ROWS)
+    # What is made once, whatever the size, is not what is measured.
+    asyncio.run(leases.on_snapshot(Snapshot(PARTITIONS, 1, pages(PARTITIONS))))
+    tracemalloc.start()
+    try:
+        asyncio.run(leases.on_snapshot(Snapshot(ROWS, 1, kvs)))
+        kept, peak = (each / ROWS for each in tracemalloc.get_traced_memory())
+    finally:
+        tracemalloc.stop()
+    assert topology.owned_count == ROWS
+    # Twelve bytes a row in arrays that grow ahead; a byte a row while it is loaded.
+    assert kept < 20, kept
+    assert peak < 40, peak
+
+
+@pytest.mark.parametrize("empties", [False, True], ids=["fills", "empties"])
+def test_a_great_load_lets_others_run(empties: bool) -> None:
+    leases, topology = table()
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def load() -> None:
+        if empties:
+            await leases.on_snapshot(Snapshot(ROWS, 1, pages(ROWS)))
+        counting = asyncio.create_task(count_turns())
+        await asyncio.sleep(0)
+        before = turns
+        revision, kvs = (ROWS + 1, pages(1)) if empties else (ROWS, pages(ROWS))
+        await leases.on_snapshot(Snapshot(revision, 1, kvs))
+        # Once through what has come, and once through what stood.
+        assert turns - before >= ROWS // PORTION_ENTRIES * (1 if empties else 2) - 1
+        counting.cancel()
+
+    asyncio.run(load())
+    assert topology.owned_count == (1 if empties else ROWS)
+    assert topology.owner(b"topic-1", 0) == (NO_OWNER if empties else PARTITIONS % 3)
