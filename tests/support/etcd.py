@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Self
 
+import grpc.aio
 import psutil
 import pytest
 import pytest_asyncio
@@ -83,12 +84,13 @@ async def freeze(server: EmbeddedEtcd) -> None:
 
 async def compact(client: EtcdClient, revision: int) -> None:
     """The product never compacts, so its client has no call for it."""
-    call = client._channel.unary_unary(
-        "/etcdserverpb.KV/Compact",
-        request_serializer=rpc.CompactionRequest.SerializeToString,
-        response_deserializer=rpc.CompactionResponse.FromString,
-    )
-    await call(rpc.CompactionRequest(revision=revision, physical=True))
+    async with grpc.aio.insecure_channel(client.endpoints.split(",")[0].removeprefix("http://")) as channel:
+        call = channel.unary_unary(
+            "/etcdserverpb.KV/Compact",
+            request_serializer=rpc.CompactionRequest.SerializeToString,
+            response_deserializer=rpc.CompactionResponse.FromString,
+        )
+        await call(rpc.CompactionRequest(revision=revision, physical=True))
 
 
 async def put_many(client: EtcdClient, items: Sequence[tuple[str, bytes]], lease_id: int = 0) -> int:

@@ -2,32 +2,32 @@
 
 import pytest
 
-from kproxy.ownership.etcd import EtcdClient, EtcdUnavailable
+from kproxy.ownership.etcd import EtcdClient, EtcdMisused, EtcdUnavailable
 from kproxy.ownership.etcd.messages import decode_key, encode_key, prefix_end
-from kproxy.ownership.etcd.target import Endpoint, grpc_target, parse_endpoint
+from kproxy.ownership.etcd.target import parse_endpoint, parse_endpoints
 
 
 @pytest.mark.parametrize(
     ("text", "endpoint"),
     [
-        ("127.0.0.1:2379", ("127.0.0.1", 2379)),
-        ("http://127.0.0.1:12379", ("127.0.0.1", 12379)),
-        ("HTTP://etcd-0.etcd:2379/", ("etcd-0.etcd", 2379)),
-        ("etcd", ("etcd", 2379)),
-        (" etcd:1 ", ("etcd", 1)),
-        ("[::1]:2380", ("::1", 2380)),
-        ("http://[::1]", ("::1", 2379)),
-        ("::1", ("::1", 2379)),
+        ("127.0.0.1:2379", ("127.0.0.1", 2379, False)),
+        ("http://127.0.0.1:12379", ("127.0.0.1", 12379, False)),
+        ("HTTP://etcd-0.etcd:2379/", ("etcd-0.etcd", 2379, False)),
+        ("etcd", ("etcd", 2379, False)),
+        (" etcd:1 ", ("etcd", 1, False)),
+        ("[::1]:2380", ("::1", 2380, False)),
+        ("http://[::1]", ("::1", 2379, False)),
+        ("::1", ("::1", 2379, False)),
+        ("https://etcd-0.etcd", ("etcd-0.etcd", 2379, True)),
     ],
 )
-def test_an_endpoint_is_a_host_and_a_port_with_or_without_http(text: str, endpoint: tuple[str, int]) -> None:
+def test_an_endpoint_is_a_host_and_a_port_with_or_without_scheme(text: str, endpoint: tuple[str, int, bool]) -> None:
     assert parse_endpoint(text) == endpoint
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("https://etcd:2379", "TLS"),
         ("unix://etcd.sock", "scheme"),
         ("", "host"),
         (":2379", "host"),
@@ -50,23 +50,22 @@ def test_a_bad_endpoint_is_named_with_what_is_wrong(text: str, says: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("endpoints", "target"),
+    ("texts", "targets"),
     [
-        (["10.0.0.1:1"], "ipv4:10.0.0.1:1"),
-        (["10.0.0.1:1", "10.0.0.2:2", "10.0.0.1:1"], "ipv4:10.0.0.1:1,10.0.0.2:2"),
-        (["::1", "[::2]:5"], "ipv6:[::1]:2379,[::2]:5"),
-        (["etcd.example:7"], "dns:///etcd.example:7"),
-        (["localhost:1", "127.0.0.1:2"], "ipv4:127.0.0.1:1,127.0.0.1:2"),
+        (["10.0.0.1:1", "10.0.0.2:2", "http://10.0.0.1:1"], ["dns:///10.0.0.1:1", "dns:///10.0.0.2:2"]),
+        (["https://a", "HTTPS://[::2]:5"], ["dns:///a:2379", "dns:///[::2]:5"]),
     ],
 )
-async def test_several_members_become_one_target(endpoints: list[str], target: str) -> None:
-    assert await grpc_target([parse_endpoint(text) for text in endpoints]) == target
+def test_each_member_has_a_target_of_its_own(texts: list[str], targets: list[str]) -> None:
+    assert [endpoint.target for endpoint in parse_endpoints(texts)] == targets
 
 
-@pytest.mark.parametrize("endpoints", [[Endpoint("10.0.0.1", 1), Endpoint("::1", 2)], []])
-async def test_members_that_no_target_can_hold_are_refused(endpoints: list[Endpoint]) -> None:
-    with pytest.raises(EtcdUnavailable, match="endpoint"):
-        await grpc_target(endpoints)
+@pytest.mark.parametrize(
+    ("texts", "says"), [([], "No etcd endpoint"), (["https://a", "b"], "https://a, b are not all of one kind")]
+)
+def test_members_that_do_not_go_together_are_refused(texts: list[str], says: str) -> None:
+    with pytest.raises(EtcdMisused, match=says):
+        parse_endpoints(texts)
 
 
 async def test_connecting_where_nobody_listens_names_the_endpoint_and_the_reason() -> None:

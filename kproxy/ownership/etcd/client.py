@@ -1,14 +1,22 @@
-"""The etcd client: a gRPC channel over all configured members for calls, and one more for each stream.
+"""The etcd client: calls and streams that go on while a majority of the members does, and say what became of them.
 
 States: NEW --connect()--> OPEN --close()--> CLOSED. `connect` may be called again after it failed, not after close.
 
+What is guaranteed, with three members of which any one is killed, hangs, or is cut off
+- A call begun afterwards is answered by another; at most one call's worth of waiting per member (`members.py`,
+  PATIENCE_S twice) goes to finding out, and then no more.
+- A call that was under way: a read is asked of another member; a write fails as `maybe_applied` as soon as the member
+  is found out, and at its deadline at the latest.
+- A keepalive moves to another member after a quarter of the TTL, a watch as soon as its owner finds it silent.
+
 Invariants
-1. Every call has a deadline. A call that finds no connected member waits for one within its deadline (gRPC's
-   wait-for-ready); until then nothing of it was sent.
-2. A write is handed to gRPC once. Where its outcome is unknown the error says so (`EtcdError.maybe_applied`) and the
-   caller decides; only reads are tried again here.
+1. Every call has a deadline, `timeout_s` after it began, whatever it met on its way: other members, a new token.
+2. A write is handed to gRPC once. It is tried again only where nothing of it was done: no connection, a member that
+   turned it away at the door, a token refused. Where its outcome is unknown the error says so
+   (`EtcdError.maybe_applied`) and the caller decides; only reads are tried again here.
 3. Nothing received is unbounded: a message has at most `max_message_bytes`, a snapshot at most MAX_SNAPSHOT_KEYS keys.
-4. Reads are linearizable.
+4. Reads are linearizable, whichever member answers.
+5. Nothing here blocks the event loop: files are read on a thread, names resolved by gRPC.
 """
 
 from __future__ import annotations
@@ -18,22 +26,20 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import grpc
-import grpc.aio
-
+from kproxy.config.etcd import EtcdOptions
+from kproxy.ownership.etcd.credentials import TlsCredentials, Token
+from kproxy.ownership.etcd.diagnosis import what_is_wrong
 from kproxy.ownership.etcd.errors import (
+    EtcdDenied,
     EtcdError,
     EtcdMisused,
     EtcdUnavailable,
     LeaseLost,
     TooLarge,
-    cancelled_by_grpc,
-    from_rpc_error,
-    shorten,
 )
 from kproxy.ownership.etcd.lease import lease_keep_alive
+from kproxy.ownership.etcd.members import CONNECT_TIMEOUT_S, CallFailed, Members
 from kproxy.ownership.etcd.messages import (
-    PACKAGE,
     EtcdStatus,
     KeyValue,
     Lease,
@@ -47,103 +53,121 @@ from kproxy.ownership.etcd.messages import (
     rpc,
 )
 from kproxy.ownership.etcd.stream import EtcdStream
-from kproxy.ownership.etcd.target import Endpoint, grpc_target, parse_endpoint
+from kproxy.ownership.etcd.target import Endpoint, parse_endpoints
 from kproxy.ownership.etcd.txn import TxnCompare, TxnOp
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_SNAPSHOT_KEYS = 2_000_000
 # etcd counts the whole prefix again for each page, so pages are large.
 PAGE_KEYS = 20_000
-READ_ATTEMPTS = 3
+# Before all members are tried once more.
 RETRY_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 1.0
 CONNECT_PAUSE_S = 0.1
-
-_CHANNEL_OPTIONS = (
-    ("grpc.lb_policy_name", "round_robin"),
-    ("grpc.enable_http_proxy", 0),
-    # A member that is gone is tried again soon: leases are short.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1000),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    # Finds a connection that died without a word. etcd forbids pings more often than every 5 s, or with no call open.
-    ("grpc.keepalive_time_ms", 6_000),
-    ("grpc.keepalive_timeout_ms", 3_000),
-    ("grpc.keepalive_permit_without_calls", 0),
-    # Channels of one process that name the same target would share connections, and their breaks.
-    ("grpc.use_local_subchannel_pool", 1),
-)
-
-_UNARY = {
-    "KV": ("Range", "Put", "DeleteRange", "Txn"),
-    "Lease": ("LeaseGrant", "LeaseRevoke"),
-    "Maintenance": ("Status",),
-}
-# A Txn may be either.
-_READS = frozenset({"Range", "Status"})
+# A token may run out between its arrival and its use; one that etcd never takes is no reason to ask for ever.
+TOKENS_PER_CALL = 3
 
 
 class EtcdClient:
     """A client of one etcd cluster. Made on any thread, used on the event loop that ran `connect`.
 
-    `endpoints`: members as `host:port` or `http://host:port`. `timeout_s`: the deadline of each call, in seconds.
-    `max_message_bytes`: the longest answer taken.
+    `endpoints`: members as `host:port`, `http://host:port` or `https://host:port`. `timeout_s`: the deadline of each
+    call, in seconds. `max_message_bytes`: the longest answer taken.
     Every method but the constructor raises EtcdUnavailable where no member gives a usable answer, EtcdError where etcd
     refuses.
     """
 
     def __init__(
-        self, endpoints: Sequence[str], *, timeout_s: float = 5.0, max_message_bytes: int = MAX_MESSAGE_BYTES
+        self,
+        endpoints: Sequence[str],
+        options: EtcdOptions = EtcdOptions(),  # noqa: B008 - it is frozen
+        *,
+        timeout_s: float = 5.0,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         self.endpoints = ",".join(endpoints)
-        self._endpoints = tuple(endpoints)
+        self._texts = tuple(endpoints)
+        self._options = options
         self._timeout_s = timeout_s
-        self._options = (*_CHANNEL_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes))
-        self._target = ""
-        self._channel: Any = None
+        self._max_message_bytes = max_message_bytes
+        self._parsed: tuple[Endpoint, ...] = ()
+        self._members: Members | None = None
+        self._token = Token(options, self._authenticate)
         self._streams: set[EtcdStream] = set()
         self._closed = False
-        self._calls: dict[str, Any] = {}
 
     async def connect(self) -> EtcdStatus:
-        """Open the channel and wait, at most `timeout_s`, until a member answers. EtcdUnavailable says why none did."""
+        """Wait, at most `timeout_s`, until a member answers, and show that it takes our user.
+
+        EtcdUnavailable says why none did; EtcdMisused, a kind of it, what trying again will not mend.
+        """
         if self._closed:
             raise EtcdUnavailable(f"The etcd client for {self.endpoints} is closed.")
-        if self._channel is None:
-            parsed: list[Endpoint] = [parse_endpoint(text) for text in self._endpoints]
-            self._target = await grpc_target(parsed)
-            self._channel = grpc.aio.insecure_channel(self._target, options=self._options)
-            for service, names in _UNARY.items():
-                for name in names:
-                    self._calls[name] = self._channel.unary_unary(
-                        f"/{PACKAGE}.{service}/{name}",
-                        request_serializer=getattr(rpc, f"{name}Request").SerializeToString,
-                        response_deserializer=getattr(rpc, f"{name}Response").FromString,
-                    )
-        return await self._first_answer()
+        if self._members is None:
+            self._members = await self._make_members()
+        status = await self._first_answer(self._members)
+        await self._prove_user()
+        return status
 
-    async def _first_answer(self) -> EtcdStatus:
+    async def _make_members(self) -> Members:
+        self._parsed = parse_endpoints(self._texts)
+        tls = self._parsed[0].tls
+        if self._options.wants_tls and not tls:
+            raise EtcdMisused(
+                f"Certificates are given for etcd at {self.endpoints}, but no TLS is spoken there: write https://."
+            )
+        credentials = TlsCredentials(self._options) if tls else None
+        if credentials is not None:
+            await credentials.current()
+        return Members(
+            self._parsed,
+            credentials,
+            named=self.endpoints,
+            server_name=self._options.server_name,
+            max_message_bytes=self._max_message_bytes,
+        )
+
+    async def _first_answer(self, members: Members) -> EtcdStatus:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeout_s
         while True:
-            left = max(deadline - loop.time(), 0.05)
-            try:
-                # Without wait-for-ready, so that a refused connection tells its reason and does not just time out.
-                return await self._status(timeout_s=left, wait_for_ready=False)
-            except grpc.aio.AioRpcError as error:
-                reason = shorten(error.details() or error.code().name)
-                if error.code() == grpc.StatusCode.UNIMPLEMENTED:
-                    raise EtcdMisused(f"What answers at {self.endpoints} is not etcd: {reason}.") from error
-                if loop.time() + CONNECT_PAUSE_S >= deadline:
-                    hint = "check the address and that etcd runs there"
-                    raise EtcdUnavailable(f"etcd at {self.endpoints} does not answer: {hint} ({reason}).") from error
+            reason = ""
+            for member in members.in_order():
+                left = max(deadline - loop.time(), 0.05)
+                try:
+                    return _status(await member.ask("Status", rpc.StatusRequest(), min(left, CONNECT_TIMEOUT_S)))
+                except CallFailed as failure:
+                    error = failure.as_etcd_error("Status", self.endpoints, write=False)
+                    if isinstance(error, EtcdMisused):
+                        raise error from failure
+                    reason = reason or failure.reason
+            await self._give_up_if_hopeless()
+            if loop.time() + CONNECT_PAUSE_S >= deadline:
+                hint = "check the address and that etcd runs there"
+                raise EtcdUnavailable(f"etcd at {self.endpoints} does not answer: {hint} ({reason}).")
             await asyncio.sleep(CONNECT_PAUSE_S)
+
+    async def _give_up_if_hopeless(self) -> None:
+        """EtcdMisused where something is wrong with every member, and of a kind that only a person can mend."""
+        found = await asyncio.gather(*(what_is_wrong(each, self._options) for each in self._parsed))
+        if found[0] is not None and all(found):
+            raise EtcdMisused(found[0])
+
+    async def _prove_user(self) -> None:
+        """A read of one member's own, so that a missing or wrong password is said now and not by the first use."""
+        request = rpc.RangeRequest(key=b"\0", limit=1, serializable=True)
+        try:
+            await self._call("Range", request, write=False)
+        except EtcdDenied:
+            # A user that etcd knows. What it may do is for its role to say.
+            return
 
     async def close(self) -> None:
         """End every call and connection; what still waits for an answer gets EtcdUnavailable. May be called twice."""
         self._closed = True
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            await channel.close(grace=None)
+        members, self._members = self._members, None
+        if members is not None:
+            await members.close()
         for stream in list(self._streams):
             await stream.close()
 
@@ -246,42 +270,57 @@ class EtcdClient:
 
     def open_stream(self, service: str, method: str) -> EtcdStream:
         """A bidirectional call on a connection of its own; EtcdUnavailable where the client is not open."""
-        if self._channel is None:
-            raise EtcdUnavailable(f"The etcd client for {self.endpoints} is not connected.")
-        channel = grpc.aio.insecure_channel(self._target, options=self._options)
-        stream = EtcdStream(channel, self.endpoints, service, method, on_close=self._streams.discard)
+        stream = EtcdStream(self._open_members(), self._token, service, method, on_close=self._streams.discard)
         self._streams.add(stream)
         return stream
 
-    async def _status(self, *, timeout_s: float, wait_for_ready: bool) -> EtcdStatus:
-        return _status(await self._attempt("Status", rpc.StatusRequest(), timeout_s, wait_for_ready=wait_for_ready))
+    def _open_members(self) -> Members:
+        if self._members is None:
+            state = "closed" if self._closed else "not connected"
+            raise EtcdUnavailable(f"The etcd client for {self.endpoints} is {state}.")
+        return self._members
+
+    async def _authenticate(self, name: str, password: str) -> str:
+        request = rpc.AuthenticateRequest(name=name, password=password)
+        return str((await self._call("Authenticate", request, write=False)).token)
 
     async def _call(self, name: str, request: Any, *, write: bool) -> Any:
         """One call, with what invariants 1 and 2 ask for."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeout_s
-        attempt = 1
+        failures = tokens = 0
         while True:
+            token = "" if name == "Authenticate" else await self._token_by(deadline, name)
+            members = self._open_members()
+            member = members.in_order()[0]
             try:
-                return await self._attempt(name, request, deadline - loop.time())
-            except grpc.aio.AioRpcError as error:
-                pause = RETRY_PAUSE_S * 2**attempt * random.uniform(0.5, 1.0)  # noqa: S311 - jitter, not a secret
-                again = not write and error.code() == grpc.StatusCode.UNAVAILABLE and attempt < READ_ATTEMPTS
+                return await member.call(name, request, deadline - loop.time(), token)
+            except CallFailed as failure:
+                tokens += failure.token_refused
+                if failure.token_refused and tokens < TOKENS_PER_CALL and self._token.refused(token):
+                    continue
+                failures += 1
+                pause = _pause_s(failures, len(members))
+                again = failure.elsewhere and (failure.untouched or not write)
                 if not again or loop.time() + pause >= deadline:
-                    raise from_rpc_error(error, name, self.endpoints, write=write) from error
-            attempt += 1
+                    raise failure.as_etcd_error(name, self.endpoints, write=write) from failure
             await asyncio.sleep(pause)
 
-    async def _attempt(self, name: str, request: Any, timeout_s: float, *, wait_for_ready: bool = True) -> Any:
-        if self._channel is None:
-            raise EtcdUnavailable(f"The etcd client for {self.endpoints} is not connected.")
+    async def _token_by(self, deadline: float, name: str) -> str:
         try:
-            return await self._calls[name](request, timeout=timeout_s, wait_for_ready=wait_for_ready)
-        except asyncio.CancelledError:
-            if cancelled_by_grpc():
-                closed = f"The etcd client for {self.endpoints} was closed during {name}."
-                raise EtcdUnavailable(closed, maybe_applied=name not in _READS) from None
-            raise
+            async with asyncio.timeout_at(deadline):
+                return await self._token.get()
+        except TimeoutError:
+            raise EtcdUnavailable(f"etcd at {self.endpoints} gave no token for {name} in time.") from None
+
+
+def _pause_s(failures: int, members: int) -> float:
+    """None before the next member is tried; one, longer each time, when all have failed."""
+    rounds, position = divmod(failures, members)
+    if position:
+        return 0.0
+    longest = min(RETRY_PAUSE_S * 2.0 ** min(rounds, 10), LONGEST_PAUSE_S)
+    return longest * random.uniform(0.5, 1.0)  # noqa: S311 - jitter, not a secret
 
 
 def _status(response: Any) -> EtcdStatus:

@@ -27,6 +27,10 @@ class EtcdMisused(EtcdUnavailable):
     """What is configured cannot work, however often it is tried: an address that is none, somebody who is no etcd."""
 
 
+class EtcdDenied(EtcdError):
+    """The user is known and may not do this."""
+
+
 class LeaseLost(EtcdError):
     """The lease does not exist any more, and none of the keys that stood on it."""
 
@@ -39,10 +43,43 @@ class TooLarge(EtcdError):
     """An answer is longer than this client takes in one message: ask for less at a time."""
 
 
+# With these etcd turns a call away at its door: before anything of it was proposed to the cluster.
+_NOT_BEGUN = ("etcdserver: no leader", "etcdserver: rpc not supported for learner")
+# And with these before anything of it was applied; another token may do.
+_TOKEN_REFUSED = (
+    "etcdserver: invalid auth token",
+    "etcdserver: revision of auth store is old",
+    "etcdserver: user name is empty",
+)
+
+
+def is_not_begun(error: Any) -> bool:
+    """Whether a gRPC error says that nothing was done, and that another member may do it."""
+    return (error.details() or "").startswith(_NOT_BEGUN)
+
+
+def is_token_refused(details: str) -> bool:
+    """Whether etcd's words say that it did not take the token, or wants one."""
+    return any(words in details for words in _TOKEN_REFUSED)
+
+
+def is_of_etcd(error: Any) -> bool:
+    """Whether etcd said this over a sound connection, and not gRPC for want of one."""
+    return (error.details() or "").startswith("etcdserver: ")
+
+
 def from_rpc_error(error: Any, call: str, endpoints: str, *, write: bool) -> EtcdError:
     """The EtcdError for a gRPC error. etcd tells its own errors by their text; the codes are those of its rpctypes."""
     code, details = error.code(), shorten(error.details() or "")
-    if code == grpc.StatusCode.UNAVAILABLE:
+    if code == grpc.StatusCode.UNIMPLEMENTED:
+        return EtcdMisused(f"What answers at {endpoints} is not etcd: {details}.")
+    if is_token_refused(details) or "authentication failed" in details:
+        return EtcdMisused(_WHO_ARE_YOU.format(endpoints, details.removeprefix("etcdserver: ")))
+    if code == grpc.StatusCode.PERMISSION_DENIED:
+        return EtcdDenied(
+            f"etcd at {endpoints} does not permit {call} to this user: give its role the keys ({details})"
+        )
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         return EtcdUnavailable(f"etcd at {endpoints} is not available for {call}: {details}", maybe_applied=write)
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
         return EtcdUnavailable(f"etcd at {endpoints} did not answer {call} in time: {details}", maybe_applied=write)
@@ -52,9 +89,15 @@ def from_rpc_error(error: Any, call: str, endpoints: str, *, write: bool) -> Etc
         return TooLarge(f"etcd at {endpoints} and {call}: {details}")
     if code == grpc.StatusCode.NOT_FOUND and "lease not found" in details:
         return LeaseLost(f"etcd at {endpoints} does not know the lease of {call}")
-    # A cancelled or unknown end says nothing about what the server did; every other code is etcd's refusal.
-    unclear = code in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
+    # An unknown end says nothing about what the server did; every other code is etcd's refusal.
+    unclear = code in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
     return EtcdError(f"etcd at {endpoints} refused {call}: {code.name} {details}", maybe_applied=write and unclear)
+
+
+_WHO_ARE_YOU = (
+    "etcd at {} does not take this user ({}): give the name with --etcd-username "
+    "and the password with --etcd-password-file or KPROXY_ETCD__PASSWORD."
+)
 
 
 def cancelled_by_grpc() -> bool:

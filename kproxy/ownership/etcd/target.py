@@ -1,19 +1,17 @@
-"""From what a person writes for `--etcd` to the target gRPC dials.
+"""From what a person writes for `--etcd` to where gRPC dials.
 
-gRPC takes several addresses in one target only as literals of one family (`ipv4:a,b`), and a single name as
-`dns:///name`, which it resolves again whenever a connection is lost. Several names are therefore resolved here, once,
-when the client connects.
+Each member gets a target, and so a channel, of its own. A target of several addresses (`ipv4:a,b`) has one
+authority: members whose certificates are made out to themselves would not verify, names could not be in it, and which
+member a call goes to would be gRPC's choice. gRPC resolves a name, and again whenever a connection is lost.
 """
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
-import socket
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kproxy.ownership.etcd.errors import EtcdMisused, EtcdUnavailable
+from kproxy.ownership.etcd.errors import EtcdMisused
 
 DEFAULT_PORT = 2379
 
@@ -23,20 +21,37 @@ class Endpoint(NamedTuple):
 
     host: str
     port: int
+    tls: bool = False
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
+    @property
+    def target(self) -> str:
+        """What gRPC dials."""
+        return f"dns:///{self}"
+
+
+def parse_endpoints(texts: Sequence[str]) -> tuple[Endpoint, ...]:
+    """The members, each once. EtcdMisused names what is wrong."""
+    if not texts:
+        raise EtcdMisused("No etcd endpoint is configured: give at least one, such as http://127.0.0.1:2379.")
+    endpoints = tuple(dict.fromkeys(parse_endpoint(text) for text in texts))
+    if len({endpoint.tls for endpoint in endpoints}) > 1:
+        listed = ", ".join(texts)
+        raise EtcdMisused(f"The etcd endpoints {listed} are not all of one kind: write https:// for each, or for none.")
+    return endpoints
+
 
 def parse_endpoint(text: str) -> Endpoint:
-    """`host`, `host:port`, `[v6]:port`, each with `http://` before it or not. EtcdMisused names what is wrong."""
+    """`host`, `host:port`, `[v6]:port`, each with `http://` or `https://` before it or not (that is plain, too)."""
     rest = text.strip()
     scheme, separator, after = rest.partition("://")
+    tls = False
     if separator:
-        if scheme.lower() == "https":
-            raise EtcdMisused(f"etcd endpoint {text!r} asks for TLS, which this version does not speak: use http://.")
-        if scheme.lower() != "http":
-            raise EtcdMisused(f"etcd endpoint {text!r} has an unknown scheme: write host:port or http://host:port.")
+        tls = scheme.lower() == "https"
+        if scheme.lower() not in ("http", "https"):
+            raise EtcdMisused(f"etcd endpoint {text!r} has an unknown scheme: write http://host:port or https://...")
         rest = after
     rest = rest.removesuffix("/")
     if rest.startswith("["):
@@ -48,14 +63,17 @@ def parse_endpoint(text: str) -> Endpoint:
         host, port_text = rest, ""
     else:
         host, _, port_text = rest.partition(":")
-    return Endpoint(_checked_host(host, text), _checked_port(port_text, text))
+    return Endpoint(_checked_host(host, text), _checked_port(port_text, text), tls)
 
 
 def _checked_host(host: str, text: str) -> str:
     if not host or any(character.isspace() or character in "/,@?#[]" for character in host):
         raise EtcdMisused(f"etcd endpoint {text!r} has no usable host: write host:port.")
-    if ":" in host and _family(host) != socket.AF_INET6:
-        raise EtcdMisused(f"etcd endpoint {text!r} is not an address: write host:port or [address]:port.")
+    if ":" in host:
+        try:
+            ipaddress.IPv6Address(host)
+        except ValueError:
+            raise EtcdMisused(f"etcd endpoint {text!r} is not an address: write host:port or [address]:port.") from None
     return host
 
 
@@ -65,38 +83,3 @@ def _checked_port(port_text: str, text: str) -> int:
     if not (port_text.isascii() and port_text.isdigit() and len(port_text) <= 5 and 0 < int(port_text) < 65536):
         raise EtcdMisused(f"etcd endpoint {text!r} has no usable port: a port is a number from 1 to 65535.")
     return int(port_text)
-
-
-def _family(host: str) -> socket.AddressFamily | None:
-    """The family of an address literal; None for a name."""
-    try:
-        version = ipaddress.ip_address(host.partition("%")[0]).version
-    except ValueError:
-        return None
-    return socket.AF_INET if version == 4 else socket.AF_INET6
-
-
-async def grpc_target(endpoints: Sequence[Endpoint]) -> str:
-    """What to hand to `grpc.aio.insecure_channel`. EtcdUnavailable where a name does not resolve."""
-    if not endpoints:
-        raise EtcdMisused("No etcd endpoint is configured: give at least one, such as http://127.0.0.1:2379.")
-    if len(endpoints) == 1 and _family(endpoints[0].host) is None:
-        return f"dns:///{endpoints[0]}"
-    per_endpoint = [await _resolve(endpoint) for endpoint in endpoints]
-    for family, scheme in ((socket.AF_INET, "ipv4"), (socket.AF_INET6, "ipv6")):
-        chosen = [[address for address in addresses if _family(address.host) == family] for addresses in per_endpoint]
-        if all(chosen):
-            unique = dict.fromkeys(address for addresses in chosen for address in addresses)
-            return f"{scheme}:" + ",".join(str(address) for address in unique)
-    names = ", ".join(str(endpoint) for endpoint in endpoints)
-    raise EtcdMisused(f"The etcd endpoints {names} share no address family: give all as IPv4 or all as IPv6.")
-
-
-async def _resolve(endpoint: Endpoint) -> list[Endpoint]:
-    if _family(endpoint.host) is not None:
-        return [endpoint]
-    try:
-        found = await asyncio.get_running_loop().getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise EtcdUnavailable(f"The etcd endpoint {endpoint} cannot be resolved: {error.strerror or error}.") from error
-    return [Endpoint(str(address[0]), endpoint.port) for _, _, _, _, address in found]

@@ -88,6 +88,8 @@ class WatchStream:
         response = await self._stream.read(timeout_s)
         if response is None:
             return None
+        if response.canceled:
+            self._stream.refused(response.cancel_reason)
         return WatchMessage(
             response.watch_id,
             response.header.cluster_id,

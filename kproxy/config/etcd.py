@@ -1,0 +1,177 @@
+"""How etcd is talked to: TLS, a client certificate, a user; the room `[etcd]` and the flags `--etcd-...`.
+
+The password is never a flag, never printed, and never part of a sentence.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from kproxy.errors import StartupError
+
+# Larger than any chain of certificates; what is named by mistake, a log or a device, must not be read whole.
+MAX_FILE_BYTES = 1 << 20
+# Options that have no flag and are shown nowhere.
+SECRETS = frozenset({"etcd.password"})
+
+
+class EtcdRoom(msgspec.Struct, kw_only=True):
+    """`[etcd]` as it is written."""
+
+    ca: str | UnsetType = UNSET
+    cert: str | UnsetType = UNSET
+    key: str | UnsetType = UNSET
+    server_name: str | UnsetType = UNSET
+    username: str | UnsetType = UNSET
+    password: str | UnsetType = UNSET
+    password_file: str | UnsetType = UNSET
+
+
+@dataclass(frozen=True)
+class EtcdOptions:
+    """What etcd wants to see before it answers, checked by itself; whether the files can be used, `read_tls` tells.
+
+    `ca` None: the authorities this machine trusts. `server_name`: what every member's certificate is made out to, where
+    that is not the host in its URL.
+    """
+
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+    server_name: str = ""
+    username: str = ""
+    password: str = field(default="", repr=False)
+    password_file: Path | None = None
+
+    @property
+    def wants_tls(self) -> bool:
+        """Whether anything is set that plain connections would ignore."""
+        return bool(self.ca or self.cert or self.server_name)
+
+    def read_password(self) -> str:
+        """The password as it stands now: a file may change. Raises StartupError."""
+        if self.password_file is None:
+            return self.password
+        try:
+            password = _read(self.password_file, "password_file").decode().rstrip("\r\n")
+        except UnicodeDecodeError:
+            # Not chained: the cause holds what the file holds.
+            raise StartupError(f"etcd's password_file {self.password_file} is not UTF-8 text.") from None
+        if not password:
+            raise StartupError(f"etcd's password_file {self.password_file} is empty: write the password into it.")
+        return password
+
+
+class TlsFiles(NamedTuple):
+    """PEM, as read at one time."""
+
+    ca: bytes | None
+    cert: bytes | None
+    key: bytes | None
+
+
+def etcd_options(values: Mapping[str, object], sources: Mapping[str, str]) -> EtcdOptions:
+    """The options, by key of the room, those not given absent; `sources` says where each comes from.
+
+    Raises StartupError where they do not go together or a file cannot be used.
+    """
+
+    def needs(key: str, other: str, way_out: str) -> None:
+        if key in values and other not in values:
+            raise StartupError(f"{sources[key]}: etcd's {key} is of no use without its {other}: {way_out}.")
+
+    needs("cert", "key", "give the certificate's private key with --etcd-key FILE")
+    needs("key", "cert", "give the key's certificate with --etcd-cert FILE")
+    for key in ("password", "password_file"):
+        needs(key, "username", "give the user's name with --etcd-username NAME")
+    if "password" in values and "password_file" in values:
+        raise StartupError(
+            f"etcd's password stands twice: {sources['password']} has one and {sources['password_file']} names a file; "
+            f"keep one of them."
+        )
+    if "username" in values and not ("password" in values or "password_file" in values):
+        raise StartupError(
+            f"{sources['username']}: etcd's user needs a password: name a file that holds it with "
+            f"--etcd-password-file FILE, or set KPROXY_ETCD__PASSWORD."
+        )
+    for key, value in values.items():
+        if not value:
+            raise StartupError(f"{sources[key]}: etcd's {key} is empty: give one, or leave it out.")
+    files = {key: Path(str(values[key])) for key in ("ca", "cert", "key", "password_file") if key in values}
+    texts = {key: str(values[key]) for key in ("server_name", "username", "password") if key in values}
+    options = EtcdOptions(**texts, **files)  # type: ignore[arg-type]  # each key has its own type
+    read_tls(options)
+    options.read_password()
+    return options
+
+
+def etcd_options_from(flags: Mapping[str, str | None], environ: Mapping[str, str] = os.environ) -> EtcdOptions:
+    """For commands without a configuration file: `flags` as `etcd_ca`, then the environment as KPROXY_ETCD__CA."""
+    values: dict[str, object] = {}
+    sources: dict[str, str] = {}
+    for each in msgspec.structs.fields(EtcdRoom):
+        variable, flag = f"KPROXY_ETCD__{each.name.upper()}", flags.get(f"etcd_{each.name}")
+        value = flag if flag is not None else environ.get(variable)
+        if value is not None:
+            values[each.name] = value
+            sources[each.name] = variable if flag is None else f"--etcd-{each.name.replace('_', '-')}"
+    return etcd_options(values, sources)
+
+
+def read_tls(options: EtcdOptions) -> TlsFiles:
+    """What the files hold now, tried out. Raises StartupError with one sentence for the file that will not do."""
+    files = TlsFiles(
+        None if options.ca is None else _read(options.ca, "ca"),
+        None if options.cert is None else _read(options.cert, "cert"),
+        None if options.key is None else _read(options.key, "key"),
+    )
+    tls_context(options)
+    return files
+
+
+def tls_context(options: EtcdOptions) -> ssl.SSLContext:
+    """The same for Python's own TLS. Raises StartupError."""
+    context = ssl.create_default_context()
+    if options.ca is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        try:
+            context.load_verify_locations(options.ca)
+        except (ssl.SSLError, OSError) as error:
+            raise StartupError(f"etcd's ca {options.ca} holds no certificates: give a file in PEM.") from error
+    if options.cert is not None:
+        try:
+            context.load_cert_chain(options.cert, options.key, password=_no_passphrase)
+        except ssl.SSLError as error:
+            raise StartupError(_why_no_pair(options, error)) from error
+        except OSError as error:
+            raise StartupError(f"etcd's cert {options.cert} or its key cannot be read: {error.strerror}.") from error
+    return context
+
+
+def _no_passphrase() -> NoReturn:
+    raise StartupError("etcd's key is encrypted, and nobody is there to be asked for its passphrase: store it without.")
+
+
+def _why_no_pair(options: EtcdOptions, error: ssl.SSLError) -> str:
+    if "KEY_VALUES_MISMATCH" in str(error):
+        return f"etcd's cert {options.cert} and key {options.key} do not belong together: give the two of one pair."
+    return f"etcd's cert {options.cert} with key {options.key} cannot be used: both have to be PEM."
+
+
+def _read(file: Path, key: str) -> bytes:
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise StartupError(f"etcd's {key} {file} cannot be read: {error.strerror}.") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise StartupError(f"etcd's {key} {file} is larger than {MAX_FILE_BYTES >> 20} MiB: that is another file.")
+    return content
