@@ -22,7 +22,7 @@ import pytest
 import pytest_asyncio
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.ownership.etcd import EtcdClient, put_op
+from kproxy.ownership.etcd import EtcdClient, EtcdUnavailable, put_op
 from kproxy.ownership.etcd.messages import rpc
 
 # A single member need not wait a second to elect itself. Not for `etcd`: the shortest TTL granted hangs on it too.
@@ -100,6 +100,14 @@ async def put_many(client: EtcdClient, items: Sequence[tuple[str, bytes]], lease
         chunk = items[start : start + 128]
         revision = (await client.txn([], [put_op(key, value, lease_id) for key, value in chunk])).revision
     return revision
+
+
+async def written(client: EtcdClient, key: str, value: bytes = b"") -> bool:
+    """Whether a put succeeds; one that an election met is tried again, as it does the same."""
+    for _ in range(4):
+        with suppress(EtcdUnavailable):
+            return await client.put(key, value) > 0
+    return False
 
 
 class Relay:

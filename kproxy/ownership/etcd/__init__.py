@@ -5,7 +5,15 @@ at `client.py`; `mirror.py` is what keeps a local copy of a few prefixes current
 """
 
 from kproxy.ownership.etcd.client import EtcdClient
-from kproxy.ownership.etcd.errors import Compacted, EtcdError, EtcdMisused, EtcdUnavailable, LeaseLost, TooLarge
+from kproxy.ownership.etcd.errors import (
+    Compacted,
+    EtcdDenied,
+    EtcdError,
+    EtcdMisused,
+    EtcdUnavailable,
+    LeaseLost,
+    TooLarge,
+)
 from kproxy.ownership.etcd.id_blocks import IdBlocks
 from kproxy.ownership.etcd.lease import lease_keep_alive
 from kproxy.ownership.etcd.messages import (
@@ -34,6 +42,7 @@ from kproxy.ownership.etcd.txn import (
 __all__ = [
     "Compacted",
     "EtcdClient",
+    "EtcdDenied",
     "EtcdError",
     "EtcdMisused",
     "EtcdStatus",

@@ -7,6 +7,7 @@ What is guaranteed, with three members of which any one is killed, hangs, or is 
   PATIENCE_S twice) goes to finding out, and then no more.
 - A call that was under way: a read is asked of another member; a write fails as `maybe_applied` as soon as the member
   is found out, and at its deadline at the latest.
+- While another leader is elected, which takes etcd a second or two, the same holds for every call.
 - A keepalive moves to another member after a quarter of the TTL, a watch as soon as its owner finds it silent.
 
 Invariants
@@ -105,9 +106,9 @@ class EtcdClient:
             raise EtcdUnavailable(f"The etcd client for {self.endpoints} is closed.")
         if self._members is None:
             self._members = await self._make_members()
-        status = await self._first_answer(self._members)
+        await self._find_one(self._members)
         await self._prove_user()
-        return status
+        return await self.status()
 
     async def _make_members(self) -> Members:
         self._parsed = parse_endpoints(self._texts)
@@ -127,7 +128,8 @@ class EtcdClient:
             max_message_bytes=self._max_message_bytes,
         )
 
-    async def _first_answer(self, members: Members) -> EtcdStatus:
+    async def _find_one(self, members: Members) -> None:
+        """Wait for a member that says anything at all."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeout_s
         while True:
@@ -135,12 +137,13 @@ class EtcdClient:
             for member in members.in_order():
                 left = max(deadline - loop.time(), 0.05)
                 try:
-                    return _status(await member.ask("Status", rpc.StatusRequest(), min(left, CONNECT_TIMEOUT_S)))
+                    await member.look(min(left, CONNECT_TIMEOUT_S))
                 except CallFailed as failure:
-                    error = failure.as_etcd_error("Status", self.endpoints, write=False)
-                    if isinstance(error, EtcdMisused):
-                        raise error from failure
+                    if not failure.elsewhere:
+                        raise failure.as_etcd_error("Status", self.endpoints, write=False) from failure
                     reason = reason or failure.reason
+                else:
+                    return
             await self._give_up_if_hopeless()
             if loop.time() + CONNECT_PAUSE_S >= deadline:
                 hint = "check the address and that etcd runs there"

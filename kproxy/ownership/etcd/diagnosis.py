@@ -20,7 +20,9 @@ REFUSAL_WAIT_S = 0.5
 # X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH, X509_V_ERR_CERT_HAS_EXPIRED
 _OTHER_NAME = (62, 64)
 _EXPIRED = 10
-_NOT_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "UNEXPECTED_MESSAGE")
+# How HTTP/2 begins: the client's preface, and on either side a frame of type SETTINGS (RFC 9113, 3.4).
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+_SETTINGS = 4
 
 
 async def what_is_wrong(endpoint: Endpoint, options: EtcdOptions) -> str | None:
@@ -43,9 +45,11 @@ async def _plain_wrong(endpoint: Endpoint) -> str | None:
     context.verify_mode = ssl.CERT_NONE
     try:
         _, writer = await asyncio.open_connection(endpoint.host, endpoint.port, ssl=context)
-    except ssl.SSLError:
-        return None
-    await _close(writer)
+    except ssl.SSLError as error:
+        if "ALERT" not in (error.reason or ""):
+            return None
+    else:
+        await _close(writer)
     return f"etcd at {endpoint} speaks TLS: write https://{endpoint}."
 
 
@@ -56,7 +60,9 @@ async def _tls_wrong(endpoint: Endpoint, options: EtcdOptions) -> str | None:
         reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port, ssl=context, server_hostname=name)
     except ssl.SSLCertVerificationError as error:
         return _not_verified(endpoint, name, options, error)
-    except ssl.SSLError as error:
+    except (ssl.SSLError, ConnectionError) as error:
+        if await _speaks_plainly(endpoint):
+            return f"etcd at {endpoint} does not speak TLS: write http://{endpoint}."
         return _no_handshake(endpoint, options, error)
     try:
         async with asyncio.timeout(REFUSAL_WAIT_S):
@@ -85,15 +91,27 @@ def _not_verified(endpoint: Endpoint, name: str, options: EtcdOptions, error: ss
     )
 
 
-def _no_handshake(endpoint: Endpoint, options: EtcdOptions, error: ssl.SSLError) -> str | None:
-    reason = error.reason or ""
-    if any(each in reason for each in _NOT_TLS):
-        return f"etcd at {endpoint} does not speak TLS: write http://{endpoint}."
+def _no_handshake(endpoint: Endpoint, options: EtcdOptions, error: OSError) -> str | None:
+    reason = (error.reason if isinstance(error, ssl.SSLError) else "") or ""
+    if not reason or "EOF" in reason:
+        # Whoever closes a connection without a word may be on its way down.
+        return None
     if "ALERT" in reason:
         if options.cert is None:
             return f"etcd at {endpoint} wants a client certificate: give one with --etcd-cert FILE and --etcd-key FILE."
         return f"etcd at {endpoint} does not take the client certificate {options.cert} ({reason.lower()})."
     return f"etcd at {endpoint} and kproxy find no way to speak TLS ({reason.lower()})."
+
+
+async def _speaks_plainly(endpoint: Endpoint) -> bool:
+    reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+    try:
+        writer.write(_PREFACE)
+        return (await reader.readexactly(9))[3] == _SETTINGS
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return False
+    finally:
+        await _close(writer)
 
 
 async def _close(writer: asyncio.StreamWriter) -> None:

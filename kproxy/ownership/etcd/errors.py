@@ -49,6 +49,8 @@ _NOT_BEGUN = ("etcdserver: no leader", "etcdserver: rpc not supported for learne
 _TOKEN_REFUSED = (
     "etcdserver: invalid auth token",
     "etcdserver: revision of auth store is old",
+    # The same, as etcd up to 3.5.1 at least says it, with the code UNKNOWN.
+    "auth: revision in header is old",
     "etcdserver: user name is empty",
 )
 
