@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kproxy.broker.log import DEFAULT_SEGMENT_BYTES
+from kproxy.config.etcd import EtcdOptions
 
 
 @dataclass(frozen=True)
@@ -31,3 +32,4 @@ class BrokerConfig:
     max_connections: int = 10_000
     segment_bytes: int = DEFAULT_SEGMENT_BYTES
     etcd_timeout_s: float = 5.0
+    etcd_options: EtcdOptions = field(default_factory=EtcdOptions)

@@ -56,7 +56,7 @@ async def run_broker(config: BrokerConfig) -> None:
     _check(config)
     allow_many_files()
     data_dir = DataDir.open(config.data_dir, config.node_id, segment_bytes=config.segment_bytes)
-    client = EtcdClient(config.etcd, timeout_s=config.etcd_timeout_s)
+    client = EtcdClient(config.etcd, config.etcd_options, timeout_s=config.etcd_timeout_s)
     try:
         await _Server(config, data_dir, client).run()
     finally:

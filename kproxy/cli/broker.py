@@ -7,7 +7,9 @@ from pathlib import Path
 import click
 
 from kproxy.cli import run_async, start_logging
+from kproxy.cli.etcd_flags import etcd_flags
 from kproxy.config import DEFAULT_PREFIX, advertised, parse_address, split_list
+from kproxy.config.etcd import etcd_options_from
 
 
 @click.command("broker", epilog="Prints one line when it serves: `ready kafka=H:P etcd=URL`.")
@@ -18,6 +20,7 @@ from kproxy.config import DEFAULT_PREFIX, advertised, parse_address, split_list
     "--data-dir", metavar="DIR", type=click.Path(path_type=Path), required=True, help="Where its logs are kept."
 )
 @click.option("--etcd", metavar="URL[,URL...]", required=True, help="The etcd that holds the partition leases.")
+@etcd_flags
 @click.option("--prefix", default=DEFAULT_PREFIX, show_default=True, help="The root of the keys in etcd.")
 @click.option(
     "--lease-ttl",
@@ -30,6 +33,7 @@ from kproxy.config import DEFAULT_PREFIX, advertised, parse_address, split_list
 @click.pass_context
 def command(
     context: click.Context,
+    /,
     node_id: int,
     listen: str,
     advertise: str | None,
@@ -37,6 +41,7 @@ def command(
     etcd: str,
     prefix: str,
     lease_ttl: int,
+    **etcd_access: str | None,
 ) -> int:
     """Run one reference broker, for development and tests.
 
@@ -50,6 +55,7 @@ def command(
     address = parse_address(listen, "--listen")
     told = advertised(address, None if advertise is None else parse_address(advertise, "--advertise"))
     endpoints = split_list(etcd, "--etcd")
+    options = etcd_options_from(etcd_access)
     from kproxy.broker.server import BrokerConfig, run_broker
     from kproxy.dev.orphan import end_with_parent
 
@@ -58,6 +64,7 @@ def command(
         node_id=node_id,
         data_dir=data_dir,
         etcd=endpoints,
+        etcd_options=options,
         listen=address,
         advertise=told,
         prefix=prefix,

@@ -9,6 +9,7 @@ import click
 from msgspec import UNSET
 
 from kproxy.config import Owners, build_proxy_config, load_settings
+from kproxy.config.etcd import SECRETS
 from kproxy.config.owners import TABLE_ROOMS
 
 
@@ -35,6 +36,8 @@ def command(config: Path | None) -> None:
             room = of_room
         if setting.value is UNSET:
             click.echo(f"# {key} is not set")
+        elif path in SECRETS:
+            click.echo(f"{f'# {key} is set and not shown':<48}# {setting.source}")
         else:
             # JSON's strings, numbers and lists are TOML's too.
             click.echo(f"{f'{key} = {json.dumps(setting.value)}':<48}# {setting.source}")

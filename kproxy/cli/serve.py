@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from kproxy.cli import run_async, start_logging
+from kproxy.cli.etcd_flags import etcd_flags
 from kproxy.config import DEFAULT_LISTEN, DEFAULT_PREFIX, ProxyConfig, load_proxy_config
 
 
@@ -25,6 +26,7 @@ from kproxy.config import DEFAULT_LISTEN, DEFAULT_PREFIX, ProxyConfig, load_prox
     metavar="URL[,URL...]",
     help="The etcd that holds the partition leases, and through which proxies know of each other.",
 )
+@etcd_flags
 @click.option("--prefix", help=f"The root of the keys in etcd. [{DEFAULT_PREFIX}]")
 @click.option("--bootstrap", metavar="H:P[,H:P...]", help="For --ownership kafka: some of the cluster's brokers.")
 @click.option("--table", metavar="FILE", help="For --ownership static: a TOML file with [brokers] and [[topics]].")
@@ -47,6 +49,7 @@ def command(context: click.Context, /, config: Path | None, **flags: str | int |
 
     \b
       kproxy serve --etcd http://127.0.0.1:2379
+      kproxy serve --etcd https://etcd-0:2379,https://etcd-1:2379 --etcd-ca ca.pem
       kproxy serve --ownership kafka --bootstrap 10.0.0.1:9092,10.0.0.2:9092
       kproxy serve --ownership static --table owners.toml
       kproxy serve --config kproxy.toml --listen 0.0.0.0:9092 --advertise kafka.example.org:9092

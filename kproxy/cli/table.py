@@ -10,9 +10,11 @@ import click
 import msgspec
 
 from kproxy.cli import run_async
+from kproxy.cli.etcd_flags import etcd_flags
 from kproxy.cli.table_sources import Unanswered, tables_from_admin, tables_from_etcd
 from kproxy.cli.table_view import LiveTable, describe_changes, show
 from kproxy.config import DEFAULT_ADMIN, DEFAULT_PREFIX, parse_address, split_list
+from kproxy.config.etcd import etcd_options_from
 from kproxy.errors import StartupError
 from kproxy.observe.table import TablePage
 
@@ -20,11 +22,20 @@ from kproxy.observe.table import TablePage
 @click.command("table")
 @click.option("--admin", metavar="H:P", help=f"Ask the proxy with this admin page. [{DEFAULT_ADMIN}]")
 @click.option("--etcd", metavar="URL[,URL...]", help="Ask etcd itself instead of a proxy.")
+@etcd_flags
 @click.option("--prefix", default=DEFAULT_PREFIX, show_default=True, help="With --etcd: the root of the keys.")
 @click.option("--topic", metavar="NAME", help="Only this topic.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with --watch one line for each change.")
 @click.option("--watch", is_flag=True, help="Stay and show changes as they come; Ctrl-C ends it.")
-def command(admin: str | None, etcd: str | None, prefix: str, topic: str | None, as_json: bool, watch: bool) -> int:
+def command(
+    admin: str | None,
+    etcd: str | None,
+    prefix: str,
+    topic: str | None,
+    as_json: bool,
+    watch: bool,
+    **etcd_access: str | None,
+) -> int:
     """Show which broker owns which partition.
 
     Asks the proxy on this machine by default. A partition that nobody owns at the moment is not in the table.
@@ -38,9 +49,11 @@ def command(admin: str | None, etcd: str | None, prefix: str, topic: str | None,
     if admin is not None and etcd is not None:
         raise StartupError("--admin asks a proxy and --etcd asks etcd: give one of them.")
     if etcd is None:
+        if any(value is not None for value in etcd_access.values()):
+            raise StartupError("the flags --etcd-... say how to ask etcd: name it with --etcd URL.")
         tables = tables_from_admin(parse_address(admin or DEFAULT_ADMIN, "--admin"), topic)
     else:
-        tables = tables_from_etcd(split_list(etcd, "--etcd"), prefix, topic)
+        tables = tables_from_etcd(split_list(etcd, "--etcd"), etcd_options_from(etcd_access), prefix, topic)
     if not watch:
         return run_async(lambda: _show_once(tables, as_json))
     try:

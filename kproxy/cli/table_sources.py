@@ -11,6 +11,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from kproxy.config import Address
+from kproxy.config.etcd import EtcdOptions
 from kproxy.observe.table import ProxyRow, TablePage, TableView, merge_pages, table_page
 
 ANSWER_TIMEOUT_S = 5.0
@@ -83,7 +84,7 @@ def _reason(error: Exception) -> str:
 
 
 async def tables_from_etcd(
-    endpoints: Sequence[str], prefix: str, topic: str | None
+    endpoints: Sequence[str], options: EtcdOptions, prefix: str, topic: str | None
 ) -> AsyncGenerator[TablePage | Unanswered]:
     """What etcd says, kept current by a watch."""
     from kproxy.observe.logging import configure_logging
@@ -94,7 +95,7 @@ async def tables_from_etcd(
 
     # What goes wrong is said by the table: it grows old.
     configure_logging("error")
-    client, topology = EtcdClient(endpoints), Topology()
+    client, topology = EtcdClient(endpoints, options), Topology()
     table = LeaseTable(client, prefix, topology)
     mirror: asyncio.Task[None] | None = None
     try:

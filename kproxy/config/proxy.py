@@ -21,6 +21,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from kproxy.config.address import DEFAULT_LISTEN, Address, advertised, parse_address, split_list
+from kproxy.config.etcd import SECRETS, EtcdOptions, EtcdRoom, etcd_options
 from kproxy.config.limits import Limits, Seconds
 from kproxy.config.owners import TABLE_ROOMS, Owners, parse_owners, read_table
 from kproxy.config.reading import nearest, read_toml, unknown
@@ -60,17 +61,26 @@ class _Produce(msgspec.Struct, kw_only=True):
 _ROOMS: dict[str, type[msgspec.Struct]] = {
     "listen": _Listen,
     "ownership": _Ownership,
+    "etcd": EtcdRoom,
     "fleet": _Fleet,
     "produce": _Produce,
     "limits": Limits,
 }
+
+
+def flag_of(path: str) -> str:
+    """An option's long flag, with underscores. The room `[etcd]` is in the flags' names, as `--ca` says too little."""
+    room, _, key = path.partition(".")
+    return f"etcd_{key}" if room == "etcd" else key
+
+
 # key path -> (type, default)
 _KEYS = {
     f"{room}.{field.name}": (field.type, field.default)
     for room, struct in _ROOMS.items()
     for field in msgspec.structs.fields(struct)
 }
-_FLAG_PATHS = {path.partition(".")[2]: path for path in _KEYS if not path.startswith("limits.")}
+_FLAG_PATHS = {flag_of(path): path for path in _KEYS if not path.startswith("limits.") and path not in SECRETS}
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,7 @@ class ProxyConfig:
     admin: Address | None
     ownership: str
     etcd: tuple[str, ...]
+    etcd_options: EtcdOptions
     prefix: str
     bootstrap: tuple[Address, ...]
     refresh_s: float
@@ -162,6 +173,7 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
         admin=_address(settings["listen.admin"]),
         ownership=ownership,
         etcd=_etcd(settings) if ownership == "etcd" or settings["ownership.etcd"].value is not UNSET else (),
+        etcd_options=_etcd_options(settings),
         prefix=str(prefix.value),
         bootstrap=_bootstrap(settings) if ownership == "kafka" else (),
         refresh_s=msgspec.convert(settings["ownership.refresh_s"].value, float),
@@ -182,6 +194,19 @@ def _etcd(settings: Mapping[str, Setting]) -> tuple[str, ...]:
             "--etcd http://127.0.0.1:2379 (or try `kproxy dev`, which brings its own)."
         )
     return split_list(etcd.value, etcd.source)  # type: ignore[arg-type]  # converted to its type on loading
+
+
+def _etcd_options(settings: Mapping[str, Setting]) -> EtcdOptions:
+    given = {
+        path.partition(".")[2]: setting
+        for path, setting in settings.items()
+        if path.startswith("etcd.") and setting.value is not UNSET
+    }
+    if given and settings["ownership.etcd"].value is UNSET:
+        first = next(iter(given.values()))
+        raise StartupError(f"{first.source}: it is about an etcd, and none is named: give --etcd URL[,URL...].")
+    values = {key: setting.value for key, setting in given.items()}
+    return etcd_options(values, {key: setting.source for key, setting in given.items()})
 
 
 def _bootstrap(settings: Mapping[str, Setting]) -> tuple[Address, ...]:
@@ -248,7 +273,8 @@ def _converted(path: str, value: object, source: str, *, strict: bool) -> Settin
         return Setting(path, msgspec.convert(value, kind, strict=strict), source)
     except msgspec.ValidationError as error:
         # msgspec knows no key here: the value was converted by itself.
-        raise StartupError(f"{source}: {str(value)[:80]!r} will not do: {str(error).lower()}.") from error
+        shown = "this" if path in SECRETS else repr(str(value)[:80])
+        raise StartupError(f"{source}: {shown} will not do: {str(error).lower()}.") from error
 
 
 def _file_values(file: Path | None) -> dict[str, object]:

@@ -51,7 +51,7 @@ class Membership:
         self._client: EtcdClient | None = None
         self._registrar: Registrar | None = None
         if config.etcd and not config.alone:
-            self._client = EtcdClient(config.etcd)
+            self._client = EtcdClient(config.etcd, config.etcd_options)
             self._view = FleetView(self._client, config.prefix, self.fleet, host, port, counters=counters)
             if registers:
                 self._registrar = Registrar(self._client, config.prefix, host, port, ttl_s=config.lease_ttl_s)

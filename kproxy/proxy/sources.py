@@ -104,7 +104,7 @@ async def open_source(
 async def _open_etcd(
     config: ProxyConfig, topology: Topology, stack: contextlib.AsyncExitStack, waits: Callable[[str], None]
 ) -> OpenSource:
-    client = EtcdClient(config.etcd)
+    client = EtcdClient(config.etcd, config.etcd_options)
     stack.push_async_callback(client.close)
     table = LeaseTable(client, config.prefix, topology)
     while True:

@@ -15,12 +15,13 @@ from kproxy.errors import StartupError
 from tests.support.dev import run_kproxy
 
 # Names and flags are a public interface.
+ETCD_FLAGS = "etcd-ca etcd-cert etcd-key etcd-server-name etcd-username etcd-password-file"
 FLAGS = {
-    "serve": "config listen advertise ownership etcd prefix bootstrap table admin workers",
-    "broker": "node-id listen advertise data-dir etcd prefix lease-ttl",
+    "serve": f"config listen advertise ownership etcd prefix bootstrap table admin workers {ETCD_FLAGS}",
+    "broker": f"node-id listen advertise data-dir etcd prefix lease-ttl {ETCD_FLAGS}",
     "dev": "listen brokers data-dir admin lease-ttl",
     "demo": "rows bootstrap etcd prefix data-dir keep",
-    "table": "admin etcd prefix topic json watch",
+    "table": f"admin etcd prefix topic json watch {ETCD_FLAGS}",
     "check-config": "config",
 }
 

@@ -19,6 +19,7 @@ from kproxy.config import (
     parse_address,
     split_list,
 )
+from kproxy.config.etcd import EtcdOptions
 from kproxy.errors import StartupError
 
 ETCD = {"etcd": "http://127.0.0.1:2379"}
@@ -106,6 +107,7 @@ def test_without_options_the_defaults_hold() -> None:
         admin=None,
         ownership="etcd",
         etcd=("http://127.0.0.1:2379",),
+        etcd_options=EtcdOptions(),
         prefix="/kafscale",
         bootstrap=(),
         refresh_s=30.0,
