@@ -118,6 +118,7 @@ class Relay:
         self._server: asyncio.Server | None = None
         self._connections: dict[asyncio.Task[None], asyncio.Event] = {}
         self.port = 0
+        self._dead = False
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -157,11 +158,22 @@ class Relay:
         for carrying in self._connections.values():
             carrying.clear()
 
+    def blackhole(self) -> None:
+        """Carry nothing on any connection, of now or later, and end none: a network that drops every packet."""
+        self.freeze()
+        self._dead = True
+
+    async def restore(self) -> None:
+        """Carry again; connections from before are cut."""
+        self._dead = False
+        await self.cut()
+
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         carrying = self._connections[task] = asyncio.Event()
-        carrying.set()
+        if not self._dead:
+            carrying.set()
         writers = [writer]
         try:
             upstream_reader, upstream_writer = await asyncio.open_connection(*self._target)

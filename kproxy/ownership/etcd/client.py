@@ -3,12 +3,11 @@
 States: NEW --connect()--> OPEN --close()--> CLOSED. `connect` may be called again after it failed, not after close.
 
 What is guaranteed, with three members of which any one is killed, hangs, or is cut off
-- A call begun afterwards is answered by another; at most one call's worth of waiting per member (`members.py`,
-  PATIENCE_S twice) goes to finding out, and then no more.
+- A call begun afterwards is answered by another. Finding out costs 2 s (`members.py`, invariant 2), and then no more.
 - A call that was under way: a read is asked of another member; a write fails as `maybe_applied` as soon as the member
   is found out, and at its deadline at the latest.
 - While another leader is elected, which takes etcd a second or two, the same holds for every call.
-- A keepalive moves to another member after a quarter of the TTL, a watch as soon as its owner finds it silent.
+- A keepalive moves to another member after a quarter of the TTL, a watch 4 s after it fell silent.
 
 Invariants
 1. Every call has a deadline, `timeout_s` after it began, whatever it met on its way: other members, a new token.

@@ -10,7 +10,7 @@ Invariants
 1. Nothing of a call is handed to gRPC before the channel has been connected and the member, over it, has said that it
    is there. A call that fails earlier is `untouched`, and so is one that etcd turned away at its door.
 2. A member that does not answer is asked how it is, over the same channel. One that says nothing to that either, or
-   has no leader, has failed: a hung member holds a call up for twice PATIENCE_S at most, and later calls not at all.
+   has no leader, has failed: a hung member holds a call up for these two times at most, and later calls not at all.
    One that is slow because it has much to do answers that question, and is waited for.
 3. A failed member's channel is never used for a new call: the next one is opened anew, with the certificates and the
    addresses of then.
@@ -44,8 +44,10 @@ from kproxy.ownership.etcd.errors import (
 from kproxy.ownership.etcd.messages import PACKAGE, rpc
 from kproxy.ownership.etcd.target import Endpoint
 
-# How long a call may be without an answer before the member is asked how it is, and how long it has to say so.
+# How long a call may be without an answer before the member is asked how it is, and how long it has to say so; where
+# a call has little time, a quarter of that each.
 PATIENCE_S = 1.0
+LOOK_TIMEOUT_S = 1.0
 # Until a new connection must stand, TLS and all.
 CONNECT_TIMEOUT_S = 2.0
 
@@ -171,12 +173,12 @@ class Member:
             raise self._failed(channel, trouble, untouched=True) from trouble
 
     async def _answer(self, channel: _Channel, calling: asyncio.Future[Any], timeout_s: float, token: str) -> Any:
-        patience_s = min(PATIENCE_S, timeout_s / 4)
+        patience_s, look_s = min(PATIENCE_S, timeout_s / 4), min(LOOK_TIMEOUT_S, timeout_s / 4)
         term, asked_since = self._term, 0
         while True:
             await asyncio.wait((calling,), timeout=patience_s)
             if not calling.done():
-                trouble = await self._trouble(channel, patience_s, token)
+                trouble = await self._trouble(channel, look_s, token)
                 asked_since += self._term != term
                 if trouble is None and asked_since > 1:
                     trouble = _error(grpc.StatusCode.UNAVAILABLE, "etcdserver: another leader was elected meanwhile")

@@ -10,7 +10,9 @@ it first, as an EtcdError; whoever opened the stream awaits `close`.
 Invariants
 1. A stream goes to the member whose turn it is when it opens, and stays there. One that fails, that takes nothing, or
    that is closed while an answer is waited for in vain, is a failure of its member: the next stream goes to another.
-2. It is opened with the token of that moment. A token that etcd refuses is not used again.
+2. Whoever asks again on a stream that has said nothing, asks its member first how it is, over another connection: so a
+   member that hangs is found out sooner than by waiting, and one with nothing to say is left in peace.
+3. It is opened with the token of that moment. A token that etcd refuses is not used again.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc.aio
 
 from kproxy.ownership.etcd.errors import EtcdUnavailable, cancelled_by_grpc, from_rpc_error, is_token_refused
-from kproxy.ownership.etcd.members import metadata
+from kproxy.ownership.etcd.members import CONNECT_TIMEOUT_S, CallFailed, metadata
 from kproxy.ownership.etcd.messages import PACKAGE, rpc
 
 if TYPE_CHECKING:
@@ -57,6 +59,8 @@ class EtcdStream:
             async with asyncio.timeout(timeout_s):
                 if self._call is None:
                     await self._open()
+                elif self._in_vain:
+                    await self._look_at_member()
                 await self._met(self._call.write(request))
         except TimeoutError:
             self._in_vain = True
@@ -74,6 +78,13 @@ class EtcdStream:
         )
         # Where nobody listens it fails at once, and the next stream goes elsewhere.
         self._call = open_call(metadata=metadata(self._token), wait_for_ready=False)
+
+    async def _look_at_member(self) -> None:
+        if self._member is not None:
+            try:
+                await self._member.look(CONNECT_TIMEOUT_S)
+            except CallFailed as failure:
+                raise failure.as_etcd_error(self._method, self._members.endpoints, write=False) from failure
 
     async def read(self, timeout_s: float) -> Any | None:
         """The next response, or None where none came within `timeout_s`; nothing is lost by that."""
