@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import threading
 import time
 import uuid
@@ -106,9 +107,10 @@ def end(proxy: KproxyProcess, number: int) -> None:
 
 
 def test_each_names_all_and_partitions_spread(site: Site) -> None:
-    with site.proxies(3) as proxies:
+    with site.proxies(3) as proxies, site.proxy(0, "--alone") as sidecar:
         expected = ports(proxies)
         agree(proxies, expected)
+        assert named(sidecar) == {FIRST: port_of(sidecar)}, "it tells of nobody, and nobody of it"
         wait_for(lambda: len(leaders(proxies[0], "spread")) == PARTITIONS)
         answers = [leaders(proxy, "spread") for proxy in proxies]
         assert answers[0] == answers[1] == answers[2]
@@ -130,50 +132,30 @@ def test_each_names_all_and_partitions_spread(site: Site) -> None:
             assert all(f"{node_id} at 127.0.0.1:{port}" in said for node_id, port in expected.items()), said
 
 
-def test_one_that_is_killed_is_gone_within_its_ttl_and_comes_back_under_its_id(site: Site) -> None:
+def test_one_that_is_killed_is_gone_within_its_ttl_and_has_its_id_again_when_it_is_back(site: Site) -> None:
     with site.proxies(3) as proxies:
         expected = ports(proxies)
         agree(proxies, expected)
         before = leaders(proxies[0], "spread")
-        killed_at = time.monotonic()
         end(proxies[1], signal.SIGKILL)
-        # Until its lease ends its id is its own: another address gets another one.
-        with site.proxy() as fourth:
-            assert named(fourth)[FIRST + 3] == port_of(fourth)
-            if time.monotonic() < killed_at + TTL_S:
-                assert named(fourth)[FIRST + 1] == port_of(proxies[1])
-        survivors = {node_id: port for node_id, port in expected.items() if node_id != FIRST + 1}
-        agree([proxies[0], proxies[2]], survivors)
+        others = [proxies[0], proxies[2]]
+        agree(others, {node_id: port for node_id, port in expected.items() if node_id != FIRST + 1})
         after = leaders(proxies[2], "spread")
-        assert {index: after[index] for index, leader in before.items() if leader != FIRST + 1} == {
-            index: leader for index, leader in before.items() if leader != FIRST + 1
-        }
-        with site.proxy(port_of(proxies[1])):
-            agree([proxies[0], proxies[2]], expected)
-            assert leaders(proxies[0], "spread") == before
+        kept = {index for index, leader in before.items() if leader != FIRST + 1}
+        assert {index for index in before if after[index] == before[index]} == kept, "only its share moves"
+        with site.proxy(port_of(proxies[1])) as back:
+            agree([*others, back], expected)
+            assert leaders(back, "spread") == before
+            end(back, signal.SIGKILL)
+        # Whether the lease of the one that was killed has ended by now or not.
+        with site.proxy(port_of(proxies[1])) as back_at_once:
+            agree([*others, back_at_once], expected)
+            # If not, it ends now, and takes nothing with it.
+            time.sleep(TTL_S + 1)
+            agree([*others, back_at_once], expected)
 
 
-def test_one_that_is_restarted_at_once_keeps_its_id(site: Site) -> None:
-    with site.proxies(2) as proxies:
-        expected = ports(proxies)
-        agree(proxies, expected)
-        end(proxies[1], signal.SIGKILL)
-        with site.proxy(port_of(proxies[1])) as again:
-            assert named(again) == named(proxies[0]) == expected
-            # The lease of the one that was killed ends, and takes nothing with it.
-            time.sleep(TTL_S + 1.5)
-            assert named(again) == named(proxies[0]) == expected
-
-
-def test_one_that_is_told_to_end_is_gone_at_once(site: Site) -> None:
-    with site.proxies(2) as proxies:
-        agree(proxies, ports(proxies))
-        end(proxies[1], signal.SIGTERM)
-        # Its lease lives for TTL_S more: it has been given up.
-        assert named(proxies[0]) == {FIRST: port_of(proxies[0])}
-
-
-def test_one_that_is_stopped_past_its_ttl_registers_again_when_it_wakes(site: Site) -> None:
+def test_one_that_hangs_registers_again_when_it_wakes_and_one_that_ends_is_gone_at_once(site: Site) -> None:
     with site.proxies(2) as proxies:
         expected = ports(proxies)
         agree(proxies, expected)
@@ -183,12 +165,9 @@ def test_one_that_is_stopped_past_its_ttl_registers_again_when_it_wakes(site: Si
         finally:
             proxies[1].signal(signal.SIGCONT)
         agree(proxies, expected)
-
-
-def test_one_alone_is_told_of_by_nobody_and_tells_of_nobody(site: Site) -> None:
-    with site.proxy() as one, site.proxy(0, "--alone") as sidecar:
-        assert named(sidecar) == {FIRST: port_of(sidecar)}
-        assert named(one) == {FIRST: port_of(one)}
+        end(proxies[1], signal.SIGTERM)
+        # Its lease would live on: it has been given up.
+        assert named(proxies[0]) == {FIRST: port_of(proxies[0])}
 
 
 async def entries(client: EtcdClient, prefix: str) -> list[str]:
@@ -218,15 +197,27 @@ async def test_the_entry_goes_before_what_is_in_flight_is_answered(
 async def test_no_entry_before_the_table_is_loaded(
     etcd: EmbeddedEtcd, etcd_client: EtcdClient, etcd_prefix: str, tmp_path: Path
 ) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        admin = f"127.0.0.1:{server.getsockname()[1]}"
     arguments = ["serve", "--listen", "127.0.0.1:0", "--ownership", "kafka", "--bootstrap", "127.0.0.1:1"]
-    process = KproxyProcess([*arguments, "--etcd", etcd.endpoint, "--prefix", etcd_prefix], tmp_path / "stderr")
+    arguments += ["--admin", admin, "--etcd", etcd.endpoint, "--prefix", etcd_prefix]
+    process = KproxyProcess(arguments, tmp_path / "stderr")
     try:
-        async with asyncio.timeout(30):
-            while "Waiting for it" not in process.stderr():
-                await asyncio.sleep(0.05)
+        await asyncio.to_thread(wait_for, lambda: is_up(admin), 30)
+        # A registration takes some milliseconds.
+        await asyncio.sleep(1)
         assert await entries(etcd_client, etcd_prefix) == []
+        status, text = await asyncio.to_thread(page, admin, "/readyz")
+        assert (status, text.partition(":")[0]) == (503, "starting")
     finally:
         await asyncio.to_thread(process.stop)
+
+
+def is_up(admin: str) -> bool:
+    try:
+        return page(admin, "/livez")[0] == 200
+    except ConnectionError:
+        return False
 
 
 async def test_before_a_fixed_table_too_and_while_etcd_is_away(tmp_path: Path) -> None:
@@ -424,10 +415,9 @@ def test_clients_write_on_as_proxies_die_stop_and_come(site: Site) -> None:
         end(proxies[0], signal.SIGKILL)
         go_on()
         back = stack.enter_context(site.proxy(port_of(proxies[0])))
+        new = stack.enter_context(site.proxy())
         go_on()
         end(proxies[1], signal.SIGTERM)
-        go_on()
-        new = stack.enter_context(site.proxy())
         go_on()
         wait_for(lambda: served(back) and served(new), 30, "they follow what they are told of")
         for writer in writers:
