@@ -36,7 +36,7 @@ from kproxy.broker.leases import PartitionLeaseManager
 from kproxy.broker.process import allow_many_files, stop_signals
 from kproxy.broker.topics import TopicAdmin
 from kproxy.errors import StartupError
-from kproxy.ownership.etcd import EtcdClient, EtcdError, IdBlocks, PrefixMirror, get_op, key_absent, put_op
+from kproxy.ownership.etcd import EtcdClient, EtcdError, EtcdMisused, IdBlocks, PrefixMirror, get_op, key_absent, put_op
 
 __all__ = ["BrokerConfig", "run_broker"]
 
@@ -152,6 +152,8 @@ class _Server:
             raise StartupError(
                 f"{where} answers, but what it holds of the cluster could not be read in time"
             ) from error
+        except EtcdMisused as error:
+            raise StartupError(str(error)) from error
         except EtcdError as error:
             raise StartupError(f"{str(error).rstrip('.')}; --etcd names it") from error
         self._leases.begin(fence)

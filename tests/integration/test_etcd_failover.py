@@ -169,17 +169,17 @@ async def test_a_transaction_that_met_a_failure_runs_once_or_not_at_all(
                 await asyncio.sleep(0.002)
 
         async def disturb() -> None:
-            for _ in range(12):
+            for _ in range(6):
                 await asyncio.sleep(0.25)
                 await members.relays[used_by(client)].cut()
 
-        until = time.monotonic() + 4
+        until = time.monotonic() + 2
         await asyncio.gather(disturb(), *(write(until) for _ in range(8)))
         found = await client.get(key)
         assert found is not None
         assert done <= found.version <= done + unknown
         assert unknown > 0, "no transaction met a failure"
-        assert done > 500
+        assert done > 100
         assert refused == 0, "where nothing was done it is done at another member"
         await client.close()
 
