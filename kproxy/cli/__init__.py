@@ -24,6 +24,7 @@ COMMANDS = {
     "dev": ("kproxy.cli.dev", "Run everything on this machine: etcd, brokers and the proxy."),
     "demo": ("kproxy.cli.demo", "Write real data with Spark through the proxy, read it back, judge it."),
     "table": ("kproxy.cli.table", "Show which broker owns which partition."),
+    "doctor": ("kproxy.cli.doctor", "Look at etcd and at a proxy, and say what is not as it should be."),
     "check-config": ("kproxy.cli.check_config", "Check a configuration and show what is in force."),
 }
 # What commands start and people do not.

@@ -22,8 +22,9 @@ from kproxy.ownership.etcd import (
     get_op,
     put_op,
 )
+from kproxy.ownership.etcd.lease import RENEWALS_PER_TTL
 from tests.support.etcd import QUICK, eventually, running, written
-from tests.support.etcd_cluster import running_cluster
+from tests.support.etcd_cluster import EtcdCluster, running_cluster
 from tests.support.etcd_secured import PASSWORD, ask_gateway, enable_users
 
 TOKEN_TTL_S = 1
@@ -193,24 +194,40 @@ async def test_a_password_that_became_wrong_is_tried_ever_more_rarely_until_it_i
     await client.close()
 
 
-async def test_tokens_that_members_forgot_are_replaced_whichever_member_is_asked(tmp_path: Path) -> None:
-    async with running_cluster(tmp_path, USERS) as cluster:
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def etcd_users(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EtcdCluster]:
+    """Three members of a current release, with the same users."""
+    async with running_cluster(tmp_path_factory.mktemp("users"), USERS) as cluster:
         await enable_users(cluster.endpoints[0], prefix="/kproxy")
-        client = Asked(cluster.endpoints)
-        await client.connect()
-        for member in cluster.members:
-            member.kill()
-            assert await written(client, "/kproxy/a")
-            cluster.start_member(member)
-            while not await takes(member.endpoint):
-                await asyncio.sleep(0.05)
-        # Now that every member has been away: only the last one to be killed has lost nothing since it was asked.
-        for endpoint in cluster.endpoints:
-            alone = Asked([endpoint])
-            await alone.connect()
-            await alone.put("/kproxy/b", b"")
-            await alone.close()
-        await client.close()
+        yield cluster
+
+
+async def test_tokens_that_members_forgot_are_replaced_whichever_member_is_asked(etcd_users: EtcdCluster) -> None:
+    client = Asked(etcd_users.endpoints)
+    await client.connect()
+    for member in etcd_users.members:
+        member.kill()
+        assert await written(client, "/kproxy/a")
+        etcd_users.start_member(member)
+        while not await takes(member.endpoint):
+            await asyncio.sleep(0.05)
+    await client.close()
+
+
+async def test_renewals_whose_token_runs_out_between_two_of_them_go_on(etcd_users: EtcdCluster) -> None:
+    """A current etcd looks at the token of a stream again with each renewal."""
+    client = Asked(etcd_users.endpoints)
+    await client.connect()
+    # So rare that nothing keeps the token alive.
+    lease = await client.lease_grant(round((TOKEN_TTL_S + 2) * RENEWALS_PER_TTL))
+    renewed: list[float] = []
+    keeping = client.lease_keep_alive(
+        lease.lease_id, clock=time.monotonic, on_renewed=lambda sent_at, _: renewed.append(sent_at)
+    )
+    async with running(keeping):
+        await eventually(lambda: len(renewed) >= 2, timeout_s=10)
+    assert client.times == 2
+    await client.close()
 
 
 async def takes(endpoint: str) -> bool:

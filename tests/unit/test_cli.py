@@ -22,6 +22,7 @@ FLAGS = {
     "dev": "listen brokers data-dir admin lease-ttl",
     "demo": "rows bootstrap etcd prefix data-dir keep",
     "table": f"admin etcd prefix topic json watch {ETCD_FLAGS}",
+    "doctor": f"etcd prefix admin {ETCD_FLAGS}",
     "check-config": "config",
 }
 

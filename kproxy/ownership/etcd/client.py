@@ -327,4 +327,11 @@ def _pause_s(failures: int, members: int) -> float:
 
 def _status(response: Any) -> EtcdStatus:
     header = response.header
-    return EtcdStatus(header.cluster_id, header.member_id, header.revision, response.version)
+    return EtcdStatus(
+        header.cluster_id,
+        header.member_id,
+        header.revision,
+        response.version,
+        response.leader,
+        tuple(response.errors),
+    )

@@ -97,12 +97,17 @@ class Snapshot(NamedTuple):
 
 
 class EtcdStatus(NamedTuple):
-    """One member's view: `revision` may lag behind the cluster's."""
+    """One member's view: `revision` may lag behind the cluster's.
+
+    `leader_id` is 0 where it knows no leader; `errors` are its alarms, such as that its space is used up.
+    """
 
     cluster_id: int
     member_id: int
     revision: int
     version: str
+    leader_id: int
+    errors: tuple[str, ...]
 
 
 class Lease(NamedTuple):
