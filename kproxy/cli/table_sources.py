@@ -6,6 +6,7 @@ import asyncio
 import http.client
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from urllib.parse import urlencode
 
 import msgspec
@@ -13,6 +14,9 @@ import msgspec
 from kproxy.config import Address
 from kproxy.config.etcd import EtcdOptions
 from kproxy.observe.table import ProxyRow, TablePage, TableView, merge_pages, table_page
+
+if TYPE_CHECKING:
+    from kproxy.ownership.leases import LeaseTable
 
 ANSWER_TIMEOUT_S = 5.0
 MAX_ANSWER_BYTES = 64 << 20
@@ -101,15 +105,14 @@ async def tables_from_etcd(
     try:
         await client.connect()
         mirror = asyncio.create_task(table.run())
-        async with asyncio.timeout(ANSWER_TIMEOUT_S):
-            await table.wait_synced()
+        if not await _loaded(table, mirror):
+            yield Unanswered(f"etcd at {client.endpoints} answers, but its leases could not be read: try again.")
+            return
         while not mirror.done():
             proxies = [ProxyRow(*proxy) for proxy in await named_in(client, prefix)]
             yield _whole(TableView(topology, table.age_s, table.stale, proxies=proxies), topic)
             await asyncio.wait((mirror,), timeout=WATCH_INTERVAL_S)
         mirror.result()
-    except TimeoutError:
-        yield Unanswered(f"etcd at {client.endpoints} answers, but its leases could not be read: try again.")
     except EtcdError as error:
         yield Unanswered(str(error))
     finally:
@@ -117,6 +120,21 @@ async def tables_from_etcd(
             mirror.cancel()
             await asyncio.gather(mirror, return_exceptions=True)
         await client.close()
+
+
+async def _loaded(table: LeaseTable, mirror: asyncio.Task[None]) -> bool:
+    """Whether all of it was read, however much there is; not where etcd stops answering meanwhile."""
+    synced = asyncio.create_task(table.wait_synced())
+    try:
+        while not synced.done():
+            await asyncio.wait((synced, mirror), timeout=ANSWER_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            if mirror.done():
+                mirror.result()
+            if not synced.done() and table.last_error is not None:
+                return False
+        return True
+    finally:
+        synced.cancel()
 
 
 def _whole(view: TableView, topic: str | None) -> TablePage:

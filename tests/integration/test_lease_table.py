@@ -9,13 +9,16 @@ import shutil
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 import pytest
 import uvloop
 
+from kproxy.cli import table_sources
+from kproxy.cli.table_sources import Unanswered, tables_from_etcd
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy.observe.table import TablePage
 from kproxy.ownership.etcd import (
     EtcdClient,
     EtcdUnavailable,
@@ -349,3 +352,19 @@ def test_leases_and_the_table_work_on_both_event_loops(
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(broker_and_proxy())
+
+
+async def test_kproxy_table_waits_for_a_load_that_goes_on_and_not_for_one_that_does_not(
+    etcd_client: EtcdClient, etcd_prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table_sources, "ANSWER_TIMEOUT_S", 0.001)
+    await put_many(etcd_client, [(lease_key(etcd_prefix, "t", n), b"1") for n in range(1_000)])
+    async with aclosing(tables_from_etcd([etcd_client.endpoints], etcd_prefix, None)) as tables:
+        table = await anext(tables)
+        assert isinstance(table, TablePage), table
+        assert [len(topic.partitions) for topic in table.topics] == [1_000]
+    monkeypatch.setattr(LeaseTable, "last_error", EtcdUnavailable("no answer"))
+    async with aclosing(tables_from_etcd([etcd_client.endpoints], etcd_prefix, None)) as tables:
+        unanswered = await anext(tables)
+        assert isinstance(unanswered, Unanswered)
+        assert "could not be read" in unanswered.reason
