@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvloop
@@ -82,6 +83,40 @@ async def test_later_pages_do_not_see_what_changes_while_earlier_ones_are_read(
     await put_many(etcd_client, [(key, b"new") for key, _ in items])
     snapshot = await reading
     assert len({kv.value for kv in snapshot.kvs}) == 1
+
+
+@pytest.mark.parametrize(("late", "reads"), [({3}, 6), ({3, 4, 5, 6}, None), ({1}, None)])
+async def test_a_late_page_is_asked_for_again_and_what_was_read_is_kept(
+    etcd_client: EtcdClient, etcd_prefix: str, monkeypatch: pytest.MonkeyPatch, late: set[int], reads: int | None
+) -> None:
+    class Late(EtcdClient):
+        """Some of its reads are not answered in time."""
+
+        # Counted from the end of `connect` on.
+        reads = -1_000
+
+        async def _call(self, name: str, request: Any, *, write: bool) -> Any:
+            self.reads += 1
+            if self.reads in late:
+                raise EtcdUnavailable("not in time")
+            return await super()._call(name, request, write=write)
+
+    monkeypatch.setattr(client_module, "PAGE_KEYS", 2)
+    items = [(f"{etcd_prefix}/{n}", b"") for n in range(10)]
+    await put_many(etcd_client, items)
+    client = Late(etcd_client.endpoints.split(","))
+    await client.connect()
+    try:
+        client.reads = 0
+        if reads is None:
+            with pytest.raises(EtcdUnavailable):
+                await client.get_prefix(f"{etcd_prefix}/")
+            assert client.reads == max(late)
+        else:
+            found = (await client.get_prefix(f"{etcd_prefix}/")).kvs
+            assert ([(kv.key, kv.value) for kv in found], client.reads) == (items, reads)
+    finally:
+        await client.close()
 
 
 async def test_a_page_too_large_for_a_message_is_read_in_smaller_ones(

@@ -60,6 +60,8 @@ MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_SNAPSHOT_KEYS = 2_000_000
 # etcd counts the whole prefix again for each page, so pages are large.
 PAGE_KEYS = 20_000
+# Of a page behind the first, each as long as any call may take.
+PAGE_ATTEMPTS = 4
 # Before all members are tried once more.
 RETRY_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 1.0
@@ -201,7 +203,8 @@ class EtcdClient:
         """
         start, end = encode_key(prefix) or b"\0", prefix_end(prefix)
         kvs = into if into is not None else Pages()
-        limit = PAGE_KEYS
+        limit, failures = PAGE_KEYS, 0
+        is_first = True
         while True:
             request = rpc.RangeRequest(key=start, range_end=end, limit=limit, revision=revision)
             try:
@@ -211,6 +214,13 @@ class EtcdClient:
                     raise
                 limit = max(limit // 4, 1)
                 continue
+            except EtcdUnavailable:
+                failures += 1
+                # What has been read stays true: one late page is no reason to read a million keys from the start.
+                if is_first or failures == PAGE_ATTEMPTS:
+                    raise
+                continue
+            is_first, failures = False, 0
             # The first page fixes the revision; its header holds the store's, later ones' may be newer.
             revision = revision or response.header.revision
             kvs.add(response)
