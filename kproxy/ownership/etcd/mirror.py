@@ -23,8 +23,8 @@ Invariants
    handed over twice; whoever applies "as of mod_revision" notices nothing.
 3. Nothing is collected: messages and fragments are handed on as they come. A message has a size limit; what does not
    fit, the end of a lease with millions of keys, is answered by a load, which comes in pages.
-4. A snapshot means: this is all there is, as of its revision; forget the rest. It is handed over once all of it has been
-   read, and is kept as it came until then: decoded, a million keys would take 300 MiB.
+4. A snapshot means: this is all there is, as of its revision; forget the rest. It is handed over once all of it
+   has been read, and is kept as it came until then: decoded, a million keys would take 300 MiB.
 5. Revisions compare within one history only. Another cluster id, or a linearizable read below a revision already seen,
    is a restored etcd: LOADING, and `on_restored` before the snapshot. Until then the listener keeps what it has.
 6. Silence on the stream is broken by asking every `progress_interval_s`; one that stays silent for `quiet_limit_s` is
