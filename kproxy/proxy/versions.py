@@ -154,8 +154,7 @@ def offer(brokers: Sequence[Serves], caps: Mapping[int, int] = NO_CAPS, can_answ
     transaction.version is capped: clients that have seen the higher level take a lower one only with a higher epoch.
     """
     ranges = intersect((broker.ranges for broker in brokers), caps)
-    # Of brokers that have not said what they serve nothing is taken over.
-    native = frozenset(key for key in can_answer if brokers and NATIVE[key](ranges))
+    native = frozenset(key for key in can_answer if NATIVE[key](ranges))
     ranges |= {key: own_ranges()[key] for key in native}
     supported = _common_features([broker.supported for broker in brokers])
     latest = max(brokers, key=lambda broker: broker.epoch, default=Serves({}))

@@ -17,6 +17,7 @@ import pytest
 
 from codec import api_keys
 from codec.api_keys import FETCH, LIST_OFFSETS
+from kproxy.routing.rendezvous import preferred
 from kproxy.routing.topology import Address
 from tests.support.raw_client import RawClient, batch, control_frame, fetch_frame, list_offsets_frame, produce_frame
 from tests.support.running_proxy import RunningProxy, both_loops, eventually, running_proxy
@@ -71,6 +72,27 @@ async def test_one_hung_broker_does_not_starve_the_others_partitions_for_as_long
             assert (await client.answer()).codes == {T0: NOT_LEADER, T1: 0}
             assert time.monotonic() - began < 0.5
         assert [asked.partitions for asked in stuck.log] == [[T0]]
+
+
+@both_loops
+async def test_what_nobody_owns_is_offered_to_others_while_a_broker_hangs() -> None:
+    stuck, healthy = hung(1), ScriptedUpstream(2, answers_everything)
+    async with running_proxy(stuck, healthy, limits=LIMITS) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        await open_breaker(proxy, stuck, client)
+        partitions = [n for n in range(1, 40) if preferred(b"t/%d" % n, (1, 2)) == 1][:3]
+        for partition_index in partitions[:2]:
+            client.send(produce_frame({"t": [partition_index]}))
+            assert (await client.answer()).codes == {("t", partition_index): 0}
+        assert len(healthy.log) == 2
+        # Once it answers it is offered what is its share.
+        stuck.wake()
+        stuck.script = answers_everything
+        await eventually(lambda: proxy.listener.vitals.hung_brokers == 0)
+        client.send(produce_frame({"t": [partitions[2]]}))
+        assert (await client.answer()).codes == {("t", partitions[2]): 0}
+        assert stuck.log[-1].partitions == [("t", partitions[2])]
 
 
 @pytest.mark.parametrize(
