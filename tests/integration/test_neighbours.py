@@ -53,7 +53,10 @@ CAUGHT_BY: dict[str, list[str]] = {
         UNIT + "test_framing:test_what_is_announced_is_allocated_only_as_it_arrives",
         WIRE + "test_neighbours:test_a_great_length_costs_a_process_no_memory",
     ],
-    "no InitProducerId": [WIRE + "test_broker_apis:test_producer_ids_are_given_out_once"],
+    "no InitProducerId": [
+        WIRE + "test_broker_apis:test_producer_ids_are_given_out_once",
+        WIRE + "test_kafscale_layout:test_two_proxies_never_give_out_the_same_producer_id",
+    ],
     "SIGTERM ignored while a client is connected": [
         WIRE + "test_dev:test_ctrl_c_in_a_terminal_stops_it_cleanly_though_a_client_is_connected",
         WIRE + "test_proxy_clients:test_stopping_does_not_wait_longer_than_it_was_told_to",
