@@ -387,26 +387,24 @@ def test_nothing_acknowledged_is_lost_or_doubled_when_workers_are_killed(
     with serving([*arguments, *workers(2)], tmp_path / "stderr") as process:
         assert process.etcd == dev_cluster.etcd
 
-        def values() -> Iterator[bytes]:
-            yield b"first"
-            for kill in range(KILLS):
-                victim = busy(process)
-                for number in range(3_000):
-                    yield b"%d-%d" % (kill, number)
-                    if number == 2_000:
-                        # librdkafka is still sending what it was given.
-                        os.kill(victim, signal.SIGKILL)
-
         sent: list[bytes] = []
 
-        def records() -> Iterator[Record]:
-            for value in values():
-                sent.append(value)
-                yield Record(value, value)
+        def records(count: int) -> Iterator[Record]:
+            for _ in range(count):
+                sent.append(b"%d" % len(sent))
+                yield Record(sent[-1], bytes(4 << 10))
 
-        run = run_librdkafka(
-            topic, records(), {"bootstrap.servers": process.kafka, "enable.idempotence": True, "linger.ms": 5}
-        )
+        def under_fire() -> Iterator[Record]:
+            yield from records(100)
+            for _ in range(KILLS):
+                victim = busy(process)
+                # More than is sent in the meantime, in many requests: some are in flight when it is killed.
+                yield from records(2_000)
+                os.kill(victim, signal.SIGKILL)
+                yield from records(500)
+
+        settings = {"enable.idempotence": True, "linger.ms": 0, "batch.num.messages": 10}
+        run = run_librdkafka(topic, under_fire(), {"bootstrap.servers": process.kafka, **settings})
         assert run.errors == {}
         assert len(run.acknowledged) == len(sent)
         lying = read_topic(dev_cluster.kafka, topic, 1, len(sent))
