@@ -1,8 +1,8 @@
 """What a supervisor and one worker say to each other, over a pair of sockets that nobody else holds.
 
-The supervisor's first frame is an Assignment. A worker says Waits and then Ready, or Failed; from then on each Ask is
-answered by an Answer of its id, in any order. A frame is its length in four bytes and a body; one longer than its
-reader's limit ends the channel.
+The supervisor's first frame is an Assignment. A worker says Hello, from when on each Ask is answered by an Answer of
+its id, in any order; Waits, as often as what it waits for changes; and then Ready. Or, instead of any of them, Failed.
+A frame is its length in four bytes and a body; one longer than its reader's limit ends the channel.
 """
 
 from __future__ import annotations
@@ -99,6 +99,10 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     reply: Reply
 
 
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """It answers questions, and does not serve yet."""
+
+
 class Waits(msgspec.Struct, frozen=True, tag=True):
     """It is kept from serving; `sentence` says by what."""
 
@@ -117,7 +121,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     sentence: str
 
 
-Word = Waits | Ready | Failed | Answer
+Word = Hello | Waits | Ready | Failed | Answer
 
 
 class Channel:

@@ -16,7 +16,8 @@ Invariants
 1. `wait` returns once, with the exit status, and nothing of the child is left then: no process, task or socket.
 2. It is in a session of its own: Ctrl-C in a terminal reaches the supervisor alone, which hands it on once.
 3. No more than MAX_OPEN_QUESTIONS are open. Who leaves one unanswered for ANSWER_TIMEOUT_S is asked nothing more until
-   it has answered: whoever looks at the admin page waits for a worker that hangs once, not every time.
+   it has answered: whoever looks at the admin page waits for a worker that hangs once, not every time. One that has not
+   said Hello is asked nothing either.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from kproxy.proxy.workers.channel import (
     ChannelClosed,
     ChannelMisused,
     Failed,
+    Hello,
     Question,
     Ready,
     Reply,
@@ -81,6 +83,7 @@ class Child:
         self._channel: Channel | None = None
         self._listening: asyncio.Task[None] | None = None
         self.failure = ""
+        self._greeted = False
         self._ids = itertools.count(1)
         self._open: dict[int, asyncio.Future[Reply]] = {}
         self._late: set[int] = set()
@@ -146,6 +149,8 @@ class Child:
         """Raises Silent."""
         if self._channel is None or self._listening is None or self._listening.done():
             raise Silent("it has ended")
+        if not self._greeted:
+            raise Silent("it is starting")
         if self._late or len(self._open) >= MAX_OPEN_QUESTIONS:
             raise Silent("it does not answer")
         ask = Ask(next(self._ids), question)
@@ -166,6 +171,8 @@ class Child:
         try:
             while True:
                 match await next_word(channel):
+                    case Hello():
+                        self._greeted = True
                     case Waits(sentence):
                         self._on_wait(sentence)
                     case Ready() as ready:

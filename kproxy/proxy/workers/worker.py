@@ -28,6 +28,7 @@ from kproxy.proxy.workers.channel import (
     Channel,
     ChannelClosed,
     Failed,
+    Hello,
     MetricsAnswer,
     Question,
     ReadinessAnswer,
@@ -76,6 +77,7 @@ class WorkerFront:
         self._answering: asyncio.Task[None] | None = None
 
     async def open(self, pages: OwnPages) -> None:
+        self._channel.send(encode(Hello()))
         self._answering = asyncio.create_task(self._answer_all(pages))
 
     def waits(self, sentence: str) -> None:
