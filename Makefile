@@ -5,9 +5,11 @@ STAMP  := $(VENV)/.installed
 UV     ?= uv
 ARGS   ?=
 SECTION ?=
+MINUTES ?= 10
+SEED   ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check bench bench-quick lock clean
+.PHONY: help install demo test chaos check bench bench-quick lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do \
@@ -24,6 +26,10 @@ demo: install  ## write 336,776 flights through the proxy with Spark, read them 
 
 test: install  ## run every test
 	@$(BIN)/python -m pytest $(ARGS)
+
+chaos: install  ## kill, stop and cut off members of etcd at random for MINUTES=10, from SEED=1, and judge the table
+	@KPROXY_CHAOS_MINUTES=$(MINUTES) KPROXY_CHAOS_SEED=$(SEED) \
+		$(BIN)/python -m pytest -s -q tests/integration/test_etcd_chaos.py $(ARGS)
 
 check: install  ## lint, types, dependency direction, generated files; runs no tests
 	@echo "ruff";         $(BIN)/ruff check .
