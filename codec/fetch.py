@@ -193,12 +193,8 @@ class FetchApi:
     def response_ends(self, api_version: int, throttle_time_ms: int, tags: list[Tag]) -> tuple[bytes, bytes]:
         return response_ends(api_version, throttle_time_ms, tags)
 
-    def is_plain(self, request: PartitionedRequest, frame: memoryview) -> bool:
-        """See `plain_results`."""
-        return False
-
-    def plain_results(self, request: PartitionedRequest, selection: Places, frame: memoryview) -> None:
-        """Every answer is parsed: it has a session and preferred replicas to take out."""
+    def plain_answer(self, request: PartitionedRequest, selection: Places) -> None:
+        """There is none: every answer has a session and preferred replicas to take out."""
 
     def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer:
         """Each piece may bring its share of max_bytes, and none waits: a broker that waits for data of its own would

@@ -109,12 +109,8 @@ class ListOffsetsApi:
         """The request's own."""
         return None
 
-    def is_plain(self, request: PartitionedRequest, frame: memoryview) -> bool:
-        """See `plain_results`."""
-        return False
-
-    def plain_results(self, request: PartitionedRequest, selection: Places, frame: memoryview) -> None:
-        """Every answer is parsed: it has leader epochs to take out."""
+    def plain_answer(self, request: PartitionedRequest, selection: Places) -> None:
+        """There is none: every answer has leader epochs to take out."""
 
     def admit(self, request: PartitionedRequest) -> None:
         """Take leader epochs out of it."""

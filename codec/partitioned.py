@@ -8,6 +8,7 @@ from slices of it: what this codec does not know, tagged fields above all, trave
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from struct import Struct
 from typing import Protocol
 
@@ -27,6 +28,8 @@ from codec.primitives import (
 )
 
 MAX_PARTITIONS = 4096
+# Behind length and correlation_id.
+_RESPONSE_BODY_OFFSET = LENGTH_BYTES + 4
 TOPIC_ID_BYTES = 16
 
 Places = Sequence[tuple[int, Sequence[int]]]
@@ -140,6 +143,44 @@ class PartitionedResponse:
         self.other_tags: list[Tag] = []
 
 
+class PlainAnswer:
+    """An answer that is known but for some bytes of each entry: what is awaited, to be compared with what comes."""
+
+    __slots__ = ("_body", "_entries", "_size", "_texts")
+
+    def __init__(self, texts: Sequence[bytes], gap: int, *, before: int, after: int) -> None:
+        """`texts` are the bytes awaited behind the correlation_id, with `gap` unknown ones after each but the last.
+
+        An entry is a gap with so many bytes `before` and `after` it.
+        """
+        lengths = tuple(map(len, texts))
+        self._texts = tuple(texts)
+        self._body, gaps = _texts_and_gaps(lengths, gap)
+        self._size = _RESPONSE_BODY_OFFSET + self._body.size
+        self._entries = [(start - before, start + gap + after) for start in gaps]
+
+    def is_met(self, frame: memoryview) -> bool:
+        """Whether this is the answer that came."""
+        return len(frame) == self._size and self._body.unpack_from(frame, _RESPONSE_BODY_OFFSET) == self._texts
+
+    def results(self, frame: memoryview) -> list[bytes] | None:
+        """The entries of the answer that came; None where it is another one."""
+        if not self.is_met(frame):
+            return None
+        return [bytes(frame[start:end]) for start, end in self._entries]
+
+
+@lru_cache(maxsize=128)
+def _texts_and_gaps(lengths: tuple[int, ...], gap: int) -> tuple[Struct, list[int]]:
+    """The form of texts of these lengths with gaps between them, and where in the frame the gaps begin."""
+    gaps = []
+    end = _RESPONSE_BODY_OFFSET
+    for length in lengths[:-1]:
+        gaps.append(end + length)
+        end += length + gap
+    return Struct(">" + f"{gap}x".join(f"{length}s" for length in lengths)), gaps
+
+
 class PartitionedApi(Protocol):
     """What a partitioned API gives to the one mechanism that splits, forwards and merges."""
 
@@ -155,16 +196,11 @@ class PartitionedApi(Protocol):
         """Raises CodecError. Leader hints in the entries are blanked in place (KIP-951)."""
         ...
 
-    def is_plain(self, request: PartitionedRequest, frame: memoryview) -> bool:
-        """A quick look at the answer to a whole request: whether there is nothing in it but success for just its
-        partitions in just its order. Where it has to be parsed to know, it is not plain.
+    def plain_answer(self, request: PartitionedRequest, selection: Places) -> PlainAnswer | None:
+        """The answer to some entries of a request in which there is nothing but success for just these in just this
+        order; None for an API whose answers have to be parsed to know. It does for every request of the same version
+        that asks for the same.
         """
-        ...
-
-    def plain_results(
-        self, request: PartitionedRequest, selection: Places, frame: memoryview
-    ) -> Sequence[Buffer] | None:
-        """The same for the answer to a part: the entries, in the order of the selection; None where it is not plain."""
         ...
 
     def error_entry(self, api_version: int, partition_index: int, error_code: int) -> bytes:

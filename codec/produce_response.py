@@ -7,7 +7,6 @@ from 10)}}, throttle_time_ms INT32, tags (v9: node endpoints from 10).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from struct import Struct
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ from codec.partitioned import (
     PartitionedRequest,
     PartitionedResponse,
     Places,
+    PlainAnswer,
     Tag,
     TopicSpan,
     blank_current_leader,
@@ -55,33 +55,21 @@ class _Plain(NamedTuple):
     """An answer of one version in which everything went well: how its parts look."""
 
     tags: bytes  # an empty section of tagged fields
-    start: bytes  # the header's tags, and the count of one topic
-    entry: Struct  # partition_index, error_code, and what is behind the offsets
+    offsets_bytes: int  # of an entry: what stands between error_code and `end_of_entry`
     end_of_entry: bytes
-    end: bytes  # the last topic's tags, no throttling, the answer's own tags
-
-    def beginning(self, topics: int) -> bytes:
-        """`start`, with so many topics."""
-        return self.tags + encode_count(topics, compact=bool(self.tags))
 
 
 def _plain(version: int) -> _Plain:
     flexible = is_flexible(PRODUCE, version)
-    tags = encode_tagged_fields([]) if flexible else b""
-    end_of_entry = _PLAIN_END if flexible else _PLAIN_END_V8 if version == 8 else b""
     return _Plain(
-        tags=tags,
-        start=tags + encode_count(1, compact=flexible),
-        entry=Struct(f">ih{24 if version >= 5 else 16}x{len(end_of_entry)}s"),
-        end_of_entry=end_of_entry,
-        end=tags + INT32.pack(0) + tags,
+        tags=encode_tagged_fields([]) if flexible else b"",
+        offsets_bytes=_INT64_BYTES * (3 if version >= 5 else 2),
+        end_of_entry=_PLAIN_END if flexible else _PLAIN_END_V8 if version == 8 else b"",
     )
 
 
 _PLAIN = {version: _plain(version) for version in range(MIN_VERSION, MAX_VERSION + 1)}
-# Behind length and correlation_id.
-_BODY_OFFSET = 8
-_MAX_PLAIN_BYTES = 64 << 10
+_NO_THROTTLING = INT32.pack(0)
 
 
 def _read_entries(frame: memoryview, offset: int, limit: int, api_version: int, topic: TopicSpan, count: int) -> int:
@@ -157,56 +145,21 @@ class ProduceApi:
         expect_end(frame, offset)
         return response
 
-    def is_plain(self, request: PartitionedRequest, frame: memoryview) -> bool:
-        """See `PartitionedApi`. Nothing in it means: no error, no tagged field, no throttling, no broker named."""
-        if len(frame) > _MAX_PLAIN_BYTES:
-            return False
-        answer = bytes(frame)
+    def plain_answer(self, request: PartitionedRequest, selection: Places) -> PlainAnswer:
+        """See `PartitionedApi`. Nothing but success: no error, tagged field or throttling, no broker named."""
         plain = _PLAIN[request.header.api_version]
-        size, unpack, end_of_entry = plain.entry.size, plain.entry.unpack_from, plain.end_of_entry
-        topics = request.topics
-        # What is to come before the next entry.
-        awaited = plain.start if len(topics) == 1 else plain.beginning(len(topics))
-        after = _BODY_OFFSET
-        for topic in topics:
-            awaited += request.topic_head(topic)
-            offset, after = after, after + len(awaited)
-            if answer[offset:after] != awaited or after + len(topic.partitions) * size > len(answer):
-                return False
-            for partition_index in topic.partitions:
-                if unpack(answer, after) != (partition_index, 0, end_of_entry):
-                    return False
-                after += size
-            awaited = plain.tags
-        return answer[after:] == plain.end
-
-    def plain_results(
-        self, request: PartitionedRequest, selection: Places, frame: memoryview
-    ) -> Sequence[bytes] | None:
-        """See `is_plain`."""
-        if len(frame) > _MAX_PLAIN_BYTES:
-            return None
-        answer = bytes(frame)
-        plain = _PLAIN[request.header.api_version]
-        size, unpack, end_of_entry = plain.entry.size, plain.entry.unpack_from, plain.end_of_entry
-        awaited = plain.start if len(selection) == 1 else plain.beginning(len(selection))
-        after = _BODY_OFFSET
-        results: list[bytes] = []
+        texts: list[bytes] = []
+        text = plain.tags + encode_count(len(selection), compact=request.flexible)
         for topic_place, ordinals in selection:
             topic = request.topics[topic_place]
-            partitions = topic.partitions
-            awaited += request.frame[topic.head_start : topic.head_end]
-            awaited += encode_count(len(ordinals), compact=request.flexible)
-            offset, after = after, after + len(awaited)
-            if answer[offset:after] != awaited or after + len(ordinals) * size > len(answer):
-                return None
+            text += request.frame[topic.head_start : topic.head_end]
+            text += encode_count(len(ordinals), compact=request.flexible)
             for ordinal in ordinals:
-                offset, after = after, after + size
-                if unpack(answer, offset) != (partitions[ordinal], 0, end_of_entry):
-                    return None
-                results.append(answer[offset:after])
-            awaited = plain.tags
-        return results if answer[after:] == plain.end else None
+                texts.append(text + _INDEX_AND_ERROR_CODE.pack(topic.partitions[ordinal], 0))
+                text = plain.end_of_entry
+            text += plain.tags
+        texts.append(text + _NO_THROTTLING + plain.tags)
+        return PlainAnswer(texts, plain.offsets_bytes, before=_INDEX_AND_ERROR_CODE.size, after=len(plain.end_of_entry))
 
     def error_entry(self, api_version: int, partition_index: int, error_code: int) -> bytes:
         """base_offset, log_append_time_ms and log_start_offset are -1: the proxy gives out no offset."""

@@ -135,22 +135,23 @@ class Fanout:
 
     def _dispatch_proven(self, exchange: Exchange) -> bool:
         """The ordinary course: every route is proven and nothing waits, so that all of it follows what went before."""
-        topics = exchange.request.topics
-        sole = self._routes.sole(topics)
-        if sole is not None:
-            if sole.closed:
-                return False
-            sole.forward(Piece(self, exchange, sole, None, self._topology.revision), exchange.request.frame)
-            return True
-        pieces = self._routes.split(topics)
-        if not pieces:
+        plan = self._routes.plan(exchange.api, exchange.request)
+        if not plan:
             return False
-        for upstream in pieces:
-            if upstream.closed:
+        for part in plan:
+            if part.connection.closed:
                 return False
+        routed_at = self._topology.revision
+        if len(plan) == 1:
+            upstream, _, plain = plan[0]
+            upstream.forward(Piece(self, exchange, upstream, None, routed_at, plain), exchange.request.frame)
+            return True
         self._context.counters["splits"] += 1
-        for upstream, selection in pieces.items():
-            self._send_part(exchange, upstream, selection, share=len(pieces))
+        splitter = exchange.splitter(len(plan))
+        for upstream, selection, plain in plan:
+            correlation_id = upstream.next_correlation_id()
+            piece = Piece(self, exchange, upstream, selection, routed_at, plain)
+            upstream.send(piece, correlation_id, splitter.part(selection, correlation_id))
         return True
 
     def _send(self, exchange: Exchange, owner: int, selection: Selection, *, whole: bool, share: int) -> None:
@@ -324,12 +325,15 @@ class Fanout:
 
     def _take_plain(self, piece: Piece, exchange: Exchange, frame: memoryview) -> bool:
         """The ordinary course: success for all that was asked, and no lane that wants to know of it."""
+        plain = piece.plain or exchange.api.plain_answer(exchange.request, piece.selection)
+        if plain is None:
+            return False
         if piece.part is None:
-            if exchange.throttle_time_ms or not exchange.api.is_plain(exchange.request, frame):
+            if exchange.throttle_time_ms or not plain.is_met(frame):
                 return False
             self._pass_through(exchange, frame)
             return True
-        results = exchange.api.plain_results(exchange.request, piece.part, frame)
+        results = plain.results(frame)
         if results is None:
             return False
         exchange.take_all(piece.part, results)

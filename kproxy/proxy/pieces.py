@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from typing import Protocol
 
+from codec.partitioned import PlainAnswer
 from kproxy.proxy.upstream import Upstream
 from kproxy.routing import retry
 from kproxy.routing.identity import lane_key
@@ -34,10 +35,11 @@ class PieceKeeper(Protocol):
 class Piece:
     """The ticket of one broker's answer. `routed_at` is the topology's revision when it was sent.
 
-    One with no `part` is the `whole` of its exchange.
+    One with no `part` is the `whole` of its exchange. `plain` is the answer to it when all goes well, where it is known
+    already.
     """
 
-    __slots__ = ("exchange", "expects_answer", "keeper", "part", "routed_at", "upstream")
+    __slots__ = ("exchange", "expects_answer", "keeper", "part", "plain", "routed_at", "upstream")
 
     def __init__(
         self,
@@ -46,12 +48,14 @@ class Piece:
         upstream: Upstream,
         part: Selection | None,
         routed_at: int,
+        plain: PlainAnswer | None = None,
     ) -> None:
         self.keeper = keeper
         self.exchange = exchange
         self.upstream = upstream
         self.part = part
         self.routed_at = routed_at
+        self.plain = plain
         self.expects_answer = exchange.request.acks != 0
 
     @property

@@ -7,18 +7,32 @@ batch N, becomes the owner and then sees N+1 would append it, if it knows nothin
 Invariants
 1. A partition has at most one proven route.
 2. What is proven at one revision of the partition's ownership is forgotten at the next.
+3. No plan outlives a change of what is proven, or of which topic an id names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
-from codec.partitioned import TopicSpan
+from codec.partitioned import PartitionedApi, PartitionedRequest, PlainAnswer, TopicSpan
 from kproxy.routing.split import Selection, add_entry
 from kproxy.routing.topology import Topology
 
 Connection = TypeVar("Connection")
+# So many partitions are in the plans that are kept.
+MAX_PLANNED_PARTITIONS = 512
+
+
+class Part(NamedTuple, Generic[Connection]):
+    """What of a request goes over one connection, and the answer to it when all goes well."""
+
+    connection: Connection
+    selection: Selection
+    plain: PlainAnswer | None
+
+
+Plan: TypeAlias = Sequence[Part[Connection]]
 
 
 class Routes(Generic[Connection]):
@@ -29,39 +43,42 @@ class Routes(Generic[Connection]):
         # By topic and partition index.
         self._proven: dict[bytes, dict[int, Connection]] = {}
         self._revisions: dict[tuple[bytes, int], int] = {}
+        # Clients ask for the same again and again. By version, topics and partitions, as a request names them.
+        self._plans: dict[Hashable, Plan[Connection]] = {}
+        self._planned = 0
 
-    def sole(self, topics: Sequence[TopicSpan]) -> Connection | None:
-        """The one connection on which every partition of a request may be pipelined; None where there is no such."""
-        sole: Connection | None = None
-        for topic in topics:
+    def plan(self, api: PartitionedApi, request: PartitionedRequest) -> Plan[Connection]:
+        """What of a request goes over which connection and may be pipelined there; nothing where some partition's route
+        is new.
+        """
+        topics = request.topics
+        if len(topics) == 1:
+            shape: Hashable = (request.header.api_version, topics[0].wire, *topics[0].partitions)
+        else:
+            shape = (request.header.api_version, *[(topic.wire, *topic.partitions) for topic in topics])
+        plan = self._plans.get(shape)
+        if plan is None:
+            plan = self._make_plan(api, request)
+            if plan and (planned := self._planned + request.partition_count) <= MAX_PLANNED_PARTITIONS:
+                self._planned = planned
+                self._plans[shape] = plan
+        return plan
+
+    def _make_plan(self, api: PartitionedApi, request: PartitionedRequest) -> Plan[Connection]:
+        selections: dict[Connection, Selection] = {}
+        for topic_place, topic in enumerate(request.topics):
             proven = self._proven.get(topic.name)
             if proven is None:
-                return None
-            for partition_index in topic.partitions:
-                connection = proven.get(partition_index)
-                if connection is not sole or connection is None:
-                    if sole is not None or connection is None:
-                        return None
-                    sole = connection
-        return sole
-
-    def split(self, topics: Sequence[TopicSpan]) -> dict[Connection, Selection] | None:
-        """What of a request goes over which connection; None where some partition's route is new."""
-        pieces: dict[Connection, Selection] = {}
-        for topic_place, topic in enumerate(topics):
-            proven = self._proven.get(topic.name)
-            if proven is None:
-                return None
+                return ()
             for ordinal, partition_index in enumerate(topic.partitions):
                 connection = proven.get(partition_index)
                 if connection is None:
-                    return None
-                selection = pieces.get(connection)
-                if selection is None:
-                    pieces[connection] = [(topic_place, [ordinal])]
-                else:
-                    add_entry(selection, topic_place, ordinal)
-        return pieces
+                    return ()
+                add_entry(selections.setdefault(connection, []), topic_place, ordinal)
+        return [
+            Part(connection, selection, api.plain_answer(request, selection))
+            for connection, selection in selections.items()
+        ]
 
     def all_proven(self, topic: TopicSpan, ordinals: Iterable[int], connection: Connection) -> bool:
         """Whether these partitions of a request may be pipelined on `connection`."""
@@ -81,6 +98,7 @@ class Routes(Generic[Connection]):
         """A batch that was sent on `connection` when the topology was at revision `routed_at` has succeeded."""
         revision = self._topology.owner_revision(topic, partition_index)
         if revision <= routed_at:
+            self._forget_plans()
             self._proven.setdefault(topic, {})[partition_index] = connection
             self._revisions[topic, partition_index] = revision
 
@@ -89,8 +107,15 @@ class Routes(Generic[Connection]):
 
         `moved`: the partitions that may have (`Topology.moved_since`); None for all.
         """
+        if moved is None:
+            self._forget_plans()
         for partition in list(self._revisions) if moved is None else moved:
             revision = self._revisions.get(partition)
             if revision is not None and self._topology.owner_revision(*partition) != revision:
                 del self._revisions[partition]
                 del self._proven[partition[0]][partition[1]]
+                self._forget_plans()
+
+    def _forget_plans(self) -> None:
+        self._plans.clear()
+        self._planned = 0

@@ -68,7 +68,7 @@ def test_success_is_seen_and_cut_as_parsing_cuts_it(version: int, selection: Sel
     expected = [
         bytes(frame[start:end]) for topic in parsed.topics for start, end in zip(topic.starts, topic.ends, strict=True)
     ]
-    assert PRODUCE_API.plain_results(request, selection, frame) == expected
+    assert PRODUCE_API.plain_answer(request, selection).results(frame) == expected
 
 
 def _changes(version: int) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def test_anything_else_is_left_to_parsing(version: int, change: str) -> None:
     request = _request(version)
     answer = _answer(request, ALL)
     _changes(version)[change](answer)
-    assert PRODUCE_API.plain_results(request, ALL, _framed(version, answer)) is None
+    assert PRODUCE_API.plain_answer(request, ALL).results(_framed(version, answer)) is None
 
 
 @settings(max_examples=300, deadline=None)
@@ -123,7 +123,7 @@ def test_bytes_that_are_no_success_are_never_taken_for_one(
         whole[data.draw(st.integers(8, len(whole) - 1))] = data.draw(st.integers(0, 255))
     size = data.draw(st.integers(8, len(whole)))
     frame = memoryview(whole[:size] if data.draw(st.booleans()) else whole + bytes(data.draw(st.integers(0, 3))))
-    results = PRODUCE_API.plain_results(request, selection, frame)
+    results = PRODUCE_API.plain_answer(request, selection).results(frame)
     if results is None:
         return
     try:
