@@ -68,4 +68,5 @@ def test_a_wrong_password_is_said_in_one_sentence(guarded: Guarded, tmp_path: Pa
     *_, sentence = ended.stderr.splitlines()
     assert sentence.startswith("kproxy: ")
     assert "does not take this user" in sentence
+    assert sentence.endswith("KPROXY_ETCD__PASSWORD.")
     assert "hunter2" not in ended.stderr

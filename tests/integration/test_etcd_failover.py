@@ -184,6 +184,27 @@ async def test_a_transaction_that_met_a_failure_runs_once_or_not_at_all(
         await client.close()
 
 
+async def test_a_write_that_an_election_met_is_known_to_be_uncertain_soon(
+    etcd_cluster: EtcdCluster, etcd_prefix: str
+) -> None:
+    leader, follower = etcd_cluster.leader(), etcd_cluster.followers()[0]
+    client = EtcdClient([follower.endpoint], timeout_s=20)
+    await client.connect()
+    await leader.freeze()
+    began = time.monotonic()
+    try:
+        # The follower hands it to the leader it knows, and hears no more of it; etcd itself gives up after 6 s.
+        with pytest.raises(EtcdUnavailable) as raised:
+            await client.put(f"{etcd_prefix}/a", b"")
+        assert time.monotonic() - began < 5
+        assert raised.value.maybe_applied
+        assert await client.put(f"{etcd_prefix}/a", b"again") > 0
+    finally:
+        leader.thaw()
+        await etcd_cluster.healthy()
+    await client.close()
+
+
 async def test_without_a_majority_calls_end_in_time_and_go_on_afterwards(etcd_cluster: EtcdCluster) -> None:
     client = EtcdClient(etcd_cluster.endpoints, timeout_s=3)
     await client.connect()
