@@ -25,6 +25,10 @@ class BrokerUnreachable(Exception):
     """No answer from a broker; the text says which and why."""
 
 
+class BrokerGone(BrokerUnreachable):
+    """The broker has closed the connection, as one does that is restarted."""
+
+
 class BrokerConnection:
     """Ask a broker; not for concurrent use. `timeout_s` bounds the dial and each answer, in seconds."""
 
@@ -82,7 +86,10 @@ class BrokerConnection:
     def unreachable(self, api_key: int, error: BaseException) -> BrokerUnreachable:
         """What to raise where the answer did not come, or is none."""
         where = f"{self.address.host}:{self.address.port}"
-        return BrokerUnreachable(f"{where} did not answer {keys.name_of(api_key)} ({_why(error)})")
+        # TimeoutError is an OSError.
+        is_gone = isinstance(error, (OSError, EOFError)) and not isinstance(error, TimeoutError)
+        kind = BrokerGone if is_gone else BrokerUnreachable
+        return kind(f"{where} did not answer {keys.name_of(api_key)} ({_why(error)})")
 
     async def _frame(self) -> memoryview:
         prefix = await self._reader.readexactly(_PREFIX_BYTES)

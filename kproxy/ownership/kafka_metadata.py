@@ -30,7 +30,7 @@ from codec import api_keys as keys
 from codec.errors import CodecError
 from codec.metadata import HIGHEST_VERSION, TOPICS_BY_ID_FROM, MetadataReader
 from codec.partitioned import TOPIC_ID_BYTES
-from kproxy.ownership.kafka_client import BrokerConnection, BrokerUnreachable, open_any
+from kproxy.ownership.kafka_client import BrokerConnection, BrokerGone, BrokerUnreachable, open_any
 from kproxy.ownership.kafka_leaders import PORTION, KafkaLeaders
 from kproxy.routing.topology import Address, Topology
 
@@ -182,9 +182,8 @@ class KafkaMetadata:
         whole = not doubted or began >= self._whole_due
         if whole and self._connection is not None:
             self._passed_over = self._connection.address
-        await self._connect()
         try:
-            answer, whole = await self._ask(None if whole else list(doubted))
+            answer, whole = await self._ask_somebody(None if whole else list(doubted))
         except BrokerUnreachable:
             await self._drop_connection()
             raise
@@ -206,6 +205,21 @@ class KafkaMetadata:
     def _has_helped(self, doubted: dict[bytes, tuple[int, int]]) -> bool:
         owner_revision = self._topology.owner_revision
         return all(owner_revision(topic, index) > seen for topic, (index, seen) in doubted.items())
+
+    async def _ask_somebody(self, topics: list[bytes] | None) -> tuple[MetadataReader, bool]:
+        """As `_ask`. Where the broker asked last has gone since, the next one is asked at once: who waits for this
+        answer may not have many attempts.
+        """
+        before = self._connection
+        await self._connect()
+        try:
+            return await self._ask(topics)
+        except BrokerGone:
+            if self._connection is not before or before is None:
+                raise
+            self._passed_over = before.address
+        await self._connect()
+        return await self._ask(topics)
 
     async def _ask(self, topics: list[bytes] | None) -> tuple[MetadataReader, bool]:
         """An answer, whole in its form, and whether it is about all topics (None). Raises BrokerUnreachable."""

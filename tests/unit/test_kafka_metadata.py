@@ -259,8 +259,6 @@ async def test_without_topic_ids_epochs_are_kept_apart_by_name() -> None:
             [topic(partition(0, 2, 10), topic_id=None), topic(partition(0, 2, 3), name="u", topic_id=None)],
         ):
             table.broker.topics = answers
-            # The first reading finds the connection cut.
-            await table.reread()
             await table.reread()
         assert (table.owners(b"t"), table.owners(b"u")) == ({0: 2}, {0: 2})
 
@@ -476,6 +474,24 @@ async def test_a_lost_broker_has_all_read_anew_and_many_cost_no_more_than_one() 
         table.now += WHOLE_APART_S
         table.source.broker_lost()
         await eventually(lambda: table.broker.asked == asked + 2)
+
+
+async def test_a_broker_that_has_gone_since_costs_no_wish() -> None:
+    first, second = ScriptedBroker(), ScriptedBroker()
+    async with second.serve():
+        async with first.serve():
+            first.topics, second.topics = [topic(partition(0, 1, 5))], [topic(partition(0, 2, 6))]
+            table = Followed(first, second)
+            following = asyncio.ensure_future(table.source.run())
+            await asyncio.wait_for(table.source.wait_synced(), 10)
+            assert table.owners() == {0: 1}
+        try:
+            await asyncio.wait_for(table.source.refresh(b"t", 0, table.topology.owner_revision(b"t", 0)), 10)
+            assert table.owners() == {0: 2}, "by the first read, of the other broker"
+            assert table.source.last_error is None
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
 
 
 async def test_all_is_read_anew_at_the_interval() -> None:
