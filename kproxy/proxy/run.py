@@ -27,6 +27,7 @@ from kproxy.proxy.readiness import Brokers, readiness
 from kproxy.proxy.server import Listener
 from kproxy.proxy.signals import until_stopped
 from kproxy.proxy.sources import OpenSource, Source, open_source
+from kproxy.proxy.tasks import cancel, unless_failed
 from kproxy.routing.topology import Topology
 
 # Objects more made than freed before the collector looks at the youngest; rounds before it looks at older ones.
@@ -74,10 +75,9 @@ class _Proxy:
             # Also where only the other proxies are known by it.
             etcd = f" etcd={','.join(config.etcd)}" if config.etcd else ""
             self._front.ready(f"{config.listen.host}:{port}", opened.ready or etcd)
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(_reload_at(self._hangup, opened.source))
-                tasks.create_task(membership.failed())
-                await opened.following
+            failing = asyncio.create_task(membership.failed())
+            stack.push_async_callback(cancel, failing)
+            await unless_failed(_reload_at(self._hangup, opened.source), [opened.following, failing])
 
     def _open_membership(self, port: int) -> Membership:
         host, advertised_port = self._config.advertise or self._config.listen

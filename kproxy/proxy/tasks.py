@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
+
+_Result = TypeVar("_Result")
 
 
 async def cancel(task: asyncio.Task[Any]) -> None:
     """End a task and wait until it has ended."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+async def unless_failed(work: Awaitable[_Result], running: Sequence[asyncio.Task[None]]) -> _Result:
+    """What `work` comes to; what one of those that are `running` fails with ends it, as it is and in no group."""
+    working = asyncio.ensure_future(work)
+    try:
+        ending = {working, *running}
+        while not working.done():
+            done, ending = await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {working}:
+                task.result()
+        return working.result()
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)

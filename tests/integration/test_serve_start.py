@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
@@ -180,3 +181,15 @@ async def test_a_proxy_whose_terminal_is_closed_ends(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+async def test_an_etcd_that_turns_out_to_be_none_ends_a_proxy_with_a_sentence(tmp_path: Path, free_port: int) -> None:
+    """It serves without one; no waiting mends what answers there then."""
+    arguments = ["--etcd", f"http://127.0.0.1:{free_port}"]
+    with static_proxy(tmp_path, {1: 1}, more=arguments) as process:
+        server = grpc.aio.server()
+        server.add_insecure_port(f"127.0.0.1:{free_port}")
+        await server.start()
+        assert await asyncio.to_thread(process.wait, PATIENCE_S) == 2, process.stderr()
+        assert f"kproxy: What answers at http://127.0.0.1:{free_port} is not etcd" in process.stderr()
+        await server.stop(None)

@@ -29,8 +29,6 @@ import dataclasses
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Sequence
-from typing import TypeVar
 
 import structlog
 
@@ -41,7 +39,7 @@ from kproxy.proxy.front import say_ready, say_waiting, start_admin
 from kproxy.proxy.membership import Membership
 from kproxy.proxy.port import bind
 from kproxy.proxy.signals import Signals, until_stopped
-from kproxy.proxy.tasks import cancel
+from kproxy.proxy.tasks import cancel, unless_failed
 from kproxy.proxy.workers.channel import Assignment
 from kproxy.proxy.workers.child import Launch
 from kproxy.proxy.workers.pages import AllPages
@@ -49,8 +47,6 @@ from kproxy.proxy.workers.slot import Slot
 
 # What a worker needs beside its drain: last bytes for slow clients, and the end of its interpreter.
 STOP_MARGIN_S = 10.0
-
-_Result = TypeVar("_Result")
 
 log = structlog.get_logger(__name__)
 
@@ -86,7 +82,7 @@ class _Supervisor:
                 stack.push_async_callback(page.stop)
             stack.push_async_callback(self._stop)
             keepers = [slot.keep() for slot in self._slots]
-            ready, *_ = await _unless_failed(asyncio.gather(*(slot.first for slot in self._slots)), keepers)
+            ready, *_ = await unless_failed(asyncio.gather(*(slot.first for slot in self._slots)), keepers)
             await stack.enter_async_context(membership)
             stack.push_async_callback(membership.leave)
             await membership.join()
@@ -94,7 +90,7 @@ class _Supervisor:
             say_ready(f"{config.listen.host}:{port}", admin, ready.source)
             following = asyncio.create_task(membership.failed())
             stack.push_async_callback(cancel, following)
-            await _unless_failed(self._hand_on_hangups(), [*keepers, following])
+            await unless_failed(self._hand_on_hangups(), [*keepers, following])
 
     def _places(self, port: int) -> list[Slot]:
         config = dataclasses.replace(
@@ -147,21 +143,6 @@ class _Supervisor:
             await ending
         finally:
             await cancel(insisting)
-
-
-async def _unless_failed(work: Awaitable[_Result], running: Sequence[asyncio.Task[None]]) -> _Result:
-    """What `work` comes to; what one of those that are `running` fails with ends it."""
-    working = asyncio.ensure_future(work)
-    try:
-        ending = {working, *running}
-        while not working.done():
-            done, ending = await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
-            for task in done - {working}:
-                task.result()
-        return working.result()
-    finally:
-        working.cancel()
-        await asyncio.gather(working, return_exceptions=True)
 
 
 async def _hold(listen: Address) -> asyncio.Server:
