@@ -22,7 +22,7 @@ from kproxy.config import Limits
 from kproxy.observe.metrics import Vitals
 from kproxy.proxy.client_session import ClientSession
 from kproxy.proxy.context import ProxyContext
-from kproxy.proxy.port import bind
+from kproxy.proxy.port import accept_from, bind
 from kproxy.proxy.versions import Ranges
 from kproxy.routing.topology import Address
 
@@ -97,7 +97,7 @@ class Listener:
         self._follows_versions = follows_versions
         context.versions.on_change = self._follow_ranges
         context.breakers.on_open = self._give_up_broker
-        await self._server.start_serving()
+        await accept_from(self._server)
         self._ticker = asyncio.get_running_loop().create_task(self._watch_deadlines(context))
 
     def _session(self) -> asyncio.BaseProtocol:

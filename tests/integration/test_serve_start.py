@@ -122,6 +122,24 @@ async def test_a_proxy_waits_for_a_kafka_cluster_and_says_which(tmp_path: Path, 
         assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0
 
 
+async def test_of_two_that_wait_on_one_port_the_later_is_told_that_it_is_taken(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        port, etcd_port = first.getsockname()[1], second.getsockname()[1]
+    listen = ["--listen", f"127.0.0.1:{port}", "--etcd", f"127.0.0.1:{etcd_port}"]
+    async with (
+        started(tmp_path / "one", *listen) as one,
+        started(tmp_path / "two", *listen) as two,
+    ):
+        for process in (one, two):
+            await until(lambda process=process: "Waiting for it" in process.stderr(), process.stderr)  # type: ignore[misc]
+        async with EmbeddedEtcd(tmp_path / "etcd", client_port=etcd_port, extra_arguments=QUICK):
+            lines = await asyncio.gather(*(asyncio.to_thread(process.read_line) for process in (one, two)))
+            assert sorted(line.partition(" ")[0].strip() for line in lines) == ["", "ready"]
+            refused = one if not lines[0] else two
+            assert await asyncio.to_thread(refused.wait, PATIENCE_S) == 2
+            assert f"kproxy: cannot listen on 127.0.0.1:{port} (" in refused.stderr()
+
+
 @pytest.mark.parametrize("silent", [False, True], ids=["refused", "silent"])
 async def test_a_proxy_that_waits_ends_when_it_is_told_to(
     tmp_path: Path, silent: bool, free_port: int, silent_port: int
