@@ -17,6 +17,7 @@ import uvloop
 
 from kproxy.cli import table_sources
 from kproxy.cli.table_sources import Unanswered, tables_from_etcd
+from kproxy.config.etcd import EtcdOptions
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.observe.table import TablePage
 from kproxy.ownership.etcd import (
@@ -359,12 +360,12 @@ async def test_kproxy_table_waits_for_a_load_that_goes_on_and_not_for_one_that_d
 ) -> None:
     monkeypatch.setattr(table_sources, "ANSWER_TIMEOUT_S", 0.001)
     await put_many(etcd_client, [(lease_key(etcd_prefix, "t", n), b"1") for n in range(1_000)])
-    async with aclosing(tables_from_etcd([etcd_client.endpoints], etcd_prefix, None)) as tables:
+    async with aclosing(tables_from_etcd([etcd_client.endpoints], EtcdOptions(), etcd_prefix, None)) as tables:
         table = await anext(tables)
         assert isinstance(table, TablePage), table
         assert [len(topic.partitions) for topic in table.topics] == [1_000]
     monkeypatch.setattr(LeaseTable, "last_error", EtcdUnavailable("no answer"))
-    async with aclosing(tables_from_etcd([etcd_client.endpoints], etcd_prefix, None)) as tables:
+    async with aclosing(tables_from_etcd([etcd_client.endpoints], EtcdOptions(), etcd_prefix, None)) as tables:
         unanswered = await anext(tables)
         assert isinstance(unanswered, Unanswered)
         assert "could not be read" in unanswered.reason
