@@ -108,10 +108,12 @@ class Writers:
         return takewhile(lambda _: not self._ended.is_set(), endless)
 
     def _settings(self) -> dict[str, object]:
-        return {"bootstrap.servers": self._bootstrap, "enable.idempotence": "true", "acks": "all", "linger.ms": 2}
+        settings = {"bootstrap.servers": self._bootstrap, "enable.idempotence": "true", "acks": "all", "linger.ms": 2}
+        # On a busy machine a broker takes minutes to be back, and what a client gives up must not look like a loss.
+        return settings | {"delivery.timeout.ms": 600_000}
 
     def _write_java(self) -> ClientRun:
-        settings = self._settings() | {"batch.size": 500}
+        settings = self._settings() | {"batch.size": 2_000}
         return run_java_client(client_classpath(KAFKA_VERSION), self.topics["java"], self._records(), settings)
 
     def _write_librdkafka(self) -> ClientRun:
