@@ -11,6 +11,7 @@ from msgspec import UNSET
 from kproxy.config import Owners, build_proxy_config, load_settings
 from kproxy.config.etcd import SECRETS
 from kproxy.config.owners import TABLE_ROOMS
+from kproxy.config.proxy import OF_ONE_SOURCE
 
 
 @click.command("check-config")
@@ -38,6 +39,8 @@ def command(config: Path | None) -> None:
             click.echo(f"# {key} is not set")
         elif path in SECRETS:
             click.echo(f"{f'# {key} is set and not shown':<48}# {setting.source}")
+        elif OF_ONE_SOURCE.get(path, settings["ownership.ownership"].value) != settings["ownership.ownership"].value:
+            click.echo(f"# {key} is for --ownership {OF_ONE_SOURCE[path]}")
         else:
             # JSON's strings, numbers and lists are TOML's too.
             click.echo(f"{f'{key} = {json.dumps(setting.value)}':<48}# {setting.source}")

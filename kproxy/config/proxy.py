@@ -74,6 +74,8 @@ def flag_of(path: str) -> str:
     return f"etcd_{key}" if room == "etcd" else key
 
 
+# Keys that mean something for one source of owners alone.
+OF_ONE_SOURCE = {"ownership.bootstrap": "kafka", "ownership.refresh_s": "kafka", "ownership.table": "static"}
 # key path -> (type, default)
 _KEYS = {
     f"{room}.{field.name}": (field.type, field.default)
@@ -254,8 +256,8 @@ def _refuse_what_does_not_fit(settings: Mapping[str, Setting]) -> None:
         raise StartupError(
             f"{ownership.source}: {ownership.value!r} is no ownership source: there are {', '.join(OWNERSHIP_SOURCES)}."
         )
-    for name, source in (("bootstrap", "kafka"), ("refresh_s", "kafka"), ("table", "static")):
-        setting = settings[f"ownership.{name}"]
+    for path, source in OF_ONE_SOURCE.items():
+        setting = settings[path]
         if setting.source != "default" and ownership.value != source:
             raise StartupError(f"{setting.source}: it belongs to --ownership {source}; this is {ownership.value}.")
     for room in TABLE_ROOMS:
