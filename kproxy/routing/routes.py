@@ -59,8 +59,11 @@ class Routes(Generic[Connection]):
         plan = self._plans.get(shape)
         if plan is None:
             plan = self._make_plan(api, request)
-            if plan and (planned := self._planned + request.partition_count) <= MAX_PLANNED_PARTITIONS:
-                self._planned = planned
+            if plan and request.partition_count <= MAX_PLANNED_PARTITIONS:
+                if self._planned + request.partition_count > MAX_PLANNED_PARTITIONS:
+                    # What a client asks changes with time; what it asked first must not be all that is remembered.
+                    self._forget_plans()
+                self._planned += request.partition_count
                 self._plans[shape] = plan
         return plan
 

@@ -130,13 +130,16 @@ def test_a_new_route_among_proven_ones_makes_no_plan() -> None:
 
 def test_few_plans_are_kept() -> None:
     topology, routes = _proven()
-    indexes = range(MAX_PLANNED_PARTITIONS + 1)
+    indexes = range(2 * MAX_PLANNED_PARTITIONS)
     for index in indexes:
         topology.set_owner(b"many", index, 1, revision=1)
         routes.prove(b"many", index, "one", routed_at=1)
-    kept = 0
     for index in indexes:
         request = _request({"many": [index]})
-        kept += routes.plan(PRODUCE_API, request) is routes.plan(PRODUCE_API, request)
-    assert kept == MAX_PLANNED_PARTITIONS
+        assert routes.plan(PRODUCE_API, request) is routes.plan(PRODUCE_API, request), "the latest is among them"
+        assert len(routes._plans) <= MAX_PLANNED_PARTITIONS
+    # One that is too large is not kept, and takes no other one's place.
+    request = _request({"many": list(indexes)})
+    assert routes.plan(PRODUCE_API, request) is not routes.plan(PRODUCE_API, request)
+    assert len(routes._plans) == MAX_PLANNED_PARTITIONS
     assert _ways(routes, _request({"many": [indexes[-1]]})) == {(b"many", indexes[-1]): "one"}
