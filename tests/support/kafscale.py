@@ -5,10 +5,14 @@ All of it as it was seen of KafScale's own broker (July 2026), the values byte f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from codec.api_keys import API_VERSIONS, INIT_PRODUCER_ID
 from tests.support.scripted_upstream import Asked, ScriptedUpstream
 
 ORDERS_ID = bytes((150, 88, 64, 56, 22, 64, 158, 102, 235, 162, 23, 95, 142, 255, 139, 83))
+ORDERS = MappingProxyType({"orders": ORDERS_ID})
 
 
 def _broker(node_id: int, port: int) -> str:
@@ -22,16 +26,19 @@ def _partition(index: int) -> str:
     )
 
 
-def snapshot_value(ports: dict[int, int], partitions: int = 2) -> bytes:
-    """`{prefix}/metadata/snapshot`: brokers on 127.0.0.1, and the topic `orders`. Go's own order and spelling."""
-    brokers = ",".join(_broker(node_id, port) for node_id, port in ports.items())
-    numbers = ",".join(map(str, ORDERS_ID))
-    topic = (
-        f'{{"ErrorCode":0,"Topic":"orders","TopicID":[{numbers}],"IsInternal":false,"Partitions":['
+def _topic(name: str, topic_id: bytes, partitions: int) -> str:
+    return (
+        f'{{"ErrorCode":0,"Topic":"{name}","TopicID":[{",".join(map(str, topic_id))}],"IsInternal":false,"Partitions":['
         f'{",".join(map(_partition, range(partitions)))}],"AuthorizedOperations":0,"UnknownTags":{{}}}}'
     )
+
+
+def snapshot_value(ports: dict[int, int], partitions: int = 2, topics: Mapping[str, bytes] = ORDERS) -> bytes:
+    """`{prefix}/metadata/snapshot`: brokers on 127.0.0.1, and topics with their ids. Go's own order and spelling."""
+    brokers = ",".join(_broker(node_id, port) for node_id, port in ports.items())
+    listed = ",".join(_topic(name, topic_id, partitions) for name, topic_id in topics.items())
     return (
-        f'{{"Brokers":[{brokers}],"ControllerID":0,"Topics":[{topic}],"ClusterName":"kafscale",'
+        f'{{"Brokers":[{brokers}],"ControllerID":0,"Topics":[{listed}],"ClusterName":"kafscale",'
         '"ClusterID":"3f1c6a52-uid"}'
     ).encode()
 
