@@ -183,9 +183,12 @@ def test_a_watched_table_tells_each_change_as_a_line(dev_cluster: KproxyProcess,
         ["table", f"--{place}", dev_cluster.fields[place], "--topic", topic, "--watch"], tmp_path / "stderr"
     )
     try:
-        first = [watch.read_line() for _ in range(3)]
+        first = [watch.read_line() for _ in range(4)]
         assert first[0].startswith("# revision ")
-        assert first[2].split() == ["topic", "partition", "owner", "address", "revision"]
+        # The one proxy that clients are told of.
+        assert first[2].startswith("# 1 proxy: ")
+        assert dev_cluster.kafka in first[2]
+        assert first[3].split() == ["topic", "partition", "owner", "address", "revision"]
         produce(dev_cluster.kafka, topic, [b"1"])
         assert watch.read_line().startswith(f"{topic} 0: nobody -> broker ")
     finally:
