@@ -9,7 +9,7 @@ from contextlib import aclosing
 import click
 import msgspec
 
-from kproxy.cli import run_async
+from kproxy.cli import run_async, start_logging
 from kproxy.cli.etcd_flags import etcd_flags
 from kproxy.cli.table_sources import Unanswered, tables_from_admin, tables_from_etcd
 from kproxy.cli.table_view import LiveTable, describe_changes, show
@@ -27,7 +27,10 @@ from kproxy.observe.table import TablePage
 @click.option("--topic", metavar="NAME", help="Only this topic.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with --watch one line for each change.")
 @click.option("--watch", is_flag=True, help="Stay and show changes as they come; Ctrl-C ends it.")
+@click.pass_context
 def command(
+    context: click.Context,
+    /,
     admin: str | None,
     etcd: str | None,
     prefix: str,
@@ -53,6 +56,8 @@ def command(
             raise StartupError("the flags --etcd-... say how to ask etcd: name it with --etcd URL.")
         tables = tables_from_admin(parse_address(admin or DEFAULT_ADMIN, "--admin"), topic)
     else:
+        # What goes wrong is said by the table: it grows old.
+        start_logging(context, "error")
         tables = tables_from_etcd(split_list(etcd, "--etcd"), etcd_options_from(etcd_access), prefix, topic)
     if not watch:
         return run_async(lambda: _show_once(tables, as_json))

@@ -91,14 +91,11 @@ async def tables_from_etcd(
     endpoints: Sequence[str], options: EtcdOptions, prefix: str, topic: str | None
 ) -> AsyncGenerator[TablePage | Unanswered]:
     """What etcd says, kept current by a watch."""
-    from kproxy.observe.logging import configure_logging
     from kproxy.ownership.etcd import EtcdClient, EtcdError
     from kproxy.ownership.fleet_view import named_in
     from kproxy.ownership.leases import LeaseTable
     from kproxy.routing.topology import Topology
 
-    # What goes wrong is said by the table: it grows old.
-    configure_logging("error")
     client, topology = EtcdClient(endpoints, options), Topology()
     table = LeaseTable(client, prefix, topology)
     mirror: asyncio.Task[None] | None = None
