@@ -15,6 +15,7 @@ from typing import NamedTuple, NoReturn
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from kproxy.config.reading import read_file
 from kproxy.errors import StartupError
 
 # Larger than any chain of certificates; what is named by mistake, a log or a device, must not be read whole.
@@ -167,11 +168,4 @@ def _why_no_pair(options: EtcdOptions, error: ssl.SSLError) -> str:
 
 
 def _read(file: Path, key: str) -> bytes:
-    try:
-        with file.open("rb") as opened:
-            content = opened.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise StartupError(f"etcd's {key} {file} cannot be read: {error.strerror}.") from error
-    if len(content) > MAX_FILE_BYTES:
-        raise StartupError(f"etcd's {key} {file} is larger than {MAX_FILE_BYTES >> 20} MiB: that is another file.")
-    return content
+    return read_file(file, f"etcd's {key}", MAX_FILE_BYTES, "that is another file")

@@ -13,14 +13,20 @@ from kproxy.errors import StartupError
 MAX_FILE_BYTES = 16 * 1024 * 1024
 
 
-def read_toml(file: Path, flag: str = "--config") -> dict[str, Any]:
+def read_file(file: Path, named: str, limit: int, otherwise: str) -> bytes:
+    """All of a file that people call `named`; `otherwise` says what one of more than `limit` bytes is."""
     try:
         with file.open("rb") as opened:
-            content = opened.read(MAX_FILE_BYTES + 1)
+            content = opened.read(limit + 1)
     except OSError as error:
-        raise StartupError(f"{flag} {file} cannot be read: {error.strerror}.") from error
-    if len(content) > MAX_FILE_BYTES:
-        raise StartupError(f"{flag} {file} is larger than {MAX_FILE_BYTES >> 20} MiB: that is no configuration.")
+        raise StartupError(f"{named} {file} cannot be read: {error.strerror}.") from error
+    if len(content) > limit:
+        raise StartupError(f"{named} {file} is larger than {limit >> 20} MiB: {otherwise}.")
+    return content
+
+
+def read_toml(file: Path, flag: str = "--config") -> dict[str, Any]:
+    content = read_file(file, flag, MAX_FILE_BYTES, "that is no configuration")
     try:
         return tomllib.loads(content.decode())
     except UnicodeDecodeError as error:

@@ -13,20 +13,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Coroutine
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import structlog
 
 from kproxy.config import ProxyConfig
-from kproxy.errors import StartupError
 from kproxy.observe.table import ProxyRow
-from kproxy.ownership.etcd import EtcdClient, EtcdError, EtcdMisused
+from kproxy.ownership.etcd import EtcdClient
 from kproxy.ownership.fleet_view import FleetView, alone
 from kproxy.ownership.registrar import Registrar
-from kproxy.proxy.sources import RECONNECT_PAUSE_S
-from kproxy.proxy.tasks import cancel
+from kproxy.proxy.sources import connect
+from kproxy.proxy.tasks import cancel, in_time
 from kproxy.routing.fleet import Fleet
 
 # An etcd that is there answers at once; a proxy without it serves as well.
@@ -74,7 +72,7 @@ class Membership:
             return self
         self._following = asyncio.create_task(self._follow(self._client))
         try:
-            self._synced = await self._within_patience(self._following, self._view.wait_synced())
+            self._synced = await in_time(self._view.wait_synced(), self._following, PATIENCE_S)
         except BaseException:
             await self.__aexit__(None, None, None)
             raise
@@ -96,7 +94,7 @@ class Membership:
         if self._registrar is not None:
             self._registering = asyncio.create_task(self._registrar.run())
             if self._synced:
-                await self._within_patience(self._registering, self._named(self._registrar))
+                await in_time(self._named(self._registrar), self._registering, PATIENCE_S)
 
     async def leave(self) -> None:
         """Not to be named any more: the entry is gone, and the others had time to hear of it."""
@@ -121,24 +119,5 @@ class Membership:
         await self._view.wait_named()
 
     async def _follow(self, client: EtcdClient) -> None:
-        while True:
-            try:
-                await client.connect()
-                break
-            except EtcdMisused as error:
-                raise StartupError(str(error)) from error
-            except EtcdError as error:
-                log.debug("etcd_not_connected", reason=str(error))
-                await asyncio.sleep(RECONNECT_PAUSE_S)
+        await connect(client, lambda error: log.debug("etcd_not_connected", reason=str(error)))
         await self._view.run()
-
-    async def _within_patience(self, task: asyncio.Task[None], work: Coroutine[Any, Any, None]) -> bool:
-        """Whether `work`, which waits for `task`, is done in time; what `task` fails with is raised."""
-        waiting = asyncio.create_task(work)
-        try:
-            await asyncio.wait((waiting, task), timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                task.result()
-            return waiting.done()
-        finally:
-            await cancel(waiting)

@@ -19,7 +19,7 @@ from kproxy.ownership.leases import LeaseTable
 from kproxy.ownership.static_table import StaticTable
 from kproxy.proxy.context import ProducerIds
 from kproxy.proxy.coordinators import Coordinators, LeasedCoordinators
-from kproxy.proxy.tasks import cancel
+from kproxy.proxy.tasks import cancel, in_time
 from kproxy.proxy.versions import NO_CAPS
 from kproxy.routing import retry
 from kproxy.routing.topology import Address, Topology
@@ -107,15 +107,7 @@ async def _open_etcd(
     client = EtcdClient(config.etcd, config.etcd_options)
     stack.push_async_callback(client.close)
     table = LeaseTable(client, config.prefix, topology)
-    while True:
-        try:
-            await client.connect()
-            break
-        except EtcdMisused as error:
-            raise StartupError(str(error)) from error
-        except EtcdError as error:
-            waits(f"{error} Start etcd, or give its address with --etcd.")
-            await asyncio.sleep(RECONNECT_PAUSE_S)
+    await connect(client, lambda error: waits(f"{error} Start etcd, or give its address with --etcd."))
     following = _follow(table, stack)
 
     def reason() -> str:
@@ -129,6 +121,19 @@ async def _open_etcd(
     ids = IdBlocks(client, f"{config.prefix.rstrip('/')}/producer-ids")
     coordinators = LeasedCoordinators(table.directory.groups, topology)
     return OpenSource(table, retry.LEASED, following, f" etcd={client.endpoints}", caps, ids, coordinators)
+
+
+async def connect(client: EtcdClient, waits: Callable[[EtcdError], None]) -> None:
+    """Until etcd answers; `waits` is told why it does not. Raises StartupError for what waiting does not mend."""
+    while True:
+        try:
+            await client.connect()
+            return
+        except EtcdMisused as error:
+            raise StartupError(str(error)) from error
+        except EtcdError as error:
+            waits(error)
+            await asyncio.sleep(RECONNECT_PAUSE_S)
 
 
 async def _open_kafka(
@@ -156,17 +161,8 @@ async def _open_static(config: ProxyConfig, topology: Topology, stack: contextli
 
 async def _loaded(source: Source, following: asyncio.Task[None], waits: Callable[[], None]) -> None:
     """Until the source has its table."""
-    synced = asyncio.create_task(source.wait_synced())
-    try:
-        while True:
-            await asyncio.wait((synced, following), timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
-            if synced.done():
-                return
-            if following.done():
-                following.result()
-            waits()
-    finally:
-        await cancel(synced)
+    while not await in_time(source.wait_synced(), following, PATIENCE_S):
+        waits()
 
 
 def _follow(source: Source, stack: contextlib.AsyncExitStack) -> asyncio.Task[None]:

@@ -28,3 +28,13 @@ async def unless_failed(work: Awaitable[_Result], running: Sequence[asyncio.Task
     finally:
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
+
+
+async def in_time(work: Awaitable[None], running: asyncio.Task[None], seconds: float) -> bool:
+    """Whether `work`, which waits for what is `running`, is done in time; what that fails with is raised."""
+    try:
+        async with asyncio.timeout(seconds):
+            await unless_failed(work, [running])
+    except TimeoutError:
+        return False
+    return True

@@ -26,6 +26,7 @@ from kproxy.routing.topology import Topology
 from tests.support.dev import KproxyProcess, serving
 from tests.support.etcd import compact, eventually, put_many, running
 from tests.support.etcd_cluster import EtcdCluster, running_cluster
+from tests.support.leases import Owners, lease_key, owners, owners_in_etcd
 from tests.support.raw_client import RawClient, batch, produce_frame
 from tests.support.scripted_upstream import answers_everything
 from tests.support.served import ServedBroker, page, port_of
@@ -35,21 +36,7 @@ STOPPED_S = 11.0
 GREAT = 100_000
 
 
-def lease_key(prefix: str, topic: str, partition_index: int) -> str:
-    return f"{prefix}/partition-leases/{topic}/{partition_index}"
-
-
-def owners(topology: Topology) -> dict[tuple[str, int], int]:
-    return {(row.topic.decode(), row.partition_index): row.owner for row in topology.ownerships()}
-
-
-async def in_etcd(client: EtcdClient, prefix: str) -> dict[tuple[str, int], int]:
-    found = await client.get_prefix(f"{prefix}/partition-leases/")
-    parts = [(kv.key.rsplit("/", 2), kv.value) for kv in found.kvs]
-    return {(topic, int(index)): int(value) for (_, topic, index), value in parts}
-
-
-def told(process: KproxyProcess) -> tuple[dict[tuple[str, int], int], bool]:
+def told(process: KproxyProcess) -> tuple[Owners, bool]:
     """The owners on the admin page, and whether it calls them stale."""
     status, text = page(process.admin, "/table")
     assert status == 200
@@ -96,7 +83,7 @@ async def test_a_proxy_that_was_stopped_for_long_knows_what_it_missed(
             await asyncio.sleep(STOPPED_S)
         finally:
             process.signal(signal.SIGCONT)
-        wanted = await in_etcd(client, etcd_prefix)
+        wanted = await owners_in_etcd(client, etcd_prefix)
         assert len(wanted) == 51
 
         async def catches_up() -> None:
@@ -179,7 +166,7 @@ async def test_a_hundred_thousand_leases_that_end_at_once(
             await eventually(lambda: topology.owned_count == 100, timeout_s=60, what="all others are gone")
             took = time.monotonic() - began
         assert owners(topology) == {(f"topic-{n}", n): 2 for n in range(100)}
-        assert owners(topology) == await in_etcd(client, etcd_prefix)
+        assert owners(topology) == await owners_in_etcd(client, etcd_prefix)
         assert not table.skipped
     with capsys.disabled():
         print(f"\n{GREAT} leases gone after {took:.2f} s, longest stall of the loop {stall.seconds * 1000:.0f} ms")
@@ -216,7 +203,7 @@ async def test_an_etcd_restored_from_a_snapshot_takes_the_table_with_it(
             await eventually(lambda: topology.owner(b"later", 0) == 3)
             later = topology.revision
             await cluster.restore(tmp_path / "snapshot", same_cluster=same_cluster, bump_revision=bump_revision)
-            truth = await in_etcd(client, "/p")
+            truth = await owners_in_etcd(client, "/p")
             assert truth == {("t", index): 1 for index in range(10)}
             await eventually(lambda: owners(topology) == truth, timeout_s=30, what="what etcd says now")
             assert table.restores == 1

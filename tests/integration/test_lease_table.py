@@ -35,14 +35,7 @@ from kproxy.ownership.leases import LeaseTable
 from kproxy.ownership.rereads import REREAD_KEYS
 from kproxy.routing.topology import NO_OWNER, Address, Topology
 from tests.support.etcd import Relay, compact, eventually, kill, own_etcd, put_many, running
-
-
-def lease_key(prefix: str, topic: str, partition_index: int) -> str:
-    return f"{prefix}/partition-leases/{topic}/{partition_index}"
-
-
-def owners(topology: Topology) -> dict[tuple[str, int], int]:
-    return {(row.topic.decode(), row.partition_index): row.owner for row in topology.ownerships()}
+from tests.support.leases import lease_key, owners
 
 
 @asynccontextmanager
