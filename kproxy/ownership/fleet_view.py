@@ -27,6 +27,7 @@ import structlog
 from kproxy.ownership.etcd import EtcdClient, KeyValue, PrefixMirror, Snapshot, WatchEvent
 from kproxy.ownership.fleet_keys import parse_proxy, proxies_prefix
 from kproxy.ownership.lease_keys import Senseless
+from kproxy.ownership.skipped import SkippedKeys
 from kproxy.routing.fleet import FIRST_NODE_ID, Fleet, Proxy
 
 MAX_PROXIES = 1_000
@@ -58,7 +59,10 @@ class FleetView:
         counters: Counter[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._counters = Counter[str]() if counters is None else counters
+        counts = Counter[str]() if counters is None else counters
+        self._skipped = SkippedKeys(
+            "proxy_key_skipped", counts, counted_as="fleet.skipped.", most_logged=MAX_LOGGED_KEYS
+        )
         self._fleet = fleet
         self._alone = alone(host, port)
         self._prefix = proxies_prefix(prefix)
@@ -67,7 +71,6 @@ class FleetView:
         self._mine: Proxy | None = None
         self._leaving = False
         self._named = asyncio.Event()
-        self._logged: set[str] = set()
 
     async def run(self) -> None:
         """Keep the fleet current until cancelled."""
@@ -108,10 +111,7 @@ class FleetView:
         try:
             self._found[kv.key] = parse_proxy(kv.key.removeprefix(self._prefix), kv.value)
         except Senseless as reason:
-            self._counters[f"fleet.skipped.{reason}"] += 1
-            if kv.key not in self._logged and len(self._logged) < MAX_LOGGED_KEYS:
-                self._logged.add(kv.key)
-                log.warning("proxy_key_skipped", key=kv.key[:300], value=repr(kv.value[:80]), reason=str(reason))
+            self._skipped.skip(kv, reason)
 
     def _tell(self) -> None:
         named = distinct(self._found.values())

@@ -48,6 +48,7 @@ from kproxy.ownership.lease_keys import (
     parse_owner,
 )
 from kproxy.ownership.rereads import Rereads
+from kproxy.ownership.skipped import SkippedKeys
 from kproxy.routing.topology import MAX_PARTITION_INDEX, NO_OWNER, Topology
 
 MAX_LOGGED_KEYS = 1_000
@@ -80,14 +81,14 @@ class LeaseTable:
         self._clock = clock
         self._stale_after_s = stale_after_s
         self._leases_prefix = f"{prefix.rstrip('/')}/partition-leases/"
+        self.skipped: Counter[str] = Counter()
+        self._skip = SkippedKeys("etcd_key_skipped", self.skipped, most_logged=MAX_LOGGED_KEYS).skip
         self.directory = Directory(prefix.rstrip("/"), topology, self._skip)
         prefixes = (self._leases_prefix, *self.directory.prefixes)
         self._mirror = PrefixMirror(client, prefixes, self, keys=self.directory.keys, clock=clock)
         self._cluster_id = 0
         self._loaded_revision = 0
         self._rereads = Rereads()
-        self._logged: set[str] = set()
-        self.skipped: Counter[str] = Counter()
         self.restores = 0
 
     async def run(self) -> None:
@@ -217,12 +218,6 @@ class LeaseTable:
             # Nothing to take away, and no row is made for whatever partition somebody may name.
             return False
         return self._topology.set_owner(*partition, owner, revision)
-
-    def _skip(self, kv: KeyValue, reason: Senseless) -> None:
-        self.skipped[str(reason)] += 1
-        if kv.key not in self._logged and len(self._logged) < MAX_LOGGED_KEYS:
-            self._logged.add(kv.key)
-            log.warning("etcd_key_skipped", key=kv.key[:300], value=repr(kv.value[:80]), reason=str(reason))
 
     def _tell(self) -> None:
         if self._on_change is not None:

@@ -35,10 +35,10 @@ class Connections:
         if address is None:
             raise NoAddress(f"broker {broker} has no address")
         upstream = self.by_broker.get(broker)
-        if upstream is not None and not upstream.closed:
-            if upstream.address == address:
+        if upstream is not None:
+            _give_up_unless_at(address, upstream)
+            if not upstream.closed:
                 return upstream
-            upstream.give_up("its broker has another address now")
         upstream = self.by_broker[broker] = self._dial(broker, address)
         return upstream
 
@@ -57,8 +57,8 @@ class Connections:
         """Give up what leads to where a broker no longer is; one that has left may still answer."""
         for broker, upstream in list(self.by_broker.items()):
             address = self._context.topology.address(broker)
-            if address is not None and address != upstream.address and not upstream.closed:
-                upstream.give_up("its broker has another address now")
+            if address is not None:
+                _give_up_unless_at(address, upstream)
 
     def give_up_at(self, address: Address) -> bool:
         """Give up what leads to a broker that hangs; whether something without an answer (acks=0) is lost by it."""
@@ -76,3 +76,8 @@ class Connections:
     async def close(self) -> None:
         """End them all; what was written with acks=0 still reaches the brokers."""
         await asyncio.gather(*(upstream.close() for upstream in self.by_broker.values()))
+
+
+def _give_up_unless_at(address: Address, upstream: Upstream) -> None:
+    if upstream.address != address and not upstream.closed:
+        upstream.give_up("its broker has another address now")

@@ -26,6 +26,7 @@ from codec.partitioned import (
     PartitionedApi,
     PartitionedRequest,
     PartitionedResponse,
+    PlainAnswer,
     set_response_correlation_id,
 )
 from codec.primitives import Buffer
@@ -141,17 +142,14 @@ class Fanout:
         for part in plan:
             if part.connection.closed:
                 return False
-        routed_at = self._topology.revision
         if len(plan) == 1:
             upstream, _, plain = plan[0]
-            upstream.forward(Piece(self, exchange, upstream, None, routed_at, plain), exchange.request.frame)
+            piece = Piece(self, exchange, upstream, None, self._topology.revision, plain)
+            upstream.forward(piece, exchange.request.frame)
             return True
         self._context.counters["splits"] += 1
-        splitter = exchange.splitter(len(plan))
         for upstream, selection, plain in plan:
-            correlation_id = upstream.next_correlation_id()
-            piece = Piece(self, exchange, upstream, selection, routed_at, plain)
-            upstream.send(piece, correlation_id, splitter.part(selection, correlation_id))
+            self._send_part(exchange, upstream, selection, share=len(plan), plain=plain)
         return True
 
     def _send(self, exchange: Exchange, owner: int, selection: Selection, *, whole: bool, share: int) -> None:
@@ -169,10 +167,18 @@ class Fanout:
         else:
             self._send_part(exchange, upstream, selection, share=share)
 
-    def _send_part(self, exchange: Exchange, upstream: Upstream, selection: Selection, *, share: int) -> None:
+    def _send_part(
+        self,
+        exchange: Exchange,
+        upstream: Upstream,
+        selection: Selection,
+        *,
+        share: int,
+        plain: PlainAnswer | None = None,
+    ) -> None:
         correlation_id = upstream.next_correlation_id()
         buffers = exchange.splitter(share).part(selection, correlation_id)
-        piece = Piece(self, exchange, upstream, selection, self._topology.revision)
+        piece = Piece(self, exchange, upstream, selection, self._topology.revision, plain)
         upstream.send(piece, correlation_id, buffers)
 
     def _probe_new_routes(self, exchange: Exchange, upstream: Upstream, selection: Selection) -> None:
