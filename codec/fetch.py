@@ -14,6 +14,7 @@ The proxy keeps no fetch sessions (KIP-227): every answer says session 0, upon w
 from __future__ import annotations
 
 from struct import Struct
+from typing import NamedTuple
 
 from codec.api_keys import FETCH, is_flexible
 from codec.errors import InvalidField, Truncated, UnsupportedVersion
@@ -57,6 +58,35 @@ _PREAMBLE = Struct(">iiiib")
 _SESSION_PREAMBLE = Struct(">iiiibii")
 _CURRENT_LEADER_TAG = 1
 _NODE_ENDPOINTS_TAG = 0
+
+
+class EpochEnd(NamedTuple):
+    """A leader epoch and the offset behind its last record; -1 and -1 where there is none (KIP-279)."""
+
+    leader_epoch: int
+    end_offset: int
+
+
+class PartitionFetch(NamedTuple):
+    """What is asked of one partition; epochs are -1 where nothing is claimed (KIP-320, KIP-595)."""
+
+    partition_index: int
+    current_leader_epoch: int
+    fetch_offset: int
+    last_fetched_epoch: int
+    log_start_offset: int
+    max_bytes: int
+
+
+class PartitionFetched(NamedTuple):
+    """One partition's part of an answer. `diverging_epoch` tells a follower where its log leaves the leader's."""
+
+    partition_index: int
+    error_code: int
+    high_watermark: int = -1
+    log_start_offset: int = -1
+    diverging_epoch: EpochEnd | None = None
+    records: Buffer = b""
 
 
 class FetchRequest(PartitionedRequest):
