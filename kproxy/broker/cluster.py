@@ -64,11 +64,12 @@ class Ownership(NamedTuple):
 
 
 class PartitionState(NamedTuple):
-    """A partition's leader epoch and ISR."""
+    """A partition's leader epoch and ISR; `replicas` where they are others than the topic's."""
 
     leader_epoch: int
     isr: list[int]
     topic_id: uuid.UUID | None
+    replicas: list[int] | None
     mod_revision: int
 
 
@@ -200,6 +201,11 @@ class ClusterView:
         state = self.stored_state(topic.name, partition_index)
         return state if state is not None and state.topic_id == topic.topic_id else None
 
+    def replicas(self, topic: Topic, partition_index: int) -> list[int]:
+        """The brokers that keep the partition, the one that is to lead it first."""
+        state = self.state(topic, partition_index)
+        return topic.replicas[partition_index] if state is None or state.replicas is None else state.replicas
+
     def stored_state(self, topic: str, partition_index: int) -> PartitionState | None:
         """What stands in the state's key, be it of this topic or an earlier one."""
         return self._states.entries.get(PartitionKey(topic, partition_index))
@@ -319,7 +325,7 @@ def _parse_topic(name: str, kv: KeyValue) -> Topic:
 
 def _parse_state(_: PartitionKey, kv: KeyValue) -> PartitionState:
     value = decode_value(kv.value, StateValue)
-    return PartitionState(value.leader_epoch, value.isr, value.topic_id, kv.mod_revision)
+    return PartitionState(value.leader_epoch, value.isr, value.topic_id, value.replicas, kv.mod_revision)
 
 
 def _parse_owner(_: PartitionKey, kv: KeyValue) -> Ownership:

@@ -14,7 +14,8 @@ class BrokerConfig:
     """`kproxy broker`'s options. Sizes are bytes; addresses are (host, port), port 0 means any free one.
 
     `advertise` is what clients are told, the address listened on where it is None (port 0: the port listened on).
-    `num_partitions` is for topics created without a number. The rest are Kafka's limits at Kafka's defaults.
+    `isr_lag_s`: how long a follower may go without having caught up before it is no longer in sync (Kafka's
+    replica.lag.time.max.ms). `num_partitions` is for topics created without a number. The rest are Kafka's limits at Kafka's defaults.
     """
 
     node_id: int
@@ -24,6 +25,7 @@ class BrokerConfig:
     advertise: tuple[str, int] | None = None
     prefix: str = "/kafscale"
     lease_ttl_s: int = 10
+    isr_lag_s: float = 10.0
     num_partitions: int = 1
     auto_create_topics: bool = True
     message_max_bytes: int = 1_048_588

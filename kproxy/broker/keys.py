@@ -3,11 +3,11 @@
     {prefix}/brokers/{id}                               {"node_id": 1, "host": "…", "port": 9092}, on the broker's lease
     {prefix}/partition-leases/{topic}/{partition}       decimal broker id, on the broker's lease
     {prefix}/refbroker/topics/{topic}                   {"topic_id": uuid, "replicas": [[1], [2], …]}
-    {prefix}/refbroker/partitions/{topic}/{partition}   {"leader_epoch": n, "isr": [ids], "topic_id": uuid}
+    {prefix}/refbroker/partitions/{topic}/{partition}   {"leader_epoch": n, "isr": [ids], "topic_id": uuid, "replicas": [ids] or null}
     {prefix}/refbroker/cluster-id                       the cluster's id, as Kafka's clients see it
     {prefix}/producer-ids                               decimal: the first producer id not given out yet
 
-`replicas[p][0]` is the broker that takes a partition which was never taken. A state whose topic_id is another one
+`replicas[p]` are the brokers that keep a partition; the first of them that can takes it. A state whose topic_id is another one
 belongs to an earlier topic of the same name and counts as absent. Values that cannot be read raise ValueError.
 """
 
@@ -29,11 +29,15 @@ class TopicValue(msgspec.Struct, frozen=True):
 
 
 class StateValue(msgspec.Struct, frozen=True):
-    """What outlives a partition's owner. Absent: the partition was never taken, so never written."""
+    """What outlives a partition's owner. Absent: the partition was never taken, so never written.
+
+    `replicas` stands where others than the topic's keep it: a stand-in took it while they were all dead.
+    """
 
     leader_epoch: int
     isr: list[int]
     topic_id: uuid.UUID | None = None
+    replicas: list[int] | None = None
 
 
 class BrokerValue(msgspec.Struct, frozen=True):

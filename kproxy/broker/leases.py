@@ -1,49 +1,58 @@
 """Which partitions this broker leads: taking them, keeping them, losing them.
 
 States of a partition, here
-  absent      somebody else's, nobody's, or never seen
-  acquiring   one task opens the log and asks etcd; whoever wants the partition meanwhile waits for the same task
+  absent      not hosted: somebody else's, or not opened yet
+  following   hosted, and led by another, or by nobody
+  working     one task opens the log or asks etcd; whoever wants the partition meanwhile waits for the same task
   led         in `partitions`, behind the fence of the lease it was taken with
 
 Transitions
-  absent -> acquiring   a change in etcd makes it ours to take, a client touches it, or the sweep finds it
-  acquiring -> led      Txn: lease key absent, state and topic unchanged -> lease key on our lease, leader epoch + 1
-  acquiring -> absent   the Txn said no, etcd or the log failed; the sweep comes by again
-  led -> absent         our key is gone or another's, the lease is lost, the topic is deleted
+  absent    -> working     the broker keeps a replica, or may take the partition
+  working   -> following   the log is open; taking it was not ours, or failed: the sweep comes by again
+  following -> working     a change in etcd makes it ours to take, a client touches it, or the sweep finds it
+  working   -> led         Txn: lease key absent, state and topic unchanged -> lease key on our lease, leader epoch + 1
+  led       -> absent      our key is gone or another's, the lease is lost, the topic is deleted; then as from absent
 
-Who may take a partition: where it has a state, the members of its ISR, which with one replica is the log's holder.
-Where it has none it was never written: its first replica takes it at once or, if that one is dead, the live broker that
-rendezvous hashing names; any broker may on a client's touch while the first replica is dead.
+Who may take a partition, and who goes first: `candidates`.
 
 Invariants
 1. A partition is led only between a Txn that succeeded and the first sign that its key is gone; what was held in memory
-   is dropped with it, and the log is read anew by the next take-over. So A, then B, then A never reuses an offset.
+   is dropped with it, and the log is read anew before anything else is done. So A, then B, then A never reuses an
+   offset.
 2. A key is ours if it stands on our lease. Its value names a broker, and a predecessor of the same id is not us.
 3. Release deletes a key only if it stands on our lease.
 4. At most one task works on a partition, and its log is open at most once.
+5. A stop refuses writes first, lets live in-sync followers reach the log's end, and only then gives up the lease.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 import structlog
 
 from kproxy.broker.broker_lease import LeaseFence
+from kproxy.broker.candidates import NOT_A_CANDIDATE, first_replicas, hosts, place_in_line
 from kproxy.broker.cluster import Change, ClusterView, Kind, Topic
 from kproxy.broker.data_dir import DataDir
-from kproxy.broker.keys import PartitionKey
-from kproxy.broker.log import Log
-from kproxy.broker.partition import Partition
+from kproxy.broker.hosting import ReplicaHost
+from kproxy.broker.keys import PartitionKey, StateValue
+from kproxy.broker.partition import Partition, ReplicaSettings
+from kproxy.broker.replication.manager import Isr, Role
 from kproxy.broker.segment import LogFailed
 from kproxy.broker.take_over import TakeOver
 from kproxy.ownership.etcd import EtcdClient, EtcdError, delete_op, lease_is
 
-CONCURRENT_ACQUISITIONS = 16
+CONCURRENT_WORKS = 16
 SWEEP_INTERVAL_S = 3.0
+# Between one candidate's attempt and the next one's.
+TURN_S = 0.25
+# How long those that are not alive keep their place in the line after we came up: a cluster that starts as a whole
+# finds its leaders where it left them.
+START_GRACE_S = 2.0
+DRAIN_POLL_S = 0.01
 _logger = structlog.get_logger(__name__)
 
 
@@ -57,10 +66,12 @@ class PartitionLeaseManager:
         data_dir: DataDir,
         node_id: int,
         *,
+        settings_of: Callable[[Topic, int], ReplicaSettings],
         on_identity_lost: Callable[[str], None],
     ) -> None:
         """`on_identity_lost` is called with a reason when the broker's own key turns out to be gone."""
         self.partitions: dict[tuple[bytes, int], Partition] = {}
+        self.replicas = ReplicaHost(view, data_dir, node_id, settings_of)
         self.stopping = False
         self._client = client
         self._view = view
@@ -69,12 +80,25 @@ class PartitionLeaseManager:
         self._node_id = node_id
         self._on_identity_lost = on_identity_lost
         self._fence: LeaseFence | None = None
-        self._acquiring: dict[PartitionKey, asyncio.Task[Partition | None]] = {}
+        self._began_at = 0.0
+        self._working: dict[PartitionKey, asyncio.Task[Partition | None]] = {}
         self._chores: set[asyncio.Task[None]] = set()
-        self._slots = asyncio.Semaphore(CONCURRENT_ACQUISITIONS)
+        # Those that the task at work is to take, not only to host.
+        self._to_take: set[PartitionKey] = set()
+        self._slots = asyncio.Semaphore(CONCURRENT_WORKS)
         self._wanted: set[PartitionKey] = set()
+        # Partitions that wait for their turn, and those whose turn has come.
+        self._queued: dict[PartitionKey, asyncio.TimerHandle] = {}
+        self._due: set[PartitionKey] = set()
+        # Whose owner was seen to go: no need to wait for anybody who is not alive.
+        self._orphaned: set[PartitionKey] = set()
         self._wake = asyncio.Event()
         view.subscribe(self._on_change)
+
+    @property
+    def hosted(self) -> dict[tuple[bytes, int], Partition]:
+        """Every replica on this broker, led ones included."""
+        return self.replicas.hosted
 
     # What the rest of the broker asks
 
@@ -84,31 +108,32 @@ class PartitionLeaseManager:
 
     def may_take(self, topic: str, partition_index: int) -> bool:
         """Whether a client's touch may make this broker take the partition, which it does not lead."""
-        return self._may_take(PartitionKey(topic, partition_index), touched=True)
+        return self._may_take(PartitionKey(topic, partition_index))
 
     async def take(self, keys: Iterable[PartitionKey], timeout_s: float) -> None:
         """Take those of the partitions that are ours to take, or as many as time allows."""
-        tasks = [self._acquire_shared(key) for key in keys if self._may_take(key, touched=True)]
+        tasks = [self._work_shared(key, take=True) for key in keys if self._may_take(key)]
         if tasks:
             await asyncio.wait(tasks, timeout=timeout_s)
 
     def begin(self, fence: LeaseFence) -> None:
         """A new lease is held: take what is ours to take."""
         self._fence = fence
+        self._began_at = asyncio.get_running_loop().time()
         self._check_identity()
         self._want_all()
 
     async def settle(self, timeout_s: float) -> None:
-        """Wait until nothing is left to take, or the time is over."""
+        """Wait until nothing is left to do, other than to wait for one's turn, or the time is over."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        while (self._wanted or self._acquiring) and loop.time() < deadline:
-            if self._acquiring:
-                await asyncio.wait(self._acquiring.values(), timeout=deadline - loop.time())
+        while (self._wanted or self._working) and loop.time() < deadline:
+            if self._working:
+                await asyncio.wait(self._working.values(), timeout=deadline - loop.time())
             await asyncio.sleep(0)
 
     def drop_all(self, reason: str) -> None:
-        """The lease is gone, and every ownership with it."""
+        """The lease is gone, and every ownership with it; what was led is followed from now on."""
         self._fence = None
         for topic, partition_index in list(self.partitions):
             self._drop(PartitionKey(topic.decode(), partition_index), reason)
@@ -119,9 +144,20 @@ class PartitionLeaseManager:
         for partition in self.partitions.values():
             partition.resign()
 
+    async def drain(self, timeout_s: float) -> None:
+        """Let live in-sync followers reach the ends of the logs that were led."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        # Once in a process's life: not worth an event in every partition.
+        while loop.time() < deadline and any(
+            partition.serves_reads() and partition.replication.followers_behind(self._view.brokers)
+            for partition in self.partitions.values()
+        ):
+            await asyncio.sleep(DRAIN_POLL_S)
+
     def flush_all(self) -> None:
-        """Bring every led log to the disk; blocks."""
-        for partition in list(self.partitions.values()):
+        """Bring every log to the disk; blocks."""
+        for partition in list(self.hosted.values()):
             try:
                 partition.flush()
             except (OSError, LogFailed) as error:
@@ -130,15 +166,20 @@ class PartitionLeaseManager:
                 )
 
     async def close(self) -> None:
-        """Drop what is led and wait for the tasks at work."""
+        """Drop what is led, close what is hosted and wait for the tasks at work."""
         self.stopping = True
         self.drop_all("the broker stops")
-        await asyncio.gather(*self._acquiring.values(), *self._chores, return_exceptions=True)
+        for timer in self._queued.values():
+            timer.cancel()
+        self._queued.clear()
+        await asyncio.gather(*self._working.values(), *self._chores, return_exceptions=True)
+        for key in self.replicas.keys():
+            self.replicas.close(key)
 
     # Taking partitions
 
     async def run(self) -> None:
-        """Take what becomes ours to take, until cancelled."""
+        """Host what is ours to host and take what becomes ours to take, until cancelled."""
         while True:
             try:
                 async with asyncio.timeout(SWEEP_INTERVAL_S):
@@ -148,8 +189,14 @@ class PartitionLeaseManager:
             self._wake.clear()
             wanted, self._wanted = self._wanted, set()
             for key in wanted:
-                if self._may_take(key, touched=False):
-                    self._acquire_shared(key)
+                self._attend(key)
+
+    def _attend(self, key: PartitionKey) -> None:
+        """Do what there is to do about a partition now."""
+        if self._is_my_turn(key):
+            self._work_shared(key, take=True)
+        elif self._wants_hosting(key):
+            self._work_shared(key, take=False)
 
     def _want_all(self) -> None:
         for topic in self._view.topics.values():
@@ -160,101 +207,149 @@ class PartitionLeaseManager:
         self._wanted.add(key)
         self._wake.set()
 
-    def _may_take(self, key: PartitionKey, *, touched: bool) -> bool:
+    def _topic_of(self, key: PartitionKey) -> Topic | None:
         topic = self._view.topics.get(key.topic)
-        fence = self._fence
-        if topic is None or fence is None or self.stopping or not 0 <= key.partition_index < len(topic.replicas):
+        return topic if topic is not None and 0 <= key.partition_index < len(topic.replicas) else None
+
+    def _wants_hosting(self, key: PartitionKey) -> bool:
+        topic = self._topic_of(key)
+        if topic is None or self.stopping or self.replicas.get(key) is not None:
             return False
-        if (key.topic.encode(), key.partition_index) in self.partitions or not fence.is_live():
+        return hosts(self._view, topic, key.partition_index, self._node_id)
+
+    def _may_take(self, key: PartitionKey) -> bool:
+        topic, fence = self._topic_of(key), self._fence
+        if topic is None or fence is None or self.stopping or not fence.is_live():
+            return False
+        partition = self.replicas.get(key)
+        if partition is not None and (partition.role is not Role.FOLLOWER or partition.failure):
             return False
         ownership = self._view.ownership(*key)
         if ownership is not None:
             # A key on our own lease with no partition behind it: a Txn whose answer was lost.
             return ownership.lease_id == fence.lease_id
-        state = self._view.state(topic, key.partition_index)
-        if state is not None:
-            return self._node_id in state.isr
-        preferred = topic.replicas[key.partition_index][0]
-        if preferred in self._view.brokers or preferred == self._node_id:
-            return preferred == self._node_id
-        return touched or self._is_next_best(key)
+        place = place_in_line(self._view, topic, key.partition_index, self._node_id, count_dead=False)
+        if self._view.state(topic, key.partition_index) is None and self._has_live_replica(key, topic):
+            # Never written: clients touch it wherever they are sent, and it shall begin where it is wanted.
+            return place == 0
+        return place != NOT_A_CANDIDATE
 
-    def _is_next_best(self, key: PartitionKey) -> bool:
-        """Whether this broker stands in for a dead first replica. All come to the same answer, and it spreads."""
+    def _has_live_replica(self, key: PartitionKey, topic: Topic) -> bool:
+        live = {*self._view.brokers, self._node_id}
+        return any(each in live for each in topic.replicas[key.partition_index])
 
-        def weight(node_id: int) -> bytes:
-            return hashlib.blake2b(f"{key.topic}/{key.partition_index}/{node_id}".encode(), digest_size=8).digest()
+    def _is_my_turn(self, key: PartitionKey) -> bool:
+        """Whether to take the partition now, unasked; if others go first, come again after them."""
+        topic = self._topic_of(key)
+        if topic is None or not self._may_take(key):
+            self._due.discard(key)
+            return False
+        now = asyncio.get_running_loop().time()
+        grace_s = self._began_at + START_GRACE_S - now
+        count_dead = grace_s > 0 and key not in self._orphaned
+        place = place_in_line(self._view, topic, key.partition_index, self._node_id, count_dead=count_dead)
+        if place <= 0 or key in self._due:
+            return True
+        self._queue(key, grace_s if count_dead else place * TURN_S)
+        return False
 
-        return max(self._view.brokers, key=weight, default=-1) == self._node_id
+    def _queue(self, key: PartitionKey, delay_s: float) -> None:
+        if key not in self._queued:
+            self._queued[key] = asyncio.get_running_loop().call_later(delay_s, self._on_turn, key)
 
-    def _acquire_shared(self, key: PartitionKey) -> asyncio.Task[Partition | None]:
-        task = self._acquiring.get(key)
+    def _on_turn(self, key: PartitionKey) -> None:
+        del self._queued[key]
+        self._due.add(key)
+        self._want(key)
+
+    def _work_shared(self, key: PartitionKey, *, take: bool) -> asyncio.Task[Partition | None]:
+        if take:
+            self._to_take.add(key)
+        task = self._working.get(key)
         if task is None:
-            task = self._acquiring[key] = asyncio.create_task(self._acquire(key), name=f"acquire {key}")
-            task.add_done_callback(lambda done: self._acquired(key, done))
+            task = self._working[key] = asyncio.create_task(self._work(key), name=f"work on {key}")
+            task.add_done_callback(lambda done: self._worked(key, done))
         return task
 
-    def _acquired(self, key: PartitionKey, task: asyncio.Task[Partition | None]) -> None:
-        self._acquiring.pop(key, None)
+    def _worked(self, key: PartitionKey, task: asyncio.Task[Partition | None]) -> None:
+        self._working.pop(key, None)
+        self._due.discard(key)
         if not task.cancelled() and task.exception() is not None:
-            _logger.error(
-                "acquisition failed", topic=key.topic, partition=key.partition_index, exc_info=task.exception()
-            )
+            _logger.error("partition failed", topic=key.topic, partition=key.partition_index, exc_info=task.exception())
+        elif key not in self._to_take:
+            # It has just been opened, and may be ours to take.
+            self._want(key)
+        self._to_take.discard(key)
 
-    async def _acquire(self, key: PartitionKey) -> Partition | None:
+    async def _work(self, key: PartitionKey) -> Partition | None:
+        """Open the log where it is not open, then take the partition where it may be taken."""
         async with self._slots:
-            fence, topic = self._fence, self._view.topics.get(key.topic)
-            if fence is None or topic is None or not self._may_take(key, touched=True):
+            topic = self._topic_of(key)
+            if topic is None or self.stopping:
                 return None
+            partition = await self.replicas.open(key, topic)
+            fence = self._fence
+            if partition is None or fence is None or key not in self._to_take or not self._may_take(key):
+                return partition
             try:
-                log = await asyncio.to_thread(self._data_dir.open_log, topic.name, key.partition_index, topic.topic_id)
-            except (OSError, LogFailed) as error:
-                _logger.error("log not opened", topic=topic.name, partition=key.partition_index, error=str(error))
-                return None
-            partition = None
-            try:
-                partition = await self._take(key, topic, log, fence)
-            except (EtcdError, ValueError) as error:
+                return await self._take(key, topic, partition, fence)
+            except (EtcdError, ValueError, OSError, LogFailed) as error:
                 _logger.warning("not acquired", topic=topic.name, partition=key.partition_index, error=str(error))
-            finally:
-                if partition is None:
-                    log.close()
-            return partition
+                return None
 
-    async def _take(self, key: PartitionKey, topic: Topic, log: Log, fence: LeaseFence) -> Partition | None:
-        """Become the leader, if the transaction says so. Raises EtcdError, ValueError."""
-        state, stored = self._view.state(topic, key.partition_index), self._view.stored_state(*key)
-        # The log's own word counts too: a restored etcd may remember an earlier epoch than was written with.
-        leader_epoch = max(state.leader_epoch if state is not None else -1, log.last_leader_epoch) + 1
-        stored_revision = stored.mod_revision if stored is not None else 0
+    async def _take(self, key: PartitionKey, topic: Topic, partition: Partition, fence: LeaseFence) -> Partition | None:
+        """Become the leader, if the transaction says so. Raises EtcdError, ValueError, OSError, LogFailed."""
+        stored = self._view.stored_state(*key)
         take_over = TakeOver(self._client, self._keys, self._node_id, key, topic)
-        taken = await take_over.attempt(fence.lease_id, leader_epoch, stored_revision)
+        taken = await take_over.attempt(
+            fence.lease_id, self._next_state(key, topic, partition), stored.mod_revision if stored is not None else 0
+        )
         if taken is None or self._fence is not fence or not fence.is_live() or self.stopping:
             return None
-        partition = Partition(
-            topic.name,
-            key.partition_index,
-            topic.topic_id,
-            log,
-            leader_epoch=taken.leader_epoch,
-            fencing_token=taken.revision,
+        if self.replicas.get(key) is not partition:
+            return None  # closed meanwhile; the key on our lease is found by the next look
+        self._orphaned.discard(key)
+        partition.become_leader(
+            taken.state.leader_epoch,
+            taken.state.replicas or topic.replicas[key.partition_index],
+            Isr(frozenset(taken.state.isr), taken.revision),
+            fencing_token=taken.token,
             fence=fence,
         )
         self.partitions[topic.name.encode(), key.partition_index] = partition
-        self._view.apply_put(self._keys.state(*key), taken.state, lease_id=0, revision=taken.revision)
+        self.replicas.on_leaders_changed()
+        self._view.apply_put(self._keys.state(*key), taken.value, lease_id=0, revision=taken.revision)
         owner = take_over.owner
-        if not self._view.apply_put(self._keys.lease(*key), owner, lease_id=fence.lease_id, revision=taken.revision):
+        if not self._view.apply_put(self._keys.lease(*key), owner, lease_id=fence.lease_id, revision=taken.token):
             self._check_still_led(key)
         _logger.info(
             "partition acquired",
             topic=topic.name,
             partition=key.partition_index,
-            leader_epoch=taken.leader_epoch,
-            log_end_offset=log.log_end_offset,
+            leader_epoch=taken.state.leader_epoch,
+            isr=taken.state.isr,
+            log_end_offset=partition.log_end_offset,
         )
         return partition
 
+    def _next_state(self, key: PartitionKey, topic: Topic, partition: Partition) -> StateValue:
+        """What is to stand in etcd when we have taken the partition."""
+        state = self._view.state(topic, key.partition_index)
+        # The log's own word counts too: a restored etcd may remember an earlier epoch than was written with.
+        latest = partition.log.leader_epochs.latest
+        if state is not None:
+            return StateValue(max(state.leader_epoch, latest) + 1, state.isr, topic.topic_id, state.replicas)
+        replicas = first_replicas(self._view, topic, key.partition_index, self._node_id)
+        isr = [each for each in replicas if each == self._node_id or each in self._view.brokers]
+        others = None if replicas == topic.replicas[key.partition_index] else replicas
+        return StateValue(latest + 1, isr, topic.topic_id, others)
+
     # Losing partitions
+
+    def deposed(self, partition: Partition) -> None:
+        """Etcd says that a partition's lease key is not ours any more."""
+        if self.partitions.get((partition.topic.encode(), partition.partition_index)) is partition:
+            self._drop(PartitionKey(partition.topic, partition.partition_index), "another may own it")
 
     def _on_change(self, change: Change) -> None:
         if change.kind is Kind.SNAPSHOT:
@@ -265,6 +360,8 @@ class PartitionLeaseManager:
         elif change.kind is Kind.BROKER:
             if change.node_id == self._node_id:
                 self._check_identity()
+            for key in self.replicas.keys():
+                self.replicas.point_at_leader(key)
             self._want_all()
         elif change.kind is Kind.TOPIC:
             if change.deleted is not None:
@@ -275,8 +372,16 @@ class PartitionLeaseManager:
         else:
             key = PartitionKey(change.topic, change.partition_index)
             if change.kind is Kind.OWNER:
-                self._check_still_led(key)
+                self._on_owner(key)
+            self.replicas.point_at_leader(key)
             self._want(key)
+
+    def _on_owner(self, key: PartitionKey) -> None:
+        self._check_still_led(key)
+        if self._view.ownership(*key) is None and self._topic_of(key) is not None:
+            self._orphaned.add(key)
+        else:
+            self._orphaned.discard(key)
 
     def _on_snapshot(self) -> None:
         """What we did after the snapshot's revision is not in it, and says nothing."""
@@ -284,11 +389,18 @@ class PartitionLeaseManager:
         for partition in list(self.partitions.values()):
             if partition.fencing_token <= revision:
                 self._check_still_led(PartitionKey(partition.topic, partition.partition_index))
+        for key in self.replicas.keys():
+            topic, hosted = self._topic_of(key), self.replicas.get(key)
+            if topic is None or (hosted is not None and hosted.topic_id != topic.topic_id):
+                self._drop(key, "its topic is gone")
+            self.replicas.point_at_leader(key)
         if self._fence is not None and self._fence.claim_revision <= revision:
             self._check_identity()
         self._want_all()
 
     def _check_still_led(self, key: PartitionKey) -> None:
+        if self.led(key.topic.encode(), key.partition_index) is None:
+            return
         ownership, fence = self._view.ownership(*key), self._fence
         if fence is None or ownership is None or ownership.lease_id != fence.lease_id:
             self._drop(key, "its lease key is gone")
@@ -299,23 +411,30 @@ class PartitionLeaseManager:
             self._on_identity_lost(f"the key {self._keys.broker(self._node_id)} is not ours any more")
 
     def _drop(self, key: PartitionKey, reason: str) -> None:
-        partition = self.partitions.pop((key.topic.encode(), key.partition_index), None)
-        if partition is not None:
-            partition.close()
+        """Close the replica, led or not; where it is still ours to host it is opened anew."""
+        led = self.partitions.pop((key.topic.encode(), key.partition_index), None)
+        self.replicas.close(key)
+        if led is not None:
             log = _logger.info if self.stopping else _logger.warning
             log("partition closed", topic=key.topic, partition=key.partition_index, reason=reason)
+        self._want(key)
 
     def _forget(self, topic: Topic) -> None:
         """The topic was deleted: give up its keys and remove its logs."""
         for partition_index in range(len(topic.replicas)):
-            self._drop(PartitionKey(topic.name, partition_index), "its topic is deleted")
+            key = PartitionKey(topic.name, partition_index)
+            self._orphaned.discard(key)
+            self._drop(key, "its topic is deleted")
         self._start(self._remove(topic, self._fence))
 
     async def _remove(self, topic: Topic, fence: LeaseFence | None) -> None:
         for partition_index in range(len(topic.replicas)):
             key = PartitionKey(topic.name, partition_index)
-            if key in self._acquiring:
-                await asyncio.wait([self._acquiring[key]])
+            if key in self._working:
+                await asyncio.wait([self._working[key]])
+            partition = self.replicas.get(key)
+            if partition is not None and partition.topic_id == topic.topic_id:
+                self._drop(key, "its topic is deleted")
             lease_key = self._keys.lease(*key)
             try:
                 if fence is not None:

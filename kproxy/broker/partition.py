@@ -1,37 +1,45 @@
-"""One partition that this broker leads: its log, who may write to it, and who waits for it.
+"""One replica of a partition on this broker: its log, who may write to it, whom it follows, who waits for it.
 
-States
-  leader    `append_as_leader` and reads are served while the fence lives
-  resigned  the broker is stopping: reads go on, writes are refused
-  closed    ownership is lost or given up; the log is closed, everything is refused
-
-Transitions
-  leader -> resigned   `resign`
-  any    -> closed     `close`; there is no way back, a later take-over opens the log anew
+The roles, their transitions and the high watermark are replication.manager's; here they meet the log and the fence.
 
 Invariants
-1. A batch is in the log and answered only if the fence lived before the write and after it. Where it died in between,
-   the write is taken back, in the same step of the event loop, before anybody could have read it.
-2. `high_watermark` never moves back and never passes the log's end. With one replica they are the same.
+1. A batch is in a leader's log and answered only if the fence lived before the write and after it. Where it died in
+   between, the write is taken back, in the same step of the event loop, before anybody could have read it.
+2. Nothing is served as leader, to clients or to followers, while the fence is not certain to live.
 3. Producer state is updated only by batches that stand in the log.
 4. An offset is given out once: `append_as_leader` runs on one event loop and never awaits.
+5. A follower's log changes only by an answer to the question it asked last, from the leader it follows, in the epoch it
+   follows in; an answer to anything else is late, and is dropped.
+6. A replica follows nobody with a fencing token lower than the highest that it has seen, unless under a higher leader
+   epoch, which only a restored etcd brings about.
+7. A follower that finds its leader without what is committed here stops, for good: `failure` says why.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
-from enum import Enum
+from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol
 
 import structlog
 
 from codec import error_codes
+from codec.fetch import PartitionFetch, PartitionFetched
 from codec.record_batch import RecordBatch, assign_offsets
-from kproxy.broker.log import Log
+from kproxy.broker.clock import Clock
+from kproxy.broker.log import Log, ReplicatedBatchInvalid
 from kproxy.broker.producer_state import Verdict
+from kproxy.broker.replication.manager import NO_LEADER, Isr, ReplicationManager, Role
+from kproxy.broker.replication.reconciliation import (
+    Inconsistent,
+    Reconciliation,
+    leader_end_for,
+    validate_consistency,
+)
 from kproxy.broker.segment import LogFailed, TimestampAndOffset
 
+MAX_REPLICA_FETCH_BYTES = 1 << 20
+NO_EPOCH = -1
 _logger = structlog.get_logger(__name__)
 
 
@@ -41,18 +49,13 @@ class Fence(Protocol):
     def is_live(self) -> bool: ...
 
 
-class Role(Enum):
-    LEADER = "leader"
-    RESIGNED = "resigned"
-    CLOSED = "closed"
-
-
 class AppendResult(NamedTuple):
-    """`base_offset` is -1 where nothing was appended."""
+    """`base_offset` is -1 where nothing was appended; `last_offset` is what acks=all waits for."""
 
     error_code: int
     base_offset: int = -1
     error_message: str | None = None
+    last_offset: int = -1
 
 
 class ReadResult(NamedTuple):
@@ -62,15 +65,38 @@ class ReadResult(NamedTuple):
     records: bytes = b""
 
 
+class ReplicaSettings(NamedTuple):
+    """What a replica is told of its broker and topic. Seconds."""
+
+    node_id: int
+    clock: Clock
+    isr_lag_s: float = 10.0
+    min_insync_replicas: int = 1
+
+
 _JUDGED = {
     Verdict.OUT_OF_ORDER: error_codes.OUT_OF_ORDER_SEQUENCE_NUMBER,
     Verdict.FENCED: error_codes.INVALID_PRODUCER_EPOCH,
 }
 _NOT_LEADER = AppendResult(error_codes.NOT_LEADER_OR_FOLLOWER)
+ACKS_ALL = -1
+
+
+class _NoFence:
+    """A follower's: it may do nothing that needs one."""
+
+    def is_live(self) -> bool:
+        return False
+
+
+_NO_FENCE = _NoFence()
 
 
 class Partition:
-    """A led partition. `fencing_token` is the create revision of the lease key it rests on."""
+    """A hosted replica; a follower of nobody until told otherwise.
+
+    `fencing_token` is the create revision of the lease key under which it was last led, here or elsewhere.
+    """
 
     def __init__(
         self,
@@ -78,120 +104,324 @@ class Partition:
         partition_index: int,
         topic_id: uuid.UUID,
         log: Log,
+        settings: ReplicaSettings,
         *,
-        leader_epoch: int,
-        fencing_token: int,
-        fence: Fence,
+        reconciliation: Reconciliation | None = None,
     ) -> None:
         self.topic = topic
         self.partition_index = partition_index
         self.topic_id = topic_id
-        self.leader_epoch = leader_epoch
-        self.fencing_token = fencing_token
-        self.role = Role.LEADER
-        self.high_watermark = log.log_end_offset
-        self._log = log
-        self._fence = fence
-        self._waiters: set[Callable[[], None]] = set()
+        self.fencing_token = log.fencing_token
+        self.failure = ""
+        self.log = log
+        self._fence: Fence = _NO_FENCE
+        self._reconciliation = reconciliation or Reconciliation()
+        self._append_waiters: set[Callable[[], None]] = set()
+        self._high_watermark_waiters: set[Callable[[], None]] = set()
+        self.replication = ReplicationManager(
+            settings.node_id,
+            high_watermark=min(max(log.high_watermark_checkpoint, log.log_start_offset), log.log_end_offset),
+            log_end=lambda: log.log_end_offset,
+            on_high_watermark=self._on_high_watermark,
+            min_insync_replicas=settings.min_insync_replicas,
+            isr_lag_s=settings.isr_lag_s,
+            clock=settings.clock,
+        )
+
+    @property
+    def role(self) -> Role:
+        return self.replication.role
+
+    @property
+    def leader_id(self) -> int:
+        return self.replication.leader_id
+
+    @property
+    def leader_epoch(self) -> int:
+        return self.replication.leader_epoch
+
+    @property
+    def high_watermark(self) -> int:
+        return self.replication.high_watermark
 
     @property
     def log_start_offset(self) -> int:
-        return self._log.log_start_offset
+        return self.log.log_start_offset
 
     @property
     def log_end_offset(self) -> int:
-        return self._log.log_end_offset
+        return self.log.log_end_offset
 
-    def serves_reads(self) -> bool:
-        return self.role is not Role.CLOSED and self._fence.is_live()
+    # Roles
 
-    def append_as_leader(self, records: memoryview, batch: RecordBatch) -> AppendResult:
+    def become_leader(
+        self, leader_epoch: int, replicas: Collection[int], isr: Isr, *, fencing_token: int, fence: Fence
+    ) -> None:
+        """Lead under the lease whose key has `fencing_token`, as long as `fence` lives. Raises OSError, LogFailed."""
+        replication = self.replication
+        start = self._reconciliation.reconcile_as_new_leader(self.log, self.high_watermark, leader_epoch)
+        self._remember(fencing_token)
+        self._fence = fence
+        replication.become_leader(leader_epoch, start, replicas, isr)
+        validate_consistency(self.log, self.high_watermark)
+
+    def become_follower(self, leader_id: int, leader_epoch: int, fencing_token: int) -> None:
+        """Follow the broker that holds the lease key with `fencing_token`. Raises OSError, LogFailed."""
+        if (leader_id, leader_epoch) == (self.leader_id, self.leader_epoch):
+            return
+        if fencing_token < self.fencing_token and leader_epoch <= max(self.leader_epoch, self.log.leader_epochs.latest):
+            _logger.error(
+                "leader refused: it is older than one that was followed before",
+                topic=self.topic,
+                partition=self.partition_index,
+                leader_id=leader_id,
+                fencing_token=fencing_token,
+                highest_seen=self.fencing_token,
+            )
+            self.follow_nobody()
+            return
+        self._remember(fencing_token)
+        self._reconciliation.reconcile_as_new_follower(self.log, self.high_watermark)
+        self.replication.become_follower(leader_id, leader_epoch)
+
+    def follow_nobody(self) -> None:
+        """There is no leader, or none that is known."""
+        if self.role is Role.FOLLOWER:
+            self.replication.become_follower(NO_LEADER, self.leader_epoch)
+
+    def _remember(self, fencing_token: int) -> None:
+        """Before anything is done under it."""
+        if fencing_token != self.fencing_token:
+            self.log.checkpoint(self.high_watermark, fencing_token)
+            self.fencing_token = fencing_token
+
+    def resign(self) -> None:
+        """Refuse writes from now on, and let nobody wait for more."""
+        self.replication.resign()
+        self._wake(self._high_watermark_waiters)
+
+    def close(self) -> None:
+        """Refuse everything from now on and let go of the log. May be called twice."""
+        self.replication.close()
+        self._fence = _NO_FENCE
+        self.log.close()
+        self._wake(self._high_watermark_waiters)
+        self._wake(self._append_waiters)
+
+    # As leader: writes
+
+    def append_as_leader(self, records: memoryview, batch: RecordBatch, acks: int = 1) -> AppendResult:
         """Append one batch that has been checked; its offset and leader epoch are written into `records`.
 
-        6 means that nothing was appended. 7 where a write that must not count could not be taken back.
+        6, 19 and the producer's own errors mean that nothing was appended. 7 where a write that must not count could
+        not be taken back. With acks=all the answer has to wait for `wait_for_isr(last_offset)`, a duplicate's too.
         """
-        if self.role is not Role.LEADER or not self._fence.is_live():
+        replication, log = self.replication, self.log
+        if replication.role is not Role.LEADER or not self._fence.is_live():
             return _NOT_LEADER
-        judgement = self._log.producers.judge(batch)
+        if acks == ACKS_ALL and not replication.has_enough_in_sync:
+            return AppendResult(error_codes.NOT_ENOUGH_REPLICAS, -1, self._too_few())
+        judgement = log.producers.judge(batch)
         if judgement.verdict is Verdict.DUPLICATE:
-            return AppendResult(error_codes.NONE, judgement.base_offset)
+            return AppendResult(error_codes.NONE, judgement.base_offset, None, judgement.last_offset)
         if judgement.verdict is not Verdict.ACCEPTED:
             return AppendResult(_JUDGED[judgement.verdict], -1, judgement.detail)
-        base_offset = self._log.log_end_offset
-        assign_offsets(records, batch, base_offset, self.leader_epoch)
+        base_offset = log.log_end_offset
+        assign_offsets(records, batch, base_offset, replication.leader_epoch)
         try:
-            self._log.append(records, batch)
+            log.append(records, batch)
         except (OSError, LogFailed) as error:
             _logger.error("append failed", topic=self.topic, partition=self.partition_index, error=str(error))
             return AppendResult(error_codes.KAFKA_STORAGE_ERROR, -1, str(error))
         if not self._fence.is_live():
             return self._take_back()
-        self._log.producers.update(batch, base_offset)
-        self.high_watermark = self._log.log_end_offset
-        if self._waiters:
-            self._wake()
-        return AppendResult(error_codes.NONE, base_offset)
+        log.producers.update(batch, base_offset)
+        replication.log_appended()
+        if self._append_waiters:
+            self._wake(self._append_waiters)
+        return AppendResult(error_codes.NONE, base_offset, None, base_offset + batch.last_offset_delta)
+
+    def _too_few(self) -> str:
+        isr, least = sorted(self.replication.isr.members), self.replication.min_insync_replicas
+        return f"{self.topic}-{self.partition_index}: in sync are {isr}, min.insync.replicas is {least}"
 
     def _take_back(self) -> AppendResult:
         try:
-            self._log.undo_append()
+            self.log.undo_append()
         except LogFailed as error:
             _logger.error("undo failed", topic=self.topic, partition=self.partition_index, error=str(error))
             return AppendResult(error_codes.REQUEST_TIMED_OUT)
         return _NOT_LEADER
 
+    def is_committed(self, offset: int) -> bool:
+        """Whether every in-sync replica has `offset`, and this broker may still say so."""
+        return self.high_watermark > offset and self._fence.is_live()
+
+    async def wait_for_isr(self, offset: int, timeout_s: float) -> int:
+        """The error code for a producer whose last record is at `offset`; see ReplicationManager.wait_for_isr."""
+        error_code = await self.replication.wait_for_isr(offset, timeout_s)
+        # Whoever was stopped for longer than its lease must not speak for a leader that has been replaced.
+        if error_code == error_codes.NONE and not self._fence.is_live():
+            return error_codes.REQUEST_TIMED_OUT
+        return error_code
+
+    # As leader: reads
+
+    def serves_reads(self) -> bool:
+        return self.replication.is_leading and self._fence.is_live()
+
     def read(self, offset: int, max_bytes: int) -> ReadResult:
-        """Batches from `offset` on, below the high watermark: the first whole, at most `max_bytes` otherwise."""
-        if not self.log_start_offset <= offset <= self.high_watermark:
+        """Batches from `offset` on, below the high watermark: the first whole, at most `max_bytes` otherwise.
+
+        Between the high watermark and the log's end there is nothing yet: a consumer that was there before a leader
+        changed waits, it is not sent back.
+        """
+        if not self.log_start_offset <= offset <= self.log_end_offset:
             return ReadResult(error_codes.OFFSET_OUT_OF_RANGE)
-        if offset == self.high_watermark:
+        high_watermark = self.high_watermark
+        if offset >= high_watermark:
             return ReadResult(error_codes.NONE)
+        return self._read_log(offset, max_bytes, None if high_watermark == self.log_end_offset else high_watermark)
+
+    def _read_log(self, offset: int, max_bytes: int, up_to: int | None) -> ReadResult:
         try:
-            return ReadResult(error_codes.NONE, self._log.read(offset, max_bytes))
+            return ReadResult(error_codes.NONE, self.log.read(offset, max_bytes, up_to=up_to))
         except (OSError, LogFailed) as error:
             _logger.error("read failed", topic=self.topic, partition=self.partition_index, error=str(error))
             return ReadResult(error_codes.KAFKA_STORAGE_ERROR)
 
+    def latest_offset(self) -> int | None:
+        """The high watermark; None until it has reached this leader's epoch: reads do not go back (KIP-207)."""
+        return self.high_watermark if self.high_watermark >= self.replication.epoch_start_offset else None
+
     def find_timestamp(self, timestamp: int) -> TimestampAndOffset | None:
-        """As `Log.find_timestamp`. Raises OSError, LogFailed."""
-        return self._log.find_timestamp(timestamp)
+        """As `Log.find_timestamp`, below the high watermark. Raises OSError, LogFailed."""
+        found = self.log.find_timestamp(timestamp)
+        return found if found is not None and found.offset < self.high_watermark else None
 
     def max_timestamp(self) -> TimestampAndOffset:
         """As `Log.max_timestamp`."""
-        return self._log.max_timestamp()
+        return self.log.max_timestamp()
 
     def check_leader_epoch(self, current_leader_epoch: int) -> int:
         """The error code for a request that believes in `current_leader_epoch`; -1 believes nothing (KIP-320)."""
-        if current_leader_epoch in (-1, self.leader_epoch):
+        if current_leader_epoch in (NO_EPOCH, self.leader_epoch):
             return error_codes.NONE
         if current_leader_epoch < self.leader_epoch:
             return error_codes.FENCED_LEADER_EPOCH
         return error_codes.UNKNOWN_LEADER_EPOCH
 
-    def add_waiter(self, wake: Callable[[], None]) -> None:
-        """Call `wake` once, at the next append or when the partition closes."""
-        self._waiters.add(wake)
+    # As leader: followers
+
+    def fetch_as_replica(self, replica_id: int, asked: PartitionFetch, max_bytes: int) -> PartitionFetched:
+        """What a follower gets; what it asks for tells what it has.
+
+        It must claim the epoch it follows in: one that claims none could be anybody's.
+        """
+        index = self.partition_index
+        if not self.serves_reads():
+            return PartitionFetched(index, error_codes.NOT_LEADER_OR_FOLLOWER)
+        error_code = self.check_leader_epoch(asked.current_leader_epoch)
+        if error_code != error_codes.NONE:
+            return PartitionFetched(index, error_code)
+        if asked.current_leader_epoch == NO_EPOCH or not self.replication.is_follower(replica_id):
+            return PartitionFetched(index, error_codes.REPLICA_NOT_AVAILABLE)
+        if asked.last_fetched_epoch >= 0:
+            leader_end = leader_end_for(self.log, asked.last_fetched_epoch)
+            if leader_end.leader_epoch < asked.last_fetched_epoch or leader_end.end_offset < asked.fetch_offset:
+                return PartitionFetched(
+                    index, error_codes.NONE, self.high_watermark, self.log_start_offset, diverging_epoch=leader_end
+                )
+        if not self.log_start_offset <= asked.fetch_offset <= self.log_end_offset:
+            return PartitionFetched(
+                index, error_codes.OFFSET_OUT_OF_RANGE, self.high_watermark, self.log_start_offset
+            )
+        records = b""
+        if asked.fetch_offset < self.log_end_offset:
+            error_code, records = self._read_log(asked.fetch_offset, min(asked.max_bytes, max_bytes), None)
+            if error_code != error_codes.NONE:
+                return PartitionFetched(index, error_code)
+        self.replication.replica_fetched(replica_id, asked.fetch_offset)
+        return PartitionFetched(
+            index, error_codes.NONE, self.high_watermark, self.log_start_offset, records=records
+        )
+
+    # As follower
+
+    def next_fetch(self) -> PartitionFetch | None:
+        """What to ask the leader next; None where there is none, or nothing may come from it."""
+        if self.role is not Role.FOLLOWER or self.leader_id == NO_LEADER or self.failure:
+            return None
+        log = self.log
+        return PartitionFetch(
+            self.partition_index,
+            self.leader_epoch,
+            log.log_end_offset,
+            log.leader_epochs.latest,
+            log.log_start_offset,
+            MAX_REPLICA_FETCH_BYTES,
+        )
+
+    def take_fetched(self, asked: PartitionFetch, fetched: PartitionFetched) -> bool:
+        """Do what the leader's answer says. False: something is wrong, ask again only after a pause."""
+        if self.role is not Role.FOLLOWER or self.leader_id == NO_LEADER or asked != self.next_fetch():
+            return True  # late: it answers what is not the question any more
+        try:
+            return self._take(fetched)
+        except Inconsistent as error:
+            self.failure = str(error)
+            _logger.error("replica stopped", topic=self.topic, partition=self.partition_index, reason=self.failure)
+        except ReplicatedBatchInvalid as error:
+            _logger.error("leader's records refused", **self._named(), leader_id=self.leader_id, error=str(error))
+        except (OSError, LogFailed) as error:
+            _logger.error("replica not written", **self._named(), error=str(error))
+        return False
+
+    def _named(self) -> dict[str, object]:
+        return {"topic": self.topic, "partition": self.partition_index}
+
+    def _take(self, fetched: PartitionFetched) -> bool:
+        log = self.log
+        if fetched.error_code == error_codes.OFFSET_OUT_OF_RANGE and fetched.log_start_offset > log.log_end_offset:
+            # What lies between has been removed by the leader's retention, which removes only what is committed.
+            log.reset_to(fetched.log_start_offset)
+            self.replication.leader_told(fetched.log_start_offset)
+            return True
+        if fetched.error_code != error_codes.NONE:
+            return False
+        if fetched.diverging_epoch is not None:
+            before = log.log_end_offset
+            self._reconciliation.reconcile_as_follower(log, self.high_watermark, fetched.diverging_epoch)
+            _logger.warning("log cut off", **self._named(), end_offset=log.log_end_offset, before=before)
+            return log.log_end_offset < before
+        if fetched.records:
+            log.append_replicated(fetched.records)
+        self.replication.leader_told(fetched.high_watermark)
+        if log.log_start_offset < fetched.log_start_offset <= self.high_watermark:
+            log.advance_log_start(fetched.log_start_offset)
+        return True
+
+    # Who waits
+
+    def add_waiter(self, wake: Callable[[], None], *, for_replica: bool = False) -> None:
+        """Call `wake` once: for a replica at the next append, for a client when the high watermark moves; and when the
+        partition closes."""
+        (self._append_waiters if for_replica else self._high_watermark_waiters).add(wake)
 
     def remove_waiter(self, wake: Callable[[], None]) -> None:
-        self._waiters.discard(wake)
+        self._append_waiters.discard(wake)
+        self._high_watermark_waiters.discard(wake)
 
-    def _wake(self) -> None:
-        waiters, self._waiters = self._waiters, set()
-        for wake in waiters:
+    def _on_high_watermark(self) -> None:
+        if self._high_watermark_waiters:
+            self._wake(self._high_watermark_waiters)
+
+    def _wake(self, waiters: set[Callable[[], None]]) -> None:
+        woken = list(waiters)
+        waiters.clear()
+        for wake in woken:
             wake()
-
-    def resign(self) -> None:
-        """Refuse writes from now on, and let nobody wait for more."""
-        if self.role is Role.LEADER:
-            self.role = Role.RESIGNED
-            self._wake()
 
     def flush(self) -> None:
         """Bring the log to the disk; blocks. Raises OSError, LogFailed."""
-        self._log.flush()
-
-    def close(self) -> None:
-        """Refuse everything from now on and let go of the log. May be called twice."""
-        self.role = Role.CLOSED
-        self._log.close()
-        self._wake()
+        self.log.flush()

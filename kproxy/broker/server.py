@@ -3,11 +3,13 @@
 States
   starting   data directory locked, port bound, etcd reached, lease claimed, cluster read, own partitions taken
   serving    the ready line is printed; the lease is held, or lost and being claimed anew
-  stopping   writes are refused with 6, requests at work end, logs go to the disk, then the lease is revoked
+  stopping   writes are refused with 6, requests at work end, followers get the rest, logs go to the disk, then the
+             lease is revoked
 
 Invariants
 1. Whatever stops the start is a StartupError, within bounded time, and leaves nothing behind.
-2. The lease is revoked last of all that matters: what was acknowledged is on the disk before another may own.
+2. The lease is revoked last of all that matters: what was acknowledged is on the disk, and the whole log with those in
+   sync, before another may own.
 3. Every task is owned here or by the part that started it, and awaited before `run_broker` returns.
 """
 
@@ -26,14 +28,16 @@ from codec.framing import ReceiveArena
 from kproxy.broker.apis import registry
 from kproxy.broker.broker_lease import BrokerLease, IdInUse, LeaseFence
 from kproxy.broker.clock import lease_clock
-from kproxy.broker.cluster import ClusterView
+from kproxy.broker.cluster import ClusterView, Topic
 from kproxy.broker.config import BrokerConfig
 from kproxy.broker.connection import ClientConnection
 from kproxy.broker.context import Body, Broker, Request
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.keys import BrokerValue, Keys
 from kproxy.broker.leases import PartitionLeaseManager
+from kproxy.broker.partition import ReplicaSettings
 from kproxy.broker.process import allow_many_files, stop_signals
+from kproxy.broker.replication.isr_keeper import IsrKeeper
 from kproxy.broker.topics import TopicAdmin
 from kproxy.errors import StartupError
 from kproxy.ownership.etcd import EtcdClient, EtcdError, EtcdMisused, IdBlocks, PrefixMirror, get_op, key_absent, put_op
@@ -82,7 +86,19 @@ class _Server:
         self._keys = Keys(config.prefix)
         self._view = ClusterView(self._keys)
         self._leases = PartitionLeaseManager(
-            client, self._view, data_dir, config.node_id, on_identity_lost=self._on_identity_lost
+            client,
+            self._view,
+            data_dir,
+            config.node_id,
+            settings_of=self._settings_of,
+            on_identity_lost=self._on_identity_lost,
+        )
+        self._isr_keeper = IsrKeeper(
+            client,
+            self._view,
+            self._leases.partitions.values,
+            isr_lag_s=config.isr_lag_s,
+            on_deposed=self._leases.deposed,
         )
         self._mirror = PrefixMirror(client, self._view.prefixes, self._view)
         self._lease: BrokerLease | None = None
@@ -157,7 +173,7 @@ class _Server:
         except EtcdError as error:
             raise StartupError(f"{str(error).rstrip('.')}; --etcd names it") from error
         self._leases.begin(fence)
-        self._tasks.append(asyncio.create_task(self._leases.run()))
+        self._tasks += [asyncio.create_task(self._leases.run()), asyncio.create_task(self._isr_keeper.run())]
         await self._leases.settle(OWN_PARTITIONS_TIMEOUT_S)
         await listener.start_serving()
         bound_port = listener.sockets[0].getsockname()[1]
@@ -175,6 +191,12 @@ class _Server:
         key = self._keys.cluster_id
         result = await self._client.txn([key_absent(key)], [put_op(key, chosen)], [get_op(key)])
         return (chosen if result.succeeded else result.responses[0].kvs[0].value).decode()
+
+    def _settings_of(self, topic: Topic, partition_index: int) -> ReplicaSettings:
+        replicas = len(topic.replicas[partition_index])
+        return ReplicaSettings(
+            self._config.node_id, lease_clock, self._config.isr_lag_s, min_insync_replicas=min(2, max(1, replicas - 1))
+        )
 
     def _assemble(self, cluster_id: str) -> Broker:
         return Broker(
@@ -234,7 +256,7 @@ class _Server:
     # Stopping
 
     async def _stop(self, listener: asyncio.Server) -> None:
-        """Refuse writes, finish what is at work, bring the logs to the disk, give up the lease."""
+        """Refuse writes, finish what is at work, let followers catch up, bring logs to the disk, give up the lease."""
         listener.close()
         self._leases.resign_all()
         loop = asyncio.get_running_loop()
@@ -242,6 +264,7 @@ class _Server:
         # Once in a process's life: not worth an event in every connection.
         while any(each.task is not None for each in self._connections) and loop.time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+        await self._leases.drain(deadline - loop.time())
         await asyncio.to_thread(self._leases.flush_all)
         failed = [task.exception() for task in self._tasks if task.done() and not task.cancelled()]
         await _cancel(self._tasks)

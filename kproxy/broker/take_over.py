@@ -1,12 +1,14 @@
 """The transaction that makes a broker the owner of a partition.
 
 If the lease key is absent, and the state and the topic are as they were when the decision was made: put the lease key
-on the broker's lease, and the state with the next leader epoch and this broker as its ISR. All or nothing, so that a
-partition never has an owner without a state, and two brokers never both believe that they took it.
+on the broker's lease, and the state with the next leader epoch and the ISR that it had. All or nothing, so that a
+partition never has an owner without a state, two brokers never both believe that they took it, and nobody takes it whom
+the ISR has lost meanwhile.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kproxy.broker.cluster import Topic
@@ -14,10 +16,14 @@ from kproxy.broker.keys import Keys, PartitionKey, StateValue, decode_value, enc
 from kproxy.ownership.etcd import (
     EtcdClient,
     EtcdError,
+    KeyValue,
     LeaseLost,
+    TxnCompare,
+    TxnOp,
     TxnResult,
     get_op,
     key_absent,
+    lease_is,
     mod_revision_is,
     put_op,
 )
@@ -26,11 +32,12 @@ ATTEMPTS = 3
 
 
 class Taken(NamedTuple):
-    """`revision` is the lease key's create revision, the fencing token; `state` the state's value as it stands now."""
+    """`token` is the lease key's create revision, the fencing token; `value` is the state as it stands at `revision`."""
 
+    token: int
+    state: StateValue
+    value: bytes
     revision: int
-    leader_epoch: int
-    state: bytes
 
 
 class TakeOver:
@@ -39,35 +46,56 @@ class TakeOver:
     def __init__(self, client: EtcdClient, keys: Keys, node_id: int, key: PartitionKey, topic: Topic) -> None:
         self.owner = str(node_id).encode()
         self._client = client
-        self._node_id = node_id
         self._lease_key = keys.lease(*key)
         self._state_key = keys.state(*key)
         self._topic_key = keys.topic(topic.name)
         self._topic = topic
 
-    async def attempt(self, lease_id: int, leader_epoch: int, stored_revision: int) -> Taken | None:
-        """Take the partition, or find that an attempt whose answer was lost has taken it; None if it is not to be had.
+    async def attempt(self, lease_id: int, state: StateValue, stored_revision: int) -> Taken | None:
+        """Take the partition with `state`, or find that an attempt whose answer was lost has taken it; None if it is
+        not to be had.
 
         `stored_revision` is the mod_revision of what stands in the state's key, 0 for nothing. Raises EtcdError,
         ValueError for a state that cannot be read.
         """
-        value = encode_value(StateValue(leader_epoch, [self._node_id], self._topic.topic_id))
-        result = await self._run(lease_id, value, stored_revision)
+        value = encode_value(state)
+        result = await self._run(
+            [
+                key_absent(self._lease_key),
+                mod_revision_is(self._state_key, stored_revision),
+                mod_revision_is(self._topic_key, self._topic.mod_revision),
+            ],
+            [put_op(self._lease_key, self.owner, lease_id), put_op(self._state_key, value)],
+        )
         if result.succeeded:
-            return Taken(result.revision, leader_epoch, value)
+            return Taken(result.revision, state, value, result.revision)
         lease_kvs, state_kvs = result.responses[0].kvs, result.responses[1].kvs
         if not lease_kvs or not state_kvs or lease_kvs[0].lease_id != lease_id:
             return None
-        state = decode_value(state_kvs[0].value, StateValue)
-        return Taken(lease_kvs[0].create_revision, state.leader_epoch, state_kvs[0].value)
+        found = Taken(
+            lease_kvs[0].create_revision,
+            decode_value(state_kvs[0].value, StateValue),
+            state_kvs[0].value,
+            state_kvs[0].mod_revision,
+        )
+        if found.state.leader_epoch >= state.leader_epoch:
+            return found
+        return await self._begin_epoch(lease_id, lease_kvs[0], found, state.leader_epoch)
 
-    async def _run(self, lease_id: int, value: bytes, stored_revision: int) -> TxnResult:
-        compares = [
-            key_absent(self._lease_key),
-            mod_revision_is(self._state_key, stored_revision),
-            mod_revision_is(self._topic_key, self._topic.mod_revision),
-        ]
-        puts = [put_op(self._lease_key, self.owner, lease_id), put_op(self._state_key, value)]
+    async def _begin_epoch(self, lease_id: int, lease: KeyValue, found: Taken, leader_epoch: int) -> Taken | None:
+        """The partition was led under this very key before: nobody may lead twice in one epoch."""
+        state = StateValue(leader_epoch, found.state.isr, found.state.topic_id, found.state.replicas)
+        value = encode_value(state)
+        guards = [lease_is(self._lease_key, lease_id), mod_revision_is(self._state_key, found.revision)]
+        result = await self._run(guards, [put_op(self._state_key, value)])
+        if result.succeeded:
+            return Taken(lease.create_revision, state, value, result.revision)
+        lease_kvs, state_kvs = result.responses[0].kvs, result.responses[1].kvs
+        if not lease_kvs or lease_kvs[0].lease_id != lease_id or not state_kvs or state_kvs[0].value != value:
+            return None
+        return Taken(lease_kvs[0].create_revision, state, value, state_kvs[0].mod_revision)
+
+    async def _run(self, compares: Sequence[TxnCompare], puts: Sequence[TxnOp]) -> TxnResult:
         look = [get_op(self._lease_key), get_op(self._state_key)]
         for _ in range(ATTEMPTS - 1):
             try:

@@ -1,8 +1,9 @@
 """ListOffsets, versions 1-9.
 
-- Timestamp -1: the high watermark; -2 and -4: the log's start; -3: the largest timestamp (version 7); -5 (tiered
-  storage): nothing. From 0 on: the first batch that holds a record at or after it, answered with the batch's own first
-  timestamp and offset; records are not unpacked, so a client may get a few records from before it.
+- Timestamp -1: the high watermark, or OFFSET_NOT_AVAILABLE until it has reached the epoch of a new leader (KIP-207); -2
+  and -4: the log's start; -3: the largest timestamp (version 7); -5 (tiered storage): nothing. From 0 on: the first
+  batch that holds a record at or after it, answered with the batch's own first timestamp and offset; records are not
+  unpacked, so a client may get a few records from before it.
 - Nothing found: offset -1, timestamp -1, no error. Not the owner: 6. Another leader epoch: 74 or 75 (KIP-320).
 - replica_id >= 0 is refused, as for Fetch.
 """
@@ -70,6 +71,8 @@ def _list_one(broker: Broker, topic: str, asked: control.Message) -> dict[str, i
     except (OSError, LogFailed) as error:
         _logger.error("timestamps not read", topic=topic, partition=index, error=str(error))
         return {"partition_index": index, "error_code": error_codes.KAFKA_STORAGE_ERROR}
+    if found is None:
+        return {"partition_index": index, "error_code": error_codes.OFFSET_NOT_AVAILABLE}
     leader_epoch = partition.leader_epoch if found.offset >= 0 else -1
     return {
         "partition_index": index,
@@ -80,9 +83,11 @@ def _list_one(broker: Broker, topic: str, asked: control.Message) -> dict[str, i
     }
 
 
-def _find(partition: Partition, timestamp: int) -> TimestampAndOffset:
+def _find(partition: Partition, timestamp: int) -> TimestampAndOffset | None:
+    """None: not to be had yet. Raises OSError, LogFailed."""
     if timestamp == LATEST:
-        return TimestampAndOffset(-1, partition.high_watermark)
+        latest = partition.latest_offset()
+        return None if latest is None else TimestampAndOffset(-1, latest)
     if timestamp in (EARLIEST, EARLIEST_LOCAL):
         return TimestampAndOffset(-1, partition.log_start_offset)
     if timestamp == MAX_TIMESTAMP:

@@ -6,14 +6,18 @@
 - From version 13 topics are named by their ids (KIP-516); an unknown one: UNKNOWN_TOPIC_ID.
 - A partition named twice: every partition gets INVALID_REQUEST. acks other than -1, 0, 1: INVALID_REQUIRED_ACKS.
 - acks=0 is not answered; if anything failed the connection is closed, as Kafka does, so that the client learns of it.
-- acks=-1 and 1 are the same while a partition has one replica. Transactional batches get INVALID_TXN_STATE.
+- acks=-1 is answered when every in-sync replica has the records, in the request's time: else 7, or 20 where too few are
+  left in sync; 19, before anything is appended, where they are too few already. Transactional batches get
+  INVALID_TXN_STATE.
 - A partition that nobody ever took is taken first, if it is ours to take.
 """
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Awaitable
+from typing import NamedTuple
 
 from codec import error_codes
 from codec.api_keys import PRODUCE
@@ -24,7 +28,7 @@ from codec.produce import parse_produce, records_of
 from codec.produce_response import result_entry
 from kproxy.broker.context import TAKE_TIMEOUT_S, Body, Broker, CloseConnection, Request
 from kproxy.broker.keys import PartitionKey
-from kproxy.broker.partition import AppendResult
+from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition
 from kproxy.broker.validation import Refusal, check_records
 
 API_KEY = PRODUCE
@@ -32,7 +36,7 @@ OFFERED_MIN_VERSION = 0
 MIN_VERSION = 3
 MAX_VERSION = PARSED_MAX_VERSION
 
-_ACKS = (-1, 0, 1)
+_ACKS = (ACKS_ALL, 0, 1)
 _LEADER_VERSION = 10
 _NODE_ENDPOINTS_TAG = 0
 
@@ -58,34 +62,76 @@ def _name_topics(broker: Broker, produce: PartitionedRequest) -> None:
 
 async def _take_and_append(broker: Broker, produce: PartitionedRequest, takeable: list[PartitionKey]) -> Body | None:
     await broker.leases.take(takeable, TAKE_TIMEOUT_S)
-    return _append(broker, produce)
+    result = _append(broker, produce)
+    return await result if isinstance(result, Awaitable) else result
 
 
-def _append(broker: Broker, produce: PartitionedRequest) -> Body | None:
-    version = produce.header.api_version
+class _Pending(NamedTuple):
+    """A result that stands once its records are on every in-sync replica; `at` is its place among the results."""
+
+    at: int
+    partition: Partition
+    last_offset: int
+
+
+def _append(broker: Broker, produce: PartitionedRequest) -> Body | Awaitable[Body | None] | None:
     refused = _refuse_all(produce)
-    failures: list[str] = []
+    results: list[AppendResult] = []
+    pending: list[_Pending] = []
+    for topic in produce.topics:
+        for ordinal, index in enumerate(topic.partitions):
+            result = refused or _append_one(broker, produce, topic, ordinal)
+            if produce.acks == ACKS_ALL and result.error_code == error_codes.NONE:
+                partition = broker.led(topic.name, index)
+                if partition is not None and not partition.is_committed(result.last_offset):
+                    pending.append(_Pending(len(results), partition, result.last_offset))
+            results.append(result)
+    return _wait_and_answer(broker, produce, results, pending) if pending else _answer(broker, produce, results)
+
+
+async def _wait_and_answer(
+    broker: Broker, produce: PartitionedRequest, results: list[AppendResult], pending: list[_Pending]
+) -> Body | None:
+    """The answer once all is replicated. One waits after the other: they all go on meanwhile."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + produce.timeout_ms / 1000
+    for each in pending:
+        error_code = await each.partition.wait_for_isr(each.last_offset, deadline - loop.time())
+        if error_code != error_codes.NONE:
+            results[each.at] = AppendResult(error_code)
+    return _answer(broker, produce, results)
+
+
+def _answer(broker: Broker, produce: PartitionedRequest, results: list[AppendResult]) -> Body | None:
+    if produce.acks == 0:
+        _close_on_failure(produce, results)
+        return None
+    version, at = produce.header.api_version, 0
     leaders: dict[int, tuple[str, int]] = {}
     answer: list[tuple[bytes, list[Buffer], int]] = []
     for topic in produce.topics:
         entries: list[Buffer] = []
-        for ordinal, index in enumerate(topic.partitions):
-            result = refused or _append_one(broker, produce, topic, ordinal)
-            if result.error_code != error_codes.NONE:
-                failures.append(
-                    f"{topic.name.decode(errors='replace')}-{index}: {error_codes.name_of(result.error_code)}"
-                )
-            entries.append(_entry(broker, version, topic, index, result, leaders))
+        for index in topic.partitions:
+            entries.append(_entry(broker, version, topic, index, results[at], leaders))
+            at += 1
         # An id as it came; see `_name_topics`.
         name = bytes(produce.frame[topic.head_start : topic.head_end]) if produce.by_id else topic.name
         answer.append((name, entries, len(entries)))
-    if produce.acks == 0:
-        if failures:
-            raise CloseConnection(f"acks=0 and not appended: {'; '.join(failures[:5])}")
-        return None
     flexible = produce.flexible
     tail = INT32.pack(0) + encode_tagged_fields(_endpoint_tags(leaders)) if flexible else INT32.pack(0)
     return [*encode_topics(answer, flexible=flexible, by_id=produce.by_id), tail]
+
+
+def _close_on_failure(produce: PartitionedRequest, results: list[AppendResult]) -> None:
+    """With acks=0 a closed connection is all that tells a client of what was not appended."""
+    names = [(topic.name, index) for topic in produce.topics for index in topic.partitions]
+    failures = [
+        f"{name.decode(errors='replace')}-{index}: {error_codes.name_of(result.error_code)}"
+        for (name, index), result in zip(names, results, strict=True)
+        if result.error_code != error_codes.NONE
+    ]
+    if failures:
+        raise CloseConnection(f"acks=0 and not appended: {'; '.join(failures[:5])}")
 
 
 def _refuse_all(produce: PartitionedRequest) -> AppendResult | None:
@@ -107,7 +153,7 @@ def _append_one(broker: Broker, produce: PartitionedRequest, topic: TopicSpan, o
     batch = check_records(records, produce.header.api_version, broker.config.message_max_bytes)
     if isinstance(batch, Refusal):
         return AppendResult(batch.error_code, -1, batch.error_message)
-    return partition.append_as_leader(records, batch)
+    return partition.append_as_leader(records, batch, produce.acks)
 
 
 def _entry(

@@ -1,0 +1,98 @@
+"""The replicas on this broker: their logs opened and closed, each pointed at the leader that etcd names.
+
+Invariants
+1. A partition's log is open at most once: `open` is called by one task at a time for each partition, which the lease
+   manager sees to, and a replica that was closed is opened anew from what is on the disk.
+2. A follower follows whoever holds the lease key, in the epoch of the state that goes with it; nobody while the key is
+   absent or our own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+import structlog
+
+from kproxy.broker.cluster import ClusterView, Topic
+from kproxy.broker.data_dir import DataDir
+from kproxy.broker.keys import PartitionKey
+from kproxy.broker.partition import Partition, ReplicaSettings
+from kproxy.broker.replication.manager import NO_LEADER, Role
+from kproxy.broker.segment import LogFailed
+
+_logger = structlog.get_logger(__name__)
+
+
+class ReplicaHost:
+    """What this broker has of which partition, by (topic name as bytes, partition index).
+
+    `on_leaders_changed` is called after a follower has been pointed at somebody else, or a replica has come or gone.
+    """
+
+    def __init__(
+        self,
+        view: ClusterView,
+        data_dir: DataDir,
+        node_id: int,
+        settings_of: Callable[[Topic, int], ReplicaSettings],
+    ) -> None:
+        self.hosted: dict[tuple[bytes, int], Partition] = {}
+        self.on_leaders_changed: Callable[[], None] = lambda: None
+        self._view = view
+        self._data_dir = data_dir
+        self._node_id = node_id
+        self._settings_of = settings_of
+
+    def get(self, key: PartitionKey) -> Partition | None:
+        return self.hosted.get((key.topic.encode(), key.partition_index))
+
+    def keys(self) -> Iterator[PartitionKey]:
+        """Those that are hosted now."""
+        for topic, partition_index in list(self.hosted):
+            yield PartitionKey(topic.decode(), partition_index)
+
+    async def open(self, key: PartitionKey, topic: Topic) -> Partition | None:
+        """The replica, opened where it is not; None where its log cannot be opened."""
+        partition = self.get(key)
+        if partition is not None:
+            return partition
+        try:
+            log = await asyncio.to_thread(self._data_dir.open_log, topic.name, key.partition_index, topic.topic_id)
+        except (OSError, LogFailed) as error:
+            _logger.error("log not opened", topic=topic.name, partition=key.partition_index, error=str(error))
+            return None
+        partition = Partition(
+            topic.name, key.partition_index, topic.topic_id, log, self._settings_of(topic, key.partition_index)
+        )
+        self.hosted[topic.name.encode(), key.partition_index] = partition
+        self.point_at_leader(key)
+        return partition
+
+    def close(self, key: PartitionKey) -> Partition | None:
+        """Close the replica; it is returned for the record."""
+        partition = self.hosted.pop((key.topic.encode(), key.partition_index), None)
+        if partition is not None:
+            partition.close()
+            self.on_leaders_changed()
+        return partition
+
+    def point_at_leader(self, key: PartitionKey) -> None:
+        """Let a follower follow whom etcd names."""
+        partition = self.get(key)
+        if partition is None or partition.role is not Role.FOLLOWER:
+            return
+        before = (partition.leader_id, partition.leader_epoch)
+        topic = self._view.topics.get(key.topic)
+        ownership = self._view.ownership(*key)
+        state = self._view.state(topic, key.partition_index) if topic is not None else None
+        leader_id = self._view.owner(*key)
+        if state is None or ownership is None or leader_id in (NO_LEADER, self._node_id):
+            partition.follow_nobody()
+        else:
+            try:
+                partition.become_follower(leader_id, state.leader_epoch, ownership.mod_revision)
+            except (OSError, LogFailed) as error:
+                _logger.error("leader not followed", topic=key.topic, partition=key.partition_index, error=str(error))
+        if (partition.leader_id, partition.leader_epoch) != before:
+            self.on_leaders_changed()

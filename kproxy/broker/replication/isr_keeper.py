@@ -1,0 +1,149 @@
+"""Writing a leader's in-sync replicas to etcd, where whoever may take over next reads them.
+
+A change of one partition's ISR
+  wanted     ReplicationManager.wanted_isr says what it should be
+  proposed   noted in the partition, the transaction is under way: additions count from here on
+  settled    the transaction's answer says what etcd has: that counts from here on
+
+Invariants
+1. The transaction is guarded by the lease key's create revision, so that only the owner writes, and by the state's mod
+   revision, so that it changes what it was decided on.
+2. A transaction without an answer settles nothing: the proposal stands, and is put again until etcd has told what is
+   so. Its guard makes a second one harmless.
+3. At most one change of a partition is under way, at most CONCURRENT_CHANGES of all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import structlog
+
+from kproxy.broker.cluster import ClusterView
+from kproxy.broker.keys import StateValue, decode_value, encode_value
+from kproxy.broker.partition import Partition
+from kproxy.broker.replication.manager import WAITER_SWEEP_INTERVAL_S, Isr, Role
+from kproxy.ownership.etcd import EtcdClient, EtcdError, create_revision_is, get_op, mod_revision_is, put_op
+
+CONCURRENT_CHANGES = 16
+_logger = structlog.get_logger(__name__)
+
+
+class IsrKeeper:
+    """Keeps the ISR of what this broker leads; `run` is one coroutine that the caller owns."""
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        view: ClusterView,
+        led: Callable[[], Iterable[Partition]],
+        *,
+        isr_lag_s: float,
+        on_deposed: Callable[[Partition], None],
+    ) -> None:
+        """`on_deposed` is called where etcd says that the partition's lease key is not ours any more."""
+        self._client = client
+        self._view = view
+        self._led = led
+        self._on_deposed = on_deposed
+        # Often enough for a threshold to be kept, and for a follower that has caught up to count soon.
+        self._interval_s = min(isr_lag_s / 4, 0.25)
+        self._wake = asyncio.Event()
+        self._swept_at = float("-inf")
+        self._changing: dict[Partition, asyncio.Task[None]] = {}
+        view.subscribe(lambda _: self._wake.set())
+
+    async def run(self) -> None:
+        """Propose what is wanted, and answer producers whose time is over, until cancelled."""
+        try:
+            while True:
+                self._look()
+                try:
+                    async with asyncio.timeout(self._interval_s):
+                        await self._wake.wait()
+                except TimeoutError:
+                    self._sweep()
+                self._wake.clear()
+        finally:
+            tasks = list(self._changing.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _look(self) -> None:
+        live = self._view.brokers
+        for partition in self._led():
+            if len(self._changing) >= CONCURRENT_CHANGES:
+                return
+            if partition in self._changing:
+                continue
+            replication = partition.replication
+            wanted = replication.proposed or replication.wanted_isr(live)
+            if wanted is not None and replication.role is Role.LEADER:
+                replication.isr_proposed(wanted)
+                task = asyncio.create_task(self._change(partition, wanted), name=f"isr {partition.topic}")
+                self._changing[partition] = task
+                task.add_done_callback(partial(self._changed, partition))
+
+    def _changed(self, partition: Partition, _: asyncio.Task[None]) -> None:
+        del self._changing[partition]
+        if partition.replication.proposed is None:
+            self._wake.set()
+
+    async def _change(self, partition: Partition, members: frozenset[int]) -> None:
+        replication, keys = partition.replication, self._view.keys
+        lease_key = keys.lease(partition.topic, partition.partition_index)
+        state_key = keys.state(partition.topic, partition.partition_index)
+        stored = self._view.stored_state(partition.topic, partition.partition_index)
+        value = encode_value(
+            StateValue(
+                replication.leader_epoch,
+                sorted(members),
+                partition.topic_id,
+                stored.replicas if stored is not None else None,
+            )
+        )
+        guards = [
+            create_revision_is(lease_key, partition.fencing_token),
+            mod_revision_is(state_key, replication.isr.revision),
+        ]
+        try:
+            result = await self._client.txn(
+                guards, [put_op(state_key, value)], [get_op(lease_key), get_op(state_key)]
+            )
+        except EtcdError as error:
+            _logger.warning("ISR not changed", **_named(partition), wanted=sorted(members), error=str(error))
+            return
+        if replication.role is Role.CLOSED:
+            return
+        if result.succeeded:
+            before = replication.isr.members
+            replication.isr_settled(Isr(members, result.revision))
+            self._view.apply_put(state_key, value, lease_id=0, revision=result.revision)
+            log = _logger.warning if before - members else _logger.info
+            log("ISR changed", **_named(partition), isr=sorted(members), before=sorted(before))
+            return
+        lease_kvs, state_kvs = result.responses[0].kvs, result.responses[1].kvs
+        if not lease_kvs or lease_kvs[0].create_revision != partition.fencing_token or not state_kvs:
+            self._on_deposed(partition)
+            return
+        try:
+            state = decode_value(state_kvs[0].value, StateValue)
+        except ValueError as error:
+            _logger.error("ISR in etcd unreadable", **_named(partition), error=str(error))
+            return
+        replication.isr_settled(Isr(frozenset(state.isr), state_kvs[0].mod_revision))
+
+    def _sweep(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if now - self._swept_at < WAITER_SWEEP_INTERVAL_S:
+            return
+        self._swept_at = now
+        for partition in self._led():
+            partition.replication.expire_waiters()
+
+
+def _named(partition: Partition) -> dict[str, object]:
+    return {"topic": partition.topic, "partition": partition.partition_index}

@@ -1,0 +1,307 @@
+"""Who has what of one partition: roles, the in-sync replicas, the high watermark, and who waits for it.
+
+States
+  follower   copies from a leader, if one is known
+  leader     counts what its followers have, and moves the high watermark
+  resigned   a leader whose broker stops: followers catch up, nothing new comes
+  closed     nothing more; every waiter has been answered
+
+Transitions
+  follower -> leader     `become_leader`: a take-over transaction named us, with its epoch and ISR
+  follower -> follower   `become_follower`: another leader, or another epoch
+  leader   -> resigned   `resign`
+  any      -> closed     `close`. A leader never becomes a follower: what it held in memory is dropped with it, and the
+                         log is opened anew.
+
+Invariants
+1. The high watermark never moves back, and never passes the log end offset of any in-sync replica. In sync is whom
+   etcd names and whom we have proposed: an expansion counts from the moment it is proposed, a shrink only once its
+   transaction succeeded. So whoever may be elected holds all that is below it.
+2. It does not move while etcd's ISR has fewer than min_insync_replicas members.
+3. A replica's progress counts only in the epoch in which it was reported.
+4. A waiter is answered once: 0 when the high watermark has passed its offset; NOT_ENOUGH_REPLICAS_AFTER_APPEND when the
+   ISR has become too small; REQUEST_TIMED_OUT when its time is over or leadership ends. Never 6: its records are in the
+   log.
+5. No waiter is older than MAX_WAITER_AGE_S.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable, Collection, Iterable
+from enum import Enum
+from typing import NamedTuple
+
+from codec import error_codes
+from kproxy.broker.clock import Clock
+
+NO_LEADER = -1
+UNKNOWN_OFFSET = -1
+MAX_WAITER_AGE_S = 60.0
+WAITER_SWEEP_INTERVAL_S = 5.0
+
+
+class Role(Enum):
+    """What a replica is."""
+
+    FOLLOWER = "follower"
+    LEADER = "leader"
+    RESIGNED = "resigned"
+    CLOSED = "closed"
+
+
+_LEADING = (Role.LEADER, Role.RESIGNED)
+
+
+class Isr(NamedTuple):
+    """The in-sync replicas as etcd has them; `revision` is the mod_revision that guards their next change."""
+
+    members: frozenset[int]
+    revision: int
+
+
+class _Progress:
+    """What one follower has, as its fetches tell. Times are the clock's."""
+
+    __slots__ = ("caught_up_at", "fetched_at", "leader_end_at_fetch", "log_end_offset")
+
+    def __init__(self, now: float) -> None:
+        self.log_end_offset = UNKNOWN_OFFSET
+        # A follower that is in sync when we begin has the whole threshold to show itself.
+        self.caught_up_at = now
+        self.fetched_at = now
+        self.leader_end_at_fetch = UNKNOWN_OFFSET
+
+
+class _Waiter:
+    """Somebody who wants the high watermark above `offset`."""
+
+    __slots__ = ("deadline", "done", "offset")
+
+    def __init__(self, offset: int, deadline: float, done: asyncio.Future[int]) -> None:
+        self.offset = offset
+        self.deadline = deadline
+        self.done = done
+
+    def __lt__(self, other: _Waiter) -> bool:
+        return self.offset < other.offset
+
+    def answer(self, error_code: int) -> None:
+        if not self.done.done():
+            self.done.set_result(error_code)
+
+
+class ReplicationManager:
+    """One partition's replication on one broker. It reads the log's end through `log_end`, and touches nothing else.
+
+    `isr_lag_s` is how long a follower may go without having caught up (Kafka's replica.lag.time.max.ms).
+    `on_high_watermark` is called after it has moved.
+    """
+
+    def __init__(
+        self,
+        node_id: int,
+        *,
+        high_watermark: int,
+        log_end: Callable[[], int],
+        on_high_watermark: Callable[[], None],
+        min_insync_replicas: int,
+        isr_lag_s: float,
+        clock: Clock,
+    ) -> None:
+        self.role = Role.FOLLOWER
+        self.leader_id = NO_LEADER
+        self.leader_epoch = -1
+        self.epoch_start_offset = 0
+        self.high_watermark = high_watermark
+        self.min_insync_replicas = min_insync_replicas
+        self.isr = Isr(frozenset(), 0)
+        self.proposed: frozenset[int] | None = None
+        self._node_id = node_id
+        self._log_end = log_end
+        self._on_high_watermark = on_high_watermark
+        self._isr_lag_s = isr_lag_s
+        self._clock = clock
+        self._followers: dict[int, _Progress] = {}
+        self._waiters: list[_Waiter] = []
+
+    # Roles
+
+    @property
+    def is_leading(self) -> bool:
+        """Leader, or resigned and still serving its followers."""
+        return self.role in _LEADING
+
+    def become_leader(self, leader_epoch: int, epoch_start_offset: int, replicas: Iterable[int], isr: Isr) -> None:
+        """Lead from now on, with nothing known yet of what the followers have."""
+        now = self._clock()
+        self.role, self.leader_id, self.leader_epoch = Role.LEADER, self._node_id, leader_epoch
+        self.epoch_start_offset = epoch_start_offset
+        self._followers = {node_id: _Progress(now) for node_id in replicas if node_id != self._node_id}
+        self.isr, self.proposed = isr, None
+        self.log_appended()
+
+    def become_follower(self, leader_id: int, leader_epoch: int) -> None:
+        """Follow that leader from now on; NO_LEADER while there is none."""
+        self.leader_id, self.leader_epoch = leader_id, leader_epoch
+
+    def resign(self) -> None:
+        """Lead only until followers have what there is."""
+        if self.role is Role.LEADER:
+            self.role = Role.RESIGNED
+
+    def close(self) -> None:
+        """Answer whoever waits: nothing here is certain any more."""
+        self.role = Role.CLOSED
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            waiter.answer(error_codes.REQUEST_TIMED_OUT)
+
+    # What is in sync
+
+    @property
+    def in_sync(self) -> frozenset[int]:
+        """All that may be in etcd's ISR by now, or soon: nobody else can be elected."""
+        return self.isr.members if self.proposed is None else self.isr.members | self.proposed
+
+    @property
+    def has_enough_in_sync(self) -> bool:
+        return len(self.isr.members) >= self.min_insync_replicas
+
+    def replica_fetched(self, replica_id: int, fetch_offset: int) -> None:
+        """A follower asked from `fetch_offset` on: it has all that is below."""
+        progress = self._followers[replica_id]
+        now, log_end = self._clock(), self._log_end()
+        if fetch_offset >= log_end:
+            progress.caught_up_at = now
+        elif fetch_offset >= progress.leader_end_at_fetch >= 0:
+            # It has what was the end when it last asked: so long ago it was caught up (as in Apache Kafka).
+            progress.caught_up_at = max(progress.caught_up_at, progress.fetched_at)
+        progress.fetched_at, progress.leader_end_at_fetch = now, log_end
+        if progress.log_end_offset != fetch_offset:
+            progress.log_end_offset = fetch_offset
+            self.log_appended()
+
+    def is_follower(self, replica_id: int) -> bool:
+        """Whether that broker keeps a replica that follows this leader."""
+        return replica_id in self._followers
+
+    def log_end_of(self, replica_id: int) -> int:
+        """The log end offset that a follower last told, UNKNOWN_OFFSET before it did."""
+        return self._followers[replica_id].log_end_offset
+
+    def log_appended(self) -> None:
+        """Somebody in sync has more than before: see how far the high watermark may go."""
+        if not self.is_leading or not self.has_enough_in_sync:
+            return
+        lowest = self._log_end()
+        followers = self._followers
+        for node_id in self.in_sync:
+            if node_id != self._node_id:
+                progress = followers.get(node_id)
+                offset = progress.log_end_offset if progress is not None else UNKNOWN_OFFSET
+                if offset < lowest:
+                    lowest = offset
+        if lowest > self.high_watermark:
+            self.high_watermark = lowest
+            self._answer_waiters()
+            self._on_high_watermark()
+
+    def leader_told(self, high_watermark: int) -> None:
+        """A follower learns the leader's high watermark; it counts as far as our own log goes."""
+        self.high_watermark = max(self.high_watermark, min(high_watermark, self._log_end()))
+
+    def wanted_isr(self, live: Collection[int]) -> frozenset[int] | None:
+        """The ISR to propose to etcd, None where it is right as it is or one is being proposed already.
+
+        Out goes who is not alive or has lagged too long; in comes who is alive and has all below the high watermark
+        and the beginning of this epoch.
+        """
+        if self.role is not Role.LEADER or self.proposed is not None:
+            return None
+        now = self._clock()
+        wanted = {self._node_id}
+        for node_id, progress in self._followers.items():
+            if node_id not in live:
+                continue
+            if node_id in self.isr.members:
+                if now - progress.caught_up_at <= self._isr_lag_s:
+                    wanted.add(node_id)
+            elif progress.log_end_offset >= max(self.high_watermark, self.epoch_start_offset):
+                # One that lags too long would only be put out again.
+                if now - progress.caught_up_at <= self._isr_lag_s:
+                    wanted.add(node_id)
+        return None if wanted == self.isr.members else frozenset(wanted)
+
+    def isr_proposed(self, members: frozenset[int]) -> None:
+        """`members` are about to be put into etcd."""
+        self.proposed = members
+
+    def isr_settled(self, isr: Isr) -> None:
+        """Etcd has `isr`, be it what was proposed or not."""
+        self.isr, self.proposed = isr, None
+        self.log_appended()
+        if not self.has_enough_in_sync:
+            waiters, self._waiters = self._waiters, []
+            for waiter in waiters:
+                waiter.answer(error_codes.NOT_ENOUGH_REPLICAS_AFTER_APPEND)
+
+    def followers_behind(self, live: Collection[int]) -> bool:
+        """Whether a live follower in sync lacks something of the log."""
+        log_end = self._log_end()
+        return any(
+            self._followers[node_id].log_end_offset < log_end
+            for node_id in self.isr.members
+            if node_id in live and node_id in self._followers
+        )
+
+    # Who waits
+
+    async def wait_for_isr(self, offset: int, timeout_s: float) -> int:
+        """Wait until every in-sync replica has `offset`, at most `timeout_s`; the error code for the producer."""
+        if self.high_watermark > offset:
+            return error_codes.NONE
+        if self.is_leading and not self.has_enough_in_sync:
+            return error_codes.NOT_ENOUGH_REPLICAS_AFTER_APPEND
+        waiter = self._add_waiter(offset, timeout_s)
+        if waiter is None:
+            return error_codes.REQUEST_TIMED_OUT
+        try:
+            async with asyncio.timeout(min(timeout_s, MAX_WAITER_AGE_S)):
+                return await waiter.done
+        except TimeoutError:
+            return error_codes.REQUEST_TIMED_OUT
+        finally:
+            # Where it was given up; the sweep takes it off the heap.
+            waiter.done.cancel()
+
+    def _add_waiter(self, offset: int, timeout_s: float) -> _Waiter | None:
+        if not self.is_leading or timeout_s <= 0:
+            return None
+        deadline = self._clock() + min(timeout_s, MAX_WAITER_AGE_S)
+        waiter = _Waiter(offset, deadline, asyncio.get_running_loop().create_future())
+        heapq.heappush(self._waiters, waiter)
+        return waiter
+
+    @property
+    def waiting(self) -> int:
+        """How many wait, given up ones included until the next sweep."""
+        return len(self._waiters)
+
+    def _answer_waiters(self) -> None:
+        waiters = self._waiters
+        while waiters and waiters[0].offset < self.high_watermark:
+            heapq.heappop(waiters).answer(error_codes.NONE)
+
+    def expire_waiters(self) -> None:
+        """Answer those whose time is over and forget those that were given up. Every WAITER_SWEEP_INTERVAL_S."""
+        now = self._clock()
+        left = []
+        for waiter in self._waiters:
+            if waiter.deadline <= now:
+                waiter.answer(error_codes.REQUEST_TIMED_OUT)
+            elif not waiter.done.done():
+                left.append(waiter)
+        heapq.heapify(left)
+        self._waiters = left
