@@ -302,7 +302,10 @@ class PartitionLeaseManager:
         stored = self._view.stored_state(*key)
         take_over = TakeOver(self._client, self._keys, self._node_id, key, topic)
         taken = await take_over.attempt(
-            fence.lease_id, self._next_state(key, topic, partition), stored.mod_revision if stored is not None else 0
+            fence.lease_id,
+            self._next_state(key, topic, partition),
+            stored.mod_revision if stored is not None else 0,
+            written_epoch=partition.log.leader_epochs.latest,
         )
         if taken is None or self._fence is not fence or not fence.is_live() or self.stopping:
             return None

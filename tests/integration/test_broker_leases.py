@@ -18,6 +18,7 @@ from kproxy.broker.cluster import ClusterView
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.keys import BrokerValue, Keys, PartitionKey, StateValue, encode_value
 from kproxy.broker.leases import PartitionLeaseManager
+from kproxy.broker.partition import ReplicaSettings
 from kproxy.ownership.etcd import EtcdClient, Snapshot
 
 pytest_plugins = ["tests.support.etcd"]
@@ -35,7 +36,12 @@ class Member:
         self.data_dir = DataDir.open(directory / str(node_id), node_id)
         self.identity_lost: list[str] = []
         self.manager = PartitionLeaseManager(
-            client, self.view, self.data_dir, node_id, on_identity_lost=self.identity_lost.append
+            client,
+            self.view,
+            self.data_dir,
+            node_id,
+            settings_of=lambda topic, partition_index: ReplicaSettings(node_id, lease_clock),
+            on_identity_lost=self.identity_lost.append,
         )
         self.lease = BrokerLease(
             client, self.keys, BrokerValue(node_id, "h", 9), ttl_s=10, clock=lease_clock, on_claimed=self.claimed

@@ -12,7 +12,9 @@ from codec import error_codes
 from codec.record_batch import iterate_batches, parse_batch
 from kproxy.broker.broker_lease import MARGIN_FRACTION, LeaseFence
 from kproxy.broker.log import Log
-from kproxy.broker.partition import AppendResult, Partition
+from kproxy.broker.log_options import LogOptions
+from kproxy.broker.partition import AppendResult, Partition, ReplicaSettings
+from kproxy.broker.replication.manager import Isr
 from tests.support.record_batches import build_batch
 
 TTL_S = 10
@@ -45,9 +47,10 @@ def fence(clock: Clock) -> LeaseFence:
 
 
 @pytest.fixture
-def partition(tmp_path: Path, fence: LeaseFence) -> Iterator[Partition]:
-    log = Log.open(tmp_path / "t-0")
-    partition = Partition("t", 0, uuid.uuid4(), log, leader_epoch=7, fencing_token=1, fence=fence)
+def partition(tmp_path: Path, clock: Clock, fence: LeaseFence) -> Iterator[Partition]:
+    log = Log.open(tmp_path / "t-0", options=LogOptions())
+    partition = Partition("t", 0, uuid.uuid4(), log, ReplicaSettings(1, clock))
+    partition.become_leader(7, [1], Isr(frozenset({1}), 1), fencing_token=1, fence=fence)
     yield partition
     partition.close()
 

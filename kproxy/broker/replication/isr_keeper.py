@@ -73,7 +73,7 @@ class IsrKeeper:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _look(self) -> None:
-        live = self._view.brokers
+        live = {node_id: broker.lease_id for node_id, broker in self._view.brokers.items()}
         for partition in self._led():
             if len(self._changing) >= CONCURRENT_CHANGES:
                 return

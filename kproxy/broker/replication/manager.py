@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 from typing import NamedTuple
 
@@ -64,7 +64,7 @@ class Isr(NamedTuple):
 class _Progress:
     """What one follower has, as its fetches tell. Times are the clock's."""
 
-    __slots__ = ("caught_up_at", "fetched_at", "leader_end_at_fetch", "log_end_offset")
+    __slots__ = ("caught_up_at", "fetched_at", "incarnation", "is_doubtful", "leader_end_at_fetch", "log_end_offset")
 
     def __init__(self, now: float) -> None:
         self.log_end_offset = UNKNOWN_OFFSET
@@ -72,6 +72,13 @@ class _Progress:
         self.caught_up_at = now
         self.fetched_at = now
         self.leader_end_at_fetch = UNKNOWN_OFFSET
+        self.incarnation = 0
+        self.is_doubtful = False
+
+    def forget(self) -> None:
+        """The broker was away: whatever it had, it has to show anew."""
+        self.log_end_offset = self.leader_end_at_fetch = UNKNOWN_OFFSET
+        self.is_doubtful = True
 
 
 class _Waiter:
@@ -179,6 +186,7 @@ class ReplicationManager:
             # It has what was the end when it last asked: so long ago it was caught up (as in Apache Kafka).
             progress.caught_up_at = max(progress.caught_up_at, progress.fetched_at)
         progress.fetched_at, progress.leader_end_at_fetch = now, log_end
+        progress.is_doubtful = False
         if progress.log_end_offset != fetch_offset:
             progress.log_end_offset = fetch_offset
             self.log_appended()
@@ -212,26 +220,31 @@ class ReplicationManager:
         """A follower learns the leader's high watermark; it counts as far as our own log goes."""
         self.high_watermark = max(self.high_watermark, min(high_watermark, self._log_end()))
 
-    def wanted_isr(self, live: Collection[int]) -> frozenset[int] | None:
+    def wanted_isr(self, live: Mapping[int, int]) -> frozenset[int] | None:
         """The ISR to propose to etcd, None where it is right as it is or one is being proposed already.
 
-        Out goes who is not alive or has lagged too long; in comes who is alive and has all below the high watermark
-        and the beginning of this epoch.
+        `live` tells the brokers that are alive, and the incarnation (lease id) of each. Out goes who is not, who has
+        come back as another incarnation, who has lagged too long, and who turns out to lack what is committed. In comes
+        who has all below the high watermark and the beginning of this epoch.
         """
         if self.role is not Role.LEADER or self.proposed is not None:
             return None
-        now = self._clock()
+        caught_up_since = self._clock() - self._isr_lag_s
         wanted = {self._node_id}
         for node_id, progress in self._followers.items():
-            if node_id not in live:
+            incarnation = live.get(node_id)
+            if incarnation is None or progress.incarnation not in (0, incarnation):
+                progress.forget()
+            progress.incarnation = incarnation or 0
+            if incarnation is None or progress.is_doubtful or progress.caught_up_at < caught_up_since:
                 continue
-            if node_id in self.isr.members:
-                if now - progress.caught_up_at <= self._isr_lag_s:
-                    wanted.add(node_id)
-            elif progress.log_end_offset >= max(self.high_watermark, self.epoch_start_offset):
-                # One that lags too long would only be put out again.
-                if now - progress.caught_up_at <= self._isr_lag_s:
-                    wanted.add(node_id)
+            least = self.high_watermark
+            if node_id not in self.isr.members:
+                least = max(least, self.epoch_start_offset)
+            elif progress.log_end_offset == UNKNOWN_OFFSET:
+                least = UNKNOWN_OFFSET  # it was in sync when we began, and has its threshold to show itself
+            if progress.log_end_offset >= least:
+                wanted.add(node_id)
         return None if wanted == self.isr.members else frozenset(wanted)
 
     def isr_proposed(self, members: frozenset[int]) -> None:
