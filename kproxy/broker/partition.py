@@ -27,7 +27,7 @@ from codec import error_codes
 from codec.fetch import PartitionFetch, PartitionFetched
 from codec.record_batch import RecordBatch, assign_offsets
 from kproxy.broker.clock import Clock
-from kproxy.broker.log import Log, ReplicatedBatchInvalid
+from kproxy.broker.log import Log
 from kproxy.broker.producer_state import Verdict
 from kproxy.broker.replication.manager import NO_LEADER, Isr, ReplicationManager, Role
 from kproxy.broker.replication.reconciliation import (
@@ -37,6 +37,7 @@ from kproxy.broker.replication.reconciliation import (
     validate_consistency,
 )
 from kproxy.broker.segment import LogFailed, TimestampAndOffset
+from kproxy.broker.validation import ReplicatedBatchInvalid
 
 MAX_REPLICA_FETCH_BYTES = 1 << 20
 NO_EPOCH = -1

@@ -122,8 +122,8 @@ def test_an_idempotent_resend_is_answered_as_the_first_time(partition: Partition
         return build_batch([b"v", b"w"], producer_id=1, producer_epoch=0, base_sequence=0)
 
     append(partition)
-    assert append(partition, batch()) == (0, 1, None)
-    assert append(partition, batch()) == (0, 1, None)
+    assert append(partition, batch()) == (0, 1, None, 2)
+    assert append(partition, batch()) == (0, 1, None, 2)
     assert partition.log_end_offset == 3
 
 
