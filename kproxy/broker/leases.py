@@ -250,16 +250,16 @@ class PartitionLeaseManager:
         place = place_in_line(self._view, topic, key.partition_index, self._node_id, count_dead=count_dead)
         if place <= 0 or key in self._due:
             return True
-        self._queue(key, grace_s if count_dead else place * TURN_S)
+        if key not in self._queued:
+            delay_s = grace_s if count_dead else place * TURN_S
+            self._queued[key] = asyncio.get_running_loop().call_later(delay_s, self._on_turn, key, not count_dead)
         return False
 
-    def _queue(self, key: PartitionKey, delay_s: float) -> None:
-        if key not in self._queued:
-            self._queued[key] = asyncio.get_running_loop().call_later(delay_s, self._on_turn, key)
-
-    def _on_turn(self, key: PartitionKey) -> None:
+    def _on_turn(self, key: PartitionKey, due: bool) -> None:
+        """The wait is over; `due` where those who go first have had their time, not only come up."""
         del self._queued[key]
-        self._due.add(key)
+        if due:
+            self._due.add(key)
         self._want(key)
 
     def _work_shared(self, key: PartitionKey, *, take: bool) -> asyncio.Task[Partition | None]:
