@@ -1,0 +1,345 @@
+"""Partitions that replicate to each other, without a network: what one asks, the other answers, in one call."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from codec import error_codes
+from codec.fetch import PartitionFetched
+from codec.record_batch import parse_batch
+from kproxy.broker.log import Log
+from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition, ReplicaSettings
+from kproxy.broker.replication.manager import Isr
+from tests.support.record_batches import build_batch
+
+REPLICAS = (1, 2, 3)
+ISR_LAG_S = 10.0
+TOPIC_ID = uuid.uuid4()
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Fence:
+    def __init__(self) -> None:
+        self.live = True
+
+    def is_live(self) -> bool:
+        return self.live
+
+
+class Group:
+    """Three replicas of one partition; who leads is what the test says, as etcd would."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.clock = Clock()
+        self.epoch = -1
+        self.isr = Isr(frozenset(REPLICAS), 1)
+        self.live = dict.fromkeys(REPLICAS, 7)
+        self.fences: dict[int, Fence] = {}
+        self.replicas = {node_id: self.open(node_id) for node_id in REPLICAS}
+
+    def open(self, node_id: int) -> Partition:
+        settings = ReplicaSettings(node_id, self.clock, ISR_LAG_S, min_insync_replicas=2)
+        return Partition("t", 0, TOPIC_ID, Log.open(self.directory / str(node_id)), settings)
+
+    def restart(self, node_id: int) -> Partition:
+        """Killed and started again: what was in memory is gone."""
+        self.replicas[node_id].close()
+        self.replicas[node_id] = self.open(node_id)
+        return self.replicas[node_id]
+
+    def elect(self, node_id: int) -> Partition:
+        """`node_id` takes the partition, and whoever is a follower follows it."""
+        self.epoch += 1
+        assert node_id in self.isr.members, "only who is in sync may take it"
+        fence = self.fences[node_id] = Fence()
+        leader = self.replicas[node_id]
+        leader.become_leader(self.epoch, REPLICAS, self.isr, fencing_token=10 + self.epoch, fence=fence)
+        for follower in self.replicas.values():
+            if follower is not leader and not follower.replication.is_leading:
+                follower.become_follower(node_id, self.epoch, 10 + self.epoch)
+        return leader
+
+    def depose(self, node_id: int) -> Partition:
+        """It learns that it does not lead any more: it opens its log anew and follows."""
+        follower = self.restart(node_id)
+        leader = next(each for each in self.replicas.values() if each.replication.is_leading)
+        follower.become_follower(leader.leader_id, self.epoch, 10 + self.epoch)
+        return follower
+
+    def fetch(self, node_id: int) -> PartitionFetched:
+        """One question and its answer."""
+        follower = self.replicas[node_id]
+        asked = follower.next_fetch()
+        assert asked is not None
+        fetched = self.replicas[follower.leader_id].fetch_as_replica(node_id, asked, 1 << 20)
+        follower.take_fetched(asked, fetched)
+        return fetched
+
+    def look_at_isr(self) -> frozenset[int]:
+        """What the ISR keeper does, etcd answering at once."""
+        leader = next(each for each in self.replicas.values() if each.replication.is_leading)
+        wanted = leader.replication.wanted_isr(self.live)
+        if wanted is not None:
+            leader.replication.isr_proposed(wanted)
+            self.isr = Isr(wanted, self.isr.revision + 1)
+            leader.replication.isr_settled(self.isr)
+        return self.isr.members
+
+    def contents(self, node_id: int) -> bytes:
+        log = self.replicas[node_id].log
+        return log.read(log.log_start_offset, 1 << 30) if log.log_end_offset else b""
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[Group]:
+    group = Group(tmp_path)
+    yield group
+    for replica in group.replicas.values():
+        replica.close()
+
+
+def append(partition: Partition, value: bytes = b"v", *, acks: int = ACKS_ALL, **producer: int) -> AppendResult:
+    view = memoryview(build_batch([value], **producer))
+    return partition.append_as_leader(view, parse_batch(view), acks)
+
+
+def test_the_high_watermark_waits_for_every_replica_in_sync(group: Group) -> None:
+    leader = group.elect(1)
+    assert append(leader) == (0, 0, None, 0)
+    group.fetch(2)
+    group.fetch(2)
+    group.fetch(3)
+    assert (leader.log_end_offset, leader.high_watermark) == (1, 0), "3 has been sent it, and has not said that it has"
+    group.fetch(3)
+    assert leader.high_watermark == 1
+    group.fetch(2)
+    assert [each.high_watermark for each in group.replicas.values()] == [1, 1, 0], "3 learns it with its next answer"
+    assert group.contents(1) == group.contents(2) == group.contents(3)
+
+
+def test_a_new_leader_keeps_what_its_own_high_watermark_has_not_reached(group: Group) -> None:
+    """The StreamBus rule would cut it off here: acknowledged, and gone (KIP-101)."""
+    leader = group.elect(1)
+    append(leader, b"acknowledged")
+    for node_id in (2, 3, 2, 3):
+        group.fetch(node_id)
+    assert leader.high_watermark == 1
+    assert group.replicas[3].high_watermark == 0
+    group.restart(1)
+    leader = group.elect(3)
+    assert (leader.high_watermark, leader.log_end_offset) == (0, 1)
+    assert leader.latest_offset() is None
+    assert leader.read(0, 100) == (error_codes.NONE, b""), "not yet, but not out of range either"
+    group.depose(1)
+    for node_id in (1, 2):
+        group.fetch(node_id)
+    assert leader.latest_offset() == 1
+    assert b"acknowledged" in leader.read(0, 1000).records
+
+
+def test_what_only_a_dead_leader_had_is_cut_off_when_it_returns(group: Group) -> None:
+    leader = group.elect(1)
+    append(leader, b"both")
+    for node_id in (2, 3, 2, 3):
+        group.fetch(node_id)
+    append(leader, b"alone", acks=1)
+    old, leader = group.replicas[1], group.elect(2)
+    assert old.log_end_offset == 2
+    append(leader, b"other")
+    append(leader, b"words")
+    follower = group.depose(1)
+    first = group.fetch(1)
+    assert first.diverging_epoch == (0, 1)
+    assert follower.log_end_offset == 1
+    group.fetch(1)
+    assert group.contents(1) == group.contents(2)
+    assert b"alone" not in group.contents(1)
+
+
+def test_a_follower_that_lags_leaves_the_isr_and_comes_back(group: Group) -> None:
+    leader = group.elect(1)
+    append(leader)
+    for node_id in (2, 3, 2, 3):
+        group.fetch(node_id)
+    append(leader)
+    group.clock.now += ISR_LAG_S
+    group.fetch(2)
+    group.clock.now += 1
+    group.fetch(2)
+    assert leader.high_watermark == 1
+    assert group.look_at_isr() == {1, 2}
+    assert leader.high_watermark == 2, "it goes on with those who are left"
+    group.fetch(3)
+    assert group.look_at_isr() == {1, 2}
+    group.fetch(3)
+    assert group.look_at_isr() == {1, 2, 3}
+
+
+def test_a_dead_follower_leaves_the_isr_at_once_and_with_too_few_nothing_is_taken(group: Group) -> None:
+    leader = group.elect(1)
+    del group.live[2]
+    assert group.look_at_isr() == {1, 3}
+    assert append(leader).error_code == error_codes.NONE
+    del group.live[3]
+    assert group.look_at_isr() == {1}
+    refused = append(leader)
+    assert refused.error_code == error_codes.NOT_ENOUGH_REPLICAS
+    assert refused.error_message == "t-0: in sync are [1], min.insync.replicas is 2"
+    assert append(leader, acks=1).error_code == error_codes.NONE
+    assert leader.high_watermark == 0, "it does not move while too few are in sync"
+
+
+def test_a_broker_that_came_back_counts_only_with_what_it_shows(group: Group) -> None:
+    """Its disk may have been emptied: what its predecessor had says nothing."""
+    leader = group.elect(1)
+    append(leader)
+    for node_id in (2, 3, 2, 3):
+        group.fetch(node_id)
+    assert group.look_at_isr() == {1, 2, 3}
+    group.live[3] = 8
+    assert group.look_at_isr() == {1, 2}
+    assert group.look_at_isr() == {1, 2}
+    group.fetch(3)
+    assert group.look_at_isr() == {1, 2, 3}
+
+
+def test_a_member_that_turns_out_to_lack_what_is_committed_leaves_at_once(group: Group) -> None:
+    leader = group.elect(1)
+    append(leader)
+    for node_id in (2, 3, 2, 3):
+        group.fetch(node_id)
+    group.replicas[3].log.reset_to(0)
+    group.fetch(3)
+    assert group.look_at_isr() == {1, 2}
+
+
+def test_an_expansion_counts_from_the_moment_it_is_proposed_and_a_shrink_when_it_is_so(group: Group) -> None:
+    leader = group.elect(1)
+    del group.live[3]
+    group.look_at_isr()
+    group.live[3] = 9
+    group.fetch(3)
+    replication = leader.replication
+    wanted = replication.wanted_isr(group.live)
+    assert wanted == {1, 2, 3}
+    replication.isr_proposed(wanted)
+    append(leader)
+    for node_id in (2, 2):
+        group.fetch(node_id)
+    assert leader.high_watermark == 0, "3 may be in the ISR by now, and may be elected"
+    replication.isr_settled(Isr(frozenset({1, 2}), 5))
+    assert leader.high_watermark == 1
+    append(leader)
+    for node_id in (2, 2):
+        group.fetch(node_id)
+    replication.isr_proposed(frozenset({1}))
+    append(leader)
+    assert leader.high_watermark == 2, "2 may still be elected"
+
+
+def test_a_dead_fence_serves_neither_clients_nor_followers(group: Group) -> None:
+    leader = group.elect(1)
+    append(leader)
+    group.fences[1].live = False
+    assert not leader.serves_reads()
+    assert group.fetch(2).error_code == error_codes.NOT_LEADER_OR_FOLLOWER
+    assert leader.replication.log_end_of(2) == -1
+
+
+def test_a_late_answer_changes_nothing(group: Group) -> None:
+    leader = group.elect(1)
+    append(leader)
+    follower = group.replicas[2]
+    asked = follower.next_fetch()
+    assert asked is not None
+    late = leader.fetch_as_replica(2, asked, 1 << 20)
+    group.fetch(2)
+    assert follower.take_fetched(asked, late)
+    assert follower.log_end_offset == 1
+    group.restart(1)
+    group.elect(3)
+    assert follower.take_fetched(asked, late)
+    assert follower.log_end_offset == 1
+
+
+def test_a_follower_of_another_epoch_is_told_so(group: Group) -> None:
+    leader = group.elect(1)
+    asked = group.replicas[2].next_fetch()
+    assert asked is not None
+    for epoch, error_code in ((-1, error_codes.REPLICA_NOT_AVAILABLE), (1, error_codes.UNKNOWN_LEADER_EPOCH)):
+        told = leader.fetch_as_replica(2, asked._replace(current_leader_epoch=epoch), 100)
+        assert told.error_code == error_code
+    assert leader.fetch_as_replica(9, asked, 100).error_code == error_codes.REPLICA_NOT_AVAILABLE
+
+
+def test_a_leader_that_lacks_what_is_committed_here_is_not_followed(group: Group) -> None:
+    leader = group.elect(1)
+    append(leader)
+    for node_id in (2, 3, 2, 3, 2):
+        group.fetch(node_id)
+    group.restart(1)
+    emptied = group.replicas[3]
+    emptied.log.reset_to(0)
+    leader = group.elect(3)
+    append(leader, b"instead", acks=1)
+    follower = group.replicas[2]
+    group.fetch(2)
+    assert "records that were acknowledged are not there" in follower.failure
+    assert follower.log_end_offset == 1
+    assert follower.next_fetch() is None
+
+
+def test_an_older_leader_is_not_followed_again(group: Group) -> None:
+    group.elect(1)
+    group.elect(2)
+    follower = group.replicas[3]
+    follower.become_follower(1, 0, fencing_token=10)
+    assert follower.next_fetch() is None
+    reopened = group.restart(3)
+    reopened.become_follower(1, 0, fencing_token=10)
+    assert reopened.next_fetch() is None, "the token is remembered with the log"
+    reopened.become_follower(1, 9, fencing_token=3)
+    assert reopened.next_fetch() is not None, "a restored etcd counts from lower revisions, but its epochs go on"
+
+
+def test_a_resend_to_the_next_leader_is_recognised_and_waits_like_the_first(group: Group) -> None:
+    leader = group.elect(1)
+    producer = {"producer_id": 4, "producer_epoch": 0, "base_sequence": 0}
+    append(leader, b"once", **producer)
+    for node_id in (2, 3):
+        group.fetch(node_id)
+    group.restart(1)
+    leader = group.elect(2)
+    assert append(leader, b"once", **producer) == (0, 0, None, 0)
+    assert not leader.is_committed(0)
+    group.depose(1)
+    for node_id in (1, 3):
+        group.fetch(node_id)
+    assert leader.is_committed(0)
+    assert leader.log_end_offset == 1
+
+
+async def test_producers_wait_until_all_have_it_or_too_few_are_left(group: Group) -> None:
+    leader = group.elect(1)
+    append(leader)
+    assert await leader.wait_for_isr(0, 0.01) == error_codes.REQUEST_TIMED_OUT
+    for node_id in (2, 3, 2, 3):
+        group.fetch(node_id)
+    assert await leader.wait_for_isr(0, 0.01) == error_codes.NONE
+    append(leader)
+    group.live.clear()
+    group.look_at_isr()
+    assert await leader.wait_for_isr(1, 5) == error_codes.NOT_ENOUGH_REPLICAS_AFTER_APPEND
+    group.fences[1].live = False
+    assert await leader.wait_for_isr(0, 5) == error_codes.REQUEST_TIMED_OUT, "a zombie says nothing"
