@@ -142,6 +142,12 @@ def crc_is_valid(buffer: Buffer, batch: RecordBatch) -> bool:
     return bool(crc32c(covered) == batch.crc)
 
 
+def leader_epoch_of(buffer: Buffer, position: int = 0) -> int:
+    """The leader epoch that the batch at `position` carries, of a buffer that is known to hold its header."""
+    leader_epoch: int = INT32.unpack_from(buffer, position + _LEADER_EPOCH_OFFSET)[0]
+    return leader_epoch
+
+
 def assign_offsets(buffer: bytearray | memoryview, batch: RecordBatch, base_offset: int, leader_epoch: int) -> None:
     """Write `base_offset` and `leader_epoch` into the batch where it lies; its CRC stays valid."""
     INT64.pack_into(buffer, batch.position, base_offset)

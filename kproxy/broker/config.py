@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kproxy.broker.log import DEFAULT_SEGMENT_BYTES
+from kproxy.broker.log_options import DEFAULT_SEGMENT_BYTES, NO_RETENTION_LIMIT, FlushPolicy, LogOptions
 from kproxy.config.etcd import EtcdOptions
 
 
@@ -33,5 +33,15 @@ class BrokerConfig:
     max_frame_bytes: int = 100 << 20
     max_connections: int = 10_000
     segment_bytes: int = DEFAULT_SEGMENT_BYTES
+    flush: FlushPolicy = "interval"
+    flush_interval_s: float = 1.0
+    retention_bytes: int = NO_RETENTION_LIMIT
+    retention_ms: int = NO_RETENTION_LIMIT
+    retention_check_interval_s: float = 10.0
     etcd_timeout_s: float = 5.0
     etcd_options: EtcdOptions = field(default_factory=EtcdOptions)
+
+    @property
+    def log_options(self) -> LogOptions:
+        """What holds for a topic that says nothing else."""
+        return LogOptions(self.segment_bytes, self.flush, self.retention_bytes, self.retention_ms)

@@ -9,7 +9,6 @@ broker.json                 the node id that the directory belongs to
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -18,7 +17,10 @@ from pathlib import Path
 
 import structlog
 
-from kproxy.broker.log import DEFAULT_SEGMENT_BYTES, Log
+from kproxy.broker.disk import sync_directory
+from kproxy.broker.json_file import read_json, remove_scratch_files, write_json
+from kproxy.broker.log import Log
+from kproxy.broker.log_options import LogOptions
 from kproxy.broker.segment import LogFailed
 from kproxy.errors import StartupError
 
@@ -35,20 +37,24 @@ _logger = structlog.get_logger(__name__)
 class DataDir:
     """An open data directory; close it last."""
 
-    def __init__(self, path: Path, lock_fd: int, segment_bytes: int) -> None:
+    def __init__(self, path: Path, lock_fd: int, log_options: LogOptions) -> None:
         self.path = path
         self._lock_fd = lock_fd
-        self._segment_bytes = segment_bytes
+        self._log_options = log_options
 
     @classmethod
-    def open(cls, path: Path, node_id: int, *, segment_bytes: int = DEFAULT_SEGMENT_BYTES) -> DataDir:
-        """Lock the directory and check whose it is, creating it where there is none. Raises StartupError."""
+    def open(cls, path: Path, node_id: int, *, log_options: LogOptions | None = None) -> DataDir:
+        """Lock the directory and check whose it is, creating it where there is none. Raises StartupError.
+
+        `log_options` are for logs that are opened without any of their own.
+        """
         lock_fd = -1
         try:
             path.mkdir(parents=True, exist_ok=True)
             lock_fd = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
             _lock(lock_fd, path)
             _claim(path, node_id)
+            remove_scratch_files(path)
             for leftover in path.glob("#deleted-*"):
                 shutil.rmtree(leftover)
         except (OSError, StartupError) as error:
@@ -60,19 +66,19 @@ class DataDir:
                 f"the data directory {path} cannot be used ({error.strerror or error}): "
                 "give another with --data-dir, or make it one that this user can write to"
             ) from error
-        return cls(path, lock_fd, segment_bytes)
+        return cls(path, lock_fd, log_options or LogOptions())
 
     def partition_path(self, topic: str, partition_index: int) -> Path:
         return self.path / f"{topic}-{partition_index}"
 
-    def open_log(self, topic: str, partition_index: int, topic_id: uuid.UUID) -> Log:
+    def open_log(self, topic: str, partition_index: int, topic_id: uuid.UUID, options: LogOptions | None = None) -> Log:
         """The partition's log; blocks while it is read through. Raises OSError, LogFailed.
 
         The log of an earlier topic of the same name is set aside, not opened.
         """
         directory = self.partition_path(topic, partition_index)
         identity = {"topic": topic, "partition": partition_index, "topic_id": str(topic_id)}
-        found = _read_json(directory / _PARTITION_FILE)
+        found = read_json(directory / _PARTITION_FILE)
         if found is not None and found.get("topic") != topic:
             raise LogFailed(f"{directory} holds topic {found.get('topic')}: this file system ignores case")
         if found != identity and directory.exists():
@@ -81,18 +87,29 @@ class DataDir:
             directory.rename(stray)
         directory.mkdir(exist_ok=True)
         if found != identity:
-            _write_json(directory / _PARTITION_FILE, identity)
-        log = Log.open(directory, segment_bytes=self._segment_bytes)
+            write_json(directory / _PARTITION_FILE, identity)
+        remove_scratch_files(directory)
+        options = options or self._log_options
+        log = Log.open(directory, options=options)
+        if found != identity and options.flush != "never":
+            sync_directory(self.path)
         if log.truncated_bytes:
             _logger.warning(
                 "torn tail cut off", directory=str(directory), bytes=log.truncated_bytes, end_offset=log.log_end_offset
+            )
+        if log.log_end_offset < log.high_watermark_checkpoint:
+            _logger.error(
+                "committed records are missing from the log",
+                directory=str(directory),
+                end_offset=log.log_end_offset,
+                high_watermark=log.high_watermark_checkpoint,
             )
         return log
 
     def delete_log(self, topic: str, partition_index: int, topic_id: uuid.UUID) -> None:
         """Remove a closed log of exactly this topic, where there is one. Raises OSError."""
         directory = self.partition_path(topic, partition_index)
-        found = _read_json(directory / _PARTITION_FILE)
+        found = read_json(directory / _PARTITION_FILE)
         if found is None or found.get("topic_id") != str(topic_id):
             return
         # Renamed first: a half-removed log must never be opened again.
@@ -116,33 +133,11 @@ def _lock(lock_fd: int, path: Path) -> None:
 
 
 def _claim(path: Path, node_id: int) -> None:
-    found = _read_json(path / _BROKER_FILE)
+    found = read_json(path / _BROKER_FILE)
     if found is None:
-        _write_json(path / _BROKER_FILE, {"node_id": node_id})
+        write_json(path / _BROKER_FILE, {"node_id": node_id})
     elif found.get("node_id") != node_id:
         raise StartupError(
             f"the data directory {path} belongs to broker {found.get('node_id')}, not {node_id}; "
             f"give its --node-id or another --data-dir"
         )
-
-
-def _read_json(path: Path) -> dict[str, object] | None:
-    try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise OSError(f"{path} is damaged ({error})") from error
-    if not isinstance(found, dict):
-        raise OSError(f"{path} is damaged")
-    return found
-
-
-def _write_json(path: Path, value: dict[str, object]) -> None:
-    """Replace the file as one step, so that a reader finds the old one or the new one."""
-    scratch = path.with_name(f"{path.name}.new")
-    with scratch.open("w") as file:
-        json.dump(value, file)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)

@@ -2,28 +2,43 @@
 
 States
   open      appended to and read by one thread
-  failed    a write failed and could not be undone; every later call raises LogFailed
+  failed    a write failed and could not be undone, or what was written may not be on the disk; every later call raises
+            LogFailed
   closed    nothing more
 
 Invariants
-1. log_start_offset <= every offset in the log < log_end_offset; the next batch gets log_end_offset.
-2. Bytes are appended only behind the last whole batch, and nothing that was appended is ever changed.
+1. log_start_offset <= every offset in the log < log_end_offset; the next batch gets log_end_offset. There is no gap.
+2. Bytes are appended only behind the last whole batch, and nothing that was appended is ever changed. What goes, goes
+   in whole batches from the end (`truncate_to`), in whole segments from the start (retention), or all at once.
 3. Opening reads every batch: what a killed process or a lost write left torn at the end of the last segment is cut off.
-   The same anywhere else is damage that nobody may paper over, since offsets behind it were given out: LogCorrupt.
+   The same anywhere else is damage that nobody may paper over, since offsets behind it were given out: LogCorrupt. That
+   a power cut does not look like it, a segment is on the disk before the next one begins, unless `flush` is never.
 4. The process that opened the log is the only one that writes to it (the data directory is locked).
+5. `producers` and `leader_epochs` are what the batches in the log say, and the epoch a leader has assigned at its end.
+6. One thread works on a log; `flush` and `checkpoint` may run in another beside it, and `close` waits for neither.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from codec.record_batch import NO_TIMESTAMP, RecordBatch
+from codec.primitives import Buffer
+from codec.record_batch import NO_TIMESTAMP, RecordBatch, leader_epoch_of
+from kproxy.broker.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from kproxy.broker.disk import DiskError, disk_error, sync_directory
+from kproxy.broker.leader_epochs import LeaderEpochs
+from kproxy.broker.log_options import LogOptions
 from kproxy.broker.producer_state import ProducerStates
+from kproxy.broker.retention import removable
 from kproxy.broker.segment import SUFFIX, LogFailed, Segment, TimestampAndOffset
+from kproxy.broker.validation import check_replicated
 
-DEFAULT_SEGMENT_BYTES = 1 << 30
-NO_LEADER_EPOCH = -1
+# Of that many segments, the newest, the producers before them are remembered, so that truncating reads little.
+REMEMBERED_PRODUCER_STATES = 2
 
 
 class LogCorrupt(LogFailed):
@@ -33,58 +48,90 @@ class LogCorrupt(LogFailed):
 class Log:
     """One partition's batches on disk. Everything here blocks; `open` for as long as the log is large."""
 
-    def __init__(self, directory: Path, segments: list[Segment], producers: ProducerStates, segment_bytes: int) -> None:
+    def __init__(self, directory: Path, segments: list[Segment], options: LogOptions) -> None:
+        """Of segments that are read already: see `open`."""
         self.directory = directory
-        self.producers = producers
+        self.options = options
+        self.producers = ProducerStates()
+        self.leader_epochs = LeaderEpochs()
         self.truncated_bytes = 0
-        self.last_leader_epoch = NO_LEADER_EPOCH
+        self.high_watermark_checkpoint = 0
+        self.fencing_token = 0
         self._segments = segments
-        self._segment_bytes = segment_bytes
-        self._base_offsets = [segment.base_offset for segment in segments]
+        self._base_offsets: list[int] = []
+        self._producers_before: dict[int, ProducerStates] = {}
         self._failure: Exception | None = None
         self._closed = False
+        # Held while a checkpoint is put into its place, and while the log is closed.
+        self._closing = threading.Lock()
+        # Held while a checkpoint is written.
+        self._checkpointing = threading.Lock()
 
     @classmethod
-    def open(cls, directory: Path, *, segment_bytes: int = DEFAULT_SEGMENT_BYTES) -> Log:
-        """The log in `directory`, created where there is none. Raises LogCorrupt, OSError.
+    def open(cls, directory: Path, *, options: LogOptions | None = None) -> Log:
+        """The log in `directory`, created where there is none. Raises LogFailed (LogCorrupt), OSError.
 
-        Of the result, `truncated_bytes` tells how much of a torn tail was cut off, `last_leader_epoch` the epoch of
-        the last batch found.
+        Of the result, `truncated_bytes` tells how much of a torn tail was cut off; `high_watermark_checkpoint` and
+        `fencing_token` are the last ones written, 0 where there are none. A high watermark above the log's end means
+        that what was committed is gone.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        producers = ProducerStates()
-        last_leader_epoch = NO_LEADER_EPOCH
-
-        def on_batch(batch: RecordBatch) -> None:
-            nonlocal last_leader_epoch
-            last_leader_epoch = batch.partition_leader_epoch
-            producers.update(batch, batch.base_offset)
-
-        segments = [Segment.open(path) for path in sorted(directory.glob(f"*{SUFFIX}"))]
-        truncated = 0
+        segments: list[Segment] = []
+        log = cls(directory, segments, options or LogOptions())
         try:
-            for segment in segments:
-                bad_bytes = segment.recover(on_batch)
-                if bad_bytes and segment is not segments[-1]:
-                    where = f"{segment.path.name} at byte {segment.size_in_bytes}"
-                    raise LogCorrupt(f"{directory.name}: a bad batch in {where}, with later segments behind it")
+            for path in sorted(directory.glob(f"*{SUFFIX}")):
+                segments.append(Segment.open(path))  # noqa: PERF401 - what is open is closed when the next one fails
+            log._recover()
+            if not segments:
+                log._create_segment(0)
+        except BaseException:
+            log.close()
+            raise
+        return log
+
+    def _recover(self) -> None:
+        checkpoint = read_checkpoint(self.directory)
+        self.high_watermark_checkpoint, self.fencing_token = checkpoint.high_watermark, checkpoint.fencing_token
+        for following, segment in enumerate(self._segments, start=1):
+            self._begin(segment)
+            bad_bytes = segment.recover(self._note)
+            if following == len(self._segments):
                 if bad_bytes:
                     segment.truncate_tail()
-                    truncated = bad_bytes
-        except BaseException:
-            for segment in segments:
-                segment.close()
-            raise
-        if not segments:
-            segments.append(Segment.create(directory, 0))
-        log = cls(directory, segments, producers, segment_bytes)
-        log.truncated_bytes = truncated
-        log.last_leader_epoch = last_leader_epoch
-        return log
+                    self.truncated_bytes = bad_bytes
+            elif bad_bytes:
+                where = f"{segment.path.name} at byte {segment.size_in_bytes}"
+                raise LogCorrupt(f"{self.directory.name}: a bad batch in {where}, with later segments behind it")
+            elif self._segments[following].base_offset != segment.next_offset:
+                where = f"{segment.path.name} ends at offset {segment.next_offset}"
+                raise LogCorrupt(f"{self.directory.name}: {where}, {self._segments[following].path.name} comes next")
+        is_empty = bool(self._segments) and self.log_start_offset == self.log_end_offset
+        if is_empty and checkpoint.log_end_offset == self.log_end_offset and checkpoint.leader_epoch >= 0:
+            self.leader_epochs.assign(checkpoint.leader_epoch, self.log_start_offset)
+
+    def _note(self, batch: RecordBatch) -> None:
+        """A batch that stands in the log."""
+        self.leader_epochs.assign(batch.partition_leader_epoch, batch.base_offset)
+        self.producers.update(batch, batch.base_offset)
+
+    def _begin(self, segment: Segment) -> None:
+        """Batches go into `segment` from now on."""
+        self._base_offsets.append(segment.base_offset)
+        self._producers_before[segment.base_offset] = self.producers.copy()
+        while len(self._producers_before) > REMEMBERED_PRODUCER_STATES:
+            del self._producers_before[next(iter(self._producers_before))]
+
+    def _create_segment(self, base_offset: int) -> Segment:
+        segment = Segment.create(self.directory, base_offset)
+        self._segments.append(segment)
+        self._begin(segment)
+        if self.options.flush != "never":
+            sync_directory(self.directory)
+        return segment
 
     @property
     def log_start_offset(self) -> int:
-        return self._base_offsets[0]
+        return self._segments[0].base_offset
 
     @property
     def log_end_offset(self) -> int:
@@ -94,23 +141,78 @@ class Log:
     def size_in_bytes(self) -> int:
         return sum(segment.size_in_bytes for segment in self._segments)
 
-    def append(self, records: memoryview, batch: RecordBatch) -> None:
-        """Write one batch that already carries `log_end_offset` as its base offset. Raises OSError, LogFailed.
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
 
-        After an OSError the log is as it was. The caller updates `producers` once the append stands.
+    @property
+    def is_dirty(self) -> bool:
+        """Whether there is something that `flush` would bring to the disk."""
+        return any(segment.is_dirty for segment in list(self._segments))
+
+    # Appending
+
+    def append(self, records: Buffer, batch: RecordBatch) -> None:
+        """Write one batch that already carries `log_end_offset` as its base offset, and its leader's epoch.
+
+        Raises OSError, after which the log is as it was; the message says what disk does not take it. Raises LogFailed,
+        and ValueError for an epoch that goes back. The caller updates `producers` once the append stands.
         """
         self._check()
+        leader_epoch = leader_epoch_of(records)
+        base_offset = self.log_end_offset
+        self.leader_epochs.assign(leader_epoch, base_offset)
+        self._write(records, [batch], base_offset, leader_epoch)
+
+    def append_replicated(self, records: Buffer) -> int:
+        """Write batches as the leader has them, from `log_end_offset` on; the log end offset afterwards.
+
+        A last batch that is cut short is left out, as a Fetch answer may end with one. Raises ReplicatedBatchInvalid,
+        with nothing written; OSError, with whole batches written or none; LogFailed.
+        """
+        self._check()
+        end_offset = self.log_end_offset
+        # An epoch assigned at the end, by a leader that this replica was, has written nothing and binds nobody.
+        batches = check_replicated(records, end_offset, self.leader_epochs.epoch_at(end_offset - 1))
+        segment_bytes, view = self.options.segment_bytes, memoryview(records)
+        taken = 0
+        while taken < len(batches):
+            first, upto = batches[taken], taken + 1
+            room = segment_bytes - self._segments[-1].size_in_bytes
+            if first.size_in_bytes > room:
+                room = segment_bytes
+            while upto < len(batches) and batches[upto].end - first.position <= room:
+                upto += 1
+            together = batches[taken:upto]
+            self._write(
+                view[first.position : together[-1].end], together, first.base_offset, first.partition_leader_epoch
+            )
+            for batch in together:
+                self._note(batch)
+            taken = upto
+        return self.log_end_offset
+
+    def _write(self, records: Buffer, batches: list[RecordBatch], base_offset: int, leader_epoch: int) -> None:
+        """Write batches into the last segment, or a new one where it is full."""
         segment = self._segments[-1]
-        if segment.size_in_bytes and segment.size_in_bytes + len(records) > self._segment_bytes:
-            segment = self._roll()
+        is_full = segment.size_in_bytes > 0 and segment.size_in_bytes + len(records) > self.options.segment_bytes
         try:
-            segment.append(records, batch, segment.next_offset)
+            if is_full:
+                segment = self._roll()
+            segment.append(records, batches, base_offset, leader_epoch)
         except LogFailed as error:
             self._failure = error
             raise
+        except OSError as error:
+            if is_full:
+                self._undo_roll()
+            raise disk_error(error, self.directory) from error
+        if self.options.flush == "always":
+            self._flush([segment])
 
     def undo_append(self) -> None:
-        """Take back the last append, once. Raises LogFailed."""
+        """Take back the last `append`, once. Raises LogFailed."""
+        self._check()
         try:
             self._segments[-1].undo_append()
         except LogFailed as error:
@@ -118,20 +220,111 @@ class Log:
             raise
 
     def _roll(self) -> Segment:
-        segment = Segment.create(self.directory, self.log_end_offset)
-        self._segments.append(segment)
-        self._base_offsets.append(segment.base_offset)
-        return segment
+        """Begin a new segment, once the last one is on the disk. Raises OSError, LogFailed."""
+        if self.options.flush != "never":
+            self._flush(self._segments)
+        return self._create_segment(self.log_end_offset)
 
-    def read(self, offset: int, max_bytes: int) -> bytes:
+    def _undo_roll(self) -> None:
+        """Remove the new segment, if there is one: it is empty."""
+        if self._segments[-1].size_in_bytes == 0 and len(self._segments) > 1:
+            self._drop_last()
+
+    # Removing
+
+    def truncate_to(self, offset: int) -> None:
+        """Drop every batch that reaches to or above `offset`. Raises OSError, LogFailed.
+
+        An epoch that was assigned at the end and wrote nothing goes as well. The log start offset stays.
+        """
+        self._check()
+        if offset < self.log_end_offset:
+            kept = max(bisect_left(self._base_offsets, offset), 1)
+            while len(self._segments) > kept:
+                self._drop_last()
+            self._rebuild_producers()
+            try:
+                self._segments[-1].truncate_to(offset, lambda batch: self.producers.update(batch, batch.base_offset))
+            except LogFailed as error:
+                self._failure = error
+                raise
+        self.leader_epochs.truncate_from_end(self.log_end_offset)
+
+    def _rebuild_producers(self) -> None:
+        """Make `producers` what they were before the last segment."""
+        base_offset = self._base_offsets[-1]
+        if base_offset not in self._producers_before:
+            states = ProducerStates()
+            for segment in self._segments[:-1]:
+                segment.walk(lambda batch: states.update(batch, batch.base_offset))
+            self._producers_before[base_offset] = states
+        self.producers = self._producers_before[base_offset].copy()
+
+    def reset_to(self, offset: int) -> None:
+        """Drop everything; the log is empty then and begins at `offset`. Raises LogFailed."""
+        self._check()
+        for segment in reversed(self._segments):
+            self._delete(segment)
+        try:
+            fresh = Segment.create(self.directory, offset)
+        except OSError as error:
+            raise self._failed(disk_error(error, self.directory)) from error
+        self._segments[:], self._base_offsets[:] = [fresh], []
+        self._producers_before.clear()
+        self.producers = ProducerStates()
+        self.leader_epochs.truncate_from_end(0)
+        self._begin(fresh)
+
+    def remove_old_segments(self, now_ms: int, high_watermark: int) -> int:
+        """Remove what retention lets go, in whole segments below the high watermark; how many.
+
+        Raises OSError, LogFailed. Segments old enough are removed to the last: a new, empty one takes its place then.
+        """
+        self._check()
+        count = removable(self._segments, self.options, now_ms, high_watermark)
+        if count == len(self._segments):
+            try:
+                self._roll()
+            except OSError as error:
+                raise disk_error(error, self.directory) from error
+        self._drop_first(count)
+        return count
+
+    def advance_log_start(self, offset: int) -> None:
+        """The leader's log begins at `offset` now: drop whole segments below. Raises LogFailed."""
+        self._check()
+        self._drop_first(bisect_right(self._base_offsets, offset) - 1)
+
+    def _drop_first(self, count: int) -> None:
+        # One by one, the oldest first: whenever this ends, what is left has no gap.
+        for _ in range(count):
+            self._producers_before.pop(self._base_offsets.pop(0), None)
+            self._delete(self._segments.pop(0))
+        if count > 0:
+            self.leader_epochs.truncate_from_start(self.log_start_offset)
+
+    def _drop_last(self) -> None:
+        self._producers_before.pop(self._base_offsets.pop(), None)
+        self._delete(self._segments.pop())
+
+    def _delete(self, segment: Segment) -> None:
+        try:
+            segment.delete()
+        except OSError as error:
+            raise self._failed(disk_error(error, self.directory)) from error
+
+    # Reading
+
+    def read(self, offset: int, max_bytes: int, *, up_to: int | None = None) -> bytes:
         """Batches from the one that holds `offset` on, from one segment: the first whole, the last perhaps cut short.
 
-        `offset` must lie in the log; at its end the answer is empty. Raises OSError, LogFailed.
+        Only batches that end below `up_to`, where that is given. `offset` must lie in the log; at its end the answer is
+        empty. Raises OSError, LogFailed.
         """
         self._check()
         position = max(bisect_right(self._base_offsets, offset) - 1, 0)
         for segment in self._segments[position:]:
-            found = segment.read(offset, max_bytes)
+            found = segment.read(offset, max_bytes, up_to)
             if found:
                 return found
         return b""
@@ -153,19 +346,54 @@ class Log:
                 largest = segment.max_timestamp
         return largest
 
+    # Keeping
+
     def flush(self) -> None:
-        """Bring what was appended to the disk. Raises OSError, LogFailed."""
+        """Bring what was appended to the disk. Raises LogFailed: after an error nobody knows what is there."""
         self._check()
-        for segment in self._segments:
-            segment.flush()
+        self._flush(list(self._segments))
+
+    def _flush(self, segments: list[Segment]) -> None:
+        try:
+            for segment in segments:
+                segment.flush()
+        except OSError as error:
+            raise self._failed(disk_error(error, self.directory)) from error
+
+    def checkpoint(self, high_watermark: int, fencing_token: int) -> None:
+        """Remember both beside the log; the fencing token never goes back. Raises OSError, LogFailed."""
+        with self._checkpointing:
+            self._check()
+            token = max(fencing_token, self.fencing_token)
+            checkpoint = Checkpoint(high_watermark, token, self.log_end_offset, self.leader_epochs.latest)
+            try:
+                write_checkpoint(self.directory, checkpoint, self._while_open())
+                if token > self.fencing_token and self.options.flush != "never":
+                    sync_directory(self.directory)
+            except OSError as error:
+                raise disk_error(error, self.directory) from error
+            self.high_watermark_checkpoint, self.fencing_token = high_watermark, token
+
+    @contextmanager
+    def _while_open(self) -> Iterator[None]:
+        """The directory's name is ours: a closed log may have been moved away, and another be at its place."""
+        with self._closing:
+            self._check()
+            yield
 
     def close(self) -> None:
         """Let go of the files; the offsets can still be asked for. May be called twice."""
-        if not self._closed:
-            self._closed = True
-            self._failure = self._failure or LogFailed("the log is closed")
-            for segment in self._segments:
-                segment.close()
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                self._failure = self._failure or LogFailed("the log is closed")
+                for segment in self._segments:
+                    segment.close()
+
+    def _failed(self, error: DiskError) -> LogFailed:
+        """The log has failed for good."""
+        self._failure = error
+        return LogFailed(f"{self.directory.name}: {error}")
 
     def _check(self) -> None:
         if self._failure is not None:

@@ -31,6 +31,7 @@ class _Retained(NamedTuple):
     base_sequence: int
     last_sequence: int
     base_offset: int
+    last_offset: int
 
 
 class _Producer:
@@ -39,6 +40,11 @@ class _Producer:
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self.batches: deque[_Retained] = deque(maxlen=RETAINED_BATCHES)
+
+    def copy(self) -> _Producer:
+        copied = _Producer(self.epoch)
+        copied.batches = self.batches.copy()
+        return copied
 
 
 class Verdict(Enum):
@@ -51,10 +57,11 @@ class Verdict(Enum):
 
 
 class Judgement(NamedTuple):
-    """`base_offset` is the first offset of a duplicate, -1 otherwise; `detail` says what was expected."""
+    """`base_offset` and `last_offset` are those of a duplicate, -1 otherwise; `detail` says what was expected."""
 
     verdict: Verdict
     base_offset: int = -1
+    last_offset: int = -1
     detail: str = ""
 
 
@@ -70,6 +77,12 @@ class ProducerStates:
 
     def __len__(self) -> int:
         return len(self._producers)
+
+    def copy(self) -> ProducerStates:
+        """The same producers, which go their own way from here."""
+        copied = ProducerStates(self._max_producers)
+        copied._producers.update((producer_id, known.copy()) for producer_id, known in self._producers.items())
+        return copied
 
     def judge(self, batch: RecordBatch) -> Judgement:
         """Whether `batch` may be appended."""
@@ -88,7 +101,7 @@ class ProducerStates:
         last_sequence = batch.last_sequence
         for retained in known.batches:
             if retained.base_sequence == batch.base_sequence and retained.last_sequence == last_sequence:
-                return Judgement(Verdict.DUPLICATE, retained.base_offset)
+                return Judgement(Verdict.DUPLICATE, retained.base_offset, retained.last_offset)
         expected = add_sequence(known.batches[-1].last_sequence, 1)
         return _ACCEPTED if batch.base_sequence == expected else _out_of_order(batch, expected)
 
@@ -100,7 +113,8 @@ class ProducerStates:
         known = self._producers.get(producer_id)
         if known is None or known.epoch != batch.producer_epoch:
             known = self._producers[producer_id] = _Producer(batch.producer_epoch)
-        known.batches.append(_Retained(batch.base_sequence, batch.last_sequence, base_offset))
+        last_offset = base_offset + batch.last_offset_delta
+        known.batches.append(_Retained(batch.base_sequence, batch.last_sequence, base_offset, last_offset))
         self._producers.move_to_end(producer_id)
         if len(self._producers) > self._max_producers:
             self._producers.popitem(last=False)

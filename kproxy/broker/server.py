@@ -59,7 +59,7 @@ async def run_broker(config: BrokerConfig) -> None:
     """Run a reference broker until SIGTERM or SIGINT. Raises StartupError."""
     _check(config)
     allow_many_files()
-    data_dir = DataDir.open(config.data_dir, config.node_id, segment_bytes=config.segment_bytes)
+    data_dir = DataDir.open(config.data_dir, config.node_id, log_options=config.log_options)
     client = EtcdClient(config.etcd, config.etcd_options, timeout_s=config.etcd_timeout_s)
     try:
         await _Server(config, data_dir, client).run()

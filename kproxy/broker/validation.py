@@ -1,6 +1,8 @@
-"""What a broker checks of a produced batch before it is appended; the rules are those of Kafka's LogValidator.
+"""What a broker checks of a batch before it is appended.
 
-The records inside stay unread: the CRC says that they are what the producer sent, and no more is promised.
+Of a produced one by the rules of Kafka's LogValidator. Of a replicated one that it is what comes next: the leader has
+checked the rest. The records inside stay unread: the CRC says that they are what the producer sent, and no more is
+promised.
 """
 
 from __future__ import annotations
@@ -8,7 +10,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from codec import error_codes
-from codec.errors import InvalidField, Truncated
+from codec.errors import CodecError, InvalidField, Truncated
+from codec.primitives import Buffer
 from codec.record_batch import NO_PRODUCER_ID, RecordBatch, crc_is_valid, parse_batch
 
 _ZSTD = 4
@@ -62,3 +65,36 @@ def _check_header(batch: RecordBatch, api_version: int) -> Refusal | None:
     ):
         return Refusal(error_codes.INVALID_RECORD, "a producer id without a usable epoch and sequence")
     return None
+
+
+class ReplicatedBatchInvalid(ValueError):
+    """What came from a leader cannot be the continuation of the log."""
+
+
+def check_replicated(records: Buffer, log_end_offset: int, leader_epoch: int) -> list[RecordBatch]:
+    """The whole batches in `records`, which come from a leader and continue a log that ends with a batch of that epoch.
+
+    A last one that is cut short is left out. Raises ReplicatedBatchInvalid.
+    """
+    batches: list[RecordBatch] = []
+    position, next_offset = 0, log_end_offset
+    while (batch := _whole_batch(records, position)) is not None:
+        if batch.base_offset != next_offset or batch.last_offset_delta < 0:
+            raise ReplicatedBatchInvalid(f"offset {next_offset} is next here, the leader sent {batch.base_offset}")
+        if batch.partition_leader_epoch < leader_epoch:
+            what = f"leader epoch {batch.partition_leader_epoch} at offset {batch.base_offset}"
+            raise ReplicatedBatchInvalid(f"{what} comes behind epoch {leader_epoch}")
+        if not crc_is_valid(records, batch):
+            raise ReplicatedBatchInvalid(f"the CRC of the batch at offset {batch.base_offset} does not match")
+        batches.append(batch)
+        position, next_offset, leader_epoch = batch.end, batch.last_offset + 1, batch.partition_leader_epoch
+    return batches
+
+
+def _whole_batch(records: Buffer, position: int) -> RecordBatch | None:
+    try:
+        return parse_batch(records, position)
+    except Truncated:
+        return None
+    except CodecError as error:
+        raise ReplicatedBatchInvalid(str(error)) from error

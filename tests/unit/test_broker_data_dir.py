@@ -10,7 +10,7 @@ import pytest
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.segment import LogFailed
 from kproxy.errors import StartupError
-from tests.unit.test_broker_log import append_values
+from tests.support.broker_logs import append_values
 
 FIRST, SECOND = uuid.UUID(int=1), uuid.UUID(int=2)
 

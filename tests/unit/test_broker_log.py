@@ -9,43 +9,27 @@ from pathlib import Path
 
 import pytest
 
-from codec.record_batch import assign_offsets, iterate_batches, parse_batch
+from codec.record_batch import assign_offsets, parse_batch
 from kproxy.broker.log import Log, LogCorrupt
+from kproxy.broker.log_options import LogOptions
 from kproxy.broker.producer_state import Verdict
 from kproxy.broker.segment import LogFailed
+from tests.support.broker_logs import append, append_values, offsets
 from tests.support.record_batches import build_batch
 
-
-def append(log: Log, records: bytearray) -> int:
-    """Append as a partition does; the base offset given."""
-    view = memoryview(records)
-    batch = parse_batch(view)
-    base_offset = log.log_end_offset
-    assign_offsets(view, batch, base_offset, 0)
-    log.append(view, batch)
-    log.producers.update(batch, base_offset)
-    return base_offset
-
-
-def append_values(log: Log, *sizes: int, timestamp: int = 1000) -> None:
-    for size in sizes:
-        append(log, build_batch([b"x" * size], timestamp=timestamp))
-
-
-def offsets(data: bytes) -> list[int]:
-    return [batch.base_offset for batch in iterate_batches(data)]
+OPTIONS = LogOptions(segment_bytes=20_000)
 
 
 @pytest.fixture
 def log(tmp_path: Path) -> Iterator[Log]:
-    opened = Log.open(tmp_path / "t-0", segment_bytes=20_000)
+    opened = Log.open(tmp_path / "t-0", options=OPTIONS)
     yield opened
     opened.close()
 
 
 def reopened(log: Log) -> Log:
     log.close()
-    return Log.open(log.directory, segment_bytes=20_000)
+    return Log.open(log.directory, options=OPTIONS)
 
 
 def test_offsets_follow_the_record_count(log: Log) -> None:
@@ -76,7 +60,7 @@ def test_no_more_than_max_bytes_otherwise(log: Log) -> None:
 
 def test_every_offset_is_found_across_segments_and_after_reopening(tmp_path: Path) -> None:
     source = random.Random(7)
-    log = Log.open(tmp_path / "t-0", segment_bytes=20_000)
+    log = Log.open(tmp_path / "t-0", options=OPTIONS)
     expected: dict[int, int] = {}
     for _ in range(300):
         count = source.randint(1, 5)
@@ -232,7 +216,7 @@ def test_producer_state_is_rebuilt_from_the_log(log: Log) -> None:
     for sequence in (0, 2, 4):
         append(log, idempotent(sequence))
     again = reopened(log)
-    assert again.producers.judge(parse_batch(idempotent(2))) == (Verdict.DUPLICATE, 2, "")
+    assert again.producers.judge(parse_batch(idempotent(2))) == (Verdict.DUPLICATE, 2, 3, "")
     assert again.producers.judge(parse_batch(idempotent(6))).verdict is Verdict.ACCEPTED
     assert again.producers.judge(parse_batch(idempotent(7))).verdict is Verdict.OUT_OF_ORDER
     again.close()

@@ -1,0 +1,43 @@
+"""What a replica remembers beside its log: checkpoint.json, replaced as one step.
+
+The high watermark is a hint that may be old, which is why nothing is ever truncated to it. The fencing token is the
+highest one this replica has obeyed. The leader epoch is for a log that retention has emptied: at that log end offset,
+it is the epoch of what was before.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import NamedTuple
+
+from kproxy.broker.json_file import read_json, write_json
+from kproxy.broker.leader_epochs import NO_LEADER_EPOCH
+from kproxy.broker.segment import LogFailed
+
+_FILE = "checkpoint.json"
+
+
+class Checkpoint(NamedTuple):
+    """Zeros in a log that has none."""
+
+    high_watermark: int = 0
+    fencing_token: int = 0
+    log_end_offset: int = 0
+    leader_epoch: int = NO_LEADER_EPOCH
+
+
+def read_checkpoint(directory: Path) -> Checkpoint:
+    """The checkpoint in `directory`. Raises OSError, LogFailed for one that cannot be what was written."""
+    found = read_json(directory / _FILE)
+    if found is None:
+        return Checkpoint()
+    numbers = [found.get(name) for name in Checkpoint._fields]
+    if not all(isinstance(number, int) for number in numbers):
+        raise LogFailed(f"{directory / _FILE} is damaged: it says {found}")
+    return Checkpoint._make(numbers)
+
+
+def write_checkpoint(directory: Path, checkpoint: Checkpoint, replacing: AbstractContextManager[object]) -> None:
+    """As `write_json`. Raises OSError."""
+    write_json(directory / _FILE, checkpoint._asdict(), replacing)

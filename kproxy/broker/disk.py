@@ -1,0 +1,41 @@
+"""What a disk says when it does not take what is written to it, put so that a person knows which disk is meant."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from pathlib import Path
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+class DiskError(OSError):
+    """One sentence that names the disk and the directory; `errno` is the file system's."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+def disk_error(error: OSError, directory: Path) -> DiskError:
+    """`error`, which came of writing into `directory`, with the disk it came from."""
+    disk = next(parent for parent in (directory, *directory.parents) if parent.is_mount() or parent == parent.parent)
+    if error.errno in _NO_ROOM:
+        message = (
+            f"the disk mounted at {disk} has no room for what is written to {directory} ({error.strerror}): "
+            "make room there, or keep less (retention.bytes, retention.ms)"
+        )
+    else:
+        message = f"the disk mounted at {disk} does not take what is written to {directory} ({error.strerror or error})"
+    return DiskError(error.errno, message)
+
+
+def sync_directory(directory: Path) -> None:
+    """Bring the names in `directory` to the disk, where the system knows how. Raises OSError."""
+    if sys.platform == "win32":  # pragma: no cover
+        return
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

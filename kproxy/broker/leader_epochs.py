@@ -1,0 +1,84 @@
+"""Which leader epoch wrote which offsets of a log (KIP-101), so that replicas find where their logs part.
+
+State: entries (leader epoch, start offset), both rising; an epoch reaches from its start to the next entry's, the last
+one to the log's end.
+
+Invariants
+1. No two entries have the same epoch or the same start offset: an epoch in which nothing was written leaves no trace
+   once the next one begins at the same offset.
+2. An entry is only ever moved by retention: the log's first one begins where the log does.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from codec.fetch import EpochEnd
+
+NO_LEADER_EPOCH = -1
+_NONE = EpochEnd(NO_LEADER_EPOCH, -1)
+
+
+class LeaderEpochs:
+    """The leader epochs of one log."""
+
+    def __init__(self) -> None:
+        self._epochs: list[int] = []
+        self._start_offsets: list[int] = []
+
+    def __repr__(self) -> str:
+        return f"LeaderEpochs({self.entries()})"
+
+    def entries(self) -> list[tuple[int, int]]:
+        """(leader epoch, start offset), oldest first."""
+        return list(zip(self._epochs, self._start_offsets, strict=True))
+
+    @property
+    def latest(self) -> int:
+        """The last epoch that was assigned; NO_LEADER_EPOCH where there is none."""
+        return self._epochs[-1] if self._epochs else NO_LEADER_EPOCH
+
+    def assign(self, leader_epoch: int, start_offset: int) -> None:
+        """What is written from `start_offset` on has `leader_epoch`. Nothing changes where that is so already.
+
+        Epochs that began at or above `start_offset` wrote nothing and are forgotten. ValueError where the epoch would
+        go back behind one that did write: no leader's log does that.
+        """
+        if self._epochs and self._epochs[-1] == leader_epoch and self._start_offsets[-1] <= start_offset:
+            return
+        self.truncate_from_end(start_offset)
+        if self.latest > leader_epoch:
+            raise ValueError(f"leader epoch {leader_epoch} at offset {start_offset}, behind epoch {self.latest}")
+        if self.latest < leader_epoch:
+            self._epochs.append(leader_epoch)
+            self._start_offsets.append(start_offset)
+
+    def epoch_at(self, offset: int) -> int:
+        """The epoch that `offset` belongs to; NO_LEADER_EPOCH below the first entry."""
+        entry = bisect_right(self._start_offsets, offset) - 1
+        return self._epochs[entry] if entry >= 0 else NO_LEADER_EPOCH
+
+    def end_offset_for(self, leader_epoch: int, log_end_offset: int) -> EpochEnd:
+        """The largest known epoch that is not above `leader_epoch`, and the offset behind it (KIP-279); -1 and -1 where
+        there is none.
+        """
+        entry = bisect_right(self._epochs, leader_epoch) - 1
+        if entry < 0:
+            return _NONE
+        following = entry + 1
+        end_offset = self._start_offsets[following] if following < len(self._epochs) else log_end_offset
+        return EpochEnd(self._epochs[entry], end_offset)
+
+    def truncate_from_end(self, offset: int) -> None:
+        """Forget what begins at or above `offset`: the log ends there now."""
+        while self._start_offsets and self._start_offsets[-1] >= offset:
+            self._epochs.pop()
+            self._start_offsets.pop()
+
+    def truncate_from_start(self, offset: int) -> None:
+        """Forget what ends at or below `offset`: the log begins there now, with the epoch that `offset` belongs to."""
+        first = bisect_right(self._start_offsets, offset) - 1
+        if first >= 0:
+            del self._epochs[:first]
+            del self._start_offsets[:first]
+            self._start_offsets[0] = offset
