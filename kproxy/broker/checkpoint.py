@@ -1,8 +1,8 @@
 """What a replica remembers beside its log: checkpoint.json, replaced as one step.
 
-The high watermark is a hint that may be old, which is why nothing is ever truncated to it. The fencing token is the
-highest one this replica has obeyed. The leader epoch is for a log that retention has emptied: at that log end offset,
-it is the epoch of what was before.
+The high watermark is a hint that may be old, which is why nothing is ever truncated to it. The leadership is
+the highest one this replica has obeyed. The leader epoch is for a log that retention has emptied: at that log end
+offset, it is the epoch of what was before.
 """
 
 from __future__ import annotations
@@ -18,10 +18,25 @@ from kproxy.broker.segment import LogFailed
 _FILE = "checkpoint.json"
 
 
+class Leadership(NamedTuple):
+    """One broker's time as leader: its leader epoch, and the create revision of the lease key that it held.
+
+    They rise together, so either tells which of two came later; but an etcd restored from a snapshot counts revisions
+    from lower numbers again, and the epoch, which the logs bear witness to, goes first for that.
+    """
+
+    leader_epoch: int
+    fencing_token: int
+
+
+NO_LEADERSHIP = Leadership(NO_LEADER_EPOCH, 0)
+
+
 class Checkpoint(NamedTuple):
     """Zeros in a log that has none."""
 
     high_watermark: int = 0
+    obeyed_epoch: int = NO_LEADER_EPOCH
     fencing_token: int = 0
     log_end_offset: int = 0
     leader_epoch: int = NO_LEADER_EPOCH

@@ -15,7 +15,8 @@ class BrokerConfig:
 
     `advertise` is what clients are told, the address listened on where it is None (port 0: the port listened on).
     `isr_lag_s`: how long a follower may go without having caught up before it is no longer in sync (Kafka's
-    replica.lag.time.max.ms). `num_partitions` is for topics created without a number. The rest are Kafka's limits at Kafka's defaults.
+    replica.lag.time.max.ms). `num_partitions` is for topics created without a number. The rest are Kafka's limits at
+    Kafka's defaults.
     """
 
     node_id: int

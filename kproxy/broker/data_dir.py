@@ -35,10 +35,11 @@ _logger = structlog.get_logger(__name__)
 
 
 class DataDir:
-    """An open data directory; close it last."""
+    """An open data directory; close it last. `is_new`: no broker has had it before."""
 
-    def __init__(self, path: Path, lock_fd: int, log_options: LogOptions) -> None:
+    def __init__(self, path: Path, lock_fd: int, log_options: LogOptions, *, is_new: bool) -> None:
         self.path = path
+        self.is_new = is_new
         self._lock_fd = lock_fd
         self._log_options = log_options
 
@@ -53,7 +54,7 @@ class DataDir:
             path.mkdir(parents=True, exist_ok=True)
             lock_fd = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
             _lock(lock_fd, path)
-            _claim(path, node_id)
+            is_new = _claim(path, node_id)
             remove_scratch_files(path)
             for leftover in path.glob("#deleted-*"):
                 shutil.rmtree(leftover)
@@ -66,7 +67,7 @@ class DataDir:
                 f"the data directory {path} cannot be used ({error.strerror or error}): "
                 "give another with --data-dir, or make it one that this user can write to"
             ) from error
-        return cls(path, lock_fd, log_options or LogOptions())
+        return cls(path, lock_fd, log_options or LogOptions(), is_new=is_new)
 
     def partition_path(self, topic: str, partition_index: int) -> Path:
         return self.path / f"{topic}-{partition_index}"
@@ -132,7 +133,8 @@ def _lock(lock_fd: int, path: Path) -> None:
         raise StartupError(f"another broker uses the data directory {path}; choose another --data-dir") from error
 
 
-def _claim(path: Path, node_id: int) -> None:
+def _claim(path: Path, node_id: int) -> bool:
+    """Write down whose directory it is; whether that was news."""
     found = read_json(path / _BROKER_FILE)
     if found is None:
         write_json(path / _BROKER_FILE, {"node_id": node_id})
@@ -141,3 +143,4 @@ def _claim(path: Path, node_id: int) -> None:
             f"the data directory {path} belongs to broker {found.get('node_id')}, not {node_id}; "
             f"give its --node-id or another --data-dir"
         )
+    return found is None

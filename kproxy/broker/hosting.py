@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 import structlog
 
+from kproxy.broker.checkpoint import Leadership
 from kproxy.broker.cluster import ClusterView, Topic
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.keys import PartitionKey
@@ -47,8 +48,8 @@ class ReplicaHost:
     def get(self, key: PartitionKey) -> Partition | None:
         return self.hosted.get((key.topic.encode(), key.partition_index))
 
-    def keys(self) -> Iterator[PartitionKey]:
-        """Those that are hosted now."""
+    def every_key(self) -> Iterator[PartitionKey]:
+        """Those that are hosted now; they may be closed meanwhile."""
         for topic, partition_index in list(self.hosted):
             yield PartitionKey(topic.decode(), partition_index)
 
@@ -65,6 +66,8 @@ class ReplicaHost:
         partition = Partition(
             topic.name, key.partition_index, topic.topic_id, log, self._settings_of(topic, key.partition_index)
         )
+        if partition.lacks_committed:
+            _logger.error("committed records are gone from the disk", topic=topic.name, partition=key.partition_index)
         self.hosted[topic.name.encode(), key.partition_index] = partition
         self.point_at_leader(key)
         return partition
@@ -91,7 +94,7 @@ class ReplicaHost:
             partition.follow_nobody()
         else:
             try:
-                partition.become_follower(leader_id, state.leader_epoch, ownership.mod_revision)
+                partition.become_follower(leader_id, Leadership(state.leader_epoch, ownership.mod_revision))
             except (OSError, LogFailed) as error:
                 _logger.error("leader not followed", topic=key.topic, partition=key.partition_index, error=str(error))
         if (partition.leader_id, partition.leader_epoch) != before:

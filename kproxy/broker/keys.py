@@ -3,12 +3,14 @@
     {prefix}/brokers/{id}                               {"node_id": 1, "host": "…", "port": 9092}, on the broker's lease
     {prefix}/partition-leases/{topic}/{partition}       decimal broker id, on the broker's lease
     {prefix}/refbroker/topics/{topic}                   {"topic_id": uuid, "replicas": [[1], [2], …]}
-    {prefix}/refbroker/partitions/{topic}/{partition}   {"leader_epoch": n, "isr": [ids], "topic_id": uuid, "replicas": [ids] or null}
+    {prefix}/refbroker/partitions/{topic}/{partition}   {"leader_epoch": n, "isr": [ids], "topic_id": uuid,
+                                                         "replicas": [ids] or null}
     {prefix}/refbroker/cluster-id                       the cluster's id, as Kafka's clients see it
     {prefix}/producer-ids                               decimal: the first producer id not given out yet
 
-`replicas[p]` are the brokers that keep a partition; the first of them that can takes it. A state whose topic_id is another one
-belongs to an earlier topic of the same name and counts as absent. Values that cannot be read raise ValueError.
+`replicas[p]` are the brokers that keep a partition; the first of them that can takes it. A state whose topic_id
+is another one belongs to an earlier topic of the same name and counts as absent. Values that cannot be read raise
+ValueError.
 """
 
 from __future__ import annotations

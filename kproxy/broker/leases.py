@@ -35,12 +35,14 @@ import structlog
 
 from kproxy.broker.broker_lease import LeaseFence
 from kproxy.broker.candidates import NOT_A_CANDIDATE, first_replicas, hosts, place_in_line
+from kproxy.broker.checkpoint import Leadership
 from kproxy.broker.cluster import Change, ClusterView, Kind, Topic
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.hosting import ReplicaHost
 from kproxy.broker.keys import PartitionKey, StateValue
 from kproxy.broker.partition import Partition, ReplicaSettings
 from kproxy.broker.replication.manager import Isr, Role
+from kproxy.broker.replication.reconciliation import Inconsistent
 from kproxy.broker.segment import LogFailed
 from kproxy.broker.take_over import TakeOver
 from kproxy.ownership.etcd import EtcdClient, EtcdError, delete_op, lease_is
@@ -81,6 +83,7 @@ class PartitionLeaseManager:
         self._on_identity_lost = on_identity_lost
         self._fence: LeaseFence | None = None
         self._began_at = 0.0
+        self._first_claim_revision = 0
         self._working: dict[PartitionKey, asyncio.Task[Partition | None]] = {}
         self._chores: set[asyncio.Task[None]] = set()
         # Those that the task at work is to take, not only to host.
@@ -119,6 +122,7 @@ class PartitionLeaseManager:
     def begin(self, fence: LeaseFence) -> None:
         """A new lease is held: take what is ours to take."""
         self._fence = fence
+        self._first_claim_revision = self._first_claim_revision or fence.claim_revision
         self._began_at = asyncio.get_running_loop().time()
         self._check_identity()
         self._want_all()
@@ -149,11 +153,12 @@ class PartitionLeaseManager:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         # Once in a process's life: not worth an event in every partition.
-        while loop.time() < deadline and any(
-            partition.serves_reads() and partition.replication.followers_behind(self._view.brokers)
-            for partition in self.partitions.values()
-        ):
+        while self._followers_behind() and loop.time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(DRAIN_POLL_S)
+
+    def _followers_behind(self) -> bool:
+        live = self._view.brokers
+        return any(each.serves_reads() and each.replication.followers_behind(live) for each in self.partitions.values())
 
     def flush_all(self) -> None:
         """Bring every log to the disk; blocks."""
@@ -173,7 +178,7 @@ class PartitionLeaseManager:
             timer.cancel()
         self._queued.clear()
         await asyncio.gather(*self._working.values(), *self._chores, return_exceptions=True)
-        for key in self.replicas.keys():
+        for key in self.replicas.every_key():
             self.replicas.close(key)
 
     # Taking partitions
@@ -229,10 +234,22 @@ class PartitionLeaseManager:
             # A key on our own lease with no partition behind it: a Txn whose answer was lost.
             return ownership.lease_id == fence.lease_id
         place = place_in_line(self._view, topic, key.partition_index, self._node_id, count_dead=False)
+        if self._lacks_records(key, topic, partition):
+            return False
         if self._view.state(topic, key.partition_index) is None and self._has_live_replica(key, topic):
             # Never written: clients touch it wherever they are sent, and it shall begin where it is wanted.
             return place == 0
         return place != NOT_A_CANDIDATE
+
+    def _lacks_records(self, key: PartitionKey, topic: Topic, partition: Partition | None) -> bool:
+        """Whether etcd calls us in sync with others, but the disk was emptied or cut since: they have what we lack.
+
+        A leader that lives puts us out, and in again once we have caught up, which makes a newer state.
+        """
+        state = self._view.state(topic, key.partition_index)
+        if state is None or len(state.isr) == 1 or state.mod_revision > self._first_claim_revision:
+            return False
+        return self._data_dir.is_new or (partition is not None and partition.lacks_committed)
 
     def _has_live_replica(self, key: PartitionKey, topic: Topic) -> bool:
         live = {*self._view.brokers, self._node_id}
@@ -293,12 +310,15 @@ class PartitionLeaseManager:
                 return partition
             try:
                 return await self._take(key, topic, partition, fence)
-            except (EtcdError, ValueError, OSError, LogFailed) as error:
+            except (EtcdError, ValueError, OSError, LogFailed, Inconsistent) as error:
                 _logger.warning("not acquired", topic=topic.name, partition=key.partition_index, error=str(error))
                 return None
 
     async def _take(self, key: PartitionKey, topic: Topic, partition: Partition, fence: LeaseFence) -> Partition | None:
-        """Become the leader, if the transaction says so. Raises EtcdError, ValueError, OSError, LogFailed."""
+        """Become the leader, if the transaction says so.
+
+        Raises EtcdError, ValueError, OSError, LogFailed, Inconsistent.
+        """
         stored = self._view.stored_state(*key)
         take_over = TakeOver(self._client, self._keys, self._node_id, key, topic)
         taken = await take_over.attempt(
@@ -313,11 +333,10 @@ class PartitionLeaseManager:
             return None  # closed meanwhile; the key on our lease is found by the next look
         self._orphaned.discard(key)
         partition.become_leader(
-            taken.state.leader_epoch,
+            Leadership(taken.state.leader_epoch, taken.token),
             taken.state.replicas or topic.replicas[key.partition_index],
             Isr(frozenset(taken.state.isr), taken.revision),
-            fencing_token=taken.token,
-            fence=fence,
+            fence,
         )
         self.partitions[topic.name.encode(), key.partition_index] = partition
         self.replicas.on_leaders_changed()
@@ -363,7 +382,7 @@ class PartitionLeaseManager:
         elif change.kind is Kind.BROKER:
             if change.node_id == self._node_id:
                 self._check_identity()
-            for key in self.replicas.keys():
+            for key in self.replicas.every_key():
                 self.replicas.point_at_leader(key)
             self._want_all()
         elif change.kind is Kind.TOPIC:
@@ -390,9 +409,9 @@ class PartitionLeaseManager:
         """What we did after the snapshot's revision is not in it, and says nothing."""
         revision = self._view.snapshot_revision
         for partition in list(self.partitions.values()):
-            if partition.fencing_token <= revision:
+            if partition.leadership.fencing_token <= revision:
                 self._check_still_led(PartitionKey(partition.topic, partition.partition_index))
-        for key in self.replicas.keys():
+        for key in self.replicas.every_key():
             topic, hosted = self._topic_of(key), self.replicas.get(key)
             if topic is None or (hosted is not None and hosted.topic_id != topic.topic_id):
                 self._drop(key, "its topic is gone")

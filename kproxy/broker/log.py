@@ -28,7 +28,7 @@ from pathlib import Path
 
 from codec.primitives import Buffer
 from codec.record_batch import NO_TIMESTAMP, RecordBatch, leader_epoch_of
-from kproxy.broker.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from kproxy.broker.checkpoint import NO_LEADERSHIP, Checkpoint, Leadership, read_checkpoint, write_checkpoint
 from kproxy.broker.disk import DiskError, disk_error, sync_directory
 from kproxy.broker.leader_epochs import LeaderEpochs
 from kproxy.broker.log_options import LogOptions
@@ -56,7 +56,7 @@ class Log:
         self.leader_epochs = LeaderEpochs()
         self.truncated_bytes = 0
         self.high_watermark_checkpoint = 0
-        self.fencing_token = 0
+        self.leadership = NO_LEADERSHIP
         self._segments = segments
         self._base_offsets: list[int] = []
         self._producers_before: dict[int, ProducerStates] = {}
@@ -72,8 +72,8 @@ class Log:
         """The log in `directory`, created where there is none. Raises LogFailed (LogCorrupt), OSError.
 
         Of the result, `truncated_bytes` tells how much of a torn tail was cut off; `high_watermark_checkpoint` and
-        `fencing_token` are the last ones written, 0 where there are none. A high watermark above the log's end means
-        that what was committed is gone.
+        `leadership` are the last ones written, 0 and NO_LEADERSHIP where there are none. A high
+        watermark above the log's end means that what was committed is gone.
         """
         directory.mkdir(parents=True, exist_ok=True)
         segments: list[Segment] = []
@@ -91,7 +91,8 @@ class Log:
 
     def _recover(self) -> None:
         checkpoint = read_checkpoint(self.directory)
-        self.high_watermark_checkpoint, self.fencing_token = checkpoint.high_watermark, checkpoint.fencing_token
+        self.high_watermark_checkpoint = checkpoint.high_watermark
+        self.leadership = Leadership(checkpoint.obeyed_epoch, checkpoint.fencing_token)
         for following, segment in enumerate(self._segments, start=1):
             self._begin(segment)
             bad_bytes = segment.recover(self._note)
@@ -360,19 +361,19 @@ class Log:
         except OSError as error:
             raise self._failed(disk_error(error, self.directory)) from error
 
-    def checkpoint(self, high_watermark: int, fencing_token: int) -> None:
-        """Remember both beside the log; the fencing token never goes back. Raises OSError, LogFailed."""
+    def checkpoint(self, high_watermark: int, leadership: Leadership) -> None:
+        """Remember both beside the log; the leadership never goes back. Raises OSError, LogFailed."""
         with self._checkpointing:
             self._check()
-            token = max(fencing_token, self.fencing_token)
-            checkpoint = Checkpoint(high_watermark, token, self.log_end_offset, self.leader_epochs.latest)
+            obeyed = max(leadership, self.leadership)
+            checkpoint = Checkpoint(high_watermark, *obeyed, self.log_end_offset, self.leader_epochs.latest)
             try:
                 write_checkpoint(self.directory, checkpoint, self._while_open())
-                if token > self.fencing_token and self.options.flush != "never":
+                if obeyed > self.leadership and self.options.flush != "never":
                     sync_directory(self.directory)
             except OSError as error:
                 raise disk_error(error, self.directory) from error
-            self.high_watermark_checkpoint, self.fencing_token = high_watermark, token
+            self.high_watermark_checkpoint, self.leadership = high_watermark, obeyed
 
     @contextmanager
     def _while_open(self) -> Iterator[None]:

@@ -10,8 +10,7 @@ Invariants
 4. An offset is given out once: `append_as_leader` runs on one event loop and never awaits.
 5. A follower's log changes only by an answer to the question it asked last, from the leader it follows, in the epoch it
    follows in; an answer to anything else is late, and is dropped.
-6. A replica follows nobody with a fencing token lower than the highest that it has seen, unless under a higher leader
-   epoch, which only a restored etcd brings about.
+6. A replica obeys no leadership older than the newest that it has obeyed; it remembers that one with the log.
 7. A follower that finds its leader without what is committed here stops, for good: `failure` says why.
 """
 
@@ -26,6 +25,7 @@ import structlog
 from codec import error_codes
 from codec.fetch import PartitionFetch, PartitionFetched
 from codec.record_batch import RecordBatch, assign_offsets
+from kproxy.broker.checkpoint import Leadership
 from kproxy.broker.clock import Clock
 from kproxy.broker.log import Log
 from kproxy.broker.producer_state import Verdict
@@ -94,10 +94,7 @@ _NO_FENCE = _NoFence()
 
 
 class Partition:
-    """A hosted replica; a follower of nobody until told otherwise.
-
-    `fencing_token` is the create revision of the lease key under which it was last led, here or elsewhere.
-    """
+    """A hosted replica; a follower of nobody until told otherwise. `leadership` is the newest that it has obeyed."""
 
     def __init__(
         self,
@@ -112,8 +109,10 @@ class Partition:
         self.topic = topic
         self.partition_index = partition_index
         self.topic_id = topic_id
-        self.fencing_token = log.fencing_token
+        self.leadership = log.leadership
         self.failure = ""
+        # Records that were once known to be committed have gone from the disk.
+        self.lacks_committed = log.high_watermark_checkpoint > log.log_end_offset
         self.log = log
         self._fence: Fence = _NO_FENCE
         self._reconciliation = reconciliation or Reconciliation()
@@ -155,33 +154,32 @@ class Partition:
 
     # Roles
 
-    def become_leader(
-        self, leader_epoch: int, replicas: Collection[int], isr: Isr, *, fencing_token: int, fence: Fence
-    ) -> None:
-        """Lead under the lease whose key has `fencing_token`, as long as `fence` lives. Raises OSError, LogFailed."""
-        replication = self.replication
-        start = self._reconciliation.reconcile_as_new_leader(self.log, self.high_watermark, leader_epoch)
-        self._remember(fencing_token)
-        self._fence = fence
-        replication.become_leader(leader_epoch, start, replicas, isr)
+    def become_leader(self, leadership: Leadership, replicas: Collection[int], isr: Isr, fence: Fence) -> None:
+        """Lead as long as `fence` lives. Raises Inconsistent, OSError, LogFailed."""
         validate_consistency(self.log, self.high_watermark)
+        leader_epoch = leadership.leader_epoch
+        start = self._reconciliation.reconcile_as_new_leader(self.log, self.high_watermark, leader_epoch)
+        self._obey(leadership)
+        self._fence = fence
+        self.replication.become_leader(leader_epoch, start, replicas, isr)
 
-    def become_follower(self, leader_id: int, leader_epoch: int, fencing_token: int) -> None:
-        """Follow the broker that holds the lease key with `fencing_token`. Raises OSError, LogFailed."""
+    def become_follower(self, leader_id: int, leadership: Leadership) -> None:
+        """Follow that broker. Raises OSError, LogFailed."""
+        leader_epoch = leadership.leader_epoch
         if (leader_id, leader_epoch) == (self.leader_id, self.leader_epoch):
             return
-        if fencing_token < self.fencing_token and leader_epoch <= max(self.leader_epoch, self.log.leader_epochs.latest):
+        if leadership < self.leadership:
             _logger.error(
                 "leader refused: it is older than one that was followed before",
                 topic=self.topic,
                 partition=self.partition_index,
                 leader_id=leader_id,
-                fencing_token=fencing_token,
-                highest_seen=self.fencing_token,
+                leadership=leadership,
+                obeyed=self.leadership,
             )
             self.follow_nobody()
             return
-        self._remember(fencing_token)
+        self._obey(leadership)
         self._reconciliation.reconcile_as_new_follower(self.log, self.high_watermark)
         self.replication.become_follower(leader_id, leader_epoch)
 
@@ -190,11 +188,11 @@ class Partition:
         if self.role is Role.FOLLOWER:
             self.replication.become_follower(NO_LEADER, self.leader_epoch)
 
-    def _remember(self, fencing_token: int) -> None:
-        """Before anything is done under it."""
-        if fencing_token != self.fencing_token:
-            self.log.checkpoint(self.high_watermark, fencing_token)
-            self.fencing_token = fencing_token
+    def _obey(self, leadership: Leadership) -> None:
+        """Remember it before anything is done under it."""
+        if leadership != self.leadership:
+            self.log.checkpoint(self.high_watermark, leadership)
+            self.leadership = leadership
 
     def resign(self) -> None:
         """Refuse writes from now on, and let nobody wait for more."""
@@ -334,18 +332,14 @@ class Partition:
                     index, error_codes.NONE, self.high_watermark, self.log_start_offset, diverging_epoch=leader_end
                 )
         if not self.log_start_offset <= asked.fetch_offset <= self.log_end_offset:
-            return PartitionFetched(
-                index, error_codes.OFFSET_OUT_OF_RANGE, self.high_watermark, self.log_start_offset
-            )
+            return PartitionFetched(index, error_codes.OFFSET_OUT_OF_RANGE, self.high_watermark, self.log_start_offset)
         records = b""
         if asked.fetch_offset < self.log_end_offset:
             error_code, records = self._read_log(asked.fetch_offset, min(asked.max_bytes, max_bytes), None)
             if error_code != error_codes.NONE:
                 return PartitionFetched(index, error_code)
         self.replication.replica_fetched(replica_id, asked.fetch_offset)
-        return PartitionFetched(
-            index, error_codes.NONE, self.high_watermark, self.log_start_offset, records=records
-        )
+        return PartitionFetched(index, error_codes.NONE, self.high_watermark, self.log_start_offset, records=records)
 
     # As follower
 

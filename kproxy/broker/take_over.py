@@ -32,7 +32,7 @@ ATTEMPTS = 3
 
 
 class Taken(NamedTuple):
-    """`token` is the lease key's create revision, the fencing token; `value` is the state as it stands at `revision`."""
+    """`token` is the lease key's create revision, the fencing token; `value` is the state as it is at `revision`."""
 
     token: int
     state: StateValue

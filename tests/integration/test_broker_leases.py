@@ -163,7 +163,7 @@ async def test_a_partition_lost_and_taken_again_reads_its_log_anew(join: Join, t
     again = member.manager.partitions[TOPIC.encode(), 0]
     assert again is not first
     assert (first.leader_epoch, again.leader_epoch) == (0, 1)
-    assert again.fencing_token > first.fencing_token
+    assert again.leadership.fencing_token > first.leadership.fencing_token
 
 
 async def test_a_snapshot_older_than_a_take_over_does_not_end_it(join: Join, topic_id: uuid.UUID) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from codec.record_batch import parse_batch
+from kproxy.broker.checkpoint import NO_LEADERSHIP, Leadership
 from kproxy.broker.log import REMEMBERED_PRODUCER_STATES, Log
 from kproxy.broker.log_options import LogOptions
 from kproxy.broker.producer_state import Verdict
@@ -253,19 +254,19 @@ def test_a_follower_drops_the_segments_its_leader_has_dropped(log: Log) -> None:
 
 
 def test_a_checkpoint_is_found_again(log: Log) -> None:
-    assert (log.high_watermark_checkpoint, log.fencing_token) == (0, 0)
+    assert (log.high_watermark_checkpoint, log.leadership) == (0, NO_LEADERSHIP)
     log.append_replicated(leader_batches(0, 5))
-    log.checkpoint(3, 1234)
-    log.checkpoint(5, 1000)
+    log.checkpoint(3, Leadership(1, 1234))
+    log.checkpoint(5, Leadership(1, 1000))
     again = reopened(log)
-    assert (again.high_watermark_checkpoint, again.fencing_token) == (5, 1234), "a fencing token went back"
+    assert (again.high_watermark_checkpoint, again.leadership) == (5, (1, 1234)), "a fencing token went back"
     assert [path.name for path in again.directory.iterdir() if path.suffix != ".log"] == ["checkpoint.json"]
     again.close()
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"high_watermark": "x"}', b"\x00" * 40])
 def test_a_damaged_checkpoint_is_told_not_guessed_at(log: Log, content: bytes) -> None:
-    log.checkpoint(0, 7)
+    log.checkpoint(0, Leadership(0, 7))
     log.close()
     (log.directory / "checkpoint.json").write_bytes(content)
     with pytest.raises((LogFailed, OSError), match=r"checkpoint\.json is damaged"):
@@ -273,10 +274,10 @@ def test_a_damaged_checkpoint_is_told_not_guessed_at(log: Log, content: bytes) -
 
 
 def test_a_closed_log_writes_no_checkpoint_into_what_has_taken_its_place(log: Log) -> None:
-    log.checkpoint(0, 7)
+    log.checkpoint(0, Leadership(0, 7))
     log.close()
     with pytest.raises(LogFailed):
-        log.checkpoint(0, 8)
+        log.checkpoint(0, Leadership(0, 8))
     again = Log.open(log.directory)
-    assert again.fencing_token == 7
+    assert again.leadership == (0, 7)
     again.close()

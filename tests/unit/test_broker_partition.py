@@ -11,6 +11,7 @@ import pytest
 from codec import error_codes
 from codec.record_batch import iterate_batches, parse_batch
 from kproxy.broker.broker_lease import MARGIN_FRACTION, LeaseFence
+from kproxy.broker.checkpoint import Leadership
 from kproxy.broker.log import Log
 from kproxy.broker.log_options import LogOptions
 from kproxy.broker.partition import AppendResult, Partition, ReplicaSettings
@@ -50,7 +51,7 @@ def fence(clock: Clock) -> LeaseFence:
 def partition(tmp_path: Path, clock: Clock, fence: LeaseFence) -> Iterator[Partition]:
     log = Log.open(tmp_path / "t-0", options=LogOptions())
     partition = Partition("t", 0, uuid.uuid4(), log, ReplicaSettings(1, clock))
-    partition.become_leader(7, [1], Isr(frozenset({1}), 1), fencing_token=1, fence=fence)
+    partition.become_leader(Leadership(7, 1), [1], Isr(frozenset({1}), 1), fence)
     yield partition
     partition.close()
 

@@ -1,1 +1,1 @@
-"""Replication of partitions between reference brokers: the StreamBus text's engine, with leader epochs for truncation."""
+"""Replication between reference brokers: the StreamBus text's engine, with leader epochs for truncation."""

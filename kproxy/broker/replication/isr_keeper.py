@@ -106,13 +106,11 @@ class IsrKeeper:
             )
         )
         guards = [
-            create_revision_is(lease_key, partition.fencing_token),
+            create_revision_is(lease_key, partition.leadership.fencing_token),
             mod_revision_is(state_key, replication.isr.revision),
         ]
         try:
-            result = await self._client.txn(
-                guards, [put_op(state_key, value)], [get_op(lease_key), get_op(state_key)]
-            )
+            result = await self._client.txn(guards, [put_op(state_key, value)], [get_op(lease_key), get_op(state_key)])
         except EtcdError as error:
             _logger.warning("ISR not changed", **_named(partition), wanted=sorted(members), error=str(error))
             return
@@ -126,7 +124,7 @@ class IsrKeeper:
             log("ISR changed", **_named(partition), isr=sorted(members), before=sorted(before))
             return
         lease_kvs, state_kvs = result.responses[0].kvs, result.responses[1].kvs
-        if not lease_kvs or lease_kvs[0].create_revision != partition.fencing_token or not state_kvs:
+        if not lease_kvs or lease_kvs[0].create_revision != partition.leadership.fencing_token or not state_kvs:
             self._on_deposed(partition)
             return
         try:
