@@ -1,14 +1,16 @@
-"""Fetch requests and answers, with topic names.
+"""Fetch requests and answers.
 
-Versions 4–12 (13 on name topics by id); flexible from 12. Request: replica_id INT32, max_wait_ms INT32, min_bytes
-INT32, max_bytes INT32, isolation_level INT8, session_id INT32 (v7), session_epoch INT32 (v7), topics of {name,
-partitions of {index INT32, current_leader_epoch INT32 (v9), fetch_offset INT64, last_fetched_epoch INT32 (v12),
-log_start_offset INT64 (v5), partition_max_bytes INT32}}, forgotten topics (v7), rack_id (v11). Answer: throttle_time_ms
-INT32, error_code INT16 (v7), session_id INT32 (v7), topics of {name, partitions of {index INT32, error_code INT16,
-high_watermark INT64, last_stable_offset INT64, log_start_offset INT64 (v5), aborted_transactions,
-preferred_read_replica INT32 (v11), records}}.
+Versions 4–13; flexible from 12. Request: replica_id INT32, max_wait_ms INT32, min_bytes INT32, max_bytes INT32,
+isolation_level INT8, session_id INT32 (v7), session_epoch INT32 (v7), topics of {name, partitions of {index INT32,
+current_leader_epoch INT32 (v9), fetch_offset INT64, last_fetched_epoch INT32 (v12), log_start_offset INT64 (v5),
+partition_max_bytes INT32}}, forgotten topics (v7), rack_id (v11). Answer: throttle_time_ms INT32, error_code INT16
+(v7), session_id INT32 (v7), topics of {name, partitions of {index INT32, error_code INT16, high_watermark INT64,
+last_stable_offset INT64, log_start_offset INT64 (v5), aborted_transactions, preferred_read_replica INT32 (v11),
+records, tag 0 diverging_epoch {epoch INT32, end_offset INT64} (v12, KIP-595)}}. From 13 on a topic's id, UUID, stands
+in the place of its name (KIP-516).
 
-The proxy keeps no fetch sessions (KIP-227): every answer says session 0, upon which clients send whole requests.
+Nobody here keeps fetch sessions (KIP-227): every answer says session 0, upon which clients send whole requests. What a
+follower sends and reads is in `codec.replica_fetch`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from codec.api_keys import FETCH, is_flexible
 from codec.errors import InvalidField, Truncated, UnsupportedVersion
 from codec.headers import RequestHeader, response_body_offset
 from codec.partitioned import (
+    TOPIC_ID_BYTES,
     PartitionedRequest,
     PartitionedResponse,
     Places,
@@ -48,16 +51,23 @@ from codec.primitives import (
 )
 
 MIN_VERSION = 4
-MAX_VERSION = 12
+MAX_VERSION = 13
+# From here on topics are named by their ids: followers do so, clients are offered what lies below.
+TOPIC_IDS_FROM = 13
 NO_SESSION = 0
 # The epoch of a request that belongs to no session and wants none (KIP-227).
 FINAL_EPOCH = -1
 
 # replica_id, max_wait_ms, min_bytes, max_bytes, isolation_level; and with session_id, session_epoch from version 7
 _PREAMBLE = Struct(">iiiib")
-_SESSION_PREAMBLE = Struct(">iiiibii")
+SESSION_PREAMBLE = Struct(">iiiibii")
+DIVERGING_EPOCH_TAG = 0
 _CURRENT_LEADER_TAG = 1
 _NODE_ENDPOINTS_TAG = 0
+# partition_index, current_leader_epoch (v9), fetch_offset, last_fetched_epoch (v12), log_start_offset (v5), max_bytes
+PARTITION_FETCH = Struct(">iiqiqi")
+_V9, _V5, _V4 = Struct(">iiqqi"), Struct(">iqqi"), Struct(">iqi")
+EPOCH_END = Struct(">iq")
 
 
 class EpochEnd(NamedTuple):
@@ -121,7 +131,7 @@ def parse_fetch(frame: memoryview, header: RequestHeader) -> FetchRequest:
     flexible = is_flexible(FETCH, version)
     limit = len(frame)
     request = FetchRequest(frame, header, flexible=flexible)
-    form = _SESSION_PREAMBLE if version >= 7 else _PREAMBLE
+    form = SESSION_PREAMBLE if version >= 7 else _PREAMBLE
     offset = header.body_offset + form.size
     if offset > limit:
         raise Truncated(f"a fetch request of {limit} bytes is shorter than its fixed part")
@@ -130,7 +140,8 @@ def parse_fetch(frame: memoryview, header: RequestHeader) -> FetchRequest:
     if version >= 7:
         request.session_id, request.session_epoch = numbers[5:]
     request.topics_start = offset
-    fixed_bytes = 4 + (4 if version >= 9 else 0) + 8 + (4 if version >= 12 else 0) + (8 if version >= 5 else 0) + 4
+    request.by_id = version >= TOPIC_IDS_FROM
+    fixed_bytes = _partition_form(version).size
 
     def skip(frame: memoryview, offset: int, limit: int) -> tuple[int, int]:
         end = offset + fixed_bytes
@@ -140,7 +151,7 @@ def parse_fetch(frame: memoryview, header: RequestHeader) -> FetchRequest:
         return partition_index, skip_tagged_fields(frame, end, limit) if flexible else end
 
     request.topics, request.topics_end = parse_topics(
-        frame, offset, flexible=flexible, least_bytes=fixed_bytes, read_entries=one_by_one(skip)
+        frame, offset, flexible=flexible, least_bytes=fixed_bytes, read_entries=one_by_one(skip), by_id=request.by_id
     )
     expect_end(frame, _skip_trailer(frame, request.topics_end, limit, version))
     return request
@@ -151,7 +162,10 @@ def _skip_trailer(frame: memoryview, offset: int, limit: int, version: int) -> i
     if version >= 7:
         count, offset = read_topic_count(frame, offset, limit, flexible=flexible)
         for _ in range(count):
-            _, _, offset = skip_string(frame, offset, limit, compact=flexible)
+            if version >= TOPIC_IDS_FROM:
+                offset += TOPIC_ID_BYTES
+            else:
+                _, _, offset = skip_string(frame, offset, limit, compact=flexible)
             partitions, offset = read_count(frame, offset, limit, compact=flexible, least_bytes=4)
             offset += 4 * partitions
             if flexible:
@@ -161,17 +175,19 @@ def _skip_trailer(frame: memoryview, offset: int, limit: int, version: int) -> i
     return skip_tagged_fields(frame, offset, limit) if flexible else offset
 
 
-def fetch_offset(request: FetchRequest, entry_start: int) -> tuple[int, int, int]:
-    """(current_leader_epoch, fetch_offset, partition_max_bytes) of the entry that begins there; epoch -1 before v9."""
+def _partition_form(version: int) -> Struct:
+    return PARTITION_FETCH if version >= 12 else _V9 if version >= 9 else _V5 if version >= 5 else _V4
+
+
+def partition_fetch(request: FetchRequest, entry_start: int) -> PartitionFetch:
+    """What is asked of the partition whose entry begins there; -1 for what the version does not say."""
     version = request.header.api_version
-    offset = entry_start + 4
-    leader_epoch = -1
-    if version >= 9:
-        leader_epoch = INT32.unpack_from(request.frame, offset)[0]
-        offset += 4
-    wanted: int = INT64.unpack_from(request.frame, offset)[0]
-    offset += 8 + (4 if version >= 12 else 0) + (8 if version >= 5 else 0)
-    return leader_epoch, wanted, INT32.unpack_from(request.frame, offset)[0]
+    if version >= 12:
+        return PartitionFetch._make(PARTITION_FETCH.unpack_from(request.frame, entry_start))
+    index, *rest, max_bytes = _partition_form(version).unpack_from(request.frame, entry_start)
+    leader_epoch = rest.pop(0) if version >= 9 else -1
+    log_start_offset = rest.pop() if version >= 5 else -1
+    return PartitionFetch(index, leader_epoch, rest[0], -1, log_start_offset, max_bytes)
 
 
 class FetchApi:
@@ -209,7 +225,12 @@ class FetchApi:
             return partition_index, offset
 
         response.topics, offset = parse_topics(
-            frame, offset, flexible=flexible, least_bytes=4 + 2 + 8 + 8, read_entries=one_by_one(skip)
+            frame,
+            offset,
+            flexible=flexible,
+            least_bytes=4 + 2 + 8 + 8,
+            read_entries=one_by_one(skip),
+            by_id=api_version >= TOPIC_IDS_FROM,
         )
         fill_error_codes(response)
         if flexible:
@@ -218,7 +239,7 @@ class FetchApi:
         return response
 
     def error_entry(self, api_version: int, partition_index: int, error_code: int) -> bytes:
-        return b"".join(result_entry(api_version, partition_index, error_code, -1, -1, b""))
+        return b"".join(result_entry(api_version, PartitionFetched(partition_index, error_code)))
 
     def response_ends(self, api_version: int, throttle_time_ms: int, tags: list[Tag]) -> tuple[bytes, bytes]:
         return response_ends(api_version, throttle_time_ms, tags)
@@ -256,7 +277,7 @@ def preamble(request: FetchRequest, max_wait_ms: int, max_bytes: int) -> bytes:
     """The fixed part of a fetch request, outside of any session, with other limits (milliseconds, bytes)."""
     numbers = (request.replica_id, max_wait_ms, request.min_bytes, max_bytes, request.isolation_level)
     if request.header.api_version >= 7:
-        return _SESSION_PREAMBLE.pack(*numbers, NO_SESSION, FINAL_EPOCH)
+        return SESSION_PREAMBLE.pack(*numbers, NO_SESSION, FINAL_EPOCH)
     return _PREAMBLE.pack(*numbers)
 
 
@@ -288,26 +309,28 @@ def _skip_result(frame: memoryview, offset: int, limit: int, api_version: int) -
 
 _NO_RECORDS, _NO_RECORDS_COMPACT = encode_count(0, compact=False), encode_count(0, compact=True)
 _RESULT = Struct(">ihqq")
+_NO_TAGS = encode_tagged_fields([])
 
 
-def result_entry(
-    api_version: int,
-    partition_index: int,
-    error_code: int,
-    high_watermark: int,
-    log_start_offset: int,
-    records: Buffer,
-) -> list[Buffer]:
-    """One partition's entry of a fetch answer, records last so that they need no copy."""
+def result_entry(api_version: int, fetched: PartitionFetched) -> list[Buffer]:
+    """One partition's entry of a fetch answer, records in a buffer of their own so that they need no copy.
+
+    Where a log diverges is not said before version 12.
+    """
     flexible = is_flexible(FETCH, api_version)
-    head = _RESULT.pack(partition_index, error_code, high_watermark, high_watermark)
+    index, error_code, high_watermark, log_start_offset, diverging_epoch, records = fetched
+    head = _RESULT.pack(index, error_code, high_watermark, high_watermark)
     if api_version >= 5:
         head += INT64.pack(log_start_offset)
     head += encode_count(-1, compact=flexible)
     if api_version >= 11:
         head += INT32.pack(-1)
     head += encode_count(len(records), compact=flexible)
-    return [head, records, encode_tagged_fields([])] if flexible else [head, records]
+    if not flexible:
+        return [head, records]
+    if diverging_epoch is None:
+        return [head, records, _NO_TAGS]
+    return [head, records, encode_tagged_fields([(DIVERGING_EPOCH_TAG, EPOCH_END.pack(*diverging_epoch) + _NO_TAGS)])]
 
 
 def response_ends(api_version: int, throttle_time_ms: int, tags: list[Tag], error_code: int = 0) -> tuple[bytes, bytes]:

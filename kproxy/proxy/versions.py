@@ -44,7 +44,8 @@ class Offer(NamedTuple):
 OFFERS: Final[Mapping[int, Offer]] = {
     # From 0, although 0 to 2 are refused when sent: with a higher minimum librdkafka drops gzip and lz4.
     keys.PRODUCE: Offer(0, produce.MAX_VERSION, Handling.PARTITIONED),
-    keys.FETCH: Offer(fetch.MIN_VERSION, fetch.MAX_VERSION, Handling.PARTITIONED),
+    # Up to where topics have names: where their ids are not known, nobody need be told another range for reads.
+    keys.FETCH: Offer(fetch.MIN_VERSION, fetch.TOPIC_IDS_FROM - 1, Handling.PARTITIONED),
     keys.LIST_OFFSETS: Offer(list_offsets.MIN_VERSION, list_offsets.MAX_VERSION, Handling.PARTITIONED),
     keys.METADATA: Offer(0, 13, Handling.REWRITTEN),
     keys.FIND_COORDINATOR: Offer(0, 6, Handling.REWRITTEN),

@@ -13,14 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from codec import partitioned, primitives
-from codec.api_keys import PRODUCE
+from codec import partitioned, primitives, replica_fetch
+from codec.api_keys import FETCH, PRODUCE
 from codec.errors import CodecError
-from codec.fetch import FetchRequest, fetch_offset
+from codec.fetch import FetchRequest, partition_fetch
 from codec.headers import parse_request_header, response_body_offset
 from codec.partitioned import PartitionedRequest, PartitionedResponse, Splitter
 from codec.primitives import Buffer, read_tagged_fields
 from codec.produce import records_of, transactional_id
+from codec.replica_fetch import ReplicaAnswer, read_replica_answer
 from tests.support.messages import (
     APIS,
     EVERY_VERSION,
@@ -52,6 +53,9 @@ INFLATED = [
     *(uvarint(number) for number in (2**32 - 1, 65, 40_000)),
     b"\x80" * 10,
 ]
+# What a follower reads is written as any answer is.
+WRITTEN_AS = {"replica answer": "response"}
+Parsed = PartitionedRequest | PartitionedResponse | ReplicaAnswer
 # What parsing a message of some 300 bytes may take for a moment: spans and lists, nothing that was announced.
 MODEST_BYTES = 64_000
 
@@ -74,7 +78,9 @@ def _sample(kind: str, api_key: int, version: int) -> memoryview:
     return response_frame(api_key, version, response_body(api_key, version, fields), tags=TAGS)
 
 
-def _parse(kind: str, api_key: int, version: int, frame: memoryview) -> PartitionedRequest | PartitionedResponse:
+def _parse(kind: str, api_key: int, version: int, frame: memoryview) -> Parsed:
+    if kind == "replica answer":
+        return read_replica_answer(frame)
     if kind == "response":
         return APIS[api_key].parse_response(frame, version)
     header = parse_request_header(frame)
@@ -82,8 +88,12 @@ def _parse(kind: str, api_key: int, version: int, frame: memoryview) -> Partitio
     return APIS.get(header.api_key, APIS[api_key]).parse_request(frame, header)
 
 
-def _use(message: PartitionedRequest | PartitionedResponse) -> None:
-    """Touch what the proxy would touch of a message that was accepted."""
+def _use(message: Parsed) -> None:
+    """Touch what the proxy, or a follower, would touch of a message that was accepted."""
+    if isinstance(message, ReplicaAnswer):
+        assert all(len(topic_id) == 16 for topic_id, _ in message.topics)
+        assert all(bytes(each.records) is not None for _, found in message.topics for each in found)
+        return
     size = len(message.frame)
     for topic in message.topics:
         assert len(topic.starts) == len(topic.ends) == len(topic.partitions)
@@ -97,7 +107,7 @@ def _use(message: PartitionedRequest | PartitionedResponse) -> None:
             if message.header.api_key == PRODUCE:
                 assert len(records_of(message, topic, ordinal)) < size
             if isinstance(message, FetchRequest):
-                fetch_offset(message, start)
+                partition_fetch(message, start)
     if message.header.api_key == PRODUCE:
         transactional_id(message)
     _take_apart(message)
@@ -127,7 +137,8 @@ def traced() -> Iterator[None]:
     tracemalloc.stop()
 
 
-EVERY_MESSAGE = [(kind, *case) for kind in ("request", "response") for case in EVERY_VERSION]
+REPLICA_ANSWER = ("replica answer", FETCH, replica_fetch.VERSION)
+EVERY_MESSAGE = [(kind, *case) for kind in ("request", "response") for case in EVERY_VERSION] + [REPLICA_ANSWER]
 
 
 @pytest.mark.parametrize(("kind", "api_key", "version"), EVERY_MESSAGE)
@@ -146,7 +157,7 @@ EVERY_LAYOUT = [
     for kind in ("request", "response")
     for api_key, versions in VERSIONS.items()
     for version in sorted({versions[0], FLEXIBLE_FROM[api_key] - 1, FLEXIBLE_FROM[api_key], versions[-1]})
-]
+] + [REPLICA_ANSWER]
 
 
 @pytest.mark.parametrize(("kind", "api_key", "version"), EVERY_LAYOUT)
@@ -221,6 +232,8 @@ def test_what_is_accepted_is_what_kafka_python_reads(
         "request": bytes(request_frame(api_key, version, request_body(api_key, version, request), tags=TAGS)),
         "response": bytes(response_frame(api_key, version, response_body(api_key, version, response), tags=TAGS)),
     }
+    if (api_key, version) == REPLICA_ANSWER[1:]:
+        frames["replica answer"] = frames["response"]
     for kind, frame in frames.items():
         for _ in range(12):
             # The API and its version are left alone: a request is broken, not another one.
@@ -236,15 +249,13 @@ def test_what_is_accepted_is_what_kafka_python_reads(
                 _compare(kind, api_key, version, before, message)
 
 
-def _compare(
-    kind: str, api_key: int, version: int, frame: bytes, message: PartitionedRequest | PartitionedResponse
-) -> None:
+def _compare(kind: str, api_key: int, version: int, frame: bytes, message: Parsed) -> None:
     if isinstance(message, PartitionedRequest):
         begin, names = message.header.body_offset, REQUEST_FIELDS[api_key]
     else:
         begin, names = response_body_offset(frame, api_key, version), RESPONSE_FIELDS[api_key]
     try:
-        theirs = read_by_kafka_python(kind, api_key, version, frame[begin:])
+        theirs = read_by_kafka_python(WRITTEN_AS.get(kind, kind), api_key, version, frame[begin:])
     except CodecError as error:
         # Strings other than topics' names are nobody's concern here, and brokers read them leniently.
         if "utf-8" in str(error):
@@ -254,7 +265,13 @@ def _compare(
         (named_as(api_key, version, topic[names[2]]), [entry[names[3]] for entry in topic[names[1]]])
         for topic in theirs[names[0]]
     ]
-    assert [(topic.name, topic.partitions) for topic in message.topics] == found
+    if isinstance(message, ReplicaAnswer):
+        ours = [(topic_id, [each.partition_index for each in results]) for topic_id, results in message.topics]
+        records = [bytes(each.records) for _, results in message.topics for each in results]
+        assert records == [entry["records"] or b"" for topic in theirs["responses"] for entry in topic["partitions"]]
+    else:
+        ours = [(topic.name, topic.partitions) for topic in message.topics]
+    assert ours == found
 
 
 @settings(max_examples=300, deadline=None)
@@ -262,7 +279,8 @@ def _compare(
 def test_noise_is_refused_or_read(case: tuple[int, int], noise: bytes, with_header: bool) -> None:
     api_key, version = case
     request = request_frame(api_key, version, noise) if with_header else frame_of(noise)
-    for kind, frame in (("request", request), ("response", frame_of(noise))):
+    kinds = [("request", request), ("response", frame_of(noise)), ("replica answer", frame_of(noise))]
+    for kind, frame in kinds:
         try:
             message = _parse(kind, api_key, version, frame)
         except CodecError:

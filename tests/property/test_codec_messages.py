@@ -19,7 +19,7 @@ from kio.serial import entity_reader, entity_writer
 from kio.static.constants import EntityType
 
 from codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
-from codec.fetch import FetchRequest, fetch_offset
+from codec.fetch import FetchRequest, PartitionFetch, partition_fetch
 from codec.headers import response_header
 from codec.partitioned import PartitionedRequest, Places, Splitter, encode_topics, with_length
 from codec.primitives import Buffer
@@ -31,8 +31,8 @@ from tests.support.messages import (
     NAMES,
     REQUEST_FIELDS,
     RESPONSE_FIELDS,
-    TOPIC_IDS_FROM,
     head_of,
+    is_by_id,
     named_as,
     read_by_kafka_python,
     request_body,
@@ -92,9 +92,15 @@ def test_a_request_is_indexed_as_it_was_written(case: Case) -> None:
             if api_key == PRODUCE:
                 assert bytes(records_of(request, topic, ordinal)) == (entry["records"] or b"")
             if isinstance(request, FetchRequest):
-                epoch = entry["current_leader_epoch"] if version >= 9 else -1
-                expected = (epoch, entry["fetch_offset"], entry["partition_max_bytes"])
-                assert fetch_offset(request, topic.starts[ordinal]) == expected
+                expected = PartitionFetch(
+                    entry["partition"],
+                    entry["current_leader_epoch"] if version >= 9 else -1,
+                    entry["fetch_offset"],
+                    entry["last_fetched_epoch"] if version >= 12 else -1,
+                    entry["log_start_offset"] if version >= 5 else -1,
+                    entry["partition_max_bytes"],
+                )
+                assert partition_fetch(request, topic.starts[ordinal]) == expected
     if api_key == PRODUCE:
         name = fields["transactional_id"]
         assert transactional_id(request) == (None if name is None else name.encode())
@@ -237,7 +243,7 @@ def test_answers_merge_into_one(case: Case, brokers: int, seed: int, throttle_ti
         entries = [found[place, ordinal] for ordinal in range(len(topic[entries_field]))]
         merged.append((named_as(api_key, version, topic[name_field]), entries, len(entries)))
     flexible = version >= FLEXIBLE_FROM[api_key]
-    by_id = api_key == PRODUCE and version >= TOPIC_IDS_FROM
+    by_id = is_by_id(api_key, version)
     head, tail = APIS[api_key].response_ends(version, throttle_time_ms, fields["tags"])
     array = encode_topics(merged, flexible=flexible, by_id=by_id)
     parts = with_length([response_header(api_key, version, 7) + head, *array, tail])
@@ -256,7 +262,7 @@ def test_kio_reads_the_parts_too(api_key: int, version: int) -> None:
     module = load_payload_module(api_key, version, EntityType.request)
     entity_class = getattr(module, NAMES[api_key] + "Request")
     seen: list[tuple[bytes, int]] = []
-    by_id = api_key == PRODUCE and version >= TOPIC_IDS_FROM
+    by_id = is_by_id(api_key, version)
     splitter = Splitter(request, APIS[api_key].piece_preamble(request, 2))
     for selection in ([(0, [0, 2]), (2, [0, 1])], [(0, [1]), (1, [0])]):
         # A part has the header of the whole.

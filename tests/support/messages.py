@@ -26,11 +26,11 @@ Fields = Mapping[str, Any]
 Tags = Sequence[tuple[int, bytes]]
 # (name, kind, first version). A kind is a letter of `struct`, "string" or "bytes", "?" before it where it may be null,
 # or the fields of an array's elements, in a list of one where the array may be null. "topic" is a string, and from
-# Produce 13 on the topic's id: that of its name here (`topic_id`).
+# Produce 13 and Fetch 13 on the topic's id: that of its name here (`topic_id`).
 Schema = tuple[tuple[str, Any, int], ...]
 
 APIS: dict[int, PartitionedApi] = {PRODUCE: PRODUCE_API, FETCH: FetchApi(), LIST_OFFSETS: LIST_OFFSETS_API}
-VERSIONS = {PRODUCE: range(3, 14), FETCH: range(4, 13), LIST_OFFSETS: range(1, 10)}
+VERSIONS = {PRODUCE: range(3, 14), FETCH: range(4, 14), LIST_OFFSETS: range(1, 10)}
 FLEXIBLE_FROM = {PRODUCE: 9, FETCH: 12, LIST_OFFSETS: 6}
 EVERY_VERSION = [(api_key, version) for api_key, versions in VERSIONS.items() for version in versions]
 NAMES = {PRODUCE: "Produce", FETCH: "Fetch", LIST_OFFSETS: "ListOffsets"}
@@ -75,8 +75,8 @@ _REQUESTS: dict[int, Schema] = {
         ("isolation_level", "b", 0),
         ("session_id", "i", 7),
         ("session_epoch", "i", 7),
-        ("topics", (("topic", "string", 0), ("partitions", _FETCH_PARTITION, 0)), 0),
-        ("forgotten_topics_data", (("topic", "string", 0), ("partitions", "[]i", 0)), 7),
+        ("topics", (("topic", "topic", 0), ("partitions", _FETCH_PARTITION, 0)), 0),
+        ("forgotten_topics_data", (("topic", "topic", 0), ("partitions", "[]i", 0)), 7),
         ("rack_id", "string", 11),
     ),
     LIST_OFFSETS: (
@@ -120,7 +120,7 @@ _RESPONSES: dict[int, Schema] = {
         ("throttle_time_ms", "i", 0),
         ("error_code", "h", 7),
         ("session_id", "i", 7),
-        ("responses", (("topic", "string", 0), ("partitions", _FETCH_RESULT, 0)), 0),
+        ("responses", (("topic", "topic", 0), ("partitions", _FETCH_RESULT, 0)), 0),
     ),
     LIST_OFFSETS: (
         ("throttle_time_ms", "i", 2),
@@ -145,9 +145,14 @@ def _topic_name(identity: uuid.UUID) -> str:
     return _NAMES_BY_ID.get(identity, f"id:{identity}")
 
 
+def is_by_id(api_key: int, version: int) -> bool:
+    """Whether messages of this version name topics by their ids."""
+    return api_key in (PRODUCE, FETCH) and version >= TOPIC_IDS_FROM
+
+
 def named_as(api_key: int, version: int, name: str) -> bytes:
     """A topic's name as messages of this version carry it, whether `topic_id` has given it an id or not."""
-    if api_key != PRODUCE or version < TOPIC_IDS_FROM:
+    if not is_by_id(api_key, version):
         return name.encode()
     return uuid.UUID(name[3:]).bytes if name.startswith("id:") else topic_id(name).bytes
 
@@ -247,11 +252,12 @@ def read_by_kafka_python(kind: str, api_key: int, version: int, body: bytes) -> 
 def written_by_kafka_python(kind: str, api_key: int, version: int, fields: Fields) -> bytes:
     """The body of a message with no tagged fields."""
     plain = without_tags(kind, api_key, version, fields)
-    if api_key == PRODUCE and version >= TOPIC_IDS_FROM:
-        topics = (REQUEST_FIELDS if kind == "request" else RESPONSE_FIELDS)[PRODUCE][0]
-        plain[topics] = [{**topic, "topic_id": topic_id(topic["name"])} for topic in plain[topics]]
-        for topic in plain[topics]:
-            del topic["name"]
+    if is_by_id(api_key, version):
+        topics, _, name, _ = (REQUEST_FIELDS if kind == "request" else RESPONSE_FIELDS)[api_key]
+        for field in {topics, "forgotten_topics_data"} & set(plain):
+            plain[field] = [{**topic, "topic_id": topic_id(topic[name])} for topic in plain[field]]
+            for topic in plain[field]:
+                del topic[name]
     if kind == "request":
         return control.encode_request(control.build_request(api_key, version, **plain))
     return control.encode_response(control.build_response(api_key, version, **plain))
@@ -288,7 +294,7 @@ _ASKED: dict[int, Callable[[int], dict[str, Any]]] = {
         "current_leader_epoch": 11,
         "fetch_offset": 2**40 + index,
         "last_fetched_epoch": 10,
-        "log_start_offset": -1,
+        "log_start_offset": 5,
         "partition_max_bytes": 1 << 20,
     },
     LIST_OFFSETS: lambda index: {"partition_index": index, "current_leader_epoch": 11, "timestamp": -2},

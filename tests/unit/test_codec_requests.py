@@ -10,7 +10,7 @@ import pytest
 
 from codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
 from codec.errors import CodecError, InvalidField, Truncated, UnsupportedVersion
-from codec.fetch import FetchRequest, fetch_offset
+from codec.fetch import FetchRequest, PartitionFetch, partition_fetch
 from codec.partitioned import MAX_PARTITIONS, PartitionedRequest
 from codec.produce import records_of, transactional_id
 from tests.support.messages import (
@@ -18,9 +18,9 @@ from tests.support.messages import (
     EVERY_VERSION,
     FLEXIBLE_FROM,
     REQUEST_FIELDS,
-    TOPIC_IDS_FROM,
     VERSIONS,
     head_of,
+    is_by_id,
     named_as,
     request_body,
     request_frame,
@@ -30,7 +30,7 @@ from tests.support.messages import (
 )
 
 FLEXIBLE = [(api_key, version) for api_key, version in EVERY_VERSION if version >= FLEXIBLE_FROM[api_key]]
-BY_ID = [(PRODUCE, version) for version in VERSIONS[PRODUCE] if version >= TOPIC_IDS_FROM]
+BY_ID = [case for case in EVERY_VERSION if is_by_id(*case)]
 
 
 def _parse(api_key: int, version: int, body: bytes) -> PartitionedRequest:
@@ -77,9 +77,15 @@ def test_a_fetch_request_tells_where_to_read_and_how_much(version: int) -> None:
     assert isinstance(request, FetchRequest)
     assert (request.max_wait_ms, request.min_bytes, request.max_bytes, request.isolation_level) == (500, 2, 3, 1)
     assert (request.session_id, request.session_epoch) == ((9, 4) if version >= 7 else (0, -1))
-    # sample_request: current_leader_epoch 11, fetch_offset 2**40 + index, partition_max_bytes 1 MiB
-    epoch = 11 if version >= 9 else -1
-    assert fetch_offset(request, request.topics[0].starts[1]) == (epoch, 2**40 + 2, 1 << 20)
+    # As `sample_request` has it.
+    assert partition_fetch(request, request.topics[0].starts[1]) == PartitionFetch(
+        partition_index=2,
+        current_leader_epoch=11 if version >= 9 else -1,
+        fetch_offset=2**40 + 2,
+        last_fetched_epoch=10 if version >= 12 else -1,
+        log_start_offset=5 if version >= 5 else -1,
+        max_bytes=1 << 20,
+    )
 
 
 @pytest.mark.parametrize("api_key", VERSIONS)
@@ -165,16 +171,23 @@ def test_null_topics_and_null_partitions_are_refused(api_key: int, version: int)
             _parse(api_key, version, request_body(api_key, version, hostile))
 
 
+# Versions, and what may not be null in them; from 13 on a topic has an id, which cannot be.
+NULLS_IN_THE_TRAILER: list[tuple[range, dict[str, Any]]] = [
+    (range(7, 14), {"forgotten_topics_data": None}),
+    (range(7, 13), {"forgotten_topics_data": [{"topic": None, "partitions": []}]}),
+    (range(7, 14), {"forgotten_topics_data": [{"topic": "t", "partitions": None}]}),
+    (range(11, 14), {"rack_id": None}),
+]
+
+
 @pytest.mark.parametrize(
-    ("first_version", "change"),
+    ("version", "first_version", "change"),
     [
-        (7, {"forgotten_topics_data": None}),
-        (7, {"forgotten_topics_data": [{"topic": None, "partitions": []}]}),
-        (7, {"forgotten_topics_data": [{"topic": "t", "partitions": None}]}),
-        (11, {"rack_id": None}),
+        (version, versions.start, change)
+        for versions, change in NULLS_IN_THE_TRAILER
+        for version in range(VERSIONS[FETCH].start, versions.stop)
     ],
 )
-@pytest.mark.parametrize("version", VERSIONS[FETCH])
 def test_null_in_the_trailer_of_a_fetch_request_is_refused(
     version: int, first_version: int, change: dict[str, Any]
 ) -> None:

@@ -29,8 +29,8 @@ from tests.support.messages import (
     FLEXIBLE_FROM,
     NAMES,
     RESPONSE_FIELDS,
-    TOPIC_IDS_FROM,
     VERSIONS,
+    is_by_id,
     named_as,
     read_by_kafka_python,
     response_body,
@@ -144,7 +144,7 @@ def test_bad_answers_are_refused(api_key: int, version: int) -> None:
     no_topics = sample_response(api_key, {}, **{topics_field: None})
     no_entries = sample_response(api_key, {}, **{topics_field: [{name_field: "t", entries_field: None}]})
     no_name = sample_response(api_key, {}, **{topics_field: [{name_field: None, entries_field: []}]})
-    by_id = api_key == PRODUCE and version >= TOPIC_IDS_FROM
+    by_id = is_by_id(api_key, version)
     for fields in (no_topics, no_entries) if by_id else (no_topics, no_entries, no_name):
         with pytest.raises(InvalidField, match="null"):
             _parse(api_key, version, fields)
@@ -198,7 +198,7 @@ def _merged(
     """A whole answer from entries, as the proxy puts it together; an entry may consist of several buffers."""
     flexible = version >= FLEXIBLE_FROM[api_key]
     head, tail = APIS[api_key].response_ends(version, throttle_time_ms, tags or [])
-    by_id = api_key == PRODUCE and version >= TOPIC_IDS_FROM
+    by_id = is_by_id(api_key, version)
     counted = [
         (named_as(api_key, version, name.decode()), buffers, len(buffers) // entries_in) for name, buffers in topics
     ]
@@ -274,7 +274,7 @@ def test_a_produce_result_says_all_that_its_version_can(version: int, error_mess
 @pytest.mark.parametrize("records", [b"", b"r" * 127, b"r" * 20_000])
 def test_a_fetch_result_carries_its_records_uncopied(version: int, records: bytes) -> None:
     view = memoryview(records)
-    buffers = fetch.result_entry(version, 3, 0, 44, 5, view)
+    buffers = fetch.result_entry(version, fetch.PartitionFetched(3, 0, 44, 5, records=view))
     assert any(buffer is view for buffer in buffers)
     answer = _read(FETCH, version, _merged(FETCH, version, [(b"t", buffers)], entries_in=len(buffers)))
     (found,) = _entries(FETCH, answer)

@@ -16,8 +16,16 @@ from typing import NamedTuple
 
 from codec import error_codes
 from codec.api_keys import FETCH
-from codec.fetch import MAX_VERSION as PARSED_MAX_VERSION
-from codec.fetch import NO_SESSION, FetchRequest, fetch_offset, parse_fetch, response_ends, result_entry
+from codec.fetch import (
+    NO_SESSION,
+    TOPIC_IDS_FROM,
+    FetchRequest,
+    PartitionFetched,
+    parse_fetch,
+    partition_fetch,
+    response_ends,
+    result_entry,
+)
 from codec.partitioned import encode_topics
 from codec.primitives import Buffer
 from kproxy.broker.context import TAKE_TIMEOUT_S, Body, Broker, CloseConnection, Request
@@ -25,7 +33,7 @@ from kproxy.broker.partition import Partition, ReadResult
 
 API_KEY = FETCH
 MIN_VERSION = 4
-MAX_VERSION = PARSED_MAX_VERSION
+MAX_VERSION = TOPIC_IDS_FROM - 1
 # Nobody has to wait longer, whatever it asks for: a client that is gone must not be waited for long.
 MAX_WAIT_MS = 60_000
 
@@ -88,10 +96,10 @@ def _read(broker: Broker, fetch: FetchRequest) -> _Answer:
         entries: list[Buffer] = []
         for ordinal, index in enumerate(topic.partitions):
             partition = broker.led(topic.name, index)
-            leader_epoch, offset, max_bytes = fetch_offset(fetch, topic.starts[ordinal])
-            limit = min(max_bytes, left)
+            asked = partition_fetch(fetch, topic.starts[ordinal])
+            limit = min(asked.max_bytes, left)
             error_code, records = _read_one(
-                broker, partition, (topic.name, index), leader_epoch, offset, limit, size > 0
+                broker, partition, (topic.name, index), asked.current_leader_epoch, asked.fetch_offset, limit, size > 0
             )
             size += len(records)
             left -= len(records)
@@ -99,9 +107,8 @@ def _read(broker: Broker, fetch: FetchRequest) -> _Answer:
             high_watermark, log_start_offset = -1, -1
             if partition is not None and error_code in (error_codes.NONE, error_codes.OFFSET_OUT_OF_RANGE):
                 high_watermark, log_start_offset = partition.high_watermark, partition.log_start_offset
-            entries += result_entry(
-                fetch.header.api_version, index, error_code, high_watermark, log_start_offset, records
-            )
+            fetched = PartitionFetched(index, error_code, high_watermark, log_start_offset, None, records)
+            entries += result_entry(fetch.header.api_version, fetched)
         topics.append((topic.name, entries, len(topic.partitions)))
     head, tail = response_ends(fetch.header.api_version, 0, [])
     return _Answer([head, *encode_topics(topics, flexible=fetch.flexible), tail], size, has_errors)
