@@ -29,6 +29,7 @@ from kproxy.broker.keys import (
     parse_node_id,
     parse_partition,
 )
+from kproxy.broker.topic_config import check_configs
 from kproxy.ownership.etcd import KeyValue, Snapshot, WatchEvent
 
 NO_OWNER = -1
@@ -46,13 +47,19 @@ class LiveBroker(NamedTuple):
 
 
 class Topic(NamedTuple):
-    """A topic; `mod_revision` guards what is done on the strength of it."""
+    """A topic; `mod_revision` guards what is done on the strength of it. Its `configs` have been checked."""
 
     name: str
     topic_id: uuid.UUID
     replicas: list[list[int]]
+    configs: dict[str, str]
     create_revision: int
     mod_revision: int
+
+    @property
+    def replication_factor(self) -> int:
+        """How many replicas each partition was created with."""
+        return len(self.replicas[0])
 
 
 class Ownership(NamedTuple):
@@ -249,7 +256,7 @@ class ClusterView:
         self._tell(change for change in changes if change is not None)
 
     def apply_put(self, key: str, value: bytes, *, lease_id: int, revision: int) -> bool:
-        """A put of this broker's own that succeeded at `revision`, told before the mirror tells it.
+        """A put at `revision` that this broker made or read, told before the mirror tells it.
 
         False if that changes nothing: the mirror was here already, perhaps with something newer.
         """
@@ -320,7 +327,8 @@ def _parse_topic(name: str, kv: KeyValue) -> Topic:
     value = decode_value(kv.value, TopicValue)
     if not value.replicas or len(value.replicas) > MAX_PARTITIONS_PER_TOPIC or not all(value.replicas):
         raise ValueError("a topic without partitions, or a partition without replicas")
-    return Topic(name, value.topic_id, value.replicas, kv.create_revision, kv.mod_revision)
+    configs = check_configs(value.configs)
+    return Topic(name, value.topic_id, value.replicas, configs, kv.create_revision, kv.mod_revision)
 
 
 def _parse_state(_: PartitionKey, kv: KeyValue) -> PartitionState:

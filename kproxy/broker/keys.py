@@ -2,7 +2,7 @@
 
     {prefix}/brokers/{id}                               {"node_id": 1, "host": "…", "port": 9092}, on the broker's lease
     {prefix}/partition-leases/{topic}/{partition}       decimal broker id, on the broker's lease
-    {prefix}/refbroker/topics/{topic}                   {"topic_id": uuid, "replicas": [[1], [2], …]}
+    {prefix}/refbroker/topics/{topic}                   {"topic_id": uuid, "replicas": [[1, 2], …], "configs": {…}}
     {prefix}/refbroker/partitions/{topic}/{partition}   {"leader_epoch": n, "isr": [ids], "topic_id": uuid,
                                                          "replicas": [ids] or null}
     {prefix}/refbroker/cluster-id                       the cluster's id, as Kafka's clients see it
@@ -24,10 +24,11 @@ MAX_PARTITIONS_PER_TOPIC = 10_000
 
 
 class TopicValue(msgspec.Struct, frozen=True):
-    """One topic as created; it does not change."""
+    """One topic as created; it does not change. Every partition has equally many replicas."""
 
     topic_id: uuid.UUID
     replicas: list[list[int]]
+    configs: dict[str, str] = {}
 
 
 class StateValue(msgspec.Struct, frozen=True):

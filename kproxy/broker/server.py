@@ -71,6 +71,9 @@ async def run_broker(config: BrokerConfig) -> None:
 def _check(config: BrokerConfig) -> None:
     if not 0 <= config.node_id < 1 << 31:
         raise StartupError(f"--node-id {config.node_id} is not a broker id: give a number from 0 to 2147483647")
+    if config.default_replication_factor < 1:
+        factor = config.default_replication_factor
+        raise StartupError(f"--replication-factor {factor} leaves no copy of a partition: give at least 1")
     if config.lease_ttl_s < 1:
         raise StartupError(f"--lease-ttl {config.lease_ttl_s} is too short: give at least 1 second")
     if config.advertise is None and config.listen[0] in ("", "0.0.0.0", "::"):  # noqa: S104 - refused, not bound
@@ -204,7 +207,7 @@ class _Server:
             cluster_id,
             self._view,
             self._leases,
-            TopicAdmin(self._client, self._view, self._config.num_partitions),
+            TopicAdmin(self._client, self._view, self._config),
             IdBlocks(self._client, self._keys.producer_ids),
         )
 

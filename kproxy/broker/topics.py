@@ -1,25 +1,32 @@
-"""Topics in etcd: names that may be, creation, deletion.
+"""Topics in etcd: what may be created, creation, deletion.
 
-A topic record is put once, only where there is none, and never changed. Its partitions are then taken by the brokers
-that it names; whoever created it waits for that only as long as it likes.
+A topic record is put once, only where there is none, and never changed: it says where the replicas lie and what the
+topic's configuration is. Its partitions are then taken by the brokers that it names; whoever created it waits for that
+only as long as it likes.
 """
 
 from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from codec import error_codes
 from kproxy.broker.cluster import ClusterView, Topic
+from kproxy.broker.config import BrokerConfig
 from kproxy.broker.keys import MAX_PARTITIONS_PER_TOPIC, TopicValue, encode_value
+from kproxy.broker.replica_assignment import check_assignments, spread_replicas
+from kproxy.broker.topic_config import InvalidConfig, check_configs
 from kproxy.ownership.etcd import EtcdClient, EtcdError, delete_op, key_absent, mod_revision_is, put_op
 
 MAX_NAME_LENGTH = 249
 _LEGAL_NAME = re.compile(r"[a-zA-Z0-9._-]+")
 # etcd takes at most 128 operations in a transaction.
 _OPS_PER_TXN = 100
+# etcd takes 1.5 MiB in a request.
+MAX_TOPIC_BYTES = 1 << 20
 
 
 class TopicOutcome(NamedTuple):
@@ -45,70 +52,100 @@ def check_name(name: str) -> str | None:
     return None
 
 
+def _wrong_partitions(partitions: int) -> TopicOutcome:
+    message = f"{partitions} partitions: a topic has 1 to {MAX_PARTITIONS_PER_TOPIC}"
+    return TopicOutcome(error_codes.INVALID_PARTITIONS, message)
+
+
+class NewTopic(NamedTuple):
+    """A topic asked for: -1 stands for the default number of either, no assignments for what the brokers choose."""
+
+    name: str
+    partitions: int = -1
+    replication_factor: int = -1
+    assignments: Sequence[Sequence[int]] = ()
+    configs: Mapping[str, str | None] = MappingProxyType({})
+
+
+def plan_topic(asked: NewTopic, view: ClusterView, config: BrokerConfig) -> TopicValue | TopicOutcome:
+    """The topic as it would be created, or why it cannot be, as far as `view` knows."""
+    wrong = check_name(asked.name)
+    if wrong is not None:
+        return TopicOutcome(error_codes.INVALID_TOPIC_EXCEPTION, wrong)
+    if asked.name in view.topics:
+        return TopicOutcome(error_codes.TOPIC_ALREADY_EXISTS, f"topic {asked.name} exists")
+    try:
+        configs = check_configs(asked.configs)
+    except InvalidConfig as error:
+        return TopicOutcome(error_codes.INVALID_CONFIG, str(error))
+    topic_id, live = uuid.uuid4(), sorted(view.brokers)
+    # Where the round begins differs from topic to topic, or small topics would all lie on the first broker.
+    replicas = _assigned(asked, live) if asked.assignments else _spread(asked, live, config, topic_id.int)
+    return replicas if isinstance(replicas, TopicOutcome) else TopicValue(topic_id, replicas, configs)
+
+
+def _assigned(asked: NewTopic, live: list[int]) -> list[list[int]] | TopicOutcome:
+    if asked.partitions != -1 or asked.replication_factor != -1:
+        message = "with replicas assigned, partitions and replication factor are to be -1"
+        return TopicOutcome(error_codes.INVALID_REQUEST, message)
+    if len(asked.assignments) > MAX_PARTITIONS_PER_TOPIC:
+        return _wrong_partitions(len(asked.assignments))
+    wrong = check_assignments(asked.assignments, live)
+    if wrong is not None:
+        return TopicOutcome(error_codes.INVALID_REPLICA_ASSIGNMENT, wrong)
+    return [list(replicas) for replicas in asked.assignments]
+
+
+def _spread(asked: NewTopic, live: list[int], config: BrokerConfig, first: int) -> list[list[int]] | TopicOutcome:
+    if not live:
+        return TopicOutcome(error_codes.BROKER_NOT_AVAILABLE, "no broker is live")
+    factor = asked.replication_factor
+    if factor == -1:
+        factor = min(config.default_replication_factor, len(live))
+    elif not 1 <= factor <= len(live):
+        message = f"replication factor {factor}: it may be from 1 to {len(live)}, the number of live brokers"
+        return TopicOutcome(error_codes.INVALID_REPLICATION_FACTOR, message)
+    partitions = config.num_partitions if asked.partitions == -1 else asked.partitions
+    if not 1 <= partitions <= MAX_PARTITIONS_PER_TOPIC:
+        return _wrong_partitions(partitions)
+    return spread_replicas(live, partitions, factor, first % len(live))
+
+
 class TopicAdmin:
     """Creates and deletes topics, for whichever broker a client asked."""
 
-    def __init__(self, client: EtcdClient, view: ClusterView, default_partitions: int) -> None:
-        self.default_partitions = default_partitions
+    def __init__(self, client: EtcdClient, view: ClusterView, config: BrokerConfig) -> None:
         self._client = client
         self._view = view
+        self._config = config
 
-    def check(
-        self, name: str, partitions: int, replication_factor: int, assignments: Sequence[Sequence[int]] = ()
-    ) -> TopicOutcome:
-        """Whether such a topic could be created; -1 stands for the default number of either."""
-        wrong = check_name(name)
-        if wrong is not None:
-            return TopicOutcome(error_codes.INVALID_TOPIC_EXCEPTION, wrong)
-        if name in self._view.topics:
-            return TopicOutcome(error_codes.TOPIC_ALREADY_EXISTS, f"topic {name} exists")
-        if assignments:
-            return self._check_assignments(partitions, replication_factor, assignments)
-        if replication_factor not in (-1, 1):
-            message = f"replication factor {replication_factor}: this broker keeps one replica of each partition"
-            return TopicOutcome(error_codes.INVALID_REPLICATION_FACTOR, message)
-        if partitions != -1 and not 1 <= partitions <= MAX_PARTITIONS_PER_TOPIC:
-            message = f"{partitions} partitions: a topic has 1 to {MAX_PARTITIONS_PER_TOPIC}"
-            return TopicOutcome(error_codes.INVALID_PARTITIONS, message)
-        return _DONE
+    async def plan(self, asked: NewTopic) -> TopicValue | TopicOutcome:
+        """The topic as it would be created now, or why it cannot be.
 
-    def _check_assignments(
-        self, partitions: int, replication_factor: int, assignments: Sequence[Sequence[int]]
-    ) -> TopicOutcome:
-        if partitions != -1 or replication_factor != -1:
-            message = "with replicas assigned, partitions and replication factor are to be -1"
-            return TopicOutcome(error_codes.INVALID_REQUEST, message)
-        if len(assignments) > MAX_PARTITIONS_PER_TOPIC:
-            message = f"{len(assignments)} partitions: a topic has 1 to {MAX_PARTITIONS_PER_TOPIC}"
-            return TopicOutcome(error_codes.INVALID_PARTITIONS, message)
-        for replicas in assignments:
-            if len(replicas) != 1 or replicas[0] not in self._view.brokers:
-                message = f"replicas {list(replicas)}: one live broker is wanted for each partition"
-                return TopicOutcome(error_codes.INVALID_REPLICA_ASSIGNMENT, message)
-        return _DONE
-
-    async def create(self, name: str, partitions: int = -1, assignments: Sequence[Sequence[int]] = ()) -> TopicOutcome:
-        """Create a topic that `check` found nothing against; partitions go round the live brokers, unless assigned."""
-        replicas = [list(each) for each in assignments]
-        if not replicas:
-            brokers = sorted(self._view.brokers)
-            if not brokers:
-                return TopicOutcome(error_codes.BROKER_NOT_AVAILABLE, "no broker is live")
-            # Where the round begins differs from topic to topic, or small topics would all lie on the first broker.
-            topic_id = uuid.uuid4()
-            first = topic_id.int % len(brokers)
-            count = partitions if partitions != -1 else self.default_partitions
-            replicas = [[brokers[(first + index) % len(brokers)]] for index in range(count)]
-        else:
-            topic_id = uuid.uuid4()
-        key, value = self._view.keys.topic(name), encode_value(TopicValue(topic_id, replicas))
+        What the watch has told may be a moment old, so etcd is asked who lives: a broker that has said that it serves
+        is one that topics are spread over.
+        """
         try:
-            result = await self._client.txn([key_absent(key)], [put_op(key, value)])
+            snapshot = await self._client.get_prefix(self._view.keys.brokers)
+        except EtcdError as error:
+            return TopicOutcome(error_codes.REQUEST_TIMED_OUT, str(error))
+        for kv in snapshot.kvs:
+            self._view.apply_put(kv.key, kv.value, lease_id=kv.lease_id, revision=kv.mod_revision)
+        return plan_topic(asked, self._view, self._config)
+
+    async def create(self, name: str, value: TopicValue) -> TopicOutcome:
+        """Create a topic as planned."""
+        key, encoded = self._view.keys.topic(name), encode_value(value)
+        if len(encoded) > MAX_TOPIC_BYTES:
+            message = f"{len(value.replicas)} partitions of {len(value.replicas[0])} replicas: too many for one topic"
+            return TopicOutcome(error_codes.INVALID_PARTITIONS, message)
+        try:
+            result = await self._client.txn([key_absent(key)], [put_op(key, encoded)])
         except EtcdError as error:
             return TopicOutcome(error_codes.REQUEST_TIMED_OUT, str(error))
         if not result.succeeded:
             return TopicOutcome(error_codes.TOPIC_ALREADY_EXISTS, f"topic {name} exists")
-        self._view.apply_put(key, value, lease_id=0, revision=result.revision)
+        self._view.apply_put(key, encoded, lease_id=0, revision=result.revision)
         return _DONE
 
     async def delete(self, topic: Topic) -> TopicOutcome:

@@ -30,6 +30,14 @@ from kproxy.config.etcd import etcd_options_from
     show_default=True,
     help="How long its partitions stay its own after it was last heard of.",
 )
+@click.option(
+    "--replication-factor",
+    metavar="N",
+    type=click.IntRange(1, 1000),
+    default=3,
+    show_default=True,
+    help="Copies of each partition of topics created without a number; as many as brokers live, where fewer do.",
+)
 @click.pass_context
 def command(
     context: click.Context,
@@ -41,6 +49,7 @@ def command(
     etcd: str,
     prefix: str,
     lease_ttl: int,
+    replication_factor: int,
     **etcd_access: str | None,
 ) -> int:
     """Run one reference broker, for development and tests.
@@ -69,5 +78,6 @@ def command(
         advertise=told,
         prefix=prefix,
         lease_ttl_s=lease_ttl,
+        default_replication_factor=replication_factor,
     )
     return run_async(lambda: run_broker(config))

@@ -467,13 +467,37 @@ def test_a_created_topic_has_leaders_when_the_answer_comes(cluster: Cluster, top
 @pytest.mark.parametrize(
     ("fields", "error_code"),
     [
-        ({"replication_factor": 3}, error_codes.INVALID_REPLICATION_FACTOR),
+        ({"replication_factor": 4}, error_codes.INVALID_REPLICATION_FACTOR),
+        ({"replication_factor": 0}, error_codes.INVALID_REPLICATION_FACTOR),
+        ({"replication_factor": -2}, error_codes.INVALID_REPLICATION_FACTOR),
         ({"num_partitions": 0}, error_codes.INVALID_PARTITIONS),
         ({"num_partitions": 10_001}, error_codes.INVALID_PARTITIONS),
         ({"configs": [{"name": "cleanup.policy", "value": "compact"}]}, error_codes.INVALID_CONFIG),
-        ({"assignments": [{"partition_index": 0, "broker_ids": [1, 2]}]}, error_codes.INVALID_REPLICA_ASSIGNMENT),
+        ({"configs": [{"name": "min.insync.replicas", "value": "0"}]}, error_codes.INVALID_CONFIG),
+        ({"configs": [{"name": "segment.bytes", "value": "1000"}]}, error_codes.INVALID_CONFIG),
+        ({"configs": [{"name": "retention.ms", "value": None}]}, error_codes.INVALID_CONFIG),
+        ({"configs": [{"name": "flush.messages", "value": "1"}]}, error_codes.INVALID_CONFIG),
+        ({"assignments": [{"partition_index": 0, "broker_ids": []}]}, error_codes.INVALID_REPLICA_ASSIGNMENT),
+        ({"assignments": [{"partition_index": 0, "broker_ids": [1, 1]}]}, error_codes.INVALID_REPLICA_ASSIGNMENT),
+        (
+            {
+                "assignments": [
+                    {"partition_index": 0, "broker_ids": [1, 2]},
+                    {"partition_index": 1, "broker_ids": [1]},
+                ]
+            },
+            error_codes.INVALID_REPLICA_ASSIGNMENT,
+        ),
         ({"assignments": [{"partition_index": 0, "broker_ids": [9]}]}, error_codes.INVALID_REPLICA_ASSIGNMENT),
         ({"assignments": [{"partition_index": 1, "broker_ids": [1]}]}, error_codes.INVALID_REPLICA_ASSIGNMENT),
+        (
+            {"assignments": [{"partition_index": 0, "broker_ids": [1]}], "num_partitions": 1},
+            error_codes.INVALID_REQUEST,
+        ),
+        (
+            {"assignments": [{"partition_index": 0, "broker_ids": [1]}], "replication_factor": 1},
+            error_codes.INVALID_REQUEST,
+        ),
     ],
 )
 def test_topics_that_cannot_be_are_refused_with_a_sentence(
@@ -486,15 +510,46 @@ def test_topics_that_cannot_be_are_refused_with_a_sentence(
 
 
 def test_assigned_partitions_go_where_they_are_told(cluster: Cluster, topic: str) -> None:
-    assignments = [{"partition_index": index, "broker_ids": [2]} for index in range(2)]
+    assignments = [{"partition_index": index, "broker_ids": [2, 3]} for index in range(2)]
     with cluster.brokers[0].client() as client:
         assert create(client, topic, assignments=assignments).error_code == 0
-        assert client.leaders(topic) == {0: 2, 1: 2}
+        described = client.metadata(topic).topics[0].partitions
+        assert [(each.leader_id, each.replica_nodes) for each in described] == [(2, [2, 3])] * 2
+
+
+@pytest.mark.parametrize("replication_factor", [1, 2, 3])
+def test_a_topic_has_as_many_replicas_as_were_asked_for(cluster: Cluster, topic: str, replication_factor: int) -> None:
+    with cluster.brokers[0].client() as client:
+        created = create(client, topic, num_partitions=6, replication_factor=replication_factor)
+        assert (created.error_code, created.num_partitions, created.replication_factor) == (0, 6, replication_factor)
+        described = client.metadata(topic).topics[0].partitions
+    assert {len(set(each.replica_nodes)) for each in described} == {replication_factor}
+    assert [sum(each.leader_id == node_id for each in described) for node_id in (1, 2, 3)] == [2, 2, 2]
+    assert [each.leader_id for each in described] == [each.replica_nodes[0] for each in described]
+    assert all(each.leader_id in each.isr_nodes and each.offline_replicas == [] for each in described)
+    assert all(set(each.isr_nodes) <= set(each.replica_nodes) for each in described)
+
+
+def test_what_a_topic_is_configured_to_is_told_as_its_own(cluster: Cluster, topic: str) -> None:
+    configs = {"retention.ms": "60000", "min.insync.replicas": " +1 ", "cleanup.policy": "delete"}
+    asked = [{"resource_type": 2, "resource_name": topic, "configuration_keys": None}]
+    with cluster.brokers[0].client() as client:
+        named = [{"name": name, "value": value} for name, value in configs.items()]
+        created = create(client, topic, replication_factor=3, configs=named)
+        [described] = client.request(api_keys.DESCRIBE_CONFIGS, 4, resources=asked).results
+    found = {each.name: (each.value, each.config_source) for each in described.configs}
+    own, brokers = 1, 4
+    assert found["retention.ms"] == ("60000", own)
+    assert found["min.insync.replicas"] == ("1", own)
+    assert found["cleanup.policy"] == ("delete", own)
+    assert found["retention.bytes"] == ("-1", brokers)
+    assert {each.name: (each.value, each.config_source) for each in created.configs} == found
 
 
 def test_validate_only_creates_nothing(cluster: Cluster, topic: str) -> None:
     with cluster.brokers[0].client() as client:
-        assert create(client, topic, validate_only=True).error_code == 0
+        planned = create(client, topic, validate_only=True)
+        assert (planned.error_code, planned.num_partitions, planned.replication_factor) == (0, 3, 1)
         assert client.metadata(topic, create=False).topics[0].error_code == error_codes.UNKNOWN_TOPIC_OR_PARTITION
 
 

@@ -258,13 +258,14 @@ def test_kafka_python_transactions_are_refused(cluster: Cluster) -> None:
 
 def test_librdkafka_admin_creates_describes_and_deletes(cluster: Cluster, topic: str) -> None:
     admin = AdminClient({"bootstrap.servers": cluster.bootstrap, "allow.auto.create.topics": False})
-    admin.create_topics([NewTopic(topic, num_partitions=6, replication_factor=1)])[topic].result(10)
+    admin.create_topics([NewTopic(topic, num_partitions=6, replication_factor=2)])[topic].result(10)
     metadata = admin.list_topics(topic, timeout=10)
     assert {each.leader for each in metadata.topics[topic].partitions.values()} == {1, 2, 3}
+    assert {len(each.replicas) for each in metadata.topics[topic].partitions.values()} == {2}
     assert len(admin.describe_cluster().result(10).nodes) == 3
     resource = ConfigResource("topic", topic)
     assert admin.describe_configs([resource])[resource].result(10)["max.message.bytes"].value == "1048588"
     with pytest.raises(confluent_kafka.KafkaException, match="replication factor"):
-        admin.create_topics([NewTopic(f"{topic}-3", num_partitions=1, replication_factor=3)])[f"{topic}-3"].result(10)
+        admin.create_topics([NewTopic(f"{topic}-4", num_partitions=1, replication_factor=4)])[f"{topic}-4"].result(10)
     admin.delete_topics([topic])[topic].result(10)
     assert topic not in admin.list_topics(timeout=10).topics

@@ -21,6 +21,11 @@ import pytest
 from codec import error_codes
 from codec.api_keys import DESCRIBE_TOPIC_PARTITIONS
 from codec.record_batch import iterate_batches
+from kproxy.broker.cluster import ClusterView
+from kproxy.broker.config import BrokerConfig
+from kproxy.broker.keys import BrokerValue, TopicValue, encode_value
+from kproxy.broker.keys import Keys as BrokerKeys
+from kproxy.broker.topics import NewTopic, TopicAdmin
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.ownership.etcd import EtcdClient, KeyValue
 from tests.integration.test_broker_apis import fetch
@@ -89,6 +94,18 @@ def values_read(broker: BrokerProcess) -> list[int]:
 
 
 # Taking
+
+
+@pytest.mark.parametrize("asked", [NewTopic(TOPIC, 2, 2), NewTopic(TOPIC, assignments=[[1, 2], [2, 1]])])
+async def test_a_topic_counts_on_brokers_that_the_watch_has_not_told_of_yet(keys: Keys, asked: NewTopic) -> None:
+    view = ClusterView(BrokerKeys(keys.prefix))
+    for node_id in (1, 2):
+        value = encode_value(BrokerValue(node_id, "h", 9))
+        await keys.client.put(view.keys.broker(node_id), value)
+    admin = TopicAdmin(keys.client, view, BrokerConfig(1, Path("unused"), ("unused",)))
+    planned = await admin.plan(asked)
+    assert isinstance(planned, TopicValue), planned
+    assert sorted(planned.replicas) == [[1, 2], [2, 1]]
 
 
 def partitions_known(client: RawClient) -> int:

@@ -1,4 +1,7 @@
-"""How a broker refuses to start: one sentence that names the thing, exit status 2, soon, nothing left behind."""
+"""How a broker refuses to start: one sentence that names the thing, exit status 2, soon, nothing left behind.
+
+And how its command starts it with what it was told.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from codec import api_keys
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.ownership.etcd import EtcdClient
+from tests.support.dev import serving
 from tests.support.record_batches import build_batch
-from tests.support.reference_broker import BrokerProcess, start_broker
+from tests.support.reference_broker import BrokerProcess, RawClient, start_broker
 
 pytest_plugins = ["tests.support.etcd", "tests.support.reference_broker"]
 
@@ -83,6 +88,23 @@ def test_a_data_directory_that_cannot_be(etcd: EmbeddedEtcd, etcd_prefix: str, t
     assert "cannot be used" in refusal(broker)
 
 
-def test_a_negative_broker_id_and_a_ttl_of_nothing(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path) -> None:
+def test_numbers_that_cannot_be(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path) -> None:
     assert "--node-id -1" in refusal(BrokerProcess(-1, tmp_path / "1", etcd.endpoint, etcd_prefix))
+    no_copy = BrokerProcess(1, tmp_path / "1", etcd.endpoint, etcd_prefix, default_replication_factor=0)
+    assert "--replication-factor 0" in refusal(no_copy)
     assert "--lease-ttl 0" in refusal(BrokerProcess(1, tmp_path / "1", etcd.endpoint, etcd_prefix, lease_ttl_s=0))
+
+
+@pytest.mark.parametrize(("flags", "factor"), [((), "3"), (("--replication-factor", "2"), "2")])
+def test_the_default_replication_factor_is_told(
+    etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path, flags: tuple[str, ...], factor: str
+) -> None:
+    arguments = ["broker", "--node-id", "1", "--etcd", etcd.endpoint, "--prefix", etcd_prefix]
+    asked = [{"resource_type": 4, "resource_name": "1", "configuration_keys": ["default.replication.factor"]}]
+    with serving([*arguments, "--data-dir", tmp_path / "data", *flags], tmp_path / "stderr") as broker:
+        host, _, port = broker.kafka.rpartition(":")
+        with RawClient(host, int(port)) as client:
+            [described] = client.request(api_keys.DESCRIBE_CONFIGS, 4, resources=asked).results
+            assert [each.value for each in described.configs] == [factor]
+            alone = client.metadata("t").topics[0].partitions[0]
+    assert alone.replica_nodes == [1], "as many copies as brokers live"

@@ -1,8 +1,7 @@
 """DescribeConfigs, versions 1-4.
 
 What this broker and its topics do, under Kafka's names, so that admin tools find what they look for; all of it is read
-only and the broker's own. A topic that does not exist: UNKNOWN_TOPIC_OR_PARTITION; another resource type:
-INVALID_REQUEST.
+only. A topic that does not exist: UNKNOWN_TOPIC_OR_PARTITION; another resource type: INVALID_REQUEST.
 """
 
 from __future__ import annotations
@@ -11,7 +10,9 @@ from typing import Any
 
 from codec import control, error_codes
 from codec.api_keys import DESCRIBE_CONFIGS
+from kproxy.broker.apis.describe import BROKER_SOURCE, describe_config, describe_topic_configs
 from kproxy.broker.context import Body, Broker, Request
+from kproxy.broker.topic_config import default_min_insync_replicas
 
 API_KEY = DESCRIBE_CONFIGS
 MIN_VERSION = 1
@@ -19,8 +20,6 @@ MAX_VERSION = 4
 
 _TOPIC = 2
 _BROKER = 4
-# A static broker configuration, in Kafka's numbering of sources.
-_SOURCE = 4
 
 
 def handle(broker: Broker, request: Request) -> Body:
@@ -40,52 +39,31 @@ def _describe(broker: Broker, asked: control.Message) -> dict[str, Any]:
         "configs": [],
     }
     if asked.resource_type == _TOPIC:
-        if asked.resource_name not in broker.view.topics:
+        topic = broker.view.topics.get(asked.resource_name)
+        if topic is None:
             message = f"there is no topic {asked.resource_name}"
             return result | {"error_code": error_codes.UNKNOWN_TOPIC_OR_PARTITION, "error_message": message}
-        values = _topic_values(broker)
+        configs = describe_topic_configs(broker, topic.configs, topic.replication_factor)
     elif asked.resource_type == _BROKER:
-        values = _broker_values(broker)
+        configs = [describe_config(name, value, BROKER_SOURCE) for name, value in _broker_values(broker).items()]
     else:
         message = f"resource type {asked.resource_type}: topics and brokers can be described here"
         return result | {"error_code": error_codes.INVALID_REQUEST, "error_message": message}
     wanted = asked.configuration_keys
-    result["configs"] = [
-        {
-            "name": name,
-            "value": value,
-            "read_only": True,
-            "config_source": _SOURCE,
-            "is_sensitive": False,
-            "synonyms": [],
-        }
-        for name, value in values.items()
-        if wanted is None or name in wanted
-    ]
+    result["configs"] = [each | {"synonyms": []} for each in configs if wanted is None or each["name"] in wanted]
     return result
-
-
-def _topic_values(broker: Broker) -> dict[str, str]:
-    return {
-        "cleanup.policy": "delete",
-        "compression.type": "producer",
-        "max.message.bytes": str(broker.config.message_max_bytes),
-        "message.timestamp.type": "CreateTime",
-        "min.insync.replicas": "1",
-        "retention.bytes": "-1",
-        "retention.ms": "-1",
-        "segment.bytes": str(broker.config.segment_bytes),
-    }
 
 
 def _broker_values(broker: Broker) -> dict[str, str]:
     return {
         "auto.create.topics.enable": str(broker.config.auto_create_topics).lower(),
         "broker.id": str(broker.config.node_id),
-        "default.replication.factor": "1",
+        "default.replication.factor": str(broker.config.default_replication_factor),
         "fetch.max.bytes": str(broker.config.fetch_max_bytes),
+        "log.retention.bytes": str(broker.config.retention_bytes),
+        "log.retention.ms": str(broker.config.retention_ms),
         "log.segment.bytes": str(broker.config.segment_bytes),
         "message.max.bytes": str(broker.config.message_max_bytes),
-        "min.insync.replicas": "1",
+        "min.insync.replicas": str(default_min_insync_replicas(broker.config.default_replication_factor)),
         "num.partitions": str(broker.config.num_partitions),
     }

@@ -1,8 +1,8 @@
 """Metadata, versions 0-13.
 
 - Leaders are the lease owners; a partition without one says LEADER_NOT_AVAILABLE and leader -1.
-- A topic that does not exist is created, with the broker's default number of partitions, where the request (from
-  version 4 on) and the broker allow it; the answer waits a few seconds for its leaders. Else
+- A topic that does not exist is created, with the broker's default numbers of partitions and replicas, where the
+  request (from version 4 on) and the broker allow it; the answer waits a few seconds for its leaders. Else
   UNKNOWN_TOPIC_OR_PARTITION.
 - A name that may not be: INVALID_TOPIC_EXCEPTION. By topic id from version 12 on; unknown: UNKNOWN_TOPIC_ID.
 """
@@ -18,7 +18,8 @@ from codec.api_keys import METADATA
 from kproxy.broker.apis.describe import controller_id, describe_brokers, describe_partition
 from kproxy.broker.cluster import Topic
 from kproxy.broker.context import LEADERS_TIMEOUT_S, Body, Broker, Request
-from kproxy.broker.topics import check_name
+from kproxy.broker.keys import TopicValue
+from kproxy.broker.topics import NewTopic, check_name
 
 API_KEY = METADATA
 MIN_VERSION = 0
@@ -52,7 +53,9 @@ async def _create_and_describe(broker: Broker, message: control.Message, to_crea
 
     async def create(name: str) -> None:
         async with slots:
-            await broker.topics.create(name)
+            planned = await broker.topics.plan(NewTopic(name))
+            if isinstance(planned, TopicValue):
+                await broker.topics.create(name, planned)
 
     await asyncio.gather(*(create(name) for name in to_create))
     await broker.view.wait_until(lambda: all(map(broker.view.is_fully_owned, to_create)), LEADERS_TIMEOUT_S)

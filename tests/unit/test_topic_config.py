@@ -1,0 +1,176 @@
+"""What a topic may be configured to, what follows for its partitions, and where its replicas go."""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from codec import error_codes
+from kproxy.broker.cluster import ClusterView
+from kproxy.broker.config import BrokerConfig
+from kproxy.broker.keys import BrokerValue, Keys, TopicValue, encode_value
+from kproxy.broker.replica_assignment import check_assignments, spread_replicas
+from kproxy.broker.topic_config import InvalidConfig, TopicSettings, check_configs, settings_of, values_of
+from kproxy.broker.topics import NewTopic, TopicOutcome, plan_topic
+
+CONFIG = BrokerConfig(1, Path("unused"), ("unused",), segment_bytes=5000, retention_bytes=7000, retention_ms=9000)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kept"),
+    [
+        ("min.insync.replicas", "1", "1"),
+        ("min.insync.replicas", " +2 ", "2"),
+        ("min.insync.replicas", "0" * 40 + "2", "2"),
+        ("min.insync.replicas", "2147483647", "2147483647"),
+        ("retention.ms", "-1", "-1"),
+        ("retention.ms", "0", "0"),
+        ("retention.bytes", "-5", "-5"),
+        ("retention.bytes", "9223372036854775807", "9223372036854775807"),
+        ("segment.bytes", "1048576", "1048576"),
+        ("cleanup.policy", "delete", "delete"),
+        ("compression.type", "producer", "producer"),
+        ("message.timestamp.type", "CreateTime", "CreateTime"),
+        ("unclean.leader.election.enable", "false", "false"),
+    ],
+)
+def test_a_configuration_is_kept_as_it_is_meant(name: str, value: str, kept: str) -> None:
+    assert check_configs({name: value}) == {name: kept}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("min.insync.replicas", "0"),
+        ("min.insync.replicas", "2147483648"),
+        ("min.insync.replicas", ""),
+        ("min.insync.replicas", "1_0"),
+        ("min.insync.replicas", "two"),
+        ("min.insync.replicas", None),
+        ("retention.ms", "-2"),
+        ("retention.ms", "1e3"),
+        ("retention.bytes", "9223372036854775808"),
+        ("retention.bytes", "1" * 5000),
+        ("segment.bytes", "1048575"),
+        ("segment.bytes", "2147483648"),
+        ("cleanup.policy", "compact"),
+        ("unclean.leader.election.enable", "true"),
+        ("segment.ms", "1000"),
+        ("no.such.thing", "1"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_named_with_what_can(name: str, value: str | None) -> None:
+    with pytest.raises(InvalidConfig, match=name):
+        check_configs({"retention.ms": "5", name: value})
+
+
+@pytest.mark.parametrize(
+    ("configs", "replication_factor", "settings"),
+    [
+        ({}, 1, TopicSettings(1, 9000, 7000, 5000)),
+        ({}, 2, TopicSettings(1, 9000, 7000, 5000)),
+        ({}, 3, TopicSettings(2, 9000, 7000, 5000)),
+        ({}, 5, TopicSettings(2, 9000, 7000, 5000)),
+        ({"min.insync.replicas": "1"}, 3, TopicSettings(1, 9000, 7000, 5000)),
+        ({"min.insync.replicas": "9"}, 3, TopicSettings(3, 9000, 7000, 5000)),
+        ({"retention.ms": "-1", "retention.bytes": "-5"}, 1, TopicSettings(1, -1, -1, 5000)),
+        ({"segment.bytes": "2000000", "retention.ms": "0"}, 1, TopicSettings(1, 0, 7000, 2_000_000)),
+    ],
+)
+def test_a_topic_goes_by_its_own_word_and_then_by_the_brokers(
+    configs: dict[str, str], replication_factor: int, settings: TopicSettings
+) -> None:
+    assert settings_of(configs, replication_factor, CONFIG) == settings
+
+
+def test_what_is_told_of_a_topic_is_what_was_said_or_what_is_so() -> None:
+    told = dict(values_of({"min.insync.replicas": "9"}, 3, CONFIG))
+    assert told["min.insync.replicas"] == "9", "as it was configured, whatever is made of it"
+    assert dict(values_of({}, 3, CONFIG))["min.insync.replicas"] == "2"
+    assert (told["retention.ms"], told["retention.bytes"], told["segment.bytes"]) == ("9000", "7000", "5000")
+
+
+# Where replicas go
+
+
+@pytest.mark.parametrize("replication_factor", [1, 2, 3, 5])
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
+def test_replicas_are_distinct_and_even_over_the_brokers(count: int, replication_factor: int) -> None:
+    brokers = [10 * number for number in range(1, count + 1)]
+    factor = min(replication_factor, count)
+    partitions = 3 * count * max(count - 1, 1)
+    assigned = spread_replicas(brokers, partitions, factor, first=count - 1)
+    assert len(assigned) == partitions
+    assert all(len(replicas) == len(set(replicas)) == factor for replicas in assigned)
+    assert set(Counter(replicas[0] for replicas in assigned).values()) == {partitions // count}
+    assert set(Counter(node_id for replicas in assigned for node_id in replicas).values()) == {
+        partitions * factor // count
+    }
+
+
+def test_what_a_dead_broker_led_goes_to_all_the_others() -> None:
+    assigned = spread_replicas([1, 2, 3, 4], 24, 2, first=0)
+    assert Counter(replicas[1] for replicas in assigned if replicas[0] == 1) == {2: 2, 3: 2, 4: 2}
+
+
+@pytest.mark.parametrize(
+    ("assignments", "what"),
+    [
+        ([[]], "partition 0 is assigned no broker"),
+        ([[1], [2, 2]], "partition 1 name a broker twice"),
+        ([[1, 9]], "broker 9, which is not live"),
+        ([[-1]], "broker -1, which is not live"),
+        ([[1, 2], [1]], "partition 1 are 1, those of partition 0 are 2"),
+    ],
+)
+def test_an_assignment_that_cannot_be_says_where_and_why(assignments: list[list[int]], what: str) -> None:
+    assert what in str(check_assignments(assignments, {1, 2, 3}))
+    assert check_assignments([[1, 2], [2, 3]], {1, 2, 3}) is None
+
+
+# Topics as they are planned
+
+
+def view_of(live: int) -> ClusterView:
+    view = ClusterView(Keys("/p"))
+    for node_id in range(1, live + 1):
+        value = encode_value(BrokerValue(node_id, "h", 9))
+        view.apply_put(view.keys.broker(node_id), value, lease_id=7, revision=node_id)
+    return view
+
+
+@pytest.mark.parametrize(
+    ("live", "default", "asked", "outcome"),
+    [
+        (3, 3, -1, 3),
+        (3, 1, -1, 1),
+        (2, 3, -1, 2),
+        (1, 3, -1, 1),
+        (3, 1, 3, 3),
+        (3, 3, 1, 1),
+        (2, 3, 3, error_codes.INVALID_REPLICATION_FACTOR),
+        (0, 3, -1, error_codes.BROKER_NOT_AVAILABLE),
+    ],
+)
+def test_the_default_takes_what_lives_and_a_number_is_taken_at_its_word(
+    live: int, default: int, asked: int, outcome: int
+) -> None:
+    config = BrokerConfig(1, Path("unused"), ("unused",), default_replication_factor=default)
+    planned = plan_topic(NewTopic("t", 4, asked), view_of(live), config)
+    if isinstance(planned, TopicOutcome):
+        assert planned.error_code == outcome
+        assert planned.error_message
+    else:
+        assert [len(replicas) for replicas in planned.replicas] == [outcome] * 4
+
+
+def test_a_topic_whose_configuration_cannot_be_read_counts_as_absent() -> None:
+    view = view_of(0)
+    for name, configs in (("bad", {"retention.ms": "soon"}), ("good", {"retention.ms": "5"}), ("old", None)):
+        value = TopicValue(uuid.uuid4(), [[1]], configs or {})
+        encoded = encode_value(value) if configs else encode_value(value).replace(b',"configs":{}', b"")
+        view.apply_put(view.keys.topic(name), encoded, lease_id=0, revision=1)
+    assert {name: topic.configs for name, topic in view.topics.items()} == {"good": {"retention.ms": "5"}, "old": {}}
