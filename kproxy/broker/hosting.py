@@ -58,14 +58,15 @@ class ReplicaHost:
         partition = self.get(key)
         if partition is not None:
             return partition
+        settings = self._settings_of(topic, key.partition_index)
         try:
-            log = await asyncio.to_thread(self._data_dir.open_log, topic.name, key.partition_index, topic.topic_id)
+            log = await asyncio.to_thread(
+                self._data_dir.open_log, topic.name, key.partition_index, topic.topic_id, settings.log_options
+            )
         except (OSError, LogFailed) as error:
             _logger.error("log not opened", topic=topic.name, partition=key.partition_index, error=str(error))
             return None
-        partition = Partition(
-            topic.name, key.partition_index, topic.topic_id, log, self._settings_of(topic, key.partition_index)
-        )
+        partition = Partition(topic.name, key.partition_index, topic.topic_id, log, settings)
         if partition.lacks_committed:
             _logger.error("committed records are gone from the disk", topic=topic.name, partition=key.partition_index)
         self.hosted[topic.name.encode(), key.partition_index] = partition

@@ -28,6 +28,7 @@ from codec.record_batch import RecordBatch, assign_offsets
 from kproxy.broker.checkpoint import Leadership
 from kproxy.broker.clock import Clock
 from kproxy.broker.log import Log
+from kproxy.broker.log_options import LogOptions
 from kproxy.broker.producer_state import Verdict
 from kproxy.broker.replication.manager import NO_LEADER, Isr, ReplicationManager, Role
 from kproxy.broker.replication.reconciliation import (
@@ -67,12 +68,13 @@ class ReadResult(NamedTuple):
 
 
 class ReplicaSettings(NamedTuple):
-    """What a replica is told of its broker and topic. Seconds."""
+    """What a replica is told of its broker and topic. Seconds; no log options: the data directory's own."""
 
     node_id: int
     clock: Clock
     isr_lag_s: float = 10.0
     min_insync_replicas: int = 1
+    log_options: LogOptions | None = None
 
 
 _JUDGED = {

@@ -25,6 +25,7 @@ from typing import Any
 import structlog
 
 from codec.framing import ReceiveArena
+from kproxy.broker import topic_config
 from kproxy.broker.apis import registry
 from kproxy.broker.broker_lease import BrokerLease, IdInUse, LeaseFence
 from kproxy.broker.clock import lease_clock
@@ -35,6 +36,7 @@ from kproxy.broker.context import Body, Broker, Request
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.keys import BrokerValue, Keys
 from kproxy.broker.leases import PartitionLeaseManager
+from kproxy.broker.log_options import LogOptions
 from kproxy.broker.partition import ReplicaSettings
 from kproxy.broker.process import allow_many_files, stop_signals
 from kproxy.broker.replication.isr_keeper import IsrKeeper
@@ -196,9 +198,13 @@ class _Server:
         return (chosen if result.succeeded else result.responses[0].kvs[0].value).decode()
 
     def _settings_of(self, topic: Topic, partition_index: int) -> ReplicaSettings:
-        replicas = len(topic.replicas[partition_index])
+        settings = topic_config.settings_of(topic.configs, len(topic.replicas[partition_index]), self._config)
         return ReplicaSettings(
-            self._config.node_id, lease_clock, self._config.isr_lag_s, min_insync_replicas=min(2, max(1, replicas - 1))
+            self._config.node_id,
+            lease_clock,
+            self._config.isr_lag_s,
+            settings.min_insync_replicas,
+            LogOptions(settings.segment_bytes, self._config.flush, settings.retention_bytes, settings.retention_ms),
         )
 
     def _assemble(self, cluster_id: str) -> Broker:

@@ -60,7 +60,7 @@ def test_a_snapshot_is_read_and_told_once() -> None:
     assert view.owner("t", 0) == 1
     assert view.owner("t", 1) == NO_OWNER
     found = view.topics["t"]
-    assert view.state(found, 0) == (3, [1], TOPIC_ID, 4)
+    assert view.state(found, 0) == (3, [1], TOPIC_ID, None, 4)
     assert view.topic_by_id(TOPIC_ID) == found
 
 
