@@ -15,9 +15,10 @@ class BrokerConfig:
 
     `advertise` is what clients are told, the address listened on where it is None (port 0: the port listened on).
     `isr_lag_s`: how long a follower may go without having caught up before it is no longer in sync (Kafka's
-    replica.lag.time.max.ms). `num_partitions` and `default_replication_factor` are for topics created without a number;
-    of the latter there are fewer where fewer brokers live. `segment_bytes`, `retention_bytes`, `retention_ms` are for
-    topics that do not say their own; -1 keeps everything. The rest are Kafka's limits at Kafka's defaults.
+    replica.lag.time.max.ms). `leader_rebalance_s`: how long it leads in the place of the first replica, which is back.
+    `num_partitions` and `default_replication_factor` are for topics created without a number; of the latter there are
+    fewer where fewer brokers live. `segment_bytes`, `retention_bytes` and `retention_ms` are for topics that do not say
+    their own; -1 keeps everything. The rest are Kafka's limits at Kafka's defaults.
     """
 
     node_id: int
@@ -28,6 +29,7 @@ class BrokerConfig:
     prefix: str = "/kafscale"
     lease_ttl_s: int = 10
     isr_lag_s: float = 10.0
+    leader_rebalance_s: float = 60.0
     num_partitions: int = 1
     default_replication_factor: int = 1
     auto_create_topics: bool = True

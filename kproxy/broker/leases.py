@@ -11,9 +11,10 @@ Transitions
   working   -> following   the log is open; taking it was not ours, or failed: the sweep comes by again
   following -> working     a change in etcd makes it ours to take, a client touches it, or the sweep finds it
   working   -> led         Txn: lease key absent, state and topic unchanged -> lease key on our lease, leader epoch + 1
-  led       -> absent      our key is gone or another's, the lease is lost, the topic is deleted; then as from absent
+  led       -> absent      our key is gone or another's, the lease is lost, the topic is deleted, the log has failed, or
+                           the replica that stands first is back and gets its lead again; then as from absent
 
-Who may take a partition, and who goes first: `candidates`.
+Who may take a partition, and who goes first: `candidates`; when: `turns`.
 
 Invariants
 1. A partition is led only between a Txn that succeeded and the first sign that its key is gone; what was held in memory
@@ -28,7 +29,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any
 
 import structlog
@@ -45,16 +46,13 @@ from kproxy.broker.replication.manager import Isr, Role
 from kproxy.broker.replication.reconciliation import Inconsistent
 from kproxy.broker.segment import LogFailed
 from kproxy.broker.take_over import TakeOver
+from kproxy.broker.turns import Turns
 from kproxy.ownership.etcd import EtcdClient, EtcdError, delete_op, lease_is
 
 CONCURRENT_WORKS = 16
 SWEEP_INTERVAL_S = 3.0
-# Between one candidate's attempt and the next one's.
-TURN_S = 0.25
-# How long those that are not alive keep their place in the line after we came up: a cluster that starts as a whole
-# finds its leaders where it left them.
-START_GRACE_S = 2.0
 DRAIN_POLL_S = 0.01
+HAND_OVER_TIMEOUT_S = 2.0
 _logger = structlog.get_logger(__name__)
 
 
@@ -70,8 +68,13 @@ class PartitionLeaseManager:
         *,
         settings_of: Callable[[Topic, int], ReplicaSettings],
         on_identity_lost: Callable[[str], None],
+        hand_over_after_s: float = float("inf"),
     ) -> None:
-        """`on_identity_lost` is called with a reason when the broker's own key turns out to be gone."""
+        """`on_identity_lost` is called with a reason when the broker's own key turns out to be gone.
+
+        What this broker has led for `hand_over_after_s` seconds goes back to the replica that stands first, once that
+        is in sync.
+        """
         self.partitions: dict[tuple[bytes, int], Partition] = {}
         self.replicas = ReplicaHost(view, data_dir, node_id, settings_of)
         self.stopping = False
@@ -81,8 +84,11 @@ class PartitionLeaseManager:
         self._data_dir = data_dir
         self._node_id = node_id
         self._on_identity_lost = on_identity_lost
+        self._hand_over_after_s = hand_over_after_s
+        self._led_since: dict[PartitionKey, float] = {}
+        # Whose key is being deleted, by ourselves.
+        self._giving_up: set[PartitionKey] = set()
         self._fence: LeaseFence | None = None
-        self._began_at = 0.0
         self._first_claim_revision = 0
         self._working: dict[PartitionKey, asyncio.Task[Partition | None]] = {}
         self._chores: set[asyncio.Task[None]] = set()
@@ -90,11 +96,7 @@ class PartitionLeaseManager:
         self._to_take: set[PartitionKey] = set()
         self._slots = asyncio.Semaphore(CONCURRENT_WORKS)
         self._wanted: set[PartitionKey] = set()
-        # Partitions that wait for their turn, and those whose turn has come.
-        self._queued: dict[PartitionKey, asyncio.TimerHandle] = {}
-        self._due: set[PartitionKey] = set()
-        # Whose owner was seen to go: no need to wait for anybody who is not alive.
-        self._orphaned: set[PartitionKey] = set()
+        self._turns = Turns(view, node_id, self._want)
         self._wake = asyncio.Event()
         view.subscribe(self._on_change)
 
@@ -123,7 +125,7 @@ class PartitionLeaseManager:
         """A new lease is held: take what is ours to take."""
         self._fence = fence
         self._first_claim_revision = self._first_claim_revision or fence.claim_revision
-        self._began_at = asyncio.get_running_loop().time()
+        self._turns.begin()
         self._check_identity()
         self._want_all()
 
@@ -150,10 +152,13 @@ class PartitionLeaseManager:
 
     async def drain(self, timeout_s: float) -> None:
         """Let live in-sync followers reach the ends of the logs that were led."""
+        await self._until(lambda: not self._followers_behind(), timeout_s)
+
+    async def _until(self, condition: Callable[[], bool], timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        # Once in a process's life: not worth an event in every partition.
-        while self._followers_behind() and loop.time() < deadline:  # noqa: ASYNC110
+        # Rare and short: not worth an event in every partition.
+        while not condition() and loop.time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(DRAIN_POLL_S)
 
     def _followers_behind(self) -> bool:
@@ -174,9 +179,7 @@ class PartitionLeaseManager:
         """Drop what is led, close what is hosted and wait for the tasks at work."""
         self.stopping = True
         self.drop_all("the broker stops")
-        for timer in self._queued.values():
-            timer.cancel()
-        self._queued.clear()
+        self._turns.close()
         await asyncio.gather(*self._working.values(), *self._chores, return_exceptions=True)
         for key in self.replicas.every_key():
             self.replicas.close(key)
@@ -190,7 +193,7 @@ class PartitionLeaseManager:
                 async with asyncio.timeout(SWEEP_INTERVAL_S):
                     await self._wake.wait()
             except TimeoutError:
-                self._want_all()
+                self._sweep()
             self._wake.clear()
             wanted, self._wanted = self._wanted, set()
             for key in wanted:
@@ -224,7 +227,7 @@ class PartitionLeaseManager:
 
     def _may_take(self, key: PartitionKey) -> bool:
         topic, fence = self._topic_of(key), self._fence
-        if topic is None or fence is None or self.stopping or not fence.is_live():
+        if topic is None or fence is None or self.stopping or not fence.is_live() or key in self._giving_up:
             return False
         partition = self.replicas.get(key)
         if partition is not None and (partition.role is not Role.FOLLOWER or partition.failure):
@@ -256,28 +259,11 @@ class PartitionLeaseManager:
         return any(each in live for each in topic.replicas[key.partition_index])
 
     def _is_my_turn(self, key: PartitionKey) -> bool:
-        """Whether to take the partition now, unasked; if others go first, come again after them."""
         topic = self._topic_of(key)
         if topic is None or not self._may_take(key):
-            self._due.discard(key)
+            self._turns.done(key)
             return False
-        now = asyncio.get_running_loop().time()
-        grace_s = self._began_at + START_GRACE_S - now
-        count_dead = grace_s > 0 and key not in self._orphaned
-        place = place_in_line(self._view, topic, key.partition_index, self._node_id, count_dead=count_dead)
-        if place <= 0 or key in self._due:
-            return True
-        if key not in self._queued:
-            delay_s = grace_s if count_dead else place * TURN_S
-            self._queued[key] = asyncio.get_running_loop().call_later(delay_s, self._on_turn, key, not count_dead)
-        return False
-
-    def _on_turn(self, key: PartitionKey, due: bool) -> None:
-        """The wait is over; `due` where those who go first have had their time, not only come up."""
-        del self._queued[key]
-        if due:
-            self._due.add(key)
-        self._want(key)
+        return self._turns.is_mine(key, topic)
 
     def _work_shared(self, key: PartitionKey, *, take: bool) -> asyncio.Task[Partition | None]:
         if take:
@@ -290,7 +276,7 @@ class PartitionLeaseManager:
 
     def _worked(self, key: PartitionKey, task: asyncio.Task[Partition | None]) -> None:
         self._working.pop(key, None)
-        self._due.discard(key)
+        self._turns.done(key)
         if not task.cancelled() and task.exception() is not None:
             _logger.error("partition failed", topic=key.topic, partition=key.partition_index, exc_info=task.exception())
         elif key not in self._to_take:
@@ -331,7 +317,7 @@ class PartitionLeaseManager:
             return None
         if self.replicas.get(key) is not partition:
             return None  # closed meanwhile; the key on our lease is found by the next look
-        self._orphaned.discard(key)
+        self._turns.owned(key)
         partition.become_leader(
             Leadership(taken.state.leader_epoch, taken.token),
             taken.state.replicas or topic.replicas[key.partition_index],
@@ -339,6 +325,7 @@ class PartitionLeaseManager:
             fence,
         )
         self.partitions[topic.name.encode(), key.partition_index] = partition
+        self._led_since[key] = asyncio.get_running_loop().time()
         self.replicas.on_leaders_changed()
         self._view.apply_put(self._keys.state(*key), taken.value, lease_id=0, revision=taken.revision)
         owner = take_over.owner
@@ -401,9 +388,9 @@ class PartitionLeaseManager:
     def _on_owner(self, key: PartitionKey) -> None:
         self._check_still_led(key)
         if self._view.ownership(*key) is None and self._topic_of(key) is not None:
-            self._orphaned.add(key)
+            self._turns.orphaned(key)
         else:
-            self._orphaned.discard(key)
+            self._turns.owned(key)
 
     def _on_snapshot(self) -> None:
         """What we did after the snapshot's revision is not in it, and says nothing."""
@@ -435,17 +422,79 @@ class PartitionLeaseManager:
     def _drop(self, key: PartitionKey, reason: str) -> None:
         """Close the replica, led or not; where it is still ours to host it is opened anew."""
         led = self.partitions.pop((key.topic.encode(), key.partition_index), None)
+        self._led_since.pop(key, None)
         self.replicas.close(key)
         if led is not None:
             log = _logger.info if self.stopping else _logger.warning
             log("partition closed", topic=key.topic, partition=key.partition_index, reason=reason)
         self._want(key)
 
+    # Giving partitions up
+
+    def _sweep(self) -> None:
+        """Look at everything, in case something went unnoticed."""
+        for key in self.replicas.every_key():
+            partition = self.replicas.get(key)
+            if partition is None or not partition.log.has_failed:
+                continue
+            if partition.replication.is_leading:
+                self._start(self._give_up(key, "its log has failed"))
+            else:
+                self._drop(key, "its log has failed")
+        for key in self._to_hand_over():
+            self._start(self._hand_over(key))
+            break  # one at a time: each is refused for a moment
+        self._want_all()
+
+    def _to_hand_over(self) -> Iterator[PartitionKey]:
+        """What another should lead, that stands first and is in sync."""
+        led_before = asyncio.get_running_loop().time() - self._hand_over_after_s
+        for key, since in self._led_since.items():
+            topic, partition = self._topic_of(key), self.led(key.topic.encode(), key.partition_index)
+            if topic is not None and partition is not None and partition.role is Role.LEADER and since <= led_before:
+                first = self._view.replicas(topic, key.partition_index)[0]
+                if (
+                    first != self._node_id
+                    and first in self._view.brokers
+                    and first in partition.replication.isr.members
+                ):
+                    yield key
+
+    async def _hand_over(self, key: PartitionKey) -> None:
+        """Refuse writes until those in sync have all there is, then let go; lead on where that takes too long."""
+        partition = self.led(key.topic.encode(), key.partition_index)
+        if partition is None:
+            return
+        self._led_since[key] = asyncio.get_running_loop().time()
+        partition.resign()
+        await self._until(lambda: not partition.replication.followers_behind(self._view.brokers), HAND_OVER_TIMEOUT_S)
+        if self.stopping:
+            return
+        if partition.replication.followers_behind(self._view.brokers):
+            partition.replication.resume()
+        else:
+            await self._give_up(key, "the replica that stands first is to lead it")
+
+    async def _give_up(self, key: PartitionKey, reason: str) -> None:
+        """Stop leading, and let others know."""
+        fence = self._fence
+        self._giving_up.add(key)
+        try:
+            self._drop(key, reason)
+            if fence is not None:
+                lease_key = self._keys.lease(*key)
+                await self._client.txn([lease_is(lease_key, fence.lease_id)], [delete_op(lease_key)])
+        except EtcdError as error:
+            _logger.warning("lease key not deleted", topic=key.topic, partition=key.partition_index, error=str(error))
+        finally:
+            self._giving_up.discard(key)
+            self._want(key)
+
     def _forget(self, topic: Topic) -> None:
         """The topic was deleted: give up its keys and remove its logs."""
         for partition_index in range(len(topic.replicas)):
             key = PartitionKey(topic.name, partition_index)
-            self._orphaned.discard(key)
+            self._turns.owned(key)
             self._drop(key, "its topic is deleted")
         self._start(self._remove(topic, self._fence))
 

@@ -391,6 +391,11 @@ class Log:
                 for segment in self._segments:
                     segment.close()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether only opening it anew can make it usable."""
+        return self._failure is not None
+
     def _failed(self, error: DiskError) -> LogFailed:
         """The log has failed for good."""
         self._failure = error

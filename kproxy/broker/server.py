@@ -97,6 +97,7 @@ class _Server:
             config.node_id,
             settings_of=self._settings_of,
             on_identity_lost=self._on_identity_lost,
+            hand_over_after_s=config.leader_rebalance_s,
         )
         self._isr_keeper = IsrKeeper(
             client,

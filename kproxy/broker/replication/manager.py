@@ -3,13 +3,14 @@
 States
   follower   copies from a leader, if one is known
   leader     counts what its followers have, and moves the high watermark
-  resigned   a leader whose broker stops: followers catch up, nothing new comes
+  resigned   a leader that gives way: followers catch up, nothing new comes
   closed     nothing more; every waiter has been answered
 
 Transitions
   follower -> leader     `become_leader`: a take-over transaction named us, with its epoch and ISR
   follower -> follower   `become_follower`: another leader, or another epoch
-  leader   -> resigned   `resign`
+  leader   -> resigned   `resign`: the broker stops, or another is to lead
+  resigned -> leader     `resume`: it was not to be
   any      -> closed     `close`. A leader never becomes a follower: what it held in memory is dropped with it, and the
                          log is opened anew.
 
@@ -157,6 +158,11 @@ class ReplicationManager:
         """Lead only until followers have what there is."""
         if self.role is Role.LEADER:
             self.role = Role.RESIGNED
+
+    def resume(self) -> None:
+        """Lead as before: who was to take over did not catch up."""
+        if self.role is Role.RESIGNED:
+            self.role = Role.LEADER
 
     def close(self) -> None:
         """Answer whoever waits: nothing here is certain any more."""
