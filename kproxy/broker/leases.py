@@ -29,7 +29,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 import structlog
@@ -39,6 +39,7 @@ from kproxy.broker.candidates import NOT_A_CANDIDATE, first_replicas, hosts, pla
 from kproxy.broker.checkpoint import Leadership
 from kproxy.broker.cluster import Change, ClusterView, Kind, Topic
 from kproxy.broker.data_dir import DataDir
+from kproxy.broker.handing_over import HandingOver
 from kproxy.broker.hosting import ReplicaHost
 from kproxy.broker.keys import PartitionKey, StateValue
 from kproxy.broker.partition import Partition, ReplicaSettings
@@ -51,8 +52,6 @@ from kproxy.ownership.etcd import EtcdClient, EtcdError, delete_op, lease_is
 
 CONCURRENT_WORKS = 16
 SWEEP_INTERVAL_S = 3.0
-DRAIN_POLL_S = 0.01
-HAND_OVER_TIMEOUT_S = 2.0
 _logger = structlog.get_logger(__name__)
 
 
@@ -84,8 +83,6 @@ class PartitionLeaseManager:
         self._data_dir = data_dir
         self._node_id = node_id
         self._on_identity_lost = on_identity_lost
-        self._hand_over_after_s = hand_over_after_s
-        self._led_since: dict[PartitionKey, float] = {}
         # Whose key is being deleted, by ourselves.
         self._giving_up: set[PartitionKey] = set()
         self._fence: LeaseFence | None = None
@@ -96,6 +93,7 @@ class PartitionLeaseManager:
         self._to_take: set[PartitionKey] = set()
         self._slots = asyncio.Semaphore(CONCURRENT_WORKS)
         self._wanted: set[PartitionKey] = set()
+        self._handing_over = HandingOver(view, node_id, self.partitions, hand_over_after_s)
         self._turns = Turns(view, node_id, self._want)
         self._wake = asyncio.Event()
         view.subscribe(self._on_change)
@@ -152,18 +150,7 @@ class PartitionLeaseManager:
 
     async def drain(self, timeout_s: float) -> None:
         """Let live in-sync followers reach the ends of the logs that were led."""
-        await self._until(lambda: not self._followers_behind(), timeout_s)
-
-    async def _until(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        # Rare and short: not worth an event in every partition.
-        while not condition() and loop.time() < deadline:  # noqa: ASYNC110
-            await asyncio.sleep(DRAIN_POLL_S)
-
-    def _followers_behind(self) -> bool:
-        live = self._view.brokers
-        return any(each.serves_reads() and each.replication.followers_behind(live) for each in self.partitions.values())
+        await self._handing_over.followers_there(self.partitions.values(), timeout_s)
 
     def flush_all(self) -> None:
         """Bring every log to the disk; blocks."""
@@ -325,7 +312,7 @@ class PartitionLeaseManager:
             fence,
         )
         self.partitions[topic.name.encode(), key.partition_index] = partition
-        self._led_since[key] = asyncio.get_running_loop().time()
+        self._handing_over.begun(key)
         self.replicas.on_leaders_changed()
         self._view.apply_put(self._keys.state(*key), taken.value, lease_id=0, revision=taken.revision)
         owner = take_over.owner
@@ -422,7 +409,7 @@ class PartitionLeaseManager:
     def _drop(self, key: PartitionKey, reason: str) -> None:
         """Close the replica, led or not; where it is still ours to host it is opened anew."""
         led = self.partitions.pop((key.topic.encode(), key.partition_index), None)
-        self._led_since.pop(key, None)
+        self._handing_over.ended(key)
         self.replicas.close(key)
         if led is not None:
             log = _logger.info if self.stopping else _logger.warning
@@ -441,38 +428,13 @@ class PartitionLeaseManager:
                 self._start(self._give_up(key, "its log has failed"))
             else:
                 self._drop(key, "its log has failed")
-        for key in self._to_hand_over():
-            self._start(self._hand_over(key))
-            break  # one at a time: each is refused for a moment
+        handed_over = self._handing_over.next()
+        if handed_over is not None:
+            self._start(self._hand_over(handed_over))
         self._want_all()
 
-    def _to_hand_over(self) -> Iterator[PartitionKey]:
-        """What another should lead, that stands first and is in sync."""
-        led_before = asyncio.get_running_loop().time() - self._hand_over_after_s
-        for key, since in self._led_since.items():
-            topic, partition = self._topic_of(key), self.led(key.topic.encode(), key.partition_index)
-            if topic is not None and partition is not None and partition.role is Role.LEADER and since <= led_before:
-                first = self._view.replicas(topic, key.partition_index)[0]
-                if (
-                    first != self._node_id
-                    and first in self._view.brokers
-                    and first in partition.replication.isr.members
-                ):
-                    yield key
-
     async def _hand_over(self, key: PartitionKey) -> None:
-        """Refuse writes until those in sync have all there is, then let go; lead on where that takes too long."""
-        partition = self.led(key.topic.encode(), key.partition_index)
-        if partition is None:
-            return
-        self._led_since[key] = asyncio.get_running_loop().time()
-        partition.resign()
-        await self._until(lambda: not partition.replication.followers_behind(self._view.brokers), HAND_OVER_TIMEOUT_S)
-        if self.stopping:
-            return
-        if partition.replication.followers_behind(self._view.brokers):
-            partition.replication.resume()
-        else:
+        if await self._handing_over.prepare(key, lambda: self.stopping):
             await self._give_up(key, "the replica that stands first is to lead it")
 
     async def _give_up(self, key: PartitionKey, reason: str) -> None:
@@ -481,14 +443,18 @@ class PartitionLeaseManager:
         self._giving_up.add(key)
         try:
             self._drop(key, reason)
-            if fence is not None:
-                lease_key = self._keys.lease(*key)
-                await self._client.txn([lease_is(lease_key, fence.lease_id)], [delete_op(lease_key)])
+            await self._release(key, fence)
         except EtcdError as error:
             _logger.warning("lease key not deleted", topic=key.topic, partition=key.partition_index, error=str(error))
         finally:
             self._giving_up.discard(key)
             self._want(key)
+
+    async def _release(self, key: PartitionKey, fence: LeaseFence | None) -> None:
+        """Delete the partition's lease key if it is ours. Raises EtcdError."""
+        if fence is not None:
+            lease_key = self._keys.lease(*key)
+            await self._client.txn([lease_is(lease_key, fence.lease_id)], [delete_op(lease_key)])
 
     def _forget(self, topic: Topic) -> None:
         """The topic was deleted: give up its keys and remove its logs."""
@@ -506,10 +472,8 @@ class PartitionLeaseManager:
             partition = self.replicas.get(key)
             if partition is not None and partition.topic_id == topic.topic_id:
                 self._drop(key, "its topic is deleted")
-            lease_key = self._keys.lease(*key)
             try:
-                if fence is not None:
-                    await self._client.txn([lease_is(lease_key, fence.lease_id)], [delete_op(lease_key)])
+                await self._release(key, fence)
                 await asyncio.to_thread(self._data_dir.delete_log, topic.name, partition_index, topic.topic_id)
             except (EtcdError, OSError) as error:
                 _logger.error("deleted topic lingers", topic=topic.name, partition=partition_index, error=str(error))
