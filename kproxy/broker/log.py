@@ -147,6 +147,11 @@ class Log:
         return self._closed
 
     @property
+    def failure(self) -> Exception | None:
+        """Why nothing is to be had of the log any more; None while it is well."""
+        return self._failure
+
+    @property
     def is_dirty(self) -> bool:
         """Whether there is something that `flush` would bring to the disk."""
         return any(segment.is_dirty for segment in list(self._segments))

@@ -36,6 +36,7 @@ from kproxy.broker.context import Body, Broker, Request
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.keys import BrokerValue, Keys
 from kproxy.broker.leases import PartitionLeaseManager
+from kproxy.broker.log_keeper import LogKeeper
 from kproxy.broker.log_options import LogOptions
 from kproxy.broker.partition import ReplicaSettings
 from kproxy.broker.process import allow_many_files, stop_signals
@@ -105,6 +106,11 @@ class _Server:
             self._leases.partitions.values,
             isr_lag_s=config.isr_lag_s,
             on_deposed=self._leases.deposed,
+        )
+        self._log_keeper = LogKeeper(
+            self._leases.hosted.values,
+            flush_interval_s=config.flush_interval_s,
+            retention_check_interval_s=config.retention_check_interval_s,
         )
         self._mirror = PrefixMirror(client, self._view.prefixes, self._view)
         self._lease: BrokerLease | None = None
@@ -179,7 +185,11 @@ class _Server:
         except EtcdError as error:
             raise StartupError(f"{str(error).rstrip('.')}; --etcd names it") from error
         self._leases.begin(fence)
-        self._tasks += [asyncio.create_task(self._leases.run()), asyncio.create_task(self._isr_keeper.run())]
+        self._tasks += [
+            asyncio.create_task(self._leases.run()),
+            asyncio.create_task(self._isr_keeper.run()),
+            asyncio.create_task(self._log_keeper.run()),
+        ]
         await self._leases.settle(OWN_PARTITIONS_TIMEOUT_S)
         await listener.start_serving()
         bound_port = listener.sockets[0].getsockname()[1]
@@ -276,6 +286,8 @@ class _Server:
             await asyncio.sleep(0.01)
         await self._leases.drain(deadline - loop.time())
         await asyncio.to_thread(self._leases.flush_all)
+        if self._broker is not None:
+            await self._log_keeper.checkpoint()
         failed = [task.exception() for task in self._tasks if task.done() and not task.cancelled()]
         await _cancel(self._tasks)
         if self._lease is not None:
@@ -288,6 +300,7 @@ class _Server:
         listener.close()
         await self._close_connections()
         await _cancel([*self._tasks, *tasks])
+        self._log_keeper.close()
         await self._leases.close()
         if self._lease is not None:
             await self._lease.revoke()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from kproxy.broker.log_options import FLUSH_POLICIES, FlushPolicy
 from kproxy.cli import run_async, start_logging
 from kproxy.cli.etcd_flags import etcd_flags
 from kproxy.config import DEFAULT_PREFIX, advertised, parse_address, split_list
@@ -38,6 +39,31 @@ from kproxy.config.etcd import etcd_options_from
     show_default=True,
     help="Copies of each partition of topics created without a number; as many as brokers live, where fewer do.",
 )
+@click.option(
+    "--flush",
+    type=click.Choice(FLUSH_POLICIES),
+    default="interval",
+    show_default=True,
+    help="When appended records are brought to the disk: before they are acknowledged, every second, or when the "
+    "system sees fit.",
+)
+@click.option(
+    "--retention-ms",
+    metavar="MS",
+    type=click.IntRange(-1),
+    default=-1,
+    show_default=True,
+    help="Records older than that are removed; -1 keeps them. Topics may say otherwise.",
+)
+@click.option(
+    "--retention-bytes",
+    metavar="BYTES",
+    type=click.IntRange(-1),
+    default=-1,
+    show_default=True,
+    help="What a partition keeps at least; the oldest records beyond it are removed, -1 keeps them. Topics may say "
+    "otherwise.",
+)
 @click.pass_context
 def command(
     context: click.Context,
@@ -50,6 +76,9 @@ def command(
     prefix: str,
     lease_ttl: int,
     replication_factor: int,
+    flush: FlushPolicy,
+    retention_ms: int,
+    retention_bytes: int,
     **etcd_access: str | None,
 ) -> int:
     """Run one reference broker, for development and tests.
@@ -79,5 +108,8 @@ def command(
         prefix=prefix,
         lease_ttl_s=lease_ttl,
         default_replication_factor=replication_factor,
+        flush=flush,
+        retention_ms=retention_ms,
+        retention_bytes=retention_bytes,
     )
     return run_async(lambda: run_broker(config))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,20 @@ from kproxy.broker.server import BrokerConfig, run_broker
 from kproxy.errors import StartupError
 
 
+def _read(value: str) -> float | str:
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(value)
+    return value
+
+
 def main() -> None:
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     node_id, data_dir, etcd, prefix, *rest = sys.argv[1:]
     options: dict[str, Any] = {}
     for option in rest:
         name, _, value = option.partition("=")
-        options[name] = ("127.0.0.1", int(value)) if name == "listen" else int(value)
+        options[name] = ("127.0.0.1", int(value)) if name == "listen" else _read(value)
     try:
         uvloop.run(run_broker(BrokerConfig(int(node_id), Path(data_dir), (etcd,), prefix=prefix, **options)))
     except StartupError as error:
