@@ -1,0 +1,281 @@
+"""What is done to logs from time to time, on real files: flushing, checkpoints, retention, and what may go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kproxy.broker import log_keeper, segment
+from kproxy.broker.checkpoint import Leadership
+from kproxy.broker.log import Log
+from kproxy.broker.log_keeper import LogKeeper
+from kproxy.broker.log_options import FlushPolicy, LogOptions
+from kproxy.broker.segment import LogFailed
+from tests.support.broker_logs import append_values, leader_batches
+from tests.support.small_disk import small_disk
+
+NOW_MS = 1_000_000
+
+
+@dataclass
+class Hosted:
+    """A partition, as far as its log's keeper is concerned."""
+
+    log: Log
+    high_watermark: int = 0
+    topic: str = "t"
+    partition_index: int = 0
+
+
+class Disk:
+    """What is asked of the disk goes through to it, and is counted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.syncs = 0
+        self.before_sync: Callable[[], None] = lambda: None
+        self._sync = segment._sync_data
+        monkeypatch.setattr(segment, "_sync_data", self._count)
+
+    def _count(self, fd: int) -> None:
+        self.before_sync()
+        self._sync(fd)
+        self.syncs += 1
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+class Broker:
+    """Logs and their keeper."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.hosted: list[Hosted] = []
+        self.failed: list[str] = []
+        self.keeper = LogKeeper(
+            lambda: self.hosted,
+            flush_interval_s=0.01,
+            retention_check_interval_s=0.01,
+            now_ms=lambda: NOW_MS,
+            on_failed=lambda kept: self.failed.append(kept.topic),
+        )
+
+    def host(self, topic: str = "t", **options: object) -> Hosted:
+        log = Log.open(self.directory / topic, options=LogOptions(**{"segment_bytes": 5000, **options}))
+        self.hosted.append(Hosted(log, topic=topic))
+        return self.hosted[-1]
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[Broker]:
+    broker = Broker(tmp_path)
+    yield broker
+    broker.keeper.close()
+    for hosted in broker.hosted:
+        hosted.log.close()
+
+
+def break_disk_of(log: Log) -> None:
+    """Put something into the place of the log's last file that takes writes and cannot be brought to any disk."""
+    path = max(log.directory.glob("*.log"))
+    (fd,) = (int(each.name) for each in Path("/proc/self/fd").iterdir() if each.resolve() == path)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, fd)
+    os.close(nowhere)
+
+
+# Flushing
+
+
+@pytest.mark.parametrize(("flush", "at_once", "by_keeper"), [("always", 3, 0), ("interval", 0, 1), ("never", 0, 0)])
+async def test_when_records_are_on_the_disk(
+    broker: Broker, disk: Disk, flush: FlushPolicy, at_once: int, by_keeper: int
+) -> None:
+    log = broker.host(flush=flush).log
+    append_values(log, 10, 10)
+    log.append_replicated(leader_batches(2, 1, 1))
+    assert disk.syncs == at_once
+    await broker.keeper.flush()
+    await broker.keeper.flush()
+    assert disk.syncs == at_once + by_keeper
+    log.flush()
+    assert (disk.syncs, log.is_dirty) == (max(1, at_once), False)
+
+
+@pytest.mark.parametrize(("flush", "syncs"), [("interval", 1), ("never", 0)])
+async def test_a_segment_is_on_the_disk_before_the_next_one_begins(
+    broker: Broker, disk: Disk, flush: FlushPolicy, syncs: int
+) -> None:
+    """Or a power cut leaves damage in the middle of a log, of which nobody knows whether it is harmless."""
+    log = broker.host(flush=flush).log
+    append_values(log, 4000)
+    assert disk.syncs == 0
+    append_values(log, 4000)
+    assert disk.syncs == syncs
+
+
+async def test_what_is_appended_while_the_disk_is_at_work_is_flushed_next_time(broker: Broker, disk: Disk) -> None:
+    log = broker.host().log
+    append_values(log, 10)
+    at_work, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        at_work.set()
+        assert go_on.wait(10)
+
+    disk.before_sync = wait
+    flushing = asyncio.create_task(broker.keeper.flush())
+    await asyncio.to_thread(at_work.wait, 10)
+    append_values(log, 10)
+    go_on.set()
+    await flushing
+    assert log.is_dirty
+    await broker.keeper.flush()
+    assert (disk.syncs, log.is_dirty) == (2, False)
+
+
+@pytest.mark.parametrize("removed", [False, True])
+async def test_a_log_that_is_closed_while_the_disk_is_at_work_is_no_failure(
+    broker: Broker, disk: Disk, removed: bool
+) -> None:
+    hosted, other = broker.host("t"), broker.host("u")
+    append_values(hosted.log, 10)
+    append_values(other.log, 10)
+    at_work, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        at_work.set()
+        assert go_on.wait(10)
+
+    disk.before_sync = wait
+    flushing = asyncio.create_task(broker.keeper.flush())
+    await asyncio.to_thread(at_work.wait, 10)
+    hosted.log.close()
+    if removed:
+        broker.hosted.remove(hosted)
+        hosted.log.directory.rename(broker.directory / "#deleted")
+    go_on.set()
+    await flushing
+    await broker.keeper.flush()
+    assert (broker.failed, disk.syncs, other.log.is_dirty) == ([], 2, False)
+
+
+async def test_a_log_whose_flush_fails_takes_and_tells_nothing_more(broker: Broker) -> None:
+    """The kernel may take what it could not write for written: nobody may ask it twice."""
+    broken, well = broker.host("broken"), broker.host("well")
+    for hosted in (broken, well):
+        append_values(hosted.log, 10)
+    break_disk_of(broken.log)
+    for _ in range(3):
+        await broker.keeper.flush()
+    assert broker.failed == ["broken"], "not told, or told more than once"
+    assert str(broken.log.directory) in str(broken.log.failure)
+    with pytest.raises(LogFailed, match="does not take what is written"):
+        append_values(broken.log, 10)
+    with pytest.raises(LogFailed):
+        broken.log.read(0, 100)
+    assert (well.log.is_dirty, well.log.failure) == (False, None)
+
+
+async def test_a_record_that_cannot_be_brought_to_the_disk_is_not_acknowledged(broker: Broker) -> None:
+    log = broker.host(flush="always").log
+    append_values(log, 10)
+    break_disk_of(log)
+    with pytest.raises(LogFailed, match="does not take what is written"):
+        append_values(log, 10)
+    await broker.keeper.flush()
+    assert broker.failed == ["t"]
+
+
+# Checkpoints
+
+
+async def test_high_watermarks_are_written_down_when_they_have_moved(broker: Broker) -> None:
+    moved, still = broker.host("moved"), broker.host("still")
+    append_values(moved.log, 10, 10)
+    moved.high_watermark = 2
+    moved.log.checkpoint(1, Leadership(0, 77))
+    await broker.keeper.checkpoint()
+    assert not (still.log.directory / "checkpoint.json").exists()
+    moved.log.close()
+    again = Log.open(moved.log.directory)
+    assert (again.high_watermark_checkpoint, again.leadership) == (2, (0, 77))
+    again.close()
+
+
+async def test_a_log_that_has_gone_does_not_keep_others_from_their_checkpoints(broker: Broker) -> None:
+    gone, well = broker.host("gone"), broker.host("well")
+    for hosted in (gone, well):
+        append_values(hosted.log, 10)
+        hosted.high_watermark = 1
+    gone.log.directory.rename(broker.directory / "#deleted")
+    await broker.keeper.checkpoint()
+    assert (gone.log.high_watermark_checkpoint, well.log.high_watermark_checkpoint) == (0, 1)
+    assert (broker.failed, gone.log.failure) == ([], None)
+
+
+# Retention
+
+
+async def test_retention_is_applied_below_the_high_watermark_and_an_emptied_log_keeps_its_epoch(broker: Broker) -> None:
+    hosted = broker.host(retention_ms=1000)
+    append_values(hosted.log, *[2000] * 6, timestamp=NOW_MS - 1001, leader_epoch=4)
+    hosted.high_watermark = 4
+    await broker.keeper.remove_old_segments()
+    assert (hosted.log.log_start_offset, hosted.log.log_end_offset) == (4, 6)
+    hosted.high_watermark = 6
+    await broker.keeper.remove_old_segments()
+    assert (hosted.log.log_start_offset, hosted.log.log_end_offset) == (6, 6)
+    hosted.log.close()
+    again = Log.open(hosted.log.directory)
+    assert (again.log_start_offset, again.leader_epochs.entries()) == (6, [(4, 6)])
+    again.close()
+
+
+async def test_a_topics_options_may_change_while_it_is_kept(broker: Broker) -> None:
+    hosted = broker.host()
+    append_values(hosted.log, *[2000] * 6)
+    hosted.high_watermark = 6
+    await broker.keeper.remove_old_segments()
+    assert hosted.log.log_start_offset == 0
+    hosted.log.options = LogOptions(5000, retention_bytes=5000)
+    await broker.keeper.remove_old_segments()
+    assert hosted.log.log_start_offset == 2
+
+
+async def test_a_full_disk_stops_no_round(broker: Broker, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 128 << 10) as small:
+        broker.directory = small.path
+        full = broker.host("full", retention_ms=1000)
+        append_values(full.log, *[2000] * 4, timestamp=NOW_MS - 2000)
+        full.high_watermark = 4
+        small.fill()
+        await broker.keeper.checkpoint()
+        small.free()
+        assert (full.log.high_watermark_checkpoint, full.log.failure, broker.failed) == (0, None, [])
+        await broker.keeper.checkpoint()
+        assert full.log.high_watermark_checkpoint == 4
+        full.log.close()
+
+
+async def test_all_of_it_happens_by_itself(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_keeper, "CHECKPOINT_INTERVAL_S", 0.01)
+    hosted = broker.host(retention_bytes=5000)
+    running = asyncio.create_task(broker.keeper.run())
+    append_values(hosted.log, *[2000] * 6)
+    hosted.high_watermark = 6
+    async with asyncio.timeout(20):
+        while hosted.log.is_dirty or not hosted.log.log_start_offset or not hosted.log.high_watermark_checkpoint:
+            assert not running.done()
+            await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
