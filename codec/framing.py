@@ -133,6 +133,11 @@ class FrameReader:
             return len(self._view)
         return self._end - self._start
 
+    def admit(self, max_frame_bytes: int) -> None:
+        """Frames whose first bytes arrive from now on may be so long. A broken reader stays broken."""
+        if self._max_frame_bytes != _BROKEN:
+            self._max_frame_bytes = max_frame_bytes
+
     def get_buffer(self, size_hint: int = -1, *, lean: bool = False) -> memoryview:
         """Where the next bytes go. Call `buffer_updated` with their count before any other reader's `get_buffer`.
 

@@ -37,13 +37,14 @@ _logger = structlog.get_logger(__name__)
 
 
 class LiveBroker(NamedTuple):
-    """A broker that holds its key."""
+    """A broker that holds its key. `replication_port`: 0 where nobody can follow it."""
 
     node_id: int
     host: str
     port: int
     lease_id: int
     mod_revision: int
+    replication_port: int = 0
 
 
 class Topic(NamedTuple):
@@ -320,7 +321,7 @@ def _of_partition(kind: Kind, partition: PartitionKey) -> Change:
 
 def _parse_broker(node_id: int, kv: KeyValue) -> LiveBroker:
     value = decode_value(kv.value, BrokerValue)
-    return LiveBroker(node_id, value.host, value.port, kv.lease_id, kv.mod_revision)
+    return LiveBroker(node_id, value.host, value.port, kv.lease_id, kv.mod_revision, value.replication_port)
 
 
 def _parse_topic(name: str, kv: KeyValue) -> Topic:

@@ -14,6 +14,8 @@ class BrokerConfig:
     """`kproxy broker`'s options. Sizes are bytes; addresses are (host, port), port 0 means any free one.
 
     `advertise` is what clients are told, the address listened on where it is None (port 0: the port listened on).
+    `replication_listen` is where other brokers' followers fetch, under the host that is advertised; None: the host of
+    `listen`, any free port.
     `isr_lag_s`: how long a follower may go without having caught up before it is no longer in sync (Kafka's
     replica.lag.time.max.ms). `leader_rebalance_s`: how long it leads in the place of the first replica, which is back.
     `num_partitions` and `default_replication_factor` are for topics created without a number; of the latter there are
@@ -26,6 +28,7 @@ class BrokerConfig:
     etcd: tuple[str, ...]
     listen: tuple[str, int] = ("127.0.0.1", 0)
     advertise: tuple[str, int] | None = None
+    replication_listen: tuple[str, int] | None = None
     prefix: str = "/kafscale"
     lease_ttl_s: int = 10
     isr_lag_s: float = 10.0

@@ -51,12 +51,16 @@ class ClientConnection(asyncio.BufferedProtocol):
         max_frame_bytes: int,
         on_opened: Callable[[ClientConnection], bool],
         on_closed: Callable[[ClientConnection], None],
+        on_queued: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_opened` may say no by returning False: the connection is closed at once."""
+        """`on_opened` may say no by returning False: the connection is closed at once. `on_queued` is called when a
+        request arrives behind one that is being served.
+        """
         self._serve = serve
         self._reader = FrameReader(max_frame_bytes, arena)
         self._on_opened = on_opened
         self._on_closed = on_closed
+        self._on_queued = on_queued
         self._transport: asyncio.Transport | None = None
         self._peer = ""
         self._closing = False
@@ -93,7 +97,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         try:
             frames = self._reader.buffer_updated(nbytes)
         except CodecError as error:
-            self._refuse(str(error))
+            self.refuse(str(error))
             return
         for frame in frames:
             if self._closing:
@@ -118,6 +122,10 @@ class ClientConnection(asyncio.BufferedProtocol):
 
     # Serving
 
+    def admit(self, max_frame_bytes: int) -> None:
+        """From now on the client may send larger frames, or only smaller ones."""
+        self._reader.admit(max_frame_bytes)
+
     @property
     def task(self) -> asyncio.Task[None] | None:
         """The task that works on a request; None if none is being worked on."""
@@ -127,14 +135,21 @@ class ClientConnection(asyncio.BufferedProtocol):
         """Serve a request in this very step if that can be done."""
         try:
             request = Request(frame, parse_request_header(frame))
-            result = self._serve(request)
+            result = self._look_at(request)
         except (CodecError, CloseConnection) as error:
-            self._refuse(str(error))
+            self.refuse(str(error))
             return
         if isinstance(result, Awaitable):
             self._start(self._serve_waiting(request, result))
         else:
             self._answer(request, result)
+
+    def _look_at(self, request: Request) -> Body | Awaitable[Body | None] | None:
+        try:
+            return self._serve(request)
+        except CloseConnection as error:
+            self._answer(request, error.answer)
+            raise
 
     def _start(self, work: Awaitable[None]) -> None:
         self._task = asyncio.ensure_future(self._guard(work))
@@ -144,7 +159,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         try:
             await work
         except (CodecError, CloseConnection) as error:
-            self._refuse(str(error))
+            self.refuse(str(error))
         except Exception:  # the boundary: one connection's trouble is no other's
             _logger.exception("request failed", peer=self._peer)
             self.abort()
@@ -164,7 +179,7 @@ class ClientConnection(asyncio.BufferedProtocol):
             frame = self._queue.popleft()
             self._queued_bytes -= len(frame)
             request = Request(frame, parse_request_header(frame))
-            result = self._serve(request)
+            result = self._look_at(request)
             self._answer(request, await result if isinstance(result, Awaitable) else result)
             self._resume_reading()
 
@@ -174,6 +189,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         if self._queued_bytes > MAX_QUEUED_BYTES and not self._reading_paused and self._transport is not None:
             self._reading_paused = True
             self._transport.pause_reading()
+        self._on_queued()
 
     def _resume_reading(self) -> None:
         if self._reading_paused and self._queued_bytes <= MAX_QUEUED_BYTES and self._transport is not None:
@@ -194,7 +210,8 @@ class ClientConnection(asyncio.BufferedProtocol):
 
     # Ending
 
-    def _refuse(self, reason: str) -> None:
+    def refuse(self, reason: str) -> None:
+        """Close for a reason that is logged, once."""
         if not self._closing:
             _logger.warning("connection closed", peer=self._peer, reason=reason)
             self.close()

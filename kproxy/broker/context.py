@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from codec import error_codes
 from codec.headers import RequestHeader
+from codec.partitioned import PartitionedRequest
 from codec.primitives import Buffer
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.config import BrokerConfig
@@ -23,7 +25,14 @@ LEADERS_TIMEOUT_S = 3.0
 
 
 class CloseConnection(Exception):
-    """The protocol has no answer for this request: close its connection; the message says why."""
+    """Close this request's connection; the message says why. `answer` goes out before, where the protocol has one.
+
+    It has for those alone that are raised as soon as the request is looked at.
+    """
+
+    def __init__(self, reason: str, answer: Body | None = None) -> None:
+        super().__init__(reason)
+        self.answer = answer
 
 
 class Request(NamedTuple):
@@ -71,6 +80,13 @@ class Broker:
     def led(self, topic: bytes, partition_index: int) -> Partition | None:
         """The partition, if this broker leads it now."""
         return self.leases.led(topic, partition_index)
+
+    def name_topics(self, request: PartitionedRequest) -> None:
+        """Put topics' names in the place of their ids (KIP-516); an id that is unknown stays, no topic is called so."""
+        for topic in request.topics:
+            found = self.view.topic_by_id(uuid.UUID(bytes=topic.wire))
+            if found is not None:
+                topic.name = found.name.encode()
 
     def takeable(self, wanted: Sequence[tuple[bytes, Sequence[int]]]) -> list[PartitionKey]:
         """Those of the partitions wanted that are not led here but might be: take them, then serve the request."""

@@ -1,11 +1,13 @@
 """The broker's keys in etcd, and the values behind them.
 
-    {prefix}/brokers/{id}                               {"node_id": 1, "host": "…", "port": 9092}, on the broker's lease
+    {prefix}/brokers/{id}                               {"node_id": 1, "host": "…", "port": 9092, "replication_port": 9}
+                                                        on the broker's lease
     {prefix}/partition-leases/{topic}/{partition}       decimal broker id, on the broker's lease
     {prefix}/refbroker/topics/{topic}                   {"topic_id": uuid, "replicas": [[1, 2], …], "configs": {…}}
     {prefix}/refbroker/partitions/{topic}/{partition}   {"leader_epoch": n, "isr": [ids], "topic_id": uuid,
                                                          "replicas": [ids] or null}
     {prefix}/refbroker/cluster-id                       the cluster's id, as Kafka's clients see it
+    {prefix}/refbroker/replication-secret               by which the brokers know each other (replication.sasl)
     {prefix}/producer-ids                               decimal: the first producer id not given out yet
 
 `replicas[p]` are the brokers that keep a partition; the first of them that can takes it. A state whose topic_id
@@ -44,11 +46,12 @@ class StateValue(msgspec.Struct, frozen=True):
 
 
 class BrokerValue(msgspec.Struct, frozen=True):
-    """Where a live broker listens."""
+    """Where a live broker listens: for clients, and for other brokers' followers; 0 where there is no such listener."""
 
     node_id: int
     host: str
     port: int
+    replication_port: int = 0
 
 
 _Value = TypeVar("_Value", TopicValue, StateValue, BrokerValue)
@@ -77,6 +80,7 @@ class Keys:
         self.topics = f"{root}/refbroker/topics/"
         self.states = f"{root}/refbroker/partitions/"
         self.cluster_id = f"{root}/refbroker/cluster-id"
+        self.replication_secret = f"{root}/refbroker/replication-secret"
         self.producer_ids = f"{root}/producer-ids"
 
     def broker(self, node_id: int) -> str:

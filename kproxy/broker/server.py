@@ -26,6 +26,7 @@ import structlog
 
 from codec.framing import ReceiveArena
 from kproxy.broker import topic_config
+from kproxy.broker.agreed import agreed_value
 from kproxy.broker.apis import registry
 from kproxy.broker.broker_lease import BrokerLease, IdInUse, LeaseFence
 from kproxy.broker.clock import lease_clock
@@ -36,14 +37,18 @@ from kproxy.broker.context import Body, Broker, Request
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.keys import BrokerValue, Keys
 from kproxy.broker.leases import PartitionLeaseManager
+from kproxy.broker.listening import bind, bound_port
 from kproxy.broker.log_keeper import LogKeeper
 from kproxy.broker.log_options import LogOptions
 from kproxy.broker.partition import ReplicaSettings
 from kproxy.broker.process import allow_many_files, stop_signals
+from kproxy.broker.replication.fetchers import ReplicaFetchers
 from kproxy.broker.replication.isr_keeper import IsrKeeper
+from kproxy.broker.replication.listener import ReplicationListener
+from kproxy.broker.replication.secret import SharedSecret
 from kproxy.broker.topics import TopicAdmin
 from kproxy.errors import StartupError
-from kproxy.ownership.etcd import EtcdClient, EtcdError, EtcdMisused, IdBlocks, PrefixMirror, get_op, key_absent, put_op
+from kproxy.ownership.etcd import EtcdClient, EtcdError, EtcdMisused, IdBlocks, PrefixMirror
 
 __all__ = ["BrokerConfig", "run_broker"]
 
@@ -54,7 +59,6 @@ PREDECESSOR_SLACK_S = 2.0
 DRAIN_TIMEOUT_S = 3.0
 LINGER_TIMEOUT_S = 1.0
 RECLAIM_PAUSE_S = 1.0
-BACKLOG = 1024
 _logger = structlog.get_logger(__name__)
 
 
@@ -117,6 +121,17 @@ class _Server:
         self._broker: Broker | None = None
         self._connections: set[ClientConnection] = set()
         self._arena = ReceiveArena()
+        self._secret = SharedSecret(client, self._keys)
+        self._replication = ReplicationListener(lambda: self._secret.current, self._arena)
+        self._fetchers = ReplicaFetchers(
+            config.node_id,
+            self._view,
+            self._leases.hosted,
+            lambda: self._secret.current,
+            self._arena,
+            config.max_frame_bytes,
+        )
+        self._leases.replicas.on_leaders_changed = self._fetchers.wake
         self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
@@ -140,27 +155,17 @@ class _Server:
     # Starting
 
     async def _bind(self) -> asyncio.Server:
-        host, port = self._config.listen
-        loop = asyncio.get_running_loop()
-        try:
-            listener = await loop.create_server(self._connection, host, port, backlog=BACKLOG, start_serving=False)
-            if port == 0 and len(listener.sockets) > 1:
-                # A name with several addresses: they shall all have the port that the first one got.
-                port = int(listener.sockets[0].getsockname()[1])
-                listener.close()
-                return await loop.create_server(self._connection, host, port, backlog=BACKLOG, start_serving=False)
-            return listener
-        except OSError as error:
-            raise StartupError(f"cannot listen on {host}:{port} ({error.strerror}): choose another --listen") from error
+        return await bind(self._connection, self._config.listen, "--listen")
 
     async def _start(self, listener: asyncio.Server) -> None:
         host, port = self._advertised(listener)
+        replication_port = await self._replication.bind(self._config.replication_listen or (self._config.listen[0], 0))
         try:
             await self._client.connect()
             self._lease = BrokerLease(
                 self._client,
                 self._keys,
-                BrokerValue(self._config.node_id, host, port),
+                BrokerValue(self._config.node_id, host, port, replication_port),
                 ttl_s=self._config.lease_ttl_s,
                 clock=lease_clock,
                 on_claimed=self._on_claimed,
@@ -170,6 +175,7 @@ class _Server:
             async with asyncio.timeout(SYNC_TIMEOUT_S):
                 await self._mirror.wait_synced()
             self._broker = self._assemble(await self._cluster_id())
+            await self._secret.load()
         except IdInUse as error:
             raise StartupError(
                 f"another broker with --node-id {self._config.node_id} is alive ({error.address}): "
@@ -184,29 +190,27 @@ class _Server:
             raise StartupError(str(error)) from error
         except EtcdError as error:
             raise StartupError(f"{str(error).rstrip('.')}; --etcd names it") from error
+        await self._replication.start(self._broker)
         self._leases.begin(fence)
         self._tasks += [
             asyncio.create_task(self._leases.run()),
             asyncio.create_task(self._isr_keeper.run()),
             asyncio.create_task(self._log_keeper.run()),
+            asyncio.create_task(self._fetchers.run()),
         ]
         await self._leases.settle(OWN_PARTITIONS_TIMEOUT_S)
         await listener.start_serving()
-        bound_port = listener.sockets[0].getsockname()[1]
-        sys.stdout.write(f"ready kafka={self._config.listen[0]}:{bound_port} etcd={self._client.endpoints}\n")
+        sys.stdout.write(f"ready kafka={self._config.listen[0]}:{bound_port(listener)} etcd={self._client.endpoints}\n")
         sys.stdout.flush()
 
     def _advertised(self, listener: asyncio.Server) -> tuple[str, int]:
-        bound_port = int(listener.sockets[0].getsockname()[1])
-        host, port = self._config.advertise or (self._config.listen[0], bound_port)
-        return host, port or bound_port
+        host, port = self._config.advertise or (self._config.listen[0], 0)
+        return host, port or bound_port(listener)
 
     async def _cluster_id(self) -> str:
         """The id under which clients know the cluster; the first broker ever chooses it."""
         chosen = base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=")
-        key = self._keys.cluster_id
-        result = await self._client.txn([key_absent(key)], [put_op(key, chosen)], [get_op(key)])
-        return (chosen if result.succeeded else result.responses[0].kvs[0].value).decode()
+        return (await agreed_value(self._client, self._keys.cluster_id, chosen)).decode()
 
     def _settings_of(self, topic: Topic, partition_index: int) -> ReplicaSettings:
         settings = topic_config.settings_of(topic.configs, len(topic.replicas[partition_index]), self._config)
@@ -272,6 +276,10 @@ class _Server:
                     _logger.warning("lease not regained", error=str(error))
                     await asyncio.sleep(RECLAIM_PAUSE_S)
             self._leases.begin(fence)
+            try:
+                await self._secret.load()
+            except (EtcdError, StartupError) as error:
+                _logger.warning("replication secret not read again", error=str(error))
 
     # Stopping
 
@@ -299,6 +307,7 @@ class _Server:
         """Let go of everything, whatever state it is in."""
         listener.close()
         await self._close_connections()
+        await self._replication.close()
         await _cancel([*self._tasks, *tasks])
         self._log_keeper.close()
         await self._leases.close()

@@ -18,6 +18,11 @@ from kproxy.config.etcd import etcd_options_from
 @click.option("--listen", metavar="H:P", default="127.0.0.1:0", show_default=True, help="Where clients connect.")
 @click.option("--advertise", metavar="H:P", help="What clients are told to connect to. [as --listen]")
 @click.option(
+    "--replication-listen",
+    metavar="H:P",
+    help="Where other brokers fetch what they replicate. [the host of --listen, any free port]",
+)
+@click.option(
     "--data-dir", metavar="DIR", type=click.Path(path_type=Path), required=True, help="Where its logs are kept."
 )
 @click.option("--etcd", metavar="URL[,URL...]", required=True, help="The etcd that holds the partition leases.")
@@ -71,6 +76,7 @@ def command(
     node_id: int,
     listen: str,
     advertise: str | None,
+    replication_listen: str | None,
     data_dir: Path,
     etcd: str,
     prefix: str,
@@ -92,6 +98,7 @@ def command(
     start_logging(context)
     address = parse_address(listen, "--listen")
     told = advertised(address, None if advertise is None else parse_address(advertise, "--advertise"))
+    followers_address = parse_address(replication_listen, "--replication-listen") if replication_listen else None
     endpoints = split_list(etcd, "--etcd")
     options = etcd_options_from(etcd_access)
     from kproxy.broker.server import BrokerConfig, run_broker
@@ -105,6 +112,7 @@ def command(
         etcd_options=options,
         listen=address,
         advertise=told,
+        replication_listen=followers_address,
         prefix=prefix,
         lease_ttl_s=lease_ttl,
         default_replication_factor=replication_factor,

@@ -27,7 +27,7 @@ def main() -> None:
     options: dict[str, Any] = {}
     for option in rest:
         name, _, value = option.partition("=")
-        options[name] = ("127.0.0.1", int(value)) if name == "listen" else _read(value)
+        options[name] = ("127.0.0.1", int(value)) if name.endswith("listen") else _read(value)
     try:
         uvloop.run(run_broker(BrokerConfig(int(node_id), Path(data_dir), (etcd,), prefix=prefix, **options)))
     except StartupError as error:

@@ -1,17 +1,19 @@
-"""Fetch, versions 4-12.
+"""Fetch, versions 4-12 for clients, and 13, topics by id, for followers on the replication listener.
 
 - Sessionless (KIP-227): every answer says session 0; a request that names one gets FETCH_SESSION_ID_NOT_FOUND.
-- Waits up to max_wait_ms until min_bytes have come, woken by appends; an error in any partition ends the wait.
+- Waits up to max_wait_ms until min_bytes have come; an error in any partition ends the wait, and so does news of where
+  a follower's log leaves the leader's. Clients are woken by the high watermark; followers by appends, for it is what
+  they have that moves the high watermark. A follower's wait ends also when its next request is there.
 - The first batch of the answer comes whole, however large; beyond that the limits of the request, of each partition and
   of this broker hold. The last batch may be cut short.
 - Not the owner: 6. Outside of the log: OFFSET_OUT_OF_RANGE. Another leader epoch: 74 or 75 (KIP-320).
-- replica_id >= 0 is refused: there are no followers yet, and a client that plays one would move the high watermark.
+- A client with replica_id >= 0 is refused: it would move the high watermark.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from codec import error_codes
@@ -20,114 +22,194 @@ from codec.fetch import (
     NO_SESSION,
     TOPIC_IDS_FROM,
     FetchRequest,
+    PartitionFetch,
     PartitionFetched,
     parse_fetch,
     partition_fetch,
     response_ends,
     result_entry,
 )
-from codec.partitioned import encode_topics
+from codec.partitioned import TopicSpan, encode_topics
 from codec.primitives import Buffer
 from kproxy.broker.context import TAKE_TIMEOUT_S, Body, Broker, CloseConnection, Request
-from kproxy.broker.partition import Partition, ReadResult
+from kproxy.broker.partition import Partition
 
 API_KEY = FETCH
 MIN_VERSION = 4
 MAX_VERSION = TOPIC_IDS_FROM - 1
 # Nobody has to wait longer, whatever it asks for: a client that is gone must not be waited for long.
 MAX_WAIT_MS = 60_000
+# (partition led here, what is asked of it, most bytes) -> what it gives
+FetchFrom = Callable[[Partition, PartitionFetch, int], PartitionFetched]
+
+
+class Hurry:
+    """Ends a connection's waiting fetch because its next request is there. One for each connection."""
+
+    __slots__ = ("is_due", "wake")
+
+    def __init__(self) -> None:
+        self.is_due = False
+        self.wake: Callable[[], None] | None = None
+
+    def __call__(self) -> None:
+        self.is_due = True
+        if self.wake is not None:
+            self.wake()
+
+
+class _Reader(NamedTuple):
+    """Who reads. `hurry` is None for clients, who wait as long as they said, unless the broker stops."""
+
+    fetch_from: FetchFrom
+    for_replica: bool
+    hurry: Hurry | None = None
 
 
 class _Answer(NamedTuple):
+    """`is_urgent`: some partition has something to say that is not records."""
+
     body: Body
     size_in_bytes: int
-    has_errors: bool
+    is_urgent: bool
 
 
 def handle(broker: Broker, request: Request) -> Body | Awaitable[Body]:
-    """Answer at once where there is enough, else when there is."""
+    """A client's. Answer at once where there is enough, else when there is."""
     fetch = parse_fetch(request.frame, request.header)
     if fetch.replica_id >= 0:
-        raise CloseConnection(f"Fetch with replica_id {fetch.replica_id}: this broker has no followers")
+        raise CloseConnection(f"Fetch with replica_id {fetch.replica_id}: followers fetch on the replication listener")
+    takeable = broker.takeable([(topic.name, topic.partitions) for topic in fetch.topics])
+    reader = _Reader(_fetch_as_client, for_replica=False)
+    if takeable:
+        return _take_and_serve(broker, fetch, reader, broker.leases.take(takeable, TAKE_TIMEOUT_S))
+    return _serve(broker, fetch, reader, _deadline(fetch))
+
+
+def handle_replica(broker: Broker, request: Request, replica_id: int, hurry: Hurry) -> Body | Awaitable[Body]:
+    """That of a follower which has proved to be `replica_id`. Nothing is taken for it: it follows who leads."""
+    fetch = parse_fetch(request.frame, request.header)
+    if fetch.replica_id != replica_id:
+        raise CloseConnection(f"Fetch with replica_id {fetch.replica_id} from broker {replica_id}")
+    broker.name_topics(fetch)
+
+    def fetch_as_replica(partition: Partition, asked: PartitionFetch, max_bytes: int) -> PartitionFetched:
+        return partition.fetch_as_replica(replica_id, asked, max_bytes)
+
+    hurry.is_due = False
+    return _serve(broker, fetch, _Reader(fetch_as_replica, for_replica=True, hurry=hurry), _deadline(fetch))
+
+
+def _deadline(fetch: FetchRequest) -> float:
+    return asyncio.get_running_loop().time() + min(fetch.max_wait_ms, MAX_WAIT_MS) / 1000
+
+
+async def _take_and_serve(broker: Broker, fetch: FetchRequest, reader: _Reader, taking: Awaitable[None]) -> Body:
+    deadline = _deadline(fetch)
+    await taking
+    served = _serve(broker, fetch, reader, deadline)
+    return await served if isinstance(served, Awaitable) else served
+
+
+def _serve(broker: Broker, fetch: FetchRequest, reader: _Reader, deadline: float) -> Body | Awaitable[Body]:
     if fetch.session_id != NO_SESSION:
-        head, tail = response_ends(request.header.api_version, 0, [], error_codes.FETCH_SESSION_ID_NOT_FOUND)
+        head, tail = response_ends(fetch.header.api_version, 0, [], error_codes.FETCH_SESSION_ID_NOT_FOUND)
         return [head, *encode_topics([], flexible=fetch.flexible), tail]
-    if broker.takeable([(topic.name, topic.partitions) for topic in fetch.topics]):
-        return _wait(broker, fetch)
-    answer = _read(broker, fetch)
-    return answer.body if _is_enough(answer, fetch) else _wait(broker, fetch)
+    answer = _read(broker, fetch, reader)
+    if _is_enough(answer, fetch):
+        return answer.body
+    # Waiting begins in the step in which there was not enough: what is appended from now on wakes.
+    return _wait(broker, fetch, reader, deadline, _Waiting(broker, fetch, reader))
 
 
 def _is_enough(answer: _Answer, fetch: FetchRequest) -> bool:
-    return answer.has_errors or answer.size_in_bytes >= fetch.min_bytes or fetch.max_wait_ms <= 0 or not fetch.topics
+    return answer.is_urgent or answer.size_in_bytes >= fetch.min_bytes or fetch.max_wait_ms <= 0 or not fetch.topics
 
 
-async def _wait(broker: Broker, fetch: FetchRequest) -> Body:
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + min(fetch.max_wait_ms, MAX_WAIT_MS) / 1000
-    wanted = [(topic.name, topic.partitions) for topic in fetch.topics]
-    await broker.leases.take(broker.takeable(wanted), TAKE_TIMEOUT_S)
-    while True:
-        woken: asyncio.Future[None] = loop.create_future()
+class _Waiting:
+    """One wait for something new in any of the partitions that a fetch names."""
 
-        def wake(woken: asyncio.Future[None] = woken) -> None:
-            if not woken.done():
-                woken.set_result(None)
+    def __init__(self, broker: Broker, fetch: FetchRequest, reader: _Reader) -> None:
+        self._woken = asyncio.get_running_loop().create_future()
+        self._hurry = reader.hurry
+        self._partitions: list[Partition] = []
+        for topic in fetch.topics:
+            for index in topic.partitions:
+                partition = broker.led(topic.name, index)
+                if partition is not None:
+                    partition.add_waiter(self._wake, for_replica=reader.for_replica)
+                    self._partitions.append(partition)
+        if self._hurry is not None:
+            self._hurry.wake = self._wake
 
-        led = [partition for name, indexes in wanted for index in indexes if (partition := broker.led(name, index))]
-        answer = _read(broker, fetch)
-        left = deadline - loop.time()
-        if _is_enough(answer, fetch) or left <= 0 or broker.leases.stopping:
-            return answer.body
-        for partition in led:
-            partition.add_waiter(wake)
+    def _wake(self) -> None:
+        if not self._woken.done():
+            self._woken.set_result(None)
+
+    async def until(self, deadline: float) -> None:
+        """Until woken, or `deadline` on the loop's clock."""
+        timer = asyncio.get_running_loop().call_at(deadline, self._wake)
         try:
-            await asyncio.wait([woken], timeout=left)
+            await self._woken
         finally:
-            for partition in led:
-                partition.remove_waiter(wake)
+            timer.cancel()
+            for partition in self._partitions:
+                partition.remove_waiter(self._wake)
+            if self._hurry is not None:
+                self._hurry.wake = None
 
 
-def _read(broker: Broker, fetch: FetchRequest) -> _Answer:
+async def _wait(broker: Broker, fetch: FetchRequest, reader: _Reader, deadline: float, waiting: _Waiting) -> Body:
+    while True:
+        await waiting.until(deadline)
+        answer = _read(broker, fetch, reader)
+        is_hurried = reader.hurry.is_due if reader.hurry is not None else broker.leases.stopping
+        if _is_enough(answer, fetch) or is_hurried or asyncio.get_running_loop().time() >= deadline:
+            return answer.body
+        waiting = _Waiting(broker, fetch, reader)
+
+
+def _read(broker: Broker, fetch: FetchRequest, reader: _Reader) -> _Answer:
+    version = fetch.header.api_version
     left = min(fetch.max_bytes, broker.config.fetch_max_bytes)
-    size, has_errors = 0, False
+    size, is_urgent = 0, False
     topics: list[tuple[bytes, list[Buffer], int]] = []
     for topic in fetch.topics:
         entries: list[Buffer] = []
-        for ordinal, index in enumerate(topic.partitions):
-            partition = broker.led(topic.name, index)
-            asked = partition_fetch(fetch, topic.starts[ordinal])
+        for start in topic.starts:
+            asked = partition_fetch(fetch, start)
             limit = min(asked.max_bytes, left)
-            error_code, records = _read_one(
-                broker, partition, (topic.name, index), asked.current_leader_epoch, asked.fetch_offset, limit, size > 0
-            )
-            size += len(records)
-            left -= len(records)
-            has_errors = has_errors or error_code != error_codes.NONE
-            high_watermark, log_start_offset = -1, -1
-            if partition is not None and error_code in (error_codes.NONE, error_codes.OFFSET_OUT_OF_RANGE):
-                high_watermark, log_start_offset = partition.high_watermark, partition.log_start_offset
-            fetched = PartitionFetched(index, error_code, high_watermark, log_start_offset, None, records)
-            entries += result_entry(fetch.header.api_version, fetched)
-        topics.append((topic.name, entries, len(topic.partitions)))
-    head, tail = response_ends(fetch.header.api_version, 0, [])
-    return _Answer([head, *encode_topics(topics, flexible=fetch.flexible), tail], size, has_errors)
+            partition = broker.led(topic.name, asked.partition_index)
+            if partition is not None and partition.serves_reads():
+                fetched = reader.fetch_from(partition, asked, limit)
+            else:
+                fetched = PartitionFetched(asked.partition_index, _refusal(broker, fetch, topic, asked.partition_index))
+            if size and len(fetched.records) > limit:
+                # Only the first batch of the whole answer may be larger than the limits.
+                fetched = fetched._replace(records=b"")
+            size += len(fetched.records)
+            left -= len(fetched.records)
+            is_urgent = is_urgent or fetched.error_code != error_codes.NONE or fetched.diverging_epoch is not None
+            entries += result_entry(version, fetched)
+        topics.append((topic.wire, entries, len(topic.starts)))
+    head, tail = response_ends(version, 0, [])
+    body = [head, *encode_topics(topics, flexible=fetch.flexible, by_id=fetch.by_id), tail]
+    return _Answer(body, size, is_urgent)
 
 
-def _read_one(
-    broker: Broker,
-    partition: Partition | None,
-    name: tuple[bytes, int],
-    leader_epoch: int,
-    offset: int,
-    limit: int,
-    has_records: bool,
-) -> ReadResult:
-    """One partition's records; only the first of the whole answer may be more than `limit` bytes."""
-    if partition is None or not partition.serves_reads():
-        return ReadResult(broker.refusal(name[0].decode(errors="replace"), name[1]))
-    error_code = partition.check_leader_epoch(leader_epoch)
+def _refusal(broker: Broker, fetch: FetchRequest, topic: TopicSpan, partition_index: int) -> int:
+    if fetch.is_nameless(topic):
+        return error_codes.UNKNOWN_TOPIC_ID
+    return broker.refusal(topic.name.decode(errors="replace"), partition_index)
+
+
+def _fetch_as_client(partition: Partition, asked: PartitionFetch, max_bytes: int) -> PartitionFetched:
+    error_code = partition.check_leader_epoch(asked.current_leader_epoch)
     if error_code != error_codes.NONE:
-        return ReadResult(error_code)
-    result = partition.read(offset, limit)
-    return ReadResult(result.error_code) if has_records and len(result.records) > limit else result
+        return PartitionFetched(asked.partition_index, error_code)
+    error_code, records = partition.read(asked.fetch_offset, max_bytes)
+    if error_code not in (error_codes.NONE, error_codes.OFFSET_OUT_OF_RANGE):
+        return PartitionFetched(asked.partition_index, error_code)
+    return PartitionFetched(
+        asked.partition_index, error_code, partition.high_watermark, partition.log_start_offset, None, records
+    )

@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Awaitable
 from typing import NamedTuple
 
@@ -45,19 +44,11 @@ def handle(broker: Broker, request: Request) -> Body | Awaitable[Body | None] | 
     """Append what can be appended, in one step where nothing has to be taken first."""
     produce = parse_produce(request.frame, request.header)
     if produce.by_id:
-        _name_topics(broker, produce)
+        broker.name_topics(produce)
     takeable = broker.takeable([(topic.name, topic.partitions) for topic in produce.topics])
     if takeable:
         return _take_and_append(broker, produce, takeable)
     return _append(broker, produce)
-
-
-def _name_topics(broker: Broker, produce: PartitionedRequest) -> None:
-    """Put the topics' names in the place of their ids; an id that is unknown stays, no topic is called that."""
-    for topic in produce.topics:
-        found = broker.view.topic_by_id(uuid.UUID(bytes=topic.name))
-        if found is not None:
-            topic.name = found.name.encode()
 
 
 async def _take_and_append(broker: Broker, produce: PartitionedRequest, takeable: list[PartitionKey]) -> Body | None:
@@ -114,9 +105,7 @@ def _answer(broker: Broker, produce: PartitionedRequest, results: list[AppendRes
         for index in topic.partitions:
             entries.append(_entry(broker, version, topic, index, results[at], leaders))
             at += 1
-        # An id as it came; see `_name_topics`.
-        name = bytes(produce.frame[topic.head_start : topic.head_end]) if produce.by_id else topic.name
-        answer.append((name, entries, len(entries)))
+        answer.append((topic.wire, entries, len(entries)))
     flexible = produce.flexible
     tail = INT32.pack(0) + encode_tagged_fields(_endpoint_tags(leaders)) if flexible else INT32.pack(0)
     return [*encode_topics(answer, flexible=flexible, by_id=produce.by_id), tail]
@@ -145,7 +134,7 @@ def _refuse_all(produce: PartitionedRequest) -> AppendResult | None:
 def _append_one(broker: Broker, produce: PartitionedRequest, topic: TopicSpan, ordinal: int) -> AppendResult:
     index = topic.partitions[ordinal]
     partition = broker.led(topic.name, index)
-    if partition is None and produce.by_id and broker.view.topics.get(topic.name.decode(errors="replace")) is None:
+    if partition is None and produce.is_nameless(topic):
         return AppendResult(error_codes.UNKNOWN_TOPIC_ID)
     if partition is None:
         return AppendResult(broker.refusal(topic.name.decode(errors="replace"), index))

@@ -1,0 +1,191 @@
+"""A follower's connection to a leader's replication listener: one authenticated dialogue, answers in order.
+
+States
+  dialling         the connection is being made
+  authenticating   each side proves to the other that it knows the cluster's secret; frames are small
+  open             requests may be asked
+  lost             nothing more is asked or answered; who waits is told why
+
+Transitions
+  dialling -> authenticating -> open   within CONNECT_TIMEOUT_S
+  any -> lost                          the other side closed or broke it, answered what was not asked or nonsense;
+                                       `close`
+
+Invariants
+1. Nothing is believed of the other side before it has proved that it knows the secret.
+2. Answers are matched in order and by correlation_id; one that fits nothing ends the connection.
+3. What the other side announces is bounded: frames by the limit of the state, what waits by what was asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, cast
+
+from codec import control, error_codes
+from codec.api_keys import SASL_AUTHENTICATE, SASL_HANDSHAKE
+from codec.errors import CodecError
+from codec.fetch import PartitionFetch
+from codec.framing import FrameReader, ReceiveArena
+from codec.headers import frame_message, request_header, response_body_offset, response_correlation_id
+from codec.replica_fetch import ReplicaAnswer, encode_replica_fetch, read_replica_answer
+from kproxy.broker.replication.sasl import MECHANISM, AuthenticationFailed, FollowerHandshake, Secret
+
+CONNECT_TIMEOUT_S = 5.0
+UNAUTHENTICATED_FRAME_BYTES = 64 << 10
+_MAX_CORRELATION_ID = 0x7FFF_FFFF
+_HANDSHAKE_VERSION = 1
+_AUTHENTICATE_VERSION = 2
+
+
+class LeaderLost(Exception):
+    """The connection is of no use, or could not be made; the message says why."""
+
+
+class LeaderConnection(asyncio.BufferedProtocol):
+    """One connection of broker `node_id` to a leader. See `open`."""
+
+    def __init__(self, node_id: int, arena: ReceiveArena) -> None:
+        self._node_id = node_id
+        self._sender = b"broker-%d" % node_id
+        self._reader = FrameReader(UNAUTHENTICATED_FRAME_BYTES, arena)
+        self._transport: asyncio.Transport | None = None
+        self._awaited: deque[tuple[int, asyncio.Future[memoryview]]] = deque()
+        self._correlation_id = 0
+        self._lost_because = ""
+
+    @classmethod
+    async def open(
+        cls, address: tuple[str, int], node_id: int, secret: Secret, *, arena: ReceiveArena, max_answer_bytes: int
+    ) -> LeaderConnection:
+        """A connection on which both sides are authenticated. Raises LeaderLost."""
+        connection = cls(node_id, arena)
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await asyncio.get_running_loop().create_connection(lambda: connection, *address)
+                await connection._authenticate(secret)
+        except (OSError, AuthenticationFailed, CodecError) as error:
+            connection.close()
+            reason = "no answer in time" if isinstance(error, TimeoutError) else str(error)
+            raise LeaderLost(reason) from error
+        except BaseException:
+            connection.close()
+            raise
+        connection._reader.admit(max_answer_bytes)
+        return connection
+
+    async def _authenticate(self, secret: Secret) -> None:
+        handshake = FollowerHandshake(self._node_id, secret)
+        agreed = await self._control(SASL_HANDSHAKE, _HANDSHAKE_VERSION, mechanism=MECHANISM)
+        if agreed.error_code != error_codes.NONE:
+            raise AuthenticationFailed(f"{MECHANISM} is refused: {error_codes.name_of(agreed.error_code)}")
+        handshake_answer = await self._prove(handshake.first())
+        handshake.check(await self._prove(handshake.final(handshake_answer)))
+
+    async def _prove(self, message: bytes) -> bytes:
+        answer = await self._control(SASL_AUTHENTICATE, _AUTHENTICATE_VERSION, auth_bytes=message)
+        if answer.error_code != error_codes.NONE:
+            raise AuthenticationFailed(f"the leader says {error_codes.name_of(answer.error_code)}")
+        return bytes(answer.auth_bytes)
+
+    async def _control(self, api_key: int, version: int, **fields: Any) -> control.Message:
+        body = control.encode_request(control.build_request(api_key, version, **fields))
+        correlation_id = self._next_correlation_id()
+        head = request_header(api_key, version, correlation_id, self._sender)
+        frame = await self._ask(correlation_id, frame_message(head, body))
+        return control.decode_response(api_key, version, frame[response_body_offset(frame, api_key, version) :])
+
+    # Asking
+
+    def fetch(
+        self,
+        topics: Sequence[tuple[bytes, Sequence[PartitionFetch]]],
+        *,
+        max_wait_ms: int,
+        min_bytes: int,
+        max_bytes: int,
+    ) -> asyncio.Future[memoryview]:
+        """Ask for topics by id; the answer, for `read_answer`, or LeaderLost, comes as the future's."""
+        correlation_id = self._next_correlation_id()
+        frame = encode_replica_fetch(
+            self._node_id,
+            topics,
+            correlation_id=correlation_id,
+            sender=self._sender,
+            max_wait_ms=max_wait_ms,
+            min_bytes=min_bytes,
+            max_bytes=max_bytes,
+        )
+        return self._ask(correlation_id, frame)
+
+    @staticmethod
+    def read_answer(frame: memoryview) -> ReplicaAnswer:
+        """Raises LeaderLost for what is none, or one that fails as a whole."""
+        try:
+            answer = read_replica_answer(frame)
+        except CodecError as error:
+            raise LeaderLost(f"not an answer: {error}") from error
+        if answer.error_code != error_codes.NONE:
+            raise LeaderLost(f"the leader says {error_codes.name_of(answer.error_code)}")
+        return answer
+
+    def _next_correlation_id(self) -> int:
+        self._correlation_id = (self._correlation_id + 1) & _MAX_CORRELATION_ID
+        return self._correlation_id
+
+    def _ask(self, correlation_id: int, frame: bytes) -> asyncio.Future[memoryview]:
+        answer: asyncio.Future[memoryview] = asyncio.get_running_loop().create_future()
+        if self._transport is None:
+            answer.set_exception(LeaderLost(self._lost_because or "not connected"))
+        else:
+            self._awaited.append((correlation_id, answer))
+            self._transport.write(frame)
+        return answer
+
+    def close(self) -> None:
+        """Whoever still waits for an answer is told LeaderLost. May be called twice."""
+        self._lose("closed here")
+
+    def _lose(self, reason: str) -> None:
+        self._lost_because = self._lost_because or reason
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.abort()
+        awaited, self._awaited = self._awaited, deque()
+        for _, answer in awaited:
+            if not answer.done():
+                answer.set_exception(LeaderLost(self._lost_because))
+                # Nobody may be there any more to hear it.
+                answer.exception()
+
+    # What the transport calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lose("the leader closed the connection" if exc is None else f"the connection broke: {exc}")
+
+    def eof_received(self) -> bool:
+        return False
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._reader.get_buffer(sizehint)
+
+    def buffer_updated(self, nbytes: int) -> None:
+        try:
+            for frame in self._reader.buffer_updated(nbytes):
+                self._answered(frame)
+        except CodecError as error:
+            self._lose(f"not an answer: {error}")
+
+    def _answered(self, frame: memoryview) -> None:
+        correlation_id = response_correlation_id(frame)
+        if not self._awaited or self._awaited[0][0] != correlation_id:
+            self._lose(f"an answer to something that was not asked ({correlation_id})")
+            return
+        _, answer = self._awaited.popleft()
+        if not answer.done():
+            answer.set_result(frame)

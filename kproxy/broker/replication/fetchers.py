@@ -1,0 +1,299 @@
+"""What this broker follows, fetched: one task and one connection for each broker that leads something followed here.
+
+States of a fetcher
+  dialling   the leader is not reached yet; tried again with a growing pause
+  fetching   one Fetch for all partitions followed from this leader is under way
+  resting    no partition is to be asked for just now
+  ended      nothing is followed from this leader any more, or it listens elsewhere
+
+Transitions
+  dialling -> fetching   both sides are authenticated
+  fetching -> fetching   the answer is taken; the next request says what is here now, which is what the leader waits for
+  fetching -> resting    nothing is to be asked;   resting -> fetching   a leadership changed, a pause is over
+  fetching, resting -> dialling   the connection is lost, or the leader answers nonsense
+  any -> ended           `ReplicaFetchers` sees that leaderships or brokers changed
+
+Invariants
+1. A partition is in at most one request under way, so that an answer always meets the log that it was asked for.
+2. An answer is about just what was asked, in its order: else nothing of it counts and the connection ends.
+3. A partition whose answer could not be taken waits PARTITION_PAUSE_S; it keeps no other from being fetched.
+4. A leader that waits for records is hurried when there is something to ask that was not in the request.
+5. A request names at most MAX_PARTITIONS, and asks for at most MAX_BYTES of records; where there is more, the next one
+   begins where this one ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+import structlog
+
+from codec.fetch import PartitionFetch, PartitionFetched
+from codec.framing import ReceiveArena
+from codec.partitioned import MAX_PARTITIONS
+from codec.replica_fetch import ReplicaAnswer
+from kproxy.broker.cluster import Change, ClusterView, Kind
+from kproxy.broker.partition import Partition
+from kproxy.broker.replication.connection import LeaderConnection, LeaderLost
+from kproxy.broker.replication.sasl import Secret
+
+MAX_WAIT_MS = 500
+MIN_BYTES = 1
+# Of records in one answer. What is taken in one step keeps everything else in this broker waiting.
+MAX_BYTES = 4 << 20
+# What a leader may take beyond the time that it waits by our own word.
+ANSWER_PATIENCE_S = 10.0
+PARTITION_PAUSE_S = 0.1
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 1.0
+_logger = structlog.get_logger(__name__)
+
+_Asked = list[tuple[Partition, PartitionFetch]]
+# By topic id, as its bytes.
+_Wire = list[tuple[bytes, list[PartitionFetch]]]
+
+
+class ReplicaFetchers:
+    """The fetchers, begun and ended as leaderships change. `run` is one coroutine that the caller owns."""
+
+    def __init__(
+        self,
+        node_id: int,
+        view: ClusterView,
+        hosted: Mapping[tuple[bytes, int], Partition],
+        secret: Callable[[], Secret],
+        arena: ReceiveArena,
+        max_answer_bytes: int,
+    ) -> None:
+        """`hosted` is read anew whenever something changes, `secret` at each connection."""
+        self._node_id = node_id
+        self._view = view
+        self._hosted = hosted
+        self._secret = secret
+        self._arena = arena
+        self._max_answer_bytes = max_answer_bytes
+        self._fetchers: dict[int, _Fetcher] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        view.subscribe(self._on_change)
+
+    def wake(self) -> None:
+        """A partition follows another leader than before, or none, or in another epoch."""
+        self._changed.set()
+
+    def _on_change(self, change: Change) -> None:
+        if change.kind in (Kind.BROKER, Kind.SNAPSHOT):
+            self.wake()
+
+    async def run(self) -> None:
+        """Fetch what is followed, until cancelled."""
+        try:
+            while True:
+                self._assign()
+                await self._changed.wait()
+                self._changed.clear()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _assign(self) -> None:
+        followed: dict[int, list[Partition]] = {}
+        for partition in self._hosted.values():
+            leader = self._view.brokers.get(partition.leader_id)
+            if leader is not None and leader.node_id != self._node_id and leader.replication_port:
+                followed.setdefault(leader.node_id, []).append(partition)
+        for leader_id, fetcher in list(self._fetchers.items()):
+            leader = self._view.brokers.get(leader_id)
+            listens_there = leader is not None and (leader.host, leader.replication_port) == fetcher.address
+            if leader_id not in followed or not listens_there:
+                fetcher.task.cancel()
+                del self._fetchers[leader_id]
+        for leader_id, partitions in followed.items():
+            partitions.sort(key=_by_topic)
+            fetcher = self._fetchers.get(leader_id) or self._begin(leader_id)
+            fetcher.follow(partitions)
+
+    def _begin(self, leader_id: int) -> _Fetcher:
+        leader = self._view.brokers[leader_id]
+        fetcher = _Fetcher(leader_id, (leader.host, leader.replication_port), self._open)
+        self._fetchers[leader_id] = fetcher
+        self._tasks.add(fetcher.task)
+        fetcher.task.add_done_callback(self._ended)
+        return fetcher
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _logger.error("fetcher failed", fetcher=task.get_name(), exc_info=task.exception())
+            for leader_id, fetcher in list(self._fetchers.items()):
+                if fetcher.task is task:
+                    del self._fetchers[leader_id]
+            # Another one takes its place, no sooner than a leader is dialled again.
+            asyncio.get_running_loop().call_later(LONGEST_PAUSE_S, self.wake)
+
+    async def _open(self, address: tuple[str, int]) -> LeaderConnection:
+        return await LeaderConnection.open(
+            address, self._node_id, self._secret(), arena=self._arena, max_answer_bytes=self._max_answer_bytes
+        )
+
+
+def _by_topic(partition: Partition) -> tuple[str, int]:
+    return partition.topic, partition.partition_index
+
+
+class _Fetcher:
+    """What is followed from one leader that listens at `address`; `task` is the caller's to cancel and to await."""
+
+    def __init__(
+        self,
+        leader_id: int,
+        address: tuple[str, int],
+        open_connection: Callable[[tuple[str, int]], Awaitable[LeaderConnection]],
+    ) -> None:
+        self.address = address
+        self._leader_id = leader_id
+        self._open = open_connection
+        self._partitions: list[Partition] = []
+        self._first = 0  # the place of the partition that the next request begins with
+        self._paused: dict[Partition, float] = {}  # until when, on the loop's clock
+        self._reason = ""  # why there is no connection, as it was logged
+        self._wake: Callable[[], None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self.task = asyncio.create_task(self._run(), name=f"fetcher of broker {leader_id}")
+
+    def follow(self, partitions: list[Partition]) -> None:
+        """From now on these, ordered by topic."""
+        self._partitions = partitions
+        self._first = 0
+        still = set(partitions)
+        self._paused = {partition: until for partition, until in self._paused.items() if partition in still}
+        if self._wake is not None:
+            self._wake()
+
+    async def _run(self) -> None:
+        pause = FIRST_PAUSE_S
+        while True:
+            try:
+                connection = await self._open(self.address)
+                try:
+                    while True:
+                        if await self._exchange(connection):
+                            pause, self._reason = FIRST_PAUSE_S, ""
+                finally:
+                    connection.close()
+            except LeaderLost as error:
+                self._log(str(error))
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    def _log(self, reason: str) -> None:
+        """Once for each reason: a leader that is gone is dialled until somebody else leads."""
+        if reason != self._reason:
+            self._reason = reason
+            host, port = self.address
+            _logger.warning("leader not reached", leader_id=self._leader_id, address=f"{host}:{port}", reason=reason)
+
+    async def _exchange(self, connection: LeaderConnection) -> bool:
+        """One request and its answer; False for a rest. Raises LeaderLost."""
+        asked, parts = self._next()
+        if not asked:
+            await self._until(None)
+            return False
+        wire: _Wire = []
+        for partition, fetch in asked:
+            topic_id = partition.topic_id.bytes
+            if not wire or wire[-1][0] != topic_id:
+                wire.append((topic_id, []))
+            wire[-1][1].append(fetch)
+        max_wait_ms = MAX_WAIT_MS // parts
+        answer = connection.fetch(wire, max_wait_ms=max_wait_ms, min_bytes=MIN_BYTES, max_bytes=MAX_BYTES)
+        await self._wait_for(connection, answer, asked, self._loop.time() + max_wait_ms / 1000 + ANSWER_PATIENCE_S)
+        self._take(asked, _matched(wire, connection.read_answer(answer.result())))
+        return True
+
+    def _next(self) -> tuple[_Asked, int]:
+        """What to ask now, and how many requests it takes to ask for all that is followed."""
+        partitions, first = self._partitions, self._first
+        parts = max(1, -(-len(partitions) // MAX_PARTITIONS))
+        if first:
+            partitions = partitions[first:] + partitions[:first]
+        if parts > 1:
+            partitions = partitions[:MAX_PARTITIONS]
+            self._first = (first + MAX_PARTITIONS) % len(self._partitions)
+        return [(partition, fetch) for partition in partitions if (fetch := self._to_ask(partition)) is not None], parts
+
+    def _to_ask(self, partition: Partition) -> PartitionFetch | None:
+        if partition.leader_id != self._leader_id:
+            return None
+        if partition in self._paused:
+            if self._loop.time() < self._paused[partition]:
+                return None
+            del self._paused[partition]
+        return partition.next_fetch()
+
+    def _take(self, asked: _Asked, found: Sequence[PartitionFetched]) -> None:
+        size, last = 0, 0
+        for place, ((partition, fetch), fetched) in enumerate(zip(asked, found, strict=True)):
+            if fetched.records:
+                size += len(fetched.records)
+                last = place
+            if not partition.take_fetched(fetch, fetched):
+                self._paused[partition] = self._loop.time() + PARTITION_PAUSE_S
+        if size >= MAX_BYTES // 2:
+            # There may have been no room for what stands behind it: that comes first now.
+            behind = asked[(last + 1) % len(asked)][0]
+            self._first = self._partitions.index(behind) if behind in self._partitions else 0
+
+    # Waiting
+
+    async def _wait_for(
+        self, connection: LeaderConnection, answer: asyncio.Future[memoryview], asked: _Asked, deadline: float
+    ) -> None:
+        """Until `answer` is there; the leader is hurried as soon as more is to be asked. Raises LeaderLost."""
+        hurried: asyncio.Future[memoryview] | None = None
+        while not answer.done():
+            await self._until(answer, deadline)
+            if answer.done():
+                break
+            if self._loop.time() >= deadline:
+                raise LeaderLost("no answer in time")
+            if hurried is None and self._is_more_to_ask(asked):
+                # It has no answer worth reading: that it stands behind the fetch that waits is all.
+                hurried = connection.fetch((), max_wait_ms=0, min_bytes=0, max_bytes=0)
+        if hurried is not None:
+            async with asyncio.timeout_at(deadline):
+                await hurried
+
+    def _is_more_to_ask(self, asked: _Asked) -> bool:
+        under_way = {partition for partition, _ in asked}
+        return any(each not in under_way and self._to_ask(each) is not None for each in self._partitions)
+
+    async def _until(self, answer: asyncio.Future[memoryview] | None, deadline: float | None = None) -> None:
+        """Until there is an answer, or news, or a partition's pause is over, or `deadline` on the loop's clock."""
+        woken = self._loop.create_future()
+
+        def wake(_: object = None) -> None:
+            if not woken.done():
+                woken.set_result(None)
+
+        ends = [*self._paused.values(), *([] if deadline is None else [deadline])]
+        timer = self._loop.call_at(min(ends), wake) if ends else None
+        self._wake = wake
+        if answer is not None:
+            answer.add_done_callback(wake)
+        try:
+            await woken
+        finally:
+            self._wake = None
+            if timer is not None:
+                timer.cancel()
+
+
+def _matched(wire: _Wire, answer: ReplicaAnswer) -> list[PartitionFetched]:
+    """The results, if they are what was asked for. Raises LeaderLost."""
+    answered = [(topic_id, [each.partition_index for each in results]) for topic_id, results in answer.topics]
+    if answered != [(topic_id, [each.partition_index for each in fetches]) for topic_id, fetches in wire]:
+        raise LeaderLost("an answer to something that was not asked")
+    return [each for _, results in answer.topics for each in results]

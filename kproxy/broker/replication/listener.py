@@ -1,0 +1,216 @@
+"""The listener on which the cluster's other brokers fetch as followers, and nobody else does anything.
+
+States of a connection
+  new             ApiVersions and SaslHandshake are answered
+  handshaking     the mechanism is agreed on: SaslAuthenticate is answered
+  authenticated   the other side has proved to be one of the cluster's brokers: Fetch is answered
+  closed
+
+Transitions
+  new -> handshaking             SaslHandshake names the mechanism that is spoken here
+  handshaking -> authenticated   the second SaslAuthenticate proves it
+  authenticated -> closed        the same broker has authenticated on another connection
+  any -> closed                  anything else; AUTHENTICATION_TIMEOUT_S without being authenticated
+
+Invariants
+1. Before a connection is authenticated nothing of the broker's state can be read or changed through it, and its frames
+   are at most UNAUTHENTICATED_FRAME_BYTES long.
+2. At most MAX_UNAUTHENTICATED connections are not authenticated: the oldest one goes. So strangers cannot keep brokers
+   out, who need a few milliseconds. Of those that are, each broker has one.
+3. A follower fetches under the id that it has proved to be.
+4. A request is refused by Kafka's own answer where there is one, and by closing the connection, with one log line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import MappingProxyType
+
+import structlog
+
+from codec import control, error_codes
+from codec.api_keys import API_VERSIONS, FETCH, SASL_AUTHENTICATE, SASL_HANDSHAKE, name_of
+from codec.framing import ReceiveArena
+from codec.replica_fetch import VERSION as REPLICA_FETCH_VERSION
+from kproxy.broker.apis import api_versions, fetch
+from kproxy.broker.connection import ClientConnection
+from kproxy.broker.context import Body, Broker, CloseConnection, Request
+from kproxy.broker.listening import bind, bound_port
+from kproxy.broker.replication.sasl import MECHANISM, AuthenticationFailed, ListenerHandshake, Secret
+
+AUTHENTICATION_TIMEOUT_S = 10.0
+UNAUTHENTICATED_FRAME_BYTES = 64 << 10
+# Far more than the largest fetch of a follower takes, which is one for MAX_PARTITIONS partitions.
+FRAME_BYTES = 1 << 20
+MAX_UNAUTHENTICATED = 64
+OFFERED = MappingProxyType(
+    {
+        API_VERSIONS: (api_versions.MIN_VERSION, api_versions.MAX_VERSION),
+        # Version 0 puts what follows it on the wire without a header.
+        SASL_HANDSHAKE: (1, 1),
+        SASL_AUTHENTICATE: (0, 2),
+        FETCH: (REPLICA_FETCH_VERSION, REPLICA_FETCH_VERSION),
+    }
+)
+"""API key -> the lowest and highest version that ApiVersions names."""
+_logger = structlog.get_logger(__name__)
+
+
+class ReplicationListener:
+    """Accepts the other brokers' followers: `bind`, `start`, `close`."""
+
+    def __init__(self, secret: Callable[[], Secret], arena: ReceiveArena) -> None:
+        """`secret` gives the cluster's secret as it is now."""
+        self._secret = secret
+        self._arena = arena
+        self._server: asyncio.Server | None = None
+        self._broker: Broker | None = None
+        self._unauthenticated: dict[_Session, None] = {}
+        self._authenticated: dict[int, _Session] = {}
+
+    async def bind(self, address: tuple[str, int]) -> int:
+        """Take the port, which is returned; nothing is accepted yet. Raises StartupError."""
+        self._server = await bind(self._connection, address, "--replication-listen")
+        return bound_port(self._server)
+
+    async def start(self, broker: Broker) -> None:
+        """Accept followers of what `broker` leads."""
+        if self._server is None:
+            raise RuntimeError("the replication listener is started before it is bound")
+        self._broker = broker
+        await self._server.start_serving()
+
+    async def close(self) -> None:
+        """Accept nobody any more, close every connection, and wait for what was being served."""
+        if self._server is not None:
+            self._server.close()
+        connections = [each.connection for each in (*self._unauthenticated, *self._authenticated.values())]
+        working = [each.task for each in connections if each.task is not None]
+        for connection in connections:
+            connection.abort()
+        for task in working:
+            task.cancel()
+        await asyncio.gather(*working, return_exceptions=True)
+
+    def _connection(self) -> ClientConnection:
+        return _Session(self).connection
+
+    # What its sessions need
+
+    @property
+    def secret(self) -> Secret:
+        return self._secret()
+
+    @property
+    def arena(self) -> ReceiveArena:
+        return self._arena
+
+    @property
+    def broker(self) -> Broker:
+        if self._broker is None:
+            raise RuntimeError("no connection is accepted before the listener is started")
+        return self._broker
+
+    def opened(self, session: _Session) -> None:
+        self._unauthenticated[session] = None
+        if len(self._unauthenticated) > MAX_UNAUTHENTICATED:
+            oldest = next(iter(self._unauthenticated))
+            oldest.connection.refuse(f"more than {MAX_UNAUTHENTICATED} connections are not authenticated")
+            self._unauthenticated.pop(oldest, None)
+
+    def authenticated(self, session: _Session, node_id: int) -> None:
+        self._unauthenticated.pop(session, None)
+        earlier = self._authenticated.get(node_id)
+        self._authenticated[node_id] = session
+        if earlier is not None:
+            # What is left of it after a restart, or after a connection that broke on the other side alone.
+            earlier.connection.abort()
+
+    def closed(self, session: _Session) -> None:
+        self._unauthenticated.pop(session, None)
+        for node_id, each in list(self._authenticated.items()):
+            if each is session:
+                del self._authenticated[node_id]
+
+
+class _Session:
+    """What one connection has said and proved."""
+
+    def __init__(self, listener: ReplicationListener) -> None:
+        self._listener = listener
+        self._handshake: ListenerHandshake | None = None
+        self._replica_id = -1
+        self._hurry = fetch.Hurry()
+        self._timer: asyncio.TimerHandle | None = None
+        self.connection = ClientConnection(
+            self._serve,
+            listener.arena,
+            UNAUTHENTICATED_FRAME_BYTES,
+            self._on_opened,
+            self._on_closed,
+            on_queued=self._hurry,
+        )
+
+    def _on_opened(self, connection: ClientConnection) -> bool:
+        reason = f"not authenticated within {AUTHENTICATION_TIMEOUT_S:.0f} s"
+        self._timer = asyncio.get_running_loop().call_later(AUTHENTICATION_TIMEOUT_S, connection.refuse, reason)
+        self._listener.opened(self)
+        return True
+
+    def _on_closed(self, _: ClientConnection) -> None:
+        self._stop_timer()
+        self._listener.closed(self)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _serve(self, request: Request) -> Body | Awaitable[Body | None] | None:
+        api_key, version = request.header.api_key, request.header.api_version
+        if api_key == API_VERSIONS:
+            return api_versions.answer(request, OFFERED)
+        lowest, highest = OFFERED.get(api_key, (1, 0))
+        if not lowest <= version <= highest:
+            raise CloseConnection(f"{name_of(api_key)} v{version} is not offered to followers")
+        if api_key == SASL_HANDSHAKE:
+            return self._agree_on_mechanism(request)
+        if api_key == SASL_AUTHENTICATE:
+            return self._authenticate(request)
+        if self._replica_id < 0:
+            raise CloseConnection(f"{name_of(api_key)} from somebody who is not authenticated")
+        return fetch.handle_replica(self._listener.broker, request, self._replica_id, self._hurry)
+
+    def _agree_on_mechanism(self, request: Request) -> Body:
+        if self._handshake is not None:
+            raise CloseConnection("SASL_HANDSHAKE twice on one connection")
+        mechanism = control.decode_request(SASL_HANDSHAKE, request.header.api_version, request.body).mechanism
+        if mechanism != MECHANISM:
+            refused = _encoded(request, error_code=error_codes.UNSUPPORTED_SASL_MECHANISM, mechanisms=[MECHANISM])
+            raise CloseConnection(f"SASL mechanism {mechanism[:40]!r}; {MECHANISM} is spoken here", refused)
+        self._handshake = ListenerHandshake(self._listener.secret)
+        return _encoded(request, error_code=error_codes.NONE, mechanisms=[MECHANISM])
+
+    def _authenticate(self, request: Request) -> Body:
+        if self._handshake is None or self._replica_id >= 0:
+            raise CloseConnection("SASL_AUTHENTICATE where none is expected")
+        message = control.decode_request(SASL_AUTHENTICATE, request.header.api_version, request.body)
+        try:
+            answer = self._handshake.answer(bytes(message.auth_bytes))
+        except AuthenticationFailed as error:
+            code = error_codes.SASL_AUTHENTICATION_FAILED
+            # What exactly was wrong is for the log alone.
+            refused = _encoded(request, error_code=code, error_message="authentication failed", auth_bytes=b"")
+            raise CloseConnection(f"authentication failed: {error}", refused) from error
+        if self._handshake.node_id is not None:
+            self._replica_id = self._handshake.node_id
+            self._stop_timer()
+            self.connection.admit(FRAME_BYTES)
+            self._listener.authenticated(self, self._replica_id)
+            _logger.info("follower authenticated", replica_id=self._replica_id)
+        return _encoded(request, error_code=error_codes.NONE, error_message=None, auth_bytes=answer)
+
+
+def _encoded(request: Request, **fields: object) -> Body:
+    response = control.build_response(request.header.api_key, request.header.api_version, **fields)
+    return [control.encode_response(response)]

@@ -1,0 +1,107 @@
+"""How brokers prove to each other that they belong to one cluster: SCRAM-SHA-256 (RFC 5802, RFC 7677), both ways.
+
+The secret is the cluster's, random, and kept in etcd, which every broker can read anyway. A follower gives its broker
+id for the name. Neither side shows the secret: a listener learns nothing from a follower that came to the wrong
+address, and a follower believes nothing of a listener that has not proved to know it.
+
+States, of either handshake
+  first     nothing was said
+  final     the first message of each side has been exchanged
+  done      the other side has proved that it knows the secret
+  failed    it has not, or what it says makes no sense
+
+Transitions
+  first -> final -> done    one message of the other side each
+  first, final -> failed    AuthenticationFailed; a handshake in any other state raises it again
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from scramp import ScramClient, ScramException, ScramMechanism
+
+from kproxy.broker.keys import parse_node_id
+
+MECHANISM = "SCRAM-SHA-256"
+# A listener could ask for so many rounds of hashing that its follower does nothing else; our own ask for 4,096.
+MAX_ITERATIONS = 16_384
+
+
+class AuthenticationFailed(Exception):
+    """The other side has not proved that it knows the secret; the message says what was wrong."""
+
+
+class Secret(NamedTuple):
+    """The cluster's secret, and what a listener needs to check who knows it."""
+
+    text: str
+    salt: bytes
+    stored_key: bytes
+    server_key: bytes
+    iterations: int
+
+    @classmethod
+    def of(cls, text: str) -> Secret:
+        """Raises ValueError for a text that SASL does not admit."""
+        try:
+            return cls(text, *ScramMechanism(MECHANISM).make_auth_info(text))
+        except ScramException as error:
+            raise ValueError(str(error)) from error
+
+
+class ListenerHandshake:
+    """The listener's side. `node_id` is who the other side has proved to be; None until it has."""
+
+    def __init__(self, secret: Secret) -> None:
+        self.node_id: int | None = None
+        self._secret = secret
+        self._claimed = -1
+        self._server = ScramMechanism(MECHANISM).make_server(self._find)
+        self._has_begun = False
+
+    def _find(self, name: str) -> tuple[bytes, bytes, bytes, int]:
+        self._claimed = parse_node_id(name)
+        return self._secret[1:]
+
+    def answer(self, message: bytes) -> bytes:
+        """The answer to the follower's next message. Raises AuthenticationFailed."""
+        try:
+            text = message.decode()
+            if not self._has_begun:
+                self._has_begun = True
+                self._server.set_client_first(text)
+                return str(self._server.get_server_first()).encode()
+            self._server.set_client_final(text)
+            answer = str(self._server.get_server_final()).encode()
+        except (ScramException, ValueError) as error:
+            raise AuthenticationFailed(str(error)) from error
+        self.node_id = self._claimed
+        return answer
+
+
+class FollowerHandshake:
+    """The follower's side, which speaks first."""
+
+    def __init__(self, node_id: int, secret: Secret) -> None:
+        self._client = ScramClient([MECHANISM], str(node_id), secret.text)
+
+    def first(self) -> bytes:
+        return str(self._client.get_client_first()).encode()
+
+    def final(self, message: bytes) -> bytes:
+        """What follows the listener's first message. Raises AuthenticationFailed."""
+        try:
+            self._client.set_server_first(message.decode())
+            if int(self._client.iterations) > MAX_ITERATIONS:
+                raise AuthenticationFailed(f"{self._client.iterations} iterations are more than {MAX_ITERATIONS}")
+            return str(self._client.get_client_final()).encode()
+        except (ScramException, ValueError) as error:
+            raise AuthenticationFailed(str(error)) from error
+
+    def check(self, message: bytes) -> None:
+        """Whether the listener, too, knows the secret: its last message says. Raises AuthenticationFailed."""
+        try:
+            self._client.set_server_final(message.decode())
+        except (ScramException, ValueError) as error:
+            raise AuthenticationFailed(str(error)) from error
