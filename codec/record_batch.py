@@ -20,6 +20,7 @@ HEADER_BYTES = 61
 # What `batch_length` does not count: base_offset and itself.
 LOG_OVERHEAD_BYTES = 12
 MAGIC = 2
+MAGIC_OFFSET = 16
 NO_PRODUCER_ID = -1
 NO_SEQUENCE = -1
 NO_TIMESTAMP = -1
@@ -27,7 +28,6 @@ NO_TIMESTAMP = -1
 _HEADER = Struct(">qiibIhiqqqhii")
 _BATCH_LENGTH_OFFSET = 8
 _LEADER_EPOCH_OFFSET = 12
-_MAGIC_OFFSET = 16
 _ATTRIBUTES_OFFSET = 21
 _COMPRESSION_MASK = 0x07
 _LOG_APPEND_TIME = 0x08
@@ -103,8 +103,8 @@ def parse_header(buffer: Buffer, position: int = 0) -> RecordBatch:
     shorter than a header.
     """
     available = len(buffer) - position
-    if available > _MAGIC_OFFSET and buffer[position + _MAGIC_OFFSET] != MAGIC:
-        magic = buffer[position + _MAGIC_OFFSET]
+    if available > MAGIC_OFFSET and buffer[position + MAGIC_OFFSET] != MAGIC:
+        magic = buffer[position + MAGIC_OFFSET]
         raise InvalidField(f"the batch at {position} has magic {magic}; only {MAGIC} is read")
     if available < HEADER_BYTES:
         raise Truncated(f"a batch header needs {HEADER_BYTES} bytes at {position}, {max(available, 0)} are left")

@@ -3,6 +3,9 @@
 Of a produced one by the rules of Kafka's LogValidator. Of a replicated one that it is what comes next: the leader has
 checked the rest. The records inside stay unread: the CRC says that they are what the producer sent, and no more is
 promised.
+
+Which code goes with what matters: clients send again what is CORRUPT_MESSAGE, and give up on what is INVALID_RECORD.
+Where Apache Kafka itself answers otherwise is listed in `tests/contract/test_produce_oracle.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from typing import NamedTuple
 from codec import error_codes
 from codec.errors import CodecError, InvalidField, Truncated
 from codec.primitives import Buffer
-from codec.record_batch import NO_PRODUCER_ID, RecordBatch, crc_is_valid, parse_batch
+from codec.record_batch import MAGIC, MAGIC_OFFSET, NO_PRODUCER_ID, RecordBatch, crc_is_valid, parse_batch
 
 _ZSTD = 4
 _LEAST_VERSION_FOR_ZSTD = 7
@@ -30,11 +33,11 @@ def check_records(records: memoryview, api_version: int, max_message_bytes: int)
     try:
         batch = parse_batch(records)
     except Truncated as error:
-        if not records:
-            return Refusal(error_codes.INVALID_RECORD, "exactly one record batch per partition is wanted, none came")
-        return Refusal(error_codes.CORRUPT_MESSAGE, str(error))
+        what = str(error) if records else "none came"
+        return Refusal(error_codes.INVALID_RECORD, f"exactly one record batch per partition is wanted: {what}")
     except InvalidField as error:
-        return Refusal(error_codes.INVALID_RECORD, str(error))
+        is_old = records[MAGIC_OFFSET] < MAGIC
+        return Refusal(error_codes.INVALID_RECORD if is_old else error_codes.CORRUPT_MESSAGE, str(error))
     if len(records) > max_message_bytes:
         message = f"the batch has {len(records)} bytes; at most {max_message_bytes} are taken"
         return Refusal(error_codes.MESSAGE_TOO_LARGE, message)
@@ -49,6 +52,8 @@ def _check_header(batch: RecordBatch, api_version: int) -> Refusal | None:
     if batch.record_count <= 0 or batch.last_offset_delta != batch.record_count - 1:
         message = f"{batch.record_count} records with a last offset delta of {batch.last_offset_delta}"
         return Refusal(error_codes.INVALID_RECORD, message)
+    if batch.base_offset != 0:
+        return Refusal(error_codes.INVALID_RECORD, f"a client's batch begins at offset 0, not {batch.base_offset}")
     if batch.is_control:
         return Refusal(error_codes.INVALID_RECORD, "a client may not write control batches")
     if batch.is_transactional:

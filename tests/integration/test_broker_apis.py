@@ -97,7 +97,7 @@ def test_the_broker_stores_what_came_but_for_offset_and_epoch(leader: BrokerProc
     ("damage", "error_code"),
     [
         pytest.param(lambda batch: batch[:-1] + bytes([batch[-1] ^ 1]), error_codes.CORRUPT_MESSAGE, id="bad CRC"),
-        pytest.param(lambda batch: batch[:-1], error_codes.CORRUPT_MESSAGE, id="cut short"),
+        pytest.param(lambda batch: batch[:-1], error_codes.INVALID_RECORD, id="cut short"),
         pytest.param(lambda batch: batch + batch, error_codes.INVALID_RECORD, id="two batches"),
         pytest.param(lambda batch: b"", error_codes.INVALID_RECORD, id="none"),
         pytest.param(lambda batch: batch[:16] + b"\x01" + batch[17:], error_codes.INVALID_RECORD, id="magic 1"),
