@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 @click.option("--listen", metavar="H:P", default=DEFAULT_LISTEN, show_default=True, help="Where clients connect.")
 @click.option("--brokers", metavar="N", type=int, default=3, show_default=True, help="How many reference brokers.")
 @click.option(
+    "--replication-factor",
+    metavar="N",
+    type=int,
+    help="On how many brokers each partition of a new topic is kept. [3, or as many as there are brokers]",
+)
+@click.option(
     "--data-dir",
     metavar="DIR",
     type=click.Path(path_type=Path),
@@ -42,7 +48,13 @@ if TYPE_CHECKING:
 )
 @click.pass_context
 def command(
-    context: click.Context, listen: str, brokers: int, data_dir: Path | None, admin: str, lease_ttl: int
+    context: click.Context,
+    listen: str,
+    brokers: int,
+    replication_factor: int | None,
+    data_dir: Path | None,
+    admin: str,
+    lease_ttl: int,
 ) -> int:
     """Run everything on this machine: etcd, reference brokers and the proxy.
 
@@ -54,7 +66,7 @@ def command(
     """
     # What the parts log goes to their files.
     start_logging(context, default="warning")
-    from kproxy.dev.cluster import DevCluster
+    from kproxy.dev.cluster import DEFAULT_REPLICATION_FACTOR, DevCluster
     from kproxy.dev.data_dir import default_data_dir
     from kproxy.dev.orphan import end_with_parent
 
@@ -64,11 +76,17 @@ def command(
     cluster = DevCluster(
         directory,
         brokers=brokers,
+        replication_factor=replication_factor,
         listen=listen,
         admin=admin,
         lease_ttl_s=lease_ttl,
         on_step=lambda part: _say(f"  {part}"),
     )
+    if replication_factor is None and cluster.replication_factor < DEFAULT_REPLICATION_FACTOR:
+        _say(
+            f"  replicas  {cluster.replication_factor} of each new partition, not {DEFAULT_REPLICATION_FACTOR}: "
+            f"there {'is 1 broker' if brokers == 1 else f'are {brokers} brokers'}."
+        )
     # asyncio's own loop: there is nothing here to be fast at.
     return run_async(lambda: _run(cluster), uvloop_wanted=False)
 

@@ -120,11 +120,17 @@ class Child:
             async with asyncio.timeout(timeout_s):
                 await self.wait()
         except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self.wait()
+            await self.kill()
         if self._ready is not None:
             self._ready.cancel()
+
+    async def kill(self) -> None:
+        """SIGKILL; the process is gone when this returns."""
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await self.wait()
 
     def last_lines(self, count: int) -> list[str]:
         """The last lines of its log, without colours."""

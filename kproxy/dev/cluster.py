@@ -1,12 +1,16 @@
 """A whole kproxy on this machine: etcd, reference brokers and a proxy, each a process of its own.
 
 States: STOPPED --start()--> RUNNING --a process ends by itself--> BROKEN (which `wait` reports) --stop()--> STOPPED.
-A `start` that fails has stopped all it started before it raises.
+A `start` that fails has stopped all it started before it raises. A RUNNING cluster of which `kill_broker` took a broker
+away is RUNNING still, and `restart_broker` brings that one back.
 
 Invariants
 1. Start order is etcd, brokers, proxy; stop order is the reverse: whoever still has work finds what it needs.
 2. The addresses for clients are tried before anything is started, so that a taken port leaves no trace.
-3. Topics and records are in `data_dir` and are there again at the next start; ports may differ.
+3. Topics and records are in `data_dir` and are there again at the next start; ports may differ. The replication factor
+   is that of topics yet to be made: one that exists keeps the replicas it was made with.
+4. A broker is in `_brokers` while its end would be an accident, and in `_down` from just before we kill it until it is
+   ready again.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.errors import StartupError
 
 MAX_BROKERS = 100
+DEFAULT_REPLICATION_FACTOR = 3
 READY_TIMEOUT_S = 60.0
 # The proxy drains for up to 10 s, a broker brings its logs to the disk; more than that is a hang.
 STOP_TIMEOUT_S = 15.0
@@ -43,8 +48,9 @@ class DevCluster:
     """`brokers` reference brokers behind one proxy. Use as `async with`; what fails to start is a StartupError.
 
     `listen` and `admin` are `HOST:PORT`, port 0 any free one, `admin` None no admin page; `lease_ttl_s` in seconds.
-    `on_step` is told of each part that has come up. After the start: `kafka` and `admin` (`HOST:PORT`), `etcd` (URL),
-    `broker_pids` and `broker_addresses` by node id, `proxy_pid`.
+    `replication_factor` None is 3, or as many as there are brokers. `on_step` is told of each part that has come up.
+    After the start: `kafka` and `admin` (`HOST:PORT`), `etcd` (URL), `proxy_pid`, and of the brokers that are not
+    killed `broker_pids` and `broker_addresses` by node id.
     """
 
     def __init__(
@@ -52,6 +58,7 @@ class DevCluster:
         data_dir: Path,
         *,
         brokers: int = 3,
+        replication_factor: int | None = None,
         listen: str = "127.0.0.1:0",
         admin: str | None = "127.0.0.1:0",
         lease_ttl_s: int = 10,
@@ -59,7 +66,14 @@ class DevCluster:
     ) -> None:
         if not 1 <= brokers <= MAX_BROKERS:
             raise StartupError(f"--brokers {brokers} is not possible: give a number from 1 to {MAX_BROKERS}.")
+        if replication_factor is not None and not 1 <= replication_factor <= brokers:
+            raise StartupError(
+                f"--replication-factor {replication_factor} is not possible: each replica is on a broker of its own, "
+                f"so give a number from 1 to {brokers}, or more --brokers."
+            )
         self.data_dir = Path(data_dir)
+        self.replication_factor = replication_factor or min(DEFAULT_REPLICATION_FACTOR, brokers)
+        self.lease_ttl_s = lease_ttl_s
         self.kafka = self.admin = self.etcd = ""
         self.broker_addresses: dict[int, str] = {}
         self._brokers_wanted = brokers
@@ -70,12 +84,13 @@ class DevCluster:
                 f"name one address of this machine, for example 127.0.0.1:{self._listen.port}."
             )
         self._admin = parse_address(admin, "--admin") if admin is not None else None
-        self._lease_ttl_s = lease_ttl_s
         self._on_step = on_step or (lambda _: None)
         self._dir: ClusterDir | None = None
         self._pipe: ParentPipe | None = None
         self._etcd: EmbeddedEtcd | None = None
         self._brokers: dict[int, Child] = {}
+        self._down: dict[int, Child] = {}
+        self._children_changed = asyncio.Event()
         self._proxy: Child | None = None
 
     @property
@@ -114,22 +129,45 @@ class DevCluster:
 
     async def wait(self) -> None:
         """Until a process of the cluster ends by itself: ChildEnded."""
-        if self._etcd is None or self._proxy is None:
-            raise RuntimeError("this cluster has not been started")
-        ends: dict[asyncio.Task[int], Child | None] = {asyncio.ensure_future(self._etcd.wait()): None}
-        for child in (self._proxy, *self._brokers.values()):
-            ends[asyncio.ensure_future(child.wait())] = child
-        try:
-            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in ends:
-                task.cancel()
-            await asyncio.gather(*ends, return_exceptions=True)
-        first = next(iter(done))
-        ended = ends[first]
-        if ended is None:
-            raise ChildEnded("etcd", first.result(), self._etcd.log_path, [])
-        raise ChildEnded(ended.name, first.result(), ended.log_path, ended.last_lines(10))
+        while True:
+            if self._etcd is None or self._proxy is None:
+                raise RuntimeError("this cluster has not been started")
+            self._children_changed.clear()
+            ends: dict[asyncio.Task[int], Child | EmbeddedEtcd] = {asyncio.ensure_future(self._etcd.wait()): self._etcd}
+            for child in (self._proxy, *self._brokers.values()):
+                ends[asyncio.ensure_future(child.wait())] = child
+            changed = asyncio.ensure_future(self._children_changed.wait())
+            try:
+                done, _ = await asyncio.wait([*ends, changed], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in (*ends, changed):
+                    task.cancel()
+                await asyncio.gather(*ends, changed, return_exceptions=True)
+            # Whoever was killed meanwhile is in none of these any more.
+            expected_to_live = (self._etcd, self._proxy, *self._brokers.values())
+            for task, ended in ends.items():
+                if task in done and ended in expected_to_live:
+                    raise _child_ended(ended, task.result())
+
+    async def kill_broker(self, node_id: int) -> None:
+        """kill -9, which `wait` does not report; done when the process is gone. Its data stays."""
+        self._down[node_id] = child = self._brokers.pop(node_id)
+        del self.broker_addresses[node_id]
+        self._children_changed.set()
+        await child.kill()
+
+    async def restart_broker(self, node_id: int) -> None:
+        """Start a killed broker again, with its id and its data, perhaps at another port; done when it serves.
+
+        That takes as long as its predecessor's lease has yet to run. StartupError where it ends before.
+        """
+        if self._pipe is None or node_id not in self._down:
+            raise RuntimeError(f"broker {node_id} has not been killed")
+        self._down[node_id] = child = self._broker(node_id, self._pipe)
+        await child.start()
+        await self._broker_ready(node_id, child)
+        self._brokers[node_id] = self._down.pop(node_id)
+        self._children_changed.set()
 
     async def stop(self) -> None:
         """Stop everything that runs, clients of something before it; done when all processes are gone."""
@@ -150,8 +188,10 @@ class DevCluster:
         if self._proxy is not None:
             await self._proxy.stop(STOP_TIMEOUT_S)
             self._proxy = None
-        await asyncio.gather(*(child.stop(STOP_TIMEOUT_S) for child in self._brokers.values()))
+        brokers = (*self._brokers.values(), *self._down.values())
+        await asyncio.gather(*(child.stop(STOP_TIMEOUT_S) for child in brokers))
         self._brokers.clear()
+        self._down.clear()
 
     async def _start_etcd(self) -> None:
         self._etcd = EmbeddedEtcd(self.data_dir / "etcd")
@@ -161,31 +201,34 @@ class DevCluster:
 
     async def _start_brokers(self, pipe: ParentPipe) -> None:
         for node_id in range(1, self._brokers_wanted + 1):
-            arguments = ["broker", "--node-id", str(node_id), "--listen", "127.0.0.1:0", "--etcd", self.etcd]
-            arguments += ["--prefix", DEFAULT_PREFIX, "--lease-ttl", str(self._lease_ttl_s)]
-            arguments += ["--data-dir", str(self.data_dir / f"broker-{node_id}")]
-            child = self._child(f"broker {node_id}", arguments, f"broker-{node_id}", pipe)
-            self._brokers[node_id] = child
-            await child.start()
-        ready = {
-            node_id: asyncio.ensure_future(child.wait_ready(READY_TIMEOUT_S))
-            for node_id, child in self._brokers.items()
-        }
+            self._brokers[node_id] = self._broker(node_id, pipe)
+            await self._brokers[node_id].start()
+        ready = [asyncio.ensure_future(self._broker_ready(*each)) for each in self._brokers.items()]
         try:
             # The first that fails ends the wait, by its own error and not by a group of them.
-            await asyncio.wait(ready.values(), return_when=asyncio.FIRST_EXCEPTION)
-            for node_id, fields in ready.items():
-                if fields.done():
-                    self.broker_addresses[node_id] = fields.result()["kafka"]
-                    self._on_step(f"broker {node_id:<2} {self.broker_addresses[node_id]}")
+            done, _ = await asyncio.wait(ready, return_when=asyncio.FIRST_EXCEPTION)
+            for each in done:
+                each.result()
         finally:
-            for waiting in ready.values():
+            for waiting in ready:
                 waiting.cancel()
-            await asyncio.gather(*ready.values(), return_exceptions=True)
+            await asyncio.gather(*ready, return_exceptions=True)
+        for node_id in self._brokers:
+            self._on_step(f"broker {node_id:<2} {self.broker_addresses[node_id]}")
+
+    def _broker(self, node_id: int, pipe: ParentPipe) -> Child:
+        arguments = ["broker", "--node-id", str(node_id), "--listen", "127.0.0.1:0", "--etcd", self.etcd]
+        arguments += ["--prefix", DEFAULT_PREFIX, "--lease-ttl", str(self.lease_ttl_s)]
+        arguments += ["--data-dir", str(self.data_dir / f"broker-{node_id}")]
+        return self._child(f"broker {node_id}", arguments, f"broker-{node_id}", pipe)
+
+    async def _broker_ready(self, node_id: int, child: Child) -> None:
+        fields = await child.wait_ready(READY_TIMEOUT_S)
+        self.broker_addresses[node_id] = fields["kafka"]
 
     async def _start_proxy(self, pipe: ParentPipe) -> None:
         arguments = ["serve", "--listen", str(self._listen), "--etcd", self.etcd, "--prefix", DEFAULT_PREFIX]
-        arguments += ["--lease-ttl", str(self._lease_ttl_s)]
+        arguments += ["--lease-ttl", str(self.lease_ttl_s)]
         if self._admin is not None:
             arguments += ["--admin", str(self._admin)]
         self._proxy = self._child("proxy", arguments, "proxy", pipe)
@@ -196,6 +239,12 @@ class DevCluster:
 
     def _child(self, name: str, arguments: list[str], log_name: str, pipe: ParentPipe) -> Child:
         return Child(name, arguments, self.data_dir / "logs" / f"{log_name}.log", pipe)
+
+
+def _child_ended(ended: Child | EmbeddedEtcd, status: int) -> ChildEnded:
+    if isinstance(ended, EmbeddedEtcd):
+        return ChildEnded("etcd", status, ended.log_path, [])
+    return ChildEnded(ended.name, status, ended.log_path, ended.last_lines(10))
 
 
 async def check_free(address: Address, flag: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pty
@@ -17,7 +18,10 @@ import confluent_kafka
 import psutil
 import pytest
 
-from tests.support.dev import KPROXY, KproxyProcess, dev_arguments, gone, run_kproxy, serving
+from kproxy.config import DEFAULT_PREFIX
+from kproxy.dev.cluster import ChildEnded, DevCluster
+from kproxy.pipeline.topic import partition_owners
+from tests.support.dev import KPROXY, KproxyProcess, asyncios_own_loop, dev_arguments, gone, run_kproxy, serving
 from tests.support.kafka_io import produce, read_partition
 
 
@@ -38,7 +42,8 @@ def test_it_is_etcd_brokers_and_a_proxy(dev_cluster: KproxyProcess) -> None:
 
 def test_what_was_written_is_there_after_a_restart(tmp_path: Path) -> None:
     data_dir, topic = tmp_path / "data", "kept"
-    with serving(dev_arguments(data_dir), tmp_path / "first") as dev:
+    # At the second start new topics get three replicas; this one keeps the one that it was made with.
+    with serving(dev_arguments(data_dir, "--replication-factor", "1"), tmp_path / "first") as dev:
         written = produce(dev.kafka, topic, [b"%d" % number for number in range(500)])
         processes = dev.descendants()
         assert dev.stop() == 0
@@ -121,6 +126,31 @@ def test_killed_it_leaves_no_orphans(tmp_path: Path) -> None:
         dev.signal(signal.SIGKILL)
         assert dev.wait() == -signal.SIGKILL
         assert gone(processes)
+
+
+def test_a_broker_killed_on_purpose_is_no_accident_and_comes_back_with_what_it_had(tmp_path: Path) -> None:
+    with asyncios_own_loop():
+        asyncio.run(_kill_a_broker(tmp_path))
+
+
+async def _kill_a_broker(tmp_path: Path) -> None:
+    topic = "killed"
+    async with DevCluster(tmp_path / "data", brokers=2, replication_factor=1, lease_ttl_s=2) as cluster:
+        accident = asyncio.ensure_future(cluster.wait())
+        written = await asyncio.to_thread(produce, cluster.kafka, topic, [b"1", b"2"])
+        owner = (await partition_owners([cluster.etcd], DEFAULT_PREFIX, topic))[0]
+        pid = cluster.broker_pids[owner]
+        await cluster.kill_broker(owner)
+        assert not psutil.pid_exists(pid)
+        assert owner not in cluster.broker_pids
+        assert owner not in cluster.broker_addresses
+        await cluster.restart_broker(owner)
+        written += await asyncio.to_thread(produce, cluster.kafka, topic, [b"3"])
+        assert await asyncio.to_thread(read_partition, cluster.kafka, topic, 0, 3) == written
+        assert not accident.done()
+        os.kill(cluster.broker_pids[owner], signal.SIGKILL)
+        with pytest.raises(ChildEnded, match=f"the broker {owner} was ended by signal 9"):
+            await asyncio.wait_for(accident, timeout=20)
 
 
 @pytest.mark.parametrize("name", ["etcd", "broker", "serve"])

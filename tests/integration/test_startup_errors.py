@@ -118,6 +118,8 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
         (["broker", "--node-id", "1", "--data-dir", "FILE", "--etcd", "a:1"], "FILE"),
         (["broker", "--node-id", "1", "--data-dir", "DIR", "--etcd", "a:1", "--listen", "::"], "--listen"),
         (["dev", "--brokers", "0", "--data-dir", "DIR", "--listen", "127.0.0.1:0"], "--brokers"),
+        (["dev", "--brokers", "2", "--replication-factor", "3", "--data-dir", "DIR"], "--replication-factor 3"),
+        (["dev", "--replication-factor", "0", "--data-dir", "DIR"], "a number from 1 to 3"),
         (["dev", "--data-dir", "FILE", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"], "--data-dir"),
         (["dev", "--data-dir", "DIR", "--listen", "localhost"], "--listen"),
         (["dev", "--data-dir", "DIR", "--listen", "0.0.0.0:9092"], "127.0.0.1:9092"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import selectors
@@ -158,3 +159,18 @@ def gone(processes: Sequence[psutil.Process], timeout_s: float = 15.0) -> bool:
     """Whether all of them end in time. An orphan that nobody has reaped yet has ended."""
     _, alive = psutil.wait_procs(processes, timeout=timeout_s)
     return [each for each in alive if each.is_running() and each.status() != psutil.STATUS_ZOMBIE] == []
+
+
+@contextmanager
+def asyncios_own_loop() -> Iterator[None]:
+    """Coroutines run on asyncio's own loop, as those of `kproxy dev` and `kproxy demo` do.
+
+    For whoever starts processes beside an etcd client: uvloop forks and runs what is to be run in the child of a fork,
+    and gRPC's part of that may never return.
+    """
+    before = asyncio.get_event_loop_policy()
+    asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop_policy(before)
