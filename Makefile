@@ -21,8 +21,8 @@ $(STAMP): pyproject.toml requirements.lock requirements-build.lock scripts/insta
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh scripts/install.sh
 	@touch $@
 
-demo: install  ## write 336,776 flights through the proxy with Spark, read them back, judge the run
-	@$(BIN)/kproxy demo $(ARGS)
+demo: install  ## write 336,776 flights through the proxy with Spark, kill -9 an owner meanwhile, read them back, judge the run
+	@$(BIN)/kproxy demo --kill-owner $(ARGS)
 
 test: install  ## run every test
 	@$(BIN)/python -m pytest $(ARGS)

@@ -15,6 +15,11 @@ from kproxy.config import DEFAULT_PREFIX, split_list
     epilog="Exit status 0 when every row came back once and in order, 1 when not, 2 when it could not start.",
 )
 @click.option("--rows", metavar="N", type=int, help="How many of the 336,776 flights. [all]")
+@click.option(
+    "--kill-owner",
+    is_flag=True,
+    help="In mid-stream kill -9 the broker that owns most partitions, and start it again when others have taken over.",
+)
 @click.option("--bootstrap", metavar="H:P", help="Use the proxy that runs there instead of starting one.")
 @click.option("--etcd", metavar="URL[,URL...]", help="With --bootstrap: the etcd to ask who owned what.")
 @click.option("--prefix", default=DEFAULT_PREFIX, show_default=True, help="With --etcd: the root of its keys.")
@@ -26,6 +31,7 @@ from kproxy.config import DEFAULT_PREFIX, split_list
 def command(
     context: click.Context,
     rows: int | None,
+    kill_owner: bool,
     bootstrap: str | None,
     etcd: str | None,
     prefix: str,
@@ -40,6 +46,7 @@ def command(
 
     \b
       kproxy demo
+      kproxy demo --kill-owner
       kproxy demo --rows 20000 --bootstrap 127.0.0.1:9092
     """
     start_logging(context, default="warning")
@@ -53,5 +60,6 @@ def command(
             prefix=prefix,
             data_dir=data_dir,
             keep=keep,
+            kill_owner=kill_owner,
         )
     )

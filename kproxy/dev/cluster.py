@@ -30,6 +30,7 @@ from kproxy.errors import StartupError
 
 MAX_BROKERS = 100
 DEFAULT_REPLICATION_FACTOR = 3
+DEFAULT_LEASE_TTL_S = 10
 READY_TIMEOUT_S = 60.0
 # The proxy drains for up to 10 s, a broker brings its logs to the disk; more than that is a hang.
 STOP_TIMEOUT_S = 15.0
@@ -61,7 +62,7 @@ class DevCluster:
         replication_factor: int | None = None,
         listen: str = "127.0.0.1:0",
         admin: str | None = "127.0.0.1:0",
-        lease_ttl_s: int = 10,
+        lease_ttl_s: int = DEFAULT_LEASE_TTL_S,
         on_step: Callable[[str], None] | None = None,
     ) -> None:
         if not 1 <= brokers <= MAX_BROKERS:

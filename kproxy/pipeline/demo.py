@@ -8,7 +8,8 @@ Invariants
    client, then the cluster.
 2. It deletes the directory it made for the run and nothing else; it keeps it where asked to, and where something went
    wrong.
-3. The job knows one address, the proxy's. Only the table's rows by owner come from etcd, after everything was judged.
+3. The job knows one address, the proxy's. Only the table's rows by owner come from etcd, after everything was judged,
+   and with `kill_owner` what is told of the kill.
 """
 
 from __future__ import annotations
@@ -26,31 +27,44 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from kproxy.config import DEFAULT_PREFIX
-from kproxy.dev.cluster import ChildEnded, DevCluster
+from kproxy.dev.cluster import DEFAULT_LEASE_TTL_S, ChildEnded, DevCluster
 from kproxy.errors import StartupError
 from kproxy.ownership.etcd import EtcdError
 from kproxy.pipeline import flights, topic
 from kproxy.pipeline.java import Java, find_java
 from kproxy.pipeline.judge import Judge
-from kproxy.pipeline.report import Outcome, Report
+from kproxy.pipeline.owner_kill import MidStream, OwnerKill, OwnerNotKilled
+from kproxy.pipeline.report import KilledOwner, Outcome, Report
 from kproxy.pipeline.spark import SparkDriver, SparkFailed, pyspark_home
+
+if TYPE_CHECKING:
+    from kproxy.pipeline.stream import Written
 
 PARTITIONS: Final = 12
 # Few: each micro-batch costs Spark about a second of planning here. More than one: order must hold across them.
 MICRO_BATCHES: Final = 5
 BROKERS: Final = 3
+# With `kill_owner`: nobody may take over before the killed broker's lease ends, so it is short; still long enough for
+# brokers on a machine that Spark keeps busy to renew it.
+KILL_LEASE_TTL_S: Final = 4
+# With fewer, the stream might be over before anybody notices that a broker is gone.
+LEAST_ROWS_TO_KILL: Final = 1_000
 INTERRUPTED: Final = 128 + signal.SIGINT
 TERMINATED: Final = 128 + signal.SIGTERM
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """`rows` None means all. With `bootstrap` the demo uses what runs there, and `etcd` (URLs) tells it the owners."""
+    """`rows` None means all. With `bootstrap` the demo uses what runs there, and `etcd` (URLs) tells it the owners.
+
+    `kill_owner`: kill -9 the owner of most partitions in mid-stream, and start it again.
+    """
 
     rows: int | None = None
     bootstrap: str | None = None
@@ -58,6 +72,7 @@ class DemoOptions:
     prefix: str = DEFAULT_PREFIX
     data_dir: Path | None = None
     keep: bool = False
+    kill_owner: bool = False
 
 
 class Target(NamedTuple):
@@ -90,7 +105,7 @@ def run_demo(options: DemoOptions, *, driver: SparkDriver | None = None, report:
         report.show(outcome)
         keep = keep or not outcome.verdict.clean
         return outcome.exit_status
-    except (SparkFailed, topic.TopicNotCreated, EtcdError, ChildEnded) as error:
+    except (SparkFailed, topic.TopicNotCreated, EtcdError, ChildEnded, OwnerNotKilled) as error:
         keep = True
         died = None if driver is None else driver.ended_by_itself
         report.say(f"The demo failed: {error}" if died is None else f"The demo failed: Spark's Java ended ({died})")
@@ -116,6 +131,16 @@ def _check(options: DemoOptions) -> tuple[Path, Java]:
         raise StartupError(f"--rows {options.rows} is not possible: take 1 to {flights.TOTAL_ROWS} of the flights.")
     if options.etcd and options.bootstrap is None:
         raise StartupError("--etcd only goes with --bootstrap: without it the demo starts its own etcd.")
+    if options.kill_owner and options.bootstrap is not None:
+        raise StartupError(
+            "--kill-owner does not go with --bootstrap: the demo kills only brokers that it started itself; "
+            "leave one of the two out."
+        )
+    if options.kill_owner and options.rows is not None and options.rows < LEAST_ROWS_TO_KILL:
+        raise StartupError(
+            f"--rows {options.rows} is too few for --kill-owner, which kills while rows are being written: "
+            f"give at least {LEAST_ROWS_TO_KILL:,}."
+        )
     pyspark_home()
     archive = flights.locate_archive()
     java = find_java()
@@ -177,7 +202,7 @@ class _Run:
         self._owns_spark = owns_spark
         self._report = report
         self._stopping = threading.Event()
-        self._pool = ThreadPoolExecutor(max_workers=3, thread_name_prefix="demo")
+        self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="demo")
         self._rows = options.rows or flights.TOTAL_ROWS
         self._topic = f"flights-{uuid.uuid4().hex[:8]}"
 
@@ -217,13 +242,16 @@ class _Run:
             yield Target(self._options.bootstrap, self._options.etcd, self._options.prefix, None)
             return
         stage = self._report.stage("cluster", f"starting etcd, {BROKERS} brokers and the proxy")
+        kill_owner = self._options.kill_owner
         async with DevCluster(
             self._work_dir / "cluster",
             brokers=BROKERS,
             listen="127.0.0.1:0",
+            lease_ttl_s=KILL_LEASE_TTL_S if kill_owner else DEFAULT_LEASE_TTL_S,
             on_step=lambda step: stage.say(f"{' '.join(step.split())} is up"),
         ) as cluster:
-            stage.finish(f"etcd, {BROKERS} brokers, the proxy at {cluster.kafka}")
+            brokers = f"{BROKERS} brokers" + (f" with leases of {cluster.lease_ttl_s} s" if kill_owner else "")
+            stage.finish(f"etcd, {brokers}, the proxy at {cluster.kafka}")
             yield Target(cluster.kafka, [cluster.etcd], DEFAULT_PREFIX, cluster)
 
     def _start_spark(self) -> None:
@@ -253,29 +281,16 @@ class _Run:
         await self._call(lambda: topic.create_topic(target.bootstrap, self._topic, PARTITIONS))
         data = await laid_down
         await spark
+        written, killed = await self._write(target, data)
+
         # Not at the top: without the demo's extra there is no pyspark to import.
         from kproxy.pipeline import stream
-
-        session = self._spark.session
-        writing = self._report.stage("writing", "planning", total=data.rows)
-        written = await self._call(
-            lambda: stream.write(
-                session,
-                data,
-                bootstrap=target.bootstrap,
-                topic=self._topic,
-                partitions=PARTITIONS,
-                checkpoint=self._work_dir / "checkpoint",
-                on_rows=writing.advance_to,
-            )
-        )
-        writing.finish(f"{written.sent:,} rows")
 
         judge = Judge(data.fingerprints)
         reading = self._report.stage("judging", "reading back", total=data.rows)
         reading_s = await self._call(
             lambda: stream.read_back(
-                session, judge, bootstrap=target.bootstrap, topic=self._topic, on_rows=reading.advance_to
+                self._spark.session, judge, bootstrap=target.bootstrap, topic=self._topic, on_rows=reading.advance_to
             )
         )
         reading.finish(f"{judge.read:,} rows")
@@ -289,7 +304,59 @@ class _Run:
             reading_s,
             time.monotonic() - began,
             written.micro_batches,
+            killed,
         )
+
+    async def _write(self, target: Target, data: flights.Flights) -> tuple[Written, KilledOwner | None]:
+        from kproxy.pipeline import stream
+
+        stage = self._report.stage("writing", "planning", total=data.rows)
+        mid_stream = MidStream(data.file_rows, asyncio.get_running_loop())
+        to_kill = target.cluster if self._options.kill_owner else None
+        if to_kill is None:
+            mid_stream.go_on()
+
+        def on_rows(rows: int) -> None:
+            stage.advance_to(rows)
+            mid_stream.advance_to(rows)
+
+        writing = self._call(
+            lambda: stream.write(
+                self._spark.session,
+                data,
+                bootstrap=target.bootstrap,
+                topic=self._topic,
+                partitions=PARTITIONS,
+                checkpoint=self._work_dir / "checkpoint",
+                on_rows=on_rows,
+                before_batch=mid_stream.before_batch,
+            )
+        )
+
+        async def until_written() -> Written:
+            written = await writing
+            mid_stream.ended.set()
+            stage.finish(f"{written.sent:,} rows")
+            return written
+
+        if to_kill is None:
+            return await until_written(), None
+        kill = OwnerKill(to_kill, target.prefix, self._topic, mid_stream, self._report, self._call)
+        return await _both(until_written(), kill.run())
+
+
+async def _both(first: Coroutine[object, object, T], second: Coroutine[object, object, U]) -> tuple[T, U]:
+    """The results of both, or the first error of either; the other is cancelled then."""
+    tasks = asyncio.ensure_future(first), asyncio.ensure_future(second)
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+        return tasks[0].result(), tasks[1].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _while_it_stands(cluster: DevCluster | None, work: Coroutine[object, object, T]) -> T:

@@ -34,10 +34,16 @@ def write(
     partitions: int,
     checkpoint: Path,
     on_rows: Callable[[int], None] = lambda done: None,
+    before_batch: Callable[[int], None] = lambda batch_id: None,
 ) -> Written:
-    """Stream the files into the Kafka sink, one file a micro-batch. Raises SparkFailed."""
+    """Stream the files into the Kafka sink, one file a micro-batch. Raises SparkFailed.
+
+    `on_rows` hears about how many rows have been written. `before_batch` is called, on another thread, with the number
+    of each micro-batch, from 0 up, before it begins, and may keep it waiting.
+    """
 
     def write_batch(batch: DataFrame, batch_id: int) -> None:
+        before_batch(batch_id)
         # A streaming DataFrame may not be sorted (a stream has no end), and without a sort a shuffle hands a task its
         # rows in whatever order the blocks arrive. Inside foreachBatch the micro-batch is an ordinary DataFrame and
         # may be. The topic travels as a column, so that the sink has no Kafka option but the address.

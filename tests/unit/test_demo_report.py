@@ -8,15 +8,21 @@ import pytest
 from rich.console import Console
 
 from kproxy.pipeline.judge import Judge
-from kproxy.pipeline.report import Outcome, Report
+from kproxy.pipeline.report import KilledOwner, Outcome, Report, brokers_in_words
 
 
-def _outcome(seen: int = 2, owners: dict[int, int] | None = None) -> Outcome:
+def _outcome(seen: int = 2, owners: dict[int, int] | None = None, killed: KilledOwner | None = None) -> Outcome:
     """Of two rows the first `seen` came back, n=1 in partition 0 and n=2 in partition 1; more are doubles of n=1."""
     court = Judge([hash((None, b'{"n":1}')), hash((None, b'{"n":2}'))])
     for offset, n in enumerate([1, 2, 1, 1][:seen]):
         court.see(n - 1, offset, None, b'{"n":%d}' % n)
-    return Outcome(court.verdict(sent=2), owners, 2.0, 0.5, 30.0, 1)
+    return Outcome(court.verdict(sent=2), owners, 2.0, 0.5, 30.0, 1, killed)
+
+
+def _killed(taken_by: dict[int, int], written_s: dict[int, float], in_sync_s: float | None = 6.2) -> KilledOwner:
+    """Broker 7 was killed, owner of partitions 0 and 1 of three."""
+    taken_s = dict(zip(taken_by, (3.0, 4.04), strict=False))
+    return KilledOwner(7, 72_900, {0: 7, 1: 7, 2: 8}, taken_by, taken_s, written_s, 5.5, in_sync_s)
 
 
 def _shown(outcome: Outcome) -> str:
@@ -60,6 +66,52 @@ def test_unknown_owners_are_said_to_be_unknown() -> None:
     assert "not known without --etcd" in _shown(_outcome())
 
 
+def _cells(outcome: Outcome) -> dict[str, tuple[str, str]]:
+    """First cell -> the other two."""
+    rows = [[cell.strip() for cell in line.split("│")[1:4]] for line in _shown(outcome).splitlines() if "│" in line]
+    return {name: (value, detail) for name, value, detail in rows}
+
+
+def test_a_killed_owner_is_told_with_its_times_and_the_owners_before_and_after() -> None:
+    cells = _cells(_outcome(4, {0: 8, 1: 9}, _killed({0: 8, 1: 9}, {0: 3.1, 1: 4.9})))
+
+    assert cells["broker killed"] == ("7", "after about 72,900 rows")
+    assert cells["its partitions"] == ("2", "of 3")
+    assert cells["without an owner"] == ("4.0 s", "until brokers 8 and 9 took over")
+    assert cells["written again"] == ("4.9 s", "after the kill, the last of them")
+    assert cells["broker back"] == ("5.5 s", "after the kill")
+    assert cells["caught up"] == ("6.2 s", "after the kill")
+    assert cells["rows on broker 7"] == ("0", "0 partitions, 2 before the kill")
+    assert cells["rows on broker 8"] == ("3", "1 partition, 1 before the kill")
+    assert cells["rows on broker 9"] == ("1", "1 partition, 0 before the kill")
+
+
+def test_what_never_came_after_a_kill_is_said() -> None:
+    cells = _cells(_outcome(4, {0: 8}, _killed({0: 8}, {}, in_sync_s=None)))
+
+    assert cells["without an owner"] == ("1 never", "until broker 8 took over")
+    assert cells["written again"][0] == "2 never"
+    assert cells["caught up"][0] == "not yet"
+
+
+def test_a_broker_that_got_its_partitions_back_itself_is_no_other() -> None:
+    cells = _cells(_outcome(4, {0: 7, 1: 7}, _killed({0: 7, 1: 7}, {0: 5.0, 1: 5.0})))
+
+    assert cells["without an owner"] == ("4.0 s", "until it was back itself")
+
+
+def test_without_a_kill_nothing_is_said_of_one() -> None:
+    assert "kill" not in _shown(_outcome(4, {0: 7, 1: 8}))
+
+
+@pytest.mark.parametrize(
+    ("brokers", "words"),
+    [([], ""), ([2, 2], "broker 2"), ([3, 1, 3], "brokers 1 and 3"), ([3, 1, 2], "brokers 1, 2 and 3")],
+)
+def test_brokers_are_named_in_words(brokers: list[int], words: str) -> None:
+    assert brokers_in_words(brokers) == words
+
+
 def test_throughput_is_rows_by_seconds() -> None:
     shown = _shown(_outcome())
 
@@ -78,6 +130,16 @@ def test_without_a_terminal_a_finished_stage_is_one_plain_line_and_bars_are_none
 
     assert progress.getvalue().startswith("writing   10 rows, ")
     assert progress.getvalue().count("\n") == 1
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_line_told_in_the_midst_of_a_stage_stays(is_terminal: bool) -> None:
+    progress = io.StringIO()
+    with Report(progress=Console(file=progress, width=40, force_terminal=is_terminal)) as report:
+        stage = report.stage("kill", "kill -9")
+        stage.tell("a line that is longer than the terminal is wide, and not broken")
+
+    assert "kill      a line that is longer than the terminal is wide, and not broken\n" in progress.getvalue()
 
 
 def test_on_a_terminal_the_stage_stands_beside_its_bar() -> None:

@@ -26,6 +26,8 @@ JAVA = Java(Path("/jvm/17"), Path("/jvm/17/bin/java"), 17, "PATH")
         (DemoOptions(rows=-5), "--rows -5 is not possible"),
         (DemoOptions(rows=336_777), "--rows 336777 is not possible"),
         (DemoOptions(etcd=("http://127.0.0.1:2379",)), "--etcd only goes with --bootstrap"),
+        (DemoOptions(bootstrap="127.0.0.1:1", kill_owner=True), "--kill-owner does not go with --bootstrap"),
+        (DemoOptions(rows=999, kill_owner=True), "--rows 999 is too few for --kill-owner.*at least 1,000"),
     ],
 )
 def test_impossible_options_are_refused(options: DemoOptions, sentence: str) -> None:

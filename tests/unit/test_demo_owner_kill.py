@@ -1,0 +1,110 @@
+"""Whom the demo kills, when, and how it sees from etcd what becomes of the partitions."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from kproxy.broker.cluster import NO_OWNER, ClusterView
+from kproxy.broker.keys import Keys, TopicValue, encode_value
+from kproxy.ownership.etcd import KeyValue, WatchEvent
+from kproxy.pipeline.owner_kill import MidStream, OwnerNotKilled, Takings, owner_of_most
+
+TOPIC = "flights"
+KEYS = Keys("/k")
+WAIT_S = 10.0
+
+
+@pytest.mark.parametrize(
+    ("owners", "victim"),
+    [
+        pytest.param({0: 3, 1: 2, 2: 3}, 3, id="the one with most"),
+        pytest.param({0: 3, 1: 2, 2: 3, 3: 2}, 2, id="of two the one with the lower id"),
+        pytest.param({0: NO_OWNER, 1: NO_OWNER, 2: 1}, 1, id="nobody is no owner"),
+    ],
+)
+def test_the_owner_of_most_partitions_is_killed(owners: Mapping[int, int], victim: int) -> None:
+    assert owner_of_most(owners) == victim
+
+
+@pytest.mark.parametrize("owners", [{}, {0: NO_OWNER}])
+def test_without_an_owner_there_is_nobody_to_kill(owners: Mapping[int, int]) -> None:
+    with pytest.raises(OwnerNotKilled):
+        owner_of_most(owners)
+
+
+async def test_mid_stream_begins_with_the_rows_of_the_second_micro_batch() -> None:
+    stream = MidStream([100, 100, 100], asyncio.get_running_loop())
+    for rows in (0, 8, 100):
+        stream.advance_to(rows)
+        await asyncio.sleep(0)
+        assert not stream.reached.is_set()
+    stream.advance_to(101)
+    await asyncio.wait_for(stream.reached.wait(), WAIT_S)
+    assert stream.rows == 101
+
+
+async def test_the_last_micro_batch_waits_for_the_kill_and_no_other_does() -> None:
+    stream = MidStream([100, 100, 100], asyncio.get_running_loop())
+    stream.before_batch(0)
+    stream.before_batch(1)
+
+    last = asyncio.ensure_future(asyncio.to_thread(stream.before_batch, 2))
+    # However quick the stream was, the kill's time has come by now.
+    await asyncio.wait_for(stream.reached.wait(), WAIT_S)
+    await asyncio.wait([last], timeout=0.1)
+    assert not last.done()
+    stream.go_on()
+    await asyncio.wait_for(last, WAIT_S)
+
+
+def view_of(leases: Mapping[int, int]) -> tuple[ClusterView, Callable[..., None]]:
+    """A view of partitions on the given leases, whose last digit is their broker; and what changes it."""
+    view, revisions = ClusterView(KEYS), itertools.count(10)
+    topic = TopicValue(uuid.uuid4(), [[1, 2, 3] for _ in leases])
+    view.apply_put(KEYS.topic(TOPIC), encode_value(topic), lease_id=0, revision=next(revisions))
+
+    def change(partition: int, lease_id: int | None) -> None:
+        key, revision = KEYS.lease(TOPIC, partition), next(revisions)
+        value = b"" if lease_id is None else b"%d" % (lease_id % 10)
+        event = WatchEvent(lease_id is None, KeyValue(key, value, revision, revision, 1, lease_id or 0))
+        view.on_events([event], revision)
+
+    for partition, lease_id in leases.items():
+        change(partition, lease_id)
+    return view, change
+
+
+def test_a_partition_is_taken_when_its_key_stands_on_another_lease() -> None:
+    view, change = view_of({0: 1, 1: 1, 2: 2})
+    now = 0.0
+    takings = Takings(view, TOPIC, [0, 1], lambda: now)
+    assert not takings.are_complete()
+
+    now = 4.0
+    change(0, None)
+    change(1, None)
+    change(2, 3)  # not one of those that are waited for
+    assert takings.at == {}
+    now = 4.5
+    change(0, 2)
+    now = 5.0
+    change(1, 3)
+    now = 6.0
+    change(0, 3)  # what comes after the first taking is another story
+    assert takings.are_complete()
+    assert takings.at == {0: 4.5, 1: 5.0}
+    assert takings.owners == {0: 2, 1: 3}
+    assert takings.last_at == 5.0
+
+
+def test_the_same_broker_with_a_new_lease_has_taken_it_anew() -> None:
+    view, change = view_of({0: 1})
+    takings = Takings(view, TOPIC, [0], lambda: 7.0)
+    change(0, 11)
+    assert takings.at == {0: 7.0}
+    assert takings.owners == {0: 1}
