@@ -30,6 +30,7 @@ class Member:
     """One broker's lease, view and manager; its view learns only what `look` reads."""
 
     def __init__(self, node_id: int, client: EtcdClient, prefix: str, directory: Path) -> None:
+        self.node_id = node_id
         self.keys = Keys(prefix)
         self.view = ClusterView(self.keys)
         self.client = client
