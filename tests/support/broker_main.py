@@ -1,4 +1,7 @@
-"""A reference broker for tests: `python -m tests.support.broker_main NODE_ID DATA_DIR ETCD PREFIX [option=value]`."""
+"""A reference broker for tests: `python -m tests.support.broker_main NODE_ID DATA_DIR ETCD[,…] PREFIX [option=value]`.
+
+Options are BrokerConfig's; a `listen` is a port. Those of `tests.support.broker_hooks` make it do what no other does.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import uvloop
 
 from kproxy.broker.server import BrokerConfig, run_broker
 from kproxy.errors import StartupError
+from tests.support.broker_hooks import HOOKS
 
 
 def _read(value: str) -> float | str:
@@ -27,12 +31,22 @@ def main() -> None:
     options: dict[str, Any] = {}
     for option in rest:
         name, _, value = option.partition("=")
-        options[name] = ("127.0.0.1", int(value)) if name.endswith("listen") else _read(value)
+        if name in HOOKS:
+            HOOKS[name](int(value))
+        else:
+            options[name] = ("127.0.0.1", int(value)) if name.endswith("listen") else _read(value)
+    endpoints = tuple(etcd.split(","))
     try:
-        uvloop.run(run_broker(BrokerConfig(int(node_id), Path(data_dir), (etcd,), prefix=prefix, **options)))
+        uvloop.run(run_broker(BrokerConfig(int(node_id), Path(data_dir), endpoints, prefix=prefix, **options)))
     except StartupError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(2)
+
+
+def _parse(name: str, value: str) -> Any:
+    if name.endswith("listen"):
+        return "127.0.0.1", int(value)
+    return float(value) if "." in value else int(value)
 
 
 if __name__ == "__main__":

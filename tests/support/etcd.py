@@ -131,6 +131,19 @@ class Relay:
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def target_port(self) -> int:
+        return self._target[1]
+
+    @property
+    def is_open(self) -> bool:
+        return self._server is not None and self._server.is_serving()
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it is a black hole."""
+        return self._dead
+
     def target(self, endpoint: str) -> None:
         """Where connections made from now on lead."""
         host, _, port = endpoint.removeprefix("http://").rpartition(":")

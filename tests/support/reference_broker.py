@@ -142,8 +142,9 @@ def start_brokers(
 class RawClient:
     """One connection; requests are encoded and answers decoded by kafka-python's codecs."""
 
-    def __init__(self, host: str, port: int) -> None:
-        self._socket = socket.create_connection((host, port), timeout=ANSWER_TIMEOUT_S)
+    def __init__(self, host: str, port: int, *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
+        self._socket = socket.create_connection((host, port), timeout=timeout_s)
         self._correlation_id = 0
         self._expected: list[tuple[int, int, int]] = []
         self._topic_ids: dict[str, Any] = {}
@@ -210,7 +211,7 @@ class RawClient:
         except TimeoutError:
             return True
         finally:
-            self._socket.settimeout(ANSWER_TIMEOUT_S)
+            self._socket.settimeout(self._timeout_s)
 
     def is_closed(self) -> bool:
         """Whether the broker has closed the connection, or does within the answer timeout; no byte may come first."""
@@ -230,9 +231,12 @@ class RawClient:
         version: int = 9,
         acks: int = -1,
         answered: bool = True,
+        timeout_ms: int = 5000,
     ) -> Any:
         """The partition's result; None for acks=0."""
-        self.send_produce(topic, partition, records, version=version, acks=acks, answered=answered)
+        self.send_produce(
+            topic, partition, records, version=version, acks=acks, answered=answered, timeout_ms=timeout_ms
+        )
         return self.produced() if answered else None
 
     def send_produce(
@@ -244,12 +248,13 @@ class RawClient:
         version: int = 9,
         acks: int = -1,
         answered: bool = True,
+        timeout_ms: int = 5000,
     ) -> None:
         named: dict[str, Any] = {"name": topic}
         if version >= TOPIC_IDS_FROM:
             named = {"topic_id": self.topic_id(topic)}
         data = [{**named, "partition_data": [{"index": partition, "records": bytes(records)}]}]
-        self.send(PRODUCE, version, acks=acks, timeout_ms=5000, topic_data=data, answered=answered)
+        self.send(PRODUCE, version, acks=acks, timeout_ms=timeout_ms, topic_data=data, answered=answered)
 
     def produced(self) -> Any:
         return self.receive().responses[0].partition_responses[0]

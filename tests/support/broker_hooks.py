@@ -1,0 +1,57 @@
+"""What a test's broker does that no other does; each is an option of `tests.support.broker_main`.
+
+stops_at_marks=1       it stops itself in the midst of a write that carries a mark. A stopped process keeps its sockets
+                       and its place in the code, between the fence check and the write, say, where a page fault or a
+                       hypervisor may hold it for longer than its lease lives.
+replication_at=PORT    followers are told this port and not the one that it listens on: what the test put in between
+                       may cut them off.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from kproxy.broker import server
+from kproxy.broker.keys import BrokerValue
+from kproxy.broker.log import Log
+from kproxy.broker.partition import Partition
+
+# The fence has been looked at; nothing is written.
+BEFORE_THE_WRITE = b"[stop before the write]"
+# The bytes are in the file; the fence has not been looked at again.
+AFTER_THE_WRITE = b"[stop after the write]"
+# The batch is appended for good as far as the leader goes; nobody else has it and nobody is answered.
+AFTER_THE_APPEND = b"[stop after the append]"
+
+
+def _stop_at_marks(_: int) -> None:
+    Log.append = _stopping(Log.append, BEFORE_THE_WRITE, AFTER_THE_WRITE)  # type: ignore[method-assign]
+    Partition.append_as_leader = _stopping(  # type: ignore[method-assign]
+        Partition.append_as_leader, None, AFTER_THE_APPEND
+    )
+
+
+def _stopping(method: Callable[..., Any], before: bytes | None, after: bytes) -> Callable[..., Any]:
+    def stopping(self: object, records: memoryview, *arguments: Any) -> Any:
+        marked = bytes(records)
+        if before is not None and before in marked:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        result = method(self, records, *arguments)
+        if after in marked:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return result
+
+    return stopping
+
+
+def _replicate_at(port: int) -> None:
+    def made(node_id: int, host: str, client_port: int, *_: int, **__: int) -> BrokerValue:
+        return BrokerValue(node_id, host, client_port, replication_port=port)
+
+    vars(server)["BrokerValue"] = made
+
+
+HOOKS: dict[str, Callable[[int], None]] = {"stops_at_marks": _stop_at_marks, "replication_at": _replicate_at}
