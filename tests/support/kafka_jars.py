@@ -1,159 +1,35 @@
-"""Apache Kafka's own jars for tests: the tools and clients of users, and a real broker, without Maven installed.
-
-They are resolved from Maven Central by the Ivy that pyspark carries, once per user; after that nothing is asked of
-the network. A test that asks for them is skipped where they can be had in no way.
-
-Clients of earlier releases come as bare as they run: without the libraries of compression types.
-"""
+"""Apache Kafka's own jars for tests; a test that asks for them is skipped where they can be had in no way."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import os
-import shutil
-import subprocess
-import tempfile
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.cache import user_cache_dir
-from kproxy.pipeline.spark import pyspark_home
-from kproxy.pipeline.truststore import trust_options
-from tests.support.java import require_java
+from tests.support import jars
+from tests.support.jars import CLIENT_VERSIONS, KAFKA_VERSION
 
-KAFKA_VERSION = "4.3.1"
-# What is here of the clients alone: the last of each line that talks to a broker of today in a way of its own.
-CLIENT_VERSIONS = (
-    *("0.11.0.3", "1.0.2", "1.1.1", "2.0.1", "2.1.1", "2.3.1", "2.4.1", "2.7.2", "2.8.2"),
-    *("3.6.2", "3.7.2", "3.8.1", "3.9.1", "4.0.2", "4.1.1", KAFKA_VERSION),
-)
-RESOLVE_TIMEOUT_S = 600.0
-RESOLVE_ATTEMPTS = 3
-# The two excluded modules serve Connect's REST server, which nothing here runs. Without a logging back end a broker
-# says nothing at all, not even that it has started.
-_BROKER_MODULE = f"""\
-<ivy-module version="2.0">
-  <info organisation="kproxy" module="kafka-for-tests"/>
-  <configurations><conf name="default"/></configurations>
-  <dependencies defaultconf="default->compile,runtime,master">
-    <dependency org="org.apache.kafka" name="kafka_2.13" rev="{KAFKA_VERSION}"/>
-    <dependency org="org.apache.kafka" name="kafka-tools" rev="{KAFKA_VERSION}"/>
-    <dependency org="org.apache.logging.log4j" name="log4j-slf4j-impl" rev="2.25.4"/>
-    <exclude org="org.apache.kafka" module="connect-runtime"/>
-    <exclude module="jackson-jakarta-rs-json-provider"/>
-  </dependencies>
-</ivy-module>
-"""
-
-
-# Each version a configuration of its own, or Ivy would keep the newest alone.
-_CLIENTS_MODULE = f"""\
-<ivy-module version="2.0">
-  <info organisation="kproxy" module="clients-for-tests"/>
-  <configurations>{"".join(f'<conf name="{each}"/>' for each in CLIENT_VERSIONS)}</configurations>
-  <dependencies>
-    {
-    "".join(
-        f'''<dependency org="org.apache.kafka" name="kafka-clients" rev="{each}" conf="{each}->master"
-        transitive="false"/>'''
-        for each in CLIENT_VERSIONS
-    )
-}
-    <dependency org="org.slf4j" name="slf4j-nop" rev="1.7.36" conf="*->compile,runtime,master"/>
-  </dependencies>
-</ivy-module>
-"""
+__all__ = ["CLIENT_VERSIONS", "KAFKA_VERSION", "client_classpath", "kafka_classpath", "pyspark_jars"]
 
 
 def kafka_classpath() -> str:
-    """What to give `java -cp` to run any of Kafka's programs, or a skip. The first call may take minutes (44 MiB)."""
-    return str(_resolved(KAFKA_VERSION, _BROKER_MODULE, "") / "*")
+    """As `jars.kafka_classpath`, or a skip."""
+    return _or_skip(jars.kafka_classpath)
 
 
 def client_classpath(version: str) -> str:
-    """What to give `java -cp` to run a client of one of CLIENT_VERSIONS, or a skip. The first call downloads 82 MiB."""
-    digest = hashlib.sha256(_CLIENTS_MODULE.encode()).hexdigest()[:16]
-    return str(_resolved(f"clients-{digest}", _CLIENTS_MODULE, "[conf]/") / version / "*")
+    """As `jars.client_classpath`, or a skip."""
+    return _or_skip(jars.client_classpath, version)
 
 
 def pyspark_jars(*patterns: str) -> str:
-    """What to give `java -cp` for jars that pyspark carries, one for each pattern, or a skip."""
+    """As `jars.pyspark_jars`, or a skip."""
+    return _or_skip(jars.pyspark_jars, *patterns)
+
+
+def _or_skip(find: Callable[..., str], *arguments: str) -> str:
     try:
-        found = [next((pyspark_home() / "jars").glob(pattern), None) for pattern in patterns]
+        return find(*arguments)
     except StartupError as error:
         pytest.skip(str(error))
-    if None in found:
-        pytest.skip(f"this pyspark does not carry all of {', '.join(patterns)}")
-    return os.pathsep.join(map(str, found))
-
-
-def _resolved(name: str, module: str, folder: str) -> Path:
-    """The directory of a module's jars, or a skip; `folder` is Ivy's pattern for the directories in it."""
-    found = _jars(name, module, folder)
-    if isinstance(found, str):
-        pytest.skip(found)
-    return found
-
-
-@functools.cache
-def _jars(name: str, module: str, folder: str) -> Path | str:
-    """The directory of the jars, or why there is none."""
-    jars = user_cache_dir() / "kafka" / name
-    if jars.is_dir():
-        return jars
-    try:
-        ivy = next((pyspark_home() / "jars").glob("ivy-*.jar"), None)
-    except StartupError as error:
-        return str(error)
-    if ivy is None:
-        return "this pyspark carries no Ivy to resolve Kafka's jars with"
-    jars.parent.mkdir(parents=True, exist_ok=True)
-    # Beside its final place and moved there whole: an interrupted or a second run never leaves half a set.
-    aside = Path(tempfile.mkdtemp(dir=jars.parent, prefix=".resolving-"))
-    try:
-        for _ in range(RESOLVE_ATTEMPTS):
-            # What the attempt before has downloaded is still there.
-            problem = _resolve(ivy, aside, module, folder)
-            if problem is None:
-                break
-        else:
-            return str(problem)
-        try:
-            (aside / "jars").rename(jars)
-        except OSError:
-            if not jars.is_dir():
-                raise
-        return jars
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _resolve(ivy: Path, aside: Path, module: str, folder: str) -> str | None:
-    """Fill `aside`/jars; what went wrong, if anything did."""
-    description = aside / "ivy.xml"
-    description.write_text(module)
-    java = require_java()
-    command: list[str | os.PathLike[str]] = [java.executable, *trust_options(java, aside / "truststore")]
-    command += ["-jar", ivy, "-ivy", description, "-cache", aside / "cache"]
-    # snappy-java and a few more call themselves bundles, not jars.
-    command += [
-        "-types",
-        "jar",
-        "bundle",
-        "-retrieve",
-        f"{aside}/jars/{folder}[artifact]-[revision](-[classifier]).[ext]",
-    ]
-    try:
-        done = subprocess.run(
-            [*command, "-warn"], capture_output=True, text=True, timeout=RESOLVE_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return f"Kafka's jars could not be downloaded within {RESOLVE_TIMEOUT_S:.0f} s"
-    # Ivy has said so where it could not have all of them.
-    if done.returncode != 0 or not (aside / "jars").is_dir():
-        lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip(" .")]
-        return f"Kafka's jars could not be resolved from Maven Central: {' | '.join(lines[-3:])}"
-    return None
