@@ -6,17 +6,23 @@ import argparse
 
 from rich.console import Console
 
+from bench.acks import REPLICATION_FACTOR, acks
 from bench.quick import quick
 from bench.table import PARTITIONS, table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("sections", metavar="SECTION", nargs="*", help="quick, table")
+    parser.add_argument("sections", metavar="SECTION", nargs="*", help="quick, table, acks")
     parser.add_argument("--partitions", type=int, default=PARTITIONS, help="of the section `table`")
+    parser.add_argument("--replication-factor", type=int, default=REPLICATION_FACTOR, help="of the section `acks`")
     arguments = parser.parse_args()
     console = Console(width=max(100, Console().width))
-    sections = {"quick": lambda: quick(console), "table": lambda: table(console, arguments.partitions)}
+    sections = {
+        "quick": lambda: quick(console),
+        "table": lambda: table(console, arguments.partitions),
+        "acks": lambda: acks(console, arguments.replication_factor),
+    }
     for section in arguments.sections or sections:
         if section not in sections:
             parser.error(f"there is no section {section!r}: {', '.join(sections)}")

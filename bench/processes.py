@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import psutil
 import uvloop
@@ -16,10 +17,10 @@ from bench.load import send_all
 
 
 @contextlib.contextmanager
-def child(*command: str) -> Iterator[subprocess.Popen[str]]:
+def child(*command: str, stderr: IO[str] | None = None) -> Iterator[subprocess.Popen[str]]:
     """A child process that is ended, whatever happens."""
     process = subprocess.Popen(  # noqa: S603 -- our own commands
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True
     )
     try:
         yield process

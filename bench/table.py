@@ -64,13 +64,13 @@ class Report:
         if measured is None:
             self.line(what, "not told by this system", f"≤ {goal:,g} {unit}")
             return
-        self.line(what, _judged(f"{measured:,.0f} {unit}", met=measured <= goal), f"≤ {goal:,g} {unit}")
+        self.line(what, judged(f"{measured:,.0f} {unit}", met=measured <= goal), f"≤ {goal:,g} {unit}")
 
     def at_least(self, what: str, goal: float, measured: float, unit: str) -> None:
-        self.line(what, _judged(f"{measured:,.0f} {unit}", met=measured >= goal), f"≥ {goal:,g} {unit}")
+        self.line(what, judged(f"{measured:,.0f} {unit}", met=measured >= goal), f"≥ {goal:,g} {unit}")
 
 
-def _judged(text: str, *, met: bool) -> str:
+def judged(text: str, *, met: bool) -> str:
     return text if met else f"[red]{text}[/red]"
 
 

@@ -1,0 +1,109 @@
+"""What the section `acks` runs against: three brokers, a proxy before them, Kafka's load tool, and topics."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from confluent_kafka import TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec  # type: ignore[attr-defined]
+
+from bench.java_load import JavaLoad, java_load
+from bench.processes import child, cpu_seconds, first_line
+from bench.replicas import Replicas
+from bench.table import serve
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
+
+BROKERS = 3
+PARTITIONS = 6
+PREFIX = "/kafscale"
+WAYS = VIA_PROXY, DIRECT = "kproxy", "direct"
+ADMIN_TIMEOUT_S = 30.0
+
+
+class Cluster(NamedTuple):
+    """Everything that runs; `pids` by what the processes are."""
+
+    java: JavaLoad
+    bootstraps: dict[str, str]
+    pids: dict[str, list[int]]
+    admin: AdminClient
+    data_dirs: dict[int, Path]
+
+    def cpu(self) -> dict[str, float]:
+        return {name: sum(map(cpu_seconds, pids)) for name, pids in self.pids.items()}
+
+
+@contextlib.contextmanager
+def cluster(etcd: EmbeddedEtcd, directory: Path) -> Iterator[Cluster]:
+    """Brokers, proxy and load. Raises StartupError."""
+    with contextlib.ExitStack() as stack:
+        java = stack.enter_context(java_load(directory))
+        data_dirs = {number: directory / f"broker-{number}" for number in range(1, BROKERS + 1)}
+        kproxy = (sys.executable, "-m", "kproxy", "--log-level", "error")
+        brokers = []
+        for number, data_dir in data_dirs.items():
+            options = ("--node-id", str(number), "--data-dir", str(data_dir), "--etcd", etcd.endpoint)
+            brokers.append(stack.enter_context(child(*kproxy, "broker", *options, "--prefix", PREFIX)))
+        addresses = ",".join(first_line(broker).partition("kafka=")[2].split()[0] for broker in brokers)
+        proxy, port, _ = stack.enter_context(serve(etcd.endpoint, PREFIX))
+        pids = {"kproxy": [proxy.pid], "brokers": [each.pid for each in brokers], "etcd": [etcd.pid]}
+        pids["java"] = [java.pid]
+        admin = AdminClient({"bootstrap.servers": addresses, "log_level": 2})
+        yield Cluster(java, {VIA_PROXY: f"127.0.0.1:{port}", DIRECT: addresses}, pids, admin, data_dirs)
+
+
+class Topic:
+    """A topic of the measurement, and what was sent to it. It goes when its block ends, for its bytes are many."""
+
+    def __init__(self, cluster: Cluster, name: str, replication_factor: int) -> None:
+        self.name = name
+        self.sent = 0
+        self._cluster = cluster
+        self._replication_factor = replication_factor
+
+    def __enter__(self) -> Topic:
+        wanted = NewTopic(self.name, PARTITIONS, self._replication_factor)
+        self._cluster.admin.create_topics([wanted])[self.name].result(ADMIN_TIMEOUT_S)
+        deadline = time.monotonic() + ADMIN_TIMEOUT_S
+        while _in_sync(partitions := self._partitions()) < self._replication_factor:
+            if time.monotonic() > deadline:
+                raise SystemExit(f"{self.name}: the followers never came into sync")
+            time.sleep(0.05)
+        self.replicas = [self._places(index, found) for index, found in partitions.items()]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._cluster.admin.delete_topics([self.name])[self.name].result(ADMIN_TIMEOUT_S)
+        deadline = time.monotonic() + ADMIN_TIMEOUT_S
+        while any(each.leader.exists() for each in self.replicas) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _partitions(self) -> dict[int, Any]:
+        topics = self._cluster.admin.list_topics(self.name, timeout=ADMIN_TIMEOUT_S).topics
+        found: dict[int, Any] = topics[self.name].partitions
+        return found
+
+    def _places(self, index: int, found: Any) -> Replicas:
+        places = {node: self._cluster.data_dirs[node] / f"{self.name}-{index}" for node in found.replicas}
+        leader = places.pop(found.leader)
+        return Replicas(leader, tuple(places.values()))
+
+    def in_sync(self) -> int:
+        """The smallest number of replicas in sync; 0 where a partition has no leader."""
+        return _in_sync(self._partitions())
+
+    def missing(self) -> int:
+        """Records sent that a reader is not offered; below 0 where there are more than were sent."""
+        latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
+        asked = {TopicPartition(self.name, index): latest for index in range(PARTITIONS)}
+        ends = self._cluster.admin.list_offsets(asked).values()
+        return self.sent - sum(int(each.result(ADMIN_TIMEOUT_S).offset) for each in ends)
+
+
+def _in_sync(partitions: dict[int, Any]) -> int:
+    return min((len(each.isrs) if each.leader >= 0 else 0 for each in partitions.values()), default=0)

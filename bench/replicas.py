@@ -1,0 +1,110 @@
+"""Replication as the disk shows it: the log files of a topic's replicas, looked at from outside of the brokers.
+
+A follower's file holds the same bytes as its leader's, so a follower has caught up with what the leader had at a moment
+when its file is as long as the leader's was then. Nothing that a broker says of itself goes into this.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import NamedTuple
+
+POLL_S = 0.001
+QUIET_S = 0.2
+SETTLE_TIMEOUT_S = 60.0
+
+
+class Replicas(NamedTuple):
+    """The directories of one partition's replicas."""
+
+    leader: Path
+    followers: tuple[Path, ...]
+
+
+class Settled(NamedTuple):
+    """When the last bytes were seen to come (time.monotonic): in any leader's log, in any follower's."""
+
+    leaders: float
+    followers: float
+
+
+def log_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.glob("*.log"))
+
+
+def wait_settled(partitions: list[Replicas]) -> Settled:
+    """Wait until the leaders' logs are at rest and every follower has all of them. SystemExit where they never do."""
+    deadline = time.monotonic() + SETTLE_TIMEOUT_S
+    leaders_at = followers_at = time.monotonic()
+    before: tuple[int, int] | None = None
+    while True:
+        lengths = [(log_bytes(each.leader), [log_bytes(path) for path in each.followers]) for each in partitions]
+        now = time.monotonic()
+        sums = sum(leader for leader, _ in lengths), sum(sum(followers) for _, followers in lengths)
+        if before is not None:
+            leaders_at = now if sums[0] != before[0] else leaders_at
+            followers_at = now if sums[1] != before[1] else followers_at
+        before = sums
+        equal = all(length == leader for leader, followers in lengths for length in followers)
+        if equal and now - max(leaders_at, followers_at) >= QUIET_S:
+            return Settled(leaders_at, followers_at)
+        if now > deadline:
+            raise SystemExit(f"followers did not catch up within {SETTLE_TIMEOUT_S:.0f} s: {lengths}")
+        time.sleep(POLL_S * 5)
+
+
+class LagWatch:
+    """While it is entered: for each growth of a leader's log, how long each follower's took to be as long.
+
+    `lags` are seconds, right to about twice the poll interval: a thread polls the lengths of the files. Each topic's
+    logs must be one segment each, as they are below 1 GiB.
+    """
+
+    def __init__(self, partitions: list[Replicas]) -> None:
+        self.lags: list[float] = []
+        self.polls = 0
+        self.seconds = 0.0
+        self._pairs = [(_only_segment(each.leader), list(map(_only_segment, each.followers))) for each in partitions]
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> LagWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        started = time.monotonic()
+        known = [leader.stat().st_size for leader, _ in self._pairs]
+        # For each follower: (length that its leader had, since when), oldest first.
+        open_growths: list[list[deque[tuple[int, float]]]] = [[deque() for _ in rest] for _, rest in self._pairs]
+        while not self._ended.is_set():
+            for number, (leader, followers) in enumerate(self._pairs):
+                length = leader.stat().st_size
+                if length != known[number]:
+                    known[number] = length
+                    now = time.monotonic()
+                    for growths in open_growths[number]:
+                        growths.append((length, now))
+                for follower, growths in zip(followers, open_growths[number], strict=True):
+                    if growths:
+                        has = follower.stat().st_size
+                        now = time.monotonic()
+                        while growths and growths[0][0] <= has:
+                            self.lags.append(now - growths.popleft()[1])
+            self.polls += 1
+            time.sleep(POLL_S)
+        self.seconds = time.monotonic() - started
+
+
+def _only_segment(directory: Path) -> Path:
+    segments = list(directory.glob("*.log"))
+    if len(segments) != 1:
+        raise SystemExit(f"{directory} holds {len(segments)} segments, not one")
+    return segments[0]
