@@ -422,7 +422,7 @@ class PartitionLeaseManager:
         """Look at everything, in case something went unnoticed."""
         for key in self.replicas.every_key():
             partition = self.replicas.get(key)
-            if partition is None or not partition.log.has_failed:
+            if partition is None or partition.log.failure is None:
                 continue
             if partition.replication.is_leading:
                 self._start(self._give_up(key, "its log has failed"))

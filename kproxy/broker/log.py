@@ -148,7 +148,7 @@ class Log:
 
     @property
     def failure(self) -> Exception | None:
-        """Why nothing is to be had of the log any more; None while it is well."""
+        """Why only opening it anew can make it usable; None while it is well."""
         return self._failure
 
     @property
@@ -395,11 +395,6 @@ class Log:
                 self._failure = self._failure or LogFailed("the log is closed")
                 for segment in self._segments:
                     segment.close()
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether only opening it anew can make it usable."""
-        return self._failure is not None
 
     def _failed(self, error: DiskError) -> LogFailed:
         """The log has failed for good."""

@@ -5,8 +5,8 @@ in a thread of their own; what changes a log runs on the event loop, between its
 
 Invariants
 1. A log that is closed or removed meanwhile is passed over: it is no error, and nothing of it is written any more.
-2. A log that has failed is told once, and `on_failed` called; it is not flushed again, since the kernel may claim that
-   what it could not write is written.
+2. That a log has failed is told once. It is not flushed again, since the kernel may claim that what it could not write
+   is written; giving the partition to another broker is `leases`' affair.
 3. What cannot be done now, for want of room, is tried again in the next round, and no round keeps the others waiting.
 """
 
@@ -58,14 +58,11 @@ class LogKeeper:
         flush_interval_s: float,
         retention_check_interval_s: float,
         now_ms: Callable[[], int] = wall_clock_ms,
-        on_failed: Callable[[Kept], None] | None = None,
     ) -> None:
-        """`on_failed` is called on the event loop, once for each log that can no longer be trusted."""
         self._hosted = hosted
         self._flush_interval_s = flush_interval_s
         self._retention_check_interval_s = retention_check_interval_s
         self._now_ms = now_ms
-        self._on_failed = on_failed
         self._told: weakref.WeakSet[Log] = weakref.WeakSet()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="log-keeper")
 
@@ -89,8 +86,6 @@ class LogKeeper:
             if kept.log.failure is not None and not kept.log.is_closed and kept.log not in self._told:
                 self._told.add(kept.log)
                 _logger.error("log failed", **_named(kept), error=str(kept.log.failure))
-                if self._on_failed is not None:
-                    self._on_failed(kept)
 
     async def checkpoint(self) -> None:
         """Write down the high watermarks that have moved."""

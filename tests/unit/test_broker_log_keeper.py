@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from kproxy.broker import log_keeper, segment
 from kproxy.broker.checkpoint import Leadership
@@ -59,14 +61,18 @@ class Broker:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.hosted: list[Hosted] = []
-        self.failed: list[str] = []
+        self.told: Sequence[Mapping[str, Any]] = []
         self.keeper = LogKeeper(
             lambda: self.hosted,
             flush_interval_s=0.01,
             retention_check_interval_s=0.01,
             now_ms=lambda: NOW_MS,
-            on_failed=lambda kept: self.failed.append(kept.topic),
         )
+
+    @property
+    def failed(self) -> list[str]:
+        """The topics of which it was told that their log has failed."""
+        return [event["topic"] for event in self.told if event["event"] == "log failed"]
 
     def host(self, topic: str = "t", **options: object) -> Hosted:
         log = Log.open(self.directory / topic, options=LogOptions(**{"segment_bytes": 5000, **options}))
@@ -77,7 +83,8 @@ class Broker:
 @pytest.fixture
 def broker(tmp_path: Path) -> Iterator[Broker]:
     broker = Broker(tmp_path)
-    yield broker
+    with capture_logs() as broker.told:
+        yield broker
     broker.keeper.close()
     for hosted in broker.hosted:
         hosted.log.close()
