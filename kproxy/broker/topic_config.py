@@ -85,8 +85,10 @@ def _number(name: str, value: str) -> int:
     return number
 
 
-def default_min_insync_replicas(replication_factor: int) -> int:
-    """What `min.insync.replicas` is where nobody says."""
+def default_min_insync_replicas(replication_factor: int, config: BrokerConfig) -> int:
+    """What `min.insync.replicas` is where the topic does not say."""
+    if config.min_insync_replicas is not None:
+        return config.min_insync_replicas
     return 2 if replication_factor >= _REPLICAS_FOR_TWO_IN_SYNC else 1
 
 
@@ -95,7 +97,7 @@ def values_of(configs: Mapping[str, str], replication_factor: int, config: Broke
     values = {
         **FIXED_CONFIGS,
         "max.message.bytes": str(config.message_max_bytes),
-        MIN_INSYNC_REPLICAS: str(default_min_insync_replicas(replication_factor)),
+        MIN_INSYNC_REPLICAS: str(default_min_insync_replicas(replication_factor, config)),
         RETENTION_BYTES: str(config.retention_bytes),
         RETENTION_MS: str(config.retention_ms),
         SEGMENT_BYTES: str(config.segment_bytes),
@@ -105,7 +107,7 @@ def values_of(configs: Mapping[str, str], replication_factor: int, config: Broke
 
 def settings_of(configs: Mapping[str, str], replication_factor: int, config: BrokerConfig) -> TopicSettings:
     """What a topic with these configurations, checked once, and so many replicas goes by on this broker."""
-    min_insync_replicas = int(configs.get(MIN_INSYNC_REPLICAS, default_min_insync_replicas(replication_factor)))
+    min_insync_replicas = int(configs.get(MIN_INSYNC_REPLICAS, default_min_insync_replicas(replication_factor, config)))
     return TopicSettings(
         min(min_insync_replicas, replication_factor),
         int(configs.get(RETENTION_MS, config.retention_ms)),

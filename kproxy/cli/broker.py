@@ -45,6 +45,20 @@ from kproxy.config.etcd import etcd_options_from
     help="Copies of each partition of topics created without a number; as many as brokers live, where fewer do.",
 )
 @click.option(
+    "--min-insync-replicas",
+    metavar="N",
+    type=click.IntRange(1, 1000),
+    help="Replicas in sync without which acks=all is refused, for topics that do not say. [2 of 3 and more, else 1]",
+)
+@click.option(
+    "--isr-lag",
+    metavar="SECONDS",
+    type=click.FloatRange(0.5, 3600),
+    default=10.0,
+    show_default=True,
+    help="How long a replica may go without having caught up before it counts as out of sync.",
+)
+@click.option(
     "--flush",
     type=click.Choice(FLUSH_POLICIES),
     default="interval",
@@ -82,6 +96,8 @@ def command(
     prefix: str,
     lease_ttl: int,
     replication_factor: int,
+    min_insync_replicas: int | None,
+    isr_lag: float,
     flush: FlushPolicy,
     retention_ms: int,
     retention_bytes: int,
@@ -116,6 +132,8 @@ def command(
         prefix=prefix,
         lease_ttl_s=lease_ttl,
         default_replication_factor=replication_factor,
+        min_insync_replicas=min_insync_replicas,
+        isr_lag_s=isr_lag,
         flush=flush,
         retention_ms=retention_ms,
         retention_bytes=retention_bytes,

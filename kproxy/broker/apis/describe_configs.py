@@ -64,6 +64,8 @@ def _broker_values(broker: Broker) -> dict[str, str]:
         "log.retention.ms": str(broker.config.retention_ms),
         "log.segment.bytes": str(broker.config.segment_bytes),
         "message.max.bytes": str(broker.config.message_max_bytes),
-        "min.insync.replicas": str(default_min_insync_replicas(broker.config.default_replication_factor)),
+        "min.insync.replicas": str(
+            default_min_insync_replicas(broker.config.default_replication_factor, broker.config)
+        ),
         "num.partitions": str(broker.config.num_partitions),
     }

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 
 import structlog
@@ -60,11 +61,10 @@ class IsrKeeper:
         try:
             while True:
                 self._look()
-                try:
+                self._sweep()
+                with suppress(TimeoutError):
                     async with asyncio.timeout(self._interval_s):
                         await self._wake.wait()
-                except TimeoutError:
-                    self._sweep()
                 self._wake.clear()
         finally:
             tasks = list(self._changing.values())
