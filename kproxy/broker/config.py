@@ -15,7 +15,7 @@ class BrokerConfig:
 
     `advertise` is what clients are told, the address listened on where it is None (port 0: the port listened on).
     `replication_listen` is where other brokers' followers fetch, under the host that is advertised; None: the host of
-    `listen`, any free port. `isr_lag_s`: how long a follower may go without having caught up before it is no longer in sync (Kafka's
+    `listen`, any free port. `isr_lag_s`: how long a follower may go without having caught up and be in sync (Kafka's
     replica.lag.time.max.ms). `leader_rebalance_s`: how long it leads in the place of the first replica, which is back.
     `num_partitions` and `default_replication_factor` are for topics created without a number; of the latter there are
     fewer where fewer brokers live. `min_insync_replicas` is 2 where there are three replicas or more, else 1, if None.

@@ -10,11 +10,12 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Callable, Iterator
 
 import structlog
 
-from kproxy.broker.checkpoint import Leadership
+from kproxy.broker.checkpoint import NO_LEADERSHIP, Leadership
 from kproxy.broker.cluster import ClusterView, Topic
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.keys import PartitionKey
@@ -39,6 +40,8 @@ class ReplicaHost:
         settings_of: Callable[[Topic, int], ReplicaSettings],
     ) -> None:
         self.hosted: dict[tuple[bytes, int], Partition] = {}
+        # Of replicas that were closed before it was written down.
+        self._obeyed: dict[tuple[uuid.UUID, int], Leadership] = {}
         self.on_leaders_changed: Callable[[], None] = lambda: None
         self._view = view
         self._data_dir = data_dir
@@ -66,7 +69,8 @@ class ReplicaHost:
         except (OSError, LogFailed) as error:
             _logger.error("log not opened", topic=topic.name, partition=key.partition_index, error=str(error))
             return None
-        partition = Partition(topic.name, key.partition_index, topic.topic_id, log, settings)
+        obeyed = self._obeyed.pop((topic.topic_id, key.partition_index), NO_LEADERSHIP)
+        partition = Partition(topic.name, key.partition_index, topic.topic_id, log, settings, obeyed=obeyed)
         if partition.lacks_committed:
             _logger.error("committed records are gone from the disk", topic=topic.name, partition=key.partition_index)
         self.hosted[topic.name.encode(), key.partition_index] = partition
@@ -78,8 +82,15 @@ class ReplicaHost:
         partition = self.hosted.pop((key.topic.encode(), key.partition_index), None)
         if partition is not None:
             partition.close()
+            if partition.leadership > partition.log.leadership:
+                self._obeyed[partition.topic_id, partition.partition_index] = partition.leadership
             self.on_leaders_changed()
         return partition
+
+    def forget(self, topic: Topic) -> None:
+        """The topic is deleted."""
+        for partition_index in range(len(topic.replicas)):
+            self._obeyed.pop((topic.topic_id, partition_index), None)
 
     def point_at_leader(self, key: PartitionKey) -> None:
         """Let a follower follow whom etcd names."""

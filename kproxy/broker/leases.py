@@ -462,6 +462,7 @@ class PartitionLeaseManager:
             key = PartitionKey(topic.name, partition_index)
             self._turns.owned(key)
             self._drop(key, "its topic is deleted")
+        self.replicas.forget(topic)
         self._start(self._remove(topic, self._fence))
 
     async def _remove(self, topic: Topic, fence: LeaseFence | None) -> None:

@@ -21,6 +21,7 @@ from typing import Protocol
 
 import structlog
 
+from kproxy.broker.checkpoint import Leadership
 from kproxy.broker.log import Log
 from kproxy.broker.log_options import NO_RETENTION_LIMIT
 from kproxy.broker.segment import LogFailed
@@ -41,6 +42,8 @@ class Kept(Protocol):
     def log(self) -> Log: ...
     @property
     def high_watermark(self) -> int: ...
+    @property
+    def leadership(self) -> Leadership: ...
 
 
 def wall_clock_ms() -> int:
@@ -88,8 +91,12 @@ class LogKeeper:
                 _logger.error("log failed", **_named(kept), error=str(kept.log.failure))
 
     async def checkpoint(self) -> None:
-        """Write down the high watermarks that have moved."""
-        due = [kept for kept in self._usable() if kept.high_watermark != kept.log.high_watermark_checkpoint]
+        """Write down the high watermarks that have moved, and the leaderships that are obeyed."""
+        due = [
+            kept
+            for kept in self._usable()
+            if kept.high_watermark != kept.log.high_watermark_checkpoint or kept.leadership != kept.log.leadership
+        ]
         await self._write_checkpoints(due)
 
     async def remove_old_segments(self) -> None:
@@ -113,7 +120,7 @@ class LogKeeper:
         return removed > 0
 
     async def _write_checkpoints(self, due: Sequence[Kept]) -> None:
-        wanted = [(kept.log, kept.high_watermark) for kept in due]
+        wanted = [(kept.log, kept.high_watermark, kept.leadership) for kept in due]
         if wanted:
             await asyncio.get_running_loop().run_in_executor(self._thread, _checkpoint, wanted)
 
@@ -135,11 +142,11 @@ def _flush(logs: Sequence[Log]) -> None:
             continue  # closed meanwhile, or failed: then `log.failure` says why, and the event loop tells of it
 
 
-def _checkpoint(wanted: Sequence[tuple[Log, int]]) -> None:
+def _checkpoint(wanted: Sequence[tuple[Log, int, Leadership]]) -> None:
     refused: list[OSError] = []
-    for log, high_watermark in wanted:
+    for log, high_watermark, leadership in wanted:
         try:
-            log.checkpoint(high_watermark, log.leadership)
+            log.checkpoint(high_watermark, leadership)
         except OSError as error:
             refused.append(error)
         except LogFailed:

@@ -10,7 +10,8 @@ Invariants
 4. An offset is given out once: `append_as_leader` runs on one event loop and never awaits.
 5. A follower's log changes only by an answer to the question it asked last, from the leader it follows, in the epoch it
    follows in; an answer to anything else is late, and is dropped.
-6. A replica obeys no leadership older than the newest that it has obeyed; it remembers that one with the log.
+6. A replica obeys no leadership older than the newest that it has obeyed. `log_keeper` writes that one beside the log,
+   soon but not at once: a disk takes longer for it than a broker with many partitions has when another one fails.
 7. A follower that finds its leader without what is committed here stops, for good: `failure` says why.
 """
 
@@ -25,7 +26,7 @@ import structlog
 from codec import error_codes
 from codec.fetch import PartitionFetch, PartitionFetched
 from codec.record_batch import RecordBatch, assign_offsets
-from kproxy.broker.checkpoint import Leadership
+from kproxy.broker.checkpoint import NO_LEADERSHIP, Leadership
 from kproxy.broker.clock import Clock
 from kproxy.broker.log import Log
 from kproxy.broker.log_options import LogOptions
@@ -106,12 +107,14 @@ class Partition:
         log: Log,
         settings: ReplicaSettings,
         *,
+        obeyed: Leadership = NO_LEADERSHIP,
         reconciliation: Reconciliation | None = None,
     ) -> None:
+        """`obeyed` is a leadership that was obeyed before, and may not have been written down."""
         self.topic = topic
         self.partition_index = partition_index
         self.topic_id = topic_id
-        self.leadership = log.leadership
+        self.leadership = max(log.leadership, obeyed)
         self.failure = ""
         # Records that were once known to be committed have gone from the disk.
         self.lacks_committed = log.high_watermark_checkpoint > log.log_end_offset
@@ -161,7 +164,7 @@ class Partition:
         validate_consistency(self.log, self.high_watermark)
         leader_epoch = leadership.leader_epoch
         start = self._reconciliation.reconcile_as_new_leader(self.log, self.high_watermark, leader_epoch)
-        self._obey(leadership)
+        self.leadership = leadership
         self._fence = fence
         self.replication.become_leader(leader_epoch, start, replicas, isr)
 
@@ -181,7 +184,7 @@ class Partition:
             )
             self.follow_nobody()
             return
-        self._obey(leadership)
+        self.leadership = leadership
         self._reconciliation.reconcile_as_new_follower(self.log, self.high_watermark)
         self.replication.become_follower(leader_id, leader_epoch)
 
@@ -189,12 +192,6 @@ class Partition:
         """There is no leader, or none that is known."""
         if self.role is Role.FOLLOWER:
             self.replication.become_follower(NO_LEADER, self.leader_epoch)
-
-    def _obey(self, leadership: Leadership) -> None:
-        """Remember it before anything is done under it."""
-        if leadership != self.leadership:
-            self.log.checkpoint(self.high_watermark, leadership)
-            self.leadership = leadership
 
     def resign(self) -> None:
         """Refuse writes from now on, and let nobody wait for more."""

@@ -14,7 +14,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kproxy.broker import log_keeper, segment
-from kproxy.broker.checkpoint import Leadership
+from kproxy.broker.checkpoint import NO_LEADERSHIP, Leadership
 from kproxy.broker.log import Log
 from kproxy.broker.log_keeper import LogKeeper
 from kproxy.broker.log_options import FlushPolicy, LogOptions
@@ -31,6 +31,7 @@ class Hosted:
 
     log: Log
     high_watermark: int = 0
+    leadership: Leadership = NO_LEADERSHIP
     topic: str = "t"
     partition_index: int = 0
 
@@ -209,13 +210,16 @@ async def test_high_watermarks_are_written_down_when_they_have_moved(broker: Bro
     moved, still = broker.host("moved"), broker.host("still")
     append_values(moved.log, 10, 10)
     moved.high_watermark = 2
-    moved.log.checkpoint(1, Leadership(0, 77))
+    moved.log.checkpoint(1, NO_LEADERSHIP)
+    led = broker.host("led")
+    led.leadership = Leadership(0, 7)
     await broker.keeper.checkpoint()
     assert not (still.log.directory / "checkpoint.json").exists()
     moved.log.close()
     again = Log.open(moved.log.directory)
-    assert (again.high_watermark_checkpoint, again.leadership) == (2, (0, 77))
+    assert (again.high_watermark_checkpoint, again.leadership) == (2, NO_LEADERSHIP)
     again.close()
+    assert led.log.leadership == (0, 7), "whom a replica obeys is written down too"
 
 
 async def test_a_log_that_has_gone_does_not_keep_others_from_their_checkpoints(broker: Broker) -> None:

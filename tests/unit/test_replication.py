@@ -311,6 +311,7 @@ def test_an_older_leader_is_not_followed_again(group: Group) -> None:
     follower = group.replicas[3]
     follower.become_follower(1, Leadership(0, 10))
     assert follower.next_fetch() is None
+    follower.log.checkpoint(0, follower.leadership)
     reopened = group.restart(3)
     reopened.become_follower(1, Leadership(0, 10))
     assert reopened.next_fetch() is None, "the token is remembered with the log"
