@@ -95,7 +95,10 @@ class Log:
         self.leadership = Leadership(checkpoint.obeyed_epoch, checkpoint.fencing_token)
         for following, segment in enumerate(self._segments, start=1):
             self._begin(segment)
-            bad_bytes = segment.recover(self._note)
+            try:
+                bad_bytes = segment.recover(self._note)
+            except ValueError as error:
+                raise LogCorrupt(f"{self.directory.name}: {error}, in {segment.path.name}") from error
             if following == len(self._segments):
                 if bad_bytes:
                     segment.truncate_tail()

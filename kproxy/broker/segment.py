@@ -74,8 +74,11 @@ class Segment:
 
     @classmethod
     def open(cls, path: Path) -> Segment:
-        """The segment of an existing file, not scanned yet: call `recover`."""
-        return cls(path, int(path.name.removesuffix(SUFFIX)), os.open(path, _OPEN_FLAGS))
+        """The segment of an existing file, not scanned yet: call `recover`. Raises OSError, LogFailed."""
+        base_offset = path.name.removesuffix(SUFFIX)
+        if not base_offset.isdecimal():
+            raise LogFailed(f"{path} is not a segment: move it elsewhere")
+        return cls(path, int(base_offset), os.open(path, _OPEN_FLAGS))
 
     @property
     def is_dirty(self) -> bool:
