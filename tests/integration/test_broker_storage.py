@@ -71,12 +71,10 @@ def test_a_full_disk_is_told_and_the_broker_accepts_again_when_there_is_room(
 ) -> None:
     """And after kill -9 in mid-write all is there that was acknowledged, and nothing else."""
     topic = "full"
-    options = {"flush": "always", "segment_bytes": 2 * DISK_BYTES, "lease_ttl_s": 2}
+    options: dict[str, Any] = {"flush": "always", "segment_bytes": 2 * DISK_BYTES, "lease_ttl_s": 2}
     with (
         small_disk(tmp_path / "broker", DISK_BYTES) as disk,
-        start_broker(
-            1, disk.path, etcd.endpoint, "/full", flush="always", segment_bytes=100_000, lease_ttl_s=2
-        ) as broker,
+        start_broker(1, disk.path, etcd.endpoint, "/full", **options) as broker,
     ):
         with broker.client() as client:
             assert client.metadata(topic).topics[0].error_code == error_codes.NONE
