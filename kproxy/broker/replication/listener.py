@@ -69,6 +69,11 @@ class ReplicationListener:
         self._unauthenticated: dict[_Session, None] = {}
         self._authenticated: dict[int, _Session] = {}
 
+    @property
+    def followers(self) -> frozenset[int]:
+        """The ids of the brokers that are connected and authenticated."""
+        return frozenset(self._authenticated)
+
     async def bind(self, address: tuple[str, int]) -> int:
         """Take the port, which is returned; nothing is accepted yet. Raises StartupError."""
         self._server = await bind(self._connection, address, "--replication-listen")

@@ -26,6 +26,7 @@ from kproxy.broker.keys import parse_node_id
 MECHANISM = "SCRAM-SHA-256"
 # A listener could ask for so many rounds of hashing that its follower does nothing else; our own ask for 4,096.
 MAX_ITERATIONS = 16_384
+LEAST_CHARACTERS = 16
 
 
 class AuthenticationFailed(Exception):
@@ -43,7 +44,9 @@ class Secret(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Secret:
-        """Raises ValueError for a text that SASL does not admit."""
+        """Raises ValueError for a text that SASL does not admit, or that could be guessed."""
+        if len(text) < LEAST_CHARACTERS:
+            raise ValueError(f"{len(text)} characters are too short")
         try:
             return cls(text, *ScramMechanism(MECHANISM).make_auth_info(text))
         except ScramException as error:
