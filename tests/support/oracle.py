@@ -7,27 +7,30 @@ and who is in sync is asked in the same words of both. What differs is how a pro
 from __future__ import annotations
 
 import signal
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TypeVar
 
 from codec import error_codes
-from codec.api_keys import API_VERSIONS, CREATE_TOPICS, METADATA, PRODUCE
+from codec.api_keys import API_VERSIONS, CREATE_TOPICS, FETCH, LIST_OFFSETS, METADATA, PRODUCE
+from codec.record_batch import iterate_batches
 from tests.support.real_kafka import RealKafka
 from tests.support.reference_broker import BrokerProcess, Closed, RawClient, wait_for
 
 NODES = (1, 2, 3)
 PATIENCE_S = 60.0
 _Result = TypeVar("_Result")
+_Answer = TypeVar("_Answer", "Outcome", "Read")
 
 
 class Side(ABC):
     """One cluster. Nodes are named by their broker ids."""
 
     name: str
-    replication_factor = len(NODES)
 
     @abstractmethod
     def port(self, node_id: int) -> int: ...
@@ -36,8 +39,8 @@ class Side(ABC):
     def is_running(self, node_id: int) -> bool: ...
 
     @abstractmethod
-    def start(self, node_id: int) -> None:
-        """Until it serves."""
+    def start(self, *node_ids: int) -> None:
+        """Start them side by side, until they serve."""
 
     @abstractmethod
     def stop(self, node_id: int) -> None:
@@ -56,13 +59,16 @@ class Side(ABC):
         return RawClient("127.0.0.1", self.port(node_id))
 
     def create(self, topic: str, **configs: str) -> None:
-        """One partition with a replica on every node, all of them in sync."""
-        named = [{"name": name.replace("_", "."), "value": value} for name, value in configs.items()]
-        asked = {"name": topic, "num_partitions": 1, "replication_factor": self.replication_factor, "configs": named}
+        """One partition with a replica on every node, led by the first, all of them in sync."""
+        # The records of these tests are from 2023: at Kafka's default they would be gone in between.
+        kept = {"retention_ms": "-1", **configs}
+        named = [{"name": name.replace("_", "."), "value": value} for name, value in kept.items()]
+        replicas = [{"partition_index": 0, "broker_ids": NODES}]
+        asked = {"name": topic, "num_partitions": -1, "replication_factor": -1, "assignments": replicas}
         with self.client(NODES[0]) as client:
-            [created] = client.request(CREATE_TOPICS, 7, topics=[asked], timeout_ms=10_000).topics
+            [created] = client.request(CREATE_TOPICS, 7, topics=[{**asked, "configs": named}], timeout_ms=10_000).topics
         assert created.error_code == 0, f"{self.name}: {created}"
-        self.wait_in_sync(topic, self.replication_factor)
+        self.wait_in_sync(topic, len(NODES))
 
     def described(self, topic: str, node_id: int) -> Any:
         """What one node tells of the partition; None where it knows of none."""
@@ -105,9 +111,11 @@ class RealSide(Side):
     def is_running(self, node_id: int) -> bool:
         return self._brokers[node_id].running
 
-    def start(self, node_id: int) -> None:
-        self._brokers[node_id].start()
-        self._brokers[node_id].wait_started()
+    def start(self, *node_ids: int) -> None:
+        for node_id in node_ids:
+            self._brokers[node_id].start()
+        for node_id in node_ids:
+            self._brokers[node_id].wait_started()
 
     def stop(self, node_id: int) -> None:
         self._brokers[node_id].stop()
@@ -124,7 +132,6 @@ class RealSide(Side):
 
 class ReferenceSide(Side):
     name = "the reference brokers"
-    replication_factor = 1
 
     def __init__(self, brokers: Sequence[BrokerProcess]) -> None:
         self._brokers = {broker.node_id: broker for broker in brokers}
@@ -135,8 +142,11 @@ class ReferenceSide(Side):
     def is_running(self, node_id: int) -> bool:
         return self._brokers[node_id].process.poll() is None
 
-    def start(self, node_id: int) -> None:
-        self._brokers[node_id].start()
+    def start(self, *node_ids: int) -> None:
+        for node_id in node_ids:
+            self._brokers[node_id].start(wait=False)
+        for node_id in node_ids:
+            self._brokers[node_id].wait_ready()
 
     def stop(self, node_id: int) -> None:
         self._brokers[node_id].terminate()
@@ -191,6 +201,73 @@ def produce(
         return CLOSED
     [result] = answered.partition_responses
     return outcome(result.error_code, result.base_offset)
+
+
+class Read(NamedTuple):
+    """What a fetch brought: the error by its name, the high watermark, and the offsets at which batches begin."""
+
+    error: str
+    high_watermark: int
+    base_offsets: list[int]
+
+
+def fetch(client: RawClient, topic: str, offset: int) -> Read:
+    """What there is from an offset on, without waiting for more."""
+    asked = [{"topic": topic, "partitions": [{"partition": 0, "fetch_offset": offset, "partition_max_bytes": 1 << 20}]}]
+    answer = client.request(FETCH, 11, max_wait_ms=0, min_bytes=0, max_bytes=1 << 20, topics=asked)
+    found = answer.responses[0].partitions[0]
+    base_offsets = [batch.base_offset for batch in iterate_batches(found.records or b"")]
+    return Read(error_codes.name_of(found.error_code), found.high_watermark, base_offsets)
+
+
+def latest(client: RawClient, topic: str) -> Outcome:
+    """The offset that ListOffsets tells for the log's end, as consumers see it."""
+    asked = [{"name": topic, "partitions": [{"partition_index": 0, "timestamp": -1}]}]
+    found = client.request(LIST_OFFSETS, 6, replica_id=-1, topics=asked).topics[0].partitions[0]
+    return outcome(found.error_code, found.offset)
+
+
+class ToLeader:
+    """Requests to whoever leads a topic's partition, made again where the lead has moved: on a busy machine it does."""
+
+    def __init__(self, side: Side, topic: str) -> None:
+        self._side = side
+        self._topic = topic
+        self._client: RawClient | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._disconnect()
+
+    def produce(self, records: bytes, **options: Any) -> Outcome:
+        return self._ask(lambda client: produce(client, records, topic=self._topic, **options))
+
+    def latest(self) -> Outcome:
+        return self._ask(lambda client: latest(client, self._topic))
+
+    def fetch(self, offset: int) -> Read:
+        return self._ask(lambda client: fetch(client, self._topic, offset))
+
+    def _ask(self, ask: Callable[[RawClient], _Answer]) -> _Answer:
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            if self._client is None:
+                self._client = self._side.client(self._side.leader(self._topic))
+            answer = ask(self._client)
+            if answer != CLOSED and answer.error != "NOT_LEADER_OR_FOLLOWER":
+                return answer
+            assert time.monotonic() < deadline, f"{self._side.name}: {answer}"
+            self._disconnect()
+            time.sleep(0.1)
+
+    def _disconnect(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
 
 
 def on_both(sides: Mapping[str, Side], script: Callable[[Side], _Result]) -> tuple[_Result, _Result]:
