@@ -220,6 +220,7 @@ class DevCluster:
     def _broker(self, node_id: int, pipe: ParentPipe) -> Child:
         arguments = ["broker", "--node-id", str(node_id), "--listen", "127.0.0.1:0", "--etcd", self.etcd]
         arguments += ["--prefix", DEFAULT_PREFIX, "--lease-ttl", str(self.lease_ttl_s)]
+        arguments += ["--replication-factor", str(self.replication_factor)]
         arguments += ["--data-dir", str(self.data_dir / f"broker-{node_id}")]
         return self._child(f"broker {node_id}", arguments, f"broker-{node_id}", pipe)
 
@@ -228,15 +229,18 @@ class DevCluster:
         self.broker_addresses[node_id] = fields["kafka"]
 
     async def _start_proxy(self, pipe: ParentPipe) -> None:
-        arguments = ["serve", "--listen", str(self._listen), "--etcd", self.etcd, "--prefix", DEFAULT_PREFIX]
-        arguments += ["--lease-ttl", str(self.lease_ttl_s)]
-        if self._admin is not None:
-            arguments += ["--admin", str(self._admin)]
-        self._proxy = self._child("proxy", arguments, "proxy", pipe)
+        self._proxy = self._child("proxy", self._proxy_arguments(), "proxy", pipe)
         await self._proxy.start()
         fields = await self._proxy.wait_ready(READY_TIMEOUT_S)
         self.kafka, self.admin = fields["kafka"], fields.get("admin", "")
         self._on_step(f"proxy     {self.kafka}")
+
+    def _proxy_arguments(self) -> list[str]:
+        arguments = ["serve", "--listen", str(self._listen), "--etcd", self.etcd, "--prefix", DEFAULT_PREFIX]
+        arguments += ["--lease-ttl", str(self.lease_ttl_s)]
+        if self._admin is not None:
+            arguments += ["--admin", str(self._admin)]
+        return arguments
 
     def _child(self, name: str, arguments: list[str], log_name: str, pipe: ParentPipe) -> Child:
         return Child(name, arguments, self.data_dir / "logs" / f"{log_name}.log", pipe)

@@ -177,14 +177,15 @@ class OwnerKill:
         return {partition: self._view.owner(self._topic, partition) for partition in partitions}
 
     def _others_may_take(self, partitions: Iterable[int], victim: int) -> bool:
-        replicas = self._view.topics[self._topic].replicas
-        return all(set(replicas[partition]) != {victim} for partition in partitions)
+        topic = self._view.topics[self._topic]
+        return all(set(self._view.replicas(topic, partition)) != {victim} for partition in partitions)
 
     def _is_in_sync(self, broker: int) -> bool:
         """Whether it has all of every partition that it keeps a copy of, as the partitions' ISR says."""
         topic = self._view.topics[self._topic]
-        states = {index: self._view.state(topic, index) for index, kept in enumerate(topic.replicas) if broker in kept}
-        return all(state is not None and broker in state.isr for state in states.values())
+        kept = [index for index in range(len(topic.replicas)) if broker in self._view.replicas(topic, index)]
+        states = [self._view.state(topic, index) for index in kept]
+        return all(state is not None and broker in state.isr for state in states)
 
 
 def owner_of_most(owners: Mapping[int, int]) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 import confluent_kafka
 import psutil
 import pytest
+from confluent_kafka.admin import AdminClient
 
 from kproxy.config import DEFAULT_PREFIX
 from kproxy.dev.cluster import ChildEnded, DevCluster
@@ -40,17 +41,35 @@ def test_it_is_etcd_brokers_and_a_proxy(dev_cluster: KproxyProcess) -> None:
     assert set(dev_cluster.fields) == {"kafka", "admin", "etcd"}
 
 
+def replicas(dev: KproxyProcess, topic: str) -> list[int]:
+    """The brokers that keep the topic's partition 0. A broker says it; the proxy names only itself."""
+    broker = next(line.split()[2] for line in dev.stderr().splitlines() if line.startswith("  broker "))
+    metadata = AdminClient({"bootstrap.servers": broker}).list_topics(topic, timeout=10)
+    return list(metadata.topics[topic].partitions[0].replicas)
+
+
 def test_what_was_written_is_there_after_a_restart(tmp_path: Path) -> None:
     data_dir, topic = tmp_path / "data", "kept"
-    # At the second start new topics get three replicas; this one keeps the one that it was made with.
     with serving(dev_arguments(data_dir, "--replication-factor", "1"), tmp_path / "first") as dev:
         written = produce(dev.kafka, topic, [b"%d" % number for number in range(500)])
+        assert len(replicas(dev, topic)) == 1
         processes = dev.descendants()
         assert dev.stop() == 0
         assert gone(processes, timeout_s=0.5), "dev ended before its children"
     with serving(dev_arguments(data_dir), tmp_path / "second") as dev:
         assert read_partition(dev.kafka, topic, 0, len(written)) == written
+        # It keeps what it was made with; the factor is for what is made from now on.
+        assert len(replicas(dev, topic)) == 1
+        produce(dev.kafka, "new", [b"1"])
+        assert sorted(replicas(dev, "new")) == [1, 2, 3]
         assert dev.stop() == 0
+
+
+def test_with_fewer_brokers_than_replicas_by_default_there_are_as_many_and_it_is_said(tmp_path: Path) -> None:
+    with serving(dev_arguments(tmp_path / "data", "--brokers", "2"), tmp_path / "stderr") as dev:
+        assert "replicas  2 of each new partition, not 3: there are 2 brokers.\n" in dev.stderr()
+        produce(dev.kafka, "t", [b"1"])
+        assert sorted(replicas(dev, "t")) == [1, 2]
 
 
 def test_ctrl_c_in_a_terminal_stops_it_cleanly_though_a_client_is_connected(tmp_path: Path) -> None:

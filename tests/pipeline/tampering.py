@@ -2,8 +2,9 @@
 
 Every produce request that comes by is taken apart and put together again by kafka-python, with the producer's id and
 sequence numbers removed: a broker that still saw them would refuse what is missing and drop what comes twice. So a run
-through it without a fault is part of the evidence. All else passes as it is. For clients to come through it, the proxy
-behind must advertise the relay's address.
+through it without a fault is part of the evidence. Where something has to be sent again, as when a broker is killed,
+they must stay (`keep_producers`), and only a fault that leaves as many records as there were goes unnoticed. All else
+passes as it is. For clients to come through it, the proxy behind must advertise the relay's address.
 """
 
 from __future__ import annotations
@@ -82,8 +83,9 @@ def swap_two(records: list[Record]) -> list[Record] | None:
 class TamperingRelay:
     """Listens on `address` from `start` on and passes all to `upstream_port`, to be set before a client comes."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep_producers: bool = False) -> None:
         self.upstream_port = 0
+        self._keep_producers = keep_producers
         self.address = ""
         self.tamper: Tamper | None = None
         self.produce_requests = 0
@@ -142,9 +144,9 @@ class TamperingRelay:
         return rewritten
 
     def _rebatch(self, batch: bytes) -> bytes:
+        received = DefaultRecordBatch(batch)
         records = [
-            Record(record.timestamp, record.key and bytes(record.key), bytes(record.value))
-            for record in DefaultRecordBatch(batch)
+            Record(record.timestamp, record.key and bytes(record.key), bytes(record.value)) for record in received
         ]
         if self.tamper is not None:
             records = self.tamper.apply(records)
@@ -152,9 +154,9 @@ class TamperingRelay:
             magic=2,
             compression_type=0,
             is_transactional=False,
-            producer_id=-1,
-            producer_epoch=-1,
-            base_sequence=-1,
+            producer_id=received.producer_id if self._keep_producers else -1,
+            producer_epoch=received.producer_epoch if self._keep_producers else -1,
+            base_sequence=received.base_sequence if self._keep_producers else -1,
             batch_size=1 << 30,
         )
         for position, record in enumerate(records):

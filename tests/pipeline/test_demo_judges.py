@@ -26,6 +26,7 @@ from kproxy.pipeline.demo import DemoOptions, run_demo
 from kproxy.pipeline.report import Report
 from kproxy.pipeline.spark import SparkDriver
 from tests.pipeline.tampering import Record, Tamper, TamperingRelay, double_one, drop_one, swap_two
+from tests.support.dev import asyncios_own_loop
 from tests.support.java import require_java
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
@@ -53,8 +54,9 @@ class LoopThread:
 
 
 class Course(NamedTuple):
-    """From Spark through the relay, which may tamper, to a proxy before the cluster of `etcd`."""
+    """From Spark through the relay, which may tamper, to a proxy before the cluster of `etcd`; all run `beside` us."""
 
+    beside: LoopThread
     spark: SparkDriver
     relay: TamperingRelay
     etcd: str
@@ -83,7 +85,7 @@ def course(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Course]:
         assert proxy.stdout is not None
         assert proxy.stdout.readline().startswith("ready ")
         spark.start()
-        yield Course(spark, relay, cluster.etcd)
+        yield Course(beside, spark, relay, cluster.etcd)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +126,44 @@ def test_one_record_lost_doubled_or_swapped_on_the_wire_is_found_and_the_exit_st
         assert any(f"n={n}" in table[fault][1] for n in tamper.victims)
     # What is wrong is kept to be looked at, what is right is not.
     assert bool(list(tmp_path.iterdir())) == bool(wrong)
+
+
+def test_with_an_owner_killed_in_mid_stream_what_is_wrong_is_still_found(
+    course: Course, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It is swapped in the first micro-batch, before the kill: what is sent again after that is sent as it was.
+    relay = TamperingRelay(keep_producers=True)
+    relay.tamper = tamper = Tamper(swap_two)
+    relay.upstream_port = _free_port()
+    course.beside.run(relay.start())
+
+    class RelayedCluster(DevCluster):
+        """Its proxy sends clients to the relay."""
+
+        def _proxy_arguments(self) -> list[str]:
+            listen = f"127.0.0.1:{relay.upstream_port}"
+            return [*super()._proxy_arguments(), "--listen", listen, "--advertise", relay.address]
+
+    monkeypatch.setattr("kproxy.pipeline.demo.DevCluster", RelayedCluster)
+    said, shown = io.StringIO(), io.StringIO()
+    report = Report(progress=Console(file=said), output=Console(file=shown, width=120))
+    try:
+        with asyncios_own_loop():
+            status = run_demo(
+                DemoOptions(rows=ROWS, kill_owner=True, data_dir=tmp_path), driver=course.spark, report=report
+            )
+    finally:
+        course.beside.run(relay.stop())
+
+    table = _rows_of(shown.getvalue())
+    assert {name: int(table[name][0]) for name in FAULTS} == dict.fromkeys(FAULTS, 0) | {"out of order": 1}
+    assert any(f"n={n}" in table["out of order"][1] for n in tamper.victims)
+    assert (table["rows sent"][0], table["rows read"][0]) == (f"{ROWS:,}", f"{ROWS:,}")
+    assert status == 1
+    killed = table["broker killed"][0]
+    assert f"kill -9 of broker {killed}, owner of 4 of the 12 partitions" in said.getvalue()
+    assert table[f"rows on broker {killed}"][1].endswith(", 4 before the kill")
+    assert all(table[name][0].endswith(" s") for name in ("without an owner", "written again", "broker back"))
 
 
 def _free_port() -> int:
