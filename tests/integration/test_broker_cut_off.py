@@ -84,7 +84,7 @@ async def _start_writers(site: FaultySite, stack: AsyncExitStack) -> list[Writer
             await site.led_by(topic, partition, [broker.node_id])
             addresses = [broker.client_address]
             writer = Writer(topic, lambda addresses=addresses: addresses, partition=partition, acks=acks, pause_s=0.02)
-            writers.append(stack.enter_context(writer))
+            writers.append(await stack.enter_async_context(writer))
     await _wait_for_acks(writers, 0.0)
     return writers
 

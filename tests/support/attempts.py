@@ -6,8 +6,8 @@ for good is nowhere, none is there twice, and what is there stands in the order 
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-import socket
 import threading
 import time
 from collections import Counter
@@ -45,7 +45,47 @@ class Attempt(NamedTuple):
         return self.error_code == error_codes.NONE and self.acks != 0
 
 
-class Writer:
+class ThreadedClient:
+    """A client that blocks, on a thread of its own for as long as an `async with` block lasts.
+
+    What it raises there is raised at the end of the block. Nothing here may block the test's event loop, or the relays
+    on it would stand still.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._guard, name=name, daemon=True)
+        self._failure: BaseException | None = None
+
+    async def __aenter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.abandon() if error is not None else self._stopping.set()
+        await asyncio.to_thread(self._thread.join)
+        if self._failure is not None:
+            raise self._failure
+
+    def abandon(self) -> None:
+        """Stop as soon as may be: the test has failed."""
+        self._stopping.set()
+
+    def run(self) -> None:
+        """Until `_stopping` is set."""
+        raise NotImplementedError
+
+    def _guard(self) -> None:
+        try:
+            self.run()
+        except BaseException as error:  # noqa: BLE001 - raised again at the end of the block
+            self._failure = error
+
+
+class Writer(ThreadedClient):
     """Writes to one partition, at whichever of `addresses` takes it, on a thread of its own.
 
     A refusal or a connection that ends sends it on to the next address.
@@ -62,33 +102,14 @@ class Writer:
         timeout_ms: int = 1000,
         name: str = "w",
     ) -> None:
+        super().__init__(name)
         self.attempts: list[Attempt] = []
         self.topic, self.partition, self.acks = topic, partition, acks
-        self.name = name
         self._addresses = addresses
         self._pause_s = pause_s
         self._timeout_ms = timeout_ms
         self._turn = 0
         self._client: RawClient | None = None
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"writer {name}")
-        self._failure: BaseException | None = None
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """Send nothing more; the last answer is waited for."""
-        self._stop.set()
-        self._thread.join()
-        if self._failure is not None:
-            raise self._failure
 
     @property
     def acked(self) -> list[Attempt]:
@@ -110,17 +131,12 @@ class Writer:
             assert time.monotonic() < deadline, f"nothing acknowledged within {timeout_s} s: {self.codes}"
             time.sleep(0.01)
 
-    def _run(self) -> None:
-        try:
-            for number in itertools.count():
-                if self._stop.is_set():
-                    break
-                self._send(b"%s:%d" % (self.name.encode(), number))
-                time.sleep(self._pause_s)
-        except BaseException as error:  # noqa: BLE001 - raised again by `stop`
-            self._failure = error
-        finally:
-            self._disconnect()
+    def run(self) -> None:
+        for number in itertools.count():
+            if self._stopping.wait(self._pause_s):
+                break
+            self._send(b"%s:%d" % (self.name.encode(), number))
+        self._disconnect()
 
     def _send(self, value: bytes) -> None:
         sent_at = time.monotonic()
@@ -194,12 +210,3 @@ def judge(log: Sequence[Stored], attempts: Iterable[Attempt], *, may_lose: bool 
         if place is not None:
             assert place > latest, f"{each.value!r} is at {place}, what was sent before it at {latest}"
             latest = place
-
-
-def reachable(address: Address) -> bool:
-    """Whether a connection is taken there."""
-    try:
-        socket.create_connection(address, 1).close()
-    except OSError:
-        return False
-    return True

@@ -43,11 +43,5 @@ def main() -> None:
         sys.exit(2)
 
 
-def _parse(name: str, value: str) -> Any:
-    if name.endswith("listen"):
-        return "127.0.0.1", int(value)
-    return float(value) if "." in value else int(value)
-
-
 if __name__ == "__main__":
     main()
