@@ -9,7 +9,7 @@ MINUTES ?= 10
 SEED   ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test chaos check bench bench-quick lock clean
+.PHONY: help install demo test chaos storm check bench bench-quick lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do \
@@ -30,6 +30,10 @@ test: install  ## run every test
 chaos: install  ## kill, stop and cut off members of etcd at random for MINUTES=10, from SEED=1, and judge the table
 	@KPROXY_CHAOS_MINUTES=$(MINUTES) KPROXY_CHAOS_SEED=$(SEED) \
 		$(BIN)/python -m pytest -s -q tests/integration/test_etcd_chaos.py $(ARGS)
+
+storm: install  ## kill, stop, cut off and wipe replicated brokers at random for MINUTES=10, from SEED=1, and judge what is left
+	@KPROXY_STORM_MINUTES=$(MINUTES) KPROXY_STORM_SEED=$(SEED) \
+		$(BIN)/python -m pytest -s -q tests/integration/test_replication_storm.py $(ARGS)
 
 check: install  ## lint, types, dependency direction, generated files; runs no tests
 	@echo "ruff";         $(BIN)/ruff check .

@@ -1,0 +1,178 @@
+"""Trouble with replicated brokers, at random from a seed, and a reader who remembers everything that it was shown."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import NamedTuple
+
+from codec import error_codes
+from codec.api_keys import FETCH
+from tests.support.attempts import Address, Stored, ThreadedClient, stored
+from tests.support.faulty_site import FaultyBroker, FaultySite
+from tests.support.reference_broker import Closed, RawClient
+
+BROKERS = (1, 2, 3)
+# In seconds: below, around and beyond the TTL of 2 s.
+HOLDS = (0.1, 0.5, 1.5, 2.5, 4.0)
+KINDS = (
+    *("killed",) * 3,
+    *("stopped",) * 3,
+    *("terminated",) * 2,
+    *("cut off from etcd",) * 2,
+    *("silent to etcd",) * 2,
+    *("cut off from followers",) * 2,
+    "its lease is revoked",
+    "its disk is wiped",
+    "etcd member killed",
+    "etcd majority stopped",
+)
+# What may befall several at once without taking away what nobody else has.
+_ANY_NUMBER = frozenset({"killed", "stopped", "terminated", "cut off from etcd", "silent to etcd"})
+
+
+class Step(NamedTuple):
+    """One trouble: `what` befalls these brokers, by id, for so long. `settled`: only once all replicas are in sync."""
+
+    what: str
+    brokers: tuple[int, ...]
+    hold_s: float
+    settled: bool
+
+    def __str__(self) -> str:
+        who = ",".join(map(str, self.brokers))
+        return f"{who} {self.what} for {self.hold_s} s{', all being in sync' if self.settled else ''}"
+
+
+def steps(seed: int) -> Iterator[Step]:
+    """What happens, without end; the same for the same seed."""
+    chance = random.Random(seed)
+    while True:
+        what = chance.choice(KINDS)
+        count = chance.choice((1, 1, 1, 1, 2, 3)) if what in _ANY_NUMBER else 1
+        brokers = tuple(chance.sample(BROKERS, count))
+        settled = chance.random() < 0.5 or what == "its disk is wiped"
+        yield Step(what, brokers, chance.choice(HOLDS), settled)
+
+
+class Trouble:
+    """Makes steps happen to a site's brokers and to its etcd."""
+
+    def __init__(self, site: FaultySite) -> None:
+        self._site = site
+
+    async def make(self, step: Step) -> None:
+        """From its beginning until every process serves again."""
+        async with self._befalling(step):
+            await asyncio.sleep(step.hold_s)
+        await self._site.heal()
+
+    @asynccontextmanager
+    async def _befalling(self, step: Step) -> AsyncIterator[None]:
+        brokers = [self._site.brokers[node_id] for node_id in step.brokers]
+        async with AsyncExitStack() as healing:
+            if step.what.startswith("etcd"):
+                await self._befall_etcd(step, healing)
+            else:
+                await asyncio.gather(*(self._befall(step.what, broker) for broker in brokers))
+            yield
+
+    async def _befall_etcd(self, step: Step, healing: AsyncExitStack) -> None:
+        etcd = self._site.etcd
+        member = etcd.members[step.brokers[0] - 1]
+        if step.what == "etcd member killed":
+            member.kill()
+            healing.push_async_callback(etcd.healthy, member)
+            healing.callback(etcd.start_member, member)
+        else:
+            for other in etcd.members:
+                if other is not member:
+                    await other.freeze()
+                    healing.callback(other.thaw)
+
+    async def _befall(self, what: str, broker: FaultyBroker) -> None:
+        if what == "killed":
+            await broker.down()
+        elif what == "stopped":
+            broker.signal(signal.SIGSTOP)
+        elif what == "terminated":
+            await asyncio.to_thread(broker.terminate)
+        elif what == "cut off from etcd":
+            await broker.cut_off_from_etcd("refused")
+        elif what == "silent to etcd":
+            await broker.cut_off_from_etcd("silent")
+        elif what == "cut off from followers":
+            broker.replication_way.blackhole()
+        elif what == "its disk is wiped":
+            await broker.down()
+            shutil.rmtree(broker.data_dir)
+        else:
+            found = await self._site.client.get(self._site.keys.broker(broker.node_id))
+            if found is not None:
+                await self._site.client.lease_revoke(found.lease_id)
+
+
+class Reader(ThreadedClient):
+    """Reads one partition from its beginning on, from whichever of `addresses` serves it, on a thread of its own.
+
+    What it was shown once must be there for good, and where it has been it must not be sent back from.
+    """
+
+    def __init__(self, topic: str, partition: int, addresses: Callable[[], Sequence[Address]]) -> None:
+        super().__init__(f"reader {topic}-{partition}")
+        self.seen: dict[int, bytes] = {}
+        self.topic, self.partition = topic, partition
+        self._addresses = addresses
+        self._offset = 0
+        self._turn = 0
+        self._client: RawClient | None = None
+
+    def judge(self, log: Sequence[Stored]) -> None:
+        """Hold what it was shown against what is in the log in the end."""
+        final = dict(log)
+        for offset, value in self.seen.items():
+            assert final.get(offset) == value, f"read {value!r} at {offset}, where {final.get(offset)!r} is in the end"
+
+    def run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._read()
+            except (OSError, Closed):
+                self._disconnect()
+                self._stopping.wait(0.05)
+        self._disconnect()
+
+    def _read(self) -> None:
+        if self._client is None:
+            addresses = self._addresses()
+            host, port = addresses[self._turn % len(addresses)]
+            self._client = RawClient(host, port, timeout_s=2.0)
+        asked = {"partition": self.partition, "fetch_offset": self._offset, "partition_max_bytes": 1 << 18}
+        topics = [{"topic": self.topic, "partitions": [asked]}]
+        answer = self._client.request(FETCH, 11, max_wait_ms=200, min_bytes=1, max_bytes=1 << 20, topics=topics)
+        found = answer.responses[0].partitions[0]
+        where = f"{self.topic}-{self.partition}"
+        assert found.error_code != error_codes.OFFSET_OUT_OF_RANGE, f"{where}: sent back from {self._offset}"
+        if found.error_code != error_codes.NONE:
+            self._disconnect()
+            self._stopping.wait(0.05)
+            return
+        for offset, value in stored(bytes(found.records or b"")):
+            if offset < self._offset:
+                continue
+            assert offset == self._offset, f"{where}: {self._offset} was skipped for {offset}"
+            assert offset < found.high_watermark, (
+                f"{where}: {offset} was shown, the high watermark is {found.high_watermark}"
+            )
+            self.seen[offset] = value
+            self._offset = offset + 1
+
+    def _disconnect(self) -> None:
+        self._turn += 1
+        if self._client is not None:
+            self._client.close()
+            self._client = None
