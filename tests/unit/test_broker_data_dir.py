@@ -71,3 +71,16 @@ def test_what_a_crash_left_half_removed_is_removed_at_the_next_start(tmp_path: P
     (tmp_path / "#deleted-x" / "00000000000000000000.log").write_bytes(b"x")
     DataDir.open(tmp_path, 1).close()
     assert not list(tmp_path.glob("#*"))
+
+
+def test_what_a_crash_left_half_written_beside_a_small_file_is_removed(tmp_path: Path) -> None:
+    data_dir = DataDir.open(tmp_path, 1)
+    data_dir.open_log("t", 0, FIRST).close()
+    leftovers = (tmp_path / "broker.json.0123.new", tmp_path / "t-0" / "checkpoint.json.0123.new")
+    for leftover in leftovers:
+        leftover.write_text('{"high_wat')
+    data_dir.close()
+    data_dir = DataDir.open(tmp_path, 1)
+    data_dir.open_log("t", 0, FIRST).close()
+    assert not any(leftover.exists() for leftover in leftovers)
+    data_dir.close()

@@ -176,6 +176,33 @@ async def test_a_log_that_is_closed_while_the_disk_is_at_work_is_no_failure(
     assert (broker.failed, disk.syncs, other.log.is_dirty) == ([], 2, False)
 
 
+async def test_a_segment_that_is_removed_while_the_disk_is_at_work_is_no_failure(broker: Broker, disk: Disk) -> None:
+    log = broker.host(flush="never").log
+    append_values(log, 4000, 4000)
+    at_work, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        at_work.set()
+        assert go_on.wait(10)
+
+    disk.before_sync = wait
+    flushing = asyncio.create_task(asyncio.to_thread(log.flush))
+    await asyncio.to_thread(at_work.wait, 10)
+    log.truncate_to(1)
+    go_on.set()
+    await flushing
+    assert (log.failure, disk.syncs) == (None, 1)
+
+
+async def test_what_a_killed_broker_has_left_is_brought_to_the_disk(broker: Broker, disk: Disk) -> None:
+    append_values(broker.host().log, 10)
+    broker.hosted.clear()
+    log = broker.host().log
+    assert log.is_dirty, "who else would have done it?"
+    await broker.keeper.flush()
+    assert disk.syncs == 1
+
+
 async def test_a_log_whose_flush_fails_takes_and_tells_nothing_more(broker: Broker) -> None:
     """The kernel may take what it could not write for written: nobody may ask it twice."""
     broken, well = broker.host("broken"), broker.host("well")
@@ -220,6 +247,29 @@ async def test_high_watermarks_are_written_down_when_they_have_moved(broker: Bro
     assert (again.high_watermark_checkpoint, again.leadership) == (2, NO_LEADERSHIP)
     again.close()
     assert led.log.leadership == (0, 7), "whom a replica obeys is written down too"
+
+
+async def test_a_checkpoint_at_work_does_not_end_in_the_log_that_has_taken_the_place(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A topic is deleted and created again, while the disk is slow."""
+    log = broker.host().log
+    at_work, go_on = threading.Event(), threading.Event()
+    sync = os.fsync
+
+    def wait(fd: int) -> None:
+        at_work.set()
+        assert go_on.wait(10)
+        sync(fd)
+
+    monkeypatch.setattr("kproxy.broker.json_file.os.fsync", wait)
+    writing = asyncio.create_task(asyncio.to_thread(log.checkpoint, 0, Leadership(9, 77)))
+    await asyncio.to_thread(at_work.wait, 10)
+    log.close()
+    go_on.set()
+    with pytest.raises(LogFailed):
+        await writing
+    assert [path.suffix for path in log.directory.iterdir()] == [".log"]
 
 
 async def test_a_log_that_has_gone_does_not_keep_others_from_their_checkpoints(broker: Broker) -> None:
