@@ -349,3 +349,17 @@ async def test_producers_wait_until_all_have_it_or_too_few_are_left(group: Group
     assert await leader.wait_for_isr(1, 5) == error_codes.NOT_ENOUGH_REPLICAS_AFTER_APPEND
     group.fences[1].live = False
     assert await leader.wait_for_isr(0, 5) == error_codes.REQUEST_TIMED_OUT, "a zombie says nothing"
+
+
+def test_an_epoch_in_which_a_former_leader_wrote_nothing_does_not_keep_it_from_following(group: Group) -> None:
+    """Its log is empty, and its epoch known only from beside it; the one before wrote what this replica never saw."""
+    append(group.elect(1), b"never seen elsewhere", acks=1)
+    group.restart(1)
+    idle = group.elect(2)
+    idle.log.checkpoint(idle.high_watermark, idle.leadership)
+    group.restart(2)
+    leader = group.elect(1)
+    for _ in range(3):
+        group.fetch(2)
+    assert group.contents(2) == group.contents(1) != b""
+    assert group.replicas[2].log_end_offset == leader.log_end_offset == 1

@@ -63,8 +63,8 @@ def reset_to_offset(log: Log, high_watermark: int, offset: int) -> None:
             f"the leader's log leaves this one at offset {offset}, below the high watermark {high_watermark}: "
             f"records that were acknowledged are not there"
         )
-    if offset < log.log_end_offset:
-        log.truncate_to(offset)
+    # Also at the log's very end: an epoch that was begun there and wrote nothing is none to go by.
+    log.truncate_to(offset)
 
 
 def validate_consistency(log: Log, high_watermark: int) -> None:
