@@ -7,7 +7,9 @@ Invariants
 1. A log that is closed or removed meanwhile is passed over: it is no error, and nothing of it is written any more.
 2. That a log has failed is told once. It is not flushed again, since the kernel may claim that what it could not write
    is written; giving the partition to another broker is `leases`' affair.
-3. What cannot be done now, for want of room, is tried again in the next round, and no round keeps the others waiting.
+3. A high watermark is written down only once what lies below it is on the disk. Otherwise all replicas of a partition
+   could come up after a power cut and find, each of itself, that it lacks what was committed: none would lead.
+4. What cannot be done now, for want of room, is tried again in the next round, and no round keeps the others waiting.
 """
 
 from __future__ import annotations
@@ -146,6 +148,10 @@ def _checkpoint(wanted: Sequence[tuple[Log, int, Leadership]]) -> None:
     refused: list[OSError] = []
     for log, high_watermark, leadership in wanted:
         try:
+            if log.options.flush != "never":
+                log.flush()
+            elif log.is_dirty:
+                high_watermark = log.high_watermark_checkpoint
             log.checkpoint(high_watermark, leadership)
         except OSError as error:
             refused.append(error)

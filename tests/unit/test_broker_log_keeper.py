@@ -249,6 +249,21 @@ async def test_high_watermarks_are_written_down_when_they_have_moved(broker: Bro
     assert led.log.leadership == (0, 7), "whom a replica obeys is written down too"
 
 
+@pytest.mark.parametrize(("flush", "written"), [("always", 2), ("interval", 2), ("never", 0)])
+async def test_a_high_watermark_is_written_down_only_over_records_that_are_on_the_disk(
+    broker: Broker, flush: FlushPolicy, written: int
+) -> None:
+    """Or a power cut at all replicas at once would leave each of them lacking what was committed, and none to lead."""
+    hosted = broker.host(flush=flush)
+    append_values(hosted.log, 10, 10)
+    hosted.high_watermark = 2
+    await broker.keeper.checkpoint()
+    assert (hosted.log.high_watermark_checkpoint, hosted.log.is_dirty) == (written, flush == "never")
+    hosted.log.flush()
+    await broker.keeper.checkpoint()
+    assert hosted.log.high_watermark_checkpoint == 2
+
+
 async def test_a_checkpoint_at_work_does_not_end_in_the_log_that_has_taken_the_place(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
