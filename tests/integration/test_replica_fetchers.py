@@ -131,6 +131,25 @@ async def test_more_partitions_than_one_request_may_name_are_fetched_in_turn(
         await replicated(*replicas)
 
 
+async def test_many_partitions_are_fetched_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request costs both sides something for each partition: not one for each append."""
+    rest_s = 0.05
+    monkeypatch.setattr(fetchers, "PARTITIONS_WITHOUT_REST", 3)
+    monkeypatch.setattr(fetchers, "REST_S_PER_PARTITION", rest_s)
+    async with pair(tmp_path) as both:
+        replicas = [both.replicate("t", T, index) for index in range(4)]
+        loop = asyncio.get_running_loop()
+        leader, follower = replicas[0]
+        begin, steps, end = loop.time(), 0, follower.log_end_offset
+        for number in range(100):
+            append(leader, b"v%d" % number)
+            await asyncio.sleep(0.002)
+            steps += follower.log_end_offset != end
+            end = follower.log_end_offset
+        assert steps <= (loop.time() - begin) / rest_s + 2
+        await replicated(*replicas)
+
+
 async def test_a_batch_larger_than_all_limits_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetchers, "MAX_BYTES", 1_000)
     async with pair(tmp_path) as both:

@@ -180,7 +180,7 @@ def _read(broker: Broker, fetch: FetchRequest, reader: _Reader) -> _Answer:
             asked = partition_fetch(fetch, start)
             limit = min(asked.max_bytes, left)
             partition = broker.led(topic.name, asked.partition_index)
-            if partition is not None and partition.serves_reads():
+            if partition is not None:
                 fetched = reader.fetch_from(partition, asked, limit)
             else:
                 fetched = PartitionFetched(asked.partition_index, _refusal(broker, fetch, topic, asked.partition_index))
@@ -204,6 +204,8 @@ def _refusal(broker: Broker, fetch: FetchRequest, topic: TopicSpan, partition_in
 
 
 def _fetch_as_client(partition: Partition, asked: PartitionFetch, max_bytes: int) -> PartitionFetched:
+    if not partition.serves_reads():
+        return PartitionFetched(asked.partition_index, error_codes.NOT_LEADER_OR_FOLLOWER)
     error_code = partition.check_leader_epoch(asked.current_leader_epoch)
     if error_code != error_codes.NONE:
         return PartitionFetched(asked.partition_index, error_code)
