@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from codec import control, error_codes
+from codec import control, error_codes, partitioned
 from codec.api_keys import FETCH, SASL_AUTHENTICATE, SASL_HANDSHAKE
 from codec.fetch import PartitionFetched, partition_fetch, response_ends, result_entry
 from codec.fetch import parse_fetch as parse
@@ -122,8 +122,8 @@ async def test_a_partition_with_much_to_fetch_leaves_room_for_others(
 async def test_more_partitions_than_one_request_may_name_are_fetched_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetchers, "MAX_PARTITIONS", 3)
-    monkeypatch.setattr(fetchers, "MAX_WAIT_MS", 40)
+    for module in (fetchers, partitioned):
+        monkeypatch.setattr(module, "MAX_PARTITIONS", 3)
     async with pair(tmp_path) as both:
         replicas = [both.replicate(*topic, index) for topic in (("t", T), ("u", U)) for index in range(4)]
         for leader, _ in replicas:
@@ -221,11 +221,11 @@ async def test_what_diverged_is_cut_off_at_once(tmp_path: Path, monkeypatch: pyt
 
 async def test_who_does_not_authenticate_in_time_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Be it silent, or sending a byte now and then."""
-    monkeypatch.setattr(listener, "AUTHENTICATION_TIMEOUT_S", 0.5)
     async with pair(tmp_path) as both:
         leader, follower = both.replicate("t", T, 0)
         append(leader, b"v")
         await replicated((leader, follower))
+        monkeypatch.setattr(listener, "AUTHENTICATION_TIMEOUT_S", 0.5)
         with capture_logs() as logs:
             silent, dripping = [await asyncio.open_connection("127.0.0.1", both.leader.port) for _ in range(2)]
             for byte in frame_message(b"\x00\x11\x00\x01" + bytes(60)):

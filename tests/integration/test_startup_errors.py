@@ -63,6 +63,9 @@ def test_a_port_taken_before_serve_and_broker_is_named(etcd: EmbeddedEtcd, tmp_p
     assert "--admin" in sentence
     arguments = ["broker", "--node-id", "1", "--etcd", etcd.endpoint, "--data-dir", tmp_path / "data"]
     assert address in refusal(*arguments, "--listen", address)
+    sentence = refusal(*arguments, "--replication-listen", address)
+    assert address in sentence
+    assert "--replication-listen" in sentence
 
 
 def test_a_host_that_is_not_here_is_named(tmp_path: Path) -> None:
@@ -117,6 +120,10 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
         (["broker", "--node-id", "-1", "--data-dir", "DIR", "--etcd", "a:1"], "--node-id"),
         (["broker", "--node-id", "1", "--data-dir", "FILE", "--etcd", "a:1"], "FILE"),
         (["broker", "--node-id", "1", "--data-dir", "DIR", "--etcd", "a:1", "--listen", "::"], "--listen"),
+        (
+            ["broker", "--node-id", "1", "--data-dir", "DIR", "--etcd", "a:1", "--replication-listen", "x"],
+            "--replication-l",
+        ),
         (["dev", "--brokers", "0", "--data-dir", "DIR", "--listen", "127.0.0.1:0"], "--brokers"),
         (["dev", "--brokers", "2", "--replication-factor", "3", "--data-dir", "DIR"], "--replication-factor 3"),
         (["dev", "--replication-factor", "0", "--data-dir", "DIR"], "a number from 1 to 3"),

@@ -18,7 +18,8 @@ from tests.support.dev import run_kproxy
 ETCD_FLAGS = "etcd-ca etcd-cert etcd-key etcd-server-name etcd-username etcd-password-file"
 FLAGS = {
     "serve": f"config listen advertise ownership etcd prefix bootstrap table admin workers {ETCD_FLAGS}",
-    "broker": f"node-id listen advertise data-dir etcd prefix lease-ttl replication-factor {ETCD_FLAGS}",
+    "broker": "node-id listen advertise replication-listen data-dir etcd prefix lease-ttl replication-factor "
+    f"{ETCD_FLAGS}",
     "dev": "listen brokers data-dir admin lease-ttl",
     "demo": "rows bootstrap etcd prefix data-dir keep",
     "table": f"admin etcd prefix topic json watch {ETCD_FLAGS}",
