@@ -274,7 +274,7 @@ def test_limits_hold_but_the_first_batch_comes_whole(leader: BrokerProcess, topi
             client.produce(topic, 0, build_batch([b"x" * 5000]))
         assert base_offsets(fetch(client, topic, max_bytes=10).records) == [0]
         assert base_offsets(fetch(client, topic, max_bytes=1 << 20).records) == [0, 1, 2]
-        partitions = [{"partition": 0, "fetch_offset": 0, "partition_max_bytes": 10}]
+        partitions = [{"partition": 0, "fetch_offset": offset, "partition_max_bytes": 10} for offset in (0, 1)]
         answer = client.request(
             api_keys.FETCH,
             11,
@@ -283,7 +283,9 @@ def test_limits_hold_but_the_first_batch_comes_whole(leader: BrokerProcess, topi
             max_bytes=10,
             topics=[{"topic": topic, "partitions": partitions}],
         )
-        assert base_offsets(answer.responses[0].partitions[0].records) == [0]
+        first, second = answer.responses[0].partitions
+        assert base_offsets(first.records) == [0]
+        assert (second.error_code, second.records) == (error_codes.NONE, b""), "of the whole answer, that is"
 
 
 @pytest.mark.parametrize("offset", [-1, 2, 10**12])
