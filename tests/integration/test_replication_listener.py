@@ -18,6 +18,7 @@ from codec import api_keys, error_codes
 from codec.api_keys import API_VERSIONS, CREATE_TOPICS, FETCH, METADATA, SASL_AUTHENTICATE, SASL_HANDSHAKE
 from codec.fetch import PartitionFetch
 from codec.headers import request_header
+from codec.partitioned import MAX_PARTITIONS
 from kproxy.broker.replication import listener
 from kproxy.broker.replication.sasl import MECHANISM, FollowerHandshake, Secret
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
@@ -294,6 +295,16 @@ def test_a_follower_is_told_why_it_gets_nothing(
     ((topic, (fetched,)),) = follower.fetch(STRANGER, leader.asking(**changes), max_wait_ms=60_000).topics
     assert topic == leader.topic_id.bytes
     assert (fetched.error_code, fetched.records) == (error_code, b"")
+
+
+def test_a_follower_may_ask_for_as_many_partitions_as_a_message_has(leader: Leader, follower: FollowerClient) -> None:
+    """Which is more than a stranger may send."""
+    asked = [PartitionFetch(index, 0, 0, -1, 0, 1000) for index in range(MAX_PARTITIONS)]
+    ((_, results),) = follower.fetch(STRANGER, [(leader.topic_id, asked)]).topics
+    codes = [each.error_code for each in results]
+    assert codes == [error_codes.REPLICA_NOT_AVAILABLE] + [error_codes.UNKNOWN_TOPIC_OR_PARTITION] * (
+        MAX_PARTITIONS - 1
+    )
 
 
 def test_a_topic_that_is_not_known_has_an_error_of_its_own(leader: Leader, follower: FollowerClient) -> None:

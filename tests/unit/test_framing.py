@@ -82,6 +82,18 @@ def test_the_limit_itself_is_admitted() -> None:
         _feed(FrameReader(10), _frame(11))
 
 
+def test_the_limit_can_be_raised_for_who_has_proved_who_it_is() -> None:
+    reader = FrameReader(10)
+    assert [len(frame) for frame in _feed(reader, _frame(10) + _frame(3)[:5])] == [14]
+    reader.admit(LIMIT)
+    assert [len(frame) for frame in _feed(reader, _frame(3)[5:] + _frame(11) + _frame(LIMIT))] == [7, 15, LIMIT + 4]
+    with pytest.raises(FrameTooLarge):
+        _feed(reader, _frame(LIMIT + 1))
+    reader.admit(2**31 - 1)
+    with pytest.raises(InvalidField):
+        _feed(reader, _frame(1))
+
+
 @pytest.mark.parametrize(
     ("announced", "error"),
     [
