@@ -14,7 +14,8 @@ from kproxy.broker.config import BrokerConfig
 from kproxy.broker.keys import BrokerValue, Keys, TopicValue, encode_value
 from kproxy.broker.replica_assignment import check_assignments, spread_replicas
 from kproxy.broker.topic_config import InvalidConfig, TopicSettings, check_configs, settings_of, values_of
-from kproxy.broker.topics import NewTopic, TopicOutcome, plan_topic
+from kproxy.broker.topics import NewTopic, TopicAdmin, TopicOutcome, plan_topic
+from kproxy.ownership.etcd import EtcdClient
 
 CONFIG = BrokerConfig(1, Path("unused"), ("unused",), segment_bytes=5000, retention_bytes=7000, retention_ms=9000)
 
@@ -174,3 +175,11 @@ def test_a_topic_whose_configuration_cannot_be_read_counts_as_absent() -> None:
         encoded = encode_value(value) if configs else encode_value(value).replace(b',"configs":{}', b"")
         view.apply_put(view.keys.topic(name), encoded, lease_id=0, revision=1)
     assert {name: topic.configs for name, topic in view.topics.items()} == {"good": {"retention.ms": "5"}, "old": {}}
+
+
+async def test_a_topic_of_more_replicas_than_its_record_holds_is_refused_before_etcd_is_asked() -> None:
+    value = TopicValue(uuid.uuid4(), [list(range(1_000_000_000, 1_000_000_011))] * 10_000)
+    admin = TopicAdmin(EtcdClient(("http://127.0.0.1:1",)), view_of(0), CONFIG)
+    outcome = await admin.create("t", value)
+    assert outcome.error_code == error_codes.INVALID_PARTITIONS
+    assert "10000 partitions of 11 replicas" in str(outcome.error_message)
