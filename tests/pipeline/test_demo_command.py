@@ -96,6 +96,7 @@ def test_without_java_on_the_machine_it_takes_pips_and_with_an_owner_killed_ends
         assert any(line in row and " 2,000 " in row for row in output.splitlines()), output
     for line in ("without an owner", "written again", "broker back", "caught up"):
         assert any(line in row and " s │" in row for row in output.splitlines()), output
+    assert any("without an owner" in row and "took over" in row for row in output.splitlines()), output
     assert "Every row arrived: once, unchanged and in order." in output
     assert demo.living() == []
     assert list(demo.directory.iterdir()) == []
@@ -104,13 +105,13 @@ def test_without_java_on_the_machine_it_takes_pips_and_with_an_owner_killed_ends
 @pytest.mark.parametrize(
     ("number", "stage", "status"),
     [
-        pytest.param(signal.SIGINT, "Spark", 130, id="Ctrl-C while it writes"),
+        pytest.param(signal.SIGINT, "kill", 130, id="Ctrl-C while it writes and a broker is down"),
         pytest.param(signal.SIGTERM, "cluster", 143, id="SIGTERM while Spark starts"),
     ],
 )
 def test_a_signal_ends_it_and_all_it_started(tmp_path: Path, number: signal.Signals, stage: str, status: int) -> None:
     require_java()
-    demo = Demo(tmp_path / "data", "--rows", "100000")
+    demo = Demo(tmp_path / "data", "--rows", "100000", "--kill-owner")
     try:
         demo.wait_for(stage)
         demo.process.send_signal(number)
