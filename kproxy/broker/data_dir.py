@@ -13,10 +13,12 @@ import os
 import shutil
 import sys
 import uuid
+from contextlib import nullcontext
 from pathlib import Path
 
 import structlog
 
+from kproxy.broker.checkpoint import Checkpoint, write_checkpoint
 from kproxy.broker.disk import sync_directory
 from kproxy.broker.json_file import read_json, remove_scratch_files, write_json
 from kproxy.broker.log import Log
@@ -35,11 +37,10 @@ _logger = structlog.get_logger(__name__)
 
 
 class DataDir:
-    """An open data directory; close it last. `is_new`: no broker has had it before."""
+    """An open data directory; close it last."""
 
-    def __init__(self, path: Path, lock_fd: int, log_options: LogOptions, *, is_new: bool) -> None:
+    def __init__(self, path: Path, lock_fd: int, log_options: LogOptions) -> None:
         self.path = path
-        self.is_new = is_new
         self._lock_fd = lock_fd
         self._log_options = log_options
 
@@ -54,7 +55,7 @@ class DataDir:
             path.mkdir(parents=True, exist_ok=True)
             lock_fd = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
             _lock(lock_fd, path)
-            is_new = _claim(path, node_id)
+            _claim(path, node_id)
             remove_scratch_files(path)
             for leftover in path.glob("#deleted-*"):
                 shutil.rmtree(leftover)
@@ -67,15 +68,24 @@ class DataDir:
                 f"the data directory {path} cannot be used ({error.strerror or error}): "
                 "give another with --data-dir, or make it one that this user can write to"
             ) from error
-        return cls(path, lock_fd, log_options or LogOptions(), is_new=is_new)
+        return cls(path, lock_fd, log_options or LogOptions())
 
     def partition_path(self, topic: str, partition_index: int) -> Path:
         return self.path / f"{topic}-{partition_index}"
 
-    def open_log(self, topic: str, partition_index: int, topic_id: uuid.UUID, options: LogOptions | None = None) -> Log:
+    def open_log(
+        self,
+        topic: str,
+        partition_index: int,
+        topic_id: uuid.UUID,
+        options: LogOptions | None = None,
+        *,
+        is_expected: bool = False,
+    ) -> Log:
         """The partition's log; blocks while it is read through. Raises OSError, LogFailed.
 
-        The log of an earlier topic of the same name is set aside, not opened.
+        The log of an earlier topic of the same name is set aside, not opened. Where one `is_expected` and there is
+        none, it is created as one that is not whole.
         """
         directory = self.partition_path(topic, partition_index)
         identity = {"topic": topic, "partition": partition_index, "topic_id": str(topic_id)}
@@ -88,6 +98,8 @@ class DataDir:
             directory.rename(stray)
         directory.mkdir(exist_ok=True)
         if found != identity:
+            if is_expected:
+                write_checkpoint(directory, Checkpoint(is_whole=0), nullcontext())
             write_json(directory / _PARTITION_FILE, identity)
         remove_scratch_files(directory)
         options = options or self._log_options
@@ -98,9 +110,9 @@ class DataDir:
             _logger.warning(
                 "torn tail cut off", directory=str(directory), bytes=log.truncated_bytes, end_offset=log.log_end_offset
             )
-        if log.log_end_offset < log.high_watermark_checkpoint:
+        if not log.is_whole:
             _logger.error(
-                "committed records are missing from the log",
+                "records that were here are gone; it does not lead before they are fetched from the others",
                 directory=str(directory),
                 end_offset=log.log_end_offset,
                 high_watermark=log.high_watermark_checkpoint,
@@ -133,8 +145,7 @@ def _lock(lock_fd: int, path: Path) -> None:
         raise StartupError(f"another broker uses the data directory {path}; choose another --data-dir") from error
 
 
-def _claim(path: Path, node_id: int) -> bool:
-    """Write down whose directory it is; whether that was news."""
+def _claim(path: Path, node_id: int) -> None:
     found = read_json(path / _BROKER_FILE)
     if found is None:
         write_json(path / _BROKER_FILE, {"node_id": node_id})
@@ -143,4 +154,3 @@ def _claim(path: Path, node_id: int) -> bool:
             f"the data directory {path} belongs to broker {found.get('node_id')}, not {node_id}; "
             f"give its --node-id or another --data-dir"
         )
-    return found is None

@@ -64,18 +64,27 @@ class ReplicaHost:
         settings = self._settings_of(topic, key.partition_index)
         try:
             log = await asyncio.to_thread(
-                self._data_dir.open_log, topic.name, key.partition_index, topic.topic_id, settings.log_options
+                self._data_dir.open_log,
+                topic.name,
+                key.partition_index,
+                topic.topic_id,
+                settings.log_options,
+                is_expected=self._is_in_sync(key, topic),
             )
         except (OSError, LogFailed) as error:
             _logger.error("log not opened", topic=topic.name, partition=key.partition_index, error=str(error))
             return None
         obeyed = self._obeyed.pop((topic.topic_id, key.partition_index), NO_LEADERSHIP)
         partition = Partition(topic.name, key.partition_index, topic.topic_id, log, settings, obeyed=obeyed)
-        if partition.lacks_committed:
-            _logger.error("committed records are gone from the disk", topic=topic.name, partition=key.partition_index)
         self.hosted[topic.name.encode(), key.partition_index] = partition
         self.point_at_leader(key)
         return partition
+
+    def _is_in_sync(self, key: PartitionKey, topic: Topic) -> bool:
+        """Whether etcd says that this broker has all that was committed, and there are others to have it from."""
+        state = self._view.state(topic, key.partition_index)
+        has_others = len(self._view.replicas(topic, key.partition_index)) > 1
+        return has_others and state is not None and self._node_id in state.isr
 
     def close(self, key: PartitionKey) -> Partition | None:
         """Close the replica; it is returned for the record."""
@@ -101,6 +110,9 @@ class ReplicaHost:
         topic = self._view.topics.get(key.topic)
         ownership = self._view.ownership(*key)
         state = self._view.state(topic, key.partition_index) if topic is not None else None
+        if state is not None and self._node_id not in state.isr:
+            # A leader that puts it in again will have seen that it has everything.
+            partition.log.is_whole = True
         leader_id = self._view.owner(*key)
         if state is None or ownership is None or leader_id in (NO_LEADER, self._node_id):
             partition.follow_nobody()

@@ -86,7 +86,6 @@ class PartitionLeaseManager:
         # Whose key is being deleted, by ourselves.
         self._giving_up: set[PartitionKey] = set()
         self._fence: LeaseFence | None = None
-        self._first_claim_revision = 0
         self._working: dict[PartitionKey, asyncio.Task[Partition | None]] = {}
         self._chores: set[asyncio.Task[None]] = set()
         # Those that the task at work is to take, not only to host.
@@ -122,7 +121,6 @@ class PartitionLeaseManager:
     def begin(self, fence: LeaseFence) -> None:
         """A new lease is held: take what is ours to take."""
         self._fence = fence
-        self._first_claim_revision = self._first_claim_revision or fence.claim_revision
         self._turns.begin()
         self._check_identity()
         self._want_all()
@@ -223,23 +221,17 @@ class PartitionLeaseManager:
         if ownership is not None:
             # A key on our own lease with no partition behind it: a Txn whose answer was lost.
             return ownership.lease_id == fence.lease_id
-        place = place_in_line(self._view, topic, key.partition_index, self._node_id, count_dead=False)
-        if self._lacks_records(key, topic, partition):
+        if partition is not None and not partition.log.is_whole and self._has_others(key, topic):
+            # It is said to be in sync, and its disk was emptied or cut since: others have what it lacks.
             return False
+        place = place_in_line(self._view, topic, key.partition_index, self._node_id, count_dead=False)
         if self._view.state(topic, key.partition_index) is None and self._has_live_replica(key, topic):
             # Never written: clients touch it wherever they are sent, and it shall begin where it is wanted.
             return place == 0
         return place != NOT_A_CANDIDATE
 
-    def _lacks_records(self, key: PartitionKey, topic: Topic, partition: Partition | None) -> bool:
-        """Whether etcd calls us in sync with others, but the disk was emptied or cut since: they have what we lack.
-
-        A leader that lives puts us out, and in again once we have caught up, which makes a newer state.
-        """
-        state = self._view.state(topic, key.partition_index)
-        if state is None or len(state.isr) == 1 or state.mod_revision > self._first_claim_revision:
-            return False
-        return self._data_dir.is_new or (partition is not None and partition.lacks_committed)
+    def _has_others(self, key: PartitionKey, topic: Topic) -> bool:
+        return len(self._view.replicas(topic, key.partition_index)) > 1
 
     def _has_live_replica(self, key: PartitionKey, topic: Topic) -> bool:
         live = {*self._view.brokers, self._node_id}

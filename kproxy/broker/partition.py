@@ -31,7 +31,7 @@ from kproxy.broker.clock import Clock
 from kproxy.broker.log import Log
 from kproxy.broker.log_options import LogOptions
 from kproxy.broker.producer_state import Verdict
-from kproxy.broker.replication.manager import NO_LEADER, Isr, ReplicationManager, Role
+from kproxy.broker.replication.manager import NO_LEADER, UNKNOWN_OFFSET, Isr, ReplicationManager, Role
 from kproxy.broker.replication.reconciliation import (
     Inconsistent,
     Reconciliation,
@@ -116,8 +116,6 @@ class Partition:
         self.topic_id = topic_id
         self.leadership = max(log.leadership, obeyed)
         self.failure = ""
-        # Records that were once known to be committed have gone from the disk.
-        self.lacks_committed = log.high_watermark_checkpoint > log.log_end_offset
         self.log = log
         self._fence: Fence = _NO_FENCE
         self._reconciliation = reconciliation or Reconciliation()
@@ -391,9 +389,20 @@ class Partition:
         if fetched.records:
             log.append_replicated(fetched.records)
         self.replication.leader_told(fetched.high_watermark)
+        log.is_whole = log.is_whole or self._has_everything(fetched)
         if log.log_start_offset < fetched.log_start_offset <= self.high_watermark:
             log.advance_log_start(fetched.log_start_offset)
         return True
+
+    def _has_everything(self, fetched: PartitionFetched) -> bool:
+        """Whether all is here that is committed, after taking an answer: the high watermark alone does not tell that.
+
+        That of a new leader lags, until records of its own epoch are committed.
+        """
+        if not fetched.records and fetched.high_watermark != UNKNOWN_OFFSET:
+            return True  # we are at the leader's end
+        log = self.log
+        return log.leader_epochs.latest == self.leader_epoch and log.log_end_offset >= fetched.high_watermark
 
     # Who waits
 

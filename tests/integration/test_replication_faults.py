@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 
 from codec import error_codes
+from kproxy.broker.turns import START_GRACE_S
 from tests.support.attempts import Attempt, Writer, judge
 from tests.support.dev import KproxyProcess, serving
 from tests.support.etcd_cluster import EtcdCluster
@@ -92,7 +93,7 @@ def longest_pause_s(writer: Writer, since: float) -> float:
 async def test_a_dead_owners_partition_is_written_again_in_time_and_one_given_up_at_once(
     trio: Trio, record_property: Callable[[str, object], None]
 ) -> None:
-    topic = await trio.topic("in-time")
+    topic, idle = await trio.topic("in-time"), await trio.topic("never-written")
     async with trio.direct(topic) as direct, trio.proxied(topic) as proxied:
         for how, limit_s in (("kill -9", TTL_S + 2.0), ("SIGTERM", 0.5)):
             await asyncio.gather(*(acked_since(writer, time.monotonic()) for writer in (direct, proxied)))
@@ -102,7 +103,8 @@ async def test_a_dead_owners_partition_is_written_again_in_time_and_one_given_up
                 owner.signal(signal.SIGTERM)
             else:
                 await owner.down()
-            await trio.site.led_by(topic, 0, set(IDS) - {owner.node_id})
+            for each in (topic, idle):
+                await trio.site.led_by(each, 0, set(IDS) - {owner.node_id})
             led_at = time.monotonic()
             await asyncio.gather(*(acked_since(writer, led_at + 0.2) for writer in (direct, proxied)))
             for writer in (direct, proxied):
@@ -218,17 +220,26 @@ async def test_a_broker_whose_disk_was_wiped_catches_up_from_nothing(trio: Trio)
         await trio.site.in_sync(topic, 0, IDS)
     assert writer.acked[0].offset == 0
     await trio.recovered(topic, writer)
+    # It counts for full again.
+    await asyncio.gather(*(trio.site.brokers[node_id].down() for node_id in (1, 2)))
+    await trio.site.led_by(topic, 0, [3])
+    await trio.site.heal()
+    await trio.recovered(topic, writer)
 
 
 async def test_a_broker_that_lost_its_disk_while_all_were_down_does_not_lead_from_nothing(trio: Trio) -> None:
-    """It comes back first and etcd still says that it was in sync."""
+    """Etcd still says that it was in sync. It comes back first, and dies and comes once more before the others do."""
     topic = await trio.topic("wiped-first")
+    lost = trio.site.brokers[2]
     async with trio.direct(topic) as writer:
         await acked_since(writer, time.monotonic() + 0.3)
     await asyncio.gather(*(broker.down() for broker in trio.site.brokers.values()))
-    shutil.rmtree(trio.site.brokers[2].data_dir)
-    await trio.site.brokers[2].up()
-    await asyncio.sleep(1)
+    shutil.rmtree(lost.data_dir)
+    await lost.up()
+    await lost.down()
+    await lost.up()
+    await asyncio.sleep(START_GRACE_S + 0.5)
+    assert await trio.site.owner(topic) is None, "it leads"
     await trio.site.heal()
     await trio.recovered(topic, writer)
 

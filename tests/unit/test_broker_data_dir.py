@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kproxy.broker.checkpoint import NO_LEADERSHIP
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.segment import LogFailed
 from kproxy.errors import StartupError
@@ -42,6 +43,41 @@ def test_a_log_is_found_again_for_its_topic_alone(tmp_path: Path) -> None:
     assert other.log_end_offset == 0, "a topic of the same name got another's records"
     other.close()
     assert len(list(tmp_path.glob("#stray-*/*.log"))) == 1, "the earlier records were destroyed"
+    data_dir.close()
+
+
+def test_a_log_that_should_be_there_and_is_not_is_not_whole_however_often_it_is_opened(tmp_path: Path) -> None:
+    data_dir = DataDir.open(tmp_path, 1)
+    for _ in range(2):
+        log = data_dir.open_log("t", 0, FIRST, is_expected=True)
+        assert not log.is_whole
+        log.checkpoint(0, NO_LEADERSHIP)
+        log.close()
+    log = data_dir.open_log("t", 0, FIRST)
+    log.is_whole = True
+    log.checkpoint(0, NO_LEADERSHIP)
+    log.close()
+    log = data_dir.open_log("t", 0, FIRST, is_expected=True)
+    assert log.is_whole, "it is there"
+    log.close()
+    data_dir.close()
+
+
+def test_a_log_that_ends_below_what_was_committed_is_not_whole_even_when_that_is_written_down_anew(
+    tmp_path: Path,
+) -> None:
+    data_dir = DataDir.open(tmp_path, 1)
+    log = data_dir.open_log("t", 0, FIRST)
+    append_values(log, 10)
+    log.checkpoint(1, NO_LEADERSHIP)
+    log.close()
+    segment = next((tmp_path / "t-0").glob("*.log"))
+    segment.write_bytes(segment.read_bytes()[:-1])
+    for _ in range(2):
+        log = data_dir.open_log("t", 0, FIRST)
+        assert (log.log_end_offset, log.is_whole) == (0, False)
+        log.checkpoint(0, NO_LEADERSHIP)
+        log.close()
     data_dir.close()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import uuid
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,10 @@ import pytest
 from codec import error_codes
 from codec.fetch import PartitionFetched
 from codec.record_batch import parse_batch
-from kproxy.broker.checkpoint import Leadership
+from kproxy.broker.checkpoint import Checkpoint, Leadership, write_checkpoint
 from kproxy.broker.log import Log
 from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition, ReplicaSettings
-from kproxy.broker.replication.manager import Isr
+from kproxy.broker.replication.manager import UNKNOWN_OFFSET, Isr
 from tests.support.record_batches import build_batch
 
 REPLICAS = (1, 2, 3)
@@ -226,6 +228,58 @@ def test_a_member_that_turns_out_to_lack_what_is_committed_leaves_at_once(group:
     group.replicas[3].log.reset_to(0)
     group.fetch(3)
     assert group.look_at_isr() == {1, 2}
+
+
+def lose_log(group: Group, node_id: int) -> Partition:
+    """Its disk is empty when it is started again, and etcd calls it in sync."""
+    group.replicas[node_id].close()
+    directory = group.directory / str(node_id)
+    shutil.rmtree(directory)
+    directory.mkdir()
+    write_checkpoint(directory, Checkpoint(is_whole=0), nullcontext())
+    replica = group.replicas[node_id] = group.open(node_id)
+    replica.become_follower(2, group.leadership)
+    return replica
+
+
+@pytest.mark.parametrize("goes_on", [False, True], ids=["idle", "written to"])
+def test_a_replica_that_lost_its_log_is_whole_again_with_all_that_was_committed(group: Group, goes_on: bool) -> None:
+    """The new leader does not know yet how much that is: its high watermark lags (KIP-101)."""
+    leader = group.elect(1)
+    append(leader)
+    for node_id in (2, 3, 2, 3):
+        group.fetch(node_id)
+    append(leader)
+    for node_id in (2, 3, 3):
+        group.fetch(node_id)
+    group.fences[1].live = False
+    group.replicas[1].close()
+    del group.replicas[1]
+    leader = group.elect(2)
+    assert leader.high_watermark < leader.log_end_offset == 2
+    replica = lose_log(group, 3)
+    asked = replica.next_fetch()
+    assert asked is not None
+    first = leader.log.read(0, 1)
+    replica.take_fetched(asked, PartitionFetched(0, error_codes.NONE, leader.high_watermark, 0, None, first))
+    assert replica.log_end_offset == leader.high_watermark == 1
+    assert not replica.log.is_whole, "it has all below the high watermark, and lacks what was committed above"
+    if goes_on:
+        append(leader)
+    group.fetch(3)
+    assert replica.log_end_offset == leader.log_end_offset
+    assert replica.log.is_whole is goes_on, "records of this epoch come after all that was committed before"
+    group.fetch(3)
+    assert replica.log.is_whole
+
+
+def test_an_answer_that_had_no_room_for_a_replica_does_not_make_it_whole(group: Group) -> None:
+    append(group.elect(2))
+    replica = lose_log(group, 3)
+    asked = replica.next_fetch()
+    assert asked is not None
+    replica.take_fetched(asked, PartitionFetched(0, error_codes.NONE, UNKNOWN_OFFSET, 0, None, b""))
+    assert not replica.log.is_whole
 
 
 def test_an_expansion_counts_from_the_moment_it_is_proposed_and_a_shrink_when_it_is_so(group: Group) -> None:

@@ -33,6 +33,7 @@ from codec.partitioned import TopicSpan, encode_topics
 from codec.primitives import Buffer
 from kproxy.broker.context import TAKE_TIMEOUT_S, Body, Broker, CloseConnection, Request
 from kproxy.broker.partition import Partition
+from kproxy.broker.replication.manager import UNKNOWN_OFFSET
 
 API_KEY = FETCH
 MIN_VERSION = 4
@@ -186,7 +187,7 @@ def _read(broker: Broker, fetch: FetchRequest, reader: _Reader) -> _Answer:
                 fetched = PartitionFetched(asked.partition_index, _refusal(broker, fetch, topic, asked.partition_index))
             if size and len(fetched.records) > limit:
                 # Only the first batch of the whole answer may be larger than the limits.
-                fetched = fetched._replace(records=b"")
+                fetched = _without_records(fetched, reader)
             size += len(fetched.records)
             left -= len(fetched.records)
             is_urgent = is_urgent or fetched.error_code != error_codes.NONE or fetched.diverging_epoch is not None
@@ -195,6 +196,12 @@ def _read(broker: Broker, fetch: FetchRequest, reader: _Reader) -> _Answer:
     head, tail = response_ends(version, 0, [])
     body = [head, *encode_topics(topics, flexible=fetch.flexible, by_id=fetch.by_id), tail]
     return _Answer(body, size, is_urgent)
+
+
+def _without_records(fetched: PartitionFetched, reader: _Reader) -> PartitionFetched:
+    """A follower that got none and is told the high watermark would take itself to be at the end."""
+    high_watermark = UNKNOWN_OFFSET if reader.for_replica else fetched.high_watermark
+    return fetched._replace(records=b"", high_watermark=high_watermark)
 
 
 def _refusal(broker: Broker, fetch: FetchRequest, topic: TopicSpan, partition_index: int) -> int:
