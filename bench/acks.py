@@ -30,13 +30,14 @@ REPLICATION_FACTOR = 3
 ACKS = ("0", "1", "all")
 
 ROUNDS = 3
-WARM_UP_RECORDS = 200_000
+WARM_UP_RECORDS = 100_000
+LEAST_RECORDS = 20_000
 RUN_S = 2.0
 LATENCY_ROUNDS = 2
 LATENCY_RATE = 500
 LATENCY_RECORDS = 2_500
 LATENCY_WARM_UP = 500
-LAG_S = 6.0
+LAG_S = 5.0
 
 RATE_GOALS = {"0": 100_000, "1": 50_000, "all": 20_000}
 P50_GOALS_MS = {"1": 5, "all": 10}
@@ -74,7 +75,7 @@ class _Runs:
                 if acks in P50_GOALS_MS:
                     self._latency(topic, acks)
                 for way in _turns(ROUNDS):
-                    records = max(WARM_UP_RECORDS, int(rates[acks, way] * RUN_S) // 1000 * 1000)
+                    records = max(LEAST_RECORDS, int(rates[acks, way] * RUN_S) // 1000 * 1000)
                     self._throughput(topic, acks, way, records)
                 if acks in P50_GOALS_MS:
                     self._lag(topic, acks)
