@@ -32,13 +32,11 @@ from kproxy.broker.checkpoint import NO_LEADERSHIP, Checkpoint, Leadership, read
 from kproxy.broker.disk import DiskError, disk_error, sync_directory
 from kproxy.broker.leader_epochs import LeaderEpochs
 from kproxy.broker.log_options import LogOptions
+from kproxy.broker.producer_history import ProducerHistory
 from kproxy.broker.producer_state import ProducerStates
 from kproxy.broker.retention import removable
 from kproxy.broker.segment import SUFFIX, LogFailed, Segment, TimestampAndOffset
 from kproxy.broker.validation import check_replicated
-
-# Of that many segments, the newest, the producers before them are remembered, so that truncating reads little.
-REMEMBERED_PRODUCER_STATES = 2
 
 
 class LogCorrupt(LogFailed):
@@ -62,7 +60,8 @@ class Log:
         self.is_whole_checkpoint = True
         self._segments = segments
         self._base_offsets: list[int] = []
-        self._producers_before: dict[int, ProducerStates] = {}
+        self._producer_history = ProducerHistory()
+        self._last_append = 0
         self._failure: Exception | None = None
         self._closed = False
         # Held while a checkpoint is put into its place, and while the log is closed.
@@ -98,7 +97,7 @@ class Log:
         self.high_watermark_checkpoint = checkpoint.high_watermark
         self.leadership = Leadership(checkpoint.obeyed_epoch, checkpoint.fencing_token)
         for following, segment in enumerate(self._segments, start=1):
-            self._begin(segment)
+            self._base_offsets.append(segment.base_offset)
             try:
                 bad_bytes = segment.recover(self._note)
             except ValueError as error:
@@ -119,21 +118,15 @@ class Log:
             self.leader_epochs.assign(checkpoint.leader_epoch, self.log_start_offset)
 
     def _note(self, batch: RecordBatch) -> None:
-        """A batch that stands in the log."""
+        """A batch that stands in the log, found there or come from a leader."""
+        self._producer_history.passes(batch.base_offset, batch.size_in_bytes, self.producers)
         self.leader_epochs.assign(batch.partition_leader_epoch, batch.base_offset)
         self.producers.update(batch, batch.base_offset)
-
-    def _begin(self, segment: Segment) -> None:
-        """Batches go into `segment` from now on."""
-        self._base_offsets.append(segment.base_offset)
-        self._producers_before[segment.base_offset] = self.producers.copy()
-        while len(self._producers_before) > REMEMBERED_PRODUCER_STATES:
-            del self._producers_before[next(iter(self._producers_before))]
 
     def _create_segment(self, base_offset: int) -> Segment:
         segment = Segment.create(self.directory, base_offset)
         self._segments.append(segment)
-        self._begin(segment)
+        self._base_offsets.append(base_offset)
         if self.options.flush != "never":
             sync_directory(self.directory)
         return segment
@@ -176,7 +169,9 @@ class Log:
         leader_epoch = leader_epoch_of(records)
         base_offset = self.log_end_offset
         self.leader_epochs.assign(leader_epoch, base_offset)
-        self._write(records, [batch], base_offset, leader_epoch)
+        self._producer_history.passes(base_offset, len(records), self.producers)
+        self._last_append = base_offset
+        self._write(records, [batch], base_offset)
 
     def append_replicated(self, records: Buffer) -> int:
         """Write batches as the leader has them, from `log_end_offset` on; the log end offset afterwards.
@@ -198,22 +193,20 @@ class Log:
             while upto < len(batches) and batches[upto].end - first.position <= room:
                 upto += 1
             together = batches[taken:upto]
-            self._write(
-                view[first.position : together[-1].end], together, first.base_offset, first.partition_leader_epoch
-            )
+            self._write(view[first.position : together[-1].end], together, first.base_offset)
             for batch in together:
                 self._note(batch)
             taken = upto
         return self.log_end_offset
 
-    def _write(self, records: Buffer, batches: list[RecordBatch], base_offset: int, leader_epoch: int) -> None:
+    def _write(self, records: Buffer, batches: list[RecordBatch], base_offset: int) -> None:
         """Write batches into the last segment, or a new one where it is full."""
         segment = self._segments[-1]
         is_full = segment.size_in_bytes > 0 and segment.size_in_bytes + len(records) > self.options.segment_bytes
         try:
             if is_full:
                 segment = self._roll()
-            segment.append(records, batches, base_offset, leader_epoch)
+            segment.append(records, batches, base_offset)
         except LogFailed as error:
             self._failure = error
             raise
@@ -223,15 +216,6 @@ class Log:
             raise disk_error(error, self.directory) from error
         if self.options.flush == "always":
             self._flush([segment])
-
-    def undo_append(self) -> None:
-        """Take back the last `append`, once. Raises LogFailed."""
-        self._check()
-        try:
-            self._segments[-1].undo_append()
-        except LogFailed as error:
-            self._failure = error
-            raise
 
     def _roll(self) -> Segment:
         """Begin a new segment, once the last one is on the disk. Raises OSError, LogFailed."""
@@ -256,23 +240,31 @@ class Log:
             kept = max(bisect_left(self._base_offsets, offset), 1)
             while len(self._segments) > kept:
                 self._drop_last()
+            self._cut_off(offset)
             self._rebuild_producers()
-            try:
-                self._segments[-1].truncate_to(offset, lambda batch: self.producers.update(batch, batch.base_offset))
-            except LogFailed as error:
-                self._failure = error
-                raise
         self.leader_epochs.truncate_from_end(self.log_end_offset)
 
+    def undo_append(self) -> None:
+        """Take back the last `append`. Raises LogFailed."""
+        self._check()
+        self._cut_off(self._last_append)
+
+    def _cut_off(self, offset: int) -> None:
+        try:
+            self._segments[-1].truncate_to(offset)
+        except LogFailed as error:
+            self._failure = error
+            raise
+        except OSError as error:
+            raise self._failed(disk_error(error, self.directory)) from error
+
     def _rebuild_producers(self) -> None:
-        """Make `producers` what they were before the last segment."""
-        base_offset = self._base_offsets[-1]
-        if base_offset not in self._producers_before:
-            states = ProducerStates()
-            for segment in self._segments[:-1]:
-                segment.walk(lambda batch: states.update(batch, batch.base_offset))
-            self._producers_before[base_offset] = states
-        self.producers = self._producers_before[base_offset].copy()
+        """Make `producers` what they were at the log's end."""
+        offset, self.producers = self._producer_history.go_back(self.log_end_offset, self.log_start_offset)
+        for segment in self._segments:
+            if segment.next_offset > offset:
+                for batch in segment.batches_from(offset):
+                    self.producers.update(batch, batch.base_offset)
 
     def reset_to(self, offset: int) -> None:
         """Drop everything; the log is empty then and begins at `offset`. Raises LogFailed."""
@@ -283,11 +275,10 @@ class Log:
             fresh = Segment.create(self.directory, offset)
         except OSError as error:
             raise self._failed(disk_error(error, self.directory)) from error
-        self._segments[:], self._base_offsets[:] = [fresh], []
-        self._producers_before.clear()
+        self._segments[:], self._base_offsets[:] = [fresh], [offset]
+        self._producer_history.clear()
         self.producers = ProducerStates()
         self.leader_epochs.truncate_from_end(0)
-        self._begin(fresh)
 
     def remove_old_segments(self, now_ms: int, high_watermark: int) -> int:
         """Remove what retention lets go, in whole segments below the high watermark; how many.
@@ -312,13 +303,13 @@ class Log:
     def _drop_first(self, count: int) -> None:
         # One by one, the oldest first: whenever this ends, what is left has no gap.
         for _ in range(count):
-            self._producers_before.pop(self._base_offsets.pop(0), None)
+            del self._base_offsets[0]
             self._delete(self._segments.pop(0))
         if count > 0:
             self.leader_epochs.truncate_from_start(self.log_start_offset)
 
     def _drop_last(self) -> None:
-        self._producers_before.pop(self._base_offsets.pop(), None)
+        self._base_offsets.pop()
         self._delete(self._segments.pop())
 
     def _delete(self, segment: Segment) -> None:

@@ -60,8 +60,6 @@ class Segment:
         self._offsets = array("q")
         self._positions = array("q")
         self._timestamps_before = array("q")
-        self._last_leader_epoch = -1
-        self._before_append = (0, base_offset, self.max_timestamp, -1)
         self._dirty = False
         # Held while the descriptor is let go of or doubled for another thread.
         self._closing = threading.Lock()
@@ -93,17 +91,9 @@ class Segment:
         length = os.fstat(self._fd).st_size
         # Nobody knows what of it the last process brought to the disk.
         self._dirty = length > 0
-        self._scan(length, on_batch, check_crc=True)
-        return length - self.size_in_bytes
-
-    def _scan(self, length: int, on_batch: Callable[[RecordBatch], None], *, check_crc: bool) -> None:
-        """Build the index anew from the first `length` bytes, up to the first bad batch."""
-        self.next_offset, self.size_in_bytes = self.base_offset, 0
-        self.max_timestamp, self._last_leader_epoch = TimestampAndOffset(NO_TIMESTAMP, -1), -1
-        for column in (self._offsets, self._positions, self._timestamps_before):
-            del column[:]
         if length == 0:
-            return
+            return 0
+        leader_epoch = -1
         with mmap.mmap(self._fd, length, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
             while self.size_in_bytes < length:
                 try:
@@ -114,23 +104,24 @@ class Segment:
                 if (
                     batch.base_offset != self.next_offset
                     or batch.last_offset_delta < 0
-                    or batch.partition_leader_epoch < self._last_leader_epoch
-                    or (check_crc and not crc_is_valid(view, batch))
+                    or batch.partition_leader_epoch < leader_epoch
+                    or not crc_is_valid(view, batch)
                 ):
                     break
-                self._note(batch, batch.base_offset, batch.partition_leader_epoch)
+                leader_epoch = batch.partition_leader_epoch
+                self._note(batch, batch.base_offset)
                 on_batch(batch)
+        return length - self.size_in_bytes
 
     def truncate_tail(self) -> None:
         """Cut the file off behind the last whole batch."""
         os.ftruncate(self._fd, self.size_in_bytes)
 
-    def append(self, records: Buffer, batches: Sequence[RecordBatch], base_offset: int, leader_epoch: int) -> None:
-        """Write whole batches: the first carries `base_offset` and `leader_epoch` already, the others what they say.
+    def append(self, records: Buffer, batches: Sequence[RecordBatch], base_offset: int) -> None:
+        """Write whole batches, of which the first carries `base_offset` already, whatever `batches` says of it.
 
         OSError leaves the segment as it was; LogFailed means that not even that could be had.
         """
-        self._before_append = (self.size_in_bytes, self.next_offset, self.max_timestamp, self._last_leader_epoch)
         written = 0
         try:
             while written < len(records):
@@ -140,32 +131,23 @@ class Segment:
             raise
         # Not before the write: a flush that ends in between must not be taken for one that had it.
         self._dirty = True
-        self._note(batches[0], base_offset, leader_epoch)
+        self._note(batches[0], base_offset)
         for batch in batches[1:]:
-            self._note(batch, batch.base_offset, batch.partition_leader_epoch)
+            self._note(batch, batch.base_offset)
 
-    def undo_append(self) -> None:
-        """Take back the last append, once. Raises LogFailed."""
-        self.size_in_bytes, self.next_offset, self.max_timestamp, self._last_leader_epoch = self._before_append
+    def truncate_to(self, offset: int) -> None:
+        """Drop every batch that reaches to or above `offset`. Raises OSError, LogFailed."""
+        first = next(self.batches_from(offset), None)
+        if first is None:
+            return
+        self.size_in_bytes, self.next_offset = first.position, first.base_offset
         while self._positions and self._positions[-1] >= self.size_in_bytes:
             self._offsets.pop()
             self._positions.pop()
             self._timestamps_before.pop()
+        if self.max_timestamp.offset >= self.next_offset:
+            self.max_timestamp = self._find_max_timestamp()
         self._cut_off()
-
-    def truncate_to(self, offset: int, on_batch: Callable[[RecordBatch], None]) -> None:
-        """Drop every batch that reaches to or above `offset`; `on_batch` is called for each one that is left.
-
-        Raises LogFailed.
-        """
-        self.size_in_bytes = self._position_of(offset)
-        self._cut_off()
-        self._scan(self.size_in_bytes, on_batch, check_crc=False)
-
-    def walk(self, on_batch: Callable[[RecordBatch], None]) -> None:
-        """Call `on_batch` for each batch. Raises OSError."""
-        for batch in self._walk(0):
-            on_batch(batch)
 
     def _cut_off(self) -> None:
         self._dirty = True
@@ -174,7 +156,7 @@ class Segment:
         except OSError as error:
             raise LogFailed(f"{self.path}: a write could not be undone: {error}") from error
 
-    def _note(self, batch: RecordBatch, base_offset: int, leader_epoch: int) -> None:
+    def _note(self, batch: RecordBatch, base_offset: int) -> None:
         positions = self._positions
         if not positions or self.size_in_bytes - positions[-1] >= INDEX_INTERVAL_BYTES:
             self._offsets.append(base_offset)
@@ -183,7 +165,6 @@ class Segment:
         self.size_in_bytes += batch.size_in_bytes
         last_offset = base_offset + batch.last_offset_delta
         self.next_offset = last_offset + 1
-        self._last_leader_epoch = leader_epoch
         if batch.max_timestamp > self.max_timestamp.timestamp:
             self.max_timestamp = TimestampAndOffset(batch.max_timestamp, last_offset)
 
@@ -193,20 +174,19 @@ class Segment:
         Only batches that end below `up_to`. The last batch may be cut short, as Kafka's broker sends it. Empty where no
         such batch is here.
         """
-        for batch in self._walk(self._indexed_position(offset)):
-            if batch.last_offset >= offset:
-                length = max(batch.size_in_bytes, max_bytes)
-                if up_to is not None and up_to < self.next_offset:
-                    length = min(length, self._position_of(up_to) - batch.position)
-                return self._pread(length, batch.position) if length > 0 else b""
-        return b""
+        batch = next(self.batches_from(offset), None)
+        if batch is None:
+            return b""
+        length = max(batch.size_in_bytes, max_bytes)
+        if up_to is not None and up_to < self.next_offset:
+            length = min(length, next(self.batches_from(up_to)).position - batch.position)
+        return self._pread(length, batch.position) if length > 0 else b""
 
-    def _position_of(self, offset: int) -> int:
-        """Where the first batch that reaches to or above `offset` begins; the segment's end where none does."""
+    def batches_from(self, offset: int) -> Iterator[RecordBatch]:
+        """The batches from the one that holds `offset`, or the next one, on; their positions count in the file."""
         for batch in self._walk(self._indexed_position(offset)):
             if batch.last_offset >= offset:
-                return batch.position
-        return self.size_in_bytes
+                yield batch
 
     def newest_timestamp(self) -> int:
         """The largest timestamp (ms); when the file was last written to where no batch has one. Raises OSError."""
@@ -225,12 +205,21 @@ class Segment:
                 return TimestampAndOffset(batch.base_timestamp, batch.base_offset)
         return None
 
+    def _find_max_timestamp(self) -> TimestampAndOffset:
+        if not self._positions:
+            return TimestampAndOffset(NO_TIMESTAMP, -1)
+        last_ones = (batch.max_timestamp for batch in self._walk(self._positions[-1]))
+        largest = max(self._timestamps_before[-1], *last_ones)
+        entry = max(bisect_left(self._timestamps_before, largest) - 1, 0)
+        reaching = (batch for batch in self._walk(self._positions[entry]) if batch.max_timestamp >= largest)
+        return TimestampAndOffset(largest, next(reaching).last_offset)
+
     def _indexed_position(self, offset: int) -> int:
         entry = bisect_right(self._offsets, offset) - 1
         return self._positions[entry] if entry >= 0 else 0
 
     def _walk(self, position: int) -> Iterator[RecordBatch]:
-        """The headers from `position` on, a window at a time; their positions count in the file."""
+        """The headers from `position` on, a window at a time."""
         window, window_start = b"", position
         while position < self.size_in_bytes:
             if position + HEADER_BYTES > window_start + len(window):

@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from codec.fetch import EpochEnd
 from codec.record_batch import RecordBatch, assign_offsets, iterate_batches, parse_batch
+from kproxy.broker import producer_history
 from kproxy.broker.checkpoint import NO_LEADERSHIP, Leadership
 from kproxy.broker.disk import DiskError
 from kproxy.broker.log import Log
@@ -31,6 +32,7 @@ from tests.support.broker_logs import read_all
 from tests.support.record_batches import build_batch
 
 SEGMENT_BYTES = 1500
+USUAL_EVERY_BYTES = producer_history.EVERY_BYTES
 TIMESTAMPS = st.integers(1000, 5000)
 PRODUCERS = (7, 8)
 
@@ -76,6 +78,7 @@ class LogMachine(RuleBasedStateMachine):
         super().__init__()
         self.directory = Path(tempfile.mkdtemp(prefix="log-model-")) / "t-0"
         self.options = LogOptions(SEGMENT_BYTES)
+        producer_history.EVERY_BYTES = 1000
         self.log = Log.open(self.directory, options=self.options)
         self.left_open: list[Log] = []
         self.batches: list[Written] = []
@@ -91,6 +94,7 @@ class LogMachine(RuleBasedStateMachine):
         self.log.options = self.options
 
     def teardown(self) -> None:
+        producer_history.EVERY_BYTES = USUAL_EVERY_BYTES
         for log in (self.log, *self.left_open):
             log.close()
         shutil.rmtree(self.directory.parent)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from codec.record_batch import parse_batch
+from kproxy.broker import producer_history
 from kproxy.broker.checkpoint import NO_LEADERSHIP, Leadership
-from kproxy.broker.log import REMEMBERED_PRODUCER_STATES, Log
+from kproxy.broker.log import Log
 from kproxy.broker.log_options import LogOptions
 from kproxy.broker.producer_state import Verdict
 from kproxy.broker.segment import LogFailed
@@ -187,12 +188,16 @@ def idempotent(sequence: int, *, producer_id: int = 9, producer_epoch: int = 0) 
     return build_batch([b"v" * 300], producer_id=producer_id, producer_epoch=producer_epoch, base_sequence=sequence)
 
 
+@pytest.mark.parametrize("remember_every", [1, 900, 1 << 30])
 @pytest.mark.parametrize("dropped", [1, 2, 6, 15])
-def test_truncation_takes_producers_back_to_what_is_left(log: Log, dropped: int) -> None:
-    """Also where that is more segments ago than producers are remembered for."""
+def test_truncation_takes_producers_back_to_what_is_left(
+    log: Log, dropped: int, remember_every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where that is longer ago than producers are remembered for."""
+    monkeypatch.setattr(producer_history, "EVERY_BYTES", remember_every)
     for sequence in range(20):
         append(log, idempotent(sequence))
-    assert len(segment_names(log)) > REMEMBERED_PRODUCER_STATES + 1
+    assert len(segment_names(log)) > 3
     left = 20 - dropped
     log.truncate_to(left)
     again = log.producers.judge(parse_batch(idempotent(left - 5)))
