@@ -19,7 +19,7 @@ from pathlib import Path
 import structlog
 
 from kproxy.broker.checkpoint import Checkpoint, write_checkpoint
-from kproxy.broker.disk import sync_directory
+from kproxy.broker.disk import disk_error, sync_directory
 from kproxy.broker.json_file import read_json, remove_scratch_files, write_json
 from kproxy.broker.log import Log
 from kproxy.broker.log_options import LogOptions
@@ -88,23 +88,14 @@ class DataDir:
         none, it is created as one that is not whole.
         """
         directory = self.partition_path(topic, partition_index)
-        identity = {"topic": topic, "partition": partition_index, "topic_id": str(topic_id)}
-        found = read_json(directory / _PARTITION_FILE)
-        if found is not None and found.get("topic") != topic:
-            raise LogFailed(f"{directory} holds topic {found.get('topic')}: this file system ignores case")
-        if found != identity and directory.exists():
-            stray = self.path / f"#stray-{uuid.uuid4()}"
-            _logger.warning("log set aside", directory=str(directory), moved_to=str(stray), was=found, now=identity)
-            directory.rename(stray)
-        directory.mkdir(exist_ok=True)
-        if found != identity:
-            if is_expected:
-                write_checkpoint(directory, Checkpoint(is_whole=0), nullcontext())
-            write_json(directory / _PARTITION_FILE, identity)
+        identity: dict[str, object] = {"topic": topic, "partition": partition_index, "topic_id": str(topic_id)}
         remove_scratch_files(directory)
+        is_new = read_json(directory / _PARTITION_FILE) != identity
+        if is_new:
+            self._set_up(directory, identity, is_expected=is_expected)
         options = options or self._log_options
         log = Log.open(directory, options=options)
-        if found != identity and options.flush != "never":
+        if is_new and options.flush != "never":
             sync_directory(self.path)
         if log.truncated_bytes:
             _logger.warning(
@@ -118,6 +109,24 @@ class DataDir:
                 high_watermark=log.high_watermark_checkpoint,
             )
         return log
+
+    def _set_up(self, directory: Path, identity: dict[str, object], *, is_expected: bool) -> None:
+        """Make the directory that of another partition than it was, if it was any. Raises OSError, LogFailed."""
+        found = read_json(directory / _PARTITION_FILE)
+        if found is not None and found.get("topic") != identity["topic"]:
+            raise LogFailed(f"{directory} holds topic {found.get('topic')}: this file system ignores case")
+        if directory.exists() and any(directory.iterdir()):
+            stray = self.path / f"#stray-{uuid.uuid4()}"
+            _logger.warning("log set aside", directory=str(directory), moved_to=str(stray), was=found, now=identity)
+            directory.rename(stray)
+        try:
+            directory.mkdir(exist_ok=True)
+            if is_expected:
+                write_checkpoint(directory, Checkpoint(is_whole=0), nullcontext())
+            write_json(directory / _PARTITION_FILE, identity)
+        except OSError as error:
+            shutil.rmtree(directory, ignore_errors=True)  # nothing half begun, which would look like another's
+            raise disk_error(error, directory) from error
 
     def delete_log(self, topic: str, partition_index: int, topic_id: uuid.UUID) -> None:
         """Remove a closed log of exactly this topic, where there is one. Raises OSError."""

@@ -19,6 +19,8 @@ class DiskError(OSError):
 
 def disk_error(error: OSError, directory: Path) -> DiskError:
     """`error`, which came of writing into `directory`, with the disk it came from."""
+    if isinstance(error, DiskError):
+        return error
     disk = next(parent for parent in (directory, *directory.parents) if parent.is_mount() or parent == parent.parent)
     if error.errno in _NO_ROOM:
         message = (

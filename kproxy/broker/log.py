@@ -124,11 +124,14 @@ class Log:
         self.producers.update(batch, batch.base_offset)
 
     def _create_segment(self, base_offset: int) -> Segment:
-        segment = Segment.create(self.directory, base_offset)
-        self._segments.append(segment)
-        self._base_offsets.append(base_offset)
-        if self.options.flush != "never":
-            sync_directory(self.directory)
+        try:
+            segment = Segment.create(self.directory, base_offset)
+            self._segments.append(segment)
+            self._base_offsets.append(base_offset)
+            if self.options.flush != "never":
+                sync_directory(self.directory)
+        except OSError as error:
+            raise disk_error(error, self.directory) from error
         return segment
 
     @property
@@ -288,10 +291,7 @@ class Log:
         self._check()
         count = removable(self._segments, self.options, now_ms, high_watermark)
         if count == len(self._segments):
-            try:
-                self._roll()
-            except OSError as error:
-                raise disk_error(error, self.directory) from error
+            self._roll()
         self._drop_first(count)
         return count
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from kproxy.broker.checkpoint import Leadership
+from kproxy.broker.data_dir import DataDir
 from kproxy.broker.disk import DiskError
 from kproxy.broker.log import Log
 from kproxy.broker.log_options import FlushPolicy, LogOptions
@@ -88,6 +90,20 @@ def test_what_has_no_room_is_refused_whole_and_taken_when_there_is(
     assert (again.truncated_bytes, again.log_end_offset) == (0, log.log_end_offset)
     assert (again.high_watermark_checkpoint, again.leadership) in ((2, (0, 7)), (5, (0, 9)))
     again.close()
+
+
+def test_a_partition_that_finds_no_room_to_begin_begins_when_there_is(disk: SmallDisk) -> None:
+    data_dir = DataDir.open(disk.path / "data", 1)
+    disk.fill()
+    for _ in range(3):
+        with pytest.raises(DiskError, match=str(disk.path / "data" / "t-0")):
+            data_dir.open_log("t", 0, uuid.UUID(int=1))
+    disk.free()
+    log = data_dir.open_log("t", 0, uuid.UUID(int=1))
+    append_values(log, 4000)
+    log.close()
+    assert {path.name for path in data_dir.path.iterdir()} == {".lock", "broker.json", "t-0"}, "something was left"
+    data_dir.close()
 
 
 def test_a_follower_keeps_the_whole_batches_that_went_in_before_the_disk_was_full(disk: SmallDisk, log: Log) -> None:
