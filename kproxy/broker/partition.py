@@ -296,8 +296,9 @@ class Partition:
         return found if found is not None and found.offset < self.high_watermark else None
 
     def max_timestamp(self) -> TimestampAndOffset:
-        """As `Log.max_timestamp`."""
-        return self.log.max_timestamp()
+        """As `Log.max_timestamp`; (-1, -1) as long as that batch is not committed, as Apache Kafka answers."""
+        found = self.log.max_timestamp()
+        return found if found.offset < self.high_watermark else TimestampAndOffset(-1, -1)
 
     def check_leader_epoch(self, current_leader_epoch: int) -> int:
         """The error code for a request that believes in `current_leader_epoch`; -1 believes nothing (KIP-320)."""

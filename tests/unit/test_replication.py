@@ -417,3 +417,12 @@ def test_an_epoch_in_which_a_former_leader_wrote_nothing_does_not_keep_it_from_f
         group.fetch(2)
     assert group.contents(2) == group.contents(1) != b""
     assert group.replicas[2].log_end_offset == leader.log_end_offset == 1
+
+
+def test_timestamps_lead_to_nothing_that_is_not_committed(group: Group) -> None:
+    leader = group.elect(1)
+    append(leader, timestamp=1000)
+    assert (leader.max_timestamp(), leader.find_timestamp(0)) == ((-1, -1), None)
+    for node_id in (2, 3, 2, 3):
+        group.fetch(node_id)
+    assert (leader.max_timestamp(), leader.find_timestamp(0)) == ((1000, 0), (1000, 0))
