@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from codec import api_keys, error_codes
 from codec.record_batch import iterate_batches
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from tests.support.record_batches import build_batch
-from tests.support.reference_broker import RawClient, start_broker, wait_for
+from tests.support.reference_broker import BrokerProcess, RawClient, start_broker, wait_for
 from tests.support.small_disk import small_disk
 
 DISK_BYTES = 512 << 10
@@ -122,3 +123,45 @@ def test_retention_moves_the_first_offset_that_clients_can_read(etcd: EmbeddedEt
             wait_for(lambda: client.leaders(topic)[0] == 1)
             assert first_offset(client, topic) == first
             assert client.produce(topic, 0, build_batch([b"v"])).base_offset == 20
+
+
+def in_sync(client: RawClient, topic: str) -> list[int]:
+    return sorted(client.metadata(topic).topics[0].partitions[0].isr_nodes)
+
+
+def test_a_follower_without_room_holds_nobody_up_and_catches_up_when_there_is(
+    etcd: EmbeddedEtcd, tmp_path: Path
+) -> None:
+    topic = "replicated"
+    options: dict[str, Any] = {"lease_ttl_s": 2, "isr_lag_s": 1.0, "segment_bytes": 2 * DISK_BYTES}
+    with ExitStack() as stack:
+        disk = stack.enter_context(small_disk(tmp_path / "2", DISK_BYTES))
+        brokers = [
+            BrokerProcess(each, tmp_path / str(each), etcd.endpoint, "/no-room", **options) for each in (1, 2, 3)
+        ]
+        for broker in brokers:
+            stack.callback(broker.stop)
+            broker.start(wait=False)
+        leader, follower, _ = (broker.wait_ready() for broker in brokers)
+        client = stack.enter_context(leader.client())
+        replicas = [{"partition_index": 0, "broker_ids": [1, 2, 3]}]
+        created = {
+            "name": topic,
+            "num_partitions": -1,
+            "replication_factor": -1,
+            "assignments": replicas,
+            "configs": [],
+        }
+        client.request(api_keys.CREATE_TOPICS, 5, topics=[created], timeout_ms=10_000, validate_only=False)
+        wait_for(lambda: client.leaders(topic)[0] == 1 and in_sync(client, topic) == [1, 2, 3])
+        disk.confine(follower.process.pid)
+        for offset in range(2 * DISK_BYTES // len(VALUE)):
+            assert client.produce(topic, 0, build_batch([VALUE])).base_offset == offset
+        assert in_sync(client, topic) == [1, 3]
+        assert "replica not written" in follower.log()
+        assert f"the disk mounted at {disk.path if disk.path.is_mount() else '/'}" in follower.log()
+        disk.free()
+        wait_for(lambda: in_sync(client, topic) == [1, 2, 3])
+        logs = [tmp_path / str(each) / f"{topic}-0" for each in (1, 2, 3)]
+        contents = {b"".join(path.read_bytes() for path in sorted(log.glob("*.log"))) for log in logs}
+        assert len(contents) == 1, "the logs differ"
