@@ -223,6 +223,26 @@ def test_truncation_takes_timestamps_back(log: Log) -> None:
     assert (log.max_timestamp(), log.find_timestamp(1500)) == ((1000, 0), None)
 
 
+def test_the_largest_timestamp_left_may_stand_far_before_the_end(log: Log) -> None:
+    log.options = LogOptions()
+    for offset in range(60):
+        append_values(log, 300, timestamp={20: 9000, 40: 9000, 59: 20_000}.get(offset, 1000))
+    log.truncate_to(59)
+    assert (log.max_timestamp(), log.find_timestamp(9001)) == ((9000, 20), None)
+    assert log.find_timestamp(9000) == (9000, 20)
+
+
+def test_a_reset_log_forgets_its_producers_for_good(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(producer_history, "EVERY_BYTES", 1)
+    append(log, idempotent(0))
+    append(log, idempotent(1))
+    log.reset_to(100)
+    monkeypatch.setattr(producer_history, "EVERY_BYTES", 1 << 30)
+    log.append_replicated(leader_batches(100, 1, 1))
+    log.truncate_to(101)
+    assert log.producers.judge(parse_batch(idempotent(7))).verdict is Verdict.ACCEPTED
+
+
 def test_a_reset_log_is_empty_and_begins_where_it_was_told(log: Log) -> None:
     log.append_replicated(leader_batches(0, *[10] * 40, producer_id=1, producer_epoch=0, base_sequence=0))
     log.reset_to(1000)
