@@ -6,61 +6,32 @@ the table DIFFERENT, with the reasons; a row that is not so any more, on either 
 
 from __future__ import annotations
 
-import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import pytest
 from crc32c import crc32c
 
 from codec import error_codes
 from codec.api_keys import PRODUCE
-from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from tests.support.oracle import (
-    CLOSED,
+    LAST_SEQUENCE,
     NODES,
+    ONE,
     Outcome,
-    RealSide,
-    ReferenceSide,
     Side,
+    Step,
     ToLeader,
-    fetch,
-    latest,
+    batch,
+    differing,
     on_both,
     produce,
 )
-from tests.support.real_kafka import RealKafka
 from tests.support.record_batches import build_batch, with_attributes
-from tests.support.reference_broker import start_brokers
 
 Sides = Mapping[str, Side]
-LEASE_TTL_S = 4
-# Twice as long as a follower's fetch waits for more at the leader.
-FETCH_WAIT_S = 1.0
-
-
-@pytest.fixture(scope="module")
-def sides(
-    real_kafka: RealKafka, etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Side]]:
-    directory, prefix = tmp_path_factory.mktemp("oracle"), f"/oracle-{os.getpid()}"
-    with start_brokers(NODES, directory, etcd.endpoint, prefix, lease_ttl_s=LEASE_TTL_S) as brokers:
-        yield {"real": RealSide(real_kafka), "ours": ReferenceSide(brokers)}
-
-
-@pytest.fixture
-def topic() -> str:
-    return f"oracle-{uuid.uuid4().hex[:10]}"
-
-
-class Step(NamedTuple):
-    """One request; `options` are those of `produce`."""
-
-    what: str
-    records: bytes
-    options: Mapping[str, Any] = {}
 
 
 class Difference(NamedTuple):
@@ -74,8 +45,6 @@ class Difference(NamedTuple):
 
 
 # Batches as they should not be
-
-ONE = bytes(build_batch([b"v" * 50]))
 
 
 def patched(batch: bytes, position: int, value: int, size: int) -> bytes:
@@ -177,12 +146,6 @@ DIFFERENT = [
 # Idempotent producers
 
 
-def batch(sequence: int, *, count: int = 2, epoch: int = 0, producer_id: int = 77) -> bytes:
-    values = [b"%d" % (sequence + position) for position in range(count)]
-    return bytes(build_batch(values, producer_id=producer_id, producer_epoch=epoch, base_sequence=sequence))
-
-
-LAST = (1 << 31) - 1
 IDEMPOTENT = [
     *(Step(f"sequence {sequence}", batch(sequence)) for sequence in range(0, 14, 2)),
     *(Step(f"sequence {sequence} again, of the last five", batch(sequence)) for sequence in (12, 4, 8, 10, 6)),
@@ -209,13 +172,13 @@ IDEMPOTENT = [
     Step("its next", batch(11, producer_id=78)),
     Step("its 0", batch(0, producer_id=78)),
     Step("a producer's last epoch", batch(0, producer_id=79, epoch=32_767)),
-    Step("the last sequences", batch(LAST - 1, producer_id=80)),
+    Step("the last sequences", batch(LAST_SEQUENCE - 1, producer_id=80)),
     Step("behind the last", batch(0, producer_id=80)),
-    Step("the last, again", batch(LAST - 1, producer_id=80)),
+    Step("the last, again", batch(LAST_SEQUENCE - 1, producer_id=80)),
     Step("behind the last, again", batch(0, producer_id=80)),
-    Step("over the last", batch(LAST, producer_id=81)),
+    Step("over the last", batch(LAST_SEQUENCE, producer_id=81)),
     Step("behind that", batch(1, producer_id=81)),
-    Step("over the last, again", batch(LAST, producer_id=81)),
+    Step("over the last, again", batch(LAST_SEQUENCE, producer_id=81)),
     Step("half of it", batch(0, producer_id=81, count=1)),
     Step("a plain batch between", ONE),
     Step("another producer under a known sequence", batch(12, producer_id=82)),
@@ -223,27 +186,12 @@ IDEMPOTENT = [
 
 
 def run(steps: Sequence[Step], topic: str, side: Side) -> dict[str, Outcome]:
-    """The steps one by one, each answered before the next; a connection that was closed is opened anew."""
+    """The steps one by one, each answered before the next."""
     side.create(topic)
-    leader = side.leader(topic)
-    client = side.client(leader)
-    outcomes: dict[str, Outcome] = {}
-    try:
-        for step in steps:
-            outcomes[step.what] = produce(client, step.records, **{"topic": topic, **step.options})
-            if outcomes[step.what] == CLOSED:
-                client.close()
-                client = side.client(leader)
-    finally:
-        client.close()
+    with ToLeader(side, topic) as leader:
+        outcomes = {step.what: leader.produce(step.records, **step.options) for step in steps}
     assert len(outcomes) == len(steps), "two steps of one name"
     return outcomes
-
-
-def differing(real: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The steps that did not come to the same: what came of them at Kafka, and here."""
-    assert list(real) == list(ours)
-    return {what: (real[what], ours[what]) for what in real if real[what] != ours[what]}
 
 
 @pytest.mark.parametrize("steps", [pytest.param(BATCHES, id="batches"), pytest.param(IDEMPOTENT, id="idempotent")])
@@ -299,120 +247,3 @@ def test_a_partition_named_twice(sides: Sides, topic: str) -> None:
     real, ours = on_both(sides, script)
     assert real == (["NONE"], Outcome("NONE", 2))
     assert ours == (["INVALID_REQUEST", "INVALID_REQUEST"], Outcome("NONE", 0))
-
-
-def test_what_followers_have_not_got_is_neither_acknowledged_nor_read(sides: Sides, topic: str) -> None:
-    def script(side: Side) -> dict[str, Any]:
-        side.create(topic)
-        leader = side.leader(topic)
-        followers = [node_id for node_id in NODES if node_id != leader]
-        told: dict[str, Any] = {}
-        with side.client(leader) as client:
-            told["before"] = produce(client, batch(0), topic=topic)
-            for node_id in followers:
-                side.pause(node_id)
-            try:
-                told["acks=1"] = produce(client, batch(2), topic=topic, acks=1)
-                told["acks=all"] = produce(client, batch(4), topic=topic, timeout_ms=300)
-                told["acks=all, again"] = produce(client, batch(4), topic=topic, timeout_ms=300)
-                told["acks=1, again"] = produce(client, batch(4), topic=topic, acks=1)
-                told["acks=1, a gap"] = produce(client, batch(8), topic=topic, acks=1)
-                told["latest"] = latest(client, topic)
-                told |= {f"read from {offset}": fetch(client, topic, offset) for offset in (0, 2, 3, 6)}
-                told["read from 7"] = fetch(client, topic, 7).error
-            finally:
-                for node_id in followers:
-                    side.resume(node_id)
-            told["acks=all, once more"] = produce(client, batch(4), topic=topic)
-            told["latest at last"] = latest(client, topic)
-            told["read at last"] = fetch(client, topic, 0)
-        return told
-
-    real, ours = on_both(sides, script)
-    # Kafka tells the offset of what it has appended, though it may yet be lost; here no offset goes with an error.
-    untold = Outcome("REQUEST_TIMED_OUT", 4), Outcome("REQUEST_TIMED_OUT", -1)
-    assert differing(real, ours) == {"acks=all": untold, "acks=all, again": untold}
-    assert real["latest"].offset == 2, "there was nothing to wait for"
-
-
-def too_few(side: Side, topic: str, end: int) -> dict[str, Any]:
-    """What comes of it where fewer replicas are in sync than have to be; what was acknowledged ends at `end`."""
-    with ToLeader(side, topic) as leader:
-        return {
-            "acks=all": leader.produce(batch(0, producer_id=88)),
-            "acks=1": leader.produce(batch(0, producer_id=88), acks=1),
-            "acks=1, again": leader.produce(batch(0, producer_id=88), acks=1),
-            "acks=all, again": leader.produce(batch(0, producer_id=88)),
-            "acks=0": leader.produce(batch(2, producer_id=88), acks=0),
-            "acks=all, a gap": leader.produce(batch(8, producer_id=88)),
-            "acks=1, a gap": leader.produce(batch(8, producer_id=88), acks=1),
-            "acks=all, bad CRC": leader.produce(ONE[:-1] + bytes([ONE[-1] ^ 1])),
-            "latest": leader.latest(),
-            "read": leader.fetch(end),
-        }
-
-
-def after_the_leader_died(side: Side, topic: str) -> dict[str, Any]:
-    """Sequences 0 to 12 were acknowledged by the leader before."""
-    with ToLeader(side, topic) as leader:
-        told: dict[str, Any] = {f"sequence {each}": leader.produce(batch(each)) for each in (*range(0, 14, 2), 16, 14)}
-        return told | {
-            "sequence 14 again": leader.produce(batch(14)),
-            "another epoch": leader.produce(batch(0, epoch=2)),
-            "the epoch before": leader.produce(batch(16)),
-            "latest": leader.latest(),
-            "read": leader.fetch(0),
-        }
-
-
-def test_leaders_die_and_replicas_fall_behind_and_all_come_back(sides: Sides, topic: str) -> None:
-    """kill -9 of the leader, then SIGTERM for one of the two that are left, then all are back."""
-    two, three = f"{topic}-2", f"{topic}-3"
-
-    def script(side: Side) -> dict[str, Any]:
-        told: dict[str, Any] = {}
-
-        def tell(stage: str, found: Mapping[str, Any]) -> None:
-            told.update((f"{stage}: {what}", each) for what, each in found.items())
-
-        side.create(two, min_insync_replicas="2")
-        side.create(three, min_insync_replicas="3")
-        with ToLeader(side, two) as leader:
-            tell("two, all", {f"sequence {each}": leader.produce(batch(each)) for each in range(0, 14, 2)})
-        with ToLeader(side, three) as leader:
-            tell("three, all", {"acks=all": leader.produce(batch(0))})
-        # Followers learn with a later fetch that it is committed, and a leader that never did would not say so.
-        time.sleep(FETCH_WAIT_S)
-
-        first = side.leader(two)
-        side.kill(first)
-        for name in (two, three):
-            side.wait_in_sync(name, 2)
-        tell("two, another leader", after_the_leader_died(side, two))
-        tell("three, two in sync", too_few(side, three, 2))
-
-        leading = side.leader(two)
-        last = next(node_id for node_id in NODES if node_id not in (first, leading))
-        side.stop(last)
-        for name in (two, three):
-            side.wait_in_sync(name, 1)
-        tell("two, one in sync", too_few(side, two, 18))
-
-        side.start(first, last)
-        for name in (two, three):
-            side.wait_in_sync(name, len(NODES))
-            with ToLeader(side, name) as leader:
-                appended = leader.produce(batch(0, producer_id=90))
-                tell(f"{name[-1]}, back", {"acks=all": appended, "latest": leader.latest(), "read": leader.fetch(0)})
-        return told
-
-    real, ours = on_both(sides, script)
-    # Kafka looks at the records only where enough replicas are in sync; clients send them again after either.
-    unread = Outcome("NOT_ENOUGH_REPLICAS"), Outcome("CORRUPT_MESSAGE")
-    places = ("three, two in sync", "two, one in sync")
-    assert differing(real, ours) == {f"{place}: acks=all, bad CRC": unread for place in places}
-    assert real["two, another leader: sequence 12"] == Outcome("NONE", 12), (
-        "the resend got another than its first offset"
-    )
-    assert real["two, one in sync: acks=all"].error == "NOT_ENOUGH_REPLICAS"
-    assert real["two, one in sync: acks=1"].error == "NONE"

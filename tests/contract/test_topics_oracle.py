@@ -5,13 +5,9 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-import pytest
-
 from codec import error_codes
 from codec.api_keys import CREATE_TOPICS
-from tests.support.oracle import RealSide, ReferenceSide, Side, on_both
-from tests.support.real_kafka import RealKafka
-from tests.support.reference_broker import Cluster
+from tests.support.oracle import Side, on_both
 
 Asked = dict[str, Any]
 
@@ -26,7 +22,7 @@ def assigned(*replicas: list[int], **more: int) -> Asked:
 
 
 ASKED: list[Asked] = [
-    *({"replication_factor": factor} for factor in (3, 2, 1, 0, -2, 4, 32_767)),
+    *({"replication_factor": factor} for factor in (3, 2, 1, -1, 0, -2, 4, 32_767)),
     *({"num_partitions": partitions} for partitions in (1, 7, -1, 0, -2)),
     assigned([1]),
     assigned([2, 3], [3, 1], [1, 2]),
@@ -73,11 +69,6 @@ def outcomes(side: Side, asked: list[Asked]) -> list[tuple[str, str, int, int]]:
             assert bool(answer.error_message) == (answer.error_code != error_codes.NONE), answer
             found.append((str(each), error, answer.num_partitions, answer.replication_factor))
     return found
-
-
-@pytest.fixture
-def sides(real_kafka: RealKafka, cluster: Cluster) -> dict[str, Side]:
-    return {"real": RealSide(real_kafka), "ours": ReferenceSide(cluster.brokers)}
 
 
 def test_a_topic_may_be_what_it_may_be_at_kafka(sides: dict[str, Side]) -> None:

@@ -19,6 +19,7 @@ from codec import error_codes
 from codec.api_keys import API_VERSIONS, CREATE_TOPICS, FETCH, LIST_OFFSETS, METADATA, PRODUCE
 from codec.record_batch import iterate_batches
 from tests.support.real_kafka import RealKafka
+from tests.support.record_batches import build_batch
 from tests.support.reference_broker import BrokerProcess, Closed, RawClient, wait_for
 
 NODES = (1, 2, 3)
@@ -58,12 +59,12 @@ class Side(ABC):
     def client(self, node_id: int) -> RawClient:
         return RawClient("127.0.0.1", self.port(node_id))
 
-    def create(self, topic: str, **configs: str) -> None:
-        """One partition with a replica on every node, led by the first, all of them in sync."""
+    def create(self, topic: str, leader: int = NODES[0], **configs: str) -> None:
+        """One partition with a replica on every node, led by that one, all of them in sync."""
         # The records of these tests are from 2023: at Kafka's default they would be gone in between.
         kept = {"retention_ms": "-1", **configs}
         named = [{"name": name.replace("_", "."), "value": value} for name, value in kept.items()]
-        replicas = [{"partition_index": 0, "broker_ids": NODES}]
+        replicas = [{"partition_index": 0, "broker_ids": sorted(NODES, key=lambda node_id: node_id != leader)}]
         asked = {"name": topic, "num_partitions": -1, "replication_factor": -1, "assignments": replicas}
         with self.client(NODES[0]) as client:
             [created] = client.request(CREATE_TOPICS, 7, topics=[{**asked, "configs": named}], timeout_ms=10_000).topics
@@ -161,6 +162,28 @@ class ReferenceSide(Side):
         self._brokers[node_id].signal(signal.SIGCONT)
 
 
+# What is sent
+
+ONE = bytes(build_batch([b"v" * 50]))
+LAST_SEQUENCE = (1 << 31) - 1
+
+
+class Step(NamedTuple):
+    """One request; `options` are those of `produce`."""
+
+    what: str
+    records: bytes
+    options: Mapping[str, Any] = {}
+
+
+def batch(sequence: int, *, count: int = 2, epoch: int = 0, producer_id: int = 77) -> bytes:
+    values = [b"%d" % (sequence + position) for position in range(count)]
+    return bytes(build_batch(values, producer_id=producer_id, producer_epoch=epoch, base_sequence=sequence))
+
+
+# What comes of it
+
+
 class Outcome(NamedTuple):
     """What came of a step, with the error code by its name."""
 
@@ -228,12 +251,16 @@ def latest(client: RawClient, topic: str) -> Outcome:
 
 
 class ToLeader:
-    """Requests to whoever leads a topic's partition, made again where the lead has moved: on a busy machine it does."""
+    """Requests to whoever leads a topic's partition, made again where the lead has moved: on a busy machine it does.
+
+    CLOSED is what comes of a request where the leader is still the same.
+    """
 
     def __init__(self, side: Side, topic: str) -> None:
         self._side = side
         self._topic = topic
         self._client: RawClient | None = None
+        self._leader = -1
 
     def __enter__(self) -> Self:
         return self
@@ -244,7 +271,7 @@ class ToLeader:
         self._disconnect()
 
     def produce(self, records: bytes, **options: Any) -> Outcome:
-        return self._ask(lambda client: produce(client, records, topic=self._topic, **options))
+        return self._ask(lambda client: produce(client, records, **{"topic": self._topic, **options}))
 
     def latest(self) -> Outcome:
         return self._ask(lambda client: latest(client, self._topic))
@@ -255,14 +282,20 @@ class ToLeader:
     def _ask(self, ask: Callable[[RawClient], _Answer]) -> _Answer:
         deadline = time.monotonic() + PATIENCE_S
         while True:
-            if self._client is None:
-                self._client = self._side.client(self._side.leader(self._topic))
-            answer = ask(self._client)
+            answer = ask(self._client or self._connect())
             if answer != CLOSED and answer.error != "NOT_LEADER_OR_FOLLOWER":
                 return answer
-            assert time.monotonic() < deadline, f"{self._side.name}: {answer}"
+            asked = self._leader
             self._disconnect()
-            time.sleep(0.1)
+            self._connect()
+            if answer == CLOSED and self._leader == asked:
+                return answer
+            assert time.monotonic() < deadline, f"{self._side.name}: {answer}"
+
+    def _connect(self) -> RawClient:
+        self._leader = self._side.leader(self._topic)
+        self._client = self._side.client(self._leader)
+        return self._client
 
     def _disconnect(self) -> None:
         if self._client is not None:
@@ -275,3 +308,9 @@ def on_both(sides: Mapping[str, Side], script: Callable[[Side], _Result]) -> tup
     with ThreadPoolExecutor(len(sides)) as threads:
         real, ours = (threads.submit(script, sides[name]) for name in ("real", "ours"))
         return real.result(), ours.result()
+
+
+def differing(real: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The steps that did not come to the same: what came of them at Kafka, and here."""
+    assert list(real) == list(ours)
+    return {what: (real[what], ours[what]) for what in real if real[what] != ours[what]}
