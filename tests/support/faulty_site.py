@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import signal
 import socket
 import time
@@ -28,6 +29,9 @@ from tests.support.reference_broker import BrokerProcess
 
 HOST = "127.0.0.1"
 PATIENCE_S = 20.0
+_PORTS = range(10_000, 32_000)
+# Each at most once; from anywhere, for there may be other test runs on this machine.
+_ports = iter(random.sample(_PORTS, len(_PORTS)))
 
 
 class FaultyBroker(BrokerProcess):
@@ -232,8 +236,11 @@ async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float, what
 
 
 def _free_port() -> int:
-    with socket.create_server((HOST, 0)) as free:
-        return int(free.getsockname()[1])
+    """One below those that the system gives to whoever asks for any: it has to stay free while its broker is down."""
+    for port in _ports:
+        with contextlib.suppress(OSError), socket.create_server((HOST, port)):
+            return port
+    raise AssertionError("no port is free")
 
 
 @asynccontextmanager
