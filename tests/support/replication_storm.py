@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import NamedTuple
 
 from codec import error_codes
-from codec.api_keys import FETCH
+from codec.api_keys import FETCH, LIST_OFFSETS
 from tests.support.attempts import Address, Stored, ThreadedClient, stored
 from tests.support.faulty_site import FaultyBroker, FaultySite
 from tests.support.reference_broker import Closed, RawClient
@@ -161,6 +161,8 @@ class Reader(ThreadedClient):
             self._disconnect()
             self._stopping.wait(0.05)
             return
+        if not found.records:
+            self._ask_for_the_end(self._client, where)
         for offset, value in stored(bytes(found.records or b"")):
             if offset < self._offset:
                 continue
@@ -170,6 +172,13 @@ class Reader(ThreadedClient):
             )
             self.seen[offset] = value
             self._offset = offset + 1
+
+    def _ask_for_the_end(self, client: RawClient, where: str) -> None:
+        """Whoever names one may not name an earlier one than there was."""
+        topics = [{"name": self.topic, "partitions": [{"partition_index": self.partition, "timestamp": -1}]}]
+        found = client.request(LIST_OFFSETS, 7, replica_id=-1, topics=topics).topics[0].partitions[0]
+        if found.error_code == error_codes.NONE:
+            assert found.offset >= self._offset, f"{where}: the end is {found.offset}, after {self._offset}"
 
     def _disconnect(self) -> None:
         self._turn += 1
