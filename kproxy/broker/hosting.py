@@ -30,6 +30,7 @@ class ReplicaHost:
     """What this broker has of which partition, by (topic name as bytes, partition index).
 
     `on_leaders_changed` is called after a follower has been pointed at somebody else, or a replica has come or gone.
+    `first_revision` is when this process became a broker: a log of an older topic may have been here and be lost.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class ReplicaHost:
         # Of replicas that were closed before it was written down.
         self._obeyed: dict[tuple[uuid.UUID, int], Leadership] = {}
         self.on_leaders_changed: Callable[[], None] = lambda: None
+        self.first_revision = 0
         self._view = view
         self._data_dir = data_dir
         self._node_id = node_id
@@ -69,7 +71,7 @@ class ReplicaHost:
                 key.partition_index,
                 topic.topic_id,
                 settings.log_options,
-                is_expected=self._is_in_sync(key, topic),
+                is_expected=self._is_expected(key, topic),
             )
         except (OSError, LogFailed) as error:
             _logger.error("log not opened", topic=topic.name, partition=key.partition_index, error=str(error))
@@ -80,8 +82,10 @@ class ReplicaHost:
         self.point_at_leader(key)
         return partition
 
-    def _is_in_sync(self, key: PartitionKey, topic: Topic) -> bool:
-        """Whether etcd says that this broker has all that was committed, and there are others to have it from."""
+    def _is_expected(self, key: PartitionKey, topic: Topic) -> bool:
+        """Whether etcd has said since before our start that all that was committed is here, and others have it too."""
+        if topic.create_revision > self.first_revision:
+            return False
         state = self._view.state(topic, key.partition_index)
         has_others = len(self._view.replicas(topic, key.partition_index)) > 1
         return has_others and state is not None and self._node_id in state.isr

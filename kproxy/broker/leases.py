@@ -121,6 +121,7 @@ class PartitionLeaseManager:
     def begin(self, fence: LeaseFence) -> None:
         """A new lease is held: take what is ours to take."""
         self._fence = fence
+        self.replicas.first_revision = self.replicas.first_revision or fence.claim_revision
         self._turns.begin()
         self._check_identity()
         self._want_all()
