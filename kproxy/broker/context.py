@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -84,7 +83,7 @@ class Broker:
     def name_topics(self, request: PartitionedRequest) -> None:
         """Put topics' names in the place of their ids (KIP-516); an id that is unknown stays, no topic is called so."""
         for topic in request.topics:
-            found = self.view.topic_by_id(uuid.UUID(bytes=topic.wire))
+            found = self.view.topic_by_id(topic.wire)
             if found is not None:
                 topic.name = found.name.encode()
 

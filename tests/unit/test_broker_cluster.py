@@ -61,7 +61,7 @@ def test_a_snapshot_is_read_and_told_once() -> None:
     assert view.owner("t", 1) == NO_OWNER
     found = view.topics["t"]
     assert view.state(found, 0) == (3, [1], TOPIC_ID, None, 4)
-    assert view.topic_by_id(TOPIC_ID) == found
+    assert view.topic_by_id(TOPIC_ID.bytes) == found
 
 
 def test_an_owner_that_is_not_alive_owns_nothing() -> None:
@@ -106,7 +106,7 @@ def test_a_deleted_topic_is_told_with_what_it_was() -> None:
     observed = Observed(topic())
     observed.tell(delete(KEYS.topic("t"), 11))
     assert [change.deleted.topic_id for change in observed.changes if change.deleted] == [TOPIC_ID]
-    assert observed.view.topic_by_id(TOPIC_ID) is None
+    assert observed.view.topic_by_id(TOPIC_ID.bytes) is None
 
 
 def test_a_topic_missing_from_a_snapshot_is_not_called_deleted() -> None:

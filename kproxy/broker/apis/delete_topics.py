@@ -33,7 +33,7 @@ async def handle(broker: Broker, request: Request) -> Body:
 
 
 async def _delete(broker: Broker, name: str | None, topic_id: Any, version: int) -> dict[str, Any]:
-    topic = broker.view.topics.get(name) if name is not None else broker.view.topic_by_id(topic_id)
+    topic = broker.view.topics.get(name) if name is not None else broker.view.topic_by_id(topic_id.bytes)
     if topic is not None:
         outcome = await broker.topics.delete(topic)
     elif name is not None:

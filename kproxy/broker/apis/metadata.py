@@ -82,7 +82,7 @@ def _brokers(broker: Broker) -> list[dict[str, Any]]:
 
 def _asked(broker: Broker, asked: control.Message, version: int) -> dict[str, Any]:
     if asked.name is None:
-        found = broker.view.topic_by_id(asked.topic_id) if asked.topic_id is not None else None
+        found = broker.view.topic_by_id(asked.topic_id.bytes) if asked.topic_id is not None else None
         if found is not None and version >= _TOPIC_ID_VERSION:
             return _topic(broker, found, version)
         # Versions 10 and 11 have the field, but no null name to answer with.
