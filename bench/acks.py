@@ -25,6 +25,7 @@ from bench.java_load import RECORD_BYTES
 from bench.replicas import LagWatch, Settled, wait_settled
 from bench.table import judged
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy.errors import StartupError
 
 REPLICATION_FACTOR = 3
 ACKS = ("0", "1", "all")
@@ -233,5 +234,8 @@ async def _run(console: Console, replication_factor: int) -> None:
 
 
 def acks(console: Console, replication_factor: int = REPLICATION_FACTOR) -> None:
-    """Measure, and print the tables."""
-    asyncio.run(_run(console, replication_factor))
+    """Measure, and print the tables. SystemExit where there is no Java, no etcd or none of Kafka's jars."""
+    try:
+        asyncio.run(_run(console, replication_factor))
+    except StartupError as error:
+        raise SystemExit(str(error)) from error
