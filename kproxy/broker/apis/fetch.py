@@ -67,10 +67,10 @@ class _Reader(NamedTuple):
     hurry: Hurry | None = None
 
 
-class _Answer(NamedTuple):
-    """`is_urgent`: some partition has something to say that is not records."""
+class _Found(NamedTuple):
+    """What there is, topic by topic as asked. `is_urgent`: some partition has something to say that is not records."""
 
-    body: Body
+    topics: list[list[PartitionFetched]]
     size_in_bytes: int
     is_urgent: bool
 
@@ -116,15 +116,15 @@ def _serve(broker: Broker, fetch: FetchRequest, reader: _Reader, deadline: float
     if fetch.session_id != NO_SESSION:
         head, tail = response_ends(fetch.header.api_version, 0, [], error_codes.FETCH_SESSION_ID_NOT_FOUND)
         return [head, *encode_topics([], flexible=fetch.flexible), tail]
-    answer = _read(broker, fetch, reader)
-    if _is_enough(answer, fetch):
-        return answer.body
+    found = _read(broker, fetch, reader)
+    if _is_enough(found, fetch):
+        return _encode(fetch, found)
     # Waiting begins in the step in which there was not enough: what is appended from now on wakes.
     return _wait(broker, fetch, reader, deadline, _Waiting(broker, fetch, reader))
 
 
-def _is_enough(answer: _Answer, fetch: FetchRequest) -> bool:
-    return answer.is_urgent or answer.size_in_bytes >= fetch.min_bytes or fetch.max_wait_ms <= 0 or not fetch.topics
+def _is_enough(found: _Found, fetch: FetchRequest) -> bool:
+    return found.is_urgent or found.size_in_bytes >= fetch.min_bytes or fetch.max_wait_ms <= 0 or not fetch.topics
 
 
 class _Waiting:
@@ -163,20 +163,19 @@ class _Waiting:
 async def _wait(broker: Broker, fetch: FetchRequest, reader: _Reader, deadline: float, waiting: _Waiting) -> Body:
     while True:
         await waiting.until(deadline)
-        answer = _read(broker, fetch, reader)
+        found = _read(broker, fetch, reader)
         is_hurried = reader.hurry.is_due if reader.hurry is not None else broker.leases.stopping
-        if _is_enough(answer, fetch) or is_hurried or asyncio.get_running_loop().time() >= deadline:
-            return answer.body
+        if _is_enough(found, fetch) or is_hurried or asyncio.get_running_loop().time() >= deadline:
+            return _encode(fetch, found)
         waiting = _Waiting(broker, fetch, reader)
 
 
-def _read(broker: Broker, fetch: FetchRequest, reader: _Reader) -> _Answer:
-    version = fetch.header.api_version
+def _read(broker: Broker, fetch: FetchRequest, reader: _Reader) -> _Found:
     left = min(fetch.max_bytes, broker.config.fetch_max_bytes)
     size, is_urgent = 0, False
-    topics: list[tuple[bytes, list[Buffer], int]] = []
+    topics: list[list[PartitionFetched]] = []
     for topic in fetch.topics:
-        entries: list[Buffer] = []
+        results: list[PartitionFetched] = []
         for start in topic.starts:
             asked = partition_fetch(fetch, start)
             limit = min(asked.max_bytes, left)
@@ -191,11 +190,20 @@ def _read(broker: Broker, fetch: FetchRequest, reader: _Reader) -> _Answer:
             size += len(fetched.records)
             left -= len(fetched.records)
             is_urgent = is_urgent or fetched.error_code != error_codes.NONE or fetched.diverging_epoch is not None
-            entries += result_entry(version, fetched)
-        topics.append((topic.wire, entries, len(topic.starts)))
+            results.append(fetched)
+        topics.append(results)
+    return _Found(topics, size, is_urgent)
+
+
+def _encode(fetch: FetchRequest, found: _Found) -> Body:
+    """The answer. Most fetches of a follower wait, and come by here once."""
+    version = fetch.header.api_version
+    topics: list[tuple[bytes, list[Buffer], int]] = []
+    for topic, results in zip(fetch.topics, found.topics, strict=True):
+        entries = [part for fetched in results for part in result_entry(version, fetched)]
+        topics.append((topic.wire, entries, len(results)))
     head, tail = response_ends(version, 0, [])
-    body = [head, *encode_topics(topics, flexible=fetch.flexible, by_id=fetch.by_id), tail]
-    return _Answer(body, size, is_urgent)
+    return [head, *encode_topics(topics, flexible=fetch.flexible, by_id=fetch.by_id), tail]
 
 
 def _without_records(fetched: PartitionFetched, reader: _Reader) -> PartitionFetched:
