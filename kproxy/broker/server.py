@@ -20,6 +20,7 @@ import base64
 import sys
 import uuid
 from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import structlog
@@ -58,6 +59,7 @@ OWN_PARTITIONS_TIMEOUT_S = 10.0
 PREDECESSOR_SLACK_S = 2.0
 DRAIN_TIMEOUT_S = 3.0
 LINGER_TIMEOUT_S = 1.0
+CHECKPOINT_TIMEOUT_S = 5.0
 RECLAIM_PAUSE_S = 1.0
 _logger = structlog.get_logger(__name__)
 
@@ -294,12 +296,14 @@ class _Server:
             await asyncio.sleep(0.01)
         await self._leases.drain(deadline - loop.time())
         await asyncio.to_thread(self._leases.flush_all)
-        if self._broker is not None:
-            await self._log_keeper.checkpoint()
         failed = [task.exception() for task in self._tasks if task.done() and not task.cancelled()]
         await _cancel(self._tasks)
         if self._lease is not None:
             await self._lease.revoke()
+        # Others lead by now. What this saves is only time, at the next start.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CHECKPOINT_TIMEOUT_S):
+                await self._log_keeper.checkpoint()
         if failed and failed[0] is not None:
             raise failed[0]
 

@@ -7,8 +7,8 @@ States of a partition, here
 Orphaned is a partition whose owner was seen to go.
 
 Invariants
-1. Who stands at place n among the living waits n times TURN_S, so that one attempt is made at a time where all see the
-   same.
+1. Who stands at place n among the living waits n times TURN_S, or n times PATIENT_TURN_S for a partition that nobody
+   has written to yet, so that one attempt is made at a time where all see the same.
 2. For START_GRACE_S after a broker has come up, those that are not alive keep their places: a cluster that starts as a
    whole finds its leaders where it left them. Not for orphaned partitions: their owner has gone before our eyes.
 3. One timer for each partition at most; `close` ends them.
@@ -24,6 +24,7 @@ from kproxy.broker.cluster import ClusterView, Topic
 from kproxy.broker.keys import PartitionKey
 
 TURN_S = 0.25
+PATIENT_TURN_S = 2.0
 START_GRACE_S = 2.0
 
 
@@ -65,7 +66,8 @@ class Turns:
         if place <= 0 or key in self._due:
             return True
         if key not in self._queued:
-            delay_s = grace_s if count_dead else place * TURN_S
+            turn_s = PATIENT_TURN_S if self._view.state(topic, key.partition_index) is None else TURN_S
+            delay_s = grace_s if count_dead else place * turn_s
             self._queued[key] = loop.call_later(delay_s, self._on_timer, key, not count_dead)
         return False
 
