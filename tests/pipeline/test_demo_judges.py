@@ -64,7 +64,7 @@ class Course(NamedTuple):
 
 @pytest.fixture(scope="module")
 def course(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Course]:
-    with contextlib.ExitStack() as stack:
+    with asyncios_own_loop(), contextlib.ExitStack() as stack:
         spark = SparkDriver(require_java(), tmp_path_factory.mktemp("spark"))
         stack.callback(spark.stop)
         beside = LoopThread()
@@ -148,10 +148,8 @@ def test_with_an_owner_killed_in_mid_stream_what_is_wrong_is_still_found(
     said, shown = io.StringIO(), io.StringIO()
     report = Report(progress=Console(file=said), output=Console(file=shown, width=120))
     try:
-        with asyncios_own_loop():
-            status = run_demo(
-                DemoOptions(rows=ROWS, kill_owner=True, data_dir=tmp_path), driver=course.spark, report=report
-            )
+        options = DemoOptions(rows=ROWS, kill_owner=True, data_dir=tmp_path)
+        status = run_demo(options, driver=course.spark, report=report)
     finally:
         course.beside.run(relay.stop())
 
