@@ -7,9 +7,10 @@ ARGS   ?=
 SECTION ?=
 MINUTES ?= 10
 SEED   ?= 1
+SEEDS  ?= 1000
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test chaos storm check bench bench-quick lock clean
+.PHONY: help install demo test chaos storm sim check bench bench-quick lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do \
@@ -34,6 +35,10 @@ chaos: install  ## kill, stop and cut off members of etcd at random for MINUTES=
 storm: install  ## kill, stop, cut off and wipe replicated brokers at random for MINUTES=10, from SEED=1, and judge what is left
 	@KPROXY_STORM_MINUTES=$(MINUTES) KPROXY_STORM_SEED=$(SEED) \
 		$(BIN)/python -m pytest -s -q tests/integration/test_replication_storm.py $(ARGS)
+
+sim: install  ## put replication through SEEDS=1000 random runs of brokers, links and time, from SEED=1; a second for ten
+	@KPROXY_SIM_SEEDS=$(SEEDS) KPROXY_SIM_FIRST_SEED=$(SEED) \
+		$(BIN)/python -m pytest -q --timeout=0 tests/property/test_replication_model.py -k befalls $(ARGS)
 
 check: install  ## lint, types, dependency direction, generated files; runs no tests
 	@echo "ruff";         $(BIN)/ruff check .

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import uuid
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,113 +11,17 @@ import pytest
 
 from codec import error_codes
 from codec.fetch import PartitionFetched
-from codec.record_batch import parse_batch
 from kproxy.broker.checkpoint import Checkpoint, Leadership, write_checkpoint
-from kproxy.broker.log import Log
-from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition, ReplicaSettings
+from kproxy.broker.partition import Partition
 from kproxy.broker.replication.manager import UNKNOWN_OFFSET, Isr
-from tests.support.record_batches import build_batch
-
-REPLICAS = (1, 2, 3)
-ISR_LAG_S = 10.0
-TOPIC_ID = uuid.uuid4()
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Fence:
-    def __init__(self) -> None:
-        self.live = True
-
-    def is_live(self) -> bool:
-        return self.live
-
-
-class Group:
-    """Three replicas of one partition; who leads is what the test says, as etcd would."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.clock = Clock()
-        self.epoch = -1
-        self.isr = Isr(frozenset(REPLICAS), 1)
-        self.live = dict.fromkeys(REPLICAS, 7)
-        self.fences: dict[int, Fence] = {}
-        self.replicas = {node_id: self.open(node_id) for node_id in REPLICAS}
-
-    @property
-    def leadership(self) -> Leadership:
-        return Leadership(self.epoch, 10 + self.epoch)
-
-    def open(self, node_id: int) -> Partition:
-        settings = ReplicaSettings(node_id, self.clock, ISR_LAG_S, min_insync_replicas=2)
-        return Partition("t", 0, TOPIC_ID, Log.open(self.directory / str(node_id)), settings)
-
-    def restart(self, node_id: int) -> Partition:
-        """Killed and started again: what was in memory is gone."""
-        self.replicas[node_id].close()
-        self.replicas[node_id] = self.open(node_id)
-        return self.replicas[node_id]
-
-    def elect(self, node_id: int) -> Partition:
-        """`node_id` takes the partition, and whoever is a follower follows it."""
-        self.epoch += 1
-        assert node_id in self.isr.members, "only who is in sync may take it"
-        fence = self.fences[node_id] = Fence()
-        leader = self.replicas[node_id]
-        leader.become_leader(self.leadership, REPLICAS, self.isr, fence)
-        for follower in self.replicas.values():
-            if follower is not leader and not follower.replication.is_leading:
-                follower.become_follower(node_id, self.leadership)
-        return leader
-
-    def depose(self, node_id: int) -> Partition:
-        """It learns that it does not lead any more: it opens its log anew and follows."""
-        follower = self.restart(node_id)
-        leader = next(each for each in self.replicas.values() if each.replication.is_leading)
-        follower.become_follower(leader.leader_id, self.leadership)
-        return follower
-
-    def fetch(self, node_id: int) -> PartitionFetched:
-        """One question and its answer."""
-        follower = self.replicas[node_id]
-        asked = follower.next_fetch()
-        assert asked is not None
-        fetched = self.replicas[follower.leader_id].fetch_as_replica(node_id, asked, 1 << 20)
-        follower.take_fetched(asked, fetched)
-        return fetched
-
-    def look_at_isr(self) -> frozenset[int]:
-        """What the ISR keeper does, etcd answering at once."""
-        leader = next(each for each in self.replicas.values() if each.replication.is_leading)
-        wanted = leader.replication.wanted_isr(self.live)
-        if wanted is not None:
-            leader.replication.isr_proposed(wanted)
-            self.isr = Isr(wanted, self.isr.revision + 1)
-            leader.replication.isr_settled(self.isr)
-        return self.isr.members
-
-    def contents(self, node_id: int) -> bytes:
-        log = self.replicas[node_id].log
-        return log.read(log.log_start_offset, 1 << 30) if log.log_end_offset else b""
+from tests.support.replica_group import ISR_LAG_S, Group, append
 
 
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[Group]:
     group = Group(tmp_path)
     yield group
-    for replica in group.replicas.values():
-        replica.close()
-
-
-def append(partition: Partition, value: bytes = b"v", *, acks: int = ACKS_ALL, **producer: int) -> AppendResult:
-    view = memoryview(build_batch([value], **producer))
-    return partition.append_as_leader(view, parse_batch(view), acks)
+    group.close()
 
 
 def test_the_high_watermark_waits_for_every_replica_in_sync(group: Group) -> None:

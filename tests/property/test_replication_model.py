@@ -1,0 +1,151 @@
+"""Replication under everything that can befall brokers, their links to etcd and to each other: a stateful model.
+
+Hypothesis draws the steps, `tests.support.replication_model` takes them on real partitions, logs and lease managers,
+and `tests.support.replication_checks` judges. `make sim SEEDS=100000` runs it for as long as one likes.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import pytest
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from tests.support.replication_checks import Rule, Violation
+from tests.support.replication_model import LEADER, STEPS, Setting, Taken, World, broken_by, shortened
+from tests.support.replication_rules_off import A_LEASE, RULES_OFF, SLOW, RuleOff
+
+EXAMPLES = int(os.environ.get("KPROXY_SIM_SEEDS", "60"))
+SEED = int(os.environ.get("KPROXY_SIM_FIRST_SEED", "1"))
+STEPS_PER_RUN = int(os.environ.get("KPROXY_SIM_STEPS", "50"))
+
+
+class ReplicationMachine(RuleBasedStateMachine):
+    """One cluster; the rules are the model's steps."""
+
+    watched = frozenset(Rule)
+    broken: World | None = None
+    world: World | None = None
+
+    @initialize(
+        brokers=st.integers(3, 5),
+        min_insync_replicas=st.integers(1, 2),
+        retention_bytes=st.sampled_from([-1, 300]),
+        rates=st.permutations([1.0, 1.0, 1.0, 1.03, 0.97]),
+        hand_over_after_s=st.sampled_from([float("inf"), float("inf"), 5.0]),
+    )
+    def begin(
+        self, brokers: int, min_insync_replicas: int, retention_bytes: int, rates: list[float], hand_over_after_s: float
+    ) -> None:
+        setting = Setting(brokers, min_insync_replicas, retention_bytes, tuple(rates), hand_over_after_s)
+        self.world = World(setting, self.watched)
+
+    def teardown(self) -> None:
+        if self.world is not None:
+            try:
+                if not self.world.judge.is_broken:
+                    self.world.recover()
+            finally:
+                if self.world.judge.is_broken:
+                    type(self).broken = self.world
+                self.world.close()
+
+
+def _add_rule(name: str, arguments: int, copy: int) -> None:
+    def take(self: ReplicationMachine, **drawn: int) -> None:
+        if self.world is not None:
+            self.world.step(name, *drawn.values())
+
+    def could(self: ReplicationMachine) -> bool:
+        return self.world is not None and STEPS[name].could(self.world)
+
+    take.__name__ = f"{name}_{copy}"
+    numbers = {f"argument_{position}": st.integers(0, 9) for position in range(arguments)}
+    setattr(ReplicationMachine, take.__name__, precondition(could)(rule(**numbers)(take)))
+
+
+for _name, _step in STEPS.items():
+    for _copy in range(_step.weight):
+        _add_rule(_name, _step.arguments, _copy)
+
+
+class Found(NamedTuple):
+    """A run that broke something, shortened."""
+
+    setting: Setting
+    steps: list[Taken]
+    violation: Violation
+
+
+def search(examples: int, first_seed: int, watched: frozenset[Rule] = frozenset(Rule)) -> Found | None:
+    """The first run, of so many drawn from that seed, that breaks a rule that is watched."""
+
+    class Machine(ReplicationMachine):
+        pass
+
+    Machine.watched = watched
+    try:
+        run_state_machine_as_test(
+            seed(first_seed)(Machine),
+            settings=settings(
+                max_examples=examples,
+                stateful_step_count=STEPS_PER_RUN,
+                deadline=None,
+                database=None,
+                # Shortening whole steps, as the model can, takes seconds where Hypothesis would take minutes.
+                phases=[Phase.generate],
+                report_multiple_bugs=False,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+    except Violation as violation:
+        broken = Machine.broken
+        if broken is None:
+            raise
+        steps = shortened(broken.setting, broken.taken, watched)
+        return Found(broken.setting, steps, broken_by(broken.setting, steps, watched) or violation)
+    return None
+
+
+def test_nothing_that_befalls_a_partition_breaks_its_promises() -> None:
+    found = search(EXAMPLES, SEED)
+    assert found is None, f"{found.violation}\n{found.setting}\n" + ",\n".join(map(str, found.steps))
+
+
+FOUND_ONCE: dict[str, tuple[Setting, list[Taken]]] = {
+    # It asked again and again where the logs part, and cut nothing off, since there was nothing.
+    "a broker that led and wrote nothing follows again after a restart": (
+        Setting(3, min_insync_replicas=1),
+        [
+            ("produce", LEADER, 1),
+            ("link", 1, SLOW),
+            ("crash", 0),
+            ("freeze", 2),
+            ("advance", A_LEASE),
+            ("watch", 1, 2),
+            ("etcd_applies", 1, 0),
+            ("etcd_answers", 1, 0),
+            ("keep", 1),
+            ("crash", 1),
+        ],
+    ),
+}
+"""What the model has found in the product, shortened."""
+
+
+@pytest.mark.parametrize("name", FOUND_ONCE)
+def test_what_was_found_once_stays_mended(name: str) -> None:
+    setting, steps = FOUND_ONCE[name]
+    assert broken_by(setting, steps) is None
+
+
+@pytest.mark.parametrize("rule_off", RULES_OFF, ids=lambda rule_off: rule_off.name.replace(" ", "_"))
+def test_each_rule_is_needed(rule_off: RuleOff, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert broken_by(rule_off.setting, rule_off.steps) is None, "with the rule on"
+    rule_off.off(monkeypatch)
+    violation = broken_by(rule_off.setting, rule_off.steps)
+    assert violation is not None, "the model has not noticed"
+    assert violation.rule is rule_off.found, str(violation)

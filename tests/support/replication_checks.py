@@ -1,0 +1,170 @@
+"""What must hold of a replicated partition, whatever befalls its brokers; the judge of `replication_model`.
+
+The judge sees what producers were answered, what consumers read, and every replica's log. Rules it holds to, each with
+the name that a Violation carries:
+
+  LOST         what was acknowledged with acks=all, or read by a consumer, stands in every later leader's log, at its
+               offset, until retention removes it; so does it on every replica that etcd counts as in sync
+  MOVED        no offset is given to two records of which one was acknowledged or read
+  DIVERGED     below its own high watermark every replica has what all the others have there
+  BACKWARDS    a replica's high watermark never moves back while it is open, and is never above its log's end
+  TWO_LEADERS  at most one broker leads with a fence that lives
+  ZOMBIE       nobody acknowledges, or serves, once its fence is dead
+  DOUBLED      no batch of an idempotent producer stands twice in a leader's log
+  WENT_BACK    no consumer is sent back: neither by an offset out of range, nor by a smaller "latest"
+  STUCK        once all is well again there is a leader, all replicas are in sync and equal, and producers get through
+  CRASHED      product code raised where it should not
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+from typing import NamedTuple
+
+
+class Rule(Enum):
+    LOST = "what was committed is lost"
+    MOVED = "an offset was given twice"
+    DIVERGED = "replicas differ below the high watermark"
+    BACKWARDS = "the high watermark moved back or passed the log's end"
+    TWO_LEADERS = "two leaders at once"
+    ZOMBIE = "a broker acted behind a dead fence"
+    DOUBLED = "a resend was appended a second time"
+    WENT_BACK = "a consumer was sent back"
+    STUCK = "the partition does not recover"
+    CRASHED = "product code failed"
+
+
+class Violation(AssertionError):
+    """A rule that was broken."""
+
+    def __init__(self, rule: Rule, what: str) -> None:
+        super().__init__(f"{rule.value}: {what}")
+        self.rule = rule
+
+
+class Stored(NamedTuple):
+    """A batch in a log. `identity` is its CRC, which covers producer, sequence and values but not where it stands."""
+
+    base_offset: int
+    last_offset: int
+    leader_epoch: int
+    identity: int
+    producer_id: int
+    base_sequence: int
+
+
+class Replica(NamedTuple):
+    """One replica's log as it is now, open or not."""
+
+    node_id: int
+    log_start_offset: int
+    log_end_offset: int
+    batches: dict[int, Stored]
+
+
+class Judge:
+    """Remembers what was promised, and compares. `names` tells a batch's value by its identity, for messages."""
+
+    def __init__(self, watched: frozenset[Rule] = frozenset(Rule)) -> None:
+        self.watched = watched
+        self.is_broken = False
+        self.names: dict[int, str] = {}
+        # By base offset: identity of what was acknowledged with acks=all or read, and how that came.
+        self.promised: dict[int, tuple[int, str]] = {}
+        # By base offset: what stood below some replica's high watermark.
+        self.committed: dict[int, Stored] = {}
+        # Retention has removed what is below, on a leader's word.
+        self.removed_below = 0
+        self._high_watermarks: dict[object, int] = {}
+
+    def violated(self, rule: Rule, what: str) -> None:
+        """Raises Violation where the rule is watched."""
+        if rule in self.watched:
+            self.is_broken = True
+            raise Violation(rule, what)
+
+    def name(self, identity: int) -> str:
+        return self.names.get(identity, f"crc {identity:08x}")
+
+    # What was promised
+
+    def acknowledged(self, identity: int, base_offset: int) -> None:
+        """A producer got this offset, with acks=all."""
+        self._promise(identity, base_offset, "acknowledged")
+
+    def read(self, identity: int, base_offset: int) -> None:
+        """A consumer got this batch."""
+        self._promise(identity, base_offset, "read")
+
+    def _promise(self, identity: int, base_offset: int, how: str) -> None:
+        known = self.promised.setdefault(base_offset, (identity, how))
+        if known[0] != identity:
+            was = f"{self.name(known[0])} was {known[1]} at offset {base_offset}"
+            self.violated(Rule.MOVED, f"{was}, and now {self.name(identity)} is {how} there")
+
+    # What is
+
+    def high_watermark(self, incarnation: object, label: str, high_watermark: int, log_end_offset: int) -> None:
+        """An open replica's high watermark; `incarnation` is hashable and lives as long as that."""
+        before = self._high_watermarks.get(incarnation, 0)
+        if high_watermark < before:
+            self.violated(Rule.BACKWARDS, f"{label}: from {before} to {high_watermark}")
+        if high_watermark > log_end_offset:
+            self.violated(Rule.BACKWARDS, f"{label}: {high_watermark} is above the log's end {log_end_offset}")
+        self._high_watermarks[incarnation] = high_watermark
+
+    def replica_is_like_others(self, replica: Replica, high_watermark: int) -> None:
+        for offset, batch in replica.batches.items():
+            if batch.last_offset >= high_watermark:
+                continue
+            known = self.committed.setdefault(offset, batch)
+            if known != batch:
+                theirs, ours = self.name(known.identity), self.name(batch.identity)
+                self.violated(
+                    Rule.DIVERGED,
+                    f"broker {replica.node_id} has {ours} at offset {offset} below its high watermark "
+                    f"{high_watermark}, others have {theirs} there ({batch} and {known})",
+                )
+
+    def holds_what_was_promised(self, replica: Replica, role: str) -> None:
+        """For leaders, and for whoever may be elected."""
+        for offset, (identity, how) in self.promised.items():
+            if offset < self.removed_below:
+                continue
+            found = replica.batches.get(offset)
+            if found is None or found.identity != identity:
+                there = self.name(found.identity) if found is not None else "nothing"
+                self.violated(
+                    Rule.LOST,
+                    f"{self.name(identity)} was {how} at offset {offset}; broker {replica.node_id}, {role}, has "
+                    f"{there} there (log from {replica.log_start_offset} to {replica.log_end_offset})",
+                )
+
+    def holds_what_is_committed(self, replica: Replica) -> None:
+        """For whoever etcd counts as in sync: what is below any replica's high watermark is there."""
+        for offset, batch in self.committed.items():
+            if offset >= self.removed_below and replica.batches.get(offset) != batch:
+                self.violated(
+                    Rule.LOST,
+                    f"broker {replica.node_id} is in sync as etcd has it, and lacks {self.name(batch.identity)} at "
+                    f"offset {offset}, which is below a high watermark "
+                    f"(log from {replica.log_start_offset} to {replica.log_end_offset})",
+                )
+
+    def has_no_doubles(self, replica: Replica) -> None:
+        seen: dict[tuple[int, int], int] = {}
+        for offset, batch in replica.batches.items():
+            if batch.producer_id < 0:
+                continue
+            first = seen.setdefault((batch.producer_id, batch.base_sequence), offset)
+            if first != offset:
+                name = self.name(batch.identity)
+                self.violated(Rule.DOUBLED, f"broker {replica.node_id} has {name} at offsets {first} and {offset}")
+
+    def leaders(self, leaders: Iterable[str]) -> None:
+        """Who leads now, with a live fence."""
+        found = list(leaders)
+        if len(found) > 1:
+            self.violated(Rule.TWO_LEADERS, " and ".join(found))

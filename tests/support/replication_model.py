@@ -1,0 +1,746 @@
+"""A partition on several brokers, and everything that can befall them: what `test_replication_model` drives.
+
+The brokers are `simulated_broker`s around one `simulated_etcd`; they fetch from one another over a network that is this
+module's: a question and its answer each lie in `flights` until somebody lets them arrive or lose them, be it after the
+broker that asked was restarted. Producers and a consumer keep an account of what they were told, and after every step
+`replication_checks` compares it with every replica.
+
+A step is a method of World whose name stands in STEPS, with small numbers for arguments: `world.step("crash", 1)`. A
+number that names one of several things counts round, so that every sequence of steps can be replayed, shortened too.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import structlog
+
+from codec import error_codes
+from codec.fetch import PartitionFetch, PartitionFetched
+from codec.record_batch import HEADER_BYTES, assign_offsets, iterate_batches, parse_header
+from kproxy.broker.keys import Keys, StateValue, TopicValue, decode_value, encode_value
+from kproxy.broker.log_options import LogOptions
+from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition
+from kproxy.broker.replication.reconciliation import Inconsistent, validate_consistency
+from kproxy.ownership.etcd import put_op
+from tests.support.record_batches import build_batch
+from tests.support.replication_checks import Judge, Replica, Rule, Stored, Violation
+from tests.support.simulated_broker import PARTITION, PARTITION_INDEX, TOPIC, SimulatedProcess, State
+from tests.support.simulated_etcd import EtcdStore, Link
+
+FETCH_INTERVAL_S = 0.5
+MAX_FETCH_BYTES = 1 << 20
+# A few batches of one record.
+SEGMENT_BYTES = 300
+RECOVERY_S = 90.0
+RECOVERY_CHECK_S = 3.0
+START_TIME_S = 1000.0
+# As a broker's number: the leader.
+LEADER = 5
+# Where there is memory to keep files in, they are kept there.
+_SCRATCH = Path("/dev/shm")
+_KEYS = Keys("/p")
+_TOPIC_ID = uuid.UUID(int=7)
+_Method = TypeVar("_Method", bound=Callable[..., None])
+
+
+class Setting(NamedTuple):
+    """How the cluster of one run is made."""
+
+    brokers: int = 3
+    min_insync_replicas: int = 2
+    retention_bytes: int = -1
+    # How fast each broker's clock goes; within what a lease's margin allows.
+    rates: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    # When the lead goes back to the first replica; never in most runs, or it would always lead.
+    hand_over_after_s: float = float("inf")
+
+
+class Sent(NamedTuple):
+    """One batch that a producer wants in the log, as often as it has to be sent."""
+
+    name: str
+    records: bytes
+    identity: int
+    producer_id: int
+
+
+class Attempt:
+    """One sending of a batch to one broker; `result` is None as long as there is no answer."""
+
+    def __init__(self, sent: Sent, process: SimulatedProcess, acks: int) -> None:
+        self.sent = sent
+        self.process = process
+        self.acks = acks
+        self.result: AppendResult | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.result is not None or self.process.state is State.DEAD
+
+
+class Producer:
+    """An idempotent one: the next batch only when the last one's fate is known, which may take sending it again."""
+
+    def __init__(self, producer_id: int) -> None:
+        self.producer_id = producer_id
+        self.sequence = 0
+        self.current: Sent | None = None
+        self.attempts: list[Attempt] = []
+        self.done: list[Sent] = []
+
+
+class Flight:
+    """A fetch on its way to the leader or, once it has an answer, back."""
+
+    def __init__(self, asker: SimulatedProcess, leader_id: int, asked: PartitionFetch) -> None:
+        self.asker = asker
+        self.leader_id = leader_id
+        self.asked = asked
+        self.fetched: PartitionFetched | None = None
+
+
+Taken = tuple[Any, ...]
+"""A step's name and its numbers."""
+
+
+class Step(NamedTuple):
+    """How many numbers a step takes, whether it could do anything now, and how often it comes beside others."""
+
+    arguments: int
+    could: Callable[[World], bool]
+    weight: int
+
+
+STEPS: dict[str, Step] = {}
+
+
+def _step(
+    arguments: int, could: Callable[[World], bool] = lambda world: True, *, weight: int = 1
+) -> Callable[[_Method], _Method]:
+    def note(method: _Method) -> _Method:
+        STEPS[method.__name__] = Step(arguments, could, weight)
+        return method
+
+    return note
+
+
+def _any_is(state: State) -> Callable[[World], bool]:
+    return lambda world: any(process.state is state for process in world.processes.values())
+
+
+def _any_waits(*, applied: bool) -> Callable[[World], bool]:
+    return lambda world: any(process.client.count_pending(applied=applied) for process in world.processes.values())
+
+
+class World:
+    """Use it as a context manager. Steps raise Violation where something watched does not hold."""
+
+    def __init__(self, setting: Setting, watched: frozenset[Rule] = frozenset(Rule)) -> None:
+        self.setting = setting
+        self.now = START_TIME_S
+        self.judge = Judge(watched)
+        self.store = EtcdStore(lambda: self.now)
+        self.flights: list[Flight] = []
+        self.blocked: set[frozenset[int]] = set()
+        # Followers that do not fetch by themselves as time passes.
+        self.lagging: set[int] = set()
+        self.producers = [Producer(producer_id) for producer_id in (1, 2)]
+        self.attempts: list[Attempt] = []
+        self.position = 0
+        self.latest_seen = 0
+        self.taken: list[Taken] = []
+        self.is_over = False
+        # The same, with what the brokers logged.
+        self.trace: list[str] = []
+        self._log_config = structlog.get_config()
+        structlog.configure(processors=[self._note_log])
+        self._found_meanwhile: Violation | None = None
+        self._names = 0
+        self._directory = Path(tempfile.mkdtemp(prefix="kproxy-model-", dir=_SCRATCH if _SCRATCH.is_dir() else None))
+        self._graveyard = self._directory / "graveyard"
+        self._graveyard.mkdir()
+        self._interrupted: set[int] = set()
+        ids = list(range(1, setting.brokers + 1))
+        self._create_topic(ids)
+        self._all: list[SimulatedProcess] = []
+        self.processes = {node_id: self._start(node_id) for node_id in ids}
+        self.step("advance", 3)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        try:
+            for process in self._all:
+                process.bury()
+        finally:
+            shutil.rmtree(self._directory)
+            structlog.configure(**self._log_config)
+
+    def _note_log(self, logger: object, level: str, event: MutableMapping[str, Any]) -> NoReturn:
+        self.trace.append(f"    {self.now:.2f} {event.pop('event')} {dict(event)}")
+        raise structlog.DropEvent
+
+    def _create_topic(self, replicas: list[int]) -> None:
+        key, value = _KEYS.topic(TOPIC), encode_value(TopicValue(_TOPIC_ID, [replicas]))
+        self.store.apply("Put", put_op(key, value).message.request_put)
+
+    def _start(self, node_id: int) -> SimulatedProcess:
+        process = SimulatedProcess(
+            node_id,
+            self._directory / str(node_id),
+            self.store,
+            min_insync_replicas=self.setting.min_insync_replicas,
+            log_options=LogOptions(SEGMENT_BYTES, retention_bytes=self.setting.retention_bytes),
+            hand_over_after_s=self.setting.hand_over_after_s,
+            now=lambda: self.now,
+            rate=self.setting.rates[node_id - 1],
+        )
+        self._all.append(process)
+        return process
+
+    # Taking steps
+
+    def step(self, name: str, *arguments: int) -> None:
+        """Take one step, let everybody do what follows from it at once, and see whether all holds."""
+        if not self.is_over:
+            self.taken.append((name, *arguments))
+        self.trace.append(f"{name}({', '.join(map(str, arguments))})")
+        getattr(self, name)(*arguments)
+        self.settle()
+        self.check()
+
+    def replay(self, steps: Iterable[Taken]) -> None:
+        for name, *arguments in steps:
+            self.step(name, *arguments)
+
+    def settle(self) -> None:
+        """Let everybody do what there is to do at the present time."""
+        while True:
+            before = self.store.revision
+            for process in self.processes.values():
+                process.run()
+            if self.store.revision == before:
+                return
+
+    def pass_time(self, seconds: float) -> None:
+        """Time goes by, and everybody who is not stopped acts; those who do not lag fetch."""
+        end = self.now + seconds
+        fetch_at = self.now
+        while True:
+            self.store.expire_leases()
+            if fetch_at <= self.now:
+                self._fetch_all()
+                fetch_at = self.now + FETCH_INTERVAL_S
+            self.settle()
+            self._check_leaders()
+            if self.now >= end:
+                return
+            timers = [process.next_timer for process in self.processes.values()]
+            upcoming = [when for when in (*timers, self.store.next_expiry(), fetch_at) if when is not None]
+            # A clock that goes at another rate may round a timer to just after the present.
+            self.now = min(end, max(min(upcoming), self.now + 1e-6))
+
+    def _fetch_all(self) -> None:
+        for node_id, process in self.processes.items():
+            if node_id not in self.lagging and process.state is State.RUNNING:
+                self._round_trip(process)
+
+    def broker(self, number: int) -> SimulatedProcess:
+        """The broker of that place."""
+        return self.processes[number % len(self.processes) + 1]
+
+    def process(self, number: int) -> SimulatedProcess:
+        """The broker of that place or, from LEADER on, whoever leads: what befalls it matters most."""
+        if number >= LEADER:
+            for each in self.processes.values():
+                if each.state is not State.DEAD and self._leads(each):
+                    return each
+        return self.broker(number)
+
+    # Time, and processes
+
+    @_step(1, weight=4)
+    def advance(self, number: int) -> None:
+        """Time passes: too little for anything but an ISR change, or up to more than a lease lives."""
+        self.pass_time((0.3, 1.0, 4.0, 12.5)[number % 4])
+
+    @_step(1, weight=2)
+    def crash(self, number: int) -> None:
+        """kill -9."""
+        process = self.process(number)
+        if process.state is not State.DEAD:
+            process.kill(self._graveyard)
+
+    @_step(2)
+    def crash_in_write(self, number: int, kept_bytes: int) -> None:
+        """kill -9 in the middle of a write: the log ends with a part of a batch that nobody was told of."""
+        process = self.process(number)
+        if process.state is State.DEAD or process.partition is None:
+            return
+        log = process.partition.log
+        torn = build_batch([b"torn"])
+        assign_offsets(torn, parse_header(torn), log.log_end_offset, max(process.partition.leader_epoch, 0))
+        directory = log.directory
+        process.kill(self._graveyard)
+        with max(directory.glob("*.log")).open("ab") as file:
+            file.write(torn[: 1 + kept_bytes % (len(torn) - 1)])
+
+    @_step(1, _any_is(State.DEAD), weight=3)
+    def restart(self, number: int) -> None:
+        """A broker that is dead is started again."""
+        process = self.broker(number)
+        if process.state is State.DEAD:
+            self.processes[process.node_id] = self._start(process.node_id)
+            self.lagging.discard(process.node_id)
+
+    @_step(1)
+    def stop(self, number: int) -> None:
+        """SIGTERM: the broker leaves in good order, as far as that takes no time."""
+        process = self.process(number)
+        if process.state is State.RUNNING:
+            process.begin_stop()
+
+    @_step(1)
+    def freeze(self, number: int) -> None:
+        """SIGSTOP."""
+        process = self.process(number)
+        if process.state is State.RUNNING:
+            process.state = State.STOPPED
+
+    @_step(1, _any_is(State.STOPPED))
+    def thaw(self, number: int) -> None:
+        """SIGCONT."""
+        process = self.broker(number)
+        if process.state is State.STOPPED and process.node_id not in self._interrupted:
+            process.state = State.RUNNING
+
+    @_step(3, weight=2)
+    def freeze_within(self, number: int, readings: int, duration: int) -> None:
+        """SIGSTOP at some place within what the broker does next where it reads its clock, and SIGCONT later."""
+        process = self.process(number)
+        if process.state is State.RUNNING:
+            process.interrupt_at(readings % 4, lambda: self._frozen(process, (1.0, 12.5)[duration % 2]))
+
+    def _frozen(self, process: SimulatedProcess, seconds: float) -> None:
+        if process.state is not State.RUNNING:
+            return
+        self._interrupted.add(process.node_id)
+        process.state = State.STOPPED
+        self.pass_time(seconds)
+        self._interrupted.discard(process.node_id)
+        if process.state is State.STOPPED:
+            process.state = State.RUNNING
+
+    # Links to etcd
+
+    @_step(2, weight=3)
+    def link(self, number: int, kind: int) -> None:
+        """A broker's link to etcd becomes fast, slow, deaf or cut."""
+        process = self.process(number)
+        process.client.link = (Link.FAST, Link.SLOW, Link.DEAF, Link.CUT)[kind % 4]
+        process.watches = process.client.link in (Link.FAST, Link.DEAF)
+
+    @_step(2, _any_waits(applied=False), weight=3)
+    def etcd_applies(self, number: int, position: int) -> None:
+        """etcd gets one of the calls that are on their way from a broker."""
+        client = self.process(number).client
+        count = client.count_pending(applied=False)
+        if count:
+            client.apply_pending(position % count)
+
+    @_step(2, _any_waits(applied=True), weight=2)
+    def etcd_answers(self, number: int, position: int) -> None:
+        """A broker gets one of the answers that are on their way to it."""
+        process = self.process(number)
+        count = process.client.count_pending(applied=True)
+        if count and process.client.link is not Link.CUT and process.state is State.RUNNING:
+            process.client.answer_pending(position % count)
+
+    @_step(3, lambda world: any(process.client.pending for process in world.processes.values()))
+    def etcd_loses(self, number: int, position: int, answer: int) -> None:
+        """A call to etcd, or its answer, is lost."""
+        client = self.process(number).client
+        count = client.count_pending(applied=bool(answer % 2))
+        if count and answer % 2:
+            client.answer_pending(position % count, lost=True)
+        elif count:
+            client.lose_pending(position % count)
+
+    @_step(2, lambda world: any(process.client.link is Link.SLOW for process in world.processes.values()))
+    def watch(self, number: int, revisions: int) -> None:
+        """A broker whose link is slow hears of the next changes in etcd."""
+        process = self.process(number)
+        if process.client.link is Link.SLOW and process.state is State.RUNNING:
+            process.watch(1 + revisions % 3)
+
+    # The network between brokers
+
+    @_step(2)
+    def block(self, one: int, other: int) -> None:
+        """Nothing gets through between two brokers."""
+        self.blocked.add(frozenset((self.process(one).node_id, self.process(other).node_id)))
+
+    @_step(0, lambda world: bool(world.blocked))
+    def unblock_all(self) -> None:
+        self.blocked.clear()
+
+    @_step(1)
+    def lag(self, number: int) -> None:
+        """A follower fetches no more by itself."""
+        self.lagging.add(self.broker(number).node_id)
+
+    @_step(1, lambda world: bool(world.lagging))
+    def catch_up(self, number: int) -> None:
+        self.lagging.discard(self.broker(number).node_id)
+
+    @_step(1, weight=2)
+    def fetch(self, number: int) -> None:
+        """A follower's question and the leader's answer, without delay."""
+        process = self.broker(number)
+        if process.state is State.RUNNING:
+            self._round_trip(process)
+
+    @_step(1, weight=2)
+    def ask(self, number: int) -> None:
+        """A follower sends its question."""
+        process = self.broker(number)
+        if process.state is State.RUNNING:
+            flight = self._flight(process)
+            if flight is not None and len(self.flights) < 8:
+                self.flights.append(flight)
+
+    @_step(1, lambda world: bool(world.flights), weight=3)
+    def arrive(self, position: int) -> None:
+        """A question reaches its leader, or an answer its asker."""
+        if self.flights:
+            flight = self.flights[position % len(self.flights)]
+            if flight.fetched is None:
+                self._serve(flight)
+            else:
+                self.flights.remove(flight)
+                self._take(flight)
+
+    @_step(1, lambda world: bool(world.flights))
+    def lose(self, position: int) -> None:
+        if self.flights:
+            del self.flights[position % len(self.flights)]
+
+    def _flight(self, process: SimulatedProcess) -> Flight | None:
+        partition = process.partition
+        asked = partition.next_fetch() if partition is not None else None
+        if partition is None or asked is None:
+            return None
+        return Flight(process, partition.leader_id, asked)
+
+    def _round_trip(self, process: SimulatedProcess) -> None:
+        flight = self._flight(process)
+        if flight is not None and self._serve(flight):
+            self._take(flight)
+
+    def _serve(self, flight: Flight) -> bool:
+        """The leader answers, where it is there; whether it did."""
+        leader, asker = self.processes[flight.leader_id], flight.asker
+        if leader.state is not State.RUNNING or frozenset((leader.node_id, asker.node_id)) in self.blocked:
+            return False
+        partition = leader.partition
+        if partition is None:
+            flight.fetched = PartitionFetched(PARTITION_INDEX, error_codes.NOT_LEADER_OR_FOLLOWER)
+        else:
+            flight.fetched = partition.fetch_as_replica(asker.node_id, flight.asked, MAX_FETCH_BYTES)
+        return True
+
+    def _take(self, flight: Flight) -> None:
+        """The asker, or its successor under the same id, gets the answer."""
+        process = self.processes[flight.asker.node_id]
+        partition = process.partition
+        if process.state is State.RUNNING and partition is not None and flight.fetched is not None:
+            partition.take_fetched(flight.asked, flight.fetched)
+
+    # Producers
+
+    @_step(2, weight=3)
+    def produce(self, number: int, acks: int) -> None:
+        """A producer that is not idempotent sends a new batch."""
+        self._attempt(self._new_batch(-1, -1), number, (ACKS_ALL, 1, 0)[acks % 3])
+
+    @_step(2, weight=4)
+    def produce_idempotent(self, number: int, which: int) -> None:
+        """An idempotent producer sends its next batch, or the last one again as long as its fate is unknown."""
+        producer = self.producers[which % len(self.producers)]
+        self._resolve(producer)
+        if producer.current is None:
+            producer.current = self._new_batch(producer.producer_id, producer.sequence)
+            producer.sequence += 1
+        attempt = self._attempt(producer.current, number, ACKS_ALL)
+        producer.attempts.append(attempt)
+
+    @_step(3)
+    def resend(self, number: int, which: int, position: int) -> None:
+        """A batch that was acknowledged arrives once more: the network had kept it."""
+        producer = self.producers[which % len(self.producers)]
+        self._resolve(producer)
+        recent = producer.done[-5:] if producer.current is None else producer.done[-4:]
+        if recent:
+            self._attempt(recent[position % len(recent)], number, ACKS_ALL)
+
+    def _resolve(self, producer: Producer) -> None:
+        for attempt in producer.attempts:
+            if attempt.result is not None and attempt.result.error_code == error_codes.NONE and producer.current:
+                producer.done.append(producer.current)
+                producer.current = None
+                producer.attempts = []
+                return
+
+    def _new_batch(self, producer_id: int, sequence: int) -> Sent:
+        self._names += 1
+        name = f"p{producer_id}#{self._names}"
+        records = bytes(
+            build_batch(
+                [name.encode()] * (1 + self._names % 2),
+                producer_id=producer_id,
+                producer_epoch=0 if producer_id >= 0 else -1,
+                base_sequence=sequence * 2 if producer_id >= 0 else -1,
+                timestamp=int(self.now * 1000),
+            )
+        )
+        if producer_id >= 0:
+            records = bytes(
+                build_batch([name.encode()] * 2, producer_id=producer_id, producer_epoch=0, base_sequence=sequence * 2)
+            )
+        identity = parse_header(records).crc
+        self.judge.names[identity] = name
+        return Sent(name, records, identity, producer_id)
+
+    def _attempt(self, sent: Sent, number: int, acks: int) -> Attempt:
+        process = self.process(number)
+        attempt = Attempt(sent, process, acks)
+        self.attempts.append(attempt)
+        if process.state is not State.DEAD:
+            process.loop.create_task(self._send(attempt))
+        return attempt
+
+    async def _send(self, attempt: Attempt) -> None:
+        try:
+            await self._send_and_judge(attempt)
+        except Violation as violation:
+            # Nobody awaits this task.
+            self._found_meanwhile = violation
+
+    async def _send_and_judge(self, attempt: Attempt) -> None:
+        process = attempt.process
+        result = await process.produce(bytearray(attempt.sent.records), attempt.acks)
+        if process.state is State.DEAD:
+            return
+        attempt.result = result
+        if result.error_code != error_codes.NONE:
+            return
+        if process.is_fenced() and attempt.acks != 0:
+            self.judge.violated(Rule.ZOMBIE, f"broker {process.node_id} acknowledged {attempt.sent.name}")
+        if attempt.acks == ACKS_ALL:
+            self.judge.acknowledged(attempt.sent.identity, result.base_offset)
+
+    # A consumer
+
+    @_step(1, weight=2)
+    def consume(self, number: int) -> None:
+        """The consumer reads on, from whichever broker serves reads."""
+        process = self.process(number)
+        partition = process.leases.led(*PARTITION)
+        if process.state is not State.RUNNING or partition is None or not partition.serves_reads():
+            return
+        latest = partition.latest_offset()
+        if latest is not None:
+            if latest < self.latest_seen:
+                self.judge.violated(Rule.WENT_BACK, f"the latest offset went from {self.latest_seen} to {latest}")
+            self.latest_seen = latest
+        self.position = max(self.position, partition.log_start_offset)
+        result = partition.read(self.position, MAX_FETCH_BYTES)
+        if result.error_code == error_codes.OFFSET_OUT_OF_RANGE:
+            self.judge.violated(
+                Rule.WENT_BACK,
+                f"broker {process.node_id} has no offset {self.position}, where the consumer is: its log goes from "
+                f"{partition.log_start_offset} to {partition.log_end_offset}",
+            )
+        for batch in iterate_batches(result.records):
+            self.judge.read(batch.crc, batch.base_offset)
+            self.position = batch.last_offset + 1
+
+    # Keeping logs
+
+    @_step(1)
+    def keep(self, number: int) -> None:
+        """What a broker does to its logs every few seconds, it does now: checkpoints and retention."""
+        process = self.process(number)
+        if process.state is State.RUNNING:
+            process.loop.create_task(process.keeper.checkpoint())
+            process.loop.create_task(process.keeper.remove_old_segments())
+
+    # Checking
+
+    def check(self) -> None:
+        """Compare everything with everything."""
+        if self._found_meanwhile is not None:
+            raise self._found_meanwhile
+        self._check_leaders()
+        in_sync = self.isr()
+        for node_id, process in self.processes.items():
+            if process.failure:
+                self.judge.violated(Rule.CRASHED, f"broker {node_id}: {process.failure}")
+            if node_id in self._interrupted:
+                continue  # in the midst of something
+            partition = process.partition if process.state is not State.DEAD else None
+            replica = self.replica(node_id)
+            if self.setting.retention_bytes >= 0:
+                self.judge.removed_below = max(self.judge.removed_below, replica.log_start_offset)
+            if partition is not None:
+                self._check_open(process, partition, replica)
+            if node_id in in_sync:
+                self.judge.holds_what_was_promised(replica, "in sync as etcd has it")
+                self.judge.holds_what_is_committed(replica)
+
+    def _check_open(self, process: SimulatedProcess, partition: Partition, replica: Replica) -> None:
+        label = f"broker {process.node_id}, {partition.role.value} in epoch {partition.leader_epoch}"
+        try:
+            validate_consistency(partition.log, partition.high_watermark)
+        except Inconsistent as error:
+            self.judge.violated(Rule.BACKWARDS, f"{label}: {error}")
+        if partition.failure:
+            self.judge.violated(Rule.LOST, f"{label}: {partition.failure}")
+        self.judge.high_watermark(partition, label, partition.high_watermark, partition.log_end_offset)
+        self.judge.replica_is_like_others(replica, partition.high_watermark)
+        if process.state is State.RUNNING and self._leads(process):
+            self.judge.holds_what_was_promised(replica, "the leader")
+            self.judge.has_no_doubles(replica)
+
+    def _check_leaders(self) -> None:
+        leading = [each for each in self.processes.values() if each.state is not State.DEAD and self._leads(each)]
+        self.judge.leaders(f"broker {each.node_id}" for each in leading)
+
+    @staticmethod
+    def _leads(process: SimulatedProcess) -> bool:
+        return process.leases.led(*PARTITION) is not None and not process.is_fenced()
+
+    def state_value(self) -> StateValue | None:
+        """What etcd says of the partition."""
+        found = self.store.get(_KEYS.state(TOPIC, PARTITION_INDEX))
+        return decode_value(found.value, StateValue) if found is not None else None
+
+    def isr(self) -> list[int]:
+        state = self.state_value()
+        return state.isr if state is not None else []
+
+    def replica(self, node_id: int) -> Replica:
+        """A broker's log as its files have it, whatever state the broker is in."""
+        data, start, end = b"", 0, 0
+        batches: dict[int, Stored] = {}
+        directory = self._directory / str(node_id) / f"{TOPIC}-{PARTITION_INDEX}"
+        for number, path in enumerate(sorted(directory.glob("*.log"))):
+            end = int(path.name[:20])
+            start = end if number == 0 else start
+            data = path.read_bytes()
+            position = 0
+            while len(data) - position >= HEADER_BYTES:
+                batch = parse_header(data, position)
+                if batch.end > len(data):
+                    break
+                end = batch.last_offset + 1
+                position = batch.end
+                batches[batch.base_offset] = Stored(
+                    batch.base_offset,
+                    batch.last_offset,
+                    batch.partition_leader_epoch,
+                    batch.crc,
+                    batch.producer_id,
+                    batch.base_sequence,
+                )
+        return Replica(node_id, start, end, batches)
+
+    # The end
+
+    def _is_whole(self) -> bool:
+        """Whether everybody is there, and in sync."""
+        everybody = self.processes.values()
+        has_begun = all(
+            each.state is State.RUNNING and each.partition is not None and not each.leases.stopping
+            for each in everybody
+        )
+        return has_begun and sum(each.leads for each in everybody) == 1 and sorted(self.isr()) == list(self.processes)
+
+    def recover(self) -> None:
+        """All is well again: whatever happened, the partition must come back, with all that was promised."""
+        self.is_over = True
+        self.flights.clear()
+        self.blocked.clear()
+        self.lagging.clear()
+        self.trace.append("recover()")
+        end = self.now + RECOVERY_S
+        while self.now < end and not self._is_whole():
+            for number in range(len(self.processes)):
+                self.thaw(number)
+                self.restart(number)
+                self.link(number, 0)
+            self.pass_time(RECOVERY_CHECK_S)
+        self.check()
+        leaders = [each for each in self.processes.values() if each.leads]
+        everyone = list(self.processes)
+        if len(leaders) != 1:
+            self.judge.violated(Rule.STUCK, f"leaders are {[each.node_id for each in leaders]}")
+            return
+        if sorted(self.isr()) != everyone:
+            self.judge.violated(Rule.STUCK, f"in sync are {self.isr()}")
+        for which in range(len(self.producers)):
+            self.step("produce_idempotent", LEADER, which)
+        self.step("advance", 2)
+        for producer in self.producers:
+            self._resolve(producer)
+            if producer.current is not None:
+                results = [attempt.result for attempt in producer.attempts]
+                self.judge.violated(Rule.STUCK, f"{producer.current.name} was not acknowledged: {results}")
+        for _ in range(len(self.judge.committed)):
+            self.step("consume", LEADER)
+        ends = {node_id: self.replica(node_id).log_end_offset for node_id in everyone}
+        if len(set(ends.values())) != 1 or self.position not in ends.values():
+            self.judge.violated(Rule.STUCK, f"logs end at {ends}, the consumer is at {self.position}")
+
+
+def broken_by(setting: Setting, steps: Sequence[Taken], watched: frozenset[Rule] = frozenset(Rule)) -> Violation | None:
+    """What the steps, and recovery after them, show to be wrong."""
+    with World(setting, watched) as world:
+        try:
+            world.replay(steps)
+            world.recover()
+        except Violation as violation:
+            return violation
+    return None
+
+
+def shortened(setting: Setting, steps: Sequence[Taken], watched: frozenset[Rule] = frozenset(Rule)) -> list[Taken]:
+    """As few of the steps as still break the rule that all of them break: none can be left out, nor any eight."""
+    found = broken_by(setting, steps, watched)
+    if found is None:
+        raise ValueError("nothing is broken by these steps")
+    left, size = list(steps), 8
+    while size:
+        position = 0
+        while position < len(left):
+            fewer = left[:position] + left[position + size :]
+            again = broken_by(setting, fewer, watched)
+            if again is not None and again.rule is found.rule:
+                left = fewer
+            else:
+                position += size
+        size //= 2
+    return left

@@ -1,0 +1,330 @@
+"""The rules of replication, each switched off: what the model has to find, or it would find nothing.
+
+Every entry patches product code for as long as a test runs, and comes with a run that the model found or that a text
+describes: with the rule on nothing happens in it, with the rule off it ends in a Violation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+
+from codec import error_codes
+from codec.fetch import EpochEnd
+from codec.record_batch import RecordBatch
+from kproxy.broker import candidates, leases, partition, turns
+from kproxy.broker.cluster import ClusterView, Topic
+from kproxy.broker.log import Log
+from kproxy.broker.partition import AppendResult, Partition, ReadResult
+from kproxy.broker.producer_state import Judgement, ProducerStates, Verdict
+from kproxy.broker.replication.manager import ReplicationManager
+from kproxy.broker.replication.reconciliation import Reconciliation
+from tests.support.replication_checks import Rule
+from tests.support.replication_model import LEADER, Setting, Taken
+
+FAST, SLOW, DEAF, CUT = range(4)
+A_WHILE, A_SECOND, SOME_SECONDS, A_LEASE = range(4)
+
+
+class RuleOff(NamedTuple):
+    """`off` switches the rule off; `steps` then end in a violation of `found`."""
+
+    name: str
+    off: Callable[[pytest.MonkeyPatch], None]
+    found: Rule
+    setting: Setting
+    steps: list[Taken]
+
+
+class TruncateToHighWatermark(Reconciliation):
+    """The StreamBus text's rule, to the letter."""
+
+    def reconcile_as_new_leader(self, log: Log, high_watermark: int, leader_epoch: int) -> int:
+        log.truncate_to(high_watermark)
+        return super().reconcile_as_new_leader(log, high_watermark, leader_epoch)
+
+    def reconcile_as_new_follower(self, log: Log, high_watermark: int) -> None:
+        log.truncate_to(high_watermark)
+
+
+def truncate_to_high_watermark(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(partition, "Reconciliation", TruncateToHighWatermark)
+
+
+def _count_only_committed_isr(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ReplicationManager, "in_sync", property(lambda manager: manager.isr.members))
+
+
+def _count_proposed_isr(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ReplicationManager, "in_sync", property(lambda manager: manager.proposed or manager.isr.members))
+
+
+def _ask_for_no_epoch(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Partition, "check_leader_epoch", lambda replica, epoch: error_codes.NONE)
+
+
+def _find_no_divergence(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(partition, "leader_end_for", lambda log, leader_epoch: EpochEnd(leader_epoch, 1 << 62))
+
+
+class _FenceBelievedOnce:
+    """Is asked as often as the fence was, and says for good what that said first."""
+
+    def __init__(self, fence: partition.Fence) -> None:
+        self._fence = fence
+        self._first: bool | None = None
+
+    def is_live(self) -> bool:
+        now = self._fence.is_live()
+        self._first = now if self._first is None else self._first
+        return self._first
+
+
+def _no_fence_after_the_write(patch: pytest.MonkeyPatch) -> None:
+    append = Partition.append_as_leader
+
+    def append_without(replica: Partition, records: memoryview, batch: RecordBatch, acks: int = 1) -> AppendResult:
+        fence = replica._fence
+        replica._fence = _FenceBelievedOnce(fence)
+        try:
+            return append(replica, records, batch, acks)
+        finally:
+            replica._fence = fence
+
+    patch.setattr(Partition, "append_as_leader", append_without)
+
+
+def _no_fence_before_the_answer(patch: pytest.MonkeyPatch) -> None:
+    async def wait_for_isr(replica: Partition, offset: int, timeout_s: float) -> int:
+        error_code = await replica.replication.wait_for_isr(offset, timeout_s)
+        replica._fence.is_live()
+        return error_code
+
+    patch.setattr(Partition, "wait_for_isr", wait_for_isr)
+
+
+def _no_fence_before_reads(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Partition, "serves_reads", lambda replica: replica.replication.is_leading)
+
+
+def _anybody_may_take_over(patch: pytest.MonkeyPatch) -> None:
+    def place_in_line(view: ClusterView, topic: Topic, partition_index: int, node_id: int, *, count_dead: bool) -> int:
+        live = {*view.brokers, node_id}
+        return [each for each in view.replicas(topic, partition_index) if count_dead or each in live].index(node_id)
+
+    for module in (candidates, leases, turns):
+        patch.setattr(module, "place_in_line", place_in_line)
+
+
+def _all_is_committed_at_take_over(patch: pytest.MonkeyPatch) -> None:
+    become_leader = ReplicationManager.become_leader
+
+    def become_leader_of_all(manager: ReplicationManager, *arguments: object) -> None:
+        manager.high_watermark = manager._log_end()
+        become_leader(manager, *arguments)  # type: ignore[arg-type]
+
+    patch.setattr(ReplicationManager, "become_leader", become_leader_of_all)
+
+
+def _consumers_read_all(patch: pytest.MonkeyPatch) -> None:
+    def read(replica: Partition, offset: int, max_bytes: int) -> ReadResult:
+        return replica._read_log(offset, max_bytes, None)
+
+    patch.setattr(Partition, "read", read)
+
+
+def _nothing_exists_above_the_high_watermark(patch: pytest.MonkeyPatch) -> None:
+    read = Partition.read
+
+    def read_below(replica: Partition, offset: int, max_bytes: int) -> ReadResult:
+        if offset > replica.high_watermark:
+            return ReadResult(error_codes.OFFSET_OUT_OF_RANGE)
+        return read(replica, offset, max_bytes)
+
+    patch.setattr(Partition, "read", read_below)
+
+
+def _latest_is_the_high_watermark(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Partition, "latest_offset", lambda replica: replica.high_watermark)
+
+
+def _producers_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ProducerStates, "judge", lambda states, batch: Judgement(Verdict.ACCEPTED))
+
+
+THREE = Setting(3, min_insync_replicas=2)
+THREE_AND_ONE_IN_SYNC = Setting(3, min_insync_replicas=1)
+
+# Broker 1 leads, 2 and 3 follow. Both have what is acknowledged; only 3 knows that the high watermark has passed it.
+_ACKNOWLEDGED: list[Taken] = [
+    ("lag", 1),
+    ("lag", 2),
+    ("produce_idempotent", LEADER, 0),
+    ("fetch", 1),
+    ("fetch", 2),
+    ("fetch", 1),
+    ("fetch", 2),
+]
+_THIRD_LEFT_THE_ISR: list[Taken] = [("crash", 2), ("advance", A_LEASE)]
+
+KIP_101: list[Taken] = [*_ACKNOWLEDGED, ("crash", 0), ("advance", A_LEASE)]
+"""The leader dies; the follower that has the record, and has not been told that it is committed, is elected."""
+
+RULES_OFF = [
+    RuleOff("a log is kept, not cut to the high watermark", truncate_to_high_watermark, Rule.LOST, THREE, KIP_101),
+    RuleOff(
+        "an expansion counts from the moment it is proposed",
+        _count_only_committed_isr,
+        Rule.LOST,
+        THREE_AND_ONE_IN_SYNC,
+        [
+            *_THIRD_LEFT_THE_ISR,
+            ("link", LEADER, DEAF),
+            ("restart", 2),
+            ("advance", A_SECOND),
+            ("advance", A_SECOND),
+            ("lag", 2),
+            ("produce_idempotent", LEADER, 0),
+            ("advance", A_SECOND),
+        ],
+    ),
+    RuleOff(
+        "a shrink counts only once its transaction succeeded",
+        _count_proposed_isr,
+        Rule.LOST,
+        THREE_AND_ONE_IN_SYNC,
+        [("link", LEADER, SLOW), ("lag", 2), ("produce_idempotent", LEADER, 0), ("advance", A_LEASE)],
+    ),
+    RuleOff(
+        "a fetch of another leader epoch is refused",
+        _ask_for_no_epoch,
+        Rule.LOST,
+        THREE_AND_ONE_IN_SYNC,
+        [
+            # Broker 3 has a record and says so, in a question that is late.
+            ("lag", 1),
+            ("lag", 2),
+            ("produce", LEADER, 1),
+            ("fetch", 2),
+            ("ask", 2),
+            # Broker 2, without that record, leads for a moment, too short for an ISR change; 3 truncates to its log.
+            ("link", 1, SLOW),
+            ("crash", 0),
+            ("freeze", 2),
+            ("advance", A_LEASE),
+            ("watch", 1, 2),
+            ("etcd_applies", 1, 0),
+            ("etcd_answers", 1, 0),
+            ("thaw", 2),
+            ("fetch", 2),
+            ("keep", 1),
+            ("crash", 1),
+            # Broker 1 leads again, with the record, and now gets the question.
+            ("restart", 0),
+            ("advance", A_LEASE),
+            ("arrive", 0),
+        ],
+    ),
+    RuleOff(
+        "a follower is told where its log leaves the leader's",
+        _find_no_divergence,
+        Rule.LOST,
+        THREE_AND_ONE_IN_SYNC,
+        [
+            ("lag", 1),
+            ("lag", 2),
+            ("produce", LEADER, 1),
+            ("crash", 0),
+            ("advance", A_LEASE),
+            ("produce_idempotent", LEADER, 0),
+            ("restart", 0),
+            ("advance", A_LEASE),
+            ("advance", A_LEASE),
+        ],
+    ),
+    RuleOff(
+        "the fence is looked at after the write",
+        _no_fence_after_the_write,
+        Rule.ZOMBIE,
+        THREE,
+        [("freeze_within", LEADER, 1, 1), ("produce", LEADER, 1)],
+    ),
+    RuleOff(
+        "the fence is looked at before the answer",
+        _no_fence_before_the_answer,
+        Rule.ZOMBIE,
+        THREE,
+        [*_ACKNOWLEDGED[:-1], ("freeze_within", LEADER, 2, 1), ("fetch", 2)],
+    ),
+    RuleOff(
+        "the fence is looked at before a read",
+        _no_fence_before_reads,
+        Rule.WENT_BACK,
+        THREE,
+        [
+            ("produce", LEADER, 0),
+            ("advance", A_SECOND),
+            ("link", LEADER, CUT),
+            ("advance", A_LEASE),
+            ("produce", 1, 0),
+            ("advance", A_SECOND),
+            ("consume", 1),
+            ("consume", 1),
+            ("consume", 0),
+        ],
+    ),
+    RuleOff(
+        "only a member of the ISR may take over",
+        _anybody_may_take_over,
+        Rule.LOST,
+        THREE,
+        [
+            *_THIRD_LEFT_THE_ISR,
+            ("produce_idempotent", LEADER, 0),
+            ("advance", A_SECOND),
+            ("restart", 2),
+            ("lag", 2),
+            ("advance", A_SECOND),
+            ("crash", 0),
+            ("crash", 1),
+            ("advance", A_LEASE),
+        ],
+    ),
+    RuleOff(
+        "a new leader waits for the others before it calls its log committed",
+        _all_is_committed_at_take_over,
+        Rule.LOST,
+        THREE,
+        [("lag", 2), ("produce", LEADER, 1), ("advance", A_SECOND), ("crash", 0), ("advance", A_LEASE)],
+    ),
+    RuleOff(
+        "consumers see nothing above the high watermark",
+        _consumers_read_all,
+        Rule.LOST,
+        THREE,
+        [("lag", 1), ("produce", LEADER, 1), ("consume", LEADER)],
+    ),
+    RuleOff(
+        "a consumer above a new leader's high watermark waits",
+        _nothing_exists_above_the_high_watermark,
+        Rule.WENT_BACK,
+        THREE,
+        [*_ACKNOWLEDGED, ("consume", LEADER), *KIP_101[len(_ACKNOWLEDGED) :], ("consume", LEADER)],
+    ),
+    RuleOff(
+        "a new leader tells no latest offset before its epoch's start is committed",
+        _latest_is_the_high_watermark,
+        Rule.WENT_BACK,
+        THREE,
+        [*_ACKNOWLEDGED, ("consume", LEADER), *KIP_101[len(_ACKNOWLEDGED) :], ("consume", LEADER)],
+    ),
+    RuleOff(
+        "a producer's last batches are known to the next leader",
+        _producers_are_forgotten,
+        Rule.DOUBLED,
+        THREE,
+        [*KIP_101, ("resend", LEADER, 0, 0)],
+    ),
+]

@@ -1,0 +1,275 @@
+"""One reference broker as a simulated process: its lease, its view, its replicas; no sockets, no threads.
+
+What decides is the product's: BrokerLease, ClusterView, PartitionLeaseManager, IsrKeeper, LogKeeper, Partition, and
+Log on a disk. Simulated are the loop it runs on, its clock, its link to etcd and the watch on it; and what
+`kproxy.broker.server` does, which wires these together.
+
+States
+  running    `run` does what there is to do
+  stopped    nothing runs and time passes (SIGSTOP, a virtual machine that is moved)
+  dead       it was killed, or ended: never run again; its open files lie in a directory that nobody looks at
+
+Its clock may stop the process at any place where it is read, for as long as `interrupt` takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+
+from codec import error_codes
+from codec.record_batch import parse_batch
+from kproxy.broker.broker_lease import BrokerLease, IdInUse, LeaseFence
+from kproxy.broker.cluster import ClusterView, Topic
+from kproxy.broker.data_dir import DataDir
+from kproxy.broker.keys import BrokerValue, Keys
+from kproxy.broker.leases import PartitionLeaseManager
+from kproxy.broker.log_keeper import LogKeeper
+from kproxy.broker.log_options import LogOptions
+from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition, ReplicaSettings
+from kproxy.broker.replication.isr_keeper import IsrKeeper
+from kproxy.ownership.etcd import EtcdError
+from tests.support.simulated_etcd import EtcdStore, SimulatedEtcdClient
+from tests.support.simulated_loop import SimulatedLoop
+
+TOPIC, PARTITION_INDEX = "t", 0
+PARTITION = (TOPIC.encode(), PARTITION_INDEX)
+LEASE_TTL_S = 10
+ISR_LAG_S = 10.0
+PRODUCE_TIMEOUT_S = 30.0
+KEEP_INTERVAL_S = 5.0
+
+
+class State(Enum):
+    RUNNING = "running"
+    STOPPED = "stopped"
+    DEAD = "dead"
+
+
+class SimulatedProcess:
+    """One run of a broker. `now` is the model's time; `rate` is how fast this broker's clock goes."""
+
+    def __init__(
+        self,
+        node_id: int,
+        directory: Path,
+        store: EtcdStore,
+        *,
+        min_insync_replicas: int,
+        log_options: LogOptions,
+        hand_over_after_s: float,
+        now: Callable[[], float],
+        rate: float,
+    ) -> None:
+        self.node_id = node_id
+        self.directory = directory
+        self.state = State.RUNNING
+        self.failure = ""
+        # (how many readings of the clock from now, what happens then)
+        self._interruption: tuple[int, Callable[[], None]] | None = None
+        self._now = now
+        self._rate = rate
+        self._store = store
+        self._min_insync_replicas = min_insync_replicas
+        self._log_options = log_options
+        self.loop = SimulatedLoop(lambda: self.time)
+        self.client = SimulatedEtcdClient(store)
+        self.view = ClusterView(Keys("/p"))
+        self.watches = True
+        self._seen_revision = 0
+        self._data_dir = DataDir.open(directory, node_id, log_options=log_options)
+        self.leases = PartitionLeaseManager(
+            self.client,
+            self.view,
+            self._data_dir,
+            node_id,
+            settings_of=self._settings_of,
+            on_identity_lost=self._on_identity_lost,
+            hand_over_after_s=hand_over_after_s,
+        )
+        self._isr_keeper = IsrKeeper(
+            self.client,
+            self.view,
+            self.leases.partitions.values,
+            isr_lag_s=ISR_LAG_S,
+            on_deposed=self.leases.deposed,
+        )
+        self.keeper = LogKeeper(
+            self.leases.hosted.values,
+            flush_interval_s=KEEP_INTERVAL_S,
+            retention_check_interval_s=KEEP_INTERVAL_S,
+            now_ms=lambda: int(now() * 1000),
+        )
+        self._lease = BrokerLease(
+            self.client,
+            self.view.keys,
+            BrokerValue(node_id, f"broker-{node_id}", 9092),
+            ttl_s=LEASE_TTL_S,
+            clock=self.clock,
+            on_claimed=self._on_claimed,
+        )
+        self.loop.create_task(self._serve())
+
+    # What the server does
+
+    async def _serve(self) -> None:
+        fence = await self._establish()
+        self._load()
+        parts = (self.leases.run(), self._isr_keeper.run(), self.keeper.run())
+        keeping = [asyncio.create_task(part) for part in parts]
+        try:
+            while True:
+                self.leases.begin(fence)
+                reason = await self._lease.hold()
+                self.leases.drop_all(reason)
+                fence = await self._establish()
+        finally:
+            for task in keeping:
+                task.cancel()
+            await asyncio.gather(*keeping, return_exceptions=True)
+
+    async def _establish(self) -> LeaseFence:
+        while True:
+            try:
+                return await self._lease.establish(LEASE_TTL_S)
+            except (IdInUse, EtcdError):
+                await asyncio.sleep(1.0)
+
+    def _settings_of(self, topic: Topic, partition_index: int) -> ReplicaSettings:
+        return ReplicaSettings(self.node_id, self.clock, ISR_LAG_S, self._min_insync_replicas, self._log_options)
+
+    def _on_claimed(self, key: str, value: bytes, fence: LeaseFence) -> None:
+        self.view.apply_put(key, value, lease_id=fence.lease_id, revision=fence.claim_revision)
+
+    def _on_identity_lost(self, reason: str) -> None:
+        self._lease.declare_lost(reason)
+
+    def begin_stop(self) -> None:
+        """SIGTERM. The process is dead once it is through."""
+        if not self.leases.stopping:
+            self.loop.create_task(self._stop())
+
+    async def _stop(self) -> None:
+        self.leases.resign_all()
+        await self.leases.drain(3.0)
+        self.leases.flush_all()
+        await self.keeper.checkpoint()
+        await self._lease.revoke()
+        await self.leases.close()
+        self._data_dir.close()
+        self.state = State.DEAD
+
+    # Its place in the simulated world
+
+    def clock(self) -> float:
+        """Seconds on this broker's clock. Reading it may take long: see `interrupt_at`."""
+        if self._interruption is not None:
+            left, happen = self._interruption
+            if left > 0:
+                self._interruption = (left - 1, happen)
+            else:
+                self._interruption = None
+                happen()
+        return self.time
+
+    @property
+    def time(self) -> float:
+        return self._now() * self._rate
+
+    def interrupt_at(self, readings: int, happen: Callable[[], None]) -> None:
+        """At a reading of the clock, after `readings` others, the process stops and `happen` runs in its place."""
+        self._interruption = (readings, happen)
+
+    @property
+    def next_timer(self) -> float | None:
+        """When this process has something to do, in the model's time."""
+        when = self.loop.next_timer if self.state is State.RUNNING else None
+        return None if when is None else when / self._rate
+
+    def run(self) -> None:
+        """Do all that can be done now."""
+        if self.state is State.RUNNING and not self.loop.is_running():
+            if self.is_behind:
+                self.watch()
+            self.loop.run_ready()
+            for error in self.loop.errors:
+                self.failure = f"{error.get('message')}: {error.get('exception')!r}"
+
+    def _load(self) -> None:
+        snapshot = self._store.snapshot(self.view.prefixes)
+        self._seen_revision = snapshot.revision
+        self.view.on_snapshot(snapshot)
+
+    def watch(self, revisions: int | None = None) -> None:
+        """Take in what has changed in etcd: all of it where watches are up, else the next `revisions`."""
+        if self._seen_revision == 0 or not (self.watches or revisions):
+            return
+        for revision, events in self._store.events_after(self._seen_revision)[:revisions]:
+            self._seen_revision = revision
+            self.loop.call_soon(self._tell, events, revision)
+
+    def _tell(self, events: list[object], revision: int) -> None:
+        mine = [event for event in events if event.kv.key.startswith(tuple(self.view.prefixes))]  # type: ignore[attr-defined]
+        if mine:
+            self.view.on_events(mine, revision)  # type: ignore[arg-type]
+
+    @property
+    def is_behind(self) -> bool:
+        return self._seen_revision < self._store.revision
+
+    def kill(self, graveyard: Path) -> None:
+        """kill -9: what is on the disk stays, as it is; what this process still does goes to a copy."""
+        self.state = State.DEAD
+        moved = graveyard / f"{self.node_id}-{len(list(graveyard.iterdir()))}"
+        self.directory.rename(moved)
+        shutil.copytree(moved, self.directory)
+
+    def bury(self) -> None:
+        """Let go of everything, at the very end."""
+        self.state = State.DEAD
+        self._interruption = None
+        self.loop.finish()
+        self.keeper.close()
+        for partition in self.partitions():
+            partition.close()
+
+    # What clients and other brokers do with it
+
+    def partitions(self) -> list[Partition]:
+        return list(self.leases.hosted.values())
+
+    @property
+    def partition(self) -> Partition | None:
+        """Its replica, where it is open."""
+        return self.leases.hosted.get(PARTITION)
+
+    @property
+    def leads(self) -> bool:
+        """Whether it leads, as it thinks and as its fence says."""
+        partition = self.leases.led(*PARTITION)
+        return partition is not None and partition.serves_reads()
+
+    def is_fenced(self) -> bool:
+        """Whether its fence is dead; reads the clock as it is, uninterrupted."""
+        fence = self._lease.fence
+        return fence is None or self.time >= fence._deadline
+
+    async def produce(self, records: bytearray, acks: int) -> AppendResult:
+        """What the Produce API does for one partition, from the checked batch on."""
+        partition = self.leases.led(*PARTITION)
+        if partition is None:
+            return AppendResult(error_codes.NOT_LEADER_OR_FOLLOWER)
+        view = memoryview(records)
+        result = partition.append_as_leader(view, parse_batch(view), acks)
+        if (
+            acks == ACKS_ALL
+            and result.error_code == error_codes.NONE
+            and not partition.is_committed(result.last_offset)
+        ):
+            error_code = await partition.wait_for_isr(result.last_offset, PRODUCE_TIMEOUT_S)
+            if error_code != error_codes.NONE:
+                return AppendResult(error_code)
+        return result
