@@ -16,10 +16,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from tests.support.replication_checks import Rule, Violation
 from tests.support.replication_model import LEADER, STEPS, Setting, Taken, World, broken_by, shortened
-from tests.support.replication_rules_off import A_LEASE, RULES_OFF, SLOW, RuleOff
+from tests.support.replication_rules_off import (
+    A_LEASE,
+    KIP_101,
+    RULES_OFF,
+    SLOW,
+    THREE,
+    RuleOff,
+    truncate_to_high_watermark,
+)
 
 EXAMPLES = int(os.environ.get("KPROXY_SIM_SEEDS", "60"))
 SEED = int(os.environ.get("KPROXY_SIM_FIRST_SEED", "1"))
+# With this one it is among the first runs.
+HIGH_WATERMARK_SEED = 6
 STEPS_PER_RUN = int(os.environ.get("KPROXY_SIM_STEPS", "50"))
 
 
@@ -113,6 +123,21 @@ def search(examples: int, first_seed: int, watched: frozenset[Rule] = frozenset(
 def test_nothing_that_befalls_a_partition_breaks_its_promises() -> None:
     found = search(EXAMPLES, SEED)
     assert found is None, f"{found.violation}\n{found.setting}\n" + ",\n".join(map(str, found.steps))
+
+
+def test_truncating_to_the_high_watermark_is_found_to_lose_what_was_acknowledged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rule of the StreamBus text. KIP_101 is such a run, made to be read; here the model finds one by itself."""
+    with monkeypatch.context() as patch:
+        truncate_to_high_watermark(patch)
+        found = search(200, HIGH_WATERMARK_SEED, frozenset({Rule.LOST}))
+        assert found is not None, "the model has not noticed"
+        assert "was acknowledged at offset" in str(found.violation)
+        loss = broken_by(THREE, KIP_101)
+        assert loss is not None
+        assert "the leader, has nothing there" in str(loss)
+    assert broken_by(found.setting, found.steps) is None, "our own rule"
 
 
 FOUND_ONCE: dict[str, tuple[Setting, list[Taken]]] = {
