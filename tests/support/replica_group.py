@@ -41,7 +41,7 @@ class Group:
         self, directory: Path, *, isr_lag_s: float = ISR_LAG_S, reconciliation: Reconciliation | None = None
     ) -> None:
         self.directory = directory
-        self._isr_lag_s = isr_lag_s
+        self.isr_lag_s = isr_lag_s
         self._reconciliation = reconciliation
         self.clock = Clock()
         self.epoch = -1
@@ -55,7 +55,7 @@ class Group:
         return Leadership(self.epoch, 10 + self.epoch)
 
     def open(self, node_id: int) -> Partition:
-        settings = ReplicaSettings(node_id, self.clock, self._isr_lag_s, min_insync_replicas=2)
+        settings = ReplicaSettings(node_id, self.clock, self.isr_lag_s, min_insync_replicas=2)
         log = Log.open(self.directory / str(node_id))
         return Partition("t", 0, TOPIC_ID, log, settings, reconciliation=self._reconciliation)
 
