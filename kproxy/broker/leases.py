@@ -48,10 +48,12 @@ from kproxy.broker.replication.reconciliation import Inconsistent
 from kproxy.broker.segment import LogFailed
 from kproxy.broker.take_over import TakeOver
 from kproxy.broker.turns import Turns
-from kproxy.ownership.etcd import EtcdClient, EtcdError, delete_op, lease_is
+from kproxy.ownership.etcd import EtcdClient, EtcdError, create_revision_is, delete_op, lease_is
 
 CONCURRENT_WORKS = 16
 SWEEP_INTERVAL_S = 3.0
+# Before a lease key that could not be deleted is tried again.
+RELEASE_PAUSE_S = 0.5
 _logger = structlog.get_logger(__name__)
 
 
@@ -431,23 +433,28 @@ class PartitionLeaseManager:
             await self._give_up(key, "the replica that stands first is to lead it")
 
     async def _give_up(self, key: PartitionKey, reason: str) -> None:
-        """Stop leading, and let others know."""
-        fence = self._fence
+        """Stop leading, and let others know. Until etcd has said that the key is gone it is not taken again: what had
+        no answer may be done late, and would let another lead beside us.
+        """
+        fence, partition = self._fence, self.led(key.topic.encode(), key.partition_index)
+        if fence is None or partition is None or key in self._giving_up:
+            return
+        lease_key = self._keys.lease(*key)
         self._giving_up.add(key)
         try:
             self._drop(key, reason)
-            await self._release(key, fence)
-        except EtcdError as error:
-            _logger.warning("lease key not deleted", topic=key.topic, partition=key.partition_index, error=str(error))
+            while self._fence is fence and not self.stopping:
+                try:
+                    await self._client.txn(
+                        [create_revision_is(lease_key, partition.leadership.fencing_token)], [delete_op(lease_key)]
+                    )
+                    return
+                except EtcdError as error:
+                    _logger.warning("lease key not deleted", **key._asdict(), error=str(error))
+                    await asyncio.sleep(RELEASE_PAUSE_S)
         finally:
             self._giving_up.discard(key)
             self._want(key)
-
-    async def _release(self, key: PartitionKey, fence: LeaseFence | None) -> None:
-        """Delete the partition's lease key if it is ours. Raises EtcdError."""
-        if fence is not None:
-            lease_key = self._keys.lease(*key)
-            await self._client.txn([lease_is(lease_key, fence.lease_id)], [delete_op(lease_key)])
 
     def _forget(self, topic: Topic) -> None:
         """The topic was deleted: give up its keys and remove its logs."""
@@ -467,7 +474,9 @@ class PartitionLeaseManager:
             if partition is not None and partition.topic_id == topic.topic_id:
                 self._drop(key, "its topic is deleted")
             try:
-                await self._release(key, fence)
+                if fence is not None:
+                    lease_key = self._keys.lease(*key)
+                    await self._client.txn([lease_is(lease_key, fence.lease_id)], [delete_op(lease_key)])
                 await asyncio.to_thread(self._data_dir.delete_log, topic.name, partition_index, topic.topic_id)
             except (EtcdError, OSError) as error:
                 _logger.error("deleted topic lingers", topic=topic.name, partition=partition_index, error=str(error))

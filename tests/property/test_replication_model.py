@@ -18,9 +18,11 @@ from tests.support.replication_checks import Rule, Violation
 from tests.support.replication_model import LEADER, STEPS, Setting, Taken, World, broken_by, shortened
 from tests.support.replication_rules_off import (
     A_LEASE,
+    A_SECOND,
     KIP_101,
     RULES_OFF,
     SLOW,
+    SOME_SECONDS,
     THREE,
     RuleOff,
     truncate_to_high_watermark,
@@ -155,6 +157,25 @@ FOUND_ONCE: dict[str, tuple[Setting, list[Taken]]] = {
             ("etcd_answers", 1, 0),
             ("keep", 1),
             ("crash", 1),
+        ],
+    ),
+    # What deleted its key came late, when it led again under the same one; and then another led as well.
+    "who gives up a partition does not take it again before it is known to have gone": (
+        Setting(3, min_insync_replicas=2, hand_over_after_s=5.0),
+        [
+            ("crash", 0),
+            ("advance", A_LEASE),
+            ("restart", 0),
+            ("advance", A_SECOND),
+            ("link", 1, SLOW),
+            ("advance", SOME_SECONDS),
+            ("advance", SOME_SECONDS),
+            ("etcd_applies", 1, 1),
+            ("etcd_answers", 1, 0),
+            ("etcd_applies", 1, 1),
+            ("etcd_answers", 1, 0),
+            ("etcd_applies", 1, 0),
+            ("advance", A_SECOND),
         ],
     ),
 }

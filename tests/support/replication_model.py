@@ -507,6 +507,11 @@ class World:
                 producer.attempts = []
                 return
 
+    def _unresolved(self) -> list[Producer]:
+        for producer in self.producers:
+            self._resolve(producer)
+        return [producer for producer in self.producers if producer.current is not None]
+
     def _new_batch(self, producer_id: int, sequence: int) -> Sent:
         self._names += 1
         name = f"p{producer_id}#{self._names}"
@@ -692,12 +697,14 @@ class World:
         self.lagging.clear()
         self.trace.append("recover()")
         end = self.now + RECOVERY_S
-        while self.now < end and not self._is_whole():
+        while self.now < end:
             for number in range(len(self.processes)):
                 self.thaw(number)
                 self.restart(number)
                 self.link(number, 0)
             self.pass_time(RECOVERY_CHECK_S)
+            if self._is_whole():
+                break
         self.check()
         leaders = [each for each in self.processes.values() if each.leads]
         everyone = list(self.processes)
@@ -708,12 +715,12 @@ class World:
             self.judge.violated(Rule.STUCK, f"in sync are {self.isr()}")
         for which in range(len(self.producers)):
             self.step("produce_idempotent", LEADER, which)
-        self.step("advance", 2)
-        for producer in self.producers:
-            self._resolve(producer)
-            if producer.current is not None:
-                results = [attempt.result for attempt in producer.attempts]
-                self.judge.violated(Rule.STUCK, f"{producer.current.name} was not acknowledged: {results}")
+        end = self.now + RECOVERY_S
+        while self.now < end and self._unresolved():
+            self.step("advance", 1)
+        for producer in self._unresolved():
+            results = [attempt.result for attempt in producer.attempts]
+            self.judge.violated(Rule.STUCK, f"producer {producer.producer_id} got no acknowledgement: {results}")
         for _ in range(len(self.judge.committed)):
             self.step("consume", LEADER)
         ends = {node_id: self.replica(node_id).log_end_offset for node_id in everyone}

@@ -195,7 +195,13 @@ RULES_OFF = [
         _count_proposed_isr,
         Rule.LOST,
         THREE_AND_ONE_IN_SYNC,
-        [("link", LEADER, SLOW), ("lag", 2), ("produce_idempotent", LEADER, 0), ("advance", A_LEASE)],
+        [
+            ("link", LEADER, SLOW),
+            ("lag", 2),
+            ("produce_idempotent", LEADER, 0),
+            ("advance", A_LEASE),
+            ("produce", LEADER, 1),
+        ],
     ),
     RuleOff(
         "a fetch of another leader epoch is refused",
