@@ -702,6 +702,7 @@ class World:
                 self.thaw(number)
                 self.restart(number)
                 self.link(number, 0)
+                self.broker(number).interrupt_never()
             self.pass_time(RECOVERY_CHECK_S)
             if self._is_whole():
                 break

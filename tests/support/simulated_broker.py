@@ -183,6 +183,9 @@ class SimulatedProcess:
         """At a reading of the clock, after `readings` others, the process stops and `happen` runs in its place."""
         self._interruption = (readings, happen)
 
+    def interrupt_never(self) -> None:
+        self._interruption = None
+
     @property
     def next_timer(self) -> float | None:
         """When this process has something to do, in the model's time."""
