@@ -153,6 +153,8 @@ class World:
         self.blocked: set[frozenset[int]] = set()
         # Followers that do not fetch by themselves as time passes.
         self.lagging: set[int] = set()
+        # Those whose disk was lost, as long as etcd has not heard of it.
+        self.wiped: set[int] = set()
         self.producers = [Producer(producer_id) for producer_id in (1, 2)]
         self.attempts: list[Attempt] = []
         self.position = 0
@@ -308,6 +310,15 @@ class World:
         if process.state is State.DEAD:
             self.processes[process.node_id] = self._start(process.node_id)
             self.lagging.discard(process.node_id)
+
+    @_step(1, _any_is(State.DEAD))
+    def wipe(self, number: int) -> None:
+        """A dead broker's disk is lost; never the last that holds what was promised."""
+        process = self.broker(number)
+        others = set(self.isr()) - self.wiped - {process.node_id}
+        if process.state is State.DEAD and others:
+            self.wiped.add(process.node_id)
+            shutil.rmtree(process.directory, ignore_errors=True)
 
     @_step(1)
     def stop(self, number: int) -> None:
@@ -615,7 +626,9 @@ class World:
                 self.judge.removed_below = max(self.judge.removed_below, replica.log_start_offset)
             if partition is not None:
                 self._check_open(process, partition, replica)
-            if node_id in in_sync:
+            if node_id not in in_sync:
+                self.wiped.discard(node_id)
+            elif node_id not in self.wiped:
                 self.judge.holds_what_was_promised(replica, "in sync as etcd has it")
                 self.judge.holds_what_is_committed(replica)
 
@@ -722,11 +735,14 @@ class World:
         for producer in self._unresolved():
             results = [attempt.result for attempt in producer.attempts]
             self.judge.violated(Rule.STUCK, f"producer {producer.producer_id} got no acknowledgement: {results}")
-        for _ in range(len(self.judge.committed)):
+        end, ends = self.now + RECOVERY_S, {}
+        while self.now < end:
             self.step("consume", LEADER)
-        ends = {node_id: self.replica(node_id).log_end_offset for node_id in everyone}
-        if len(set(ends.values())) != 1 or self.position not in ends.values():
-            self.judge.violated(Rule.STUCK, f"logs end at {ends}, the consumer is at {self.position}")
+            ends = {node_id: self.replica(node_id).log_end_offset for node_id in everyone}
+            if set(ends.values()) == {self.position}:
+                return
+            self.step("advance", 0)
+        self.judge.violated(Rule.STUCK, f"logs end at {ends}, the consumer is at {self.position}")
 
 
 def broken_by(setting: Setting, steps: Sequence[Taken], watched: frozenset[Rule] = frozenset(Rule)) -> Violation | None:
