@@ -20,7 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import Enum
+from pathlib import Path
 from typing import NamedTuple
+
+from codec.record_batch import HEADER_BYTES, parse_header
 
 
 class Rule(Enum):
@@ -62,6 +65,32 @@ class Replica(NamedTuple):
     log_start_offset: int
     log_end_offset: int
     batches: dict[int, Stored]
+
+
+def replica_at(node_id: int, directory: Path) -> Replica:
+    """A broker's log as its files have it, whatever state the broker is in."""
+    data, start, end = b"", 0, 0
+    batches: dict[int, Stored] = {}
+    for number, path in enumerate(sorted(directory.glob("*.log"))):
+        end = int(path.name[:20])
+        start = end if number == 0 else start
+        data = path.read_bytes()
+        position = 0
+        while len(data) - position >= HEADER_BYTES:
+            batch = parse_header(data, position)
+            if batch.end > len(data):
+                break
+            end = batch.last_offset + 1
+            position = batch.end
+            batches[batch.base_offset] = Stored(
+                batch.base_offset,
+                batch.last_offset,
+                batch.partition_leader_epoch,
+                batch.crc,
+                batch.producer_id,
+                batch.base_sequence,
+            )
+    return Replica(node_id, start, end, batches)
 
 
 class Judge:

@@ -1,8 +1,8 @@
 """A partition on several brokers, and everything that can befall them: what `test_replication_model` drives.
 
-The brokers are `simulated_broker`s around one `simulated_etcd`; they fetch from one another over a network that is this
-module's: a question and its answer each lie in `flights` until somebody lets them arrive or lose them, be it after the
-broker that asked was restarted. Producers and a consumer keep an account of what they were told, and after every step
+The brokers are `simulated_broker`s around one `simulated_etcd`; they fetch from one another over a `simulated_network`,
+on which a question and its answer lie until somebody lets them arrive or lose them, be it after the broker that asked
+was restarted. Of what producers and a consumer were told `replication_clients` keeps account, and after every step
 `replication_checks` compares it with every replica.
 
 A step is a method of World whose name stands in STEPS, with small numbers for arguments: `world.step("crash", 1)`. A
@@ -21,18 +21,18 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import structlog
 
-from codec import error_codes
-from codec.fetch import PartitionFetch, PartitionFetched
-from codec.record_batch import HEADER_BYTES, assign_offsets, iterate_batches, parse_header
+from codec.record_batch import assign_offsets, parse_header
 from kproxy.broker.keys import Keys, StateValue, TopicValue, decode_value, encode_value
 from kproxy.broker.log_options import LogOptions
-from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition
+from kproxy.broker.partition import ACKS_ALL, Partition
 from kproxy.broker.replication.reconciliation import Inconsistent, validate_consistency
 from kproxy.ownership.etcd import put_op
 from tests.support.record_batches import build_batch
-from tests.support.replication_checks import Judge, Replica, Rule, Stored, Violation
+from tests.support.replication_checks import Judge, Replica, Rule, Violation, replica_at
+from tests.support.replication_clients import Clients
 from tests.support.simulated_broker import PARTITION, PARTITION_INDEX, TOPIC, SimulatedProcess, State
 from tests.support.simulated_etcd import EtcdStore, Link
+from tests.support.simulated_network import MOST_FLIGHTS, Network
 
 FETCH_INTERVAL_S = 0.5
 MAX_FETCH_BYTES = 1 << 20
@@ -62,50 +62,6 @@ class Setting(NamedTuple):
     rates: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)
     # When the lead goes back to the first replica; never in most runs, or it would always lead.
     hand_over_after_s: float = float("inf")
-
-
-class Sent(NamedTuple):
-    """One batch that a producer wants in the log, as often as it has to be sent."""
-
-    name: str
-    records: bytes
-    identity: int
-    producer_id: int
-
-
-class Attempt:
-    """One sending of a batch to one broker; `result` is None as long as there is no answer."""
-
-    def __init__(self, sent: Sent, process: SimulatedProcess, acks: int) -> None:
-        self.sent = sent
-        self.process = process
-        self.acks = acks
-        self.result: AppendResult | None = None
-
-    @property
-    def is_over(self) -> bool:
-        return self.result is not None or self.process.state is State.DEAD
-
-
-class Producer:
-    """An idempotent one: the next batch only when the last one's fate is known, which may take sending it again."""
-
-    def __init__(self, producer_id: int) -> None:
-        self.producer_id = producer_id
-        self.sequence = 0
-        self.current: Sent | None = None
-        self.attempts: list[Attempt] = []
-        self.done: list[Sent] = []
-
-
-class Flight:
-    """A fetch on its way to the leader or, once it has an answer, back."""
-
-    def __init__(self, asker: SimulatedProcess, leader_id: int, asked: PartitionFetch) -> None:
-        self.asker = asker
-        self.leader_id = leader_id
-        self.asked = asked
-        self.fetched: PartitionFetched | None = None
 
 
 Taken = tuple[Any, ...]
@@ -149,24 +105,15 @@ class World:
         self.now = START_TIME_S
         self.judge = Judge(watched)
         self.store = EtcdStore(lambda: self.now)
-        self.flights: list[Flight] = []
-        self.blocked: set[frozenset[int]] = set()
-        # Followers that do not fetch by themselves as time passes.
-        self.lagging: set[int] = set()
         # Those whose disk was lost, as long as etcd has not heard of it.
         self.wiped: set[int] = set()
-        self.producers = [Producer(producer_id) for producer_id in (1, 2)]
-        self.attempts: list[Attempt] = []
-        self.position = 0
-        self.latest_seen = 0
+        self.clients = Clients(self.judge, lambda: self.now)
         self.taken: list[Taken] = []
         self.is_over = False
         # The same, with what the brokers logged.
         self.trace: list[str] = []
         self._log_config = structlog.get_config()
         structlog.configure(processors=[self._note_log])
-        self._found_meanwhile: Violation | None = None
-        self._names = 0
         self._directory = Path(tempfile.mkdtemp(prefix="kproxy-model-", dir=_SCRATCH if _SCRATCH.is_dir() else None))
         self._graveyard = self._directory / "graveyard"
         self._graveyard.mkdir()
@@ -175,6 +122,7 @@ class World:
         self._create_topic(ids)
         self._all: list[SimulatedProcess] = []
         self.processes = {node_id: self._start(node_id) for node_id in ids}
+        self.network = Network(self.processes)
         self.pass_time(FIRST_STEPS_S)
         self.check()
 
@@ -260,8 +208,8 @@ class World:
 
     def _fetch_all(self) -> None:
         for node_id, process in self.processes.items():
-            if node_id not in self.lagging and process.state is State.RUNNING:
-                self._round_trip(process)
+            if node_id not in self.network.lagging and process.state is State.RUNNING:
+                self.network.round_trip(process)
 
     def broker(self, number: int) -> SimulatedProcess:
         """The broker of that place."""
@@ -309,7 +257,7 @@ class World:
         process = self.broker(number)
         if process.state is State.DEAD:
             self.processes[process.node_id] = self._start(process.node_id)
-            self.lagging.discard(process.node_id)
+            self.network.lagging.discard(process.node_id)
 
     @_step(1, _any_is(State.DEAD))
     def wipe(self, number: int) -> None:
@@ -405,197 +353,86 @@ class World:
     @_step(2)
     def block(self, one: int, other: int) -> None:
         """Nothing gets through between two brokers."""
-        self.blocked.add(frozenset((self.process(one).node_id, self.process(other).node_id)))
+        self.network.blocked.add(frozenset((self.process(one).node_id, self.process(other).node_id)))
 
-    @_step(0, lambda world: bool(world.blocked))
+    @_step(0, lambda world: bool(world.network.blocked))
     def unblock_all(self) -> None:
-        self.blocked.clear()
+        self.network.blocked.clear()
 
     @_step(1)
     def lag(self, number: int) -> None:
         """A follower fetches no more by itself."""
-        self.lagging.add(self.broker(number).node_id)
+        self.network.lagging.add(self.broker(number).node_id)
 
-    @_step(1, lambda world: bool(world.lagging))
+    @_step(1, lambda world: bool(world.network.lagging))
     def catch_up(self, number: int) -> None:
-        self.lagging.discard(self.broker(number).node_id)
+        self.network.lagging.discard(self.broker(number).node_id)
 
     @_step(1, weight=2)
     def fetch(self, number: int) -> None:
         """A follower's question and the leader's answer, without delay."""
         process = self.broker(number)
         if process.state is State.RUNNING:
-            self._round_trip(process)
+            self.network.round_trip(process)
 
     @_step(1, weight=2)
     def ask(self, number: int) -> None:
         """A follower sends its question."""
         process = self.broker(number)
         if process.state is State.RUNNING:
-            flight = self._flight(process)
-            if flight is not None and len(self.flights) < 8:
-                self.flights.append(flight)
+            flight = self.network.question(process)
+            if flight is not None and len(self.network.flights) < MOST_FLIGHTS:
+                self.network.flights.append(flight)
 
-    @_step(1, lambda world: bool(world.flights), weight=3)
+    @_step(1, lambda world: bool(world.network.flights), weight=3)
     def arrive(self, position: int) -> None:
         """A question reaches its leader, or an answer its asker."""
-        if self.flights:
-            flight = self.flights[position % len(self.flights)]
+        if self.network.flights:
+            flight = self.network.flights[position % len(self.network.flights)]
             if flight.fetched is None:
-                self._serve(flight)
+                self.network.serve(flight)
             else:
-                self.flights.remove(flight)
-                self._take(flight)
+                self.network.flights.remove(flight)
+                self.network.take(flight)
 
-    @_step(1, lambda world: bool(world.flights))
+    @_step(1, lambda world: bool(world.network.flights))
     def lose(self, position: int) -> None:
-        if self.flights:
-            del self.flights[position % len(self.flights)]
-
-    def _flight(self, process: SimulatedProcess) -> Flight | None:
-        partition = process.partition
-        asked = partition.next_fetch() if partition is not None else None
-        if partition is None or asked is None:
-            return None
-        return Flight(process, partition.leader_id, asked)
-
-    def _round_trip(self, process: SimulatedProcess) -> None:
-        flight = self._flight(process)
-        if flight is not None and self._serve(flight):
-            self._take(flight)
-
-    def _serve(self, flight: Flight) -> bool:
-        """The leader answers, where it is there; whether it did."""
-        leader, asker = self.processes[flight.leader_id], flight.asker
-        if leader.state is not State.RUNNING or frozenset((leader.node_id, asker.node_id)) in self.blocked:
-            return False
-        partition = leader.partition
-        if partition is None:
-            flight.fetched = PartitionFetched(PARTITION_INDEX, error_codes.NOT_LEADER_OR_FOLLOWER)
-        else:
-            flight.fetched = partition.fetch_as_replica(asker.node_id, flight.asked, MAX_FETCH_BYTES)
-        return True
-
-    def _take(self, flight: Flight) -> None:
-        """The asker, or its successor under the same id, gets the answer."""
-        process = self.processes[flight.asker.node_id]
-        partition = process.partition
-        if process.state is State.RUNNING and partition is not None and flight.fetched is not None:
-            partition.take_fetched(flight.asked, flight.fetched)
+        if self.network.flights:
+            del self.network.flights[position % len(self.network.flights)]
 
     # Producers
 
     @_step(2, weight=3)
     def produce(self, number: int, acks: int) -> None:
         """A producer that is not idempotent sends a new batch."""
-        self._attempt(self._new_batch(-1, -1), number, (ACKS_ALL, 1, 0)[acks % 3])
+        self.clients.attempt(self.clients.new_batch(-1, -1), self.process(number), (ACKS_ALL, 1, 0)[acks % 3])
 
     @_step(2, weight=4)
     def produce_idempotent(self, number: int, which: int) -> None:
         """An idempotent producer sends its next batch, or the last one again as long as its fate is unknown."""
-        producer = self.producers[which % len(self.producers)]
-        self._resolve(producer)
+        producer = self.clients.producers[which % len(self.clients.producers)]
+        self.clients.resolve(producer)
         if producer.current is None:
-            producer.current = self._new_batch(producer.producer_id, producer.sequence)
+            producer.current = self.clients.new_batch(producer.producer_id, producer.sequence)
             producer.sequence += 1
-        attempt = self._attempt(producer.current, number, ACKS_ALL)
+        attempt = self.clients.attempt(producer.current, self.process(number), ACKS_ALL)
         producer.attempts.append(attempt)
 
     @_step(3)
     def resend(self, number: int, which: int, position: int) -> None:
         """A batch that was acknowledged arrives once more: the network had kept it."""
-        producer = self.producers[which % len(self.producers)]
-        self._resolve(producer)
+        producer = self.clients.producers[which % len(self.clients.producers)]
+        self.clients.resolve(producer)
         recent = producer.done[-5:] if producer.current is None else producer.done[-4:]
         if recent:
-            self._attempt(recent[position % len(recent)], number, ACKS_ALL)
-
-    def _resolve(self, producer: Producer) -> None:
-        for attempt in producer.attempts:
-            if attempt.result is not None and attempt.result.error_code == error_codes.NONE and producer.current:
-                producer.done.append(producer.current)
-                producer.current = None
-                producer.attempts = []
-                return
-
-    def _unresolved(self) -> list[Producer]:
-        for producer in self.producers:
-            self._resolve(producer)
-        return [producer for producer in self.producers if producer.current is not None]
-
-    def _new_batch(self, producer_id: int, sequence: int) -> Sent:
-        self._names += 1
-        name = f"p{producer_id}#{self._names}"
-        records = bytes(
-            build_batch(
-                [name.encode()] * (1 + self._names % 2),
-                producer_id=producer_id,
-                producer_epoch=0 if producer_id >= 0 else -1,
-                base_sequence=sequence * 2 if producer_id >= 0 else -1,
-                timestamp=int(self.now * 1000),
-            )
-        )
-        if producer_id >= 0:
-            records = bytes(
-                build_batch([name.encode()] * 2, producer_id=producer_id, producer_epoch=0, base_sequence=sequence * 2)
-            )
-        identity = parse_header(records).crc
-        self.judge.names[identity] = name
-        return Sent(name, records, identity, producer_id)
-
-    def _attempt(self, sent: Sent, number: int, acks: int) -> Attempt:
-        process = self.process(number)
-        attempt = Attempt(sent, process, acks)
-        self.attempts.append(attempt)
-        if process.state is not State.DEAD:
-            process.loop.create_task(self._send(attempt))
-        return attempt
-
-    async def _send(self, attempt: Attempt) -> None:
-        try:
-            await self._send_and_judge(attempt)
-        except Violation as violation:
-            # Nobody awaits this task.
-            self._found_meanwhile = violation
-
-    async def _send_and_judge(self, attempt: Attempt) -> None:
-        process = attempt.process
-        result = await process.produce(bytearray(attempt.sent.records), attempt.acks)
-        if process.state is State.DEAD:
-            return
-        attempt.result = result
-        if result.error_code != error_codes.NONE:
-            return
-        if process.is_fenced() and attempt.acks != 0:
-            self.judge.violated(Rule.ZOMBIE, f"broker {process.node_id} acknowledged {attempt.sent.name}")
-        if attempt.acks == ACKS_ALL:
-            self.judge.acknowledged(attempt.sent.identity, result.base_offset)
+            self.clients.attempt(recent[position % len(recent)], self.process(number), ACKS_ALL)
 
     # A consumer
 
     @_step(1, weight=2)
     def consume(self, number: int) -> None:
         """The consumer reads on, from whichever broker serves reads."""
-        process = self.process(number)
-        partition = process.leases.led(*PARTITION)
-        if process.state is not State.RUNNING or partition is None or not partition.serves_reads():
-            return
-        latest = partition.latest_offset()
-        if latest is not None:
-            if latest < self.latest_seen:
-                self.judge.violated(Rule.WENT_BACK, f"the latest offset went from {self.latest_seen} to {latest}")
-            self.latest_seen = latest
-        self.position = max(self.position, partition.log_start_offset)
-        result = partition.read(self.position, MAX_FETCH_BYTES)
-        if result.error_code == error_codes.OFFSET_OUT_OF_RANGE:
-            self.judge.violated(
-                Rule.WENT_BACK,
-                f"broker {process.node_id} has no offset {self.position}, where the consumer is: its log goes from "
-                f"{partition.log_start_offset} to {partition.log_end_offset}",
-            )
-        for batch in iterate_batches(result.records):
-            self.judge.read(batch.crc, batch.base_offset)
-            self.position = batch.last_offset + 1
+        self.clients.consume(self.process(number))
 
     # Keeping logs
 
@@ -611,8 +448,8 @@ class World:
 
     def check(self) -> None:
         """Compare everything with everything."""
-        if self._found_meanwhile is not None:
-            raise self._found_meanwhile
+        if self.clients.found_meanwhile is not None:
+            raise self.clients.found_meanwhile
         self._check_leaders()
         in_sync = self.isr()
         for node_id, process in self.processes.items():
@@ -664,30 +501,7 @@ class World:
         return state.isr if state is not None else []
 
     def replica(self, node_id: int) -> Replica:
-        """A broker's log as its files have it, whatever state the broker is in."""
-        data, start, end = b"", 0, 0
-        batches: dict[int, Stored] = {}
-        directory = self._directory / str(node_id) / f"{TOPIC}-{PARTITION_INDEX}"
-        for number, path in enumerate(sorted(directory.glob("*.log"))):
-            end = int(path.name[:20])
-            start = end if number == 0 else start
-            data = path.read_bytes()
-            position = 0
-            while len(data) - position >= HEADER_BYTES:
-                batch = parse_header(data, position)
-                if batch.end > len(data):
-                    break
-                end = batch.last_offset + 1
-                position = batch.end
-                batches[batch.base_offset] = Stored(
-                    batch.base_offset,
-                    batch.last_offset,
-                    batch.partition_leader_epoch,
-                    batch.crc,
-                    batch.producer_id,
-                    batch.base_sequence,
-                )
-        return Replica(node_id, start, end, batches)
+        return replica_at(node_id, self._directory / str(node_id) / f"{TOPIC}-{PARTITION_INDEX}")
 
     # The end
 
@@ -705,9 +519,7 @@ class World:
         if Rule.STUCK not in self.judge.watched:
             return
         self.is_over = True
-        self.flights.clear()
-        self.blocked.clear()
-        self.lagging.clear()
+        self.network.mend()
         self.trace.append("recover()")
         end = self.now + RECOVERY_S
         while self.now < end:
@@ -727,22 +539,22 @@ class World:
             return
         if sorted(self.isr()) != everyone:
             self.judge.violated(Rule.STUCK, f"in sync are {self.isr()}")
-        for which in range(len(self.producers)):
+        for which in range(len(self.clients.producers)):
             self.step("produce_idempotent", LEADER, which)
         end = self.now + RECOVERY_S
-        while self.now < end and self._unresolved():
+        while self.now < end and self.clients.unresolved():
             self.step("advance", 1)
-        for producer in self._unresolved():
+        for producer in self.clients.unresolved():
             results = [attempt.result for attempt in producer.attempts]
             self.judge.violated(Rule.STUCK, f"producer {producer.producer_id} got no acknowledgement: {results}")
         end, ends = self.now + RECOVERY_S, {}
         while self.now < end:
             self.step("consume", LEADER)
             ends = {node_id: self.replica(node_id).log_end_offset for node_id in everyone}
-            if set(ends.values()) == {self.position}:
+            if set(ends.values()) == {self.clients.position}:
                 return
             self.step("advance", 0)
-        self.judge.violated(Rule.STUCK, f"logs end at {ends}, the consumer is at {self.position}")
+        self.judge.violated(Rule.STUCK, f"logs end at {ends}, the consumer is at {self.clients.position}")
 
 
 def broken_by(setting: Setting, steps: Sequence[Taken], watched: frozenset[Rule] = frozenset(Rule)) -> Violation | None:
