@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
 from typing import Any
 
 import structlog
@@ -176,12 +177,16 @@ class PartitionLeaseManager:
 
     async def run(self) -> None:
         """Host what is ours to host and take what becomes ours to take, until cancelled."""
+        loop = asyncio.get_running_loop()
+        next_sweep_at = loop.time() + SWEEP_INTERVAL_S
         while True:
-            try:
-                async with asyncio.timeout(SWEEP_INTERVAL_S):
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(next_sweep_at):
                     await self._wake.wait()
-            except TimeoutError:
+            # However much there is to do otherwise.
+            if loop.time() >= next_sweep_at:
                 self._sweep()
+                next_sweep_at = loop.time() + SWEEP_INTERVAL_S
             self._wake.clear()
             wanted, self._wanted = self._wanted, set()
             for key in wanted:
