@@ -10,7 +10,8 @@ Invariants
 2. Each batch begins at the offset behind the one before it, and its leader epoch is not lower. `next_offset` is behind
    the last batch, or the base offset of an empty segment.
 3. The index holds a batch about every INDEX_INTERVAL_BYTES: its base offset, its position, and the largest timestamp of
-   all batches before it. It lives in memory and is rebuilt by the scan that opening is.
+   all batches before it. It lives in memory and is rebuilt by the scan that opening is. The newest batch's place is
+   known besides: nearly all that is read was appended just now.
 4. One thread works on a segment; `flush` alone may run in another one beside it.
 """
 
@@ -47,6 +48,13 @@ class TimestampAndOffset(NamedTuple):
     offset: int
 
 
+class _Place(NamedTuple):
+    """Where a batch begins in the file."""
+
+    base_offset: int
+    position: int
+
+
 class Segment:
     """One file of batches. Everything blocks for as long as the page cache makes it, `flush` as long as the disk."""
 
@@ -60,6 +68,7 @@ class Segment:
         self._offsets = array("q")
         self._positions = array("q")
         self._timestamps_before = array("q")
+        self._newest = _Place(base_offset, 0)
         self._dirty = False
         # Held while the descriptor is let go of or doubled for another thread.
         self._closing = threading.Lock()
@@ -141,6 +150,8 @@ class Segment:
         if first is None:
             return
         self.size_in_bytes, self.next_offset = first.position, first.base_offset
+        # What is the newest now need not be known: at the end there is nothing to read.
+        self._newest = _Place(first.base_offset, first.position)
         while self._positions and self._positions[-1] >= self.size_in_bytes:
             self._offsets.pop()
             self._positions.pop()
@@ -162,6 +173,7 @@ class Segment:
             self._offsets.append(base_offset)
             positions.append(self.size_in_bytes)
             self._timestamps_before.append(self.max_timestamp.timestamp)
+        self._newest = _Place(base_offset, self.size_in_bytes)
         self.size_in_bytes += batch.size_in_bytes
         last_offset = base_offset + batch.last_offset_delta
         self.next_offset = last_offset + 1
@@ -174,6 +186,12 @@ class Segment:
         Only batches that end below `up_to`. The last batch may be cut short, as Kafka's broker sends it. Empty where no
         such batch is here.
         """
+        place = self._place_before(offset)
+        if place.base_offset == offset and up_to is None and max_bytes >= HEADER_BYTES:
+            # As followers ask, and consumers that have read all: one read will do, if the batch is not larger.
+            found = self._pread(max_bytes, place.position)
+            if found and parse_header(found).size_in_bytes <= len(found):
+                return found
         batch = next(self.batches_from(offset), None)
         if batch is None:
             return b""
@@ -184,7 +202,7 @@ class Segment:
 
     def batches_from(self, offset: int) -> Iterator[RecordBatch]:
         """The batches from the one that holds `offset`, or the next one, on; their positions count in the file."""
-        for batch in self._walk(self._indexed_position(offset)):
+        for batch in self._walk(self._place_before(offset).position):
             if batch.last_offset >= offset:
                 yield batch
 
@@ -214,9 +232,12 @@ class Segment:
         reaching = (batch for batch in self._walk(self._positions[entry]) if batch.max_timestamp >= largest)
         return TimestampAndOffset(largest, next(reaching).last_offset)
 
-    def _indexed_position(self, offset: int) -> int:
+    def _place_before(self, offset: int) -> _Place:
+        """The last batch known to begin at or before `offset`; the segment's begin where none is."""
+        if offset >= self._newest.base_offset:
+            return self._newest
         entry = bisect_right(self._offsets, offset) - 1
-        return self._positions[entry] if entry >= 0 else 0
+        return _Place(self._offsets[entry], self._positions[entry]) if entry >= 0 else _Place(self.base_offset, 0)
 
     def _walk(self, position: int) -> Iterator[RecordBatch]:
         """The headers from `position` on, a window at a time."""

@@ -47,10 +47,12 @@ def test_reading_from_inside_a_batch_begins_with_that_batch(log: Log) -> None:
     assert log.read(20, 1 << 20) == b""
 
 
-def test_the_first_batch_comes_whole_however_little_was_asked(log: Log) -> None:
-    append_values(log, 9_000, 10)
-    assert offsets(log.read(0, 1)) == [0]
-    assert len(log.read(0, 1)) > 9_000
+@pytest.mark.parametrize("max_bytes", [0, 1, 60, 61, 8_999])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_the_first_batch_comes_whole_however_little_was_asked(log: Log, offset: int, max_bytes: int) -> None:
+    append_values(log, 9_000, 9_000)
+    assert offsets(log.read(offset, max_bytes)) == [offset]
+    assert len(log.read(offset, max_bytes)) > 9_000
 
 
 def test_no_more_than_max_bytes_otherwise(log: Log) -> None:
