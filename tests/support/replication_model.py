@@ -11,6 +11,7 @@ number that names one of several things counts round, so that every sequence of 
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import uuid
@@ -269,6 +270,16 @@ class World:
             shutil.rmtree(process.directory, ignore_errors=True)
 
     @_step(1)
+    def fail_disk(self, number: int) -> None:
+        """The disk takes no more writes to the open log, until that is opened anew; nor can they be undone."""
+        process = self.process(number)
+        if process.state is not State.DEAD and process.partition is not None and not process.partition.log.is_closed:
+            segment = process.partition.log._segments[-1]
+            readable = os.open(segment.path, os.O_RDONLY)
+            os.dup2(readable, segment._fd, inheritable=False)
+            os.close(readable)
+
+    @_step(1)
     def stop(self, number: int) -> None:
         """SIGTERM: the broker leaves in good order, as far as that takes no time."""
         process = self.process(number)
@@ -519,8 +530,16 @@ class World:
         if Rule.STUCK not in self.judge.watched:
             return
         self.is_over = True
-        self.network.mend()
         self.trace.append("recover()")
+        self.network.mend()
+        self._mend_brokers()
+        leaders = [each.node_id for each in self.processes.values() if each.leads]
+        if len(leaders) != 1 or sorted(self.isr()) != list(self.processes):
+            self.judge.violated(Rule.STUCK, f"leaders are {leaders}, in sync are {self.isr()}")
+        self._produce_until_acknowledged()
+        self._consume_to_the_end()
+
+    def _mend_brokers(self) -> None:
         end = self.now + RECOVERY_S
         while self.now < end:
             for number in range(len(self.processes)):
@@ -532,25 +551,25 @@ class World:
             if self._is_whole():
                 break
         self.check()
-        leaders = [each for each in self.processes.values() if each.leads]
-        everyone = list(self.processes)
-        if len(leaders) != 1:
-            self.judge.violated(Rule.STUCK, f"leaders are {[each.node_id for each in leaders]}")
-            return
-        if sorted(self.isr()) != everyone:
-            self.judge.violated(Rule.STUCK, f"in sync are {self.isr()}")
+
+    def _produce_until_acknowledged(self) -> None:
         for which in range(len(self.clients.producers)):
             self.step("produce_idempotent", LEADER, which)
         end = self.now + RECOVERY_S
         while self.now < end and self.clients.unresolved():
             self.step("advance", 1)
+            for producer in self.clients.unresolved():
+                if producer.attempts[-1].result is not None:
+                    self.step("produce_idempotent", LEADER, self.clients.producers.index(producer))
         for producer in self.clients.unresolved():
             results = [attempt.result for attempt in producer.attempts]
             self.judge.violated(Rule.STUCK, f"producer {producer.producer_id} got no acknowledgement: {results}")
+
+    def _consume_to_the_end(self) -> None:
         end, ends = self.now + RECOVERY_S, {}
         while self.now < end:
             self.step("consume", LEADER)
-            ends = {node_id: self.replica(node_id).log_end_offset for node_id in everyone}
+            ends = {node_id: self.replica(node_id).log_end_offset for node_id in self.processes}
             if set(ends.values()) == {self.clients.position}:
                 return
             self.step("advance", 0)
