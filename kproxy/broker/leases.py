@@ -49,7 +49,14 @@ from kproxy.broker.replication.reconciliation import Inconsistent
 from kproxy.broker.segment import LogFailed
 from kproxy.broker.take_over import TakeOver
 from kproxy.broker.turns import Turns
-from kproxy.ownership.etcd import EtcdClient, EtcdError, create_revision_is, delete_op, lease_is
+from kproxy.ownership.etcd import (
+    EtcdClient,
+    EtcdError,
+    create_revision_is,
+    delete_op,
+    key_absent,
+    lease_is,
+)
 
 CONCURRENT_WORKS = 16
 SWEEP_INTERVAL_S = 3.0
@@ -194,7 +201,10 @@ class PartitionLeaseManager:
 
     def _attend(self, key: PartitionKey) -> None:
         """Do what there is to do about a partition now."""
-        if self._is_my_turn(key):
+        ownership = self._view.ownership(*key)
+        if ownership is not None and self._is_namesakes(key):
+            self._start(self._release(key, ownership.mod_revision))
+        elif self._is_my_turn(key):
             self._work_shared(key, take=True)
         elif self._wants_hosting(key):
             self._work_shared(key, take=False)
@@ -228,7 +238,7 @@ class PartitionLeaseManager:
         ownership = self._view.ownership(*key)
         if ownership is not None:
             # A key on our own lease with no partition behind it: a Txn whose answer was lost.
-            return ownership.lease_id == fence.lease_id
+            return ownership.lease_id == fence.lease_id and not self._is_namesakes(key)
         if partition is not None and not partition.log.is_whole and self._has_others(key, topic):
             # It is said to be in sync, and its disk was emptied or cut since: others have what it lacks.
             return False
@@ -438,21 +448,26 @@ class PartitionLeaseManager:
             await self._give_up(key, "the replica that stands first is to lead it")
 
     async def _give_up(self, key: PartitionKey, reason: str) -> None:
-        """Stop leading, and let others know. Until etcd has said that the key is gone it is not taken again: what had
-        no answer may be done late, and would let another lead beside us.
+        """Stop leading, and let others know."""
+        partition = self.led(key.topic.encode(), key.partition_index)
+        if partition is not None:
+            self._drop(key, reason)
+            await self._release(key, partition.leadership.fencing_token)
+
+    async def _release(self, key: PartitionKey, revision: int) -> None:
+        """Delete our lease key that was created at `revision`.
+
+        Until etcd has said that it is gone the partition is not taken again: what had no answer may be done late, and
+        would let another lead beside us.
         """
-        fence, partition = self._fence, self.led(key.topic.encode(), key.partition_index)
-        if fence is None or partition is None or key in self._giving_up:
+        fence, lease_key = self._fence, self._keys.lease(*key)
+        if fence is None or key in self._giving_up:
             return
-        lease_key = self._keys.lease(*key)
         self._giving_up.add(key)
         try:
-            self._drop(key, reason)
             while self._fence is fence and not self.stopping:
                 try:
-                    await self._client.txn(
-                        [create_revision_is(lease_key, partition.leadership.fencing_token)], [delete_op(lease_key)]
-                    )
+                    await self._client.txn([create_revision_is(lease_key, revision)], [delete_op(lease_key)])
                     return
                 except EtcdError as error:
                     _logger.warning("lease key not deleted", **key._asdict(), error=str(error))
@@ -460,6 +475,13 @@ class PartitionLeaseManager:
         finally:
             self._giving_up.discard(key)
             self._want(key)
+
+    def _is_namesakes(self, key: PartitionKey) -> bool:
+        """Whether we hold a deleted topic's lease key, which keeps everybody from the one that has its name now."""
+        ownership, topic, fence = self._view.ownership(*key), self._topic_of(key), self._fence
+        if ownership is None or topic is None or fence is None:
+            return False
+        return ownership.lease_id == fence.lease_id and ownership.mod_revision < topic.create_revision
 
     def _forget(self, topic: Topic) -> None:
         """The topic was deleted: give up its keys and remove its logs."""
@@ -478,10 +500,12 @@ class PartitionLeaseManager:
             partition = self.replicas.get(key)
             if partition is not None and partition.topic_id == topic.topic_id:
                 self._drop(key, "its topic is deleted")
+            # Only while no topic has the name: what is done late must not be done to another one's key.
+            guards = [key_absent(self._keys.topic(topic.name))]
+            lease_key = self._keys.lease(*key)
             try:
                 if fence is not None:
-                    lease_key = self._keys.lease(*key)
-                    await self._client.txn([lease_is(lease_key, fence.lease_id)], [delete_op(lease_key)])
+                    await self._client.txn([*guards, lease_is(lease_key, fence.lease_id)], [delete_op(lease_key)])
                 await asyncio.to_thread(self._data_dir.delete_log, topic.name, partition_index, topic.topic_id)
             except (EtcdError, OSError) as error:
                 _logger.error("deleted topic lingers", topic=topic.name, partition=partition_index, error=str(error))

@@ -177,6 +177,26 @@ async def test_a_snapshot_older_than_a_take_over_does_not_end_it(join: Join, top
     assert list(member.manager.partitions) == [(TOPIC.encode(), 0)]
 
 
+async def test_a_deleted_topics_key_does_not_keep_anybody_from_its_namesake(join: Join, topic_id: uuid.UUID) -> None:
+    """Both happened while the broker saw nothing: the key of the first is its own, and nobody else would delete it."""
+    member = await join(1)
+    await member.begin()
+    running = asyncio.create_task(member.manager.run())
+    await member.take(0)
+    topic_key, lease_key = member.keys.topic(TOPIC), member.keys.lease(TOPIC, 0)
+    await member.client.delete(topic_key)
+    await member.client.put(topic_key, json.dumps({"topic_id": str(uuid.uuid4()), "replicas": [[99]]}).encode())
+    await member.look()
+    async with asyncio.timeout(10):
+        while await member.client.get(lease_key) is not None:
+            await asyncio.sleep(0.01)
+        await member.look()
+        while await member.take(0) != [0]:
+            await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
 async def test_nothing_is_taken_once_the_fence_is_dead(join: Join, topic_id: uuid.UUID) -> None:
     member = await join(1)
     await member.begin()
