@@ -44,24 +44,16 @@ from kproxy.broker.handing_over import HandingOver
 from kproxy.broker.hosting import ReplicaHost
 from kproxy.broker.keys import PartitionKey, StateValue
 from kproxy.broker.partition import Partition, ReplicaSettings
+from kproxy.broker.releasing import LeaseKeys
 from kproxy.broker.replication.manager import Isr, Role
 from kproxy.broker.replication.reconciliation import Inconsistent
 from kproxy.broker.segment import LogFailed
 from kproxy.broker.take_over import TakeOver
 from kproxy.broker.turns import Turns
-from kproxy.ownership.etcd import (
-    EtcdClient,
-    EtcdError,
-    create_revision_is,
-    delete_op,
-    key_absent,
-    lease_is,
-)
+from kproxy.ownership.etcd import EtcdClient, EtcdError
 
 CONCURRENT_WORKS = 16
 SWEEP_INTERVAL_S = 3.0
-# Before a lease key that could not be deleted is tried again.
-RELEASE_PAUSE_S = 0.5
 _logger = structlog.get_logger(__name__)
 
 
@@ -93,8 +85,7 @@ class PartitionLeaseManager:
         self._data_dir = data_dir
         self._node_id = node_id
         self._on_identity_lost = on_identity_lost
-        # Whose key is being deleted, by ourselves.
-        self._giving_up: set[PartitionKey] = set()
+        self._lease_keys = LeaseKeys(client, view.keys, lambda fence: self._fence is fence and not self.stopping)
         self._fence: LeaseFence | None = None
         self._working: dict[PartitionKey, asyncio.Task[Partition | None]] = {}
         self._chores: set[asyncio.Task[None]] = set()
@@ -230,7 +221,7 @@ class PartitionLeaseManager:
 
     def _may_take(self, key: PartitionKey) -> bool:
         topic, fence = self._topic_of(key), self._fence
-        if topic is None or fence is None or self.stopping or not fence.is_live() or key in self._giving_up:
+        if topic is None or fence is None or self.stopping or not fence.is_live() or key in self._lease_keys.under_way:
             return False
         partition = self.replicas.get(key)
         if partition is not None and (partition.role is not Role.FOLLOWER or partition.failure):
@@ -455,25 +446,8 @@ class PartitionLeaseManager:
             await self._release(key, partition.leadership.fencing_token)
 
     async def _release(self, key: PartitionKey, revision: int) -> None:
-        """Delete our lease key that was created at `revision`.
-
-        Until etcd has said that it is gone the partition is not taken again: what had no answer may be done late, and
-        would let another lead beside us.
-        """
-        fence, lease_key = self._fence, self._keys.lease(*key)
-        if fence is None or key in self._giving_up:
-            return
-        self._giving_up.add(key)
-        try:
-            while self._fence is fence and not self.stopping:
-                try:
-                    await self._client.txn([create_revision_is(lease_key, revision)], [delete_op(lease_key)])
-                    return
-                except EtcdError as error:
-                    _logger.warning("lease key not deleted", **key._asdict(), error=str(error))
-                    await asyncio.sleep(RELEASE_PAUSE_S)
-        finally:
-            self._giving_up.discard(key)
+        if self._fence is not None:
+            await self._lease_keys.release(key, revision, self._fence)
             self._want(key)
 
     def _is_namesakes(self, key: PartitionKey) -> bool:
@@ -500,12 +474,9 @@ class PartitionLeaseManager:
             partition = self.replicas.get(key)
             if partition is not None and partition.topic_id == topic.topic_id:
                 self._drop(key, "its topic is deleted")
-            # Only while no topic has the name: what is done late must not be done to another one's key.
-            guards = [key_absent(self._keys.topic(topic.name))]
-            lease_key = self._keys.lease(*key)
             try:
                 if fence is not None:
-                    await self._client.txn([*guards, lease_is(lease_key, fence.lease_id)], [delete_op(lease_key)])
+                    await self._lease_keys.release_deleted(key, fence)
                 await asyncio.to_thread(self._data_dir.delete_log, topic.name, partition_index, topic.topic_id)
             except (EtcdError, OSError) as error:
                 _logger.error("deleted topic lingers", topic=topic.name, partition=partition_index, error=str(error))
