@@ -364,7 +364,9 @@ class PartitionLeaseManager:
             if change.deleted is not None:
                 self._forget(change.deleted)
             else:
-                for partition_index in range(len(self._view.topics[change.topic].replicas)):
+                # Of changes that are told together, a later one may have removed it again.
+                created = self._view.topics.get(change.topic)
+                for partition_index in range(len(created.replicas) if created is not None else 0):
                     self._want(PartitionKey(change.topic, partition_index))
         else:
             key = PartitionKey(change.topic, change.partition_index)
