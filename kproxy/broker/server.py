@@ -132,6 +132,7 @@ class _Server:
             lambda: self._secret.current,
             self._arena,
             config.max_frame_bytes,
+            may_fetch=self._holds_lease,
         )
         self._leases.replicas.on_leaders_changed = self._fetchers.wake
         self._tasks: list[asyncio.Task[None]] = []
@@ -261,6 +262,10 @@ class _Server:
     def _on_identity_lost(self, reason: str) -> None:
         if self._lease is not None:
             self._lease.declare_lost(reason)
+
+    def _holds_lease(self) -> bool:
+        fence = self._lease.fence if self._lease is not None else None
+        return fence is not None and fence.is_live()
 
     async def _hold(self, lease: BrokerLease) -> None:
         """Hold the lease, drop everything when it is lost, and begin again with another."""

@@ -62,6 +62,24 @@ async def test_what_is_appended_is_fetched(tmp_path: Path) -> None:
         await replicated(*replicas)
 
 
+async def test_without_a_live_lease_nothing_is_asked_and_nobody_dialled(tmp_path: Path) -> None:
+    """Another process may have the broker's id by then: what this one has must not count as what that one has."""
+    async with pair(tmp_path) as both:
+        leader, follower = both.replicate("t", T, 0)
+        append(leader, b"before")
+        await replicated((leader, follower))
+        both.follower.holds_lease = False
+        append(leader, b"after")
+        await asyncio.sleep(0.3)
+        assert leader.replication.log_end_of(both.follower.node_id) == 1
+        assert leader.high_watermark == 1
+        await both.leader.restart()
+        await asyncio.sleep(0.3)
+        assert not both.leader.listener.followers
+        both.follower.holds_lease = True
+        await replicated((leader, follower))
+
+
 async def test_an_append_does_not_wait_for_the_leaders_wait_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

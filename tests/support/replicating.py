@@ -105,8 +105,15 @@ class FollowerSide(Side):
     def __init__(self, directory: Path, node_id: int = FOLLOWER) -> None:
         super().__init__(node_id, directory)
         self.hosted: dict[tuple[bytes, int], Partition] = {}
+        self.holds_lease = True
         self.fetchers = ReplicaFetchers(
-            node_id, self.view, self.hosted, lambda: SECRET, ReceiveArena(), MAX_ANSWER_BYTES
+            node_id,
+            self.view,
+            self.hosted,
+            lambda: SECRET,
+            ReceiveArena(),
+            MAX_ANSWER_BYTES,
+            may_fetch=lambda: self.holds_lease,
         )
 
     def follow(

@@ -1,4 +1,4 @@
-"""Which partitions a broker leads: what it makes of what etcd tells, with an etcd that is not there or a simulated one."""
+"""What a broker makes of what etcd tells: which partitions it leads, and in which epoch."""
 
 from __future__ import annotations
 

@@ -20,7 +20,9 @@ Invariants
 4. A leader that waits for records is hurried when there is something to ask that was not in the request.
 5. A request names at most MAX_PARTITIONS, and asks for at most MAX_BYTES of records; where there is more, the next one
    begins where this one ended.
-6. However many partitions are followed, replication leaves either side time for its clients: see REST_S_PER_PARTITION.
+6. Nothing is asked without a live lease: another process may have the broker's id by then, with a disk of its own, and
+   what the leader is told would count as what that one has.
+7. However many partitions are followed, replication leaves either side time for its clients: see REST_S_PER_PARTITION.
 """
 
 from __future__ import annotations
@@ -70,14 +72,19 @@ class ReplicaFetchers:
         secret: Callable[[], Secret],
         arena: ReceiveArena,
         max_answer_bytes: int,
+        *,
+        may_fetch: Callable[[], bool],
     ) -> None:
-        """`hosted` is read anew whenever something changes, `secret` at each connection."""
+        """`hosted` is read anew whenever something changes, `secret` at each connection; `may_fetch`, whether our lease
+        is certain to live, before each request.
+        """
         self._node_id = node_id
         self._view = view
         self._hosted = hosted
         self._secret = secret
         self._arena = arena
         self._max_answer_bytes = max_answer_bytes
+        self._may_fetch = may_fetch
         self._fetchers: dict[int, _Fetcher] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -124,7 +131,7 @@ class ReplicaFetchers:
 
     def _begin(self, leader_id: int) -> _Fetcher:
         leader = self._view.brokers[leader_id]
-        fetcher = _Fetcher(leader_id, (leader.host, leader.replication_port), self._open)
+        fetcher = _Fetcher(leader_id, (leader.host, leader.replication_port), self._open, self._may_fetch)
         self._fetchers[leader_id] = fetcher
         self._tasks.add(fetcher.task)
         fetcher.task.add_done_callback(self._ended)
@@ -158,10 +165,12 @@ class _Fetcher:
         leader_id: int,
         address: tuple[str, int],
         open_connection: Callable[[tuple[str, int]], Awaitable[LeaderConnection]],
+        may_fetch: Callable[[], bool],
     ) -> None:
         self.address = address
         self._leader_id = leader_id
         self._open = open_connection
+        self._may_fetch = may_fetch
         self._partitions: list[Partition] = []
         self._first = 0  # the place of the partition that the next request begins with
         self._paused: dict[Partition, float] = {}  # until when, on the loop's clock
@@ -183,6 +192,7 @@ class _Fetcher:
         pause = FIRST_PAUSE_S
         while True:
             try:
+                await self._until_allowed()
                 connection = await self._open(self.address)
                 try:
                     while True:
@@ -204,6 +214,7 @@ class _Fetcher:
 
     async def _exchange(self, connection: LeaderConnection) -> bool:
         """One request and its answer; False for a rest. Raises LeaderLost."""
+        await self._until_allowed()
         asked, parts = self._next()
         if not asked:
             await self._until(None)
@@ -256,6 +267,11 @@ class _Fetcher:
             self._first = self._partitions.index(behind) if behind in self._partitions else 0
 
     # Waiting
+
+    async def _until_allowed(self) -> None:
+        # Nothing tells when a lease that seemed over is renewed after all; and it is rare.
+        while not self._may_fetch():  # noqa: ASYNC110
+            await asyncio.sleep(PARTITION_PAUSE_S)
 
     async def _wait_for(
         self, connection: LeaderConnection, answer: asyncio.Future[memoryview], asked: _Asked, deadline: float
