@@ -299,7 +299,7 @@ class PartitionLeaseManager:
             fence.lease_id,
             self._next_state(key, topic, partition),
             stored.mod_revision if stored is not None else 0,
-            written_epoch=partition.log.leader_epochs.latest,
+            known_epoch=_latest_epoch(partition),
         )
         if taken is None or self._fence is not fence or not fence.is_live() or self.stopping:
             return None
@@ -332,8 +332,9 @@ class PartitionLeaseManager:
     def _next_state(self, key: PartitionKey, topic: Topic, partition: Partition) -> StateValue:
         """What is to stand in etcd when we have taken the partition."""
         state = self._view.state(topic, key.partition_index)
-        # The log's own word counts too: a restored etcd may remember an earlier epoch than was written with.
-        latest = partition.log.leader_epochs.latest
+        # What is known here counts too: a restored etcd may remember an earlier epoch than was obeyed, and in which
+        # nothing need have been written. Who obeyed it follows none below.
+        latest = _latest_epoch(partition)
         if state is not None:
             return StateValue(max(state.leader_epoch, latest) + 1, state.isr, topic.topic_id, state.replicas)
         replicas = first_replicas(self._view, topic, key.partition_index, self._node_id)
@@ -487,3 +488,7 @@ class PartitionLeaseManager:
         task = asyncio.create_task(chore)
         self._chores.add(task)
         task.add_done_callback(self._chores.discard)
+
+
+def _latest_epoch(partition: Partition) -> int:
+    return max(partition.log.leader_epochs.latest, partition.leadership.leader_epoch)

@@ -52,13 +52,13 @@ class TakeOver:
         self._topic = topic
 
     async def attempt(
-        self, lease_id: int, state: StateValue, stored_revision: int, *, written_epoch: int
+        self, lease_id: int, state: StateValue, stored_revision: int, *, known_epoch: int
     ) -> Taken | None:
         """Take the partition with `state`, or find that an attempt whose answer was lost has taken it; None if it is
         not to be had.
 
-        `stored_revision` is the mod_revision of what stands in the state's key, 0 for nothing; `written_epoch` the
-        last leader epoch in our log. Raises EtcdError, ValueError for a state that cannot be read.
+        `stored_revision` is the mod_revision of what stands in the state's key, 0 for nothing; `known_epoch` the last
+        leader epoch that we have led or followed in. Raises EtcdError, ValueError for a state that cannot be read.
         """
         value = encode_value(state)
         result = await self._run(
@@ -80,12 +80,12 @@ class TakeOver:
             state_kvs[0].value,
             state_kvs[0].mod_revision,
         )
-        if found.state.leader_epoch > written_epoch:
+        if found.state.leader_epoch > known_epoch:
             return found
         return await self._begin_epoch(lease_id, lease_kvs[0], found, state.leader_epoch)
 
     async def _begin_epoch(self, lease_id: int, lease: KeyValue, found: Taken, leader_epoch: int) -> Taken | None:
-        """The partition was led and written under this very key before: nobody may do that twice in one epoch."""
+        """The partition was led under this very key before: nobody may do that twice in one epoch."""
         state = StateValue(leader_epoch, found.state.isr, found.state.topic_id, found.state.replicas)
         value = encode_value(state)
         guards = [lease_is(self._lease_key, lease_id), mod_revision_is(self._state_key, found.revision)]

@@ -3,39 +3,99 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, cast
 
+import pytest
+
+from kproxy.broker.broker_lease import LeaseFence
+from kproxy.broker.checkpoint import Leadership
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.data_dir import DataDir
-from kproxy.broker.keys import Keys, TopicValue, encode_value
+from kproxy.broker.keys import BrokerValue, Keys, PartitionKey, StateValue, TopicValue, encode_value
 from kproxy.broker.leases import PartitionLeaseManager
-from kproxy.broker.partition import ReplicaSettings
-from kproxy.ownership.etcd import KeyValue, Snapshot, WatchEvent
+from kproxy.broker.partition import Partition, ReplicaSettings
+from kproxy.ownership.etcd import KeyValue, Snapshot, WatchEvent, put_op
+from tests.support.simulated_etcd import EtcdStore, SimulatedEtcdClient
 
 KEYS = Keys("/p")
+KEY = PartitionKey("t", 0)
+TTL_S = 10
 
 
-def manager_of(view: ClusterView, directory: Path) -> PartitionLeaseManager:
-    data_dir = DataDir.open(directory, 1)
-    return PartitionLeaseManager(
-        cast(Any, None),
-        view,
-        data_dir,
-        1,
-        settings_of=lambda *_: ReplicaSettings(1, lambda: 0.0),
-        on_identity_lost=lambda _: None,
-    )
+class Stage:
+    """Broker 1's lease manager before a simulated etcd. What etcd has is told when the test says so."""
+
+    def __init__(self, directory: Path) -> None:
+        self.store = EtcdStore(lambda: 0.0)
+        self.client = SimulatedEtcdClient(self.store)
+        self.view = ClusterView(KEYS)
+        self.data_dir = DataDir.open(directory, 1)
+        self.lost = ""
+        self.leases = PartitionLeaseManager(
+            self.client,
+            self.view,
+            self.data_dir,
+            1,
+            settings_of=lambda *_: ReplicaSettings(1, lambda: 0.0),
+            on_identity_lost=self._on_identity_lost,
+        )
+        self._told = 0
+
+    def _on_identity_lost(self, reason: str) -> None:
+        self.lost = reason
+
+    async def put(self, key: str, value: BrokerValue | TopicValue | StateValue, lease_id: int = 0) -> None:
+        await self.client.txn([], [put_op(key, encode_value(value), lease_id)])
+
+    async def begin(self) -> None:
+        """Broker 1 comes up."""
+        lease = await self.client.lease_grant(TTL_S)
+        fence = LeaseFence(lease.lease_id, lambda: 0.0)
+        fence.renew(0.0, TTL_S)
+        await self.put(KEYS.broker(1), BrokerValue(1, "h", 1), lease.lease_id)
+        fence.claim_revision = self._told = self.store.revision
+        self.view.on_snapshot(self.store.snapshot(self.view.prefixes))
+        self.leases.begin(fence)
+
+    def tell(self) -> None:
+        """Hand over what has changed since."""
+        for revision, events in self.store.events_after(self._told):
+            self._told = revision
+            self.view.on_events(events, revision)
+
+    async def take(self) -> Partition | None:
+        await self.leases.take([KEY], 5.0)
+        return self.leases.led(b"t", 0)
 
 
-async def test_a_topic_that_came_and_went_while_the_watch_was_broken_is_no_error(tmp_path: Path) -> None:
+@pytest.fixture
+async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
+    stage = Stage(tmp_path)
+    yield stage
+    await stage.leases.close()
+    stage.data_dir.close()
+
+
+async def test_a_topic_that_came_and_went_while_the_watch_was_broken_is_no_error(stage: Stage) -> None:
     """A watch that is taken up again tells of both at once: the mirror, and the broker with it, ended at that."""
-    view = ClusterView(KEYS)
-    manager = manager_of(view, tmp_path)
-    view.on_snapshot(Snapshot(1, 1, []))
+    stage.view.on_snapshot(Snapshot(1, 1, []))
     value = encode_value(TopicValue(uuid.uuid4(), [[1]]))
     put = WatchEvent(False, KeyValue(KEYS.topic("t"), value, 2, 2, 1, 0))
     gone = WatchEvent(True, KeyValue(KEYS.topic("t"), b"", 0, 3, 0, 0))
-    view.on_events([put, gone], 3)
-    assert not view.topics
-    await manager.close()
+    stage.view.on_events([put, gone], 3)
+    assert not stage.view.topics
+
+
+async def test_a_new_epoch_is_above_all_that_were_obeyed_here(stage: Stage) -> None:
+    """A restored etcd remembers an earlier one, in which nothing was written: who obeyed it would refuse this leader."""
+    topic_id = uuid.uuid4()
+    await stage.put(KEYS.topic("t"), TopicValue(topic_id, [[1, 2]]))
+    await stage.put(KEYS.state("t", 0), StateValue(5, [1, 2], topic_id))
+    log = stage.data_dir.open_log("t", 0, topic_id)
+    log.checkpoint(0, Leadership(8, 100))
+    log.close()
+    await stage.begin()
+    led = await stage.take()
+    assert led is not None
+    assert led.leader_epoch == 9
