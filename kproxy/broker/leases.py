@@ -21,7 +21,8 @@ Invariants
    is dropped with it, and the log is read anew before anything else is done. So A, then B, then A never reuses an
    offset.
 2. A key is ours if it stands on our lease. Its value names a broker, and a predecessor of the same id is not us.
-3. Release deletes a key only if it stands on our lease.
+3. Release deletes a key only if it is the very one that was ours. One of a deleted topic is released as soon as it is
+   seen, whatever became of earlier attempts: it would keep a new topic of that name from being led.
 4. At most one task works on a partition, and its log is open at most once.
 5. A stop refuses writes first, lets live in-sync followers reach the log's end, and only then gives up the lease.
 """
@@ -38,7 +39,7 @@ import structlog
 from kproxy.broker.broker_lease import LeaseFence
 from kproxy.broker.candidates import NOT_A_CANDIDATE, first_replicas, hosts, place_in_line
 from kproxy.broker.checkpoint import Leadership
-from kproxy.broker.cluster import Change, ClusterView, Kind, Topic
+from kproxy.broker.cluster import Change, ClusterView, Kind, Ownership, Topic
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.handing_over import HandingOver
 from kproxy.broker.hosting import ReplicaHost
@@ -192,9 +193,9 @@ class PartitionLeaseManager:
 
     def _attend(self, key: PartitionKey) -> None:
         """Do what there is to do about a partition now."""
-        ownership = self._view.ownership(*key)
-        if ownership is not None and self._is_namesakes(key):
-            self._start(self._release(key, ownership.mod_revision))
+        fence, ownership = self._fence, self._view.ownership(*key)
+        if fence is not None and ownership is not None and self._is_namesakes(key, ownership, fence):
+            self._start(self._release(key, ownership.mod_revision, fence))
         elif self._is_my_turn(key):
             self._work_shared(key, take=True)
         elif self._wants_hosting(key):
@@ -229,7 +230,7 @@ class PartitionLeaseManager:
         ownership = self._view.ownership(*key)
         if ownership is not None:
             # A key on our own lease with no partition behind it: a Txn whose answer was lost.
-            return ownership.lease_id == fence.lease_id and not self._is_namesakes(key)
+            return ownership.lease_id == fence.lease_id and not self._is_namesakes(key, ownership, fence)
         if partition is not None and not partition.log.is_whole and self._has_others(key, topic):
             # It is said to be in sync, and its disk was emptied or cut since: others have what it lacks.
             return False
@@ -443,33 +444,34 @@ class PartitionLeaseManager:
 
     async def _give_up(self, key: PartitionKey, reason: str) -> None:
         """Stop leading, and let others know."""
-        partition = self.led(key.topic.encode(), key.partition_index)
-        if partition is not None:
+        fence, partition = self._fence, self.led(key.topic.encode(), key.partition_index)
+        if fence is not None and partition is not None:
             self._drop(key, reason)
-            await self._release(key, partition.leadership.fencing_token)
+            await self._release(key, partition.leadership.fencing_token, fence)
 
-    async def _release(self, key: PartitionKey, revision: int) -> None:
-        if self._fence is not None:
-            await self._lease_keys.release(key, revision, self._fence)
-            self._want(key)
+    async def _release(self, key: PartitionKey, token: int, fence: LeaseFence) -> None:
+        await self._lease_keys.release(key, token, fence)
+        ownership = self._view.ownership(*key)
+        if ownership is None or ownership.mod_revision != token:
+            self._want(key)  # else when the view has it
 
-    def _is_namesakes(self, key: PartitionKey) -> bool:
-        """Whether we hold a deleted topic's lease key, which keeps everybody from the one that has its name now."""
-        ownership, topic, fence = self._view.ownership(*key), self._topic_of(key), self._fence
-        if ownership is None or topic is None or fence is None:
-            return False
-        return ownership.lease_id == fence.lease_id and ownership.mod_revision < topic.create_revision
+    def _is_namesakes(self, key: PartitionKey, ownership: Ownership, fence: LeaseFence) -> bool:
+        """Whether a key on our lease is of a topic that is deleted, be there another of its name or not."""
+        topic = self._topic_of(key)
+        return ownership.lease_id == fence.lease_id and (
+            topic is None or ownership.mod_revision < topic.create_revision
+        )
 
     def _forget(self, topic: Topic) -> None:
-        """The topic was deleted: give up its keys and remove its logs."""
+        """The topic was deleted: let go of it and remove its logs. That its keys are released `_attend` sees to."""
         for partition_index in range(len(topic.replicas)):
             key = PartitionKey(topic.name, partition_index)
             self._turns.owned(key)
             self._drop(key, "its topic is deleted")
         self.replicas.forget(topic)
-        self._start(self._remove(topic, self._fence))
+        self._start(self._remove(topic))
 
-    async def _remove(self, topic: Topic, fence: LeaseFence | None) -> None:
+    async def _remove(self, topic: Topic) -> None:
         for partition_index in range(len(topic.replicas)):
             key = PartitionKey(topic.name, partition_index)
             if key in self._working:
@@ -478,10 +480,8 @@ class PartitionLeaseManager:
             if partition is not None and partition.topic_id == topic.topic_id:
                 self._drop(key, "its topic is deleted")
             try:
-                if fence is not None:
-                    await self._lease_keys.release_deleted(key, fence)
                 await asyncio.to_thread(self._data_dir.delete_log, topic.name, partition_index, topic.topic_id)
-            except (EtcdError, OSError) as error:
+            except OSError as error:
                 _logger.error("deleted topic lingers", topic=topic.name, partition=partition_index, error=str(error))
 
     def _start(self, chore: Coroutine[Any, Any, None]) -> None:

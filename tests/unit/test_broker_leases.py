@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from kproxy.broker.data_dir import DataDir
 from kproxy.broker.keys import BrokerValue, Keys, PartitionKey, StateValue, TopicValue, encode_value
 from kproxy.broker.leases import PartitionLeaseManager
 from kproxy.broker.partition import Partition, ReplicaSettings
-from kproxy.ownership.etcd import KeyValue, Snapshot, WatchEvent, put_op
+from kproxy.ownership.etcd import KeyValue, Snapshot, WatchEvent, delete_op, put_op
+from tests.support.etcd import eventually
 from tests.support.simulated_etcd import EtcdStore, SimulatedEtcdClient
 
 KEYS = Keys("/p")
@@ -64,6 +66,18 @@ class Stage:
             self._told = revision
             self.view.on_events(events, revision)
 
+    async def recreate_topic(self) -> uuid.UUID:
+        """Deleted, and created again; what the new one's id is."""
+        topic_id = uuid.uuid4()
+        await self.client.txn([], [delete_op(KEYS.topic("t")), delete_op(KEYS.state("t", 0))])
+        await self.put(KEYS.topic("t"), TopicValue(topic_id, [[1]]))
+        return topic_id
+
+    def tell_snapshot(self) -> None:
+        """As after a watch that was broken for longer than etcd keeps its history."""
+        self._told = self.store.revision
+        self.view.on_snapshot(self.store.snapshot(self.view.prefixes))
+
     async def take(self) -> Partition | None:
         await self.leases.take([KEY], 5.0)
         return self.leases.led(b"t", 0)
@@ -88,7 +102,7 @@ async def test_a_topic_that_came_and_went_while_the_watch_was_broken_is_no_error
 
 
 async def test_a_new_epoch_is_above_all_that_were_obeyed_here(stage: Stage) -> None:
-    """A restored etcd remembers an earlier one, in which nothing was written: who obeyed it would refuse this leader."""
+    """A restored etcd remembers an earlier one, in which nothing was written: who obeyed it refuses this leader."""
     topic_id = uuid.uuid4()
     await stage.put(KEYS.topic("t"), TopicValue(topic_id, [[1, 2]]))
     await stage.put(KEYS.state("t", 0), StateValue(5, [1, 2], topic_id))
@@ -99,3 +113,28 @@ async def test_a_new_epoch_is_above_all_that_were_obeyed_here(stage: Stage) -> N
     led = await stage.take()
     assert led is not None
     assert led.leader_epoch == 9
+
+
+@pytest.mark.parametrize("tell", [Stage.tell_snapshot, Stage.tell])
+async def test_a_lease_key_of_a_deleted_topic_does_not_keep_a_new_one_from_being_led(
+    stage: Stage, tell: Callable[[Stage], None]
+) -> None:
+    """Whether the deletion was seen or not: nobody else can take it as long as the old key is there."""
+    await stage.put(KEYS.topic("t"), TopicValue(uuid.uuid4(), [[1]]))
+    await stage.begin()
+    running = asyncio.create_task(stage.leases.run())
+    assert await stage.take() is not None
+    topic_id = await stage.recreate_topic()
+    tell(stage)
+
+    def leads_the_new_one() -> bool:
+        stage.tell()
+        led = stage.leases.led(b"t", 0)
+        return led is not None and led.topic_id == topic_id
+
+    await eventually(leads_the_new_one, timeout_s=10.0, what="a leader of the new topic")
+    lease, topic = stage.store.get(KEYS.lease(*KEY)), stage.store.get(KEYS.topic("t"))
+    assert lease is not None
+    assert topic is not None
+    assert lease.create_revision > topic.create_revision, "led behind the key of the old one"
+    running.cancel()
