@@ -70,8 +70,13 @@ class Segment:
         self._timestamps_before = array("q")
         self._newest = _Place(base_offset, 0)
         self._dirty = False
-        # Held while the descriptor is let go of or doubled for another thread.
+        self._flush_error: OSError | None = None
+        # Held for as long as one thread waits for the disk: what it has taken on is not there yet for another.
+        self._flushing = threading.Lock()
+        # Held while the descriptor is let go of, or begun to be waited for.
         self._closing = threading.Lock()
+        # Whoever waits for the disk with it closes a descriptor that was let go of meanwhile.
+        self._is_waited_for = False
 
     @classmethod
     def create(cls, directory: Path, base_offset: int) -> Segment:
@@ -259,17 +264,26 @@ class Segment:
     def flush(self) -> None:
         """Bring what was appended to the disk; another thread may append or close meanwhile. Raises OSError.
 
-        After an error nobody knows what is on the disk: the kernel may take the bytes for written and say no more.
+        After an error nobody knows what is on the disk: the kernel may take the bytes for written and say no more. So
+        it is raised ever after. No descriptor is needed for it: a process that has run out of them loses no log.
         """
-        with self._closing:
-            if not self._dirty or self._fd < 0:
-                return
-            fd = os.dup(self._fd)
-            self._dirty = False
-        try:
-            _sync_data(fd)
-        finally:
-            os.close(fd)
+        with self._flushing:
+            if self._flush_error is not None:
+                raise OSError(self._flush_error.errno, self._flush_error.strerror) from self._flush_error
+            with self._closing:
+                if not self._dirty or self._fd < 0:
+                    return
+                fd, self._dirty, self._is_waited_for = self._fd, False, True
+            try:
+                _sync_data(fd)
+            except OSError as error:
+                self._flush_error = error
+                raise
+            finally:
+                with self._closing:
+                    self._is_waited_for = False
+                    if self._fd < 0:
+                        os.close(fd)
 
     def delete(self) -> None:
         """Let go of the file and remove it. Raises OSError."""
@@ -277,8 +291,8 @@ class Segment:
         self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Let go of the file. May be called twice."""
+        """Let go of the file; the disk is not waited for. May be called twice."""
         with self._closing:
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
+            fd, self._fd = self._fd, -1
+            if fd >= 0 and not self._is_waited_for:
+                os.close(fd)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import resource
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -192,6 +194,57 @@ async def test_a_segment_that_is_removed_while_the_disk_is_at_work_is_no_failure
     go_on.set()
     await flushing
     assert (log.failure, disk.syncs) == (None, 1)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_what_one_thread_is_still_bringing_to_the_disk_is_not_there_for_another(
+    broker: Broker, disk: Disk, fails: bool
+) -> None:
+    """Or an append that is to be on the disk is acknowledged before it is, a segment begun before the last one is."""
+    log = broker.host().log
+    append_values(log, 10)
+    at_work, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        at_work.set()
+        assert go_on.wait(10)
+        if fails:
+            raise OSError(errno.EIO, "Input/output error")
+
+    disk.before_sync = wait
+    first = asyncio.create_task(asyncio.to_thread(log.flush))
+    await asyncio.to_thread(at_work.wait, 10)
+    second = asyncio.create_task(asyncio.to_thread(log.flush))
+    too_early, _ = await asyncio.wait([second], timeout=0.2)
+    go_on.set()
+    outcomes = await asyncio.gather(first, second, return_exceptions=True)
+    assert not too_early
+    assert [isinstance(outcome, LogFailed) for outcome in outcomes] == [fails, fails]
+
+
+def test_a_process_without_descriptors_to_spare_loses_no_log(broker: Broker, disk: Disk) -> None:
+    log = broker.host().log
+    append_values(log, 10)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        log.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert (disk.syncs, log.is_dirty, log.failure) == (1, False, None)
+
+
+@pytest.mark.parametrize("closed_meanwhile", [False, True])
+async def test_a_log_that_was_closed_holds_no_file_once_the_disk_is_done(
+    broker: Broker, disk: Disk, closed_meanwhile: bool
+) -> None:
+    log = broker.host().log
+    append_values(log, 10)
+    disk.before_sync = log.close if closed_meanwhile else lambda: None
+    await asyncio.to_thread(log.flush)
+    log.close()
+    held = [path for each in Path("/proc/self/fd").iterdir() if (path := each.resolve()).is_relative_to(log.directory)]
+    assert (disk.syncs, held) == (1, [])
 
 
 async def test_what_a_killed_broker_has_left_is_brought_to_the_disk(broker: Broker, disk: Disk) -> None:
