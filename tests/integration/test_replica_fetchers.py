@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -506,6 +507,58 @@ async def test_a_leader_that_hangs_is_dialled_again(tmp_path: Path, monkeypatch:
         return in_good_faith(liar, frame)
 
     await _is_found_out(tmp_path, Liar(behave), "no answer in time")
+
+
+async def test_a_leader_that_hangs_while_partitions_rest_costs_no_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetchers, "ANSWER_PATIENCE_S", 1.0)
+    monkeypatch.setattr(fetchers, "PARTITION_PAUSE_S", 0.05)
+    looks = 0
+    until = fetchers._Fetcher._until
+
+    async def counted(*args: Any, **options: Any) -> None:
+        nonlocal looks
+        looks += 1
+        await until(*args, **options)
+
+    monkeypatch.setattr(fetchers._Fetcher, "_until", counted)
+    await _is_found_out_after(tmp_path, lambda liar: liar.fetches == 2)
+    # uvloop's timers are a millisecond early at times, in which there is time for a hundred looks.
+    assert looks < 2_000
+
+
+async def test_a_leader_that_hangs_when_it_is_hurried_is_dialled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetchers, "ANSWER_PATIENCE_S", 0.5)
+    monkeypatch.setattr(fetchers, "PARTITION_PAUSE_S", 0.05)
+    await _is_found_out_after(tmp_path, lambda liar: liar.fetches == 3)
+
+
+async def _is_found_out_after(tmp_path: Path, hangs: Callable[[Liar], bool]) -> None:
+    """It leads one of three partitions that it is asked for, answers late, and hangs at some time."""
+
+    async def behave(liar: Liar, frame: memoryview) -> bytes:
+        if parse_request_header(frame).api_key != FETCH:
+            return in_good_faith(liar, frame)
+        if liar.fetches == 1:
+            refused = [PartitionFetched(index, error_codes.NOT_LEADER_OR_FOLLOWER) for index in (1, 2)]
+            return fetched(frame, good(), *refused)
+        await asyncio.sleep(3600 if hangs(liar) else 0.2)
+        return fetched(frame, good(records=b""))
+
+    liar, follower = Liar(behave), FollowerSide(tmp_path)
+    server = await asyncio.start_server(liar.serve, "127.0.0.1", 0)
+    follower.tell_broker(LEADER, server.sockets[0].getsockname()[1])
+    replicas = [follower.follow("t", index, T) for index in range(3)]
+    with capture_logs() as logs:
+        async with server, fetching(follower):
+            await eventually(lambda: liar.dialled > 1, timeout_s=PATIENCE_S, what="another attempt")
+    assert [each["reason"] for each in logs if each["event"] == "leader not reached"] == ["no answer in time"]
+    assert "fetcher failed" not in {each["event"] for each in logs}
+    for replica in replicas:
+        replica.close()
 
 
 async def test_a_listener_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

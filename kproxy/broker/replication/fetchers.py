@@ -279,7 +279,8 @@ class _Fetcher:
         """Until `answer` is there; the leader is hurried as soon as more is to be asked. Raises LeaderLost."""
         hurried: asyncio.Future[memoryview] | None = None
         while not answer.done():
-            await self._until(answer, deadline)
+            # Once hurried, a pause that ends is no news: it would be over at every look from then on.
+            await self._until(answer, deadline, heed_pauses=hurried is None)
             if answer.done():
                 break
             if self._loop.time() >= deadline:
@@ -288,14 +289,19 @@ class _Fetcher:
                 # It has no answer worth reading: that it stands behind the fetch that waits is all.
                 hurried = connection.fetch((), max_wait_ms=0, min_bytes=0, max_bytes=0)
         if hurried is not None:
-            async with asyncio.timeout_at(deadline):
-                await hurried
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await hurried
+            except TimeoutError as error:
+                raise LeaderLost("no answer in time") from error
 
     def _is_more_to_ask(self, asked: _Asked) -> bool:
         under_way = {partition for partition, _ in asked}
         return any(each not in under_way and self._to_ask(each) is not None for each in self._partitions)
 
-    async def _until(self, answer: asyncio.Future[memoryview] | None, deadline: float | None = None) -> None:
+    async def _until(
+        self, answer: asyncio.Future[memoryview] | None, deadline: float | None = None, *, heed_pauses: bool = True
+    ) -> None:
         """Until there is an answer, or news, or a partition's pause is over, or `deadline` on the loop's clock."""
         woken = self._loop.create_future()
 
@@ -303,7 +309,7 @@ class _Fetcher:
             if not woken.done():
                 woken.set_result(None)
 
-        ends = [*self._paused.values(), *([] if deadline is None else [deadline])]
+        ends = [*(self._paused.values() if heed_pauses else ()), *([] if deadline is None else [deadline])]
         timer = self._loop.call_at(min(ends), wake) if ends else None
         self._wake = wake
         if answer is not None:
