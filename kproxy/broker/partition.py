@@ -209,9 +209,9 @@ class Partition:
     def append_as_leader(self, records: memoryview, batch: RecordBatch, acks: int = 1) -> AppendResult:
         """Append one batch that has been checked; its offset and leader epoch are written into `records`.
 
-        6, 19, 56 and the producer's own errors mean that nothing was appended. 7 where a write that must not count
-        could not be taken back, or one may not be on the disk: it may be served when the log has been opened anew.
-        With acks=all the answer has to wait for `wait_for_isr(last_offset)`, a duplicate's too.
+        6, 19, 56 and the producer's own errors mean that nothing was appended. 7 where that is not certain: a write
+        that must not count could not be taken back, or one that was to be on the disk could not be brought there. With
+        acks=all the answer has to wait for `wait_for_isr(last_offset)`, a duplicate's too.
         """
         replication, log = self.replication, self.log
         if replication.role is not Role.LEADER or not self._fence.is_live():
@@ -223,15 +223,16 @@ class Partition:
             return AppendResult(error_codes.NONE, judgement.base_offset, None, judgement.last_offset)
         if judgement.verdict is not Verdict.ACCEPTED:
             return AppendResult(_JUDGED[judgement.verdict], -1, judgement.detail)
-        base_offset, had_failed = log.log_end_offset, log.failure is not None
+        base_offset = log.log_end_offset
         assign_offsets(records, batch, base_offset, replication.leader_epoch)
         try:
             log.append(records, batch)
         except (OSError, LogFailed) as error:
             _logger.error("append failed", topic=self.topic, partition=self.partition_index, error=str(error))
-            is_unclear = isinstance(error, LogFailed) and not had_failed
-            error_code = error_codes.REQUEST_TIMED_OUT if is_unclear else error_codes.KAFKA_STORAGE_ERROR
-            return AppendResult(error_code, -1, str(error))
+            # Written, and only not brought to the disk: it may be there when the log is opened anew.
+            is_there = log.log_end_offset > base_offset
+            code = error_codes.REQUEST_TIMED_OUT if is_there else error_codes.KAFKA_STORAGE_ERROR
+            return AppendResult(code, -1, str(error))
         if not self._fence.is_live():
             return self._take_back()
         log.producers.update(batch, base_offset)
