@@ -117,6 +117,8 @@ class Partition:
         self.leadership = max(log.leadership, obeyed)
         self.failure = ""
         self.log = log
+        # Why nothing could be written, as it was logged; empty once something could be.
+        self._told: dict[str, object] = {}
         self._fence: Fence = _NO_FENCE
         self._reconciliation = reconciliation or Reconciliation()
         self._append_waiters: set[Callable[[], None]] = set()
@@ -228,13 +230,15 @@ class Partition:
         try:
             log.append(records, batch)
         except (OSError, LogFailed) as error:
-            _logger.error("append failed", topic=self.topic, partition=self.partition_index, error=str(error))
+            self._tell("append failed", error=str(error))
             # Written, and only not brought to the disk: it may be there when the log is opened anew.
             is_there = log.log_end_offset > base_offset
             code = error_codes.REQUEST_TIMED_OUT if is_there else error_codes.KAFKA_STORAGE_ERROR
             return AppendResult(code, -1, str(error))
         if not self._fence.is_live():
             return self._take_back()
+        if self._told:
+            self._told = {}
         log.producers.update(batch, base_offset)
         replication.log_appended()
         if self._append_waiters:
@@ -364,15 +368,26 @@ class Partition:
         if self.role is not Role.FOLLOWER or self.leader_id == NO_LEADER or asked != self.next_fetch():
             return True  # late: it answers what is not the question any more
         try:
-            return self._take(fetched)
+            taken = self._take(fetched)
         except Inconsistent as error:
             self.failure = str(error)
             _logger.error("replica stopped", topic=self.topic, partition=self.partition_index, reason=self.failure)
         except ReplicatedBatchInvalid as error:
-            _logger.error("leader's records refused", **self._named(), leader_id=self.leader_id, error=str(error))
+            self._tell("leader's records refused", leader_id=self.leader_id, error=str(error))
         except (OSError, LogFailed) as error:
-            _logger.error("replica not written", **self._named(), error=str(error))
+            self._tell("replica not written", error=str(error))
+        else:
+            if taken:
+                self._told = {}
+            return taken
         return False
+
+    def _tell(self, event: str, **what: object) -> None:
+        """Once, however often it is tried again: what is logged may go to the very disk that is full."""
+        told = {"event": event, **what}
+        if told != self._told:
+            self._told = told
+            _logger.error(event, **self._named(), **what)
 
     def _named(self) -> dict[str, object]:
         return {"topic": self.topic, "partition": self.partition_index}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from codec import error_codes
 from codec.fetch import PartitionFetched
@@ -329,3 +331,39 @@ def test_timestamps_lead_to_nothing_that_is_not_committed(group: Group) -> None:
     for node_id in (2, 3, 2, 3):
         group.fetch(node_id)
     assert (leader.max_timestamp(), leader.find_timestamp(0)) == ((1000, 0), (1000, 0))
+
+
+def test_what_cannot_be_taken_is_told_once_until_something_could_be(group: Group) -> None:
+    """A follower asks again ten times a second, for each of perhaps a thousand partitions."""
+    leader, follower = group.elect(1), group.replicas[2]
+    group.fetch(2)
+    with capture_logs() as logs:
+        for told in (1, 2):
+            for _ in range(3):
+                asked = follower.next_fetch()
+                assert asked is not None
+                assert not follower.take_fetched(asked, PartitionFetched(0, 0, 0, 0, None, bytes(100)))
+            assert [each["event"] for each in logs] == ["leader's records refused"] * told
+            append(leader)
+            group.fetch(2)
+
+
+def test_what_cannot_be_appended_is_told_once_until_something_could_be(group: Group) -> None:
+    leader = group.elect(1)
+    with file_size_limited(10_000), capture_logs() as logs:
+        for told in (1, 2):
+            for _ in range(3):
+                assert append(leader, bytes(100_000), acks=1).error_code == error_codes.KAFKA_STORAGE_ERROR
+            assert [each["event"] for each in logs] == ["append failed"] * told
+            assert append(leader, acks=1).error_code == error_codes.NONE
+
+
+@contextmanager
+def file_size_limited(size_in_bytes: int) -> Iterator[None]:
+    """The system refuses what would make a file larger."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_in_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
