@@ -377,6 +377,8 @@ class Log:
                 if obeyed > self.leadership and self.options.flush != "never":
                     sync_directory(self.directory)
             except OSError as error:
+                # Closed meanwhile: its directory may have been removed, which is no disk's error.
+                self._check()
                 raise disk_error(error, self.directory) from error
             self.high_watermark_checkpoint, self.leadership = high_watermark, obeyed
             self.is_whole_checkpoint = is_whole

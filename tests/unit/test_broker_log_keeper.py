@@ -16,7 +16,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kproxy.broker import log_keeper, segment
-from kproxy.broker.checkpoint import NO_LEADERSHIP, Leadership
+from kproxy.broker.checkpoint import NO_LEADERSHIP, Leadership, write_checkpoint
 from kproxy.broker.log import Log
 from kproxy.broker.log_keeper import LogKeeper
 from kproxy.broker.log_options import FlushPolicy, LogOptions
@@ -338,6 +338,22 @@ async def test_a_checkpoint_at_work_does_not_end_in_the_log_that_has_taken_the_p
     with pytest.raises(LogFailed):
         await writing
     assert [path.suffix for path in log.directory.iterdir()] == [".log"]
+
+
+async def test_a_topic_that_is_deleted_while_its_checkpoint_is_begun_is_no_error(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosted = broker.host()
+    hosted.high_watermark = 1
+
+    def delete_first(*args: Any) -> None:
+        hosted.log.close()
+        hosted.log.directory.rename(broker.directory / "#deleted")
+        write_checkpoint(*args)
+
+    monkeypatch.setattr("kproxy.broker.log.write_checkpoint", delete_first)
+    await broker.keeper.checkpoint()
+    assert broker.told == []
 
 
 async def test_a_log_that_has_gone_does_not_keep_others_from_their_checkpoints(broker: Broker) -> None:
