@@ -23,6 +23,8 @@ from kproxy.broker.partition import Partition, ReplicaSettings
 from kproxy.broker.replication.manager import NO_LEADER, Role
 from kproxy.broker.segment import LogFailed
 
+# Not while it runs: a broker that starts knows that something should be there, and does not lead without it.
+_WAY_OUT = "stop the broker, move the directory elsewhere, start it: what other replicas have is fetched from them"
 _logger = structlog.get_logger(__name__)
 
 
@@ -43,6 +45,8 @@ class ReplicaHost:
         self.hosted: dict[tuple[bytes, int], Partition] = {}
         # Of replicas that were closed before it was written down.
         self._obeyed: dict[tuple[uuid.UUID, int], Leadership] = {}
+        # Why, as it was logged.
+        self._not_opened: dict[tuple[uuid.UUID, int], str] = {}
         self.on_leaders_changed: Callable[[], None] = lambda: None
         self.first_revision = 0
         self._view = view
@@ -74,13 +78,22 @@ class ReplicaHost:
                 is_expected=self._is_expected(key, topic),
             )
         except (OSError, LogFailed) as error:
-            _logger.error("log not opened", topic=topic.name, partition=key.partition_index, error=str(error))
+            self._tell_not_opened(key, topic, str(error))
             return None
+        self._not_opened.pop((topic.topic_id, key.partition_index), None)
         obeyed = self._obeyed.pop((topic.topic_id, key.partition_index), NO_LEADERSHIP)
         partition = Partition(topic.name, key.partition_index, topic.topic_id, log, settings, obeyed=obeyed)
         self.hosted[topic.name.encode(), key.partition_index] = partition
         self.point_at_leader(key)
         return partition
+
+    def _tell_not_opened(self, key: PartitionKey, topic: Topic, reason: str) -> None:
+        """Once for each reason: every sweep tries again."""
+        identity = topic.topic_id, key.partition_index
+        if self._not_opened.get(identity) != reason:
+            self._not_opened[identity] = reason
+            directory = self._data_dir.partition_path(topic.name, key.partition_index)
+            _logger.error("log not opened", **key._asdict(), directory=str(directory), error=reason, way_out=_WAY_OUT)
 
     def _is_expected(self, key: PartitionKey, topic: Topic) -> bool:
         """Whether etcd has said since before our start that all that was committed is here, and others have it too."""
@@ -104,6 +117,7 @@ class ReplicaHost:
         """The topic is deleted."""
         for partition_index in range(len(topic.replicas)):
             self._obeyed.pop((topic.topic_id, partition_index), None)
+            self._not_opened.pop((topic.topic_id, partition_index), None)
 
     def point_at_leader(self, key: PartitionKey) -> None:
         """Let a follower follow whom etcd names."""

@@ -1,0 +1,52 @@
+"""Opening replicas' logs: what cannot be opened is told, and tried again."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from kproxy.broker.cluster import ClusterView
+from kproxy.broker.data_dir import DataDir
+from kproxy.broker.hosting import ReplicaHost
+from kproxy.broker.keys import Keys, PartitionKey, TopicValue, encode_value
+from kproxy.broker.partition import ReplicaSettings
+
+KEYS = Keys("/test")
+KEY = PartitionKey("t", 0)
+
+
+@pytest.fixture
+def view() -> ClusterView:
+    view = ClusterView(KEYS)
+    view.apply_put(KEYS.topic("t"), encode_value(TopicValue(uuid.uuid4(), [[1]])), lease_id=0, revision=1)
+    return view
+
+
+@pytest.fixture
+def host(tmp_path: Path, view: ClusterView) -> Iterator[ReplicaHost]:
+    data_dir = DataDir.open(tmp_path, 1)
+    yield ReplicaHost(view, data_dir, 1, lambda *_: ReplicaSettings(1, time.monotonic))
+    data_dir.close()
+
+
+async def test_a_log_that_cannot_be_opened_is_told_once_with_the_way_out(
+    tmp_path: Path, view: ClusterView, host: ReplicaHost
+) -> None:
+    """It is tried again every few seconds, for each of perhaps a thousand partitions."""
+    topic, checkpoint = view.topics["t"], tmp_path / "t-0" / "checkpoint.json"
+    with capture_logs() as logs:
+        for told in (1, 2):
+            assert await host.open(KEY, topic) is not None
+            host.close(KEY)
+            checkpoint.write_text("{")
+            for _ in range(3):
+                assert await host.open(KEY, topic) is None
+            assert [each["event"] for each in logs] == ["log not opened"] * told
+            checkpoint.unlink()
+    assert (logs[0]["directory"], "is damaged" in logs[0]["error"]) == (str(tmp_path / "t-0"), True)
+    assert "move the directory" in logs[0]["way_out"]
