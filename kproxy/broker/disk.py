@@ -21,7 +21,9 @@ def disk_error(error: OSError, directory: Path) -> DiskError:
     """`error`, which came of writing into `directory`, with the disk it came from."""
     if isinstance(error, DiskError):
         return error
-    disk = next(parent for parent in (directory, *directory.parents) if parent.is_mount() or parent == parent.parent)
+    # A --data-dir may be given relative to where the broker was started, which says nothing of the disk.
+    whole = directory.absolute()
+    disk = next(parent for parent in (whole, *whole.parents) if parent.is_mount() or parent == parent.parent)
     if error.errno in _NO_ROOM:
         message = (
             f"the disk mounted at {disk} has no room for what is written to {directory} ({error.strerror}): "

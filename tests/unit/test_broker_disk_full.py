@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from kproxy.broker.checkpoint import Leadership
 from kproxy.broker.data_dir import DataDir
-from kproxy.broker.disk import DiskError
+from kproxy.broker.disk import DiskError, disk_error
 from kproxy.broker.log import Log
 from kproxy.broker.log_options import FlushPolicy, LogOptions
 from tests.support.broker_logs import append_values, leader_batches, read_all
@@ -66,6 +67,16 @@ OPERATIONS = [
     append_as_follower_into_a_new_segment,
     write_a_checkpoint,
 ]
+
+
+def test_the_disk_is_named_also_of_a_directory_that_is_given_relative(
+    disk: SmallDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (disk.path / "data").mkdir()
+    monkeypatch.chdir(disk.path)
+    told = [str(disk_error(OSError(errno.ENOSPC, "full"), each)) for each in (Path("data"), disk.path / "data")]
+    assert [each.split(" has no room")[0] for each in told] == [told[1].split(" has no room")[0]] * 2
+    assert "mounted at ." not in told[0]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
