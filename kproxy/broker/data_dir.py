@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import threading
 import uuid
 from contextlib import nullcontext
 from pathlib import Path
@@ -43,6 +44,9 @@ class DataDir:
         self.path = path
         self._lock_fd = lock_fd
         self._log_options = log_options
+        # Held between looking whose a directory is and giving it another name: a topic that is deleted and at once
+        # created again is removed by one thread and set up by another.
+        self._renaming = threading.Lock()
 
     @classmethod
     def open(cls, path: Path, node_id: int, *, log_options: LogOptions | None = None) -> DataDir:
@@ -112,15 +116,19 @@ class DataDir:
 
     def _set_up(self, directory: Path, identity: dict[str, object], *, is_expected: bool) -> None:
         """Make the directory that of another partition than it was, if it was any. Raises OSError, LogFailed."""
-        found = read_json(directory / _PARTITION_FILE)
-        if found is not None and found.get("topic") != identity["topic"]:
-            raise LogFailed(f"{directory} holds topic {found.get('topic')}: this file system ignores case")
-        if directory.exists() and any(directory.iterdir()):
-            stray = self.path / f"#stray-{uuid.uuid4()}"
-            _logger.warning("log set aside", directory=str(directory), moved_to=str(stray), was=found, now=identity)
-            directory.rename(stray)
+        with self._renaming:
+            found = read_json(directory / _PARTITION_FILE)
+            if found is not None and found.get("topic") != identity["topic"]:
+                raise LogFailed(f"{directory} holds topic {found.get('topic')}: this file system ignores case")
+            if directory.exists() and any(directory.iterdir()):
+                stray = self.path / f"#stray-{uuid.uuid4()}"
+                _logger.warning("log set aside", directory=str(directory), moved_to=str(stray), was=found, now=identity)
+                directory.rename(stray)
+            try:
+                directory.mkdir(exist_ok=True)
+            except OSError as error:
+                raise disk_error(error, directory) from error
         try:
-            directory.mkdir(exist_ok=True)
             if is_expected:
                 write_checkpoint(directory, Checkpoint(is_whole=0), nullcontext())
             write_json(directory / _PARTITION_FILE, identity)
@@ -131,12 +139,13 @@ class DataDir:
     def delete_log(self, topic: str, partition_index: int, topic_id: uuid.UUID) -> None:
         """Remove a closed log of exactly this topic, where there is one. Raises OSError."""
         directory = self.partition_path(topic, partition_index)
-        found = read_json(directory / _PARTITION_FILE)
-        if found is None or found.get("topic_id") != str(topic_id):
-            return
-        # Renamed first: a half-removed log must never be opened again.
         doomed = self.path / f"#deleted-{uuid.uuid4()}"
-        directory.rename(doomed)
+        with self._renaming:
+            found = read_json(directory / _PARTITION_FILE)
+            if found is None or found.get("topic_id") != str(topic_id):
+                return
+            # Renamed first: a half-removed log must never be opened again.
+            directory.rename(doomed)
         shutil.rmtree(doomed)
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from kproxy.broker.checkpoint import NO_LEADERSHIP
 from kproxy.broker.data_dir import DataDir
+from kproxy.broker.json_file import read_json
 from kproxy.broker.segment import LogFailed
 from kproxy.errors import StartupError
 from tests.support.broker_logs import append_values
@@ -90,6 +92,35 @@ def test_only_the_very_topics_log_is_deleted(tmp_path: Path) -> None:
     assert not (tmp_path / "t-0").exists()
     data_dir.delete_log("t", 0, SECOND)
     assert not list(tmp_path.glob("#*"))
+    data_dir.close()
+
+
+def test_a_topic_that_is_created_again_while_it_is_being_removed_keeps_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data_dir = DataDir.open(tmp_path, 1)
+    data_dir.open_log("t", 0, FIRST).close()
+    looked, created = threading.Event(), threading.Event()
+
+    def look_slowly(path: Path) -> dict[str, object] | None:
+        found = read_json(path)
+        if threading.current_thread() is removing:
+            looked.set()
+            created.wait(0.3)
+        return found
+
+    monkeypatch.setattr("kproxy.broker.data_dir.read_json", look_slowly)
+    removing = threading.Thread(target=data_dir.delete_log, args=("t", 0, FIRST))
+    removing.start()
+    assert looked.wait(10)
+    log = data_dir.open_log("t", 0, SECOND)
+    created.set()
+    removing.join()
+    append_values(log, 10)
+    log.close()
+    again = data_dir.open_log("t", 0, SECOND)
+    assert again.log_end_offset == 1
+    again.close()
     data_dir.close()
 
 
