@@ -47,6 +47,7 @@ class DataDir:
         # Held between looking whose a directory is and giving it another name: a topic that is deleted and at once
         # created again is removed by one thread and set up by another.
         self._renaming = threading.Lock()
+        self._condemned: set[str] = set()
 
     @classmethod
     def open(cls, path: Path, node_id: int, *, log_options: LogOptions | None = None) -> DataDir:
@@ -120,7 +121,10 @@ class DataDir:
             found = read_json(directory / _PARTITION_FILE)
             if found is not None and found.get("topic") != identity["topic"]:
                 raise LogFailed(f"{directory} holds topic {found.get('topic')}: this file system ignores case")
-            if directory.exists() and any(directory.iterdir()):
+            condemned = None
+            if found is not None and str(found.get("topic_id")) in self._condemned:
+                condemned = self._condemn(directory)
+            elif directory.exists() and any(directory.iterdir()):
                 stray = self.path / f"#stray-{uuid.uuid4()}"
                 _logger.warning("log set aside", directory=str(directory), moved_to=str(stray), was=found, now=identity)
                 directory.rename(stray)
@@ -128,6 +132,8 @@ class DataDir:
                 directory.mkdir(exist_ok=True)
             except OSError as error:
                 raise disk_error(error, directory) from error
+        if condemned is not None:
+            shutil.rmtree(condemned)
         try:
             if is_expected:
                 write_checkpoint(directory, Checkpoint(is_whole=0), nullcontext())
@@ -136,17 +142,27 @@ class DataDir:
             shutil.rmtree(directory, ignore_errors=True)  # nothing half begun, which would look like another's
             raise disk_error(error, directory) from error
 
+    def condemn(self, topic_id: uuid.UUID) -> None:
+        """The topic is deleted, its logs are about to be: what of them stands in another's way goes at once."""
+        self._condemned.add(str(topic_id))
+
+    def all_deleted(self, topic_id: uuid.UUID) -> None:
+        """Of a condemned topic nothing is left to delete."""
+        self._condemned.discard(str(topic_id))
+
+    def _condemn(self, directory: Path) -> Path:
+        """Renamed first: a half-removed log must never be opened again."""
+        return directory.rename(self.path / f"#deleted-{uuid.uuid4()}")
+
     def delete_log(self, topic: str, partition_index: int, topic_id: uuid.UUID) -> None:
         """Remove a closed log of exactly this topic, where there is one. Raises OSError."""
         directory = self.partition_path(topic, partition_index)
-        doomed = self.path / f"#deleted-{uuid.uuid4()}"
         with self._renaming:
             found = read_json(directory / _PARTITION_FILE)
             if found is None or found.get("topic_id") != str(topic_id):
                 return
-            # Renamed first: a half-removed log must never be opened again.
-            directory.rename(doomed)
-        shutil.rmtree(doomed)
+            condemned = self._condemn(directory)
+        shutil.rmtree(condemned)
 
     def close(self) -> None:
         """Let another broker have the directory."""

@@ -469,12 +469,13 @@ class PartitionLeaseManager:
             self._turns.owned(key)
             self._drop(key, "its topic is deleted")
         self.replicas.forget(topic)
+        self._data_dir.condemn(topic.topic_id)
         self._start(self._remove(topic))
 
     async def _remove(self, topic: Topic) -> None:
         for partition_index in range(len(topic.replicas)):
             key = PartitionKey(topic.name, partition_index)
-            if key in self._working:
+            while key in self._working:
                 await asyncio.wait([self._working[key]])
             partition = self.replicas.get(key)
             if partition is not None and partition.topic_id == topic.topic_id:
@@ -482,7 +483,8 @@ class PartitionLeaseManager:
             try:
                 await asyncio.to_thread(self._data_dir.delete_log, topic.name, partition_index, topic.topic_id)
             except OSError as error:
-                _logger.error("deleted topic lingers", topic=topic.name, partition=partition_index, error=str(error))
+                _logger.error("deleted topic's log lingers", **key._asdict(), error=str(error))
+        self._data_dir.all_deleted(topic.topic_id)
 
     def _start(self, chore: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(chore)

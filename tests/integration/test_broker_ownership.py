@@ -380,6 +380,23 @@ async def test_a_log_of_an_earlier_topic_of_the_same_name_is_set_aside(broker: B
     shutil.rmtree(strays[0])
 
 
+async def test_of_a_topic_that_is_deleted_and_at_once_created_again_nothing_is_left(
+    broker: BrokerProcess, keys: Keys
+) -> None:
+    """Its partitions' logs are removed one by one, and meanwhile those of the same name are set up."""
+    partitions = 60
+    topic_key = f"{keys.prefix}/refbroker/topics/{TOPIC}"
+    with broker.client() as client:
+        for _ in range(2):
+            await keys.client.delete(topic_key)
+            await keys.put_topic([[1]] * partitions)
+            wait_for(lambda: client.produce(TOPIC, partitions - 1, build_batch()).error_code == 0)
+            wait_for(lambda: len(owned := client.leaders(TOPIC)) == partitions and set(owned.values()) == {1})
+    wait_for(lambda: not list(broker.data_dir.glob("#deleted-*")), what="all is removed")
+    assert list(broker.data_dir.glob("#stray-*")) == []
+    assert len(list(broker.data_dir.glob(f"{TOPIC}-*/*.log"))) == partitions
+
+
 async def test_a_damaged_log_takes_one_partition_out_of_service_and_no_other(broker: BrokerProcess, keys: Keys) -> None:
     with broker.client() as client:
         client.request(19, 7, topics=[{"name": "fine", "num_partitions": 1, "replication_factor": 1}], timeout_ms=1000)

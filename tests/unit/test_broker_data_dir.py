@@ -124,6 +124,20 @@ def test_a_topic_that_is_created_again_while_it_is_being_removed_keeps_its_log(
     data_dir.close()
 
 
+def test_of_a_deleted_topic_nothing_is_set_aside_though_another_of_its_name_comes_first(tmp_path: Path) -> None:
+    """Its partitions are removed one by one; whoever creates it again does not wait for the last."""
+    data_dir = DataDir.open(tmp_path, 1)
+    data_dir.open_log("t", 0, FIRST).close()
+    data_dir.condemn(FIRST)
+    data_dir.open_log("t", 0, SECOND).close()
+    data_dir.delete_log("t", 0, FIRST)
+    data_dir.all_deleted(FIRST)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["t-0"]
+    data_dir.open_log("t", 0, FIRST).close()
+    assert len(list(tmp_path.glob("#stray-*"))) == 1, "who was not deleted is kept"
+    data_dir.close()
+
+
 def test_topics_that_differ_in_case_alone_are_kept_apart_where_the_file_system_cannot(tmp_path: Path) -> None:
     data_dir = DataDir.open(tmp_path, 1)
     data_dir.open_log("Flights", 0, FIRST).close()

@@ -12,7 +12,6 @@ import pytest
 
 from codec import error_codes
 from codec.record_batch import iterate_batches, parse_batch
-from kproxy.broker import segment
 from kproxy.broker.broker_lease import MARGIN_FRACTION, LeaseFence
 from kproxy.broker.checkpoint import Leadership
 from kproxy.broker.log import Log
@@ -163,28 +162,6 @@ def test_reads_stay_within_the_log(partition: Partition, offset: int, error_code
 )
 def test_leader_epochs_are_compared(partition: Partition, believed: int, error_code: int) -> None:
     assert partition.check_leader_epoch(believed) == error_code
-
-
-# A disk that fails
-
-
-def test_a_record_that_is_written_and_not_on_the_disk_is_not_said_not_to_be_there(
-    tmp_path: Path, clock: Clock, fence: LeaseFence, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Opened anew, the log has it: whoever sent it must not be told that it is not. What comes later is not."""
-
-    def fail(_: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    log = Log.open(tmp_path / "t-0", options=LogOptions(flush="always"))
-    partition = Partition("t", 0, uuid.uuid4(), log, ReplicaSettings(1, clock))
-    partition.become_leader(Leadership(7, 1), [1], Isr(frozenset({1}), 1), fence)
-    monkeypatch.setattr(segment, "_sync_data", fail)
-    told = [append(partition).error_code for _ in range(2)]
-    partition.close()
-    reopened = Log.open(log.directory)
-    reopened.close()
-    assert (told, reopened.log_end_offset) == ([error_codes.REQUEST_TIMED_OUT, error_codes.KAFKA_STORAGE_ERROR], 1)
 
 
 # The fence itself
