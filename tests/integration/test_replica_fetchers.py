@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +169,35 @@ async def test_many_partitions_are_fetched_together(tmp_path: Path, monkeypatch:
             end = follower.log_end_offset
         assert steps <= (loop.time() - begin) / rest_s + 2
         await replicated(*replicas)
+
+
+async def test_a_slow_disk_does_not_keep_the_broker_from_its_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --flush always each partition of an answer waits for the disk."""
+    events: list[str] = []
+    take_fetched = Partition.take_fetched
+
+    def slowly(partition: Partition, *answer: Any) -> bool:
+        time.sleep(0.02)
+        events.append("taken")
+        return take_fetched(partition, *answer)
+
+    async def others() -> None:
+        while True:
+            events.append("others")
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(Partition, "take_fetched", slowly)
+    async with pair(tmp_path) as both:
+        leaders = [both.leader.lead("t", index, T) for index in range(20)]
+        for leader in leaders:
+            append(leader, b"v")
+        replicas = [(leader, both.follower.follow("t", index, T)) for index, leader in enumerate(leaders)]
+        at_work = asyncio.create_task(others())
+        await replicated(*replicas)
+        at_work.cancel()
+    assert ("taken", "taken") not in set(pairwise(events))
 
 
 async def test_a_batch_larger_than_all_limits_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import structlog
@@ -43,11 +44,12 @@ from kproxy.broker.replication.sasl import Secret
 
 MAX_WAIT_MS = 500
 MIN_BYTES = 1
-# Of records in one answer. What is taken in one step keeps everything else in this broker waiting.
+# Of records in one answer, which has to be in memory as a whole.
 MAX_BYTES = 4 << 20
 # What a leader may take beyond the time that it waits by our own word.
 ANSWER_PATIENCE_S = 10.0
 PARTITION_PAUSE_S = 0.1
+LONGEST_STEP_S = 0.01
 # About what a partition costs in a request. Beyond so many, as much time is left to others between an answer and the
 # next request, so that appends to many partitions are fetched together.
 REST_S_PER_PARTITION = 30e-6
@@ -228,7 +230,7 @@ class _Fetcher:
         max_wait_ms = MAX_WAIT_MS // parts
         answer = connection.fetch(wire, max_wait_ms=max_wait_ms, min_bytes=MIN_BYTES, max_bytes=MAX_BYTES)
         await self._wait_for(connection, answer, asked, self._loop.time() + max_wait_ms / 1000 + ANSWER_PATIENCE_S)
-        self._take(asked, _matched(wire, connection.read_answer(answer.result())))
+        await self._take(asked, _matched(wire, connection.read_answer(answer.result())))
         if len(asked) > PARTITIONS_WITHOUT_REST:
             await asyncio.sleep((len(asked) - PARTITIONS_WITHOUT_REST) * REST_S_PER_PARTITION)
         return True
@@ -253,14 +255,18 @@ class _Fetcher:
             del self._paused[partition]
         return partition.next_fetch()
 
-    def _take(self, asked: _Asked, found: Sequence[PartitionFetched]) -> None:
-        size, last = 0, 0
+    async def _take(self, asked: _Asked, found: Sequence[PartitionFetched]) -> None:
+        """Others get their turn in between: one partition may have to wait for the disk, and there may be thousands."""
+        size, last, began_at = 0, 0, time.monotonic()
         for place, ((partition, fetch), fetched) in enumerate(zip(asked, found, strict=True)):
             if fetched.records:
                 size += len(fetched.records)
                 last = place
             if not partition.take_fetched(fetch, fetched):
                 self._paused[partition] = self._loop.time() + PARTITION_PAUSE_S
+            if time.monotonic() - began_at > LONGEST_STEP_S:
+                await asyncio.sleep(0)
+                began_at = time.monotonic()
         if size >= MAX_BYTES // 2:
             # There may have been no room for what stands behind it: that comes first now.
             behind = asked[(last + 1) % len(asked)][0]
