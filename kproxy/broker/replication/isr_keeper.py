@@ -10,12 +10,14 @@ Invariants
    revision, so that it changes what it was decided on.
 2. A transaction without an answer settles nothing: the proposal stands, and is put again until etcd has told what is
    so. Its guard makes a second one harmless.
-3. At most one change of a partition is under way, at most CONCURRENT_CHANGES of all.
+3. At most one change of a partition is under way, at most CONCURRENT_CHANGES of all. Partitions take turns: a round
+   goes on where it had to stop, so that none is looked at twice before every other one was.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
@@ -54,6 +56,8 @@ class IsrKeeper:
         self._wake = asyncio.Event()
         self._swept_at = float("-inf")
         self._changing: dict[Partition, asyncio.Task[None]] = {}
+        # What is left of this round.
+        self._to_look_at: deque[Partition] = deque()
         view.subscribe(lambda _: self._wake.set())
 
     async def run(self) -> None:
@@ -74,9 +78,10 @@ class IsrKeeper:
 
     def _look(self) -> None:
         live = {node_id: broker.lease_id for node_id, broker in self._view.brokers.items()}
-        for partition in self._led():
-            if len(self._changing) >= CONCURRENT_CHANGES:
-                return
+        if not self._to_look_at:
+            self._to_look_at.extend(self._led())
+        while self._to_look_at and len(self._changing) < CONCURRENT_CHANGES:
+            partition = self._to_look_at.popleft()
             if partition in self._changing:
                 continue
             replication = partition.replication
