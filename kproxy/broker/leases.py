@@ -354,7 +354,8 @@ class PartitionLeaseManager:
         if change.kind is Kind.SNAPSHOT:
             self._on_snapshot()
         elif change.kind is Kind.RESTORED:
-            # Whatever our lease was, it stands in a history that is no more.
+            # Whatever our lease was, it stands in a history that is no more; and so does when we began.
+            self.replicas.first_revision = 0
             self._on_identity_lost("etcd was restored")
         elif change.kind is Kind.BROKER:
             if change.node_id == self._node_id:
