@@ -14,6 +14,7 @@ import shutil
 import sys
 import threading
 import uuid
+from collections.abc import Collection
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -141,6 +142,16 @@ class DataDir:
         except OSError as error:
             shutil.rmtree(directory, ignore_errors=True)  # nothing half begun, which would look like another's
             raise disk_error(error, directory) from error
+
+    def logs_of_others(self, topic_ids: Collection[uuid.UUID]) -> list[Path]:
+        """Logs of topics that are none of these; blocks. Raises OSError."""
+        known = set(map(str, topic_ids))
+        found = []
+        for file in sorted(self.path.glob(f"*/{_PARTITION_FILE}")):
+            identity = read_json(file)
+            if identity is not None and identity.get("topic_id") not in known and not file.parent.name.startswith("#"):
+                found.append(file.parent)
+        return found
 
     def condemn(self, topic_id: uuid.UUID) -> None:
         """The topic is deleted, its logs are about to be: what of them stands in another's way goes at once."""

@@ -95,6 +95,7 @@ class _Server:
     def __init__(self, config: BrokerConfig, data_dir: DataDir, client: EtcdClient) -> None:
         self._config = config
         self._client = client
+        self._data_dir = data_dir
         self._keys = Keys(config.prefix)
         self._view = ClusterView(self._keys)
         self._leases = PartitionLeaseManager(
@@ -193,6 +194,7 @@ class _Server:
             raise StartupError(str(error)) from error
         except EtcdError as error:
             raise StartupError(f"{str(error).rstrip('.')}; --etcd names it") from error
+        await self._tell_of_leftovers()
         await self._replication.start(self._broker)
         self._leases.begin(fence)
         self._tasks += [
@@ -205,6 +207,21 @@ class _Server:
         await listener.start_serving()
         sys.stdout.write(f"ready kafka={self._config.listen[0]}:{bound_port(listener)} etcd={self._client.endpoints}\n")
         sys.stdout.flush()
+
+    async def _tell_of_leftovers(self) -> None:
+        """Topics may have been deleted while we were away. Their logs stay: an etcd that was emptied looks the same."""
+        topic_ids = [topic.topic_id for topic in self._view.topics.values()]
+        try:
+            leftovers = await asyncio.to_thread(self._data_dir.logs_of_others, topic_ids)
+        except OSError as error:
+            _logger.warning("logs not looked through", error=str(error))
+            return
+        if leftovers:
+            _logger.warning(
+                "logs of topics that are not in etcd: remove them if the topics were deleted on purpose",
+                logs=len(leftovers),
+                first=str(leftovers[0]),
+            )
 
     def _advertised(self, listener: asyncio.Server) -> tuple[str, int]:
         host, port = self._config.advertise or (self._config.listen[0], 0)

@@ -20,7 +20,8 @@ from kproxy.config.etcd import etcd_options_from
 @click.option(
     "--replication-listen",
     metavar="H:P",
-    help="Where other brokers fetch what they replicate. [the host of --listen, any free port]",
+    help="Where other brokers fetch what they replicate; they are told the host of --advertise. [the host of --listen, "
+    "any free port]",
 )
 @click.option(
     "--data-dir", metavar="DIR", type=click.Path(path_type=Path), required=True, help="Where its logs are kept."

@@ -165,3 +165,14 @@ def test_what_a_crash_left_half_written_beside_a_small_file_is_removed(tmp_path:
     data_dir.open_log("t", 0, FIRST).close()
     assert not any(leftover.exists() for leftover in leftovers)
     data_dir.close()
+
+
+def test_logs_of_topics_that_are_not_known_are_found(tmp_path: Path) -> None:
+    known, unknown = uuid.uuid4(), uuid.uuid4()
+    data_dir = DataDir.open(tmp_path / "data", 1)
+    for topic, topic_id in (("kept", known), ("gone", unknown)):
+        data_dir.open_log(topic, 0, topic_id).close()
+    data_dir.open_log("gone", 1, unknown).close()
+    assert data_dir.logs_of_others([known]) == [data_dir.partition_path("gone", index) for index in (0, 1)]
+    assert data_dir.logs_of_others([known, unknown]) == []
+    data_dir.close()
