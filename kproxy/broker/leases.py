@@ -112,11 +112,12 @@ class PartitionLeaseManager:
 
     def may_take(self, topic: str, partition_index: int) -> bool:
         """Whether a client's touch may make this broker take the partition, which it does not lead."""
-        return self._may_take(PartitionKey(topic, partition_index))
+        key = PartitionKey(topic, partition_index)
+        return self._may_take(key) and self._may_be_touched(key)
 
     async def take(self, keys: Iterable[PartitionKey], timeout_s: float) -> None:
         """Take those of the partitions that are ours to take, or as many as time allows."""
-        tasks = [self._work_shared(key, take=True) for key in keys if self._may_take(key)]
+        tasks = [self._work_shared(key, take=True) for key in keys if self.may_take(*key)]
         if tasks:
             await asyncio.wait(tasks, timeout=timeout_s)
 
@@ -235,10 +236,17 @@ class PartitionLeaseManager:
             # It is said to be in sync, and its disk was emptied or cut since: others have what it lacks.
             return False
         place = place_in_line(self._view, topic, key.partition_index, self._node_id, count_dead=False)
-        if self._view.state(topic, key.partition_index) is None and self._has_live_replica(key, topic):
-            # Never written: clients touch it wherever they are sent, and it shall begin where it is wanted.
-            return place == 0
         return place != NOT_A_CANDIDATE
+
+    def _may_be_touched(self, key: PartitionKey) -> bool:
+        """Never written: clients touch it wherever they are sent, and it shall begin where it is wanted. Where that
+        broker cannot take it, another one's turn comes."""
+        topic = self._topic_of(key)
+        if topic is None or self._view.ownership(*key) is not None:
+            return True
+        if self._view.state(topic, key.partition_index) is not None or not self._has_live_replica(key, topic):
+            return True
+        return place_in_line(self._view, topic, key.partition_index, self._node_id, count_dead=False) == 0
 
     def _has_others(self, key: PartitionKey, topic: Topic) -> bool:
         return len(self._view.replicas(topic, key.partition_index)) > 1

@@ -7,8 +7,9 @@ States of a partition, here
 Orphaned is a partition whose owner was seen to go.
 
 Invariants
-1. Who stands at place n among the living waits n times TURN_S, or n times PATIENT_TURN_S for a partition that nobody
-   has written to yet, so that one attempt is made at a time where all see the same.
+1. Who stands at place n among the living waits n times TURN_S, or for a partition that nobody has written to yet n
+   times UNWRITTEN_TURN_S, and PATIENT_TURN_S where no replica of it lives, so that one attempt is made at a time where
+   all see the same.
 2. For START_GRACE_S after a broker has come up, those that are not alive keep their places: a cluster that starts as a
    whole finds its leaders where it left them. Not for orphaned partitions: their owner has gone before our eyes.
 3. One timer for each partition at most; `close` ends them.
@@ -25,6 +26,8 @@ from kproxy.broker.keys import PartitionKey
 
 TURN_S = 0.25
 PATIENT_TURN_S = 2.0
+# The first replica of a partition that nobody has written to lives, and may have thousands more to take.
+UNWRITTEN_TURN_S = 10.0
 START_GRACE_S = 2.0
 
 
@@ -56,6 +59,9 @@ class Turns:
         """It has an owner, or is not there any more."""
         self._orphaned.discard(key)
         self._due.discard(key)
+        timer = self._queued.pop(key, None)
+        if timer is not None:
+            timer.cancel()
 
     def is_mine(self, key: PartitionKey, topic: Topic) -> bool:
         """Whether to take it now. If others go first, `look_again` comes after them."""
@@ -66,10 +72,15 @@ class Turns:
         if place <= 0 or key in self._due:
             return True
         if key not in self._queued:
-            turn_s = PATIENT_TURN_S if self._view.state(topic, key.partition_index) is None else TURN_S
-            delay_s = grace_s if count_dead else place * turn_s
+            delay_s = grace_s if count_dead else place * self._turn_s(key, topic)
             self._queued[key] = loop.call_later(delay_s, self._on_timer, key, not count_dead)
         return False
+
+    def _turn_s(self, key: PartitionKey, topic: Topic) -> float:
+        if self._view.state(topic, key.partition_index) is not None:
+            return TURN_S
+        keeps_one = self._node_id in topic.replicas[key.partition_index]
+        return UNWRITTEN_TURN_S if keeps_one else PATIENT_TURN_S
 
     def _on_timer(self, key: PartitionKey, due: bool) -> None:
         del self._queued[key]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kproxy.broker import turns
 from kproxy.broker.broker_lease import LeaseFence
 from kproxy.broker.checkpoint import Leadership
 from kproxy.broker.cluster import ClusterView
@@ -163,4 +164,20 @@ async def test_a_topic_that_is_created_after_etcd_was_restored_is_not_missed_her
     led = await stage.take()
     assert led is not None
     assert led.log.is_whole
+    running.cancel()
+
+
+async def test_where_the_first_replica_does_not_take_a_new_partition_the_next_one_does(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lives, and its disk takes no new log: nobody led the partition as long as that was so."""
+    monkeypatch.setattr(turns, "START_GRACE_S", 0.0)
+    monkeypatch.setattr(turns, "UNWRITTEN_TURN_S", 0.2)
+    topic_id = uuid.uuid4()
+    await stage.put(KEYS.broker(2), BrokerValue(2, "h", 1))
+    await stage.put(KEYS.topic("t"), TopicValue(topic_id, [[2, 1]]))
+    await stage.begin()
+    running = asyncio.create_task(stage.leases.run())
+    assert await stage.take() is None, "a client's touch took what is wanted elsewhere"
+    await eventually(lambda: stage.leads(topic_id), timeout_s=10.0, what="the next one's turn")
     running.cancel()
