@@ -81,11 +81,13 @@ class Broker:
         return self.leases.led(topic, partition_index)
 
     def name_topics(self, request: PartitionedRequest) -> None:
-        """Put topics' names in the place of their ids (KIP-516); an id that is unknown stays, no topic is called so."""
+        """Put topics' names in the place of their ids (KIP-516); an id that is unknown stays, no topic is called so.
+
+        To be done again after a wait: the topic may have been deleted, and another have its name.
+        """
         for topic in request.topics:
             found = self.view.topic_by_id(topic.wire)
-            if found is not None:
-                topic.name = found.name.encode()
+            topic.name = found.name.encode() if found is not None else topic.wire
 
     def takeable(self, wanted: Sequence[tuple[bytes, Sequence[int]]]) -> list[PartitionKey]:
         """Those of the partitions wanted that are not led here but might be: take them, then serve the request."""

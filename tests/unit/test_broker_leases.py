@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from codec.headers import parse_request_header
 from kproxy.broker import turns
+from kproxy.broker.apis import produce
 from kproxy.broker.broker_lease import LeaseFence
 from kproxy.broker.checkpoint import Leadership
 from kproxy.broker.cluster import ClusterView
+from kproxy.broker.config import BrokerConfig
+from kproxy.broker.context import Broker, Request
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.keys import BrokerValue, Keys, PartitionKey, StateValue, TopicValue, encode_value
 from kproxy.broker.leases import PartitionLeaseManager
 from kproxy.broker.partition import Partition, ReplicaSettings
 from kproxy.ownership.etcd import KeyValue, Snapshot, WatchEvent, delete_op, put_op
 from tests.support.etcd import eventually
+from tests.support.messages import topic_id
+from tests.support.raw_client import produce_frame
+from tests.support.record_batches import build_batch
 from tests.support.simulated_etcd import EtcdStore, SimulatedEtcdClient
 
 KEYS = Keys("/p")
@@ -181,3 +189,30 @@ async def test_where_the_first_replica_does_not_take_a_new_partition_the_next_on
     assert await stage.take() is None, "a client's touch took what is wanted elsewhere"
     await eventually(lambda: stage.leads(topic_id), timeout_s=10.0, what="the next one's turn")
     running.cancel()
+
+
+async def test_records_for_a_deleted_topics_id_do_not_go_to_its_namesake(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was deleted and created again while the request waited for it to be taken (KIP-516)."""
+    await stage.put(KEYS.topic("t"), TopicValue(topic_id("t"), [[1]]))
+    await stage.begin()
+    take = stage.leases.take
+
+    async def take_late(keys: Iterable[PartitionKey], timeout_s: float) -> None:
+        await stage.recreate_topic()
+        stage.tell()
+        await asyncio.sleep(0.2)  # the old one's log is removed
+        await take(keys, timeout_s)
+        assert stage.leases.led(b"t", 0) is not None
+
+    monkeypatch.setattr(stage.leases, "take", take_late)
+    nobody = cast(Any, None)
+    broker = Broker(BrokerConfig(1, Path(), ()), "cluster", stage.view, stage.leases, nobody, nobody)
+    frame = memoryview(produce_frame(records=bytes(build_batch([b"v"])), version=13, acks=1))
+    answer = produce.handle(broker, Request(frame, parse_request_header(frame)))
+    assert isinstance(answer, Awaitable)
+    await answer
+    led = stage.leases.led(b"t", 0)
+    assert led is not None
+    assert led.log_end_offset == 0

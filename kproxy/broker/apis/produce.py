@@ -53,6 +53,8 @@ def handle(broker: Broker, request: Request) -> Body | Awaitable[Body | None] | 
 
 async def _take_and_append(broker: Broker, produce: PartitionedRequest, takeable: list[PartitionKey]) -> Body | None:
     await broker.leases.take(takeable, TAKE_TIMEOUT_S)
+    if produce.by_id:
+        broker.name_topics(produce)
     result = _append(broker, produce)
     return await result if isinstance(result, Awaitable) else result
 
