@@ -36,7 +36,8 @@ class LeaderEpochs:
     @property
     def latest(self) -> int:
         """The last epoch that was assigned; NO_LEADER_EPOCH where there is none."""
-        return self._epochs[-1] if self._epochs else NO_LEADER_EPOCH
+        last = self._epochs[-1:]  # in one step: another thread may ask while this one forgets
+        return last[0] if last else NO_LEADER_EPOCH
 
     def assign(self, leader_epoch: int, start_offset: int) -> None:
         """What is written from `start_offset` on has `leader_epoch`. Nothing changes where that is so already.
