@@ -119,6 +119,7 @@ class Relay:
         self._connections: dict[asyncio.Task[None], asyncio.Event] = {}
         self.port = 0
         self._dead = False
+        self._is_shut = False
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -151,11 +152,13 @@ class Relay:
 
     async def open(self) -> None:
         """Listen, on the same port as before."""
+        self._is_shut = False
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def shut(self) -> None:
         """Refuse new connections and cut those there are."""
+        self._is_shut = True
         if self._server is not None:
             self._server.close()
         await self.cut()
@@ -182,6 +185,10 @@ class Relay:
         await self.cut()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._is_shut:
+            # Made in the moment before the listening socket was closed.
+            writer.transport.abort()
+            return
         task = asyncio.current_task()
         assert task is not None
         carrying = self._connections[task] = asyncio.Event()
