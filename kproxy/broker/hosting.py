@@ -103,15 +103,14 @@ class ReplicaHost:
         has_others = len(self._view.replicas(topic, key.partition_index)) > 1
         return has_others and state is not None and self._node_id in state.isr
 
-    def close(self, key: PartitionKey) -> Partition | None:
-        """Close the replica; it is returned for the record."""
+    def close(self, key: PartitionKey) -> None:
+        """Close the replica, if it is here."""
         partition = self.hosted.pop((key.topic.encode(), key.partition_index), None)
         if partition is not None:
             partition.close()
             if partition.leadership > partition.log.leadership:
                 self._obeyed[partition.topic_id, partition.partition_index] = partition.leadership
             self.on_leaders_changed()
-        return partition
 
     def forget(self, topic: Topic) -> None:
         """The topic is deleted."""

@@ -88,7 +88,7 @@ class PartitionLeaseManager:
         self._on_identity_lost = on_identity_lost
         self._lease_keys = LeaseKeys(client, view.keys, lambda fence: self._fence is fence and not self.stopping)
         self._fence: LeaseFence | None = None
-        self._working: dict[PartitionKey, asyncio.Task[Partition | None]] = {}
+        self._working: dict[PartitionKey, asyncio.Task[None]] = {}
         self._chores: set[asyncio.Task[None]] = set()
         # Those that the task at work is to take, not only to host.
         self._to_take: set[PartitionKey] = set()
@@ -153,16 +153,6 @@ class PartitionLeaseManager:
     async def drain(self, timeout_s: float) -> None:
         """Let live in-sync followers reach the ends of the logs that were led."""
         await self._handing_over.followers_there(self.partitions.values(), timeout_s)
-
-    def flush_all(self) -> None:
-        """Bring every log to the disk; blocks."""
-        for partition in list(self.hosted.values()):
-            try:
-                partition.flush()
-            except (OSError, LogFailed) as error:
-                _logger.error(
-                    "flush failed", topic=partition.topic, partition=partition.partition_index, error=str(error)
-                )
 
     async def close(self) -> None:
         """Drop what is led, close what is hosted and wait for the tasks at work."""
@@ -262,7 +252,7 @@ class PartitionLeaseManager:
             return False
         return self._turns.is_mine(key, topic)
 
-    def _work_shared(self, key: PartitionKey, *, take: bool) -> asyncio.Task[Partition | None]:
+    def _work_shared(self, key: PartitionKey, *, take: bool) -> asyncio.Task[None]:
         if take:
             self._to_take.add(key)
         task = self._working.get(key)
@@ -271,7 +261,7 @@ class PartitionLeaseManager:
             task.add_done_callback(lambda done: self._worked(key, done))
         return task
 
-    def _worked(self, key: PartitionKey, task: asyncio.Task[Partition | None]) -> None:
+    def _worked(self, key: PartitionKey, task: asyncio.Task[None]) -> None:
         self._working.pop(key, None)
         self._turns.done(key)
         if not task.cancelled() and task.exception() is not None:
@@ -281,23 +271,22 @@ class PartitionLeaseManager:
             self._want(key)
         self._to_take.discard(key)
 
-    async def _work(self, key: PartitionKey) -> Partition | None:
+    async def _work(self, key: PartitionKey) -> None:
         """Open the log where it is not open, then take the partition where it may be taken."""
         async with self._slots:
             topic = self._topic_of(key)
             if topic is None or self.stopping:
-                return None
+                return
             partition = await self.replicas.open(key, topic)
             fence = self._fence
             if partition is None or fence is None or key not in self._to_take or not self._may_take(key):
-                return partition
+                return
             try:
-                return await self._take(key, topic, partition, fence)
+                await self._take(key, topic, partition, fence)
             except (EtcdError, ValueError, OSError, LogFailed, Inconsistent) as error:
                 _logger.warning("not acquired", topic=topic.name, partition=key.partition_index, error=str(error))
-                return None
 
-    async def _take(self, key: PartitionKey, topic: Topic, partition: Partition, fence: LeaseFence) -> Partition | None:
+    async def _take(self, key: PartitionKey, topic: Topic, partition: Partition, fence: LeaseFence) -> None:
         """Become the leader, if the transaction says so.
 
         Raises EtcdError, ValueError, OSError, LogFailed, Inconsistent.
@@ -311,9 +300,9 @@ class PartitionLeaseManager:
             known_epoch=_latest_epoch(partition),
         )
         if taken is None or self._fence is not fence or not fence.is_live() or self.stopping:
-            return None
+            return
         if self.replicas.get(key) is not partition:
-            return None  # closed meanwhile; the key on our lease is found by the next look
+            return  # closed meanwhile; the key on our lease is found by the next look
         self._turns.owned(key)
         partition.become_leader(
             Leadership(taken.state.leader_epoch, taken.token),
@@ -336,7 +325,6 @@ class PartitionLeaseManager:
             isr=taken.state.isr,
             log_end_offset=partition.log_end_offset,
         )
-        return partition
 
     def _next_state(self, key: PartitionKey, topic: Topic, partition: Partition) -> StateValue:
         """What is to stand in etcd when we have taken the partition."""

@@ -86,9 +86,10 @@ class LogKeeper:
         """Begin nothing more; what the thread is at ends by itself, and a log may be closed meanwhile."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def flush(self) -> None:
+    async def flush(self, *, whatever_the_policy: bool = False) -> None:
         """Bring to the disk what was appended to logs whose policy is `interval`; tell of logs that have failed."""
-        due = [kept.log for kept in self._usable() if kept.log.options.flush == "interval" and kept.log.is_dirty]
+        dirty = [kept.log for kept in self._usable() if kept.log.is_dirty]
+        due = [log for log in dirty if whatever_the_policy or log.options.flush == "interval"]
         if due:
             await self._share_out(_flush, due)
         for kept in list(self._hosted()):

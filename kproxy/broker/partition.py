@@ -176,8 +176,7 @@ class Partition:
         if leadership < self.leadership:
             _logger.error(
                 "leader refused: it is older than one that was followed before",
-                topic=self.topic,
-                partition=self.partition_index,
+                **self._named(),
                 leader_id=leader_id,
                 leadership=leadership,
                 obeyed=self.leadership,
@@ -253,7 +252,7 @@ class Partition:
         try:
             self.log.undo_append()
         except LogFailed as error:
-            _logger.error("undo failed", topic=self.topic, partition=self.partition_index, error=str(error))
+            _logger.error("undo failed", **self._named(), error=str(error))
             return AppendResult(error_codes.REQUEST_TIMED_OUT)
         return _NOT_LEADER
 
@@ -291,7 +290,7 @@ class Partition:
         try:
             return ReadResult(error_codes.NONE, self.log.read(offset, max_bytes, up_to=up_to))
         except (OSError, LogFailed) as error:
-            _logger.error("read failed", topic=self.topic, partition=self.partition_index, error=str(error))
+            _logger.error("read failed", **self._named(), error=str(error))
             return ReadResult(error_codes.KAFKA_STORAGE_ERROR)
 
     def latest_offset(self) -> int | None:
@@ -371,7 +370,7 @@ class Partition:
             taken = self._take(fetched)
         except Inconsistent as error:
             self.failure = str(error)
-            _logger.error("replica stopped", topic=self.topic, partition=self.partition_index, reason=self.failure)
+            _logger.error("replica stopped", **self._named(), reason=self.failure)
         except ReplicatedBatchInvalid as error:
             self._tell("leader's records refused", leader_id=self.leader_id, error=str(error))
         except (OSError, LogFailed) as error:
@@ -444,7 +443,3 @@ class Partition:
         waiters.clear()
         for wake in woken:
             wake()
-
-    def flush(self) -> None:
-        """Bring the log to the disk; blocks. Raises OSError, LogFailed."""
-        self.log.flush()

@@ -317,7 +317,7 @@ class _Server:
         while any(each.task is not None for each in self._connections) and loop.time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await self._leases.drain(deadline - loop.time())
-        await asyncio.to_thread(self._leases.flush_all)
+        await self._log_keeper.flush(whatever_the_policy=True)
         failed = [task.exception() for task in self._tasks if task.done() and not task.cancelled()]
         await _cancel(self._tasks)
         if self._lease is not None:

@@ -155,7 +155,7 @@ class SimulatedProcess:
     async def _stop(self) -> None:
         self.leases.resign_all()
         await self.leases.drain(3.0)
-        self.leases.flush_all()
+        await self.keeper.flush(whatever_the_policy=True)
         await self.keeper.checkpoint()
         await self._lease.revoke()
         await self.leases.close()

@@ -19,7 +19,7 @@ from kproxy.broker import log_keeper, segment
 from kproxy.broker.checkpoint import NO_LEADERSHIP, Leadership, write_checkpoint
 from kproxy.broker.log import Log
 from kproxy.broker.log_keeper import LogKeeper
-from kproxy.broker.log_options import FlushPolicy, LogOptions
+from kproxy.broker.log_options import FLUSH_POLICIES, FlushPolicy, LogOptions
 from kproxy.broker.segment import LogFailed
 from tests.support.broker_logs import append_values, leader_batches
 from tests.support.small_disk import small_disk
@@ -150,6 +150,16 @@ async def test_what_is_appended_while_the_disk_is_at_work_is_flushed_next_time(b
     assert log.is_dirty
     await broker.keeper.flush()
     assert (disk.syncs, log.is_dirty) == (2, False)
+
+
+@pytest.mark.parametrize("policy", FLUSH_POLICIES)
+async def test_a_broker_that_stops_brings_every_log_to_the_disk(
+    broker: Broker, disk: Disk, policy: FlushPolicy
+) -> None:
+    log = broker.host(flush=policy).log
+    append_values(log, 10)
+    await broker.keeper.flush(whatever_the_policy=True)
+    assert (disk.syncs, log.is_dirty) == (1, False)
 
 
 @pytest.mark.parametrize("removed", [False, True])
