@@ -65,6 +65,9 @@ GET_TELEMETRY_SUBSCRIPTIONS: Final = 71
 PUSH_TELEMETRY: Final = 72
 LIST_CONFIG_RESOURCES: Final = 74
 DESCRIBE_TOPIC_PARTITIONS: Final = 75
+# This project's own: single reader/writer (codec.own), and what a proxy tells a broker of it.
+OWN: Final = 20311
+BIND_FENCES: Final = 20312
 
 _NAMES: dict[int, str] = {value: name for name, value in globals().items() if name.isupper() and isinstance(value, int)}
 

@@ -26,12 +26,11 @@ from collections.abc import Callable
 
 import structlog
 
-from kproxy.broker.clock import Clock
 from kproxy.broker.keys import BrokerValue, Keys, encode_value
 from kproxy.ownership.etcd import EtcdClient, EtcdError, KeyValue, LeaseLost, key_absent, put_op
+from kproxy.ownership.etcd.clock import Clock
+from kproxy.ownership.etcd.lease_fence import LeaseFence
 
-# What is kept back of each TTL for clocks that run at different speeds.
-MARGIN_FRACTION = 0.1
 CLAIM_PAUSE_S = 0.2
 _logger = structlog.get_logger(__name__)
 
@@ -42,31 +41,6 @@ class IdInUse(Exception):
     def __init__(self, address: str) -> None:
         super().__init__(address)
         self.address = address
-
-
-class LeaseFence:
-    """How long one lease is certain to live; `claim_revision` is when the broker's key was put on it."""
-
-    __slots__ = ("_broken", "_clock", "_deadline", "claim_revision", "lease_id")
-
-    def __init__(self, lease_id: int, clock: Clock) -> None:
-        self.lease_id = lease_id
-        self.claim_revision = 0
-        self._clock = clock
-        self._deadline = float("-inf")
-        self._broken = False
-
-    def is_live(self) -> bool:
-        return self._clock() < self._deadline
-
-    def renew(self, sent_at: float, ttl_s: int) -> None:
-        """A keepalive sent at `sent_at` (seconds, this fence's clock) was answered with `ttl_s`."""
-        if not self._broken:
-            self._deadline = max(self._deadline, sent_at + ttl_s * (1 - MARGIN_FRACTION))
-
-    def break_for_good(self) -> None:
-        self._broken = True
-        self._deadline = float("-inf")
 
 
 class BrokerLease:

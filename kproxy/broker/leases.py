@@ -36,7 +36,6 @@ from typing import Any
 
 import structlog
 
-from kproxy.broker.broker_lease import LeaseFence
 from kproxy.broker.candidates import NOT_A_CANDIDATE, first_replicas, hosts, place_in_line
 from kproxy.broker.checkpoint import Leadership
 from kproxy.broker.cluster import Change, ClusterView, Kind, Ownership, Topic
@@ -52,6 +51,7 @@ from kproxy.broker.segment import LogFailed
 from kproxy.broker.take_over import TakeOver
 from kproxy.broker.turns import Turns
 from kproxy.ownership.etcd import EtcdClient, EtcdError
+from kproxy.ownership.etcd.lease_fence import LeaseFence
 
 CONCURRENT_WORKS = 16
 SWEEP_INTERVAL_S = 3.0

@@ -27,7 +27,6 @@ from codec import error_codes
 from codec.fetch import PartitionFetch, PartitionFetched
 from codec.record_batch import RecordBatch, assign_offsets
 from kproxy.broker.checkpoint import NO_LEADERSHIP, Leadership
-from kproxy.broker.clock import Clock
 from kproxy.broker.log import Log
 from kproxy.broker.log_options import LogOptions
 from kproxy.broker.producer_state import Verdict
@@ -40,6 +39,7 @@ from kproxy.broker.replication.reconciliation import (
 )
 from kproxy.broker.segment import LogFailed, TimestampAndOffset
 from kproxy.broker.validation import ReplicatedBatchInvalid
+from kproxy.ownership.etcd.clock import Clock
 
 MAX_REPLICA_FETCH_BYTES = 1 << 20
 NO_EPOCH = -1

@@ -29,8 +29,7 @@ from codec.framing import ReceiveArena
 from kproxy.broker import topic_config
 from kproxy.broker.agreed import agreed_value
 from kproxy.broker.apis import registry
-from kproxy.broker.broker_lease import BrokerLease, IdInUse, LeaseFence
-from kproxy.broker.clock import lease_clock
+from kproxy.broker.broker_lease import BrokerLease, IdInUse
 from kproxy.broker.cluster import ClusterView, Topic
 from kproxy.broker.config import BrokerConfig
 from kproxy.broker.connection import ClientConnection
@@ -50,6 +49,8 @@ from kproxy.broker.replication.secret import SharedSecret
 from kproxy.broker.topics import TopicAdmin
 from kproxy.errors import StartupError
 from kproxy.ownership.etcd import EtcdClient, EtcdError, EtcdMisused, IdBlocks, PrefixMirror
+from kproxy.ownership.etcd.clock import lease_clock
+from kproxy.ownership.etcd.lease_fence import LeaseFence
 
 __all__ = ["BrokerConfig", "run_broker"]
 

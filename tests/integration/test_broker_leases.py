@@ -12,14 +12,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kproxy.broker.broker_lease import BrokerLease, LeaseFence
-from kproxy.broker.clock import lease_clock
+from kproxy.broker.broker_lease import BrokerLease
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.keys import BrokerValue, Keys, PartitionKey, StateValue, encode_value
 from kproxy.broker.leases import PartitionLeaseManager
 from kproxy.broker.partition import ReplicaSettings
 from kproxy.ownership.etcd import EtcdClient, Snapshot
+from kproxy.ownership.etcd.clock import lease_clock
+from kproxy.ownership.etcd.lease_fence import LeaseFence
 
 pytest_plugins = ["tests.support.etcd"]
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from codec import error_codes
 from codec.record_batch import parse_batch
-from kproxy.broker.broker_lease import BrokerLease, IdInUse, LeaseFence
+from kproxy.broker.broker_lease import BrokerLease, IdInUse
 from kproxy.broker.cluster import ClusterView, Topic
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.keys import BrokerValue, Keys
@@ -32,6 +32,7 @@ from kproxy.broker.log_options import LogOptions
 from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition, ReplicaSettings
 from kproxy.broker.replication.isr_keeper import IsrKeeper
 from kproxy.ownership.etcd import EtcdError
+from kproxy.ownership.etcd.lease_fence import LeaseFence
 from tests.support.simulated_etcd import EtcdStore, SimulatedEtcdClient
 from tests.support.simulated_loop import SimulatedLoop
 

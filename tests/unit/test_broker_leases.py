@@ -13,7 +13,6 @@ import pytest
 from codec.headers import parse_request_header
 from kproxy.broker import turns
 from kproxy.broker.apis import produce
-from kproxy.broker.broker_lease import LeaseFence
 from kproxy.broker.checkpoint import Leadership
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.config import BrokerConfig
@@ -23,6 +22,7 @@ from kproxy.broker.keys import BrokerValue, Keys, PartitionKey, StateValue, Topi
 from kproxy.broker.leases import PartitionLeaseManager
 from kproxy.broker.partition import Partition, ReplicaSettings
 from kproxy.ownership.etcd import KeyValue, Snapshot, WatchEvent, delete_op, put_op
+from kproxy.ownership.etcd.lease_fence import LeaseFence
 from tests.support.etcd import eventually
 from tests.support.messages import topic_id
 from tests.support.raw_client import produce_frame

@@ -12,12 +12,12 @@ import pytest
 
 from codec import error_codes
 from codec.record_batch import iterate_batches, parse_batch
-from kproxy.broker.broker_lease import MARGIN_FRACTION, LeaseFence
 from kproxy.broker.checkpoint import Leadership
 from kproxy.broker.log import Log
 from kproxy.broker.log_options import LogOptions
 from kproxy.broker.partition import AppendResult, Partition, ReplicaSettings
 from kproxy.broker.replication.manager import Isr
+from kproxy.ownership.etcd.lease_fence import MARGIN_FRACTION, LeaseFence
 from tests.support.record_batches import build_batch
 
 TTL_S = 10

@@ -35,7 +35,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from codec import error_codes
-from kproxy.broker.clock import Clock
+from kproxy.ownership.etcd.clock import Clock
 
 NO_LEADER = -1
 UNKNOWN_OFFSET = -1

@@ -35,6 +35,7 @@ from kproxy.ownership.etcd.txn import (
     key_absent,
     lease_is,
     mod_revision_is,
+    prefix_unchanged_since,
     put_op,
     value_is,
 )
@@ -68,6 +69,7 @@ __all__ = [
     "lease_is",
     "lease_keep_alive",
     "mod_revision_is",
+    "prefix_unchanged_since",
     "put_op",
     "value_is",
 ]

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from kproxy.ownership.etcd.messages import encode_key, rpc
+from kproxy.ownership.etcd.messages import encode_key, prefix_end, rpc
 
 # enum Compare.CompareTarget
 _CREATE, _MOD, _VALUE, _LEASE = 1, 2, 3, 4
+# enum Compare.CompareResult
+_LESS = 2
 
 
 class TxnCompare(NamedTuple):
@@ -36,6 +38,13 @@ def create_revision_is(key: str, revision: int) -> TxnCompare:
 
 def mod_revision_is(key: str, revision: int) -> TxnCompare:
     return TxnCompare(rpc.Compare(target=_MOD, key=encode_key(key), mod_revision=revision))
+
+
+def prefix_unchanged_since(prefix: str, revision: int) -> TxnCompare:
+    """No key that begins with `prefix` has been put after `revision`; whether one was deleted is not compared."""
+    start, end = encode_key(prefix), prefix_end(prefix)
+    compare = rpc.Compare(target=_MOD, result=_LESS, key=start, range_end=end, mod_revision=revision + 1)
+    return TxnCompare(compare)
 
 
 def value_is(key: str, value: bytes) -> TxnCompare:
