@@ -71,8 +71,8 @@ class RawClient:
     def __init__(self) -> None:
         self.correlation_id = 0
 
-    async def connect(self, port: int) -> Self:
-        self._reader, self._writer = await asyncio.open_connection(HOST, port, limit=1 << 26)
+    async def connect(self, port: int, host: str = HOST) -> Self:
+        self._reader, self._writer = await asyncio.open_connection(host, port, limit=1 << 26)
         return self
 
     def send(self, *frames: bytes | memoryview) -> None:
@@ -87,8 +87,8 @@ class RawClient:
         """Until the kernel has taken everything."""
         await self._writer.drain()
 
-    async def receive(self, patience_s: float = PATIENCE_S) -> bytes:
-        """The next frame. IncompleteReadError where the connection was closed."""
+    async def receive(self, patience_s: float | None = PATIENCE_S) -> bytes:
+        """The next frame. IncompleteReadError where the connection was closed. `patience_s` None: whenever it comes."""
         async with asyncio.timeout(patience_s):
             head = await self._reader.readexactly(4)
             return head + await self._reader.readexactly(struct.unpack(">i", head)[0])
