@@ -19,7 +19,8 @@ Invariants
 3. Each broker is asked once at a time, by one task, whoever wants to know; `close` ends them all.
 4. A broker that could not be asked is doubted (kproxy.routing.topology) until it answers.
 5. At most MAX_REMEMBERED brokers that are not in the topology are remembered.
-6. `on_lost` is told of each broker of the topology that was known and is outdated, and of each vain attempt at one: no
+6. No word is taken for fences (the Own API's): a broker that has not spoken yet may well have none.
+7. `on_lost` is told of each broker of the topology that was known and is outdated, and of each vain attempt at one: no
    other connection may be open to notice that it has gone.
 """
 
@@ -38,11 +39,12 @@ from codec.error_codes import NONE
 from codec.errors import CodecError, InvalidField
 from codec.framing import ReceiveArena
 from codec.headers import request_header, response_body_offset
+from codec.own import BIND_FENCES_VERSION
 from codec.partitioned import with_length
 from kproxy.config import Limits
 from kproxy.proxy.question import Lost, ask
 from kproxy.proxy.upstream import Upstream
-from kproxy.proxy.versions import NO_CAPS, Offered, Ranges, Serves, offer
+from kproxy.proxy.versions import NO_CAPS, Offered, Ranges, Serves, covers, offer
 from kproxy.routing.topology import Address, Topology
 
 log = structlog.get_logger(__name__)
@@ -55,6 +57,7 @@ MAX_REMEMBERED: Final = 1000
 # Version 4 tells of all features; older brokers answer it in version 0 with an error (KIP-511), or close.
 _ASKED_VERSIONS: Final = (4, 0)
 _CLIENT_ID: Final = b"kproxy-versions"
+_FENCES: Final[Ranges] = {keys.BIND_FENCES: (BIND_FENCES_VERSION, BIND_FENCES_VERSION)}
 _SOFTWARE: Final = {"client_software_name": "kproxy", "client_software_version": "1"}
 
 
@@ -100,6 +103,17 @@ class BrokerVersions:
             await asyncio.wait(asking)
         self._conclude()
         return self.offered
+
+    def has_fences(self, broker: int) -> bool | None:
+        """Whether a broker of the topology keeps fences (BindFences), by its last word; None where it has said none."""
+        serves = self._said.get(broker) if broker in self._topology.brokers else None
+        return None if serves is None else covers(serves.ranges, _FENCES)
+
+    @property
+    def fenced(self) -> bool:
+        """Whether every broker is known to keep fences. Ask after `current`: brokers are not asked by this."""
+        brokers = self._topology.brokers
+        return bool(brokers) and all(self.has_fences(broker) for broker in brokers)
 
     def look(self) -> None:
         """Follow the topology and ask whom there is to ask; to be called now and then."""

@@ -21,10 +21,12 @@ OLD = 9
 Script = Callable[[Asked], None]
 
 
-def serves(produce: int, *, answers: Script = answers_everything, **features: Any) -> Script:
-    """A broker that serves Produce up to this version, and everything else in all versions."""
+def serves(produce: int, *, answers: Script = answers_everything, fences: range = range(0), **features: Any) -> Script:
+    """A broker that serves Produce up to this version, everything else in all versions, and these of BindFences."""
     listed = [{"api_key": key, "min_version": offer.min_version, "max_version": 99} for key, offer in OFFERS.items()]
     listed[0] = {"api_key": keys.PRODUCE, "min_version": 0, "max_version": produce}
+    if fences:
+        listed.append({"api_key": keys.BIND_FENCES, "min_version": fences[0], "max_version": fences[-1]})
 
     def script(asked: Asked) -> None:
         if asked.header.api_key == keys.API_VERSIONS:
@@ -403,3 +405,43 @@ async def test_a_read_in_the_name_of_a_replica_is_refused(key: int, version: int
         asked = await upstream.next()
         asked.answer()
         assert (await client.answer(key, version)).codes == {("t", 0): 0}
+
+
+# Fences
+
+
+@pytest.mark.parametrize(
+    ("brokers", "fenced"),
+    [
+        ([], False),
+        ([range(1)], True),
+        ([range(3)], True),
+        ([range(1), range(1)], True),
+        ([range(0)], False),
+        ([range(1), range(0)], False),
+        # Only a version that the proxy does not speak.
+        ([range(1), range(1, 3)], False),
+        # One that has not said anything.
+        ([range(1), None], False),
+    ],
+)
+async def test_an_upstream_has_fences_where_every_broker_has_said_so(brokers: list[range | None], fenced: bool) -> None:
+    async with running_proxy() as proxy:
+        upstreams = [
+            ScriptedUpstream(number, holds if fences is None else serves(NEWEST, fences=fences))
+            for number, fences in enumerate(brokers, 1)
+        ]
+        for upstream in upstreams:
+            await join(proxy, upstream)
+        versions = proxy.context.versions
+        assert not versions.fenced
+        assert [versions.has_fences(upstream.node_id) for upstream in upstreams] == [None] * len(brokers)
+        await versions.current()
+        assert versions.fenced is fenced
+        assert [versions.has_fences(upstream.node_id) for upstream in upstreams] == [
+            None if fences is None else 0 in fences for fences in brokers
+        ]
+        for upstream in upstreams:
+            proxy.topology.remove_broker(upstream.node_id)
+            assert versions.has_fences(upstream.node_id) is None
+            await upstream.stop()
