@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kproxy.cli import run_async, start_logging
+from kproxy.cli.writer_group_flag import writer_group_flag
 from kproxy.config import DEFAULT_ADMIN, DEFAULT_LISTEN
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="How long a dead broker's partitions stay its own.",
 )
+@writer_group_flag
 @click.pass_context
 def command(
     context: click.Context,
@@ -55,6 +57,7 @@ def command(
     data_dir: Path | None,
     admin: str,
     lease_ttl: int,
+    writer_group: list[str] | None,
 ) -> int:
     """Run everything on this machine: etcd, reference brokers and the proxy.
 
@@ -63,6 +66,7 @@ def command(
     \b
       kproxy dev
       kproxy dev --listen 127.0.0.1:0 --admin 127.0.0.1:0 --brokers 5 --data-dir /tmp/kproxy
+      kproxy dev --writer-group orders=writers
     """
     # What the parts log goes to their files.
     start_logging(context, default="warning")
@@ -80,6 +84,7 @@ def command(
         listen=listen,
         admin=admin,
         lease_ttl_s=lease_ttl,
+        writer_groups=writer_group or (),
         on_step=lambda part: _say(f"  {part}"),
     )
     if replication_factor is None and cluster.replication_factor < DEFAULT_REPLICATION_FACTOR:

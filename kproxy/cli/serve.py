@@ -9,6 +9,7 @@ import click
 
 from kproxy.cli import run_async, start_logging
 from kproxy.cli.etcd_flags import etcd_flags
+from kproxy.cli.writer_group_flag import writer_group_flag
 from kproxy.config import DEFAULT_LISTEN, DEFAULT_PREFIX, ProxyConfig, load_proxy_config
 
 
@@ -39,9 +40,10 @@ from kproxy.config import DEFAULT_LISTEN, DEFAULT_PREFIX, ProxyConfig, load_prox
     default=None,
     help="Send acks=0 upstream as acks=1; clients still get no answer. [off]",
 )
+@writer_group_flag
 @click.option("--workers", metavar="N", type=int, help="Processes that share the port; 0: one for each CPU. [1]")
 @click.pass_context
-def command(context: click.Context, /, config: Path | None, **flags: str | int | bool | None) -> int:
+def command(context: click.Context, /, config: Path | None, **flags: str | int | bool | list[str] | None) -> int:
     """Run the proxy in front of brokers that are there already.
 
     Every option may also stand in the file and in the environment, as KPROXY_ROOM__KEY; flags win over the environment
@@ -52,6 +54,7 @@ def command(context: click.Context, /, config: Path | None, **flags: str | int |
       kproxy serve --etcd https://etcd-0:2379,https://etcd-1:2379 --etcd-ca ca.pem
       kproxy serve --ownership kafka --bootstrap 10.0.0.1:9092,10.0.0.2:9092
       kproxy serve --ownership static --table owners.toml
+      kproxy serve --etcd http://127.0.0.1:2379 --writer-group orders=writers
       kproxy serve --config kproxy.toml --listen 0.0.0.0:9092 --advertise kafka.example.org:9092
     """
     start_logging(context)

@@ -21,6 +21,7 @@ from kproxy.config.proxy import (
     load_settings,
 )
 from kproxy.config.workers import share_limits
+from kproxy.config.writer_groups import parse_writer_groups
 
 __all__ = [
     "DEFAULT_ADMIN",
@@ -40,6 +41,7 @@ __all__ = [
     "load_settings",
     "parse_address",
     "parse_owners",
+    "parse_writer_groups",
     "share_limits",
     "split_list",
 ]

@@ -25,5 +25,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     probe_timeout_s: Seconds = 2.0
     control_timeout_s: Seconds = 30.0
     control_attempt_s: Seconds = 5.0
+    own_timeout_s: Seconds = 30.0
     deadline_cap_ms: _Count = 120_000
     drain_s: Seconds = 10.0

@@ -26,6 +26,7 @@ from kproxy.config.limits import Limits, Seconds
 from kproxy.config.owners import TABLE_ROOMS, Owners, parse_owners, read_table
 from kproxy.config.reading import nearest, read_toml, unknown
 from kproxy.config.workers import MAX_WORKERS, share_limits, worker_count
+from kproxy.config.writer_groups import parse_writer_groups
 from kproxy.errors import StartupError
 
 ENV_PREFIX = "KPROXY_"
@@ -58,12 +59,17 @@ class _Produce(msgspec.Struct, kw_only=True):
     confirm_acks0: bool = False
 
 
+class _Own(msgspec.Struct, kw_only=True):
+    writer_group: str | list[str] | UnsetType = UNSET
+
+
 _ROOMS: dict[str, type[msgspec.Struct]] = {
     "listen": _Listen,
     "ownership": _Ownership,
     "etcd": EtcdRoom,
     "fleet": _Fleet,
     "produce": _Produce,
+    "own": _Own,
     "limits": Limits,
 }
 
@@ -94,6 +100,8 @@ class ProxyConfig:
     `etcd`, `bootstrap` or `owners` is there, as `ownership` says; the others are empty. But `etcd` may be there beside
     any of them: proxies that share one are all named to clients, unless they are `alone`. `lease_ttl_s` is how long one
     is named after it was last heard of.
+
+    `writer_groups`: of each topic that only owners write to the group in which they own; such topics need an `etcd`.
     """
 
     listen: Address
@@ -109,6 +117,7 @@ class ProxyConfig:
     alone: bool
     lease_ttl_s: int
     confirm_acks0: bool
+    writer_groups: Mapping[str, str]
     limits: Limits
     workers: int
 
@@ -183,6 +192,7 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
         alone=bool(settings["fleet.alone"].value),
         lease_ttl_s=msgspec.convert(settings["fleet.lease_ttl"].value, int),
         confirm_acks0=bool(settings["produce.confirm_acks0"].value),
+        writer_groups=_writer_groups(settings),
         limits=limits,
         workers=workers,
     )
@@ -209,6 +219,18 @@ def _etcd_options(settings: Mapping[str, Setting]) -> EtcdOptions:
         raise StartupError(f"{first.source}: it is about an etcd, and none is named: give --etcd URL[,URL...].")
     values = {key: setting.value for key, setting in given.items()}
     return etcd_options(values, {key: setting.source for key, setting in given.items()})
+
+
+def _writer_groups(settings: Mapping[str, Setting]) -> Mapping[str, str]:
+    given = settings["own.writer_group"]
+    if given.value is UNSET:
+        return {}
+    groups = parse_writer_groups(given.value, given.source)  # type: ignore[arg-type]  # converted on loading
+    if groups and settings["ownership.etcd"].value is UNSET:
+        raise StartupError(
+            f"{given.source}: who may write is settled in etcd, and none is named: give --etcd URL[,URL...] as well."
+        )
+    return groups
 
 
 def _bootstrap(settings: Mapping[str, Setting]) -> tuple[Address, ...]:

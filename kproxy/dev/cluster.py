@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kproxy.config import DEFAULT_PREFIX, WILDCARDS, Address, parse_address
+from kproxy.config import DEFAULT_PREFIX, WILDCARDS, Address, parse_address, parse_writer_groups
 from kproxy.dev.child import Child, ParentPipe
 from kproxy.dev.data_dir import ClusterDir
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
@@ -49,7 +49,8 @@ class DevCluster:
     """`brokers` reference brokers behind one proxy. Use as `async with`; what fails to start is a StartupError.
 
     `listen` and `admin` are `HOST:PORT`, port 0 any free one, `admin` None no admin page; `lease_ttl_s` in seconds.
-    `replication_factor` None is 3, or as many as there are brokers. `on_step` is told of each part that has come up.
+    `replication_factor` None is 3, or as many as there are brokers. `writer_groups`: `TOPIC=GROUP` each, the topics
+    that only owners write to. `on_step` is told of each part that has come up.
     After the start: `kafka` and `admin` (`HOST:PORT`), `etcd` (URL), `proxy_pid`, and of the brokers that are not
     killed `broker_pids` and `broker_addresses` by node id.
     """
@@ -63,6 +64,7 @@ class DevCluster:
         listen: str = "127.0.0.1:0",
         admin: str | None = "127.0.0.1:0",
         lease_ttl_s: int = DEFAULT_LEASE_TTL_S,
+        writer_groups: Sequence[str] = (),
         on_step: Callable[[str], None] | None = None,
     ) -> None:
         if not 1 <= brokers <= MAX_BROKERS:
@@ -85,6 +87,7 @@ class DevCluster:
                 f"name one address of this machine, for example 127.0.0.1:{self._listen.port}."
             )
         self._admin = parse_address(admin, "--admin") if admin is not None else None
+        self._writer_groups = parse_writer_groups(writer_groups, "--writer-group")
         self._on_step = on_step or (lambda _: None)
         self._dir: ClusterDir | None = None
         self._pipe: ParentPipe | None = None
@@ -240,6 +243,8 @@ class DevCluster:
         arguments += ["--lease-ttl", str(self.lease_ttl_s)]
         if self._admin is not None:
             arguments += ["--admin", str(self._admin)]
+        for topic, group in self._writer_groups.items():
+            arguments += ["--writer-group", f"{topic}={group}"]
         return arguments
 
     def _child(self, name: str, arguments: list[str], log_name: str, pipe: ParentPipe) -> Child:

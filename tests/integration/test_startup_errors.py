@@ -116,6 +116,11 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
         (["serve", "--ownership", "static", "--table", "TABLE"], "partition 2 to broker 3"),
         (["serve", "--ownership", "consul"], "etcd, kafka, static"),
         (["serve", "--etcd", "a:1", "--workers", "-1"], "--workers"),
+        (["serve", "--etcd", "a:1", "--writer-group", "orders"], "--writer-group: 'orders'"),
+        (
+            ["serve", "--ownership", "static", "--table", "SOUND", "--writer-group", "orders=writers"],
+            "--writer-group: who may write is settled in etcd",
+        ),
         (["serve", "--config", "missing.toml"], "missing.toml"),
         (["broker", "--node-id", "-1", "--data-dir", "DIR", "--etcd", "a:1"], "--node-id"),
         (["broker", "--node-id", "1", "--data-dir", "FILE", "--etcd", "a:1"], "FILE"),
@@ -129,6 +134,7 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
         (["dev", "--replication-factor", "0", "--data-dir", "DIR"], "a number from 1 to 3"),
         (["dev", "--data-dir", "FILE", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"], "--data-dir"),
         (["dev", "--data-dir", "DIR", "--listen", "localhost"], "--listen"),
+        (["dev", "--data-dir", "DIR", "--writer-group", "a=b,a=c"], "topic 'a' has two writer groups"),
         (["dev", "--data-dir", "DIR", "--listen", "0.0.0.0:9092"], "127.0.0.1:9092"),
         (["table", "--admin", "a:1", "--etcd", "b:2"], "--etcd"),
         (["table", "--admin", "127.0.0.1:1"], "--admin"),
@@ -139,7 +145,9 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
 def test_a_bad_value_is_named(tmp_path: Path, arguments: list[str], named: str) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "table").write_text("[brokers]\n1 = 'a:1'\n[[topics]]\nname = 't'\nowners = [1, 1, 3]\n")
-    places = {"DIR": str(tmp_path / "data"), "FILE": str(tmp_path / "file"), "TABLE": str(tmp_path / "table")}
+    (tmp_path / "sound").write_text("[brokers]\n1 = 'a:1'\n")
+    places = {name: str(tmp_path / name.lower()) for name in ("FILE", "TABLE", "SOUND")}
+    places["DIR"] = str(tmp_path / "data")
     sentence = refusal(*(places.get(argument, argument) for argument in arguments))
     assert places.get(named, named) in sentence
 

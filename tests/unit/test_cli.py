@@ -17,10 +17,10 @@ from tests.support.dev import run_kproxy
 # Names and flags are a public interface.
 ETCD_FLAGS = "etcd-ca etcd-cert etcd-key etcd-server-name etcd-username etcd-password-file"
 FLAGS = {
-    "serve": f"config listen advertise ownership etcd prefix bootstrap table admin workers {ETCD_FLAGS}",
+    "serve": f"config listen advertise ownership etcd prefix bootstrap table admin workers writer-group {ETCD_FLAGS}",
     "broker": "node-id listen advertise replication-listen data-dir etcd prefix lease-ttl replication-factor "
     f"{ETCD_FLAGS}",
-    "dev": "listen brokers data-dir admin lease-ttl",
+    "dev": "listen brokers data-dir admin lease-ttl writer-group",
     "demo": "rows bootstrap etcd prefix data-dir keep",
     "table": f"admin etcd prefix topic json watch {ETCD_FLAGS}",
     "doctor": f"etcd prefix admin {ETCD_FLAGS}",
@@ -108,13 +108,15 @@ def test_windows_gets_a_clear_word(
 
 def test_what_check_config_prints_is_the_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "kproxy.toml"
-    file.write_text('[ownership]\netcd = ["http://a:1", "http://b:2"]\n[limits]\nmax_connections = 7\n')
+    own = '[own]\nwriter_group = ["t=g"]\n'
+    file.write_text(f'[ownership]\netcd = ["http://a:1", "http://b:2"]\n{own}[limits]\nmax_connections = 7\n')
     assert main(["check-config", "--config", str(file)]) == 0
     said = capsys.readouterr().out
     assert f"# limits.max_connections in {file}" in said
     assert "# default" in said
     parsed = tomllib.loads(said)
     assert parsed["limits"]["max_connections"] == 7
+    assert parsed["own"] == {"writer_group": ["t=g"]}
     assert parsed["ownership"]["etcd"] == ["http://a:1", "http://b:2"]
     # What it prints is itself a configuration, and the same one.
     file.write_text(said)

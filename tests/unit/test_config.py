@@ -115,6 +115,7 @@ def test_without_options_the_defaults_hold() -> None:
         alone=False,
         lease_ttl_s=10,
         confirm_acks0=False,
+        writer_groups={},
         limits=Limits(),
         workers=1,
     )
@@ -126,6 +127,34 @@ def test_acks_0_is_confirmed_where_flag_environment_or_file_says_so(tmp_path: Pa
     assert load(flags={**ETCD, "confirm_acks0": True}).confirm_acks0
     assert not load("[produce]\nconfirm_acks0 = true\n", tmp_path, flags={"confirm_acks0": False}).confirm_acks0
     assert "confirm_acks0" in error_of('[produce]\nconfirm_acks0 = "often"\n', tmp_path)
+
+
+WRITER_GROUPS = {
+    "flag": ("", {}, {"writer_group": ["a=g", "b.c=h,d=g"]}),
+    "environment": ("", {"KPROXY_OWN__WRITER_GROUP": "a=g, b.c=h, d=g"}, {}),
+    "list": ('[own]\nwriter_group = ["a=g", "b.c=h", "d=g"]\n', {}, {}),
+    "text": ('[own]\nwriter_group = "a = g,b.c = h,d=g,a=g"\n', {}, {}),
+    "flag over file": ('[own]\nwriter_group = "a=x,e=y"\n', {}, {"writer_group": ["a=g,b.c=h", "d=g"]}),
+}
+
+
+@pytest.mark.parametrize(("toml", "environ", "flags"), WRITER_GROUPS.values(), ids=WRITER_GROUPS)
+def test_topics_have_writer_groups(
+    tmp_path: Path, toml: str, environ: dict[str, str], flags: dict[str, object]
+) -> None:
+    assert load(toml, tmp_path, environ=environ, flags=flags).writer_groups == {"a": "g", "b.c": "h", "d": "g"}
+
+
+def test_a_group_is_named_by_whatever_follows_the_first_equals_sign(tmp_path: Path) -> None:
+    assert load(flags={"writer_group": ["a=b=ü c"]}).writer_groups == {"a": "b=ü c"}
+    assert load("[own]\nwriter_group = []\n", tmp_path).writer_groups == {}
+
+
+def test_writer_groups_hold_for_every_source_that_has_an_etcd_beside_it() -> None:
+    kafka = {"ownership": "kafka", "bootstrap": "a:1", "writer_group": ["t=g"]}
+    assert load(flags=kafka).writer_groups == {"t": "g"}
+    with pytest.raises(StartupError, match=r"^--writer-group: .* in etcd, .* --etcd URL"):
+        load(flags={**kafka, "etcd": None})
 
 
 def test_flags_win_over_the_environment_over_the_file(tmp_path: Path) -> None:
@@ -220,6 +249,21 @@ WRONG = [
     (f"{BROKER_AND_TOPIC}owner = [1]", {}, {"ownership": "static"}, ["static table in", "`owner`"]),
     (f"{BROKER_AND_TOPIC}owners = [1, 2]", {}, {"ownership": "static"}, ["'t'", "partition 1", "broker 2", "are 1."]),
     (f"{BROKER_AND_TOPIC}owners = [1]\n[[topics]]\nname = 't'\nowners = []", {}, {"ownership": "static"}, ["twice"]),
+    ("", {}, {"writer_group": ["t=g,t=h"]}, ["--writer-group", "'t' has two writer groups, 'g' and 'h'"]),
+    ("", {}, {"writer_group": ["t=g", "t=h"]}, ["--writer-group", "'t' has two writer groups, 'g' and 'h'"]),
+    ("", {}, {"writer_group": ["t"]}, ["--writer-group: 't'", "TOPIC=GROUP"]),
+    ("", {}, {"writer_group": ["t="]}, ["--writer-group: 't='", "TOPIC=GROUP"]),
+    ("", {}, {"writer_group": ["t=g,"]}, ["--writer-group: ''", "TOPIC=GROUP"]),
+    ("", {}, {"writer_group": ["=g"]}, ["--writer-group: ''", "cannot be a topic"]),
+    ("", {}, {"writer_group": ["t/0=g"]}, ["--writer-group: 't/0'", "cannot be a topic"]),
+    ("", {}, {"writer_group": ["..=g"]}, ["--writer-group: '..'", "cannot be a topic"]),
+    ("", {}, {"writer_group": ["t" * 250 + "=g"]}, ["--writer-group", "cannot be a topic"]),
+    ("", {}, {"writer_group": ["t=" + "ü" * 513]}, ["--writer-group", "'t'", "1024 bytes"]),
+    ("", {"KPROXY_OWN__WRITER_GROUP": ""}, {}, ["KPROXY_OWN__WRITER_GROUP", "TOPIC=GROUP"]),
+    ("[own]\nwriter_group = ['t']", {}, {}, ["own.writer_group in", "TOPIC=GROUP"]),
+    ("[own]\nwriter_group = 5", {}, {}, ["own.writer_group in", "expected"]),
+    ("[own]\nwriter_groups = 't=g'", {}, {}, ["own.writer_groups", "own.writer_group?"]),
+    ("[limits]\nown_timeout_s = 0", {}, {}, ["limits.own_timeout_s"]),
     ("[listen", {}, {}, ["--config", "is not TOML", "Expected"]),
     ("[listen]\nlisten = 'a:1'\nlisten = 'b:1'", {}, {}, ["--config", "is not TOML"]),
 ]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import pickle
 
 import msgspec
 import pytest
 
-from kproxy.config import Limits, share_limits
+from kproxy.config import Limits, load_proxy_config, share_limits
 from kproxy.config.workers import SHARED_LIMITS, worker_count
 from kproxy.errors import StartupError
 from kproxy.observe.admin import Readiness
@@ -15,6 +16,7 @@ from kproxy.observe.families import Family, Gauge, Sample, family_of, growing, m
 from kproxy.observe.metrics import ProxyCollector, Vitals
 from kproxy.observe.table import TableView
 from kproxy.observe.tally import Tally
+from kproxy.proxy.workers.channel import Assignment
 from kproxy.proxy.workers.pages import of_all
 from kproxy.routing.topology import Topology
 
@@ -44,6 +46,14 @@ def test_a_limit_that_cannot_be_shared_is_named(name: str) -> None:
 def test_0_workers_are_one_for_each_cpu() -> None:
     assert worker_count(5) == 5
     assert worker_count(0) == (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+
+
+def test_a_worker_is_told_of_writer_groups_and_limits() -> None:
+    config = load_proxy_config(
+        flags={"etcd": "http://e:1", "writer_group": ["t=g"]}, environ={"KPROXY_LIMITS__OWN_TIMEOUT_S": "7"}
+    )
+    told: Assignment = pickle.loads(pickle.dumps(Assignment(1, config)))
+    assert (told.config.writer_groups, told.config.limits.own_timeout_s) == ({"t": "g"}, 7)
 
 
 @pytest.mark.parametrize(
