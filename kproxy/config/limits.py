@@ -28,3 +28,5 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     own_timeout_s: Seconds = 30.0
     deadline_cap_ms: _Count = 120_000
     drain_s: Seconds = 10.0
+    # How long what earlier writers may still write keeps claims waiting, before brokers that keep no fences.
+    own_unsettled_s: Seconds = 60.0

@@ -1,0 +1,223 @@
+"""Which partitions are unsettled, and until when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from codec.own import WHOLE_GROUP
+from kproxy.fencing.settlement import ALL, EVERYTHING, MAX_PARTITIONS, Place, Settlement, covers
+
+PATIENCE_S = 60.0
+A, B = ("t", 0), ("t", 1)
+
+
+class Situation:
+    """A settlement, its clock, and what it told after each change."""
+
+    def __init__(self) -> None:
+        self.now = 1_000.0
+        self.settlement = Settlement({"t": "writers", "u": "others"}, lambda: self.now, unsettled_s=PATIENCE_S)
+        self.told: list[list[Place]] = []
+        self.settlement.on_change = lambda: self.told.append(self.settlement.unsettled())
+
+    def after(self, seconds: float) -> list[Place]:
+        self.now += seconds
+        self.settlement.look()
+        return self.settlement.unsettled()
+
+
+@pytest.fixture
+def situation() -> Situation:
+    return Situation()
+
+
+def lose(settlement: Settlement) -> None:
+    settlement.note_written_lost(*A)
+
+
+def begin(settlement: Settlement) -> None:
+    settlement.begin(*A)
+
+
+def die(settlement: Settlement) -> None:
+    settlement.note_member_gone("m", [("writers", "t/0")])
+
+
+def die_before_saying_so(settlement: Settlement) -> None:
+    settlement.note_member("m", 7, [A])
+    settlement.note_member_gone("m", [])
+
+
+def die_before_seeing_it(settlement: Settlement) -> None:
+    settlement.note_member("m", 7, [])
+    settlement.note_taken("m", "writers", "t/0", 8)
+    settlement.note_member("m", 7, [])
+    settlement.note_member_gone("m", [])
+
+
+def restore(settlement: Settlement) -> None:
+    settlement.note_member("m", 7, [A])
+    settlement.note_restored()
+
+
+@pytest.mark.parametrize("event", [lose, begin, die, die_before_saying_so, die_before_seeing_it, restore])
+def test_a_partition_is_unsettled_for_its_time_and_no_longer(
+    situation: Situation, event: Callable[[Settlement], None]
+) -> None:
+    event(situation.settlement)
+    assert situation.settlement.unsettled() == [A]
+    assert situation.after(PATIENCE_S - 1) == [A]
+    assert situation.after(2) == []
+    assert situation.told == [[A], []]
+    assert situation.after(PATIENCE_S) == []
+    assert len(situation.told) == 2
+
+
+def test_what_is_answered_is_settled_at_once(situation: Situation) -> None:
+    hold = situation.settlement.begin(*A)
+    situation.settlement.begin(*B)
+    situation.settlement.done(hold)
+    assert situation.settlement.unsettled() == [B]
+    assert situation.told == [[A], [A, B], [B]]
+
+
+def test_a_partition_is_held_until_the_last_answer(situation: Situation) -> None:
+    first, second = situation.settlement.begin(*A), situation.settlement.begin(*A)
+    situation.settlement.done(first)
+    situation.settlement.done(first)
+    assert situation.settlement.unsettled() == [A]
+    situation.settlement.done(second)
+    assert situation.settlement.unsettled() == []
+    assert situation.told == [[A], []]
+
+
+def test_an_answer_does_not_settle_what_was_lost(situation: Situation) -> None:
+    """The same batch sent again: its first copy may come after its answer."""
+    hold = situation.settlement.begin(*A)
+    situation.settlement.note_written_lost(*A)
+    situation.settlement.done(hold)
+    assert situation.settlement.unsettled() == [A]
+    assert situation.after(PATIENCE_S) == []
+
+
+def test_time_counts_from_the_last_event(situation: Situation) -> None:
+    situation.settlement.note_written_lost(*A)
+    situation.after(40)
+    situation.settlement.note_written_lost(*A)
+    assert situation.after(40) == [A]
+    assert situation.after(20) == []
+    assert situation.told == [[A], []]
+
+
+def test_an_answer_after_its_time_changes_nothing(situation: Situation) -> None:
+    late = situation.settlement.begin(*A)
+    situation.after(PATIENCE_S)
+    hold = situation.settlement.begin(*A)
+    situation.settlement.done(late)
+    assert situation.settlement.unsettled() == [A]
+    situation.settlement.done(hold)
+    assert situation.settlement.unsettled() == []
+
+
+def test_what_comes_back_before_anybody_looked_stays(situation: Situation) -> None:
+    situation.settlement.note_written_lost(*A)
+    situation.now += PATIENCE_S
+    situation.settlement.note_written_lost(*A)
+    assert situation.after(0) == [A]
+
+
+def test_a_member_that_confirmed_leaves_nothing_behind(situation: Situation) -> None:
+    settlement = situation.settlement
+    settlement.note_member("m", 7, [A])
+    settlement.note_taken("m", "writers", "t/1", 8)
+    settlement.note_member("m", 8, [])
+    settlement.note_member_gone("m", [])
+    assert situation.told == []
+
+
+def test_what_was_taken_from_one_that_is_gone_is_known_of_already(situation: Situation) -> None:
+    settlement = situation.settlement
+    settlement.note_member("m", 7, [])
+    settlement.note_member_gone("m", [("writers", "t/0")])
+    situation.after(PATIENCE_S)
+    settlement.note_taken("m", "writers", "t/0", 9)
+    settlement.note_member_gone("m", [])
+    assert settlement.unsettled() == []
+
+
+@pytest.mark.parametrize(
+    ("listed", "place", "covered"),
+    [
+        ([], A, False),
+        ([A], A, True),
+        ([A], B, False),
+        ([A], ("u", 0), False),
+        ([("t", ALL)], A, True),
+        ([("u", ALL)], A, False),
+        ([EVERYTHING], A, True),
+        # A claim of a whole group is one of every partition of its topics.
+        ([A], ("t", ALL), True),
+        ([A], ("u", ALL), False),
+        ([EVERYTHING], ("u", ALL), True),
+    ],
+)
+def test_what_is_listed_keeps_from_a_claim(listed: list[Place], place: Place, covered: bool) -> None:
+    assert covers(listed, *place) is covered
+
+
+@pytest.mark.parametrize(
+    ("group", "resource", "places"),
+    [
+        ("writers", "t/0", [A]),
+        ("writers", WHOLE_GROUP, [("t", ALL)]),
+        ("others", "t/0", []),
+        ("others", WHOLE_GROUP, [("u", ALL)]),
+        ("readers", "t/0", []),
+        ("readers", WHOLE_GROUP, []),
+        ("writers", "t", []),
+        ("writers", "t/01", []),
+        ("writers", "v/0", []),
+    ],
+)
+def test_a_claim_is_one_of_what_its_group_alone_writes(
+    situation: Situation, group: str, resource: str, places: list[Place]
+) -> None:
+    settlement = situation.settlement
+    assert settlement.places(group, resource) == places
+    settlement.note_member_gone("m", [(group, resource)])
+    assert settlement.unsettled() == places
+    assert settlement.keeps_back(group, resource, settlement.unsettled()) is bool(places)
+    assert not settlement.keeps_back(group, resource, [("elsewhere", 0)])
+
+
+def test_beyond_the_bound_more_is_unsettled_never_less(situation: Situation) -> None:
+    settlement = situation.settlement
+    places = [(f"topic-{number}", index) for number in range(2 * MAX_PARTITIONS) for index in (0, 1)]
+    holds = [settlement.begin(*place) for place in places]
+    listed = settlement.unsettled()
+    assert len(listed) == 2 * MAX_PARTITIONS + 1
+    assert all(covers(listed, *place) for place in places)
+    for hold in holds:
+        settlement.done(hold)
+    assert settlement.unsettled() == []
+
+
+def test_a_topic_of_many_partitions_is_unsettled_as_a_whole(situation: Situation) -> None:
+    settlement = situation.settlement
+    settlement.note_member_gone("m", [("writers", f"t/{index}") for index in range(3 * MAX_PARTITIONS)])
+    listed = settlement.unsettled()
+    assert len(listed) == MAX_PARTITIONS + 1
+    assert covers(listed, "t", 2 * MAX_PARTITIONS)
+    assert not covers(listed, "u", 0)
+
+
+def test_much_that_was_taken_from_a_member_is_not_forgotten(situation: Situation) -> None:
+    settlement = situation.settlement
+    settlement.note_member("m", 7, [])
+    for index in range(2 * MAX_PARTITIONS):
+        settlement.note_taken("m", "writers", f"t/{index}", 8 + index)
+    settlement.note_member("m", 7 + 2 * MAX_PARTITIONS - 1, [])
+    settlement.note_member_gone("m", [])
+    assert covers(settlement.unsettled(), "t", 2 * MAX_PARTITIONS - 1)
