@@ -115,6 +115,11 @@ class BrokerVersions:
         brokers = self._topology.brokers
         return bool(brokers) and all(self.has_fences(broker) for broker in brokers)
 
+    def may_have_fences(self, broker: int) -> bool:
+        """Whether to tell a broker of fences: one that has not said what it serves is taken for one like the others."""
+        known = self.has_fences(broker)
+        return any(map(self.has_fences, self._topology.brokers)) if known is None else known
+
     def look(self) -> None:
         """Follow the topology and ask whom there is to ask; to be called now and then."""
         if self._topology.version != self._seen_version:

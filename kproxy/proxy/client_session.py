@@ -36,7 +36,7 @@ from codec import api_keys
 from codec.api_keys import PRODUCE
 from codec.errors import CodecError, FrameTooLarge, UnsupportedVersion
 from codec.framing import FrameReader
-from codec.headers import RequestHeader, parse_request_header
+from codec.headers import RequestHeader, client_id, parse_request_header
 from codec.primitives import Buffer
 from kproxy.observe.tally import OTHER_VERSION, PRODUCE_BOUNDS_S, VERSION_BITS
 from kproxy.proxy.arrival import Arrival
@@ -47,6 +47,7 @@ from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.control import ControlPlane, Unanswerable
 from kproxy.proxy.fanout import Fanout
 from kproxy.proxy.outbox import Outbox
+from kproxy.proxy.owning import Owning
 from kproxy.proxy.produce import produce
 from kproxy.proxy.reads import fetch, list_offsets
 from kproxy.proxy.sockets import keep_alive
@@ -128,6 +129,9 @@ class ClientSession(asyncio.BufferedProtocol):
         self._ranges = context.versions.offered.ranges
         self._negotiated = False
         self._lingers = False
+        # What is claimed on this connection; made for its first Own request, of which one at a time is being served.
+        self._owning: Owning | None = None
+        self._claims = False
 
     # The connection
 
@@ -195,7 +199,12 @@ class ClientSession(asyncio.BufferedProtocol):
         self._budget.held += weight
         handler = _PARTITIONED.get(api_key)
         if handler is None:
+            if api_key == api_keys.OWN and api_key in self._ranges:
+                # What comes behind it is to see what became of it.
+                self._claims = True
             self._start_control(frame, header, slot)
+            if self._claims:
+                self._adjust_reading()
         else:
             answer_bytes = handler(self._context, self._fanout, frame, header, first_byte_at, slot.fill)
             self._tally.requests[api_key << VERSION_BITS | api_version] += 1
@@ -236,12 +245,40 @@ class ClientSession(asyncio.BufferedProtocol):
 
     async def _answer_control(self, frame: memoryview, header: RequestHeader, slot: Slot) -> None:
         try:
-            slot.fill(await self._control.answer(frame, header))
+            if header.api_key == api_keys.OWN:
+                slot.fill(await self._own(frame, header))
+            else:
+                slot.fill(await self._control.answer(frame, header))
         except (CodecError, Unanswerable) as error:
             self._refuse(error)
         except Exception:  # the boundary: a request without an answer would hold up all that follow it
             log.exception("a request could not be answered", request=api_keys.name_of(header.api_key))
             self.abandon()
+
+    async def _own(self, frame: memoryview, header: RequestHeader) -> list[Buffer]:
+        """The answer to a claim. Raises CodecError, Unanswerable."""
+        own = self._context.own
+        if own is None:
+            raise Unanswerable("there is nothing that keeps claims")
+        if self._owning is None:
+            called = (client_id(frame) or b"").decode(errors="replace")
+            self._owning = Owning(self._context, own, self._connections, f"{called}@{self._peer}", self.sever)
+            self._fanout.owning = self._owning
+        try:
+            return await self._owning.answer(frame, header)
+        finally:
+            self._claims = False
+            self._adjust_reading()
+
+    def sever(self, reason: str) -> None:
+        """What this connection had claimed is another's: nothing more of it may be written or read."""
+        if self.closed:
+            return
+        log.warning("client connection severed", client=self._peer, reason=reason)
+        self._end()
+        self._fanout.abandon()
+        if self._context.versions.fenced:
+            self._connections.give_up_all("its client was severed")
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -328,6 +365,7 @@ class ClientSession(asyncio.BufferedProtocol):
             and len(self._slots) + self._silent < self._max_requests
             and not self._client_pressure
             and not self._broker_pressure
+            and not self._claims
         )
 
     def _adjust_reading(self) -> None:
@@ -473,6 +511,8 @@ class ClientSession(asyncio.BufferedProtocol):
             self._tally.sent_bytes += self._outbox.written_bytes
             if not (lingers and self._half_close(self._transport)):
                 self._transport.close()
+        if self._owning is not None:
+            self._owning.end()
         self._let_go()
         self._on_closed(self)
 

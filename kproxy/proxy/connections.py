@@ -69,6 +69,12 @@ class Connections:
                 upstream.give_up("its broker hangs")
         return loses_unanswered
 
+    def give_up_all(self, reason: str) -> None:
+        """Nothing more is to be sent or answered."""
+        for upstream in list(self.by_broker.values()):
+            if not upstream.closed:
+                upstream.give_up(reason)
+
     @property
     def open_count(self) -> int:
         return sum(not upstream.closed for upstream in self.by_broker.values())

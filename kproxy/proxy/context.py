@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
-from codec.api_keys import FIND_COORDINATOR, INIT_PRODUCER_ID
+from codec.api_keys import FIND_COORDINATOR, INIT_PRODUCER_ID, OWN
 from codec.framing import ReceiveArena
 from kproxy.config import Limits
+from kproxy.fencing.service import OwnService
 from kproxy.observe.tally import Tally
 from kproxy.proxy.breaker import Breakers
 from kproxy.proxy.broker_versions import BrokerVersions
@@ -59,6 +60,8 @@ class ProxyContext:
     # What the ownership source has for the proxy to answer itself where brokers do not (kproxy.proxy.versions.NATIVE).
     producer_ids: ProducerIds | None = None
     coordinators: Coordinators | LeasedCoordinators = field(default_factory=Coordinators)
+    # What claims are made with (the Own API); None where there is no etcd to keep them.
+    own: OwnService | None = None
     versions: BrokerVersions = field(init=False)
     breakers: Breakers = field(init=False)
     budget: Budget = field(init=False)
@@ -69,6 +72,8 @@ class ProxyContext:
             can_answer.add(INIT_PRODUCER_ID)
         if self.coordinators.are_leased:
             can_answer.add(FIND_COORDINATOR)
+        if self.own is not None:
+            can_answer.add(OWN)
         self.versions = BrokerVersions(
             self.topology, self.limits, self.clock, self.arena, self.version_caps, can_answer
         )

@@ -38,6 +38,7 @@ from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.coordination import Coordination, coordination_key
 from kproxy.proxy.coordinators import BATCHED_FROM, KEY_TYPES_FROM
 from kproxy.proxy.naming import metadata_without_brokers, rename, rename_coordinators
+from kproxy.proxy.naming_claimants import Claimants
 from kproxy.proxy.native import answer_natively, lacks_producer_id
 from kproxy.proxy.question import Lost, ask
 from kproxy.proxy.upstream import Upstream
@@ -69,6 +70,7 @@ class ControlPlane:
         # A request to a coordinator may wait for others; nothing else must wait behind it.
         self._coordinators = Connections(context, on_pressure)
         self._coordination = Coordination(context, self._coordinators, self._find_coordinator)
+        self._claimants = Claimants(context.own, context.fleet)
         # Spreads the control planes of many connections over the brokers.
         self._key = context.random.randbytes(8)
         # Brokers that gave no answer when they were asked last: they are asked after the others.
@@ -141,7 +143,7 @@ class ControlPlane:
             self._context.coordinators.take(asked, message)
             rename_coordinators(asked, message, self._context.fleet)
         else:
-            rename(header.api_key, message, self._context.fleet)
+            rename(header.api_key, message, self._context.fleet, self._claimants.leaders)
         return _framed(header, encode_response(message))
 
     async def _ask(self, upstream: Upstream, frame: memoryview) -> memoryview:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from itertools import groupby
 from typing import TypeAlias
 
+from codec.api_keys import PRODUCE
 from codec.error_codes import NOT_LEADER_OR_FOLLOWER, OUT_OF_ORDER_SEQUENCE_NUMBER, UNKNOWN_TOPIC_ID
 from codec.errors import CodecError
 from codec.partitioned import (
@@ -34,6 +35,7 @@ from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.lane_timer import LaneTimer
 from kproxy.proxy.lookups import OwnerLookups
+from kproxy.proxy.owning import NOTHING_REFUSED, Owning
 from kproxy.proxy.pieces import Piece, UnderWay, entries_of, ordered_pieces, under_way
 from kproxy.proxy.second_looks import SecondLooks
 from kproxy.proxy.upstream import FLUSH_S, Upstream
@@ -87,6 +89,8 @@ class Fanout:
         self._timer = LaneTimer(context, self._lanes, self._wake)
         self._looks = SecondLooks(context, self._dispatch)
         self._lookups = OwnerLookups(context)
+        # What its client has claimed, once it has claimed anything.
+        self.owning: Owning | None = None
         # Done when a closed fan-out has nothing left to send.
         self._emptied: asyncio.Future[None] | None = None
 
@@ -99,8 +103,11 @@ class Fanout:
         respond: Respond,
         look_until: float = 0.0,
         silent: bool = False,
+        refused: Mapping[Entry, int] = NOTHING_REFUSED,
     ) -> None:
         """Begin an exchange; `silent` where its client is never answered (acks=0).
+
+        `refused` are entries that are not to be sent, with the error code of each.
 
         `deadline` and `look_until`, the time until which a read that spans brokers asks again for want of data, are on
         the proxy's clock, in seconds.
@@ -113,16 +120,20 @@ class Fanout:
         if silent:
             exchange.is_silent = silent
         self._open[exchange.sequence] = (exchange, respond)
-        self._dispatch(exchange)
+        for entry, error_code in refused.items():
+            self._conclude(exchange, entry, error_code)
+        self._dispatch(exchange, refused)
 
     # Sending
 
-    def _dispatch(self, exchange: Exchange) -> None:
+    def _dispatch(self, exchange: Exchange, refused: Mapping[Entry, int] = NOTHING_REFUSED) -> None:
         if self._topology.version != self._seen_version:
             self._follow_topology()
-        if exchange.is_ordered and not self._busy_lanes and self._dispatch_proven(exchange):
+        if exchange.is_ordered and not self._busy_lanes and not refused and self._dispatch_proven(exchange):
             return
         held = self._hold_back(exchange) if self._lanes else _NONE_HELD
+        if refused:
+            held = held | refused.keys()
         pieces = split(exchange.request, self._topology, held)
         if len(pieces) > 1:
             self._context.counters["splits"] += 1
@@ -160,6 +171,8 @@ class Fanout:
                 self._failed(exchange, entry, event, self._topology.revision, _NOTHING_UNDER_WAY)
             return
         upstream = self._connections.to(owner)
+        if self.owning is not None and exchange.api.api_key == PRODUCE:
+            self.owning.binder.before(upstream, exchange, selection, self.owning.holdings)
         if exchange.is_ordered:
             self._probe_new_routes(exchange, upstream, selection)
         if whole:
@@ -553,6 +566,18 @@ class Fanout:
     @property
     def has_open_exchanges(self) -> bool:
         return bool(self._open)
+
+    def abandon(self) -> None:
+        """The client may not write any more: nothing is sent that has not been, whatever its acks."""
+        opened, self._open = list(self._open.values()), {}
+        for exchange, respond in opened:
+            self._looks.stop(exchange)
+            if exchange.is_silent or exchange.request.acks == 0:
+                self._context.counters["acks0.undeliverable"] += 1
+                respond([])
+        self._lanes.drop(lambda exchange: True)
+        self._settle_pieces(self._withdraw(lambda piece: True))
+        self._released.clear()
 
     async def close(self) -> None:
         """The client is gone. What it would hear of is dropped, it will send that again itself; what it sent with

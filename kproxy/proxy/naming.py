@@ -8,12 +8,14 @@ as the broker says: all proxies of one upstream tell the same.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from codec import api_keys as keys
 from codec.control import Message, build_response, decode_request
 from codec.error_codes import LEADER_NOT_AVAILABLE, NONE, NOT_LEADER_OR_FOLLOWER, REPLICA_NOT_AVAILABLE
 from codec.primitives import Buffer
 from kproxy.proxy.coordinators import BATCHED_FROM, key_type_of
-from kproxy.routing.fleet import Fleet
+from kproxy.routing.fleet import Fleet, Proxy
 
 _NO_EPOCH = -1
 # With one of these a broker says that its own view of leaders is not ready; whom the proxy routes to is its own affair.
@@ -23,13 +25,17 @@ _LISTS_BROKERS = frozenset({keys.METADATA, keys.DESCRIBE_CLUSTER})
 _NAMES_LEADERS = frozenset({keys.METADATA, keys.DESCRIBE_TOPIC_PARTITIONS})
 
 
-def rename(api_key: int, answer: Message, fleet: Fleet) -> None:
-    """Replace every broker in a decoded answer by a proxy, in place."""
+Leaders = Callable[[bytes, list[int]], Sequence[Proxy]]
+"""Who is said to lead these partitions of a topic."""
+
+
+def rename(api_key: int, answer: Message, fleet: Fleet, leaders: Leaders | None = None) -> None:
+    """Replace every broker in a decoded answer by a proxy, in place; `leaders` where they are not the fleet's."""
     if api_key in _LISTS_BROKERS:
         _list_brokers(api_key, answer, fleet)
     if api_key in _NAMES_LEADERS:
         for topic in answer.topics:
-            _lead(topic, fleet)
+            _lead(topic, leaders or fleet.leaders)
     if api_key == keys.DESCRIBE_TOPIC_PARTITIONS:
         for topic in answer.topics:
             for partition in topic.partitions:
@@ -45,11 +51,10 @@ def _list_brokers(api_key: int, answer: Message, fleet: Fleet) -> None:
     answer.controller_id = fleet.controller.node_id
 
 
-def _lead(topic: Message, fleet: Fleet) -> None:
-    leaders = fleet.leaders(
-        (topic.name or "").encode("utf-8", "surrogatepass"), [each.partition_index for each in topic.partitions]
-    )
-    for partition, leader in zip(topic.partitions, leaders, strict=True):
+def _lead(topic: Message, leaders: Leaders) -> None:
+    name = (topic.name or "").encode("utf-8", "surrogatepass")
+    named = leaders(name, [each.partition_index for each in topic.partitions])
+    for partition, leader in zip(topic.partitions, named, strict=True):
         if partition.error_code in _ABOUT_LEADERS:
             partition.error_code = NONE
         partition.leader_id = leader.node_id

@@ -20,6 +20,7 @@ from codec.produce import parse_produce, set_acks
 from codec.produce_response import PRODUCE_API
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.fanout import Fanout, Respond
+from kproxy.proxy.owning import NOTHING_REFUSED, refused_writes
 from kproxy.routing.retry import deadline_s
 
 _ACKS = (-1, 1, 0)
@@ -47,7 +48,11 @@ def produce(
         set_acks(request, 1)
     if request.by_id:
         fanout.name_topics(request)
-    fanout.submit(PRODUCE_API, request, deadline=deadline, respond=respond, silent=acks == 0)
+    refused = NOTHING_REFUSED
+    if context.own is not None and context.own.gated:
+        refused = refused_writes(context.own, fanout.owning.holdings if fanout.owning is not None else None, request)
+        context.counters["own.gated"] += len(refused)
+    fanout.submit(PRODUCE_API, request, deadline=deadline, respond=respond, silent=acks == 0, refused=refused)
     return None if acks == 0 else 0
 
 

@@ -15,6 +15,7 @@ from codec.list_offsets import LIST_OFFSETS_API
 from codec.partitioned import encode_topics, with_length
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.fanout import Fanout, Respond
+from kproxy.proxy.owning import NOTHING_REFUSED
 from kproxy.proxy.produce import refuse
 
 FETCH_API = FetchApi()
@@ -38,8 +39,13 @@ def fetch(
         context.tally.errors[FETCH, INVALID_REQUEST] += request.partition_count
         respond(refuse(FETCH_API, request, INVALID_REQUEST))
         return 0
+    refused = NOTHING_REFUSED
+    if fanout.owning is not None:
+        refused, respond = fanout.owning.read(request, respond)
+        context.counters["own.fetch_gated"] += len(refused)
     wait_s = min(max(request.max_wait_ms, 0) / 1000, MAX_FETCH_WAIT_S)
-    fanout.submit(FETCH_API, request, deadline=now + wait_s + READ_GRACE_S, respond=respond, look_until=now + wait_s)
+    deadline = now + wait_s + READ_GRACE_S
+    fanout.submit(FETCH_API, request, deadline=deadline, respond=respond, look_until=now + wait_s, refused=refused)
     return min(max(request.max_bytes, 0), context.limits.max_answer_bytes)
 
 

@@ -18,11 +18,13 @@ import structlog
 
 from kproxy.config import ProxyConfig
 from kproxy.errors import StartupError
+from kproxy.fencing.service import OwnService
 from kproxy.observe.table import TableView
 from kproxy.observe.tally import Tally
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.front import Front, OwnFront, OwnPages
 from kproxy.proxy.membership import Membership
+from kproxy.proxy.owning import attach, open_own
 from kproxy.proxy.readiness import Brokers, readiness
 from kproxy.proxy.server import Listener
 from kproxy.proxy.signals import until_stopped
@@ -53,6 +55,7 @@ class _Proxy:
         self._listener = Listener(config.limits)
         self._opened: OpenSource | None = None
         self._membership: Membership | None = None
+        self._own: OwnService | None = None
         self._tally = Tally()
         self._counters = Counter[str]()
         self._random = Random()  # noqa: S311 -- spreads retries, guards nothing
@@ -67,8 +70,11 @@ class _Proxy:
             await self._front.open(pages)
             opened = self._opened = await stack.enter_async_context(open_source(config, self._topology, self._wait))
             membership = self._membership = await stack.enter_async_context(self._open_membership(port))
+            own = self._own = await stack.enter_async_context(open_own(config, *self._advertised(port), self._counters))
+            context = self._context(opened, membership, own)
+            await stack.enter_async_context(attach(own, context))
             stack.push_async_callback(self._listener.stop)
-            await self._listener.serve(self._context(opened, membership))
+            await self._listener.serve(context)
             stack.push_async_callback(membership.leave)
             await membership.join()
             _calm_collector()
@@ -79,13 +85,18 @@ class _Proxy:
             stack.push_async_callback(cancel, failing)
             await unless_failed(_reload_at(self._hangup, opened.source), [opened.following, failing])
 
-    def _open_membership(self, port: int) -> Membership:
+    def _advertised(self, port: int) -> tuple[str, int]:
+        """The address that clients are told; `port` is the one listened on."""
         host, advertised_port = self._config.advertise or self._config.listen
+        return host, advertised_port or port
+
+    def _open_membership(self, port: int) -> Membership:
+        host, advertised_port = self._advertised(port)
         # Those who share an address have one entry, which their supervisor sees to.
         registers = not self._front.shares_port
-        return Membership(self._config, host, advertised_port or port, counters=self._counters, registers=registers)
+        return Membership(self._config, host, advertised_port, counters=self._counters, registers=registers)
 
-    def _context(self, opened: OpenSource, membership: Membership) -> ProxyContext:
+    def _context(self, opened: OpenSource, membership: Membership, own: OwnService | None) -> ProxyContext:
         context = ProxyContext(
             topology=self._topology,
             source=opened.source,
@@ -94,6 +105,7 @@ class _Proxy:
             fleet=membership.fleet,
             producer_ids=opened.producer_ids,
             coordinators=opened.coordinators,
+            own=own,
             limits=self._config.limits,
             clock=time.monotonic,
             random=self._random,

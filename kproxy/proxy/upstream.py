@@ -88,6 +88,8 @@ class Upstream(asyncio.BufferedProtocol):
         self.owner = owner
         self.address = address
         self.closed = False
+        # What is bound on this connection (kproxy.proxy.binding): fences by topic and partition index.
+        self.fences: dict[tuple[bytes, int], int] = {}
         self._reader = FrameReader(max_answer_bytes, arena)
         self._transport: asyncio.Transport | None = None
         self._outbox: Outbox | None = None

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from codec import api_keys as keys
-from codec import fetch, list_offsets, produce
+from codec import fetch, list_offsets, own, produce
 
 
 class Handling(Enum):
@@ -71,6 +71,7 @@ OFFERS: Final[Mapping[int, Offer]] = {
     keys.CREATE_PARTITIONS: Offer(0, 3, Handling.FORWARDED, repeatable=False),
     keys.DESCRIBE_CLUSTER: Offer(0, 1, Handling.REWRITTEN),
     keys.DESCRIBE_TOPIC_PARTITIONS: Offer(0, 0, Handling.REWRITTEN),
+    keys.OWN: Offer(own.OWN_MIN_VERSION, own.OWN_MAX_VERSION, Handling.LOCAL, repeatable=False),
 }
 
 Range = tuple[int, int]
@@ -90,6 +91,8 @@ NATIVE: Final[Mapping[int, Callable[[Ranges], bool]]] = {
     keys.INIT_PRODUCER_ID: lambda common: keys.INIT_PRODUCER_ID not in common,
     # The leases say who coordinates a group, and clients are told that the proxy does. Transactions have no leases.
     keys.FIND_COORDINATOR: lambda common: keys.JOIN_GROUP in common and keys.END_TXN not in common,
+    # Brokers know nothing of it.
+    keys.OWN: lambda common: True,
 }
 """Whether the proxy is to answer an API itself, by what is common to it and all its brokers."""
 
@@ -134,7 +137,11 @@ def intersect(upstreams: Iterable[Ranges], caps: Mapping[int, int] = NO_CAPS) ->
     ApiVersions is always the proxy's own, and Produce keeps its minimum of 0: the reason for that holds whatever the
     brokers say.
     """
-    offered = {key: (lowest, min(highest, caps.get(key, highest))) for key, (lowest, highest) in own_ranges().items()}
+    offered = {
+        key: (lowest, min(highest, caps.get(key, highest)))
+        for key, (lowest, highest) in own_ranges().items()
+        if key != keys.OWN
+    }
     for upstream in upstreams:
         for key, (lowest, highest) in list(offered.items()):
             if key == keys.API_VERSIONS:
