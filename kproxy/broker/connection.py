@@ -30,7 +30,7 @@ from codec.errors import CodecError
 from codec.framing import FrameReader, ReceiveArena
 from codec.headers import parse_request_header, response_header
 from codec.primitives import INT32
-from kproxy.broker.context import Body, CloseConnection, Request
+from kproxy.broker.context import Bindings, Body, CloseConnection, Request
 
 MAX_QUEUED_BYTES = 1 << 20
 WRITE_HIGH_WATER_BYTES = 1 << 20
@@ -42,7 +42,10 @@ _logger = structlog.get_logger(__name__)
 
 
 class ClientConnection(asyncio.BufferedProtocol):
-    """The protocol of one accepted connection. `on_closed` is called once, when it is gone."""
+    """The protocol of one accepted connection. `on_closed` is called once, when it is gone.
+
+    `bindings` are the fences that the client's writes on it stand behind.
+    """
 
     def __init__(
         self,
@@ -61,6 +64,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         self._on_opened = on_opened
         self._on_closed = on_closed
         self._on_queued = on_queued
+        self.bindings: Bindings = {}
         self._transport: asyncio.Transport | None = None
         self._peer = ""
         self._closing = False
@@ -134,7 +138,7 @@ class ClientConnection(asyncio.BufferedProtocol):
     def _begin(self, frame: memoryview) -> None:
         """Serve a request in this very step if that can be done."""
         try:
-            request = Request(frame, parse_request_header(frame))
+            request = Request(frame, parse_request_header(frame), self.bindings)
             result = self._look_at(request)
         except (CodecError, CloseConnection) as error:
             self.refuse(str(error))
@@ -178,7 +182,7 @@ class ClientConnection(asyncio.BufferedProtocol):
                 return
             frame = self._queue.popleft()
             self._queued_bytes -= len(frame)
-            request = Request(frame, parse_request_header(frame))
+            request = Request(frame, parse_request_header(frame), self.bindings)
             result = self._look_at(request)
             self._answer(request, await result if isinstance(result, Awaitable) else result)
             self._resume_reading()

@@ -12,6 +12,7 @@ from codec.partitioned import PartitionedRequest
 from codec.primitives import Buffer
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.config import BrokerConfig
+from kproxy.broker.fence_keeper import FenceKeeper
 from kproxy.broker.keys import PartitionKey
 from kproxy.broker.leases import PartitionLeaseManager
 from kproxy.broker.partition import Partition
@@ -34,11 +35,16 @@ class CloseConnection(Exception):
         self.answer = answer
 
 
+Bindings = dict[tuple[bytes, int], int]
+"""By topic and partition index: the fence that what a connection writes there stands behind (writer_fence)."""
+
+
 class Request(NamedTuple):
-    """One request; `frame` is the whole of it with its length prefix."""
+    """One request; `frame` is the whole of it with its length prefix, `bindings` are its connection's."""
 
     frame: memoryview
     header: RequestHeader
+    bindings: Bindings
 
     @property
     def body(self) -> memoryview:
@@ -62,6 +68,7 @@ class Broker:
     leases: PartitionLeaseManager
     topics: TopicAdmin
     producer_ids: IdBlocks
+    fences: FenceKeeper
 
     def refusal(self, topic: str, partition_index: int) -> int:
         """The error code for a partition that this broker does not lead."""

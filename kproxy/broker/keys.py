@@ -6,13 +6,14 @@
     {prefix}/refbroker/topics/{topic}                   {"topic_id": uuid, "replicas": [[1, 2], …], "configs": {…}}
     {prefix}/refbroker/partitions/{topic}/{partition}   {"leader_epoch": n, "isr": [ids], "topic_id": uuid,
                                                          "replicas": [ids] or null}
+    {prefix}/refbroker/fences/{topic}/{partition}       {"fence": n, "is_owned": bool, "topic_id": uuid}
     {prefix}/refbroker/cluster-id                       the cluster's id, as Kafka's clients see it
     {prefix}/refbroker/replication-secret               by which the brokers know each other (replication.sasl)
     {prefix}/producer-ids                               decimal: the first producer id not given out yet
 
-`replicas[p]` are the brokers that keep a partition; the first of them that can takes it. A state whose topic_id
-is another one belongs to an earlier topic of the same name and counts as absent. Values that cannot be read raise
-ValueError.
+`replicas[p]` are the brokers that keep a partition; the first of them that can takes it. A state or fence whose
+topic_id is another one belongs to an earlier topic of the same name and counts as absent. Values that cannot be read
+raise ValueError.
 """
 
 from __future__ import annotations
@@ -45,6 +46,14 @@ class StateValue(msgspec.Struct, frozen=True):
     replicas: list[int] | None = None
 
 
+class FenceValue(msgspec.Struct, frozen=True):
+    """What a partition's writers stand behind (writer_fence). Absent: nobody ever claimed it."""
+
+    fence: int
+    is_owned: bool
+    topic_id: uuid.UUID
+
+
 class BrokerValue(msgspec.Struct, frozen=True):
     """Where a live broker listens: for clients, and for other brokers' followers; 0 where there is no such listener."""
 
@@ -54,7 +63,7 @@ class BrokerValue(msgspec.Struct, frozen=True):
     replication_port: int = 0
 
 
-_Value = TypeVar("_Value", TopicValue, StateValue, BrokerValue)
+_Value = TypeVar("_Value", TopicValue, StateValue, FenceValue, BrokerValue)
 
 
 def decode_value(data: bytes, kind: type[_Value]) -> _Value:
@@ -65,7 +74,7 @@ def decode_value(data: bytes, kind: type[_Value]) -> _Value:
         raise ValueError(str(error)) from error
 
 
-def encode_value(value: TopicValue | StateValue | BrokerValue) -> bytes:
+def encode_value(value: TopicValue | StateValue | FenceValue | BrokerValue) -> bytes:
     """`value` as it stands in etcd."""
     return msgspec.json.encode(value)
 
@@ -79,6 +88,7 @@ class Keys:
         self.leases = f"{root}/partition-leases/"
         self.topics = f"{root}/refbroker/topics/"
         self.states = f"{root}/refbroker/partitions/"
+        self.fences = f"{root}/refbroker/fences/"
         self.cluster_id = f"{root}/refbroker/cluster-id"
         self.replication_secret = f"{root}/refbroker/replication-secret"
         self.producer_ids = f"{root}/producer-ids"
@@ -94,6 +104,9 @@ class Keys:
 
     def state(self, topic: str, partition_index: int) -> str:
         return f"{self.states}{topic}/{partition_index}"
+
+    def fence(self, topic: str, partition_index: int) -> str:
+        return f"{self.fences}{topic}/{partition_index}"
 
 
 class PartitionKey(NamedTuple):

@@ -309,6 +309,7 @@ class PartitionLeaseManager:
             taken.state.replicas or topic.replicas[key.partition_index],
             Isr(frozenset(taken.state.isr), taken.revision),
             fence,
+            taken.fence,
         )
         self.partitions[topic.name.encode(), key.partition_index] = partition
         self._handing_over.begun(key)

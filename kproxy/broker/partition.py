@@ -12,7 +12,8 @@ Invariants
    follows in; an answer to anything else is late, and is dropped.
 6. A replica obeys no leadership older than the newest that it has obeyed. `log_keeper` writes that one beside the log,
    soon but not at once: a disk takes longer for it than a broker with many partitions has when another one fails.
-7. A follower that finds its leader without what is committed here stops, for good: `failure` says why.
+7. No batch is appended of a writer that the partition's fence refuses (writer_fence): not a duplicate is answered.
+8. A follower that finds its leader without what is committed here stops, for good: `failure` says why.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from kproxy.broker.replication.reconciliation import (
 )
 from kproxy.broker.segment import LogFailed, TimestampAndOffset
 from kproxy.broker.validation import ReplicatedBatchInvalid
+from kproxy.broker.writer_fence import UNBOUND, KeptFence, WriterFence
 from kproxy.ownership.etcd.clock import Clock
 
 MAX_REPLICA_FETCH_BYTES = 1 << 20
@@ -120,6 +122,7 @@ class Partition:
         # Why nothing could be written, as it was logged; empty once something could be.
         self._told: dict[str, object] = {}
         self._fence: Fence = _NO_FENCE
+        self.writers = WriterFence()
         self._reconciliation = reconciliation or Reconciliation()
         self._append_waiters: set[Callable[[], None]] = set()
         self._high_watermark_waiters: set[Callable[[], None]] = set()
@@ -159,13 +162,19 @@ class Partition:
 
     # Roles
 
-    def become_leader(self, leadership: Leadership, replicas: Collection[int], isr: Isr, fence: Fence) -> None:
-        """Lead as long as `fence` lives. Raises Inconsistent, OSError, LogFailed."""
+    def become_leader(
+        self, leadership: Leadership, replicas: Collection[int], isr: Isr, fence: Fence, writers: KeptFence
+    ) -> None:
+        """Lead as long as `fence` lives; `writers` is what etcd keeps of who may write.
+
+        Raises Inconsistent, OSError, LogFailed.
+        """
         validate_consistency(self.log, self.high_watermark)
         leader_epoch = leadership.leader_epoch
         start = self._reconciliation.reconcile_as_new_leader(self.log, self.high_watermark, leader_epoch)
         self.leadership = leadership
         self._fence = fence
+        self.writers = WriterFence(writers)
         self.replication.become_leader(leader_epoch, start, replicas, isr)
 
     def become_follower(self, leader_id: int, leadership: Leadership) -> None:
@@ -207,16 +216,34 @@ class Partition:
 
     # As leader: writes
 
-    def append_as_leader(self, records: memoryview, batch: RecordBatch, acks: int = 1) -> AppendResult:
+    def takes_writes(self) -> bool:
+        """Whether this broker leads for certain, and does not give way."""
+        return self.role is Role.LEADER and self._fence.is_live()
+
+    def refusal_of_writer(self, bound: int) -> AppendResult | None:
+        """What a writer is told whom the partition's fence refuses; `bound` is the fence that it stands behind."""
+        reason = self.writers.refusal(bound)
+        if reason is None:
+            return None
+        message = f"{self.topic}-{self.partition_index}: {reason}"
+        return AppendResult(error_codes.POLICY_VIOLATION, -1, message)
+
+    def append_as_leader(
+        self, records: memoryview, batch: RecordBatch, acks: int = 1, bound: int = UNBOUND
+    ) -> AppendResult:
         """Append one batch that has been checked; its offset and leader epoch are written into `records`.
 
-        6, 19, 56 and the producer's own errors mean that nothing was appended. 7 where that is not certain: a write
-        that must not count could not be taken back, or one that was to be on the disk could not be brought there. With
-        acks=all the answer has to wait for `wait_for_isr(last_offset)`, a duplicate's too.
+        `bound` is the fence that its writer stands behind. 6, 19, 44, 56 and the producer's own errors mean that
+        nothing was appended. 7 where that is not certain: a write that must not count could not be taken back, or one
+        that was to be on the disk could not be brought there. With acks=all the answer has to wait for
+        `wait_for_isr(last_offset)`, a duplicate's too.
         """
         replication, log = self.replication, self.log
         if replication.role is not Role.LEADER or not self._fence.is_live():
             return _NOT_LEADER
+        refused = self.refusal_of_writer(bound)
+        if refused is not None:
+            return refused
         if acks == ACKS_ALL and not replication.has_enough_in_sync:
             return AppendResult(error_codes.NOT_ENOUGH_REPLICAS, -1, self._too_few())
         judgement = log.producers.judge(batch)

@@ -30,11 +30,12 @@ from kproxy.broker import topic_config
 from kproxy.broker.agreed import agreed_value
 from kproxy.broker.apis import registry
 from kproxy.broker.broker_lease import BrokerLease, IdInUse
-from kproxy.broker.cluster import ClusterView, Topic
+from kproxy.broker.cluster import Change, ClusterView, Kind, Topic
 from kproxy.broker.config import BrokerConfig
 from kproxy.broker.connection import ClientConnection
 from kproxy.broker.context import Body, Broker, Request
 from kproxy.broker.data_dir import DataDir
+from kproxy.broker.fence_keeper import FenceKeeper
 from kproxy.broker.keys import BrokerValue, Keys
 from kproxy.broker.leases import PartitionLeaseManager
 from kproxy.broker.listening import bind, bound_port
@@ -137,6 +138,7 @@ class _Server:
             may_fetch=self._holds_lease,
         )
         self._leases.replicas.on_leaders_changed = self._fetchers.wake
+        self._view.subscribe(self._on_change)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
@@ -251,6 +253,7 @@ class _Server:
             self._leases,
             TopicAdmin(self._client, self._view, self._config),
             IdBlocks(self._client, self._keys.producer_ids),
+            FenceKeeper(self._client, self._view, on_deposed=self._leases.deposed),
         )
 
     # Serving
@@ -271,6 +274,14 @@ class _Server:
         if self._broker is None:
             raise RuntimeError("no connection is accepted before the broker is assembled")
         return registry.serve(self._broker, request)
+
+    def _on_change(self, change: Change) -> None:
+        if change.kind is not Kind.RESTORED:
+            return
+        # What they are bound to was granted in a history that is no more.
+        for connection in [each for each in self._connections if each.bindings]:
+            connection.bindings.clear()
+            connection.refuse("etcd was restored, and the fences that it is bound to were granted before")
 
     # The lease
 

@@ -3,16 +3,19 @@
 If the lease key is absent, and the state and the topic are as they were when the decision was made: put the lease key
 on the broker's lease, and the state with the next leader epoch and the ISR that it had. All or nothing, so that a
 partition never has an owner without a state, two brokers never both believe that they took it, and nobody takes it whom
-the ISR has lost meanwhile.
+the ISR has lost meanwhile. The same transaction reads the fence that writers stand behind: it can be changed only under
+the lease key that is put, so whoever leads knows the highest.
 """
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from kproxy.broker.cluster import Topic
-from kproxy.broker.keys import Keys, PartitionKey, StateValue, decode_value, encode_value
+from kproxy.broker.keys import FenceValue, Keys, PartitionKey, StateValue, decode_value, encode_value
+from kproxy.broker.writer_fence import KeptFence
 from kproxy.ownership.etcd import (
     EtcdClient,
     EtcdError,
@@ -32,12 +35,24 @@ ATTEMPTS = 3
 
 
 class Taken(NamedTuple):
-    """`token` is the lease key's create revision, the fencing token; `value` is the state as it is at `revision`."""
+    """`token` is the lease key's create revision, the fencing token; `value` is the state as it is at `revision`;
+    `fence` is what writers stand behind."""
 
     token: int
     state: StateValue
     value: bytes
     revision: int
+    fence: KeptFence
+
+
+def kept_fence(kvs: Sequence[KeyValue], topic_id: uuid.UUID) -> KeptFence:
+    """What a read of a fence's key found. An earlier topic's counts for nothing. Raises ValueError."""
+    if not kvs:
+        return KeptFence()
+    value = decode_value(kvs[0].value, FenceValue)
+    if value.topic_id != topic_id:
+        return KeptFence(revision=kvs[0].mod_revision)
+    return KeptFence(value.fence, value.is_owned, kvs[0].mod_revision)
 
 
 class TakeOver:
@@ -49,6 +64,7 @@ class TakeOver:
         self._lease_key = keys.lease(*key)
         self._state_key = keys.state(*key)
         self._topic_key = keys.topic(topic.name)
+        self._fence_key = keys.fence(*key)
         self._topic = topic
 
     async def attempt(
@@ -58,7 +74,8 @@ class TakeOver:
         not to be had.
 
         `stored_revision` is the mod_revision of what stands in the state's key, 0 for nothing; `known_epoch` the last
-        leader epoch that we have led or followed in. Raises EtcdError, ValueError for a state that cannot be read.
+        leader epoch that we have led or followed in. Raises EtcdError, ValueError for a state or fence that cannot be
+        read.
         """
         value = encode_value(state)
         result = await self._run(
@@ -70,7 +87,7 @@ class TakeOver:
             [put_op(self._lease_key, self.owner, lease_id), put_op(self._state_key, value)],
         )
         if result.succeeded:
-            return Taken(result.revision, state, value, result.revision)
+            return Taken(result.revision, state, value, result.revision, self._fence(result))
         lease_kvs, state_kvs = result.responses[0].kvs, result.responses[1].kvs
         if not lease_kvs or not state_kvs or lease_kvs[0].lease_id != lease_id:
             return None
@@ -79,6 +96,7 @@ class TakeOver:
             decode_value(state_kvs[0].value, StateValue),
             state_kvs[0].value,
             state_kvs[0].mod_revision,
+            self._fence(result),
         )
         if found.state.leader_epoch > known_epoch:
             return found
@@ -91,21 +109,28 @@ class TakeOver:
         guards = [lease_is(self._lease_key, lease_id), mod_revision_is(self._state_key, found.revision)]
         result = await self._run(guards, [put_op(self._state_key, value)])
         if result.succeeded:
-            return Taken(lease.create_revision, state, value, result.revision)
+            return Taken(lease.create_revision, state, value, result.revision, self._fence(result))
         lease_kvs, state_kvs = result.responses[0].kvs, result.responses[1].kvs
         if not lease_kvs or lease_kvs[0].lease_id != lease_id or not state_kvs or state_kvs[0].value != value:
             return None
-        return Taken(lease_kvs[0].create_revision, state, value, state_kvs[0].mod_revision)
+        return Taken(lease_kvs[0].create_revision, state, value, state_kvs[0].mod_revision, self._fence(result))
+
+    def _fence(self, result: TxnResult) -> KeptFence:
+        try:
+            return kept_fence(result.responses[-1].kvs, self._topic.topic_id)
+        except ValueError as error:
+            raise ValueError(f"{self._fence_key} in etcd cannot be read: {error}") from error
 
     async def _run(self, compares: Sequence[TxnCompare], puts: Sequence[TxnOp]) -> TxnResult:
-        look = [get_op(self._lease_key), get_op(self._state_key)]
+        fence = get_op(self._fence_key)
+        success, look = [*puts, fence], [get_op(self._lease_key), get_op(self._state_key), fence]
         for _ in range(ATTEMPTS - 1):
             try:
-                return await self._client.txn(compares, puts, look)
+                return await self._client.txn(compares, success, look)
             except LeaseLost:
                 raise
             except EtcdError as error:
                 # Asked again, a Txn that did go through fails its comparison and shows our own key.
                 if not error.maybe_applied:
                     raise
-        return await self._client.txn(compares, puts, look)
+        return await self._client.txn(compares, success, look)

@@ -151,15 +151,16 @@ class TopicAdmin:
     async def delete(self, topic: Topic) -> TopicOutcome:
         """Delete a topic; its owners give up its partitions and remove their logs when they see it."""
         keys = self._view.keys
-        states = [keys.state(topic.name, index) for index in range(len(topic.replicas))]
+        partitions = range(len(topic.replicas))
+        kept = [key_of(topic.name, index) for index in partitions for key_of in (keys.state, keys.fence)]
         try:
             key = keys.topic(topic.name)
             result = await self._client.txn([mod_revision_is(key, topic.mod_revision)], [delete_op(key)])
             if not result.succeeded:
                 return TopicOutcome(error_codes.UNKNOWN_TOPIC_OR_PARTITION, f"topic {topic.name} is gone")
-            for start in range(0, len(states), _OPS_PER_TXN):
+            for start in range(0, len(kept), _OPS_PER_TXN):
                 await self._client.txn(
-                    [key_absent(key)], [delete_op(each) for each in states[start : start + _OPS_PER_TXN]]
+                    [key_absent(key)], [delete_op(each) for each in kept[start : start + _OPS_PER_TXN]]
                 )
         except EtcdError as error:
             return TopicOutcome(error_codes.REQUEST_TIMED_OUT, str(error))

@@ -23,8 +23,15 @@ from typing import Any, Self
 import pytest
 
 from codec import control
-from codec.api_keys import API_VERSIONS, METADATA, PRODUCE, is_flexible
+from codec.api_keys import API_VERSIONS, BIND_FENCES, METADATA, PRODUCE, is_flexible
 from codec.headers import request_header
+from codec.own import (
+    BIND_FENCES_VERSION,
+    BoundFence,
+    FenceBinding,
+    encode_bind_fences_request,
+    parse_bind_fences_response,
+)
 from codec.produce import TOPIC_IDS_FROM
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 
@@ -258,6 +265,24 @@ class RawClient:
 
     def produced(self) -> Any:
         return self.receive().responses[0].partition_responses[0]
+
+    def bind_fences(self, *bindings: FenceBinding) -> list[BoundFence]:
+        """What became of each."""
+        self.send_bind_fences(*bindings)
+        return self.bound()
+
+    def send_bind_fences(self, *bindings: FenceBinding) -> None:
+        self._correlation_id += 1
+        self._expected.append((BIND_FENCES, BIND_FENCES_VERSION, self._correlation_id))
+        header = request_header(BIND_FENCES, BIND_FENCES_VERSION, self._correlation_id, b"raw")
+        self.send_bytes(header + encode_bind_fences_request(bindings))
+
+    def bound(self) -> list[BoundFence]:
+        api_key, _, correlation_id = self._expected.pop(0)
+        assert api_key == BIND_FENCES, "another answer comes first"
+        frame = self.receive_frame()
+        assert struct.unpack_from(">i", frame)[0] == correlation_id, "an answer to another request"
+        return list(parse_bind_fences_response(struct.pack(">i", len(frame)) + frame))
 
     def metadata(self, *topics: str, version: int = 12, create: bool = True) -> control.Message:
         fields: dict[str, Any] = {"topics": [{"name": topic} for topic in topics]}

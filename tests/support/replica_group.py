@@ -12,6 +12,7 @@ from kproxy.broker.log import Log
 from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition, ReplicaSettings
 from kproxy.broker.replication.manager import Isr
 from kproxy.broker.replication.reconciliation import Reconciliation
+from kproxy.broker.writer_fence import KeptFence
 from tests.support.record_batches import build_batch
 
 REPLICAS = (1, 2, 3)
@@ -71,7 +72,7 @@ class Group:
         assert node_id in self.isr.members, "only who is in sync may take it"
         fence = self.fences[node_id] = Fence()
         leader = self.replicas[node_id]
-        leader.become_leader(self.leadership, REPLICAS, self.isr, fence)
+        leader.become_leader(self.leadership, REPLICAS, self.isr, fence, KeptFence())
         for follower in self.replicas.values():
             if follower is not leader and not follower.replication.is_leading:
                 follower.become_follower(node_id, self.leadership)

@@ -28,6 +28,7 @@ from kproxy.broker.replication.fetchers import ReplicaFetchers
 from kproxy.broker.replication.listener import ReplicationListener
 from kproxy.broker.replication.manager import Isr
 from kproxy.broker.replication.sasl import Secret
+from kproxy.broker.writer_fence import KeptFence
 from tests.support.record_batches import build_batch
 
 LEADER, FOLLOWER = 1, 2
@@ -77,7 +78,8 @@ class LeaderSide(Side):
             settings_of=lambda *_: ReplicaSettings(node_id, time.monotonic),
             on_identity_lost=lambda _: None,
         )
-        self._broker = Broker(config, "cluster", self.view, self.leases, cast(Any, None), cast(Any, None))
+        nobody = cast(Any, None)
+        self._broker = Broker(config, "cluster", self.view, self.leases, nobody, nobody, nobody)
         self.listener = ReplicationListener(lambda: SECRET, ReceiveArena())
         self.port = 0
 
@@ -94,7 +96,7 @@ class LeaderSide(Side):
     def lead(self, topic: str, index: int, topic_id: uuid.UUID, *, epoch: int = 0) -> Partition:
         partition = self.open(topic, index, topic_id)
         isr = Isr(frozenset((LEADER, FOLLOWER)), 1)
-        partition.become_leader(Leadership(epoch, 10 + epoch), (LEADER, FOLLOWER), isr, Alive())
+        partition.become_leader(Leadership(epoch, 10 + epoch), (LEADER, FOLLOWER), isr, Alive(), KeptFence())
         self.leases.partitions[topic.encode(), index] = partition
         return partition
 

@@ -7,13 +7,12 @@ describes: with the rule on nothing happens in it, with the rule off it ends in 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from codec import error_codes
 from codec.fetch import EpochEnd
-from codec.record_batch import RecordBatch
 from kproxy.broker import candidates, leases, partition, turns
 from kproxy.broker.cluster import ClusterView, Topic
 from kproxy.broker.log import Log
@@ -85,11 +84,11 @@ class _FenceBelievedOnce:
 def _no_fence_after_the_write(patch: pytest.MonkeyPatch) -> None:
     append = Partition.append_as_leader
 
-    def append_without(replica: Partition, records: memoryview, batch: RecordBatch, acks: int = 1) -> AppendResult:
+    def append_without(replica: Partition, *arguments: Any) -> AppendResult:
         fence = replica._fence
         replica._fence = _FenceBelievedOnce(fence)
         try:
-            return append(replica, records, batch, acks)
+            return append(replica, *arguments)
         finally:
             replica._fence = fence
 

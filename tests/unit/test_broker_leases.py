@@ -208,9 +208,9 @@ async def test_records_for_a_deleted_topics_id_do_not_go_to_its_namesake(
 
     monkeypatch.setattr(stage.leases, "take", take_late)
     nobody = cast(Any, None)
-    broker = Broker(BrokerConfig(1, Path(), ()), "cluster", stage.view, stage.leases, nobody, nobody)
+    broker = Broker(BrokerConfig(1, Path(), ()), "cluster", stage.view, stage.leases, nobody, nobody, nobody)
     frame = memoryview(produce_frame(records=bytes(build_batch([b"v"])), version=13, acks=1))
-    answer = produce.handle(broker, Request(frame, parse_request_header(frame)))
+    answer = produce.handle(broker, Request(frame, parse_request_header(frame), {}))
     assert isinstance(answer, Awaitable)
     await answer
     led = stage.leases.led(b"t", 0)

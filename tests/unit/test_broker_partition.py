@@ -17,6 +17,7 @@ from kproxy.broker.log import Log
 from kproxy.broker.log_options import LogOptions
 from kproxy.broker.partition import AppendResult, Partition, ReplicaSettings
 from kproxy.broker.replication.manager import Isr
+from kproxy.broker.writer_fence import KeptFence
 from kproxy.ownership.etcd.lease_fence import MARGIN_FRACTION, LeaseFence
 from tests.support.record_batches import build_batch
 
@@ -53,7 +54,7 @@ def fence(clock: Clock) -> LeaseFence:
 def partition(tmp_path: Path, clock: Clock, fence: LeaseFence) -> Iterator[Partition]:
     log = Log.open(tmp_path / "t-0", options=LogOptions())
     partition = Partition("t", 0, uuid.uuid4(), log, ReplicaSettings(1, clock))
-    partition.become_leader(Leadership(7, 1), [1], Isr(frozenset({1}), 1), fence)
+    partition.become_leader(Leadership(7, 1), [1], Isr(frozenset({1}), 1), fence, KeptFence())
     yield partition
     partition.close()
 

@@ -18,6 +18,7 @@ from kproxy.broker.log import Log
 from kproxy.broker.partition import Partition, ReplicaSettings
 from kproxy.broker.replication.isr_keeper import CONCURRENT_CHANGES, IsrKeeper
 from kproxy.broker.replication.manager import Isr
+from kproxy.broker.writer_fence import KeptFence
 from kproxy.ownership.etcd import EtcdUnavailable, put_op
 from tests.support.etcd import eventually
 from tests.support.replica_group import Fence
@@ -59,7 +60,7 @@ async def test_partitions_whose_change_never_gets_through_do_not_keep_others_fro
         put = [put_op(KEYS.lease("t", index), b"1"), put_op(KEYS.state("t", index), state)]
         taken = await SimulatedEtcdClient.txn(client, [], put)
         isr = Isr(frozenset({1, 2}), taken.revision)
-        partition.become_leader(Leadership(0, taken.revision), (1, 2), isr, Fence())
+        partition.become_leader(Leadership(0, taken.revision), (1, 2), isr, Fence(), KeptFence())
     keeper = IsrKeeper(client, view, lambda: led, isr_lag_s=0.1, on_deposed=lambda _: None)
     running = asyncio.create_task(keeper.run())
     await eventually(

@@ -6,6 +6,7 @@
 - From version 13 topics are named by their ids (KIP-516); an unknown one: UNKNOWN_TOPIC_ID.
 - A partition named twice: every partition gets INVALID_REQUEST. acks other than -1, 0, 1: INVALID_REQUIRED_ACKS.
 - acks=0 is not answered; if anything failed the connection is closed, as Kafka does, so that the client learns of it.
+- A writer that the partition's fence refuses (BindFences): POLICY_VIOLATION, whatever it sent.
 - acks=-1 is answered when every in-sync replica has the records, in the request's time: else 7, or 20 where too few are
   left in sync; 19, before anything is appended, where they are too few already. Transactional batches get
   INVALID_TXN_STATE.
@@ -25,10 +26,11 @@ from codec.primitives import INT32, Buffer, encode_count, encode_tagged_fields
 from codec.produce import MAX_VERSION as PARSED_MAX_VERSION
 from codec.produce import parse_produce, records_of
 from codec.produce_response import result_entry
-from kproxy.broker.context import TAKE_TIMEOUT_S, Body, Broker, CloseConnection, Request
+from kproxy.broker.context import TAKE_TIMEOUT_S, Bindings, Body, Broker, CloseConnection, Request
 from kproxy.broker.keys import PartitionKey
 from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition
 from kproxy.broker.validation import Refusal, check_records
+from kproxy.broker.writer_fence import UNBOUND
 
 API_KEY = PRODUCE
 OFFERED_MIN_VERSION = 0
@@ -47,15 +49,17 @@ def handle(broker: Broker, request: Request) -> Body | Awaitable[Body | None] | 
         broker.name_topics(produce)
     takeable = broker.takeable([(topic.name, topic.partitions) for topic in produce.topics])
     if takeable:
-        return _take_and_append(broker, produce, takeable)
-    return _append(broker, produce)
+        return _take_and_append(broker, produce, takeable, request.bindings)
+    return _append(broker, produce, request.bindings)
 
 
-async def _take_and_append(broker: Broker, produce: PartitionedRequest, takeable: list[PartitionKey]) -> Body | None:
+async def _take_and_append(
+    broker: Broker, produce: PartitionedRequest, takeable: list[PartitionKey], bindings: Bindings
+) -> Body | None:
     await broker.leases.take(takeable, TAKE_TIMEOUT_S)
     if produce.by_id:
         broker.name_topics(produce)
-    result = _append(broker, produce)
+    result = _append(broker, produce, bindings)
     return await result if isinstance(result, Awaitable) else result
 
 
@@ -67,13 +71,13 @@ class _Pending(NamedTuple):
     last_offset: int
 
 
-def _append(broker: Broker, produce: PartitionedRequest) -> Body | Awaitable[Body | None] | None:
+def _append(broker: Broker, produce: PartitionedRequest, bindings: Bindings) -> Body | Awaitable[Body | None] | None:
     refused = _refuse_all(produce)
     results: list[AppendResult] = []
     pending: list[_Pending] = []
     for topic in produce.topics:
         for ordinal, index in enumerate(topic.partitions):
-            result = refused or _append_one(broker, produce, topic, ordinal)
+            result = refused or _append_one(broker, produce, topic, ordinal, bindings)
             if produce.acks == ACKS_ALL and result.error_code == error_codes.NONE:
                 partition = broker.led(topic.name, index)
                 if partition is not None and not partition.is_committed(result.last_offset):
@@ -133,18 +137,21 @@ def _refuse_all(produce: PartitionedRequest) -> AppendResult | None:
     return None
 
 
-def _append_one(broker: Broker, produce: PartitionedRequest, topic: TopicSpan, ordinal: int) -> AppendResult:
+def _append_one(
+    broker: Broker, produce: PartitionedRequest, topic: TopicSpan, ordinal: int, bindings: Bindings
+) -> AppendResult:
     index = topic.partitions[ordinal]
     partition = broker.led(topic.name, index)
     if partition is None and produce.is_nameless(topic):
         return AppendResult(error_codes.UNKNOWN_TOPIC_ID)
     if partition is None:
         return AppendResult(broker.refusal(topic.name.decode(errors="replace"), index))
+    bound = bindings.get((topic.name, index), UNBOUND) if bindings else UNBOUND
     records = records_of(produce, topic, ordinal)
     batch = check_records(records, produce.header.api_version, broker.config.message_max_bytes)
     if isinstance(batch, Refusal):
-        return AppendResult(batch.error_code, -1, batch.error_message)
-    return partition.append_as_leader(records, batch, produce.acks)
+        return partition.refusal_of_writer(bound) or AppendResult(batch.error_code, -1, batch.error_message)
+    return partition.append_as_leader(records, batch, produce.acks, bound)
 
 
 def _entry(

@@ -6,9 +6,10 @@ from collections.abc import Awaitable
 from types import MappingProxyType
 from typing import NamedTuple
 
-from codec.api_keys import API_VERSIONS, FETCH, LIST_OFFSETS, PRODUCE, name_of
+from codec.api_keys import API_VERSIONS, BIND_FENCES, FETCH, LIST_OFFSETS, PRODUCE, name_of
 from kproxy.broker.apis import (
     api_versions,
+    bind_fences,
     create_topics,
     delete_topics,
     describe_cluster,
@@ -25,7 +26,7 @@ from kproxy.broker.context import Body, Broker, CloseConnection, Handler, Reques
 
 # What is not a partitioned API is small, and its codec is not made for anything else.
 MAX_CONTROL_BYTES = 1 << 20
-_LARGE_APIS = frozenset({PRODUCE, FETCH, LIST_OFFSETS})
+_LARGE_APIS = frozenset({PRODUCE, FETCH, LIST_OFFSETS, BIND_FENCES})
 
 
 class _Api(NamedTuple):
@@ -37,6 +38,7 @@ class _Api(NamedTuple):
 _APIS: dict[int, _Api] = {
     module.API_KEY: _Api(module.MIN_VERSION, module.MAX_VERSION, module.handle)
     for module in (
+        bind_fences,
         create_topics,
         delete_topics,
         describe_cluster,

@@ -1,0 +1,126 @@
+"""BindFences, version 0: this project's own, from proxies (codec.own).
+
+- A fence that is bound counts for what is produced on this connection from then on, and etcd keeps it: whoever is
+  bound lower, or not at all, is refused with POLICY_VIOLATION until the fence is released with a higher one.
+- A lower fence than is known: POLICY_VIOLATION, with the highest; and what is produced on the connection is refused.
+- Not the owner: 6, and the connection counts as bound if this broker leads by the time of what comes behind it. No
+  such topic or partition: 3. A partition that nobody ever took is taken first, if it is ours to take.
+- etcd does not answer: 15 where nothing was done, 7 where nobody knows; the connection is bound as it was before.
+- A fence below 1, or one that etcd has not come to: INVALID_REQUEST; also for each partition where one is named twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable
+
+from codec import error_codes
+from codec.api_keys import BIND_FENCES
+from codec.own import (
+    BIND_FENCES_VERSION,
+    BoundFence,
+    FenceBinding,
+    encode_bind_fences_response,
+    parse_bind_fences_request,
+)
+from kproxy.broker.context import TAKE_TIMEOUT_S, Bindings, Body, Broker, Request
+from kproxy.broker.keys import PartitionKey
+
+API_KEY = BIND_FENCES
+MIN_VERSION = MAX_VERSION = BIND_FENCES_VERSION
+
+BIND_TIMEOUT_S = 5.0
+# Of one request, beside those of others.
+CONCURRENT_BINDS = 8
+# Of one connection: as many as a client's requests may name partitions, four times over.
+MAX_BINDINGS = 16_384
+# What the broker knows for certain of the partition, and of how the fence compares.
+_BINDING = (error_codes.NONE, error_codes.NOT_LEADER_OR_FOLLOWER, error_codes.POLICY_VIOLATION)
+
+
+def handle(broker: Broker, request: Request) -> Body | Awaitable[Body | None]:
+    """Bind and release in one step where nothing has to be taken or kept first."""
+    asked = parse_bind_fences_request(request.frame, request.header)
+    takeable = broker.takeable([(each.topic.encode(), (each.partition_index,)) for each in asked])
+    if takeable:
+        return _take_and_bind(broker, request, asked, takeable)
+    return _bind(broker, request, asked)
+
+
+async def _take_and_bind(
+    broker: Broker, request: Request, asked: tuple[FenceBinding, ...], takeable: list[PartitionKey]
+) -> Body | None:
+    await broker.leases.take(takeable, TAKE_TIMEOUT_S)
+    result = _bind(broker, request, asked)
+    return await result if isinstance(result, Awaitable) else result
+
+
+def _bind(broker: Broker, request: Request, asked: tuple[FenceBinding, ...]) -> Body | Awaitable[Body | None]:
+    places = {(each.topic, each.partition_index) for each in asked}
+    if len(places) < len(asked) or not _has_room(broker, request.bindings, len(asked)):
+        return [encode_bind_fences_response([_refused(each, error_codes.INVALID_REQUEST) for each in asked])]
+    answers = [_at_once(broker, each) for each in asked]
+    if None in answers:
+        return _settle_and_answer(broker, request, asked, answers)
+    return _answer(request, asked, answers)
+
+
+def _at_once(broker: Broker, asked: FenceBinding) -> BoundFence | None:
+    if asked.fence < 1:
+        return _refused(asked, error_codes.INVALID_REQUEST)
+    partition = broker.led(asked.topic.encode(), asked.partition_index)
+    if partition is None:
+        return _refused(asked, broker.refusal(asked.topic, asked.partition_index))
+    return broker.fences.at_once(partition, asked)
+
+
+async def _settle_and_answer(
+    broker: Broker, request: Request, asked: tuple[FenceBinding, ...], answers: list[BoundFence | None]
+) -> Body:
+    """The answer once etcd keeps what it says, or the time is over."""
+    open_ones = deque(at for at, answer in enumerate(answers) if answer is None)
+
+    async def settle() -> None:
+        while open_ones:
+            at = open_ones.popleft()
+            partition = broker.led(asked[at].topic.encode(), asked[at].partition_index)
+            answers[at] = (
+                await broker.fences.settle(partition, asked[at])
+                if partition is not None
+                else _refused(asked[at], broker.refusal(asked[at].topic, asked[at].partition_index))
+            )
+
+    try:
+        async with asyncio.timeout(BIND_TIMEOUT_S), asyncio.TaskGroup() as group:
+            for _ in range(min(CONCURRENT_BINDS, len(open_ones))):
+                group.create_task(settle())
+    except TimeoutError:
+        # What etcd did of it the next request finds out.
+        answers = [
+            answer if answer is not None else _refused(each, error_codes.REQUEST_TIMED_OUT)
+            for each, answer in zip(asked, answers, strict=True)
+        ]
+    return _answer(request, asked, answers)
+
+
+def _answer(request: Request, asked: tuple[FenceBinding, ...], answers: list[BoundFence | None]) -> Body:
+    bound = [answer for answer in answers if answer is not None]
+    for each, answer in zip(asked, bound, strict=True):
+        if answer.error_code in _BINDING and not each.is_released and each.fence >= 1:
+            place = each.topic.encode(), each.partition_index
+            request.bindings[place] = max(each.fence, request.bindings.get(place, 0))
+    return [encode_bind_fences_response(bound)]
+
+
+def _has_room(broker: Broker, bindings: Bindings, more: int) -> bool:
+    """Whether the connection may be bound to so many more; those of deleted topics make room."""
+    if len(bindings) + more > MAX_BINDINGS:
+        gone = error_codes.UNKNOWN_TOPIC_OR_PARTITION
+        for topic, index in [place for place in bindings if broker.refusal(place[0].decode(), place[1]) == gone]:
+            del bindings[topic, index]
+    return len(bindings) + more <= MAX_BINDINGS
+
+
+def _refused(asked: FenceBinding, error_code: int) -> BoundFence:
+    return BoundFence(asked.topic, asked.partition_index, error_code)

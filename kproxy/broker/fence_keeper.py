@@ -1,0 +1,146 @@
+"""Keeping writers' fences in etcd, where whoever leads next reads them as it takes over.
+
+A bind or release of one partition
+  compared   with what is known here: most are answered by that, and etcd is not asked
+  kept       a transaction has put it; it counts from then on, and is answered
+  doubtful   the transaction has no answer: nothing is assumed, and the next one finds out
+
+Invariants
+1. The transaction is guarded by the lease key's create revision, so that only the owner writes; by the topic's
+   mod_revision, so that nothing is put for one that is deleted; and by the fence key's own, so that one that is applied
+   late changes nothing that came after it.
+2. Success is answered only by a partition that leads still, and has it in memory.
+3. A fence that etcd has not come to yet is nobody's grant: it is of a history that is no more, and would shut out
+   everybody in this one.
+4. One transaction of a partition is under way at a time, and CONCURRENT_FENCES of all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from weakref import WeakKeyDictionary
+
+import structlog
+
+from codec import error_codes
+from codec.own import NO_FENCE, BoundFence, FenceBinding
+from kproxy.broker.cluster import Change, ClusterView, Kind
+from kproxy.broker.keys import FenceValue, encode_value
+from kproxy.broker.partition import Partition
+from kproxy.broker.take_over import kept_fence
+from kproxy.broker.writer_fence import KeptFence, Standing
+from kproxy.ownership.etcd import (
+    EtcdClient,
+    EtcdError,
+    create_revision_is,
+    get_op,
+    mod_revision_is,
+    put_op,
+)
+
+CONCURRENT_FENCES = 16
+# Each but the last finds what an earlier one, without an answer, has put.
+ATTEMPTS = 4
+_logger = structlog.get_logger(__name__)
+
+
+class FenceKeeper:
+    """Binds and releases fences of what this broker leads.
+
+    `on_deposed` is called where etcd says that a partition's lease key is not ours any more.
+    """
+
+    def __init__(self, client: EtcdClient, view: ClusterView, *, on_deposed: Callable[[Partition], None]) -> None:
+        self._client = client
+        self._view = view
+        self._on_deposed = on_deposed
+        self._slots = asyncio.Semaphore(CONCURRENT_FENCES)
+        self._turns: WeakKeyDictionary[Partition, asyncio.Lock] = WeakKeyDictionary()
+        # The latest revision that etcd has told here.
+        self._latest = 0
+        view.subscribe(self._on_change)
+
+    def _on_change(self, change: Change) -> None:
+        if change.kind is Kind.RESTORED:
+            self._latest = 0
+
+    def at_once(self, partition: Partition, asked: FenceBinding) -> BoundFence | None:
+        """The answer as far as it is known here; None where etcd has to keep the fence first."""
+        if not partition.takes_writes():
+            return _answer(partition, asked, error_codes.NOT_LEADER_OR_FOLLOWER)
+        standing = partition.writers.compare(asked.fence, is_released=asked.is_released)
+        if standing is Standing.HIGHER:
+            return None
+        is_lower = standing is Standing.LOWER
+        return _answer(partition, asked, error_codes.POLICY_VIOLATION if is_lower else error_codes.NONE)
+
+    async def settle(self, partition: Partition, asked: FenceBinding) -> BoundFence:
+        """The answer, once etcd keeps what it says.
+
+        15 COORDINATOR_NOT_AVAILABLE: etcd did not do it. 7 REQUEST_TIMED_OUT: nobody knows whether it did.
+        """
+        turn = self._turns.setdefault(partition, asyncio.Lock())
+        async with turn:
+            try:
+                for _ in range(ATTEMPTS):
+                    answer = self.at_once(partition, asked)
+                    if answer is not None:
+                        return answer
+                    async with self._slots:
+                        refused = await self._keep(partition, asked)
+                    if refused != error_codes.NONE:
+                        return _answer(partition, asked, refused)
+            except EtcdError as error:
+                _logger.warning("fence not kept", **_named(partition), fence=asked.fence, error=str(error))
+                if error.maybe_applied:
+                    return _answer(partition, asked, error_codes.REQUEST_TIMED_OUT)
+            except ValueError as error:
+                _logger.error("fence in etcd unreadable", **_named(partition), error=str(error))
+        return _answer(partition, asked, error_codes.COORDINATOR_NOT_AVAILABLE)
+
+    async def _keep(self, partition: Partition, asked: FenceBinding) -> int:
+        """Put the fence, or learn what etcd keeps: NONE, to be compared anew. Raises EtcdError, ValueError."""
+        keys = self._view.keys
+        place = partition.topic, partition.partition_index
+        topic = self._view.topics.get(partition.topic)
+        if topic is None or topic.topic_id != partition.topic_id:
+            return error_codes.UNKNOWN_TOPIC_OR_PARTITION
+        lease_key, topic_key, fence_key = keys.lease(*place), keys.topic(partition.topic), keys.fence(*place)
+        if asked.fence > self._latest:
+            self._latest = (await self._client.get_snapshot(fence_key)).revision
+            if asked.fence > self._latest:
+                _logger.error("fence refused: etcd has not come to it", **_named(partition), fence=asked.fence)
+                return error_codes.INVALID_REQUEST
+        is_owned = not asked.is_released
+        result = await self._client.txn(
+            [
+                create_revision_is(lease_key, partition.leadership.fencing_token),
+                mod_revision_is(topic_key, topic.mod_revision),
+                mod_revision_is(fence_key, partition.writers.revision),
+            ],
+            [put_op(fence_key, encode_value(FenceValue(asked.fence, is_owned, partition.topic_id)))],
+            [get_op(lease_key), get_op(topic_key), get_op(fence_key)],
+        )
+        self._latest = max(self._latest, result.revision)
+        if result.succeeded:
+            partition.writers.keep(KeptFence(asked.fence, is_owned, result.revision))
+            _logger.info("fence kept", **_named(partition), fence=asked.fence, is_owned=is_owned)
+            return error_codes.NONE
+        lease_kvs, topic_kvs, fence_kvs = (response.kvs for response in result.responses)
+        if not lease_kvs or lease_kvs[0].create_revision != partition.leadership.fencing_token:
+            self._on_deposed(partition)
+            return error_codes.NOT_LEADER_OR_FOLLOWER
+        if not topic_kvs or topic_kvs[0].mod_revision != topic.mod_revision:
+            return error_codes.UNKNOWN_TOPIC_OR_PARTITION
+        # The lease is ours, so it was we who put it, without an answer.
+        partition.writers.keep(kept_fence(fence_kvs, partition.topic_id))
+        return error_codes.NONE
+
+
+def _answer(partition: Partition, asked: FenceBinding, error_code: int) -> BoundFence:
+    return BoundFence(asked.topic, asked.partition_index, error_code, partition.writers.fence or NO_FENCE)
+
+
+def _named(partition: Partition) -> dict[str, object]:
+    return {"topic": partition.topic, "partition": partition.partition_index}

@@ -1,0 +1,118 @@
+"""Whose writes a partition takes: every case of a fence and a binding, and what holds whatever is asked."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kproxy.broker.writer_fence import UNBOUND, KeptFence, Standing, WriterFence
+
+OWNED, OPEN = True, False
+BIND, RELEASE = False, True
+
+
+@pytest.mark.parametrize(
+    ("fence", "is_owned", "bound", "refusal"),
+    [
+        (0, OPEN, UNBOUND, None),
+        (0, OPEN, 7, None),
+        (7, OWNED, 7, None),
+        (7, OWNED, UNBOUND, "its owner alone writes, behind fence 7, and this connection is bound to none"),
+        (7, OWNED, 6, "its owner writes behind fence 7, and this connection is bound to the older 6"),
+        (
+            7,
+            OWNED,
+            8,
+            "its owner alone writes, behind fence 7, and this connection is bound to 8, which is not kept here",
+        ),
+        (7, OPEN, UNBOUND, None),
+        (7, OPEN, 6, "it was released behind fence 7, and this connection is bound to the older 6"),
+        (7, OPEN, 8, None),
+    ],
+)
+def test_who_may_write(fence: int, is_owned: bool, bound: int, refusal: str | None) -> None:
+    assert WriterFence(KeptFence(fence, is_owned)).refusal(bound) == refusal
+
+
+@pytest.mark.parametrize(
+    ("fence", "is_owned", "asked", "is_released", "standing"),
+    [
+        (0, OPEN, 7, BIND, Standing.HIGHER),
+        (0, OPEN, 7, RELEASE, Standing.HIGHER),
+        (7, OWNED, 6, BIND, Standing.LOWER),
+        (7, OWNED, 7, BIND, Standing.HOLDS),
+        (7, OWNED, 8, BIND, Standing.HIGHER),
+        (7, OWNED, 6, RELEASE, Standing.HOLDS),
+        (7, OWNED, 7, RELEASE, Standing.HOLDS),
+        (7, OWNED, 8, RELEASE, Standing.HIGHER),
+        (7, OPEN, 6, BIND, Standing.LOWER),
+        # One transaction may end one grant and make another.
+        (7, OPEN, 7, BIND, Standing.HIGHER),
+        (7, OPEN, 8, BIND, Standing.HIGHER),
+        (7, OPEN, 7, RELEASE, Standing.HOLDS),
+        (7, OPEN, 8, RELEASE, Standing.HIGHER),
+    ],
+)
+def test_what_a_bind_or_release_comes_to(
+    fence: int, is_owned: bool, asked: int, is_released: bool, standing: Standing
+) -> None:
+    assert WriterFence(KeptFence(fence, is_owned)).compare(asked, is_released=is_released) is standing
+
+
+@pytest.mark.parametrize(
+    ("kept", "after"),
+    [
+        (KeptFence(8, OPEN, 20), (8, OPEN, 20)),
+        (KeptFence(7, OPEN, 20), (7, OPEN, 20)),
+        # Somebody has deleted the key, or put an older one: what was known is known.
+        (KeptFence(6, OPEN, 20), (7, OWNED, 20)),
+        (KeptFence(), (7, OWNED, 0)),
+    ],
+)
+def test_what_etcd_tells_never_lowers_the_fence(kept: KeptFence, after: tuple[int, bool, int]) -> None:
+    writers = WriterFence(KeptFence(7, OWNED, 10))
+    writers.keep(kept)
+    assert (writers.fence, writers.is_owned, writers.revision) == after
+
+
+class Ask(NamedTuple):
+    connection: int
+    fence: int
+    is_released: bool
+    # etcd says nothing, and the next that asks finds what it has done; or nobody does.
+    answered: bool
+    new_leader: bool
+
+
+ASKS = st.lists(st.builds(Ask, st.integers(0, 2), st.integers(1, 6), st.booleans(), st.booleans(), st.booleans()))
+
+
+@given(ASKS)
+def test_no_lower_fence_writes_behind_a_higher_whatever_is_asked(asks: list[Ask]) -> None:
+    """Three connections that say what they like, and write after each word that anybody says."""
+    writers, kept = WriterFence(), KeptFence()
+    bindings: dict[int, int] = {}
+    written: list[int] = []
+    for ask in asks:
+        standing = writers.compare(ask.fence, is_released=ask.is_released)
+        if standing is Standing.HIGHER and writers.revision != kept.revision:
+            writers.keep(kept)
+            standing = writers.compare(ask.fence, is_released=ask.is_released)
+        if standing is Standing.HIGHER:
+            kept = KeptFence(ask.fence, not ask.is_released, kept.revision + 1)
+            if ask.answered:
+                writers.keep(kept)
+        if not ask.is_released and (standing is not Standing.HIGHER or ask.answered):
+            bindings[ask.connection] = max(ask.fence, bindings.get(ask.connection, UNBOUND))
+        if ask.new_leader:
+            writers = WriterFence(kept)
+        for connection in range(3):
+            bound = bindings.get(connection, UNBOUND)
+            if writers.refusal(bound) is None and bound:
+                written.append(bound)
+            if writers.is_owned and bound != writers.fence:
+                assert writers.refusal(bound) is not None
+    assert written == sorted(written)
