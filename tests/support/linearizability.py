@@ -1,0 +1,234 @@
+"""Whether what concurrent clients were told can have happened one step after another: linearizability, of any model.
+
+A history is a set of operations, each with the times between which it took effect, once. What never returned may have
+taken effect at any time after its call, or never. A history is linearizable where its operations can be put in an
+order that respects these times and in which the model, one step after the other, says what the clients were told
+(Herlihy and Wing, 1990).
+
+The search goes through the history as time does, after Lowe ("Testing for linearizability", 2017): it holds all orders
+that are possible up to now, as (state, those that have taken effect of the operations that are under way), and puts
+an operation in its place no earlier than at its return. Orders that have come to the same are one, and what has
+returned is forgotten: memory goes with the operations that are under way at one time, and the search ends at the first
+return that no order explains. Objects that have nothing to do with one another are checked apart (`check_parts`), as
+linearizability is a property of each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from math import inf
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
+
+NEVER: Final = inf
+# An output: nobody was told, anything may have come of it.
+UNKNOWN: Final = None
+MAX_ORDERS = 200_000
+# While an explanation is made shorter, what takes long is not worth it.
+_MAX_ORDERS_TO_SHRINK = 5_000
+_MAX_OPERATIONS_TO_SHRINK = 300
+_WIDTH = 48
+
+State = TypeVar("State", bound=Hashable)
+Part = TypeVar("Part", bound=Hashable)
+
+
+class Operation(NamedTuple):
+    """Times are of one clock. `returned` is NEVER where there was no answer, `output` UNKNOWN where none that tells."""
+
+    who: str
+    called: float
+    returned: float
+    input: Any
+    output: Any = UNKNOWN
+
+    def __str__(self) -> str:
+        told = "" if self.output is UNKNOWN else f" -> {self.output}"
+        return f"{self.who}: {self.input}{told}"
+
+
+class Model(Protocol[State]):
+    """What a single client would see, one operation after the other. States are immutable."""
+
+    @property
+    def initial(self) -> State: ...
+
+    def step(self, state: State, operation: Operation) -> Iterable[State]:
+        """The states that `operation` may lead to; none where its output cannot come about in `state`."""
+        ...
+
+
+class Undecided(Exception):
+    """There are more orders to look at than are held at a time."""
+
+
+class Refuted(NamedTuple):
+    """Why a history is not linearizable: `operations` alone are not, and each of them is needed for that.
+
+    No order has a place for `stuck` before it returned; `order` is one that comes far, to `state`. `others`: operations
+    of the history that may have taken effect at any time after their call, with any outcome, and it does not help.
+    """
+
+    operations: tuple[Operation, ...]
+    stuck: Operation
+    order: tuple[Operation, ...]
+    state: Any
+    others: int
+
+    def __str__(self) -> str:
+        order = "".join(f"\n    {operation}" for operation in self.order) or "\n    (nothing)"
+        return (
+            f"no order of these {len(self.operations)} explains what was told, whatever became of {self.others} others:"
+            f"\n{timeline(self.operations)}\n"
+            f"One comes as far as\n    {self.stuck}\nwhich cannot follow, in {self.state}:{order}"
+        )
+
+
+class _Path(NamedTuple):
+    """An order, from its end."""
+
+    last: int
+    before: _Path | None
+
+
+_Order = tuple[State, frozenset[int]]
+_Orders = dict[_Order[State], _Path | None]
+
+
+def check(operations: Iterable[Operation], model: Model[Any], *, max_orders: int = MAX_ORDERS) -> Refuted | None:
+    """Why a history is not linearizable; None where it is. Raises Undecided."""
+    history = sorted(operations, key=lambda operation: operation.called)
+    stuck = _search(history, model, max_orders)
+    return None if stuck is None else _explained(history, model, stuck)
+
+
+def check_parts(
+    operations: Iterable[Operation], model: Model[Any], part: Callable[[Operation], Part]
+) -> Mapping[Part, Refuted]:
+    """Those objects whose operations are not linearizable, and why. Raises Undecided."""
+    parts: dict[Part, list[Operation]] = {}
+    for operation in operations:
+        parts.setdefault(part(operation), []).append(operation)
+    found = {each: check(of_it, model) for each, of_it in parts.items()}
+    return {each: refuted for each, refuted in found.items() if refuted is not None}
+
+
+def timeline(operations: Sequence[Operation]) -> str:
+    """A line for each operation, by its call: when it was under way, and what it was. `>`: it never returned."""
+    times = sorted({time for each in operations for time in (each.called, each.returned) if time != NEVER})
+    if not times:
+        return ""
+    # By rank: what is a microsecond apart and what a second apart are equally important here.
+    column = {time: round(rank * (_WIDTH - 1) / max(1, len(times) - 1)) for rank, time in enumerate(times)}
+    lines = []
+    for each in sorted(operations, key=lambda operation: operation.called):
+        start, end = column[each.called], column.get(each.returned, _WIDTH)
+        line = " " * start + "|" + "-" * (end - start - 1) + (">" if each.returned == NEVER else "|")
+        until = "" if each.returned == NEVER else f"{each.returned - times[0]:.4f}"
+        lines.append(f"  {each.called - times[0]:9.4f}-{until:<9} {line:<{_WIDTH + 1}} {each}")
+    return "\n".join(lines)
+
+
+# The search
+
+
+class _Stuck(NamedTuple, Generic[State]):
+    """Where it ended: the operation that nothing explains, and the orders there were before it returned."""
+
+    at: int
+    orders: _Orders[State]
+
+
+def _search(
+    history: Sequence[Operation], model: Model[State], max_orders: int, free: Sequence[Operation] = ()
+) -> _Stuck[State] | None:
+    """`free`: what may take effect as often as one likes, from its call on, so that nothing is to be kept of when."""
+    # A call and a return at the same time: they may have overlapped.
+    events = [(each.called, 0, number) for number, each in enumerate(history)]
+    events += [(each.returned, 1, number) for number, each in enumerate(history) if each.returned != NEVER]
+    events += [(each.called, 0, ~number) for number, each in enumerate(free)]
+    under_way: dict[int, Operation] = {}
+    orders: _Orders[State] = {(model.initial, frozenset()): None}
+    for _, is_return, number in sorted(events):
+        if not is_return:
+            under_way[number] = history[number] if number >= 0 else free[~number]
+            continue
+        explained = _with(number, under_way, orders, model, max_orders)
+        if not explained:
+            return _Stuck(number, orders)
+        orders = explained
+        del under_way[number]
+    return None
+
+
+def _with(
+    number: int, under_way: Mapping[int, Operation], orders: _Orders[State], model: Model[State], max_orders: int
+) -> _Orders[State]:
+    """Those orders, and what they can become by what is under way, in which operation `number` has taken effect.
+
+    It has returned and goes out of what is remembered of an order.
+    """
+    found: _Orders[State] = {}
+    seen: dict[_Order[State], _Path | None] = dict(orders)
+    waiting = list(orders)
+    while waiting:
+        order = waiting.pop()
+        state, effective = order
+        if number in effective:
+            found.setdefault((state, effective - {number}), seen[order])
+            continue
+        for other, operation in under_way.items():
+            if other in effective:
+                continue
+            for after in model.step(state, operation):
+                longer = (after, effective | {other} if other >= 0 else effective)
+                if longer not in seen:
+                    seen[longer] = _Path(other, seen[order])
+                    waiting.append(longer)
+        if len(seen) > max_orders:
+            raise Undecided(f"more than {max_orders} orders of {len(under_way)} operations under way at one time")
+    return found
+
+
+# The explanation
+
+
+def _explained(history: Sequence[Operation], model: Model[State], stuck: _Stuck[State]) -> Refuted:
+    """Only what was called before the return that nothing explains; and of that only what is needed."""
+    end = history[stuck.at].returned
+    # What returned later had not yet, when it was clear that nothing explains it.
+    upto = [each if each.returned <= end else each._replace(returned=NEVER) for each in history]
+    needed = [number for number, each in enumerate(history) if each.called <= end]
+    if len(needed) <= _MAX_OPERATIONS_TO_SHRINK:
+        free: list[Operation] = []
+        for number in tuple(needed):
+            fewer = [each for each in needed if each != number]
+            more_free = [*free, upto[number]._replace(returned=NEVER, output=UNKNOWN)]
+            if _is_refuted([upto[each] for each in fewer], model, more_free):
+                needed, free = fewer, more_free
+    found = _search([upto[each] for each in needed], model, MAX_ORDERS)
+    assert found is not None, "a history that cannot be explained was made explicable by leaving out what helps"
+    (state, _), path = max(found.orders.items(), key=lambda each: _length(each[1]))
+    shown = tuple(history[each] for each in needed)
+    return Refuted(shown, shown[found.at], _ordered(shown, path), state, len(history) - len(shown))
+
+
+def _is_refuted(history: Sequence[Operation], model: Model[Any], free: Sequence[Operation]) -> bool:
+    try:
+        return _search(history, model, _MAX_ORDERS_TO_SHRINK, free) is not None
+    except Undecided:
+        return False
+
+
+def _ordered(history: Sequence[Operation], path: _Path | None) -> tuple[Operation, ...]:
+    found = []
+    while path is not None:
+        found.append(history[path.last])
+        path = path.before
+    return tuple(reversed(found))
+
+
+def _length(path: _Path | None) -> int:
+    length = 0
+    while path is not None:
+        length, path = length + 1, path.before
+    return length
