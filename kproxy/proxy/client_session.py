@@ -278,7 +278,7 @@ class ClientSession(asyncio.BufferedProtocol):
         self._end()
         self._fanout.abandon()
         if self._context.versions.fenced:
-            self._connections.give_up_all("its client was severed")
+            self._connections.drop_all()
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -69,11 +69,10 @@ class Connections:
                 upstream.give_up("its broker hangs")
         return loses_unanswered
 
-    def give_up_all(self, reason: str) -> None:
-        """Nothing more is to be sent or answered."""
+    def drop_all(self) -> None:
+        """Nothing more is to be sent or answered, for a reason of the client's."""
         for upstream in list(self.by_broker.values()):
-            if not upstream.closed:
-                upstream.give_up(reason)
+            upstream.drop()
 
     @property
     def open_count(self) -> int:

@@ -247,6 +247,10 @@ class Upstream(asyncio.BufferedProtocol):
         log.warning("broker connection given up", broker=self.owner, address=str(self.address), reason=reason)
         self._end()
 
+    def drop(self) -> None:
+        """Close because of the client: the broker has done nothing wrong."""
+        self._end()
+
     # Ending
 
     def eof_received(self) -> bool:
