@@ -21,7 +21,6 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 
 import structlog
@@ -57,6 +56,7 @@ class OwnMember:
         ttl_s: int,
         clock: Clock,
         state: Callable[[], tuple[int, list[tuple[str, int]]]],
+        on_entered: Callable[[], None],
         on_lost: Callable[[str], None],
     ) -> None:
         self._client = client
@@ -65,11 +65,11 @@ class OwnMember:
         self._ttl_s = ttl_s
         self._clock = clock
         self._state = state
+        self._on_entered = on_entered
         self._on_lost = on_lost
         self._fence: LeaseFence | None = None
         self._dirty = asyncio.Event()
         self._ended = asyncio.Event()
-        self.on_entered: Callable[[], None] = lambda: None
 
     @property
     def name(self) -> str:
@@ -102,10 +102,10 @@ class OwnMember:
                     await self._stay()
                 except EtcdError as error:
                     log.warning("own_not_registered", reason=str(error))
-                await self._leave("its lease in etcd has ended")
+                await self._leave()
                 await asyncio.sleep(RETRY_PAUSE_S)
         finally:
-            await self._leave("the proxy stops")
+            await self._leave()
 
     async def _enter(self) -> None:
         sent_at = self._clock()
@@ -115,7 +115,7 @@ class OwnMember:
         self._ended.clear()
         self._fence = fence
         await self._put()
-        self.on_entered()
+        self._on_entered()
 
     async def _put(self) -> None:
         seen, unsettled = self._state()
@@ -134,6 +134,8 @@ class OwnMember:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            # Before anything that may take time.
+            self._give_up("its lease in etcd has ended")
             for task in tasks:
                 task.cancel()
             outcome = await asyncio.gather(*tasks, return_exceptions=True)
@@ -158,16 +160,20 @@ class OwnMember:
                 self._dirty.set()
                 await asyncio.sleep(RETRY_PAUSE_S)
 
-    async def _leave(self, reason: str) -> None:
+    def _give_up(self, reason: str) -> None:
+        """Nothing counts any more that stands on the lease."""
+        if self._fence is not None:
+            self._fence.break_for_good()
+            self._on_lost(reason)
+
+    async def _leave(self) -> None:
         """First nothing is held any more, then the lease ends."""
+        self._give_up("the proxy has no lease in etcd")
         fence, self._fence = self._fence, None
         if fence is None:
             return
-        fence.break_for_good()
-        self._on_lost(reason)
-        with contextlib.suppress(TimeoutError):
-            try:
-                async with asyncio.timeout(REVOKE_TIMEOUT_S):
-                    await self._client.lease_revoke(fence.lease_id)
-            except EtcdError as error:
-                log.warning("own_lease_not_revoked", reason=str(error))
+        try:
+            async with asyncio.timeout(REVOKE_TIMEOUT_S):
+                await self._client.lease_revoke(fence.lease_id)
+        except (EtcdError, TimeoutError) as error:
+            log.warning("own_lease_not_revoked", reason=str(error) or "no answer in time")

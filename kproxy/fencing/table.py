@@ -237,7 +237,8 @@ class OwnTable:
         # A lease that ends takes all that stands on it at one revision.
         at, rows = self._last_gone.pop(member, (0, []))
         held = rows if at == revision else []
-        held = [*held, *(row for row in self.claims() if row.owner.proxy == member)]
+        groups = self._groups.values()
+        held = [*held, *(row for group in groups for row in group.rows.values() if row.owner.proxy == member)]
         if self.listener is not None:
             self.listener.member_gone(member, held, revision)
 

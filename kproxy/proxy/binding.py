@@ -220,7 +220,7 @@ class Releases:
                 bindings = [
                     FenceBinding(*partition, revision, is_released=True)
                     for partition, revision in waiting.items()
-                    if not self._is_claimed(*partition)
+                    if not self._own.is_owned(*partition)
                 ]
                 codes = await self._binder.bind(bindings, loop.time() + RELEASE_TIMEOUT_S) if bindings else {}
                 failed = [partition for partition, code in codes.items() if code not in _FINAL]
@@ -229,7 +229,3 @@ class Releases:
                     log.warning("partitions not released at their leaders", partitions=len(failed), first=failed[0])
         finally:
             await self._connections.close()
-
-    def _is_claimed(self, topic: str, partition_index: int) -> bool:
-        group = self._own.gated.get(topic.encode(), "")
-        return self._own.table.owner(group, f"{topic}/{partition_index}") is not None

@@ -111,9 +111,12 @@ class BrokerVersions:
 
     @property
     def fenced(self) -> bool:
-        """Whether every broker is known to keep fences. Ask after `current`: brokers are not asked by this."""
-        brokers = self._topology.brokers
-        return bool(brokers) and all(self.has_fences(broker) for broker in brokers)
+        """Whether the brokers keep fences, all that have said what they serve. Ask after `current`: this asks nobody.
+
+        One that has never said anything does not count: where it leads, it is asked to keep a fence, and says then.
+        """
+        said = [known for broker in self._topology.brokers if (known := self.has_fences(broker)) is not None]
+        return bool(said) and all(said)
 
     def may_have_fences(self, broker: int) -> bool:
         """Whether to tell a broker of fences: one that has not said what it serves is taken for one like the others."""

@@ -166,7 +166,7 @@ async def open_own(
             log.warning("etcd does not answer: until it does nothing can be claimed", etcd=client.endpoints)
         yield own
     finally:
-        await own.settled_down()
+        await own.all_freed()
         await cancel(serving)
         await client.close()
 

@@ -421,11 +421,13 @@ async def test_a_read_in_the_name_of_a_replica_is_refused(key: int, version: int
         ([range(1), range(0)], False),
         # Only a version that the proxy does not speak.
         ([range(1), range(1, 3)], False),
-        # One that has not said anything.
-        ([range(1), None], False),
+        # One that has not said anything: where it leads, it is asked to keep a fence, and says then.
+        ([range(1), None], True),
+        ([range(0), None], False),
+        ([None], False),
     ],
 )
-async def test_an_upstream_has_fences_where_every_broker_has_said_so(brokers: list[range | None], fenced: bool) -> None:
+async def test_an_upstream_has_fences_where_all_that_said_so_have(brokers: list[range | None], fenced: bool) -> None:
     async with running_proxy() as proxy:
         upstreams = [
             ScriptedUpstream(number, holds if fences is None else serves(NEWEST, fences=fences))
