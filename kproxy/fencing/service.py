@@ -36,6 +36,7 @@ from codec.error_codes import (
 from codec.own import WHOLE_GROUP, OwnedResource, OwnRequest, OwnResource, OwnResponse, resource_partition
 from kproxy.fencing.changes import Changes
 from kproxy.fencing.claiming import Claiming, Outcome
+from kproxy.fencing.desk import ClaimDesk
 from kproxy.fencing.holdings import MAX_CLAIMS_PER_CONNECTION, Holdings
 from kproxy.fencing.keys import OwnKeys
 from kproxy.fencing.member import OwnMember
@@ -79,7 +80,7 @@ class OwnService:
     `host` and `port` are what this process advertises; `writer_groups` the group that gates writes to a topic, by
     topic; `timeout_s` how long a claim may take, in seconds. `release` is told of partitions that are to be released at
     their leaders, `partitions_of` tells the indexes of a topic's partitions, `has_fences` whether the brokers know
-    fences.
+    fences. `desk` is for those who look at claims and free them.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class OwnService:
         self.release: Callable[[Release], None] = lambda release: None
         self.partitions_of: Callable[[str], Collection[int]] = lambda topic: ()
         self.has_fences: Callable[[], bool] = lambda: False
+        self.desk = ClaimDesk(client, self.table)
         self._timeout_s = timeout_s
         self._counters = counters
         self._changes = Changes()

@@ -24,7 +24,11 @@ from kproxy.routing.retry import event_name
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """What holds at this moment. `sent_bytes` are those of connections that are still open."""
+    """What holds at this moment. `sent_bytes` are those of connections that are still open.
+
+    `own_claims` are held by clients of this process, `own_members` are the processes that can hold some, and
+    `own_unsettled` the partitions of which claims have to wait, because of what earlier owners wrote through this one.
+    """
 
     client_connections: int = 0
     paused_connections: int = 0
@@ -34,6 +38,9 @@ class Vitals:
     sent_bytes: int = 0
     hung_brokers: int = 0
     draining: bool = False
+    own_claims: int = 0
+    own_members: int = 0
+    own_unsettled: int = 0
 
 
 class ProxyCollector(Collector):
@@ -60,6 +67,7 @@ class ProxyCollector(Collector):
         table = self._table()
         yield from _table(table)
         yield from _fleet(table, self._counters)
+        yield from _claims(vitals, self._counters)
 
 
 class WorkersCollector(Collector):
@@ -222,6 +230,40 @@ def _fleet(view: TableView, counters: Mapping[str, int]) -> Iterable[Metric]:
         if reason != name:
             skipped.add_metric([reason], count)
     yield skipped
+
+
+# Outcomes of asking for a resource, by the counters' names.
+_OWN_OUTCOMES = ("granted", "fenced", "timed_out", "refused")
+_OWN_GATED = {"PRODUCE": "own.gated", "FETCH": "own.fetch_gated"}
+
+
+def _claims(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric]:
+    yield _gauge("kproxy_own_claims", "Claims that clients of this process hold.", vitals.own_claims)
+    yield _gauge("kproxy_own_members", "Processes that can hold claims.", vitals.own_members, "min")
+    yield _gauge(
+        "kproxy_own_unsettled_partitions",
+        "Partitions of which earlier owners' writes may be under way still.",
+        vitals.own_unsettled,
+    )
+    outcomes = CounterMetricFamily(
+        "kproxy_own_requests", "Resources asked for, by what came of it.", labels=["outcome"]
+    )
+    for outcome in _OWN_OUTCOMES:
+        outcomes.add_metric([outcome], counters.get(f"own.{outcome}", 0))
+    yield outcomes
+    yield _counter(
+        "kproxy_own_severed", "Client connections closed because of what they lost.", counters.get("own.severed", 0)
+    )
+    yield _counter(
+        "kproxy_own_released",
+        "Partitions released at their leaders: nobody owns them.",
+        counters.get("own.released", 0),
+    )
+    gated = CounterMetricFamily("kproxy_own_gated", "Partitions refused to those who do not own them.", labels=["api"])
+    for api, name in _OWN_GATED.items():
+        gated.add_metric([api], counters.get(name, 0))
+    yield gated
+    yield _counter("kproxy_own_keys_skipped", "Claims in etcd that made no sense.", counters.get("own.skipped", 0))
 
 
 def registered(registration: str) -> Metric:

@@ -13,7 +13,9 @@ from typing import Protocol
 import msgspec
 
 from kproxy.config.address import Address
+from kproxy.fencing.desk import ClaimDesk
 from kproxy.observe.admin import AdminPage, Readiness
+from kproxy.observe.claims import ClaimsQuery, FreeOrder
 from kproxy.observe.families import Family, family_of
 from kproxy.observe.metrics import ProxyCollector, Vitals, own_process, render
 from kproxy.observe.table import TableQuery, TableView, table_page
@@ -21,7 +23,7 @@ from kproxy.observe.tally import Tally
 
 
 class OwnPages:
-    """The admin page of this process alone."""
+    """The admin page of this process alone. `claims` raises NotOffered where there are none, or Unanswered."""
 
     def __init__(
         self,
@@ -31,8 +33,10 @@ class OwnPages:
         tally: Tally,
         counters: Mapping[str, int],
         vitals: Callable[[], Vitals],
+        claims: Callable[[], ClaimDesk],
     ) -> None:
         self._table = table
+        self._claims = claims
         self._readiness = readiness
         self._proxy = ProxyCollector(tally=tally, counters=counters, table=table, vitals=vitals)
         self._process = tuple(own_process())
@@ -42,6 +46,12 @@ class OwnPages:
             raise ValueError(f"there is no worker {worker}: this process serves alone")
         page = table_page(self._table(), topic=query.topic, after=query.after, limit=query.limit)
         return msgspec.json.encode(page)
+
+    async def claims(self, query: ClaimsQuery) -> bytes:
+        return msgspec.json.encode(self._claims().page(query))
+
+    async def free(self, order: FreeOrder) -> bytes:
+        return msgspec.json.encode(await self._claims().free(order))
 
     async def metrics(self, accept: str) -> tuple[bytes, str]:
         return render((*self._process, self._proxy), accept)

@@ -18,7 +18,10 @@ import structlog
 
 from kproxy.config import ProxyConfig
 from kproxy.errors import StartupError
+from kproxy.fencing.desk import ClaimDesk
 from kproxy.fencing.service import OwnService
+from kproxy.observe.admin import Unanswered
+from kproxy.observe.claims import NotOffered
 from kproxy.observe.table import TableView
 from kproxy.observe.tally import Tally
 from kproxy.proxy.context import ProxyContext
@@ -130,6 +133,7 @@ class _Proxy:
             tally=self._tally,
             counters=self._counters,
             vitals=lambda: self._listener.vitals,
+            claims=self._claims,
         )
 
     def _wait(self, sentence: str) -> None:
@@ -137,6 +141,13 @@ class _Proxy:
         if self._listener.waits_for != sentence:
             self._listener.waits_for = sentence
             self._front.waits(sentence)
+
+    def _claims(self) -> ClaimDesk:
+        if not self._config.etcd:
+            raise NotOffered("the Own API is not offered here, for want of an etcd to settle claims in (--etcd URL)")
+        if self._own is None:
+            raise Unanswered("starting: claims are not read yet")
+        return self._own.desk
 
     def _view(self) -> TableView:
         if self._opened is None:

@@ -66,6 +66,7 @@ class Listener:
             in_flight_requests += session.open_requests
             upstream_connections += session.upstream_count
             sent_bytes += session.sent_bytes
+        own = self._context.own if self._context is not None else None
         return Vitals(
             client_connections=len(self._sessions),
             upstream_connections=upstream_connections,
@@ -75,6 +76,9 @@ class Listener:
             sent_bytes=sent_bytes,
             hung_brokers=self._context.breakers.open_count if self._context is not None else 0,
             draining=self._draining,
+            own_claims=own.held_count if own is not None else 0,
+            own_members=len(own.table.members) if own is not None else 0,
+            own_unsettled=len(own.settlement.unsettled()) if own is not None else 0,
         )
 
     async def bind(self, host: str, port: int, *, shared: bool = False) -> int:

@@ -13,19 +13,21 @@ import pickle
 import socket
 import struct
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import Literal, Self, TypeVar
 
 import msgspec
 
 from kproxy.config import ProxyConfig
 from kproxy.observe.admin import Readiness
+from kproxy.observe.claims import ClaimsQuery, FreeOrder
 from kproxy.observe.families import Family
 from kproxy.observe.table import TableQuery
 
 # A configuration may carry a static table of a million partitions.
 MAX_ASSIGNMENT_BYTES = 256 << 20
 MAX_QUESTION_BYTES = 64 << 10
-# A page of the table is below 2 MiB; metrics grow with the topics whose batches were lost, of which 100 are named.
+# A page of the table is below 2 MiB, one of claims below 16 MiB whatever they are called; metrics grow with the topics
+# whose batches were lost, of which 100 are named.
 MAX_ANSWER_BYTES = 16 << 20
 # So many questions may wait for a worker's answer.
 MAX_OPEN_QUESTIONS = 16
@@ -63,7 +65,19 @@ class AskTable(msgspec.Struct, frozen=True, tag=True):
     query: TableQuery
 
 
-Question = AskMetrics | AskReadiness | AskTable
+class AskClaims(msgspec.Struct, frozen=True, tag=True):
+    """Answered by ClaimsAnswer, or Refused."""
+
+    query: ClaimsQuery
+
+
+class AskFree(msgspec.Struct, frozen=True, tag=True):
+    """Answered by ClaimsAnswer, or Refused."""
+
+    order: FreeOrder
+
+
+Question = AskMetrics | AskReadiness | AskTable | AskClaims | AskFree
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -85,13 +99,20 @@ class TableAnswer(msgspec.Struct, frozen=True, tag=True):
     page: bytes
 
 
+class ClaimsAnswer(msgspec.Struct, frozen=True, tag=True):
+    """`page` is the JSON of a ClaimsPage or a FreeOutcome."""
+
+    page: bytes
+
+
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The question will not do."""
+    """The question will not do; or, by `why`, there is no answer at the moment or never here."""
 
     reason: str
+    why: Literal["question", "unanswered", "not offered"] = "question"
 
 
-Reply = MetricsAnswer | ReadinessAnswer | TableAnswer | Refused
+Reply = MetricsAnswer | ReadinessAnswer | TableAnswer | ClaimsAnswer | Refused
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):

@@ -4,6 +4,7 @@
 | --- | --- |
 | `/metrics` | put together as kproxy.observe.families says; what the system knows of processes by worker |
 | `/table` | of the first one that serves and answers, or of the one that `?worker=` names |
+| `/own` | of the first one that serves and answers: all of them know all claims |
 | `/readyz` | ready while one of them is; degraded, and why, where another is not |
 | `/livez` | 503 where none of those that serve answers: all hang |
 
@@ -21,10 +22,20 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from kproxy.observe.admin import Readiness, Unanswered
+from kproxy.observe.claims import ClaimsQuery, FreeOrder, NotOffered
 from kproxy.observe.families import Family, family_of, merge
 from kproxy.observe.metrics import ProcessesCollector, WorkersCollector, registered, render
 from kproxy.observe.table import TablePage, TableQuery
-from kproxy.proxy.workers.channel import AskReadiness, AskTable, ReadinessAnswer, Refused, TableAnswer
+from kproxy.proxy.workers.channel import (
+    AskClaims,
+    AskFree,
+    AskReadiness,
+    AskTable,
+    ClaimsAnswer,
+    ReadinessAnswer,
+    Refused,
+    TableAnswer,
+)
 from kproxy.proxy.workers.child import Silent
 from kproxy.proxy.workers.slot import Slot
 
@@ -57,8 +68,7 @@ class AllPages:
     async def table(self, query: TableQuery, worker: int | None) -> bytes:
         if worker is not None and not 1 <= worker <= len(self._slots):
             raise ValueError(f"there is no worker {worker}: there are 1 to {len(self._slots)}")
-        slots = sorted(self._slots, key=lambda slot: not slot.serves)
-        for slot in slots if worker is None else [self._slots[worker - 1]]:
+        for slot in self._serving_first() if worker is None else [self._slots[worker - 1]]:
             try:
                 reply = await slot.ask(AskTable(query))
             except Silent:
@@ -69,6 +79,32 @@ class AllPages:
             if isinstance(reply, Refused):
                 raise ValueError(reply.reason)
         raise Unanswered("no worker answers" if worker is None else f"worker {worker} does not answer")
+
+    async def claims(self, query: ClaimsQuery) -> bytes:
+        return await self._of_claims(AskClaims(query))
+
+    async def free(self, order: FreeOrder) -> bytes:
+        return await self._of_claims(AskFree(order))
+
+    async def _of_claims(self, question: AskClaims | AskFree) -> bytes:
+        unanswered = "no worker answers"
+        for slot in self._serving_first():
+            try:
+                reply = await slot.ask(question)
+            except Silent:
+                continue
+            if isinstance(reply, ClaimsAnswer):
+                return reply.page
+            if isinstance(reply, Refused):
+                if reply.why == "not offered":
+                    raise NotOffered(reply.reason)
+                if reply.why == "question":
+                    raise ValueError(reply.reason)
+                unanswered = reply.reason
+        raise Unanswered(unanswered)
+
+    def _serving_first(self) -> list[Slot]:
+        return sorted(self._slots, key=lambda slot: not slot.serves)
 
     async def readiness(self) -> Readiness:
         if self._drains:

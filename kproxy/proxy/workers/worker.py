@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Awaitable
 
 import structlog
 
 from kproxy.errors import StartupError
-from kproxy.observe.admin import Readiness
+from kproxy.observe.admin import Readiness, Unanswered
+from kproxy.observe.claims import NotOffered
 from kproxy.proxy.front import OwnPages
 from kproxy.proxy.run import run_proxy
 from kproxy.proxy.tasks import cancel
@@ -22,11 +24,14 @@ from kproxy.proxy.workers.channel import (
     MAX_OPEN_QUESTIONS,
     Answer,
     Ask,
+    AskClaims,
+    AskFree,
     AskMetrics,
     AskReadiness,
     AskTable,
     Channel,
     ChannelClosed,
+    ClaimsAnswer,
     Failed,
     Hello,
     MetricsAnswer,
@@ -127,3 +132,18 @@ async def _reply(pages: OwnPages, question: Question) -> Reply:
                 return TableAnswer(await pages.table(query))
             except ValueError as error:
                 return Refused(str(error))
+        case AskClaims(query):
+            return await _of_claims(pages.claims(query))
+        case AskFree(order):
+            return await _of_claims(pages.free(order))
+
+
+async def _of_claims(page: Awaitable[bytes]) -> Reply:
+    try:
+        return ClaimsAnswer(await page)
+    except ValueError as error:
+        return Refused(str(error))
+    except Unanswered as error:
+        return Refused(str(error), "unanswered")
+    except NotOffered as error:
+        return Refused(str(error), "not offered")

@@ -1,0 +1,154 @@
+"""The table of claims as pages: all that is in force, once each, whatever the size of a page."""
+
+from __future__ import annotations
+
+import itertools
+from urllib.parse import urlencode
+
+import msgspec
+import pytest
+
+from kproxy.fencing.keys import ClaimValue, MemberValue, OwnKeys, encode_value
+from kproxy.fencing.table import OwnTable
+from kproxy.fencing.view import claims_page, whole_page
+from kproxy.observe.claims import (
+    MAX_CLAIM_ROWS,
+    MAX_CLIENT_TEXT,
+    ClaimRow,
+    ClaimsPage,
+    ClaimsQuery,
+    MemberRow,
+    merge_claims,
+)
+from kproxy.ownership.etcd import KeyValue, Snapshot
+
+KEYS = OwnKeys("/kafscale")
+# What JSON and percent-encoding have to get around.
+NAMES = ["orders/0", "orders/1", "ü /%", "*", "\x00\n", "\x00" * 1023]
+
+
+def put(key: str, value: msgspec.Struct, revision: int) -> KeyValue:
+    return KeyValue(key, encode_value(value), revision, revision, 1, 7)
+
+
+def claim(
+    group: str, resource: str, revision: int, *, proxy: str = "aa", connection: int = 1, **more: object
+) -> KeyValue:
+    fields = {"generation": 1, "client": "c", "since": 1_000, **more}
+    return put(KEYS.claim(group, resource), ClaimValue(proxy, connection, **fields), revision)  # type: ignore[arg-type]
+
+
+def member(name: str, host: str, port: int, revision: int = 1, **more: object) -> KeyValue:
+    return put(KEYS.member(name), MemberValue(host, port, **more), revision)  # type: ignore[arg-type]
+
+
+def table(*kvs: KeyValue) -> OwnTable:
+    made = OwnTable(KEYS)
+    made.on_snapshot(Snapshot(100, 1, kvs))
+    return made
+
+
+def test_a_page_says_who_owns_what_through_whom() -> None:
+    made = table(
+        member("aa", "10.0.0.1", 9092, seen=40, unsettled=[("orders", 3), ("orders", 4)]),
+        member("bb", "::1", 9093),
+        claim("g", "orders/0", 41, generation=3, client="active"),
+        claim("g", "x", 42, proxy="gone", connection=9),
+    )
+    assert msgspec.to_builtins(claims_page(made, ClaimsQuery())) == {
+        "revision": 100,
+        "members": [
+            {"proxy": "aa", "address": "10.0.0.1:9092", "seen": 40, "unsettled": 2},
+            {"proxy": "bb", "address": "[::1]:9093", "seen": 0, "unsettled": 0},
+        ],
+        "claims": [
+            {
+                "group": "g",
+                "resource": "orders/0",
+                "generation": 3,
+                "fence": 41,
+                "proxy": "aa",
+                "address": "10.0.0.1:9092",
+                "connection": 1,
+                "client": "active",
+                "since": 1_000,
+            },
+            {
+                "group": "g",
+                "resource": "x",
+                "generation": 1,
+                "fence": 42,
+                "proxy": "gone",
+                "address": "",
+                "connection": 9,
+                "client": "c",
+                "since": 1_000,
+            },
+        ],
+        "next": None,
+    }
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5, 11, 12, 13, MAX_CLAIM_ROWS])
+def test_pages_together_are_the_whole_table(limit: int) -> None:
+    places = list(itertools.product(["g", "h/", "ü%2F"], [*NAMES[:4]]))
+    made = table(*(claim(group, resource, revision) for revision, (group, resource) in enumerate(places, 10)))
+    pages = [claims_page(made, ClaimsQuery(limit=limit))]
+    while pages[-1].next is not None:
+        assert len(pages[-1].claims) == limit
+        pages.append(claims_page(made, ClaimsQuery(after=pages[-1].next, limit=limit)))
+    assert sorted(row.place for row in merge_claims(pages).claims) == sorted(places)
+    assert merge_claims(pages) == whole_page(made)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_begins_behind_any_name(name: str) -> None:
+    made = table(claim(name, name, 10), claim(name, name + "!", 11), claim(name, "", 9))
+    first = claims_page(made, ClaimsQuery(limit=2))
+    assert [row.resource for row in first.claims] == ["", name]
+    assert first.next is not None
+    # With the group's name beside it, it is not too long for an HTTP request.
+    assert len(urlencode({"group": name, "after": first.next})) < 8_000
+    rest = claims_page(made, ClaimsQuery(after=first.next))
+    assert [row.resource for row in rest.claims] == [name + "!"]
+
+
+def test_a_page_can_be_of_one_group() -> None:
+    made = table(claim("g", "a", 10), claim("h", "a", 11), claim("h", "b", 12), claim("i", "a", 13))
+    assert [row.place for row in claims_page(made, ClaimsQuery("h")).claims] == [("h", "a"), ("h", "b")]
+    after = claims_page(made, ClaimsQuery("h", limit=1)).next
+    assert [row.place for row in claims_page(made, ClaimsQuery("h", after)).claims] == [("h", "b")]
+    assert claims_page(made, ClaimsQuery("none")).claims == []
+
+
+@pytest.mark.parametrize(
+    "query",
+    [ClaimsQuery(limit=0), ClaimsQuery(limit=MAX_CLAIM_ROWS + 1), ClaimsQuery(after="x"), ClaimsQuery(after="")],
+)
+def test_a_page_that_cannot_be_is_refused(query: ClaimsQuery) -> None:
+    with pytest.raises(ValueError, match="is "):
+        claims_page(table(), query)
+
+
+def test_what_the_whole_groups_owner_has_taken_is_not_shown_as_anothers() -> None:
+    made = table(
+        claim("g", "lost", 10, connection=1),
+        claim("g", "", 11, connection=2),
+        claim("g", "its own", 9, connection=2),
+        claim("g", "taken out of it", 12, connection=3),
+        claim("h", "lost", 10, connection=1),
+    )
+    shown = {row.place: row.connection for row in whole_page(made).claims}
+    assert shown == {("g", ""): 2, ("g", "its own"): 2, ("g", "taken out of it"): 3, ("h", "lost"): 1}
+
+
+def test_a_full_page_of_the_worst_names_fits_into_a_workers_answer() -> None:
+    # A control character of one byte is six in JSON.
+    worst = ClaimRow(
+        "\x01" * 1024, "\x01" * 1024, 2**63, 2**63, "f" * 16, "h" * 255, 2**63, "\x01" * MAX_CLIENT_TEXT, 2**63
+    )
+    members = [MemberRow("f" * 16, "h" * 255, 2**63, 2**31)] * 1_000
+    page = ClaimsPage(revision=2**63, members=members, claims=[worst] * MAX_CLAIM_ROWS)
+    assert len(msgspec.json.encode(page)) < 16 << 20
+    long = claim("g", "r", 10, client="\x01" * 5_000)
+    assert len(claims_page(table(long), ClaimsQuery()).claims[0].client) == MAX_CLIENT_TEXT
