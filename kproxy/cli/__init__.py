@@ -1,7 +1,7 @@
 """The commands. Each module here is one of them, imported only when it runs: `kproxy --help` must not load Spark.
 
 Exit status: 0 done, 1 something failed on the way, 2 it could not be started as asked (the sentence on stderr says what
-to do), 130 interrupted before there was anything to stop cleanly.
+to do), 3 what `kproxy own claim` held was lost, 130 interrupted before there was anything to stop cleanly.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ COMMANDS = {
     "dev": ("kproxy.cli.dev", "Run everything on this machine: etcd, brokers and the proxy."),
     "demo": ("kproxy.cli.demo", "Write real data with Spark through the proxy, read it back, judge it."),
     "table": ("kproxy.cli.table", "Show which broker owns which partition."),
+    "own": ("kproxy.cli.own", "Show who owns what by the Own API, claim, and free."),
     "doctor": ("kproxy.cli.doctor", "Look at etcd and at a proxy, and say what is not as it should be."),
     "check-config": ("kproxy.cli.check_config", "Check a configuration and show what is in force."),
 }

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from urllib.parse import urlencode
 
 import msgspec
 
+from kproxy.cli.admin_page import ANSWER_TIMEOUT_S, NoAnswer, ask, not_ours
 from kproxy.config import Address
 from kproxy.config.etcd import EtcdOptions
 from kproxy.observe.table import ProxyRow, TablePage, TableView, merge_pages, table_page
@@ -18,8 +17,6 @@ from kproxy.observe.table import ProxyRow, TablePage, TableView, merge_pages, ta
 if TYPE_CHECKING:
     from kproxy.ownership.leases import LeaseTable
 
-ANSWER_TIMEOUT_S = 5.0
-MAX_ANSWER_BYTES = 64 << 20
 WATCH_INTERVAL_S = 1.0
 # A table that changes between two of its pages is read again, this often at most.
 CONSISTENT_READS = 5
@@ -37,14 +34,10 @@ async def tables_from_admin(address: Address, topic: str | None) -> AsyncGenerat
     while True:
         try:
             table: TablePage | Unanswered = await asyncio.to_thread(_ask, address, topic)
-        except _NoTable as problem:
+        except NoAnswer as problem:
             table = Unanswered(str(problem))
         yield table
         await asyncio.sleep(WATCH_INTERVAL_S)
-
-
-class _NoTable(Exception):
-    pass
 
 
 def _ask(address: Address, topic: str | None) -> TablePage:
@@ -60,31 +53,13 @@ def _ask(address: Address, topic: str | None) -> TablePage:
 
 
 def _ask_page(address: Address, topic: str | None, after: str | None) -> TablePage:
-    query = urlencode({name: value for name, value in (("topic", topic), ("after", after)) if value is not None})
-    connection = http.client.HTTPConnection(*address, timeout=ANSWER_TIMEOUT_S)
+    status, body = ask(address, "/table", {"topic": topic, "after": after})
+    if status != 200:
+        raise not_ours(address, f"status {status}")
     try:
-        connection.request("GET", f"/table?{query}")
-        answer = connection.getresponse()
-        if answer.status != 200:
-            raise _NoTable(
-                f"what answers at {address} is no admin page of kproxy (status {answer.status}): give another --admin."
-            )
-        return msgspec.json.decode(answer.read(MAX_ANSWER_BYTES), type=TablePage)
-    except (OSError, http.client.HTTPException) as error:
-        raise _NoTable(
-            f"no admin page answers at {address} ({_reason(error)}): start `kproxy dev`, "
-            f"name a proxy's page with --admin H:P, or ask etcd with --etcd URL."
-        ) from error
+        return msgspec.json.decode(body, type=TablePage)
     except msgspec.DecodeError as error:
-        raise _NoTable(
-            f"what answers at {address} is no admin page of kproxy ({error}): give another --admin."
-        ) from error
-    finally:
-        connection.close()
-
-
-def _reason(error: Exception) -> str:
-    return (getattr(error, "strerror", None) or str(error) or type(error).__name__).lower()
+        raise not_ours(address, error) from error
 
 
 async def tables_from_etcd(

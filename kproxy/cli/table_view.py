@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from kproxy.cli.columns import echo_columns
 from kproxy.observe.table import TablePage
 
 # Rich lays out every cell before the first is seen; a longer table comes as plain columns.
@@ -53,10 +54,7 @@ def show(table: TablePage) -> None:
     click.echo(f"# {footline(table, rows)}")
     if table.proxies:
         click.echo(f"# {proxies_line(table)}")
-    cells = [HEADINGS, *(tuple(str(cell) for cell in row) for row in rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(HEADINGS))]
-    for row in cells:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    echo_columns(HEADINGS, rows)
 
 
 def headline(table: TablePage) -> str:

@@ -32,8 +32,16 @@ class BrokerGone(BrokerUnreachable):
 class BrokerConnection:
     """Ask a broker; not for concurrent use. `timeout_s` bounds the dial and each answer, in seconds."""
 
-    def __init__(self, address: Address, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, timeout_s: float):
+    def __init__(
+        self,
+        address: Address,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        timeout_s: float,
+        client_id: bytes = CLIENT_ID,
+    ):
         self.address = address
+        self._client_id = client_id
         self._reader = reader
         self._writer = writer
         self._timeout_s = timeout_s
@@ -41,14 +49,14 @@ class BrokerConnection:
         self._versions: dict[int, tuple[int, int]] = {keys.API_VERSIONS: (0, 0)}
 
     @classmethod
-    async def open(cls, address: Address, timeout_s: float) -> BrokerConnection:
+    async def open(cls, address: Address, timeout_s: float, client_id: bytes = CLIENT_ID) -> BrokerConnection:
         """Dial and learn what the broker serves. Raises BrokerUnreachable."""
         try:
             async with asyncio.timeout(timeout_s):
                 reader, writer = await asyncio.open_connection(*address)
         except (OSError, TimeoutError) as error:
             raise BrokerUnreachable(f"{address.host}:{address.port} cannot be reached ({_why(error)})") from error
-        connection = cls(address, reader, writer, timeout_s)
+        connection = cls(address, reader, writer, timeout_s, client_id)
         try:
             answer = await connection.ask(keys.API_VERSIONS, 0)
         except BaseException:  # the task may be cancelled: another broker has answered first
@@ -69,19 +77,42 @@ class BrokerConnection:
         """As `ask`: the version, and the answer's body as it came."""
         try:
             version = self.version(api_key, at_most)
-            self._correlation_id += 1
             body = encode_request(build_request(api_key, version, **fields))
-            async with asyncio.timeout(self._timeout_s):
-                self._writer.write(
-                    frame_message(request_header(api_key, version, self._correlation_id, CLIENT_ID), body)
-                )
+        except CodecError as error:
+            raise self.unreachable(api_key, error) from error
+        frame = await self.exchange_frame(api_key, version, body)
+        try:
+            return version, frame[response_body_offset(frame, api_key, version) :]
+        except CodecError as error:
+            raise self.unreachable(api_key, error) from error
+
+    async def exchange_frame(
+        self, api_key: int, version: int, body: bytes, *, timeout_s: float | None = None
+    ) -> memoryview:
+        """The whole answer to a body that is encoded already. Raises BrokerUnreachable."""
+        try:
+            self._correlation_id += 1
+            header = request_header(api_key, version, self._correlation_id, self._client_id)
+            async with asyncio.timeout(timeout_s or self._timeout_s):
+                self._writer.write(frame_message(header, body))
                 await self._writer.drain()
                 frame = await self._frame()
             if response_correlation_id(frame) != self._correlation_id:
                 raise CodecError("an answer to something else")
-            return version, frame[response_body_offset(frame, api_key, version) :]
         except (OSError, EOFError, TimeoutError, CodecError) as error:
             raise self.unreachable(api_key, error) from error
+        return frame
+
+    async def has_ended_within(self, seconds: float) -> bool:
+        """Wait for so long, while nothing is asked: whether the broker has closed the connection."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._reader.read(1)
+        except TimeoutError:
+            return False
+        except OSError:
+            return True
+        return True
 
     def unreachable(self, api_key: int, error: BaseException) -> BrokerUnreachable:
         """What to raise where the answer did not come, or is none."""
@@ -105,6 +136,10 @@ class BrokerConnection:
         if theirs is None or max(theirs[0], ours[0]) > min(theirs[1], ours[1], at_most):
             raise UnsupportedVersion(f"no version of {keys.name_of(api_key)} in common")
         return min(theirs[1], ours[1], at_most)
+
+    def offered(self, api_key: int) -> tuple[int, int] | None:
+        """The lowest and highest version that the broker serves, also of what is not in kafka-python's codecs."""
+        return self._versions.get(api_key)
 
     async def close(self) -> None:
         self._writer.close()

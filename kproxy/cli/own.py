@@ -1,0 +1,219 @@
+"""`kproxy own`: who owns what by the Own API; claiming and freeing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from kproxy.cli import run_async, start_logging
+from kproxy.cli.etcd_flags import etcd_flags
+from kproxy.config import DEFAULT_ADMIN, DEFAULT_LISTEN, DEFAULT_PREFIX, parse_address, split_list
+from kproxy.config.etcd import etcd_options_from
+from kproxy.errors import StartupError
+
+if TYPE_CHECKING:
+    from kproxy.cli.own_sources import Claims, Told
+
+
+@click.group(
+    "own",
+    epilog="Exit status: 0 done, 1 refused or not owned, 2 it could not be started as asked, 3 severed.",
+)
+def command() -> None:
+    """Show who owns what by the Own API, claim, and free.
+
+    Of all who claim a resource in a group one at a time owns it, through whichever proxy. A topic with a writer group
+    (--writer-group) is written to by owners alone.
+
+    \b
+      kproxy own list
+      kproxy own claim writers orders/0
+      kproxy own free writers orders/0
+      kproxy own watch
+    """
+
+
+def _asks(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the flags that say whom to ask."""
+    command = click.option(
+        "--prefix", default=DEFAULT_PREFIX, show_default=True, help="With --etcd: root of the keys."
+    )(command)
+    command = etcd_flags(command)
+    command = click.option("--etcd", metavar="URL[,URL...]", help="Ask etcd itself instead of a proxy.")(command)
+    return click.option("--admin", metavar="H:P", help=f"Ask the proxy with this admin page. [{DEFAULT_ADMIN}]")(
+        command
+    )
+
+
+@command.command("list")
+@click.option("--group", metavar="NAME", help="Only this group.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_asks
+@click.pass_context
+def list_command(context: click.Context, /, group: str | None, as_json: bool, **where: str | None) -> int:
+    """Show who owns what.
+
+    Asks the proxy on this machine by default. What nobody owns is not in the table.
+
+    \b
+      kproxy own list
+      kproxy own list --group writers --json | jq '.claims[].resource'
+      kproxy own list --etcd http://127.0.0.1:2379
+    """
+    from kproxy.cli.own_view import show
+
+    async def show_once(claims: Claims) -> None:
+        page = await claims.page(group)
+        if as_json:
+            click.echo(msgspec.json.format(msgspec.json.encode(page), indent=2).decode())
+        else:
+            show(page)
+
+    claims = _claims(context, where)
+    return run_async(lambda: show_once(claims))
+
+
+@command.command("claim")
+@click.argument("group")
+@click.argument("resources", metavar="[RESOURCE[=GENERATION]]...", nargs=-1)
+@click.option("--all", "whole", is_flag=True, help="Claim the whole group.")
+@click.option("--proxy", metavar="H:P", help=f"The proxy to claim through. [{DEFAULT_LISTEN}]")
+@click.option("--client-id", metavar="NAME", default="kproxy-own", show_default=True, help="The name shown to others.")
+@_asks
+@click.pass_context
+def claim_command(
+    context: click.Context,
+    /,
+    group: str,
+    resources: tuple[str, ...],
+    whole: bool,
+    proxy: str | None,
+    client_id: str,
+    **where: str | None,
+) -> int:
+    """Claim something and hold it until Ctrl-C.
+
+    A claim takes over what is owned with the same or a lower generation; its owner is severed. Generation 0 takes it
+    over in any case. Without a generation it is 1. Status 3: another claim or `kproxy own free` took it away, or the
+    proxy ended. --admin or --etcd is asked who has what is refused or lost.
+
+    \b
+      kproxy own claim writers orders/0
+      kproxy own claim writers orders/0=2 orders/1=2
+      kproxy own claim writers --all --proxy 127.0.0.1:9092
+    """
+    from kproxy.cli.own_claim import claim, parse_wanted
+
+    wanted = parse_wanted(group, resources, whole)
+    address = parse_address(proxy or DEFAULT_LISTEN, "--proxy")
+    # Another proxy's neighbours are not known by the default page.
+    may_ask = proxy is None or where["admin"] is not None or where["etcd"] is not None
+    known = _claims(context, where) if may_ask else None
+    try:
+        return run_async(lambda: claim(address, wanted, client_id, known))
+    except KeyboardInterrupt:
+        click.echo("\nFreed.", err=True)
+        return 0
+
+
+@command.command("free")
+@click.argument("group")
+@click.argument("resources", metavar="[RESOURCE]...", nargs=-1)
+@click.option("--all", "whole", is_flag=True, help="Free all that is owned in the group.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_asks
+@click.pass_context
+def free_command(
+    context: click.Context, /, group: str, resources: tuple[str, ...], whole: bool, as_json: bool, **where: str | None
+) -> int:
+    """Free what somebody owns: the connection that owns it is severed.
+
+    With it all else that this connection owns is free as well. Its client may connect and claim again.
+
+    \b
+      kproxy own free writers orders/0
+      kproxy own free writers --all
+    """
+    from kproxy.cli.own_view import show_freed
+    from kproxy.observe.claims import FreeOrder
+
+    if whole == bool(resources):
+        raise StartupError("say what to free: a RESOURCE or several, or --all for all that is owned in the group.")
+    order = FreeOrder(group, None if whole else list(resources))
+    claims = _claims(context, where)
+    outcomes = []
+
+    async def free_all() -> int:
+        outcomes.append(await claims.free(order))
+        while outcomes[-1].more:
+            outcomes.append(await claims.free(order))
+        return show_freed(order, outcomes, as_json)
+
+    return run_async(free_all)
+
+
+@command.command("watch")
+@click.option("--group", metavar="NAME", help="Only this group.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, a line for each change.")
+@_asks
+@click.pass_context
+def watch_command(context: click.Context, /, group: str | None, as_json: bool, **where: str | None) -> int:
+    """Show who owns what, and then each change as it comes; Ctrl-C ends it.
+
+    A proxy is asked once a second; --etcd tells of everything that happens.
+
+    \b
+      kproxy own watch
+      kproxy own watch --group writers --etcd http://127.0.0.1:2379 --json
+    """
+    claims = _claims(context, where)
+    try:
+        return run_async(lambda: _follow(claims.follow(group), as_json))
+    except KeyboardInterrupt:
+        return 0
+
+
+def _claims(context: click.Context, where: Mapping[str, str | None]) -> Claims:
+    """Whom the flags say to ask. Raises StartupError."""
+    from kproxy.cli.own_sources import AdminClaims, EtcdClaims
+
+    admin, etcd, prefix = where["admin"], where["etcd"], where["prefix"]
+    etcd_access = {flag: value for flag, value in where.items() if flag.startswith("etcd_")}
+    if admin is not None and etcd is not None:
+        raise StartupError("--admin asks a proxy and --etcd asks etcd: give one of them.")
+    if etcd is None:
+        if any(value is not None for value in etcd_access.values()):
+            raise StartupError("the flags --etcd-... say how to ask etcd: name it with --etcd URL.")
+        return AdminClaims(parse_address(admin or DEFAULT_ADMIN, "--admin"))
+    start_logging(context, "error")
+    return EtcdClaims(split_list(etcd, "--etcd"), etcd_options_from(etcd_access), prefix or DEFAULT_PREFIX)
+
+
+async def _follow(told: AsyncGenerator[Told], as_json: bool) -> None:
+    """Until interrupted: a line for each change."""
+    from kproxy.cli.own_view import show_change, show_first
+    from kproxy.cli.table_sources import Unanswered
+    from kproxy.observe.claims import ClaimsPage
+
+    started, problem = False, ""
+    async with aclosing(told):
+        async for each in told:
+            if isinstance(each, Unanswered):
+                if not started:
+                    raise StartupError(each.reason)
+                if each.reason != problem:
+                    problem = each.reason
+                    click.echo(f"kproxy: {problem}", err=True)
+                continue
+            problem = ""
+            if isinstance(each, ClaimsPage):
+                started = True
+                show_first(each, as_json)
+            else:
+                show_change(each, as_json)
+            sys.stdout.flush()

@@ -1,0 +1,244 @@
+"""Where `kproxy own` learns of claims and frees them: at a proxy's admin page, or in etcd itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import msgspec
+
+from kproxy.cli.admin_page import NoAnswer, ask, not_ours
+from kproxy.cli.own_changes import Change, change_by_end, change_by_put, changes_between
+from kproxy.cli.table_sources import WATCH_INTERVAL_S, Unanswered
+from kproxy.config import Address
+from kproxy.config.etcd import EtcdOptions
+from kproxy.errors import StartupError
+from kproxy.observe.claims import ClaimRow, ClaimsPage, FreeOrder, FreeOutcome, merge_claims
+
+if TYPE_CHECKING:
+    from kproxy.fencing.keys import OwnKeys
+    from kproxy.fencing.table import Member, TableRow
+    from kproxy.ownership.etcd import EtcdClient, Snapshot, WatchEvent
+
+# Claims that change between two of their pages are read again, this often at most.
+CONSISTENT_READS = 5
+# Addresses of processes that are gone, kept to say whose a claim was.
+MAX_KNOWN_ADDRESSES = 10_000
+
+Told = ClaimsPage | Change | Unanswered
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
+_Asked = TypeVar("_Asked")
+
+
+class Claims(Protocol):
+    """One place to ask. What does not answer is a StartupError."""
+
+    async def page(self, group: str | None) -> ClaimsPage:
+        """All claims, of one group if named."""
+        ...
+
+    async def free(self, order: FreeOrder) -> FreeOutcome:
+        """Free what the order names, all of it."""
+        ...
+
+    def follow(self, group: str | None) -> AsyncGenerator[Told]:
+        """All claims, and then each change, for ever."""
+        ...
+
+
+class AdminClaims:
+    """Of a proxy."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+
+    async def page(self, group: str | None) -> ClaimsPage:
+        return await asyncio.to_thread(_or_startup_error, self._read, group)
+
+    async def free(self, order: FreeOrder) -> FreeOutcome:
+        return await asyncio.to_thread(_or_startup_error, self._free, order)
+
+    async def follow(self, group: str | None) -> AsyncGenerator[Told]:
+        """It is asked again and again: of what comes and goes within WATCH_INTERVAL_S the outcome alone is told."""
+        before: ClaimsPage | None = None
+        while True:
+            try:
+                page = await asyncio.to_thread(self._read, group)
+            except NoAnswer as problem:
+                yield Unanswered(str(problem))
+            else:
+                if before is None:
+                    yield page
+                else:
+                    for change in changes_between(before.claims, page.claims):
+                        yield change
+                before = page
+            await asyncio.sleep(WATCH_INTERVAL_S)
+
+    def _read(self, group: str | None) -> ClaimsPage:
+        """All of it, of one revision where it holds still long enough."""
+        pages: list[ClaimsPage] = []
+        for _ in range(CONSISTENT_READS):
+            pages = [self._ask(ClaimsPage, "/own", {"group": group})]
+            while pages[-1].next is not None:
+                pages.append(self._ask(ClaimsPage, "/own", {"group": group, "after": pages[-1].next}))
+            if len({page.revision for page in pages}) == 1:
+                break
+        return merge_claims(pages)
+
+    def _free(self, order: FreeOrder) -> FreeOutcome:
+        return self._ask(FreeOutcome, "/own/free", order=msgspec.json.encode(order))
+
+    def _ask(
+        self, kind: type[_Struct], path: str, query: dict[str, str | None] | None = None, *, order: bytes | None = None
+    ) -> _Struct:
+        status, body = ask(self._address, path, query, order=order)
+        text = body[:500].decode(errors="replace").strip()
+        if status in (400, 501, 503) and text:
+            raise NoAnswer(f"the proxy with the admin page {self._address} says: {text}.")
+        if status != 200:
+            raise not_ours(self._address, f"status {status}")
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.DecodeError as error:
+            raise not_ours(self._address, error) from error
+
+
+def _or_startup_error(ask_page: Callable[[_Asked], _Struct], asked: _Asked) -> _Struct:
+    try:
+        return ask_page(asked)
+    except NoAnswer as problem:
+        raise StartupError(str(problem)) from problem
+
+
+class EtcdClaims:
+    """Of an etcd, under a prefix."""
+
+    def __init__(self, endpoints: Sequence[str], options: EtcdOptions, prefix: str) -> None:
+        from kproxy.fencing.keys import OwnKeys
+
+        self._endpoints = endpoints
+        self._options = options
+        self._keys: OwnKeys = OwnKeys(prefix)
+
+    async def page(self, group: str | None) -> ClaimsPage:
+        from kproxy.fencing.view import read_table, whole_page
+
+        async with self._client() as client:
+            return whole_page(await read_table(client, self._keys), group)
+
+    async def free(self, order: FreeOrder) -> FreeOutcome:
+        from kproxy.fencing.freeing import free
+
+        async with self._client() as client:
+            return await free(client, self._keys, order)
+
+    async def follow(self, group: str | None) -> AsyncGenerator[Told]:
+        from kproxy.ownership.etcd import PrefixMirror
+
+        async with self._client() as client:
+            watched = _Watched(self._keys, group)
+            mirror = PrefixMirror(client, [self._keys.all], watched)
+            running = asyncio.create_task(mirror.run())
+            try:
+                while not running.done():
+                    if mirror.last_error is not None:
+                        yield Unanswered(str(mirror.last_error))
+                    while watched.told:
+                        yield watched.told.popleft()
+                    watched.news.clear()
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(WATCH_INTERVAL_S):
+                            await watched.news.wait()
+                running.result()
+            finally:
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+
+    @asynccontextmanager
+    async def _client(self) -> AsyncIterator[EtcdClient]:
+        from kproxy.ownership.etcd import EtcdClient, EtcdError
+
+        client = EtcdClient(self._endpoints, self._options)
+        try:
+            await client.connect()
+            yield client
+        except EtcdError as error:
+            raise StartupError(str(error)) from error
+        finally:
+            await client.close()
+
+
+class _Watched:
+    """Turns what the mirror tells into `told`, which is as long as what one turn of the event loop brings."""
+
+    def __init__(self, keys: OwnKeys, group: str | None) -> None:
+        from kproxy.fencing.table import OwnTable
+
+        self.told: deque[ClaimsPage | Change] = deque()
+        self.news = asyncio.Event()
+        self._table = OwnTable(keys)
+        self._group = group
+        self._addresses: dict[str, str] = {}
+
+    def on_restored(self) -> None:
+        self._table.listener = None
+        self._table.on_restored()
+
+    def on_snapshot(self, snapshot: Snapshot) -> None:
+        from kproxy.fencing.view import whole_page
+
+        is_first = self._table.listener is None
+        self._table.on_snapshot(snapshot)
+        if is_first:
+            self._table.listener = self
+            for name, member in self._table.members.items():
+                self.member_put(name, member)
+            self.told.append(whole_page(self._table, self._group))
+        self.news.set()
+
+    def on_events(self, events: list[WatchEvent], revision: int) -> None:
+        self._table.on_events(events, revision)
+        self.news.set()
+
+    # What the table tells
+
+    def claim_put(self, row: TableRow, before: TableRow | None) -> None:
+        whole = self._table.whole(row.group)
+        self._tell(row, change_by_put(self._row(row), self._row_or_none(before), self._row_or_none(whole)))
+
+    def claim_gone(self, row: TableRow, revision: int) -> None:
+        whole = self._table.whole(row.group)
+        self._tell(row, change_by_end(self._row(row), self._row_or_none(whole)))
+
+    def member_put(self, name: str, member: Member) -> None:
+        from kproxy.fencing.view import address_of
+
+        if len(self._addresses) >= MAX_KNOWN_ADDRESSES:
+            self._addresses.clear()
+        self._addresses[name] = address_of(member)
+
+    def member_gone(self, member: str, rows: Sequence[TableRow], revision: int) -> None:
+        """Its address is remembered: a lease that ends takes the entry of its process away before its claims."""
+
+    def batch_told(self) -> None:
+        """Each change has been."""
+
+    def restored(self) -> None:
+        """A snapshot follows, which is told as it is."""
+
+    def _tell(self, row: TableRow, change: Change) -> None:
+        if self._group in (None, row.group):
+            self.told.append(change)
+
+    def _row(self, row: TableRow) -> ClaimRow:
+        from kproxy.fencing.view import claim_row
+
+        found = claim_row(row, self._table.members)
+        return found if found.address else msgspec.structs.replace(found, address=self._addresses.get(found.proxy, ""))
+
+    def _row_or_none(self, row: TableRow | None) -> ClaimRow | None:
+        return None if row is None else self._row(row)

@@ -1,0 +1,194 @@
+"""How claims look: a box on a terminal, plain columns for anything else, and a line for each change."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import click
+import msgspec
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from kproxy.cli.columns import echo_columns
+from kproxy.cli.own_changes import Change
+from kproxy.cli.table_view import MAX_BOXED_ROWS
+from kproxy.observe.claims import (
+    WHOLE_GROUP_TEXT,
+    ClaimRow,
+    ClaimsPage,
+    FreeOrder,
+    FreeOutcome,
+    MemberRow,
+)
+
+HEADINGS = ("group", "resource", "generation", "fence", "client", "proxy", "connection", "since")
+_RIGHT = ("generation", "fence", "connection", "since")
+_UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"))
+NO_ADDRESS = "-"
+
+
+def show(page: ClaimsPage, now_s: float | None = None) -> None:
+    """Print it; `now_s` is the time of day, in seconds since 1970."""
+    now_ms = int(1000 * (time.time() if now_s is None else now_s))
+    rows = [_cells(claim, now_ms) for claim in page.claims]
+    if sys.stdout.isatty() and len(rows) <= MAX_BOXED_ROWS:
+        Console().print(_boxed(page, rows))
+        return
+    click.echo(f"# {headline(page)}")
+    click.echo(f"# {members_line(page)}")
+    echo_columns(HEADINGS, rows)
+
+
+def show_first(page: ClaimsPage, as_json: bool) -> None:
+    """What is owned when a watch begins; in JSON as if each claim were a change."""
+    if not as_json:
+        show(page)
+        return
+    for claim in page.claims:
+        click.echo(msgspec.json.encode(Change("is owned", claim)))
+
+
+def show_change(change: Change, as_json: bool, now_s: float | None = None) -> None:
+    """Print it, with the time of day."""
+    if as_json:
+        click.echo(msgspec.json.encode(change))
+    else:
+        click.echo(f"{time.strftime('%H:%M:%S', time.localtime(now_s))} {describe(change)}")
+
+
+def show_freed(order: FreeOrder, outcomes: Sequence[FreeOutcome], as_json: bool) -> int:
+    """Print what came of an order, in as many steps as it took; the exit status."""
+    if as_json:
+        freed = [claim for outcome in outcomes for claim in outcome.freed]
+        click.echo(msgspec.json.format(msgspec.json.encode(freed), indent=2).decode())
+    problems = []
+    for outcome in outcomes:
+        for claim in () if as_json else outcome.freed:
+            click.echo(f"{place(claim)} is free: {who(claim)} is severed")
+        for resource in outcome.missing:
+            owner = (
+                f", but the whole group is owned by {who(outcome.whole)}: free that with --all" if outcome.whole else ""
+            )
+            problems.append(f"nobody owns {resource_text(resource)} of group {printable(order.group)}{owner}")
+        problems += [
+            f"{resource_text(resource)} of group {printable(order.group)} has got another owner just now, who keeps it"
+            for resource in outcome.changed
+        ]
+    if order.resources is None and not any(outcome.freed or outcome.changed for outcome in outcomes):
+        problems.append(f"nobody owns anything of group {printable(order.group)}")
+    for problem in problems:
+        click.echo(f"kproxy: {problem}.", err=True)
+    return int(bool(problems))
+
+
+def headline(page: ClaimsPage) -> str:
+    """How much is owned, in one line."""
+    count, groups = len(page.claims), len({claim.group for claim in page.claims})
+    if not count:
+        return f"revision {page.revision}, nobody owns anything"
+    return f"revision {page.revision}, {_number(count, 'claim')} in {_number(groups, 'group')}"
+
+
+def members_line(page: ClaimsPage) -> str:
+    """Through whom can be owned, and who keeps claims waiting, in one line."""
+    if not page.members:
+        return "no proxy offers the Own API"
+    processes = Counter(_shown_member(member, page.claims) for member in page.members)
+    named = [each if count == 1 else f"{each} ({count} processes)" for each, count in sorted(processes.items())]
+    addresses = len({member.address for member in page.members})
+    return f"{addresses} {'proxy offers' if addresses == 1 else 'proxies offer'} the Own API: {', '.join(named)}"
+
+
+def _shown_member(member: MemberRow, claims: Iterable[ClaimRow]) -> str:
+    # A process confirms what came through others; of its own it knows.
+    last = max((claim.fence for claim in claims if claim.proxy != member.proxy), default=0)
+    waits = []
+    if member.seen < last:
+        waits.append(f"has confirmed no claim since revision {member.seen}")
+    if member.unsettled:
+        waits.append(f"{_number(member.unsettled, 'partition')} not settled")
+    return f"{member.address} [{'; '.join(waits)}]" if waits else member.address
+
+
+def describe(change: Change) -> str:
+    """In one line."""
+    claim, before = change.claim, change.before
+    which = f"generation {claim.generation}, fence {claim.fence}"
+    match change.change:
+        case "taken over" if before is not None and before.resource and not claim.resource:
+            return f"{place(before)} taken over with the whole group by {who(claim)} from {who(before)}, {which}"
+        case "taken over" if before is not None:
+            return f"{place(claim)} taken over by {who(claim)} from {who(before)}, {which}"
+        case "raised" | "reset":
+            return f"{place(claim)} {change.change} by {who(claim)}, {which}"
+        case "freed":
+            return f"{place(claim)} freed, it was owned by {who(claim)}, {which}"
+        case "is owned":
+            return f"{place(claim)} is owned by {who(claim)}, {which}"
+        case _:
+            return f"{place(claim)} claimed by {who(claim)}, {which}"
+
+
+def place(claim: ClaimRow) -> str:
+    return f"{printable(claim.group)} {resource_text(claim.resource)}"
+
+
+def resource_text(resource: str) -> str:
+    return printable(resource) or WHOLE_GROUP_TEXT
+
+
+def who(claim: ClaimRow) -> str:
+    """The owner, for a sentence."""
+    client = printable(claim.client) or "a client"
+    return f"{client} (connection {claim.connection} of {claim.address or 'a proxy that is gone'})"
+
+
+def printable(text: str) -> str:
+    """Names are whatever clients say: what would move a terminal's cursor is not handed on to it."""
+    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
+
+
+def age(since_ms: int, now_ms: int) -> str:
+    """How long ago, in words of one unit."""
+    seconds = max(0, now_ms - since_ms) // 1000
+    for length, unit in _UNITS:
+        if seconds >= 2 * length:
+            return f"{seconds // length} {unit}"
+    return f"{seconds} s"
+
+
+def _cells(claim: ClaimRow, now_ms: int) -> tuple[str, ...]:
+    return (
+        printable(claim.group),
+        resource_text(claim.resource),
+        str(claim.generation),
+        str(claim.fence),
+        printable(claim.client) or "-",
+        claim.address or NO_ADDRESS,
+        str(claim.connection),
+        age(claim.since, now_ms) if claim.since else "-",
+    )
+
+
+def _boxed(page: ClaimsPage, rows: Iterable[tuple[str, ...]]) -> Group:
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in HEADINGS:
+        grid.add_column(heading, justify="right" if heading in _RIGHT else "left", overflow="fold")
+    previous = ""
+    for group, *rest in rows:
+        grid.add_row(Text(group if group != previous else ""), *map(Text, rest))
+        previous = group
+    members = Text(members_line(page), style="dim")
+    if not page.claims:
+        hint = Text("`kproxy own claim GROUP RESOURCE` claims something.", style="dim")
+        return Group(Text(headline(page), style="bold"), hint, members)
+    return Group(Text(headline(page), style="bold"), grid, members)
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
