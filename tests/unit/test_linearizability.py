@@ -14,7 +14,9 @@ from tests.support.linearizability import NEVER, UNKNOWN, Model, Operation, Unde
 
 
 class Register:
-    """("write", value) -> "ok", ("read",) -> value, ("swap", value) -> the value before; it begins with 0."""
+    """("write", value) -> "ok", ("read",) -> value, ("swap", value) -> the value before, ("clear", value) -> "ok" while
+    it has that value; it begins with 0.
+    """
 
     initial = 0
 
@@ -22,6 +24,8 @@ class Register:
         what, *value = operation.input
         if what == "read":
             return [state] if operation.output in (UNKNOWN, state) else []
+        if what == "clear":
+            return [0] if [state] == value else []
         if what == "swap" and operation.output not in (UNKNOWN, state):
             return []
         return value
@@ -48,6 +52,7 @@ GOOD = {
     "and the other way round": [write(0, 5, 1), write(1, 6, 2), read(7, 8, 1)],
     "a write that never returned takes effect late": [write(0, NEVER, 5), read(10, 11, 0), read(12, 13, 5)],
     "or never": [write(0, NEVER, 5), read(10, 11, 0)],
+    "what never returned may have been impossible": [write(0, 1, 5), Operation("c", 2, NEVER, ("clear", 6))],
     "who was told nothing may still have done it": [write(0, 1, 5)._replace(output=UNKNOWN), read(2, 3, 5)],
     "a read that never returned": [write(0, 1, 5), read(0, NEVER, None)],
 }
