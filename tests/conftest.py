@@ -10,6 +10,7 @@ from tests.support.dev import KproxyProcess, dev_arguments, serving
 
 pytest_plugins = [
     "tests.support.rules",
+    "tests.support.lanes",
     "tests.support.etcd",
     "tests.support.etcd_cluster",
     "tests.support.reference_broker",
