@@ -21,7 +21,8 @@ import structlog
 from rich.console import Console
 from rich.table import Table
 
-from bench.acks_cluster import BROKERS, DIRECT, PARTITIONS, VIA_PROXY, WAYS, Cluster, Topic, cluster
+from bench.acks_cluster import DIRECT, PARTITIONS, VIA_PROXY, WAYS, Cluster, Topic, cluster
+from bench.brokers import BROKERS
 from bench.java_load import RECORD_BYTES
 from bench.replicas import LagWatch, Settled, wait_settled
 from bench.table import judged

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,15 +11,14 @@ from typing import Any, NamedTuple
 from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec  # type: ignore[attr-defined]
 
+from bench.brokers import PREFIX, brokers
 from bench.java_load import JavaLoad, java_load
-from bench.processes import child, cpu_seconds, first_line
+from bench.processes import cpu_seconds
 from bench.replicas import Replicas
 from bench.table import serve
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 
-BROKERS = 3
 PARTITIONS = 6
-PREFIX = "/kafscale"
 WAYS = VIA_PROXY, DIRECT = "kproxy", "direct"
 ADMIN_TIMEOUT_S = 30.0
 
@@ -43,16 +41,9 @@ def cluster(etcd: EmbeddedEtcd, directory: Path) -> Iterator[Cluster]:
     """Brokers, proxy and load. Raises StartupError."""
     with contextlib.ExitStack() as stack:
         java = stack.enter_context(java_load(directory))
-        data_dirs = {number: directory / f"broker-{number}" for number in range(1, BROKERS + 1)}
-        kproxy = (sys.executable, "-m", "kproxy", "--log-level", "error")
-        brokers = []
-        for number, data_dir in data_dirs.items():
-            options = ("--node-id", str(number), "--data-dir", str(data_dir), "--etcd", etcd.endpoint)
-            brokers.append(stack.enter_context(child(*kproxy, "broker", *options, "--prefix", PREFIX)))
-        addresses = ",".join(first_line(broker).partition("kafka=")[2].split()[0] for broker in brokers)
+        addresses, broker_pids, data_dirs = stack.enter_context(brokers(etcd, directory))
         proxy, port, _ = stack.enter_context(serve(etcd.endpoint, PREFIX))
-        pids = {"kproxy": [proxy.pid], "brokers": [each.pid for each in brokers], "etcd": [etcd.pid]}
-        pids["java"] = [java.pid]
+        pids = {"kproxy": [proxy.pid], "brokers": broker_pids, "etcd": [etcd.pid], "java": [java.pid]}
         admin = AdminClient({"bootstrap.servers": addresses, "log_level": 2})
         yield Cluster(java, {VIA_PROXY: f"127.0.0.1:{port}", DIRECT: addresses}, pids, admin, data_dirs)
 

@@ -1,7 +1,7 @@
 """A broker that keeps nothing: every produce request is answered at once with success.
 
-What a proxy costs is measured in front of these, so that the brokers' own work is not in the way. One process each;
-prints its port.
+What a proxy costs is measured in front of these, so that the brokers' own work is not in the way. Fences it takes, and
+forgets. One process each; prints its port.
 """
 
 from __future__ import annotations
@@ -13,10 +13,18 @@ from typing import cast
 
 import uvloop
 
-from codec.api_keys import API_VERSIONS, PRODUCE
+from codec.api_keys import API_VERSIONS, BIND_FENCES, PRODUCE
 from codec.control import build_response, encode_response
+from codec.error_codes import NONE
 from codec.framing import FrameReader, ReceiveArena
-from codec.headers import RESPONSE_CORRELATION_ID_OFFSET, RequestHeader, parse_request_header, response_header
+from codec.headers import (
+    RESPONSE_CORRELATION_ID_OFFSET,
+    RequestHeader,
+    frame_message,
+    parse_request_header,
+    response_header,
+)
+from codec.own import BIND_FENCES_VERSION, BoundFence, encode_bind_fences_response, parse_bind_fences_request
 from codec.partitioned import encode_topics, with_length
 from codec.produce import parse_produce
 from codec.produce_response import PRODUCE_API, result_entry
@@ -48,6 +56,8 @@ class NullBroker(asyncio.BufferedProtocol):
         header = parse_request_header(frame)
         if header.api_key == API_VERSIONS:
             return _versions(header)
+        if header.api_key == BIND_FENCES:
+            return _bound(frame, header)
         request = parse_produce(frame, header)
         shape = (header.api_version, *((topic.name, *topic.partitions) for topic in request.topics))
         known = self.answers.get(shape)
@@ -77,9 +87,18 @@ class NullBroker(asyncio.BufferedProtocol):
 
 def _versions(header: RequestHeader) -> bytearray:
     served = [{"api_key": key, "min_version": 0, "max_version": 99} for key in (API_VERSIONS, PRODUCE)]
+    served.append({"api_key": BIND_FENCES, "min_version": BIND_FENCES_VERSION, "max_version": BIND_FENCES_VERSION})
     body = encode_response(build_response(API_VERSIONS, header.api_version, api_keys=served))
     head = response_header(header.api_key, header.api_version, header.correlation_id)
     return bytearray(b"".join(with_length([head, body])))
+
+
+def _bound(frame: memoryview, header: RequestHeader) -> bytearray:
+    asked = parse_bind_fences_request(frame, header)
+    body = encode_bind_fences_response(
+        [BoundFence(each.topic, each.partition_index, NONE, each.fence) for each in asked]
+    )
+    return bytearray(frame_message(response_header(BIND_FENCES, header.api_version, header.correlation_id), body))
 
 
 async def main() -> None:

@@ -90,9 +90,9 @@ async def etcd_with(shape: Shape) -> AsyncIterator[tuple[EmbeddedEtcd, EtcdClien
 
 
 @contextlib.contextmanager
-def serve(endpoint: str, prefix: str) -> Any:
-    """(process, Kafka port, admin port) of a real proxy that has loaded its table."""
-    arguments = ("--ownership", "etcd", "--etcd", endpoint, "--prefix", prefix)
+def serve(endpoint: str, prefix: str, *more: str) -> Any:
+    """(process, Kafka port, admin port) of a real proxy that has loaded its table; `more` are flags of its own."""
+    arguments = ("--ownership", "etcd", "--etcd", endpoint, "--prefix", prefix, *more)
     addresses = ("--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0")
     with child(sys.executable, "-m", "kproxy", "--log-level", "error", "serve", *arguments, *addresses) as process:
         ready = dict(part.split("=", 1) for part in first_line(process).split()[1:])

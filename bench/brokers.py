@@ -1,0 +1,39 @@
+"""Three reference brokers, each a process of its own, on one etcd."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.processes import child, first_line
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
+
+BROKERS = 3
+PREFIX = "/kafscale"
+
+
+class Brokers(NamedTuple):
+    """`addresses` is a bootstrap list; `data_dirs` where each broker's logs are, by its id."""
+
+    addresses: str
+    pids: list[int]
+    data_dirs: dict[int, Path]
+
+
+@contextlib.contextmanager
+def brokers(etcd: EmbeddedEtcd, directory: Path) -> Iterator[Brokers]:
+    """Brokers that serve, with their data under `directory`."""
+    with contextlib.ExitStack() as stack:
+        data_dirs = {number: directory / f"broker-{number}" for number in range(1, BROKERS + 1)}
+        command = (sys.executable, "-m", "kproxy", "--log-level", "error", "broker", "--etcd", etcd.endpoint)
+        processes = [
+            stack.enter_context(
+                child(*command, "--node-id", str(number), "--data-dir", str(data_dir), "--prefix", PREFIX)
+            )
+            for number, data_dir in data_dirs.items()
+        ]
+        addresses = ",".join(first_line(process).partition("kafka=")[2].split()[0] for process in processes)
+        yield Brokers(addresses, [process.pid for process in processes], data_dirs)
