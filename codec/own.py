@@ -150,7 +150,7 @@ def parse_own_response(frame: Buffer, api_version: int) -> OwnResponse:
     def read(buffer: Buffer, offset: int, limit: int) -> tuple[OwnedResource, int]:
         return _read_owned_resource(buffer, offset, limit, with_fence=with_fence)
 
-    resources, offset = _read_array(frame, offset, limit, read, least_bytes=12)
+    resources, offset = _read_array(frame, offset, limit, read, least_bytes=20 if with_fence else 12)
     expect_end(memoryview(frame), skip_tagged_fields(frame, offset, limit))
     return OwnResponse(error_code, group, resources or (), throttle_time_ms)
 

@@ -12,7 +12,7 @@ values that make no sense raise ValueError.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple, TypeVar
 from urllib.parse import quote, unquote
 
 import msgspec
@@ -20,14 +20,17 @@ import msgspec
 from codec.own import MAX_NAME_BYTES, WHOLE_GROUP
 
 _WHOLE: Final = "*"
+_MAX_INT64: Final = (1 << 63) - 1
+_Natural = Annotated[int, msgspec.Meta(ge=0, le=_MAX_INT64)]
+_Value = TypeVar("_Value", bound=msgspec.Struct)
 
 
 class ClaimValue(msgspec.Struct, frozen=True):
     """`connection` is a number within the process `proxy`; `client` is for people; `since` is in ms since 1970."""
 
     proxy: str
-    connection: int
-    generation: int
+    connection: _Natural
+    generation: Annotated[int, msgspec.Meta(ge=1, le=_MAX_INT64)]
     client: str = ""
     since: int = 0
 
@@ -40,8 +43,8 @@ class MemberValue(msgspec.Struct, frozen=True):
     """
 
     host: str
-    port: int
-    seen: int = 0
+    port: Annotated[int, msgspec.Meta(ge=0, le=65_535)]
+    seen: _Natural = 0
     unsettled: list[tuple[str, int]] = []
 
 
@@ -76,7 +79,7 @@ class OwnKeys(NamedTuple):
     def parse_claim(self, key: str) -> tuple[str, str]:
         """The group and the resource, WHOLE_GROUP for all of them."""
         group, slash, resource = key.removeprefix(self.claims).partition("/")
-        if not slash or not resource or "/" in resource:
+        if not slash or not group or not resource:
             raise ValueError(f"{key!r} names no group and resource")
         found = _unquoted(group), WHOLE_GROUP if resource == _WHOLE else _unquoted(resource)
         if self.claim(*found) != key:
@@ -96,8 +99,15 @@ def encode_value(value: msgspec.Struct) -> bytes:
 
 
 def decode_claim(value: bytes) -> ClaimValue:
-    return msgspec.json.decode(value, type=ClaimValue)
+    return _decode(value, ClaimValue)
 
 
 def decode_member(value: bytes) -> MemberValue:
-    return msgspec.json.decode(value, type=MemberValue)
+    return _decode(value, MemberValue)
+
+
+def _decode(value: bytes, kind: type[_Value]) -> _Value:
+    try:
+        return msgspec.json.decode(value, type=kind)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"no {kind.__name__}: {error}") from error

@@ -1,8 +1,9 @@
 """What a claim comes to, given who owns what: the table of the Kafka wiki's "Single Reader/Writer", as pure decisions.
 
 A claim of a whole group stands beside the claims of its resources and conflicts with each of them. Of two that conflict
-the later one, by fence, is in force; `in_force` says which claims are. There is one decision for each resource that is
-asked for, and nothing here knows how it is carried out.
+the later one, by fence, is in force; `in_force` says which claims are, `latest` which of the two counts for a resource.
+That is so for two of one connection as well: who has a whole group and resets one resource has that one with generation
+1 from then on. There is one decision for each resource that is asked for, and nothing here knows how it is carried out.
 """
 
 from __future__ import annotations
@@ -50,22 +51,23 @@ def in_force(claim: Claim | None, whole: Claim | None) -> Claim | None:
     return None
 
 
+def latest(claim: Claim | None, whole: Claim | None) -> Claim | None:
+    """What counts for a resource of the claim of its own and that of the whole group: who has it, how, since when."""
+    if claim is None or whole is None:
+        return claim or whole
+    return claim if claim.fence > whole.fence else whole
+
+
 def decide(asker: Owner, generation: int, claim: Claim | None, whole: Claim | None) -> Decision:
     """What becomes of asking for one resource with `generation`, where `claim` and `whole` stand."""
     if generation < 0:
         return Decision(INVALID_REQUEST)
-    claim = in_force(claim, whole)
-    if claim is not None and whole is not None and claim.owner != whole.owner:
-        # It was taken out of the whole, which its owner has lost.
-        whole = None
-    standing = [each for each in (claim, whole) if each is not None]
-    if generation == RESET or not standing:
+    standing = latest(claim, whole)
+    if generation == RESET or standing is None:
         return Decision(NONE, FIRST_GENERATION, is_new=True)
-    highest = max(each.generation for each in standing)
-    if highest > generation:
+    if standing.generation > generation:
         return _FENCED
-    is_same = highest == generation and standing[0].owner == asker
-    return Decision(NONE, generation, is_new=not is_same)
+    return Decision(NONE, generation, is_new=standing.owner != asker or standing.generation != generation)
 
 
 def decide_whole(asker: Owner, claims: Iterable[Claim], whole: Claim | None) -> Decision:
