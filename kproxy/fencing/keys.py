@@ -2,7 +2,8 @@
 
     {prefix}/kproxy/own/{group}/{resource}   {"proxy": id, "connection": n, "generation": n, "client": text, "since": n}
     {prefix}/kproxy/own/{group}/*            the same, for the whole group
-    {prefix}/kproxy/own-proxies/{id}         {"host": h, "port": p, "seen": revision, "unsettled": [[topic, partition]]}
+    {prefix}/kproxy/own-proxies/{id}         {"host": h, "port": p, "seen": revision, "unsettled": [[topic, partition]],
+                                              "writer_groups": {topic: group}}
 
 All of them stand on the lease of the process that made them; its id is the lease's, in hexadecimal. Groups and
 resources are percent-encoded, so that neither holds a slash, and no resource is called `*`. What all keys begin with
@@ -46,6 +47,7 @@ class MemberValue(msgspec.Struct, frozen=True):
     port: Annotated[int, msgspec.Meta(ge=0, le=65_535)]
     seen: _Natural = 0
     unsettled: list[tuple[str, int]] = []
+    writer_groups: dict[str, str] = {}
 
 
 class OwnKeys(NamedTuple):

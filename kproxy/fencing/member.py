@@ -21,7 +21,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import structlog
 
@@ -55,6 +55,7 @@ class OwnMember:
         *,
         ttl_s: int,
         clock: Clock,
+        writer_groups: Mapping[str, str],
         state: Callable[[], tuple[int, list[tuple[str, int]]]],
         on_entered: Callable[[], None],
         on_lost: Callable[[str], None],
@@ -64,6 +65,7 @@ class OwnMember:
         self._address = (host, port)
         self._ttl_s = ttl_s
         self._clock = clock
+        self._writer_groups = dict(writer_groups)
         self._state = state
         self._on_entered = on_entered
         self._on_lost = on_lost
@@ -119,7 +121,7 @@ class OwnMember:
 
     async def _put(self) -> None:
         seen, unsettled = self._state()
-        value = encode_value(MemberValue(*self._address, seen, unsettled))
+        value = encode_value(MemberValue(*self._address, seen, unsettled, self._writer_groups))
         await self._client.put(self._keys.member(self.name), value, lease_id=self.lease_id)
 
     async def _stay(self) -> None:

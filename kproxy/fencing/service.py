@@ -50,6 +50,8 @@ LOOK_INTERVAL_S: Final = 0.5
 # A process that ends does not wait longer for etcd to hear of it: its claims end with its lease.
 FREE_TIMEOUT_S: Final = 2.0
 MAX_UNRELEASED: Final = 10_000
+# Topics in one line of the log.
+MAX_NAMED: Final = 5
 
 log = structlog.get_logger(__name__)
 
@@ -102,6 +104,9 @@ class OwnService:
         self.table.listener = self
         self.settlement = settlement
         self.gated = {topic.encode(): group for topic, group in writer_groups.items()}
+        self._writer_groups = dict(writer_groups)
+        # Members that were told of other writer groups than this one.
+        self._differing: set[str] = set()
         self.release: Callable[[Release], None] = lambda release: None
         self.partitions_of: Callable[[str], Collection[int]] = lambda topic: ()
         self.has_fences: Callable[[], bool] = lambda: False
@@ -116,6 +121,7 @@ class OwnService:
             port,
             ttl_s=ttl_s,
             clock=clock,
+            writer_groups=writer_groups,
             state=lambda: (self.table.revision, self.settlement.unsettled()),
             on_entered=self._release_left_over,
             on_lost=self._lease_lost,
@@ -344,13 +350,27 @@ class OwnService:
 
     def member_put(self, name: str, member: Member) -> None:
         """What it confirms is looked at by those who wait for it."""
-        if name != self._member.name:
-            self.settlement.note_member(name, member.seen, member.unsettled)
+        if name == self._member.name:
+            return
+        self.settlement.note_member(name, member.seen, member.unsettled)
+        if name not in self._differing and member.writer_groups != self._writer_groups:
+            # It lets others write than this process does: a mistake that shows nowhere else.
+            self._differing.add(name)
+            log.error(
+                "another proxy has other writer groups: give all proxies of one etcd the same --writer-group",
+                proxy=f"{member.host}:{member.port}",
+                differ=sorted(
+                    topic
+                    for topic in {*member.writer_groups, *self._writer_groups}
+                    if member.writer_groups.get(topic) != self._writer_groups.get(topic)
+                )[:MAX_NAMED],
+            )
 
     def member_gone(self, member: str, rows: Sequence[TableRow], revision: int) -> None:
         """A process has ended or lost its lease: what it held was freed by that, and what it sent may be under way."""
         if member == self._member.name:
             self._member.entry_gone(member)
+        self._differing.discard(member)
         self.settlement.note_member_gone(member, [(row.group, row.resource) for row in rows])
         if not self._member.is_live():
             partitions = (each for row in rows for each in self._gated_partitions(row.group, row.resource))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
 
 import structlog
@@ -46,13 +47,14 @@ class TableRow(NamedTuple):
 
 
 class Member(NamedTuple):
-    """A process that holds claims for its clients; `seen` and `unsettled` as in `keys.MemberValue`."""
+    """A process that holds claims for its clients; `seen`, `unsettled`, `writer_groups` as in `keys.MemberValue`."""
 
     host: str
     port: int
     seen: int
     unsettled: frozenset[tuple[str, int]]
     create_revision: int
+    writer_groups: Mapping[str, str] = MappingProxyType({})
 
 
 class TableListener(Protocol):
@@ -201,7 +203,14 @@ class OwnTable:
 
     def _member_put(self, kv: KeyValue) -> None:
         name, value = kv.key.removeprefix(self.keys.members), decode_member(kv.value)
-        member = Member(value.host, value.port, value.seen, frozenset(value.unsettled), kv.create_revision)
+        member = Member(
+            value.host,
+            value.port,
+            value.seen,
+            frozenset(value.unsettled),
+            kv.create_revision,
+            MappingProxyType(value.writer_groups),
+        )
         self.members[name] = member
         if self.listener is not None:
             self.listener.member_put(name, member)
