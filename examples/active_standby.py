@@ -1,10 +1,10 @@
 """Two writers of one partition, of which never more than one gets through.
 
-Start it in two terminals with the same arguments. One becomes active and writes numbered records, one after another. The
-other stands by: it asks for the partition again and again and takes nothing from the active one. When the active one
-ends, or is killed (kill -9), the other becomes active, looks where the log ends and goes on with the next number. When
-the active one stands still (kill -STOP) it stays the owner, as it may wake up (kill -CONT) at any time: start a third
-with --take-over, which claims with a higher generation. Whatever the one that stood still then tries to write is
+Start it in two terminals with the same arguments. One becomes active and writes numbered records, one after another.
+The other stands by: it asks for the partition again and again and takes nothing from the active one. When the active
+one ends, or is killed (kill -9), the other becomes active, looks where the log ends and goes on with the next number.
+When the active one stands still (kill -STOP) it stays the owner, as it may wake up (kill -CONT) at any time: start a
+third with --take-over, which claims with a higher generation. Whatever the one that stood still then tries to write is
 refused; it says so and stands by.
 
     kproxy dev --writer-group orders=writers

@@ -162,6 +162,9 @@ class AioOwn:
         ends = [asyncio.ensure_future(end) for each in closed if (end := each._closed_fut) is not None]
         if ends:
             await asyncio.wait(ends, timeout=_CLOSE_TIMEOUT_S)
+        if self._producer is None:
+            # Its fetches have failed, and the consumer's stop() would raise CancelledError in the pause after that.
+            await asyncio.sleep(2 * self._kafka._retry_backoff)
 
 
 class _Gate:

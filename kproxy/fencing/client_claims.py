@@ -40,7 +40,8 @@ from kproxy.fencing.rules import FIRST_GENERATION, RESET
 
 _ASK_AGAIN_S = 0.1
 _TRY_AGAIN_S = 0.25
-_PING_TIMEOUT_S = 5.0
+# Of `check_every_s`: how long an answer may take when nothing else is under way.
+_PING_PATIENCE = 2
 _LOOKS_AT_LEADERS = 3
 _RETRIABLE = (REQUEST_TIMED_OUT, COORDINATOR_NOT_AVAILABLE)
 
@@ -261,7 +262,7 @@ class Claimant(Generic[ConnectionT]):
         for connection in _distinct(each.connection for each in self._held.values()):
             if self._driver.is_open(connection) and not self._driver.is_busy(connection):
                 try:
-                    await self._driver.ping(connection, _PING_TIMEOUT_S)
+                    await self._driver.ping(connection, _PING_PATIENCE * self.plan.check_every_s)
                 except ConnectionLost:
                     self._driver.shut(connection)
         moved = self._elsewhere()

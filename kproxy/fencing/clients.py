@@ -32,7 +32,8 @@ What happens when it is lost, because somebody took over, or because the connect
     From then on whatever the client would send to produce or fetch fails, its own resends too; what it had sent without
     having been answered may have been written, or not. A producer that has been severed is of no use any more, as the
     sequence of an idempotent one is broken: close it and make a new one.
-    A connection that is cut without a word is found out within `check_every_s` and five seconds more.
+    A connection that is cut without a word, or whose proxy stands still, is found out within three times
+    `check_every_s`.
 
 Claiming again: not unless `reclaim=True`
     Then a lost connection is opened again, and what the client would send waits until it is claimed once more, with the

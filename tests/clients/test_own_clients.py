@@ -1,0 +1,401 @@
+"""Stock aiokafka clients that own what they write and read, through two proxies: `own` of kproxy.fencing.clients."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import aiokafka  # type: ignore[import-untyped]
+import pytest
+from aiokafka.errors import PolicyViolationError  # type: ignore[import-untyped]
+
+from codec.error_codes import FENCED_INSTANCE_ID
+from kproxy.fencing.clients import OwnNotOffered, OwnRefused, Severed, own
+from tests.support.owned_topics import PARTITIONS, WRITERS, OwnedTopics
+
+PATIENCE_S = 15.0
+CHECK_EVERY_S = 0.5
+SOME_TIME_S = 0.3
+
+
+@asynccontextmanager
+async def producers(site: OwnedTopics, count: int = 2, **settings: Any) -> AsyncIterator[list[Any]]:
+    async with AsyncExitStack() as stack:
+        found = []
+        for number in range(count):
+            producer = aiokafka.AIOKafkaProducer(
+                bootstrap_servers=site.bootstrap, client_id=f"writer-{number}", acks="all", **settings
+            )
+            await producer.start()
+            stack.push_async_callback(producer.stop)
+            found.append(producer)
+        yield found
+
+
+async def write(producer: Any, topic: str, value: bytes, partition: int = 0) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        await producer.send_and_wait(topic, value, partition=partition)
+
+
+async def leaders(producer: Any, topic: str) -> list[int]:
+    """Whom the client has been told of, by partition."""
+    await producer.client.force_metadata_update()
+    return [
+        producer.client.cluster.leader_for_partition(aiokafka.TopicPartition(topic, each)) for each in range(PARTITIONS)
+    ]
+
+
+async def eventually(holds: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not await holds():
+            await asyncio.sleep(0.02)
+
+
+async def until_severed(owning: Any) -> None:
+    async with owning:
+        await asyncio.sleep(PATIENCE_S)
+
+
+async def _is_owned(producer: Any, resource: str) -> bool:
+    try:
+        async with own(producer, WRITERS, [resource], 1):
+            return False
+    except OwnRefused:
+        return True
+
+
+async def is_free(producer: Any, *resources: str) -> bool:
+    """Whether nobody owns any of them: what nobody owns is granted with generation 1, whatever is asked for."""
+    async with own(producer, WRITERS, resources, 1, cancels_body=False) as ownership:
+        return set(ownership.generations.values()) == {1}
+
+
+async def test_claims_stand_on_the_connections_that_the_producer_writes_on(owned_topics: OwnedTopics) -> None:
+    topic = owned_topics.topic()
+    async with producers(owned_topics) as (owner, other):
+        await other.partitions_for(topic)
+        resources = [(topic, each) for each in range(PARTITIONS)]
+        async with own(owner, WRITERS, resources, 3) as ownership:
+            assert ownership.is_valid
+            assert ownership.generations == {f"{topic}/{each}": 3 for each in range(PARTITIONS)}
+            assert min(ownership.fences.values()) > 0
+            assert len(set(await leaders(owner, topic))) == 2, "both proxies hold some of them"
+            for partition in range(PARTITIONS):
+                await write(owner, topic, b"owned", partition)
+                with pytest.raises(PolicyViolationError):
+                    await write(other, topic, b"not owned", partition)
+        assert not ownership.is_valid
+        assert ownership.severed is None
+        with pytest.raises(PolicyViolationError):
+            await write(owner, topic, b"not any more")
+    assert owned_topics.log(topic) == [b"owned"]
+
+
+async def test_what_was_owned_is_free_when_the_block_has_been_left(owned_topics: OwnedTopics) -> None:
+    topic = owned_topics.topic()
+    async with producers(owned_topics) as (first, second):
+        async with own(first, WRITERS, [f"{topic}/0", "a job"], 7):
+            sent = await first.send(topic, b"what is left is sent", partition=0)
+        assert (await sent).offset == 0
+        await eventually(lambda: is_free(second, f"{topic}/0", "a job"))
+
+
+async def test_what_was_sent_before_does_not_travel_under_the_claim(owned_topics: OwnedTopics) -> None:
+    topic = owned_topics.topic()
+    async with producers(owned_topics, 1, linger_ms=1_000) as (producer,):
+        before = await producer.send(topic, b"before", partition=0)
+        async with own(producer, WRITERS, [f"{topic}/0"], 1):
+            assert before.done()
+            assert isinstance(before.exception(), PolicyViolationError)
+            within = await producer.send(topic, b"within", partition=0)
+        assert (await within).offset == 0
+    assert owned_topics.log(topic) == [b"within"]
+
+
+async def test_a_severed_writer_is_told_at_once_and_nothing_of_it_follows_its_successors_first(
+    owned_topics: OwnedTopics,
+) -> None:
+    topic = owned_topics.topic()
+    seen: list[tuple[str, bool]] = []
+    failed: list[bool] = []
+
+    async with producers(owned_topics) as (first, second):
+        written = asyncio.Event()
+
+        async def write_on() -> None:
+            async with own(first, WRITERS, [f"{topic}/0"], 2, on_severed=lambda _: seen.append(("told", True))) as held:
+
+                def done(sent: asyncio.Future[Any]) -> None:
+                    if sent.exception() is not None:
+                        failed.append(held.severed is not None and not held.is_valid)
+
+                for number in range(1_000_000):
+                    sent = await first.send(topic, b"first %d" % number, partition=0)
+                    sent.add_done_callback(done)
+                    if number == 100:
+                        written.set()
+                    # As many are under way as one likes; the client resends them by itself.
+                    await asyncio.sleep(0)
+
+        writing = asyncio.create_task(write_on())
+        await written.wait()
+        async with own(second, WRITERS, [f"{topic}/0"], 2) as ownership:
+            await write(second, topic, b"second 0")
+            with pytest.raises(Severed, match=f"{topic}/0 of the group writers is not owned any more"):
+                await asyncio.wait_for(writing, PATIENCE_S)
+            for number in range(1, 50):
+                await write(second, topic, b"second %d" % number)
+            assert ownership.is_valid
+    assert seen == [("told", True)]
+    assert failed, "some were under way"
+    assert all(failed), "whoever hears of a failure can know why"
+    log = owned_topics.log(topic)
+    assert log[log.index(b"second 0") :] == [b"second %d" % number for number in range(50)]
+
+
+async def test_a_lower_generation_is_refused_and_leaves_nothing_claimed(owned_topics: OwnedTopics) -> None:
+    topic = owned_topics.topic()
+    resources = [f"{topic}/{each}" for each in range(PARTITIONS)]
+    async with producers(owned_topics, 3) as (owner, other, third), own(owner, WRITERS, resources[1:2], 5) as ownership:
+        with pytest.raises(OwnRefused, match="/1 of the group writers is owned with a generation above 4") as refused:
+            async with own(other, WRITERS, resources, 4):
+                pytest.fail("it is owned")
+        assert (refused.value.error_code, refused.value.resource) == (FENCED_INSTANCE_ID, resources[1])
+        await eventually(lambda: is_free(third, resources[0], *resources[2:]))
+        assert ownership.is_valid
+
+
+async def test_generation_0_takes_over_from_anybody(owned_topics: OwnedTopics) -> None:
+    topic = owned_topics.topic()
+    async with producers(owned_topics) as (owner, other):
+        owning = asyncio.create_task(until_severed(own(owner, WRITERS, [f"{topic}/1"], 5)))
+        await eventually(lambda: _is_owned(other, f"{topic}/1"))
+        async with own(other, WRITERS, [f"{topic}/1"], 0) as ownership:
+            assert ownership.generations == {f"{topic}/1": 1}
+            with pytest.raises(Severed):
+                await owning
+
+
+async def test_who_stands_by_waits_for_an_owner_of_the_same_generation(owned_topics: OwnedTopics) -> None:
+    topic = owned_topics.topic()
+    resources = [f"{topic}/{each}" for each in range(PARTITIONS)]
+    order: list[str] = []
+    async with producers(owned_topics, 3) as (active, *standbys):
+
+        async def stand_by(producer: Any) -> None:
+            async with own(producer, WRITERS, resources, 2, stand_by=True) as ownership:
+                order.append("entered")
+                await write(producer, topic, b"standby")
+                assert ownership.is_valid
+                order.append("left")
+
+        async with own(active, WRITERS, resources, 2, stand_by=True) as ownership:
+            waiting = [asyncio.create_task(stand_by(each)) for each in standbys]
+            await asyncio.sleep(4 * SOME_TIME_S)
+            assert order == []
+            await write(active, topic, b"active")
+            assert ownership.is_valid
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.gather(*waiting)
+    assert order == ["entered", "left"] * 2
+    assert owned_topics.log(topic) == [b"active", b"standby", b"standby"]
+
+
+async def test_a_lost_connection_severs(owned_topics: OwnedTopics) -> None:
+    topic = owned_topics.topic()
+
+    async def owning() -> None:
+        async with own(producer, WRITERS, [f"{topic}/0"], 2):
+            await asyncio.to_thread(owned_topics.cut)
+            await asyncio.sleep(PATIENCE_S)
+
+    async with producers(owned_topics, 1) as (producer,):
+        with pytest.raises(Severed, match="somebody else claimed it, or the connection broke"):
+            await owning()
+
+
+async def test_with_reclaim_a_lost_connection_is_claimed_again_before_anything_is_sent_on_it(
+    owned_topics: OwnedTopics,
+) -> None:
+    topic = owned_topics.topic()
+    async with producers(owned_topics, 1, enable_idempotence=True) as (producer,):
+        sent = []
+        async with own(producer, WRITERS, [(topic, each) for each in range(PARTITIONS)], 2, reclaim=True) as ownership:
+            before = ownership.fences
+            for number in range(300):
+                sent.append(await producer.send(topic, b"%d" % number, partition=0))
+                if number % 100 == 50:
+                    await asyncio.to_thread(owned_topics.cut)
+                await asyncio.sleep(0.001)
+            async with asyncio.timeout(PATIENCE_S):
+                await asyncio.gather(*sent)
+            assert ownership.is_valid
+            assert all(ownership.fences[each] > fence for each, fence in before.items())
+    assert owned_topics.log(topic) == [b"%d" % number for number in range(300)]
+
+
+async def test_reclaiming_takes_nothing_from_a_successor(owned_topics: OwnedTopics) -> None:
+    topic = owned_topics.topic()
+
+    async def reclaiming() -> None:
+        plan = own(first, WRITERS, [f"{topic}/0"], 2, reclaim=True, timeout_s=1.0, cancels_body=False)
+        async with plan as ownership, own(second, WRITERS, [f"{topic}/0"], 2) as successor:
+            late = await first.send(topic, b"late", partition=0)
+            await asyncio.wait_for(ownership.wait_severed(), PATIENCE_S)
+            with pytest.raises(PolicyViolationError):
+                await late
+            assert successor.is_valid
+
+    async with producers(owned_topics) as (first, second):
+        with pytest.raises(Severed, match=r"it could not be claimed again: .* is owned with a generation above 1"):
+            await reclaiming()
+    assert owned_topics.log(topic) == []
+
+
+async def test_a_connection_that_is_cut_without_a_word_is_found_out(owned_topics: OwnedTopics) -> None:
+    topic = owned_topics.topic()
+
+    async def owning() -> None:
+        async with own(producer, WRITERS, [f"{topic}/0"], 2, check_every_s=CHECK_EVERY_S):
+            for proxy in owned_topics.proxies:
+                await asyncio.to_thread(proxy.freeze)
+            await asyncio.sleep(PATIENCE_S)
+
+    async with producers(owned_topics, 1) as (producer,):
+        with pytest.raises(Severed):
+            await owning()
+        await asyncio.to_thread(owned_topics.cut)
+
+
+async def test_a_whole_group_is_owned_on_one_connection(owned_topics: OwnedTopics) -> None:
+    topic = owned_topics.topic()
+    async with producers(owned_topics) as (owner, other):
+        severed = asyncio.create_task(until_severed(own(other, WRITERS, [f"{topic}/1"], 4)))
+        await eventually(lambda: _is_owned(owner, f"{topic}/1"))
+        async with own(owner, WRITERS, None, 1) as ownership:
+            with pytest.raises(Severed):
+                await severed
+            assert ownership.resources == ()
+            assert ownership.generations == {"": 4}
+            for partition in range(PARTITIONS):
+                await write(owner, topic, b"whole", partition)
+            assert len(set(await leaders(owner, topic))) == 1
+    assert owned_topics.log(topic, 1) == [b"whole"]
+
+
+async def test_of_two_readers_in_a_group_only_the_owner_gets_anything(owned_topics: OwnedTopics) -> None:
+    topic = owned_topics.topic()
+    values = [b"%d" % number for number in range(20)]
+    async with AsyncExitStack() as stack:
+        (producer,) = await stack.enter_async_context(producers(owned_topics, 1))
+        await stack.enter_async_context(own(producer, WRITERS, [f"{topic}/0"], 1))
+        first, second = [await stack.enter_async_context(reader(owned_topics, topic)) for _ in range(2)]
+        read: list[bytes] = []
+        has_read = asyncio.Event()
+
+        async def read_on() -> None:
+            async with own(first, "readers", [f"{topic}/0"], 1):
+                while True:
+                    read.append((await first.getone()).value)
+                    if len(read) == 10:
+                        has_read.set()
+
+        reading = asyncio.create_task(read_on())
+        for value in values[:10]:
+            await write(producer, topic, value)
+        await asyncio.wait_for(has_read.wait(), PATIENCE_S)
+        async with own(second, "readers", [f"{topic}/0"], 1):
+            with pytest.raises(Severed):
+                await asyncio.wait_for(reading, PATIENCE_S)
+            for value in values[10:]:
+                await write(producer, topic, value)
+            got = [(await asyncio.wait_for(second.getone(), PATIENCE_S)).value for _ in values]
+        # By itself it would read again, on a connection that nothing is claimed on; not within the block.
+        assert read == values[:10]
+        assert got == values
+
+
+@asynccontextmanager
+async def reader(site: OwnedTopics, topic: str) -> AsyncIterator[Any]:
+    """Of its partition 0, from the beginning."""
+    consumer = aiokafka.AIOKafkaConsumer(bootstrap_servers=site.bootstrap, enable_auto_commit=False)
+    await consumer.start()
+    try:
+        partition = aiokafka.TopicPartition(topic, 0)
+        consumer.assign([partition])
+        consumer.seek(partition, 0)
+        yield consumer
+    finally:
+        await consumer.stop()
+
+
+async def test_without_being_cancelled_the_block_ends_as_it_likes(owned_topics: OwnedTopics) -> None:
+    topic = owned_topics.topic()
+
+    async def owning() -> None:
+        plan = own(first, WRITERS, [f"{topic}/0"], 1, cancels_body=False)
+        async with plan as ownership, own(second, WRITERS, [f"{topic}/0"], 1):
+            severed = await asyncio.wait_for(ownership.wait_severed(), PATIENCE_S)
+            assert severed.resources == (f"{topic}/0",)
+            with pytest.raises(Severed):
+                ownership.check()
+            with pytest.raises(PolicyViolationError):
+                await write(first, topic, b"late")
+            ended.append("the block")
+
+    ended: list[str] = []
+    async with producers(owned_topics) as (first, second):
+        with pytest.raises(Severed):
+            await owning()
+    assert ended == ["the block"]
+
+
+async def test_what_the_block_raises_and_who_cancels_it_from_outside_is_not_hidden(owned_topics: OwnedTopics) -> None:
+    topic = owned_topics.topic()
+    async with producers(owned_topics) as (producer, other):
+        with pytest.raises(ZeroDivisionError):
+            async with own(producer, WRITERS, [f"{topic}/0"], 2):
+                raise ZeroDivisionError
+
+        async def forever() -> None:
+            async with own(producer, WRITERS, [f"{topic}/0"], 2):
+                entered.set()
+                await asyncio.sleep(PATIENCE_S)
+
+        entered = asyncio.Event()
+        task = asyncio.create_task(forever())
+        await entered.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await eventually(lambda: is_free(other, f"{topic}/0"))
+        # Who is severed while nothing is left to interrupt is told all the same, and the task is as before.
+        with pytest.raises(Severed):
+            async with own(producer, WRITERS, [f"{topic}/0"], 2) as ownership:
+                ownership._claimant._driver.shut(ownership._claimant.held[f"{topic}/0"].connection)
+        await asyncio.sleep(0)
+        current = asyncio.current_task()
+        assert current is not None
+        assert current.cancelling() == 0
+
+
+async def test_a_client_owns_in_one_block_at_a_time(owned_topics: OwnedTopics) -> None:
+    topic = owned_topics.topic()
+    async with producers(owned_topics, 1) as (producer,), own(producer, WRITERS, [f"{topic}/0"], 2) as ownership:
+        with pytest.raises(RuntimeError, match="owns something already"):
+            async with own(producer, WRITERS, [f"{topic}/1"], 2):
+                pytest.fail("it would share its connections")
+        assert ownership.is_valid
+
+
+async def test_brokers_without_a_proxy_offer_nothing_to_own(owned_topics: OwnedTopics) -> None:
+    producer = aiokafka.AIOKafkaProducer(bootstrap_servers=owned_topics.broker_addresses)
+    await producer.start()
+    try:
+        with pytest.raises(OwnNotOffered, match="does not offer the Own API; connect it to a kproxy"):
+            async with own(producer, WRITERS, ["a job"], 2):
+                pytest.fail("nobody can grant it")
+    finally:
+        await producer.stop()

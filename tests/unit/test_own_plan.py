@@ -1,0 +1,79 @@
+"""What an application may ask to own, and what it is told where that makes no sense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kafka
+import pytest
+
+from codec.error_codes import (
+    COORDINATOR_NOT_AVAILABLE,
+    FENCED_INSTANCE_ID,
+    INVALID_REQUEST,
+    POLICY_VIOLATION,
+    REQUEST_TIMED_OUT,
+)
+from kproxy.fencing.client_plan import ClaimPlan, plan_of
+from kproxy.fencing.clients import OwnRefused, own, own_sync
+
+
+def asked(**changes: Any) -> ClaimPlan:
+    whole: dict[str, Any] = {"group": "g", "resources": ["t/0"], "generation": 2, "stand_by": False, "reclaim": False}
+    return plan_of(timeout_s=1.0, check_every_s=1.0, **{**whole, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({}, ("t/0",)),
+        ({"resources": [("t", 1), kafka.TopicPartition("t", 2), "a job"]}, ("t/1", "t/2", "a job")),
+        ({"resources": None}, ("",)),
+        ({"resources": (each for each in ("b", "a"))}, ("b", "a")),
+    ],
+)
+def test_resources_are_named_as_the_application_likes(changes: dict[str, Any], names: tuple[str, ...]) -> None:
+    assert asked(**changes).resources == names
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"resources": "t/0"}, r"give a list, such as \['t/0'\]"),
+        ({"resources": []}, "0 resources; name 1 to 4096, or None for the whole group"),
+        ({"resources": [""]}, "a resource has an empty name; give None for the whole group"),
+        ({"resources": ["t/0", ("t", 0)]}, "a resource is named twice"),
+        ({"resources": [f"t/{each}" for each in range(4097)]}, "4097 resources"),
+        ({"group": ""}, "the group has an empty name"),
+        ({"generation": -1}, "the generation is -1; it starts at 1, and 0 takes over from anybody"),
+        ({"generation": 1, "stand_by": True}, "they need named resources and a generation of 2 or more"),
+        ({"generation": 0, "reclaim": True}, "they need named resources and a generation of 2 or more"),
+        ({"resources": None, "reclaim": True}, "they need named resources and a generation of 2 or more"),
+    ],
+)
+def test_what_makes_no_sense_is_said(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        asked(**changes)
+
+
+@pytest.mark.parametrize(("owning", "other"), [(own, "own_sync"), (own_sync, "own")])
+def test_a_client_that_is_none_is_told_of_the_other_way(owning: Any, other: str) -> None:
+    with pytest.raises(TypeError, match=rf"not object; see {other}$"):
+        owning(object(), "g", ["t/0"], 2)
+
+
+@pytest.mark.parametrize(
+    ("error_code", "beginning"),
+    [
+        (FENCED_INSTANCE_ID, "t/0 of the group g is owned with a generation above 3; claim it with a higher one"),
+        (REQUEST_TIMED_OUT, "t/0 of the group g is not granted yet: "),
+        (COORDINATOR_NOT_AVAILABLE, "t/0 of the group g cannot be claimed now, as the proxies do not reach etcd; "),
+        (INVALID_REQUEST, "t/0 of the group g cannot be claimed so: "),
+        (POLICY_VIOLATION, "t/0 of the group g is refused with POLICY_VIOLATION."),
+    ],
+)
+def test_a_refusal_says_what_is_refused_and_why(error_code: int, beginning: str) -> None:
+    refused = OwnRefused(error_code, "g", "t/0", 3)
+    assert str(refused).startswith(beginning)
+    assert str(refused).endswith(".")
+    assert str(OwnRefused(error_code, "g", "", 3)).startswith("All of it of the group g ")
