@@ -7,6 +7,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from tests.support.dev import dev_arguments, run_kproxy, serving
 from tests.support.rules import RUN_MARK, describe, marked_processes
+from tests.support.served import static_proxy
 
 
 @pytest.fixture
@@ -84,9 +86,23 @@ def test_without_an_etcd_binary_dev_says_how_to_get_one(tmp_path: Path) -> None:
 
 def test_an_etcd_that_does_not_answer_is_named(tmp_path: Path) -> None:
     broker: list[str | Path] = ["broker", "--node-id", "1", "--data-dir", tmp_path / "data"]
-    for command in (broker, ["table"]):
-        endpoint = f"http://127.0.0.1:{free_port()}"
-        assert f"etcd at {endpoint}" in refusal(*command, "--etcd", endpoint)
+    endpoint = f"http://127.0.0.1:{free_port()}"
+    commands = (broker, ["table"], ["own", "list"], ["own", "watch"])
+    # Each waits for it for some seconds.
+    with ThreadPoolExecutor() as threads:
+        for sentence in threads.map(lambda command: refusal(*command, "--etcd", endpoint), commands):
+            assert f"etcd at {endpoint}" in sentence
+
+
+def test_a_proxy_without_an_etcd_has_no_claims_and_says_why(tmp_path: Path) -> None:
+    with static_proxy(tmp_path, {1: free_port()}, more=["--workers", "2"]) as proxy:
+        for command in (["list"], ["watch"], ["free", "g", "a"]):
+            sentence = refusal("own", *command, "--admin", proxy.admin)
+            assert f"the proxy with the admin page {proxy.admin} says: the Own API is not offered here" in sentence
+            assert "--etcd" in sentence
+        sentence = refusal("own", "claim", "g", "a", "--proxy", proxy.kafka)
+        assert f"{proxy.kafka} does not offer the Own API" in sentence
+        assert "--etcd" in sentence
 
 
 def test_an_etcd_that_is_none_is_named(tmp_path: Path, etcd: EmbeddedEtcd) -> None:
@@ -138,6 +154,12 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
         (["dev", "--data-dir", "DIR", "--listen", "0.0.0.0:9092"], "127.0.0.1:9092"),
         (["table", "--admin", "a:1", "--etcd", "b:2"], "--etcd"),
         (["table", "--admin", "127.0.0.1:1"], "--admin"),
+        (["own", "list", "--admin", "a:1", "--etcd", "b:2"], "--etcd"),
+        (["own", "watch", "--admin", "127.0.0.1:1"], "no admin page answers at 127.0.0.1:1"),
+        (["own", "list", "--etcd-ca", "FILE"], "--etcd URL"),
+        (["own", "claim", "g", "a", "--proxy", "127.0.0.1:1"], "name a proxy with --proxy"),
+        (["own", "claim", "g", "a=b"], "'b' is no generation"),
+        (["own", "free", "g"], "--all"),
         (["demo", "--rows", "0"], "--rows"),
         (["demo", "--etcd", "a:1"], "--bootstrap"),
     ],

@@ -8,19 +8,22 @@ from urllib.parse import urlencode
 import msgspec
 import pytest
 
+from kproxy.fencing.desk import ClaimDesk
 from kproxy.fencing.keys import ClaimValue, MemberValue, OwnKeys, encode_value
 from kproxy.fencing.table import OwnTable
 from kproxy.fencing.view import claims_page, whole_page
+from kproxy.observe.admin import Unanswered
 from kproxy.observe.claims import (
     MAX_CLAIM_ROWS,
     MAX_CLIENT_TEXT,
     ClaimRow,
     ClaimsPage,
     ClaimsQuery,
+    FreeOrder,
     MemberRow,
     merge_claims,
 )
-from kproxy.ownership.etcd import KeyValue, Snapshot
+from kproxy.ownership.etcd import EtcdClient, KeyValue, Snapshot
 
 KEYS = OwnKeys("/kafscale")
 # What JSON and percent-encoding have to get around.
@@ -152,3 +155,13 @@ def test_a_full_page_of_the_worst_names_fits_into_a_workers_answer() -> None:
     assert len(msgspec.json.encode(page)) < 16 << 20
     long = claim("g", "r", 10, client="\x01" * 5_000)
     assert len(claims_page(table(long), ClaimsQuery()).claims[0].client) == MAX_CLIENT_TEXT
+
+
+async def test_without_etcd_nothing_is_said_to_be_so() -> None:
+    desk = ClaimDesk(EtcdClient(["http://127.0.0.1:1"]), OwnTable(KEYS))
+    with pytest.raises(Unanswered, match="not been read"):
+        desk.page(ClaimsQuery())
+    with pytest.raises(Unanswered, match=r"127.0.0.1:1 is not connected: what is free by now is not known"):
+        await desk.free(FreeOrder("g"))
+    desk = ClaimDesk(EtcdClient([]), table(claim("g", "a", 10)))
+    assert [row.resource for row in desk.page(ClaimsQuery()).claims] == ["a"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Sequence
 
@@ -12,7 +13,9 @@ from codec.own import OwnResource
 from kproxy.cli import main
 from kproxy.cli.own_changes import Change, changes_between
 from kproxy.cli.own_claim import parse_wanted
+from kproxy.cli.own_sources import AdminClaims
 from kproxy.cli.own_view import age, describe, headline, members_line, show, show_change, show_first, show_freed
+from kproxy.config import Address
 from kproxy.errors import StartupError
 from kproxy.observe.claims import ClaimRow, ClaimsPage, FreeOrder, FreeOutcome, MemberRow
 
@@ -260,3 +263,31 @@ def test_each_command_has_its_flags_and_an_example(name: str, flags: str, capsys
     said = capsys.readouterr().out
     assert [flag for flag in f"{flags} {OWN_FLAGS}".split() if f"--{flag} " not in said] == []
     assert f"    kproxy own {name}" in said
+
+
+ANSWERS = {
+    (404, b"Not Found"): "is no admin page of kproxy (status 404)",
+    (200, b"<html>"): "is no admin page of kproxy (",
+    (200, b"{}"): "is no admin page of kproxy (Object missing required field `revision`)",
+    (503, b"the claims have not been read from etcd yet"): "says: the claims have not been read from etcd yet.",
+    (501, b"not offered\n"): "says: not offered.",
+    (503, b""): "is no admin page of kproxy (status 503)",
+}
+
+
+@pytest.mark.parametrize(("answer", "part"), ANSWERS.items(), ids=[f"{status} {body!r}" for status, body in ANSWERS])
+async def test_what_answers_otherwise_is_said_in_one_sentence(answer: tuple[int, bytes], part: str) -> None:
+    status, body = answer
+
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body))
+        writer.close()
+
+    async with await asyncio.start_server(respond, "127.0.0.1", 0) as server:
+        port: int = server.sockets[0].getsockname()[1]
+        with pytest.raises(StartupError) as raised:
+            await AdminClaims(Address("127.0.0.1", port)).page(None)
+    assert f"127.0.0.1:{port}" in str(raised.value)
+    assert part in str(raised.value)
+    assert "\n" not in str(raised.value)
