@@ -190,6 +190,8 @@ async def _until_granted(successor_port: int, owner_port: int, victim: Popen[str
         killed = _kill(victim or owner)
         moment = await (asking or granted())
     await successor.close()
+    if moment < killed:
+        raise SystemExit(f"{resource} was granted to a successor while its owner lived")
     return moment - killed
 
 

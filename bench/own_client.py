@@ -86,9 +86,11 @@ class OwnConnection:
 
 async def hold(port: int, group: str, resource: str, generation: int) -> None:
     connection = await OwnConnection.connect(port)
-    owned = await connection.ask(group, resource, generation)
-    if owned.error_code != NONE:
-        raise SystemExit(f"{resource} in {group} was not granted: {name_of(owned.error_code)}")
+    # What nobody owns is granted with generation 1, whatever was asked for, and then raised.
+    for asked in (1, generation):
+        owned = await connection.ask(group, resource, asked)
+        if owned.error_code != NONE:
+            raise SystemExit(f"{resource} in {group} was not granted: {name_of(owned.error_code)}")
     sys.stdout.write(f"{owned.fence}\n")
     sys.stdout.flush()
     await asyncio.to_thread(sys.stdin.read)
