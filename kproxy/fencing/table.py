@@ -168,7 +168,8 @@ class OwnTable:
                 self._delete(event.kv)
             else:
                 self._put(event.kv)
-        self._end_batch(max(revision, events[-1].kv.mod_revision))
+        # Not the last event's: more of its revision may come with the next batch.
+        self._end_batch(revision)
 
     def _end_batch(self, revision: int) -> None:
         self.revision = max(self.revision, revision)

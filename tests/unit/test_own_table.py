@@ -108,6 +108,13 @@ def test_what_is_told_twice_counts_once(table: OwnTable) -> None:
     assert table.owner("g", "r") is not None
 
 
+def test_a_revision_counts_once_all_of_it_has_been_told(table: OwnTable) -> None:
+    table.on_events([put(claim("r", "a", 3)), put(claim("s", "b", 4))], 3)
+    assert table.revision == 3
+    table.on_events([put(claim("t", "b", 4))], 4)
+    assert table.revision == 4
+
+
 def test_a_member_that_goes_takes_what_went_with_its_lease(table: OwnTable) -> None:
     rows = [claim("r", "a", 3), claim("s", "a", 4), claim("t", "a", 5), claim("u", "b", 6)]
     table.on_events([put(member("a", 2)), *map(put, rows)], 6)
