@@ -12,6 +12,8 @@ the name that a Violation carries:
   ZOMBIE       nobody acknowledges, or serves, once its fence is dead
   DOUBLED      no batch of an idempotent producer stands twice in a leader's log
   WENT_BACK    no consumer is sent back: neither by an offset out of range, nor by a smaller "latest"
+  FENCED       no batch of a lower fence stands behind one of a higher, in any log; none is acknowledged that was sent
+               after a higher fence was granted, or released; what is bound to none writes only after a release
   STUCK        once all is well again there is a leader, all replicas are in sync and equal, and producers get through
   CRASHED      product code raised where it should not
 """
@@ -35,6 +37,7 @@ class Rule(Enum):
     ZOMBIE = "a broker acted behind a dead fence"
     DOUBLED = "a resend was appended a second time"
     WENT_BACK = "a consumer was sent back"
+    FENCED = "a writer got through behind its successor"
     STUCK = "the partition does not recover"
     CRASHED = "product code failed"
 
@@ -106,6 +109,11 @@ class Judge:
         self.committed: dict[int, Stored] = {}
         # Retention has removed what is below, on a leader's word.
         self.removed_below = 0
+        # By identity: the fence that a batch was sent behind, and the highest that was granted by then.
+        self._fences: dict[int, int] = {}
+        self._granted_before: dict[int, int] = {}
+        self._granted = 0
+        self._released = 0
         self._high_watermarks: dict[object, int] = {}
 
     def violated(self, rule: Rule, what: str) -> None:
@@ -191,6 +199,38 @@ class Judge:
             if first != offset:
                 name = self.name(batch.identity)
                 self.violated(Rule.DOUBLED, f"broker {replica.node_id} has {name} at offsets {first} and {offset}")
+
+    # Writers' fences
+
+    def sent_behind(self, identity: int, fence: int) -> None:
+        """A batch is sent behind a fence, 0 for none."""
+        self._fences[identity] = fence
+        self._granted_before[identity] = self._granted
+
+    def granted(self, fence: int) -> None:
+        """Its claimant was told that it may write, and nobody else; or that whoever was granted less may not."""
+        self._granted = max(self._granted, fence)
+
+    def released(self, fence: int) -> None:
+        """Whatever was granted below is given up, be it that nobody has heard of it."""
+        self._released = max(self._released, fence)
+
+    def let_through(self, identity: int) -> None:
+        """A batch was acknowledged."""
+        self._may_stand_behind(identity, self._granted_before[identity], "is acknowledged, and was sent after")
+
+    def fences_rise(self, replica: Replica) -> None:
+        if not self._granted:
+            return
+        highest = 0
+        for batch in replica.batches.values():
+            self._may_stand_behind(batch.identity, highest, f"stands on broker {replica.node_id} behind")
+            highest = max(highest, self._fences.get(batch.identity, 0))
+
+    def _may_stand_behind(self, identity: int, highest: int, how: str) -> None:
+        fence = self._fences.get(identity, 0)
+        if fence < highest and (fence or highest > self._released):
+            self.violated(Rule.FENCED, f"{self.name(identity)} of fence {fence} {how} one of fence {highest}")
 
     def leaders(self, leaders: Iterable[str]) -> None:
         """Who leads now, with a live fence."""

@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 from codec import error_codes
 from codec.record_batch import iterate_batches, parse_header
+from kproxy.broker.context import Bindings
 from kproxy.broker.partition import ACKS_ALL, AppendResult
+from kproxy.broker.writer_fence import UNBOUND
 from tests.support.record_batches import build_batch
 from tests.support.replication_checks import Judge, Rule, Violation
 from tests.support.simulated_broker import PARTITION, SimulatedProcess, State
@@ -91,25 +93,27 @@ class Clients:
         )
         identity = parse_header(records).crc
         self._judge.names[identity] = name
+        self._judge.sent_behind(identity, UNBOUND)
         return Sent(name, records, identity, producer_id)
 
     def attempt(self, sent: Sent, process: SimulatedProcess, acks: int) -> Attempt:
         """Send a batch to a broker."""
         attempt = Attempt(sent, process, acks)
         if process.state is not State.DEAD:
-            process.loop.create_task(self._send(attempt))
+            process.loop.create_task(self.send(attempt, {}))
         return attempt
 
-    async def _send(self, attempt: Attempt) -> None:
+    async def send(self, attempt: Attempt, bindings: Bindings) -> None:
+        """Send it on a connection that is bound so."""
         try:
-            await self._send_and_judge(attempt)
+            await self._send_and_judge(attempt, bindings)
         except Violation as violation:
             # Nobody awaits this task.
             self.found_meanwhile = violation
 
-    async def _send_and_judge(self, attempt: Attempt) -> None:
+    async def _send_and_judge(self, attempt: Attempt, bindings: Bindings) -> None:
         process = attempt.process
-        result = await process.produce(bytearray(attempt.sent.records), attempt.acks)
+        result = await process.produce(bytearray(attempt.sent.records), attempt.acks, bindings)
         if process.state is State.DEAD:
             return
         attempt.result = result
@@ -117,6 +121,7 @@ class Clients:
             return
         if process.is_fenced() and attempt.acks != 0:
             self._judge.violated(Rule.ZOMBIE, f"broker {process.node_id} acknowledged {attempt.sent.name}")
+        self._judge.let_through(attempt.sent.identity)
         if attempt.acks == ACKS_ALL:
             self._judge.acknowledged(attempt.sent.identity, result.base_offset)
 

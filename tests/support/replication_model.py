@@ -22,12 +22,14 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import structlog
 
+from codec import error_codes
 from codec.record_batch import assign_offsets, parse_header
 from kproxy.broker.keys import Keys, StateValue, TopicValue, decode_value, encode_value
 from kproxy.broker.log_options import LogOptions
 from kproxy.broker.partition import ACKS_ALL, Partition
 from kproxy.broker.replication.reconciliation import Inconsistent, validate_consistency
 from kproxy.ownership.etcd import put_op
+from tests.support.fenced_writers import FencedWriters
 from tests.support.record_batches import build_batch
 from tests.support.replication_checks import Judge, Replica, Rule, Violation, replica_at
 from tests.support.replication_clients import Clients
@@ -78,6 +80,8 @@ class Step(NamedTuple):
 
 
 STEPS: dict[str, Step] = {}
+# Of writers that claim the partition. Who does not is refused, so that in runs with these little else is written.
+FENCE_STEPS = ("claim", "bind", "write_fenced", "release", "hang_up")
 
 
 def _step(
@@ -98,6 +102,10 @@ def _any_waits(*, applied: bool) -> Callable[[World], bool]:
     return lambda world: any(process.client.count_pending(applied=applied) for process in world.processes.values())
 
 
+def _is_claimed(world: World) -> bool:
+    return world.writers.is_claimed
+
+
 class World:
     """Use it as a context manager. Steps raise Violation where something watched does not hold."""
 
@@ -109,6 +117,7 @@ class World:
         # Those whose disk was lost, as long as etcd has not heard of it.
         self.wiped: set[int] = set()
         self.clients = Clients(self.judge, lambda: self.now)
+        self.writers = FencedWriters(self.judge, self.clients, self.store)
         self.taken: list[Taken] = []
         self.is_over = False
         # The same, with what the brokers logged.
@@ -438,6 +447,34 @@ class World:
         if recent:
             self.clients.attempt(recent[position % len(recent)], self.process(number), ACKS_ALL)
 
+    # Writers that claim the partition
+
+    @_step(2, weight=3)
+    def claim(self, number: int, which: int) -> None:
+        """A writer is granted the partition in etcd, and a broker is told, on a connection of the writer's."""
+        self.writers.claim(which)
+        self.writers.bind(which, self.process(number))
+
+    @_step(2, _is_claimed, weight=3)
+    def bind(self, number: int, which: int) -> None:
+        """A broker is told of a writer's latest claim, perhaps once more."""
+        self.writers.bind(which, self.process(number))
+
+    @_step(3, lambda world: world.writers.is_granted, weight=6)
+    def write_fenced(self, number: int, which: int, acks: int) -> None:
+        """A writer whose claim was answered writes, whoever has claimed the partition since."""
+        self.writers.write(which, self.process(number), (ACKS_ALL, 1, 0)[acks % 3])
+
+    @_step(2, _is_claimed)
+    def release(self, number: int, anew: int) -> None:
+        """The claims are given up, or a broker is told so once more."""
+        self.writers.release(self.process(number), anew=anew % 3 == 0)
+
+    @_step(2, _is_claimed)
+    def hang_up(self, number: int, which: int) -> None:
+        """A writer's connection to a broker is closed."""
+        self.writers.hang_up(which, self.process(number))
+
     # A consumer
 
     @_step(1, weight=2)
@@ -474,6 +511,7 @@ class World:
                 self.judge.removed_below = max(self.judge.removed_below, replica.log_start_offset)
             if partition is not None:
                 self._check_open(process, partition, replica)
+            self.judge.fences_rise(replica)
             if node_id not in in_sync:
                 self.wiped.discard(node_id)
             elif node_id not in self.wiped:
@@ -536,6 +574,8 @@ class World:
         leaders = [each.node_id for each in self.processes.values() if each.leads]
         if len(leaders) != 1 or sorted(self.isr()) != list(self.processes):
             self.judge.violated(Rule.STUCK, f"leaders are {leaders}, in sync are {self.isr()}")
+        if self.writers.is_claimed:
+            self._claim_and_release()
         self._produce_until_acknowledged()
         self._consume_to_the_end()
 
@@ -551,6 +591,24 @@ class World:
             if self._is_whole():
                 break
         self.check()
+
+    def _claim_and_release(self) -> None:
+        self.step("claim", LEADER, 0)
+        end, result = self.now + RECOVERY_S, None
+        while self.now < end and (result is None or result.error_code != error_codes.NONE):
+            self.step("bind", LEADER, 0)
+            self.step("advance", 1)
+            if self.writers.writer(0).is_granted:
+                attempt = self.writers.write(0, self.process(LEADER), ACKS_ALL)
+                self.step("advance", 1)
+                result = attempt.result if attempt is not None else None
+        if result is None or result.error_code != error_codes.NONE:
+            self.judge.violated(Rule.STUCK, f"the latest claimant was told {result}")
+        while self.now < end and not self.writers.is_released:
+            self.step("release", LEADER, 0)
+            self.step("advance", 1)
+        if not self.writers.is_released:
+            self.judge.violated(Rule.STUCK, "the claim is not released")
 
     def _produce_until_acknowledged(self) -> None:
         for which in range(len(self.clients.producers)):

@@ -6,20 +6,25 @@ describes: with the rule on nothing happens in it, with the rule off it ends in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 
 from codec import error_codes
 from codec.fetch import EpochEnd
-from kproxy.broker import candidates, leases, partition, turns
+from codec.own import FenceBinding
+from kproxy.broker import candidates, leases, partition, take_over, turns
+from kproxy.broker.apis import bind_fences
 from kproxy.broker.cluster import ClusterView, Topic
+from kproxy.broker.fence_keeper import FenceKeeper
 from kproxy.broker.log import Log
 from kproxy.broker.partition import AppendResult, Partition, ReadResult
 from kproxy.broker.producer_state import Judgement, ProducerStates, Verdict
 from kproxy.broker.replication.manager import ReplicationManager
 from kproxy.broker.replication.reconciliation import Reconciliation
+from kproxy.broker.writer_fence import KeptFence, WriterFence
+from kproxy.ownership.etcd import EtcdClient, TxnCompare, TxnOp, TxnResult
 from tests.support.replication_checks import Rule
 from tests.support.replication_model import LEADER, Setting, Taken
 
@@ -151,6 +156,38 @@ def _latest_is_the_high_watermark(patch: pytest.MonkeyPatch) -> None:
 
 def _producers_are_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ProducerStates, "judge", lambda states, batch: Judgement(Verdict.ACCEPTED))
+
+
+def _nobody_reads_fences(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(take_over, "kept_fence", lambda kvs, topic_id: KeptFence())
+
+
+def _older_fences_write(patch: pytest.MonkeyPatch) -> None:
+    refusal = WriterFence.refusal
+    patch.setattr(WriterFence, "refusal", lambda writers, bound: None if bound else refusal(writers, bound))
+
+
+def _a_bind_that_is_refused_says_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(bind_fences, "_BINDING", (error_codes.NONE, error_codes.NOT_LEADER_OR_FOLLOWER))
+
+
+def _fences_count_before_etcd_keeps_them(patch: pytest.MonkeyPatch) -> None:
+    keep = FenceKeeper._keep
+
+    async def keep_here_first(keeper: FenceKeeper, replica: Partition, asked: FenceBinding) -> int:
+        replica.writers.keep(KeptFence(asked.fence, not asked.is_released, replica.writers.revision))
+        return await keep(keeper, replica, asked)
+
+    patch.setattr(FenceKeeper, "_keep", keep_here_first)
+
+
+def _late_fences_overwrite(patch: pytest.MonkeyPatch) -> None:
+    txn = EtcdClient.txn
+
+    async def unguarded(client: EtcdClient, compares: Sequence[TxnCompare], *operations: Sequence[TxnOp]) -> TxnResult:
+        return await txn(client, [each for each in compares if b"/fences/" not in each.message.key], *operations)
+
+    patch.setattr(EtcdClient, "txn", unguarded)
 
 
 THREE = Setting(3, min_insync_replicas=2)
@@ -331,5 +368,68 @@ RULES_OFF = [
         Rule.DOUBLED,
         THREE,
         [*KIP_101, ("resend", LEADER, 0, 0)],
+    ),
+    RuleOff(
+        "who is bound to an older fence writes nothing",
+        _older_fences_write,
+        Rule.FENCED,
+        THREE,
+        [("claim", LEADER, 0), ("claim", LEADER, 1), ("write_fenced", LEADER, 0, 1)],
+    ),
+    RuleOff(
+        "a bind that is refused says what is written behind it",
+        _a_bind_that_is_refused_says_nothing,
+        Rule.FENCED,
+        THREE,
+        # What is sent on the second connection comes when nobody owns the partition any more.
+        [("claim", LEADER, 0), ("hang_up", LEADER, 0), ("release", LEADER, 0), ("write_fenced", LEADER, 0, 1)],
+    ),
+    RuleOff(
+        "whoever takes over reads the fence",
+        _nobody_reads_fences,
+        Rule.FENCED,
+        THREE,
+        [("claim", LEADER, 0), ("crash", LEADER), ("advance", A_LEASE), ("produce", LEADER, 1)],
+    ),
+    RuleOff(
+        "a fence counts only once etcd keeps it",
+        _fences_count_before_etcd_keeps_them,
+        Rule.FENCED,
+        THREE,
+        [
+            ("claim", LEADER, 0),
+            ("link", LEADER, CUT),
+            ("claim", LEADER, 1),
+            ("advance", SOME_SECONDS),
+            ("advance", A_SECOND),
+            # Asked again, and the next leader has never heard of it.
+            ("bind", LEADER, 1),
+            ("crash", LEADER),
+            ("advance", A_LEASE),
+            ("write_fenced", LEADER, 0, 1),
+        ],
+    ),
+    RuleOff(
+        "a fence that etcd keeps late changes nothing that came after it",
+        _late_fences_overwrite,
+        Rule.FENCED,
+        THREE,
+        [
+            ("claim", LEADER, 0),
+            ("link", LEADER, SLOW),
+            ("release", LEADER, 0),
+            ("advance", A_SECOND),
+            # What etcd was asked before it is asked to keep the release: how far it has come.
+            ("etcd_applies", LEADER, 0),
+            ("etcd_answers", LEADER, 0),
+            ("advance", SOME_SECONDS),
+            ("advance", A_SECOND),
+            ("link", LEADER, FAST),
+            ("claim", LEADER, 1),
+            ("etcd_applies", LEADER, 0),
+            ("crash", LEADER),
+            ("advance", A_LEASE),
+            ("produce", LEADER, 1),
+        ],
     ),
 ]

@@ -19,18 +19,23 @@ import shutil
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
+from typing import Any, cast
 
 from codec import error_codes
 from codec.record_batch import parse_batch
 from kproxy.broker.broker_lease import BrokerLease, IdInUse
 from kproxy.broker.cluster import ClusterView, Topic
+from kproxy.broker.config import BrokerConfig
+from kproxy.broker.context import Bindings, Broker
 from kproxy.broker.data_dir import DataDir
+from kproxy.broker.fence_keeper import FenceKeeper
 from kproxy.broker.keys import BrokerValue, Keys
 from kproxy.broker.leases import PartitionLeaseManager
 from kproxy.broker.log_keeper import LogKeeper
 from kproxy.broker.log_options import LogOptions
 from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition, ReplicaSettings
 from kproxy.broker.replication.isr_keeper import IsrKeeper
+from kproxy.broker.writer_fence import UNBOUND
 from kproxy.ownership.etcd import EtcdError
 from kproxy.ownership.etcd.lease_fence import LeaseFence
 from tests.support.simulated_etcd import EtcdStore, SimulatedEtcdClient
@@ -97,6 +102,16 @@ class SimulatedProcess:
             self.leases.partitions.values,
             isr_lag_s=ISR_LAG_S,
             on_deposed=self.leases.deposed,
+        )
+        nobody = cast(Any, None)
+        self.broker = Broker(
+            BrokerConfig(node_id, directory, ()),
+            "cluster",
+            self.view,
+            self.leases,
+            nobody,
+            nobody,
+            FenceKeeper(self.client, self.view, on_deposed=self.leases.deposed),
         )
         self.keeper = LogKeeper(
             self.leases.hosted.values,
@@ -261,13 +276,13 @@ class SimulatedProcess:
         fence = self._lease.fence
         return fence is None or self.time >= fence._deadline
 
-    async def produce(self, records: bytearray, acks: int) -> AppendResult:
+    async def produce(self, records: bytearray, acks: int, bindings: Bindings) -> AppendResult:
         """What the Produce API does for one partition, from the checked batch on."""
         partition = self.leases.led(*PARTITION)
         if partition is None:
             return AppendResult(error_codes.NOT_LEADER_OR_FOLLOWER)
         view = memoryview(records)
-        result = partition.append_as_leader(view, parse_batch(view), acks)
+        result = partition.append_as_leader(view, parse_batch(view), acks, bindings.get(PARTITION, UNBOUND))
         if (
             acks == ACKS_ALL
             and result.error_code == error_codes.NONE
