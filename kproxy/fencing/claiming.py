@@ -132,7 +132,12 @@ class Claiming:
         if decision.error_code != NONE:
             return Outcome(decision.error_code)
         if not decision.is_new:
-            return Outcome(NONE, holdings.held.get(resource) or holdings.held.get(WHOLE_GROUP))
+            # The table need not have told of it yet: the answer to the claim that made it may have been lost.
+            had = (view.row, view.whole) if resource != WHOLE_GROUP else (self._table.whole(group),)
+            for row in had:
+                if row is not None and row.owner == owner and not holdings.has_ended:
+                    holdings.learn(row.resource, row.generation, row.fence)
+            return Outcome(NONE, holdings.counting(resource))
         if holdings.has_ended:
             self.delete(group, resource, found.revision)
             return Outcome(COORDINATOR_NOT_AVAILABLE)

@@ -79,23 +79,28 @@ class Holdings:
             held = self.held[resource] = Held(generation, fence)
         return held
 
+    def counting(self, resource: str) -> Held | None:
+        """The claim by which a resource is had: of its own and that of the whole group the later one (rules.latest)."""
+        held, whole = self.held.get(resource), self.held.get(WHOLE_GROUP)
+        if held is None or whole is None:
+            return held or whole
+        return held if held.fence > whole.fence else whole
+
     def grant(self, resources: Iterable[str]) -> None:
         """Claims are confirmed."""
+        if self.has_ended:
+            return
         for resource in resources:
-            held = self.held.get(resource)
-            if self.has_ended:
-                return
+            held, counting = self.held.get(resource), self.counting(resource)
+            if counting is None:
+                continue
             if held is not None:
                 held.is_granted = True
-            else:
-                held = self.held.get(WHOLE_GROUP)
-            if held is None:
-                continue
             partition = resource_partition(resource)
             if resource == WHOLE_GROUP:
-                self.whole_fence = held.fence
+                self.whole_fence = counting.fence
             elif partition is not None and self.gates(partition[0]):
-                self.write_fences[partition[0].encode(), partition[1]] = held.fence
+                self.write_fences[partition[0].encode(), partition[1]] = counting.fence
 
     def may_read(self, resource: str) -> bool:
         """Whether a claim of this connection lets it read a resource of its group."""

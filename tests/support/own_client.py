@@ -223,24 +223,25 @@ class OwnClient:
         leader = {each.partition_index: each.leader_id for each in found.partitions}[partition]
         return Leader(leader, brokers[leader].host, brokers[leader].port)
 
-    async def create_topic(self, topic: str, partitions: int) -> None:
-        """Return when Metadata has all its partitions."""
-        fields = {
-            "name": topic,
-            "num_partitions": partitions,
-            "replication_factor": -1,
-            "assignments": [],
-            "configs": [],
-        }
-        answer = await self._control(CREATE_TOPICS, CREATE_TOPICS_VERSION, topics=[fields], timeout_ms=10_000)
-        assert [each.error_code for each in answer.topics] == [NONE], answer
+    async def create_topics(self, topics: Sequence[str], partitions: int) -> None:
+        """Return when Metadata has all their partitions."""
+        wanted = [
+            {"name": each, "num_partitions": partitions, "replication_factor": -1, "assignments": [], "configs": []}
+            for each in topics
+        ]
+        answer = await self._control(CREATE_TOPICS, CREATE_TOPICS_VERSION, topics=wanted, timeout_ms=10_000)
+        assert {each.error_code for each in answer.topics} == {NONE}, answer
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 with suppress(KeyError):
-                    for partition in range(partitions):
-                        await self.metadata_leader(topic, partition)
+                    for topic in topics:
+                        for partition in range(partitions):
+                            await self.metadata_leader(topic, partition)
                     return
                 await asyncio.sleep(0.02)
+
+    async def create_topic(self, topic: str, partitions: int) -> None:
+        await self.create_topics([topic], partitions)
 
     async def api_versions(self) -> dict[int, tuple[int, int]]:
         """What ApiVersions lists: the lowest and the highest version, by API key."""

@@ -83,6 +83,12 @@ class RawClient:
         """Whether the connection has ended, as far as is known here."""
         return self._writer.is_closing()
 
+    @property
+    def own_port(self) -> int:
+        """This end's."""
+        port: int = self._writer.get_extra_info("sockname")[1]
+        return port
+
     async def sent(self) -> None:
         """Until the kernel has taken everything."""
         await self._writer.drain()
