@@ -30,6 +30,7 @@ HEADINGS = ("group", "resource", "generation", "fence", "client", "proxy", "conn
 _RIGHT = ("generation", "fence", "connection", "since")
 _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"))
 NO_ADDRESS = "-"
+MAX_SHOWN_WRITER_GROUPS = 10
 
 
 def show(page: ClaimsPage, now_s: float | None = None) -> None:
@@ -41,6 +42,7 @@ def show(page: ClaimsPage, now_s: float | None = None) -> None:
         return
     click.echo(f"# {headline(page)}")
     click.echo(f"# {members_line(page)}")
+    click.echo(f"# {writers_line(page)}")
     echo_columns(HEADINGS, rows)
 
 
@@ -102,6 +104,16 @@ def members_line(page: ClaimsPage) -> str:
     named = [each if count == 1 else f"{each} ({count} processes)" for each, count in sorted(processes.items())]
     addresses = len({member.address for member in page.members})
     return f"{addresses} {'proxy offers' if addresses == 1 else 'proxies offer'} the Own API: {', '.join(named)}"
+
+
+def writers_line(page: ClaimsPage) -> str:
+    """Which topics are written to by owners alone, in one line."""
+    if not page.writer_groups:
+        return "no topic has a writer group: anybody writes (--writer-group TOPIC=GROUP)"
+    shown = ", ".join(map(printable, page.writer_groups[:MAX_SHOWN_WRITER_GROUPS]))
+    more = ", ..." if len(page.writer_groups) > MAX_SHOWN_WRITER_GROUPS else ""
+    differ = "; NOT THE SAME at all proxies: give all of them the same --writer-group" if page.differ else ""
+    return f"writer groups: {shown}{more}{differ}"
 
 
 def _shown_member(member: MemberRow, claims: Iterable[ClaimRow]) -> str:
@@ -183,11 +195,14 @@ def _boxed(page: ClaimsPage, rows: Iterable[tuple[str, ...]]) -> Group:
     for group, *rest in rows:
         grid.add_row(Text(group if group != previous else ""), *map(Text, rest))
         previous = group
-    members = Text(members_line(page), style="dim")
+    lines = [
+        Text(members_line(page), style="dim"),
+        Text(writers_line(page), style="bold red" if page.differ else "dim"),
+    ]
+    headlined = Text(headline(page), style="bold")
     if not page.claims:
-        hint = Text("`kproxy own claim GROUP RESOURCE` claims something.", style="dim")
-        return Group(Text(headline(page), style="bold"), hint, members)
-    return Group(Text(headline(page), style="bold"), grid, members)
+        return Group(headlined, Text("`kproxy own claim GROUP RESOURCE` claims something.", style="dim"), *lines)
+    return Group(headlined, grid, *lines)
 
 
 def _number(count: int, what: str) -> str:

@@ -16,6 +16,7 @@ from kproxy.fencing.table import Member, OwnTable, TableRow
 from kproxy.observe.claims import (
     MAX_CLAIM_ROWS,
     MAX_CLIENT_TEXT,
+    MAX_WRITER_GROUPS,
     ClaimRow,
     ClaimsPage,
     ClaimsQuery,
@@ -34,8 +35,13 @@ def claims_page(table: OwnTable, query: ClaimsQuery) -> ClaimsPage:
     claims = [claim_row(row, table.members) for row in islice(rows, query.limit + 1)]
     more = len(claims) > query.limit
     claims = claims[: query.limit]
+    told = [member.writer_groups for member in table.members.values()]
     return ClaimsPage(
         revision=table.revision,
+        writer_groups=sorted({f"{topic}={group}" for each in told for topic, group in each.items()})[
+            :MAX_WRITER_GROUPS
+        ],
+        differ=any(each != told[0] for each in told),
         members=[
             MemberRow(name, address_of(member), member.seen, len(member.unsettled))
             for name, member in sorted(table.members.items())

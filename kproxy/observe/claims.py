@@ -15,6 +15,8 @@ MAX_CLAIM_ROWS = 1_000
 MAX_CLIENT_TEXT = 256
 # A worker takes questions of 64 KiB.
 MAX_ORDER_BYTES = 32 << 10
+# Of topics with a writer group.
+MAX_WRITER_GROUPS = 100
 WHOLE_GROUP_TEXT = "(whole group)"
 
 
@@ -61,10 +63,16 @@ class MemberRow(msgspec.Struct, frozen=True):
 
 
 class ClaimsPage(msgspec.Struct, frozen=True, kw_only=True):
-    """Claims by group and resource; `next` is the `after` of the next page, None on the last."""
+    """Claims by group and resource; `next` is the `after` of the next page, None on the last.
+
+    `writer_groups`: the first of those that any member was told of, each as `TOPIC=GROUP`; `differ`: not all of them
+    were told the same.
+    """
 
     revision: int
     members: list[MemberRow] = []
+    writer_groups: list[str] = []
+    differ: bool = False
     claims: list[ClaimRow]
     next: str | None = None
 

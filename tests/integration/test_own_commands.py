@@ -350,6 +350,7 @@ async def test_a_watch_is_read_by_people_too(site: Site, group: str, tmp_path: P
     with running(tmp_path, "watch", "--group", group, *site.asks_etcd) as watch:
         assert (await line_of(watch)).endswith("nobody owns anything")
         assert "proxies offer the Own API" in await line_of(watch)
+        assert (await line_of(watch)).endswith(f"writer groups: {TOPIC}=writers")
         assert (await line_of(watch)).split()[0] == "group"
         async with client(site.one, "first") as first:
             await claimed(first, group, [("a", 1)])
@@ -357,6 +358,15 @@ async def test_a_watch_is_read_by_people_too(site: Site, group: str, tmp_path: P
             assert f" {group} a claimed by first@" in line
             assert line[2] == line[5] == ":"
         assert f" {group} a freed, it was owned by first@" in await line_of(watch)
+        # A process that dies takes its own entry along with its claims.
+        async with connected(EtcdClient([site.etcd])) as etcd:
+            lease_id = (await etcd.lease_grant(60)).lease_id
+            value = encode_value(ClaimValue("57c", 1, 1, "late"))
+            member = put_op(site.keys.member("57c"), encode_value(MemberValue("nowhere", 9)), lease_id)
+            await etcd.txn([], success=[member, put_op(site.keys.claim(group, "a"), value, lease_id)])
+            assert f" {group} a claimed by late (connection 1 of nowhere:9)" in await line_of(watch)
+            await etcd.lease_revoke(lease_id)
+        assert f" {group} a freed, it was owned by late (connection 1 of nowhere:9)" in await line_of(watch)
 
 
 async def test_what_becomes_of_claims_is_counted(site: Site, group: str) -> None:

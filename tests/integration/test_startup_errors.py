@@ -15,7 +15,7 @@ import pytest
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from tests.support.dev import dev_arguments, run_kproxy, serving
 from tests.support.rules import RUN_MARK, describe, marked_processes
-from tests.support.served import static_proxy
+from tests.support.served import page, static_proxy
 
 
 @pytest.fixture
@@ -100,6 +100,7 @@ def test_a_proxy_without_an_etcd_has_no_claims_and_says_why(tmp_path: Path) -> N
             sentence = refusal("own", *command, "--admin", proxy.admin)
             assert f"the proxy with the admin page {proxy.admin} says: the Own API is not offered here" in sentence
             assert "--etcd" in sentence
+        assert page(proxy.admin, "/own")[0] == 501
         sentence = refusal("own", "claim", "g", "a", "--proxy", proxy.kafka)
         assert f"{proxy.kafka} does not offer the Own API" in sentence
         assert "--etcd" in sentence

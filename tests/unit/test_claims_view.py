@@ -16,6 +16,7 @@ from kproxy.observe.admin import Unanswered
 from kproxy.observe.claims import (
     MAX_CLAIM_ROWS,
     MAX_CLIENT_TEXT,
+    MAX_WRITER_GROUPS,
     ClaimRow,
     ClaimsPage,
     ClaimsQuery,
@@ -53,13 +54,15 @@ def table(*kvs: KeyValue) -> OwnTable:
 
 def test_a_page_says_who_owns_what_through_whom() -> None:
     made = table(
-        member("aa", "10.0.0.1", 9092, seen=40, unsettled=[("orders", 3), ("orders", 4)]),
-        member("bb", "::1", 9093),
+        member("aa", "10.0.0.1", 9092, seen=40, unsettled=[("orders", 3), ("orders", 4)], writer_groups={"t": "h"}),
+        member("bb", "::1", 9093, writer_groups={"t": "h", "orders": "g"}),
         claim("g", "orders/0", 41, generation=3, client="active"),
         claim("g", "x", 42, proxy="gone", connection=9),
     )
     assert msgspec.to_builtins(claims_page(made, ClaimsQuery())) == {
         "revision": 100,
+        "writer_groups": ["orders=g", "t=h"],
+        "differ": True,
         "members": [
             {"proxy": "aa", "address": "10.0.0.1:9092", "seen": 40, "unsettled": 2},
             {"proxy": "bb", "address": "[::1]:9093", "seen": 0, "unsettled": 0},
@@ -90,6 +93,15 @@ def test_a_page_says_who_owns_what_through_whom() -> None:
         ],
         "next": None,
     }
+
+
+def test_members_that_were_told_the_same_do_not_differ() -> None:
+    made = table(*(member(name, "a", 1, writer_groups={"t": "g"}) for name in ("aa", "bb")))
+    shown = claims_page(made, ClaimsQuery())
+    assert (shown.writer_groups, shown.differ) == (["t=g"], False)
+    many = table(member("aa", "a", 1, writer_groups={f"t{number}": "g" for number in range(200)}))
+    assert len(claims_page(many, ClaimsQuery()).writer_groups) == MAX_WRITER_GROUPS
+    assert not claims_page(table(), ClaimsQuery()).differ
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 11, 12, 13, MAX_CLAIM_ROWS])
@@ -151,7 +163,8 @@ def test_a_full_page_of_the_worst_names_fits_into_a_workers_answer() -> None:
         "\x01" * 1024, "\x01" * 1024, 2**63, 2**63, "f" * 16, "h" * 255, 2**63, "\x01" * MAX_CLIENT_TEXT, 2**63
     )
     members = [MemberRow("f" * 16, "h" * 255, 2**63, 2**31)] * 1_000
-    page = ClaimsPage(revision=2**63, members=members, claims=[worst] * MAX_CLAIM_ROWS)
+    groups = [f"{'t' * 249}={name}" for name in ["\x01" * 1024] * MAX_WRITER_GROUPS]
+    page = ClaimsPage(revision=2**63, members=members, writer_groups=groups, claims=[worst] * MAX_CLAIM_ROWS)
     assert len(msgspec.json.encode(page)) < 16 << 20
     long = claim("g", "r", 10, client="\x01" * 5_000)
     assert len(claims_page(table(long), ClaimsQuery()).claims[0].client) == MAX_CLIENT_TEXT

@@ -14,7 +14,17 @@ from kproxy.cli import main
 from kproxy.cli.own_changes import Change, changes_between
 from kproxy.cli.own_claim import parse_wanted
 from kproxy.cli.own_sources import AdminClaims
-from kproxy.cli.own_view import age, describe, headline, members_line, show, show_change, show_first, show_freed
+from kproxy.cli.own_view import (
+    age,
+    describe,
+    headline,
+    members_line,
+    show,
+    show_change,
+    show_first,
+    show_freed,
+    writers_line,
+)
 from kproxy.config import Address
 from kproxy.errors import StartupError
 from kproxy.observe.claims import ClaimRow, ClaimsPage, FreeOrder, FreeOutcome, MemberRow
@@ -41,6 +51,7 @@ def test_elsewhere_than_on_a_terminal_it_is_plain_columns(capsys: pytest.Capture
     assert capsys.readouterr().out.splitlines() == [
         "# revision 100, 3 claims in 1 group",
         "# 2 proxies offer the Own API: 127.0.0.1:9092, 127.0.0.1:9093",
+        "# no topic has a writer group: anybody writes (--writer-group TOPIC=GROUP)",
         "group  resource       generation  fence  client   proxy           connection  since",
         "g      (whole group)  1           12     active   127.0.0.1:9092  3           60 s",
         "g      orders/0       3           50     standby  127.0.0.1:9093  5           60 s",
@@ -82,6 +93,18 @@ def test_who_keeps_claims_waiting_is_said(members: list[tuple[str, int, int]], l
     rows = [MemberRow(f"{number}", *each) for number, each in enumerate(members)]
     # Through the second of them: it has nothing to confirm to itself.
     assert members_line(page(row("a", 9, {**ACTIVE, "proxy": "1"}), members=rows)) == line
+
+
+@pytest.mark.parametrize(
+    ("writer_groups", "differ", "line"),
+    [
+        (["a=g", "b=h"], False, "writer groups: a=g, b=h"),
+        (["a=g"], True, "writer groups: a=g; NOT THE SAME at all proxies: give all of them the same --writer-group"),
+        ([f"t{n}=g" for n in range(11)], False, f"writer groups: {', '.join(f't{n}=g' for n in range(10))}, ..."),
+    ],
+)
+def test_topics_that_owners_alone_write_to_are_named(writer_groups: list[str], differ: bool, line: str) -> None:
+    assert writers_line(ClaimsPage(revision=1, claims=[], writer_groups=writer_groups, differ=differ)) == line
 
 
 @pytest.mark.parametrize(
