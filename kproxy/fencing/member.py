@@ -116,13 +116,13 @@ class OwnMember:
         fence.renew(sent_at, lease.ttl_s)
         self._ended.clear()
         self._fence = fence
-        await self._put()
+        await self._put(fence)
         self._on_entered()
 
-    async def _put(self) -> None:
+    async def _put(self, fence: LeaseFence) -> None:
         seen, unsettled = self._state()
         value = encode_value(MemberValue(*self._address, seen, unsettled, self._writer_groups))
-        await self._client.put(self._keys.member(self.name), value, lease_id=self.lease_id)
+        await self._client.put(self._keys.member(f"{fence.lease_id:x}"), value, lease_id=fence.lease_id)
 
     async def _stay(self) -> None:
         """Until the lease is not certain to live. Raises EtcdError where it is not known why."""
@@ -132,7 +132,7 @@ class OwnMember:
         keeper = asyncio.create_task(
             self._client.lease_keep_alive(fence.lease_id, clock=self._clock, on_renewed=fence.renew)
         )
-        tasks = [keeper, *map(asyncio.create_task, (self._watch(fence), self._publish_all(), self._ended.wait()))]
+        tasks = [keeper, *map(asyncio.create_task, (self._watch(fence), self._publish_all(fence), self._ended.wait()))]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -149,12 +149,12 @@ class OwnMember:
         while fence.is_live():  # noqa: ASYNC110 - nothing happens at the deadline: time passes it
             await asyncio.sleep(self._ttl_s / LOOKS_PER_TTL)
 
-    async def _publish_all(self) -> None:
+    async def _publish_all(self, fence: LeaseFence) -> None:
         while True:
             await self._dirty.wait()
             self._dirty.clear()
             try:
-                await self._put()
+                await self._put(fence)
             except LeaseLost:
                 raise
             except EtcdError as error:
@@ -169,13 +169,15 @@ class OwnMember:
             self._on_lost(reason)
 
     async def _leave(self) -> None:
-        """First nothing is held any more, then the lease ends."""
+        """First nothing is held any more, then others are told what is left unsettled, then the lease ends."""
         self._give_up("the proxy has no lease in etcd")
         fence, self._fence = self._fence, None
         if fence is None:
             return
         try:
             async with asyncio.timeout(REVOKE_TIMEOUT_S):
+                if self._state()[1]:
+                    await self._put(fence)
                 await self._client.lease_revoke(fence.lease_id)
         except (EtcdError, TimeoutError) as error:
             log.warning("own_lease_not_revoked", reason=str(error) or "no answer in time")

@@ -255,6 +255,11 @@ class OwnService:
         bound = await bind(wanted, deadline) if wanted else {}
         for resource in confirmed:
             codes[resource] = max((bound.get(each[:2], NONE) for each in bindings[resource]), default=NONE)
+            if any(each[:2] not in bound for each in bindings[resource]):
+                # Fences were relied on where there are none any more: a broker has joined that keeps none.
+                fence, group = waiting[resource].fence, holdings.group or ""
+                if not await self._confirmed_by(deadline, fence, group, resource, is_fenced=False):
+                    codes[resource] = REQUEST_TIMED_OUT
         if holdings.has_ended or not self.is_live():
             return dict.fromkeys(taken, COORDINATOR_NOT_AVAILABLE)
         holdings.grant(resource for resource in confirmed if codes[resource] == NONE)
@@ -272,16 +277,18 @@ class OwnService:
         if held is not None and holdings.group is not None:
             self._claiming.delete(holdings.group, resource, held.fence)
 
-    async def _confirmed_by(self, deadline: float, fence: int, group: str, resource: str) -> bool:
-        while not self._is_confirmed(fence, group, resource):
+    async def _confirmed_by(
+        self, deadline: float, fence: int, group: str, resource: str, *, is_fenced: bool = True
+    ) -> bool:
+        while not self._is_confirmed(fence, group, resource, is_fenced=is_fenced and self.has_fences()):
             if not await self._changes.wait(deadline):
                 return False
         return True
 
-    def _is_confirmed(self, fence: int, group: str, resource: str) -> bool:
+    def _is_confirmed(self, fence: int, group: str, resource: str, *, is_fenced: bool) -> bool:
         """Whether all who were there before have acted upon the claim, and nothing earlier is under way.
 
-        Where brokers know fences what is under way is refused at its end.
+        Where brokers know fences (`is_fenced`) what is under way is refused at its end.
         """
         if self.table.revision < fence:
             return False
@@ -292,7 +299,7 @@ class OwnService:
         ]
         if any(member.seen < fence for member in others):
             return False
-        if self.has_fences():
+        if is_fenced:
             return True
         listed = [self.settlement.unsettled(), *(member.unsettled for member in others)]
         return not any(self.settlement.keeps_back(group, resource, each) for each in listed)

@@ -276,7 +276,7 @@ class ClientSession(asyncio.BufferedProtocol):
             return
         log.warning("client connection severed", client=self._peer, reason=reason)
         self._end()
-        self._fanout.abandon()
+        self._fanout.part(severed=True)
         if self._context.versions.fenced:
             self._connections.drop_all()
 
@@ -475,6 +475,7 @@ class ClientSession(asyncio.BufferedProtocol):
         if not self.closed and self._slots:
             log.warning("client connection closed unanswered", client=self._peer, requests=len(self._slots))
         self._end()
+        self._fanout.hurry()
 
     def drain(self) -> None:
         """Read no more; close once everything in flight is answered."""
@@ -511,6 +512,7 @@ class ClientSession(asyncio.BufferedProtocol):
             self._tally.sent_bytes += self._outbox.written_bytes
             if not (lingers and self._half_close(self._transport)):
                 self._transport.close()
+        self._fanout.part()
         if self._owning is not None:
             self._owning.end()
         self._let_go()

@@ -10,7 +10,8 @@ Invariants
 4. When the topology has changed and a partition is to go elsewhere than its unanswered batches went, it waits for them.
 5. What was answered at its deadline is not sent afterwards; what a broker may have seen keeps its lane until it is
    answered or its connection is closed, and what the client sent behind it meanwhile is given up with it.
-6. An event (an answer, a lost connection, a deadline) changes all lanes it concerns before anything is sent.
+6. Once the client is gone nothing more is sent for topics with a writer group, and once it is severed nothing at all.
+7. An event (an answer, a lost connection, a deadline) changes all lanes it concerns before anything is sent.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ from itertools import groupby
 from typing import TypeAlias
 
 from codec.api_keys import PRODUCE
-from codec.error_codes import NOT_LEADER_OR_FOLLOWER, OUT_OF_ORDER_SEQUENCE_NUMBER, UNKNOWN_TOPIC_ID
+from codec.error_codes import (
+    NOT_LEADER_OR_FOLLOWER,
+    OUT_OF_ORDER_SEQUENCE_NUMBER,
+    POLICY_VIOLATION,
+    UNKNOWN_TOPIC_ID,
+)
 from codec.errors import CodecError
 from codec.partitioned import (
     PartitionedApi,
@@ -31,9 +37,11 @@ from codec.partitioned import (
     set_response_correlation_id,
 )
 from codec.primitives import Buffer
+from kproxy.fencing.settlement import Settlement
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.lane_timer import LaneTimer
+from kproxy.proxy.last_writes import LastWrites, note_lost
 from kproxy.proxy.lookups import OwnerLookups
 from kproxy.proxy.owning import NOTHING_REFUSED, Owning
 from kproxy.proxy.pieces import Piece, UnderWay, entries_of, ordered_pieces, under_way
@@ -51,6 +59,8 @@ from kproxy.routing.topology import NO_OWNER, Topology
 HUNG_AFTER_S = 5.0
 _NONE_HELD: set[Entry] = set()
 _NOTHING_UNDER_WAY: UnderWay = {}
+# A broker has a piece, and its answer does not come any more.
+_MAY_STILL_BE_APPENDED = (retry.CONNECTION_LOST, retry.UNREADABLE)
 
 Respond: TypeAlias = Callable[[list[Buffer]], None]
 """Takes the whole answer, or nothing once a request that has no answer (acks=0) is done with."""
@@ -91,6 +101,11 @@ class Fanout:
         self._lookups = OwnerLookups(context)
         # What its client has claimed, once it has claimed anything.
         self.owning: Owning | None = None
+        # Where topics have writer groups: what is to be settled when their writers end.
+        self._settlement = context.own.settlement if context.own is not None and context.own.gated else None
+        self._last_writes: LastWrites | None = None
+        self._is_parted = False
+        self._is_severed = False
         # Done when a closed fan-out has nothing left to send.
         self._emptied: asyncio.Future[None] | None = None
 
@@ -120,15 +135,21 @@ class Fanout:
         if silent:
             exchange.is_silent = silent
         self._open[exchange.sequence] = (exchange, respond)
+        self._dispatch(exchange, refused)
+        # What is under way first: with acks=0 a refusal ends the connection.
         for entry, error_code in refused.items():
             self._conclude(exchange, entry, error_code)
-        self._dispatch(exchange, refused)
+        if refused:
+            self._finish_if_complete(exchange)
 
     # Sending
 
     def _dispatch(self, exchange: Exchange, refused: Mapping[Entry, int] = NOTHING_REFUSED) -> None:
         if self._topology.version != self._seen_version:
             self._follow_topology()
+            if exchange.sequence not in self._open:
+                # A connection was given up for it, and the client's ended with that.
+                return
         if exchange.is_ordered and not self._busy_lanes and not refused and self._dispatch_proven(exchange):
             return
         held = self._hold_back(exchange) if self._lanes else _NONE_HELD
@@ -164,6 +185,9 @@ class Fanout:
         return True
 
     def _send(self, exchange: Exchange, owner: int, selection: Selection, *, whole: bool, share: int) -> None:
+        if self._is_parted and not all(map(exchange.is_open, entries_of(selection))):
+            # The client's connection has ended in the course of this very event.
+            return
         if owner == NO_OWNER:
             for entry in entries_of(selection):
                 is_nameless = exchange.request.is_nameless(exchange.topic(entry))
@@ -402,6 +426,8 @@ class Fanout:
 
     def fail_piece(self, piece: Piece, event: int) -> None:
         """The same event for every entry of a piece."""
+        if self._settlement is not None and event in _MAY_STILL_BE_APPENDED:
+            note_lost(piece, self._settlement)
         unanswered = under_way(self._upstreams.values())
         for entry in piece.entries():
             self._failed(piece.exchange, entry, event, piece.routed_at, unanswered)
@@ -444,7 +470,7 @@ class Fanout:
         if (hangs or verdict.retry or behind) and retry.doubts_the_owner(event):
             self._lookups.ask(*exchange.partition(entry), routed_at)
         tries_again = pause is None or (verdict.retry and not hangs and pause.due < exchange.deadline)
-        if tries_again and not self._lanes.is_given_up(key, sequence):
+        if tries_again and not self._is_over(exchange, entry) and not self._lanes.is_given_up(key, sequence):
             self._context.counters[f"retries.{event}"] += 1
             later = [each for each in unanswered.get(key, ()) if each > sequence]
             self._lanes.refused(key, item, pause, later)
@@ -567,21 +593,61 @@ class Fanout:
     def has_open_exchanges(self) -> bool:
         return bool(self._open)
 
-    def abandon(self) -> None:
-        """The client may not write any more: nothing is sent that has not been, whatever its acks."""
-        opened, self._open = list(self._open.values()), {}
-        for exchange, respond in opened:
-            self._looks.stop(exchange)
-            if exchange.is_silent or exchange.request.acks == 0:
-                self._context.counters["acks0.undeliverable"] += 1
-                respond([])
-        self._lanes.drop(lambda exchange: True)
-        self._settle_pieces(self._withdraw(lambda piece: True))
-        self._released.clear()
+    def _is_over(self, exchange: Exchange, entry: Entry) -> bool:
+        """Whether the client's connection has ended in a way that lets this not be sent any more."""
+        if self._is_severed or not self._is_parted or self._settlement is None:
+            return self._is_severed
+        return exchange.api.api_key == PRODUCE and exchange.topic(entry).name in self._settlement.topics
+
+    def part(self, *, severed: bool = False) -> None:
+        """The client is gone: for topics with a writer group nothing is sent that has not been, whatever its acks.
+
+        What brokers have got for these is held until it is answered. `severed`: nothing is sent for any topic.
+        """
+        if self._settlement is None and not severed:
+            return
+        self._is_parted = True
+        self._is_severed = self._is_severed or severed
+        is_over = self._is_over
+        withdrawn = self._withdraw(lambda piece: any(is_over(piece.exchange, entry) for entry in piece.entries()))
+        written = [piece for upstream in self._upstreams.values() for piece in ordered_pieces(upstream)]
+        if self._settlement is not None:
+            self._hold(self._settlement, written)
+        sent = {(piece.exchange.sequence, entry) for piece in written for entry in piece.entries()}
+        for exchange, _ in list(self._open.values()):
+            if any(is_over(exchange, entry) for entry in exchange.open_entries()):
+                self._part_from(exchange, sent)
+        self._settle_pieces(withdrawn)
+
+    def _hold(self, settlement: Settlement, written: list[Piece]) -> None:
+        if self._context.versions.fenced:
+            # These connections end, and it is the fences that count; but another process may not know of them yet.
+            for piece in written:
+                note_lost(piece, settlement)
+            return
+        if self._last_writes is None:
+            self._last_writes = LastWrites(settlement, self)
+        self._last_writes.hold(written)
+
+    def _part_from(self, exchange: Exchange, sent: set[tuple[int, Entry]]) -> None:
+        self._looks.stop(exchange)
+        if not exchange.is_silent:
+            del self._open[exchange.sequence]
+            exchange.request.let_go()
+            return
+        for entry in exchange.open_entries():
+            if (exchange.sequence, entry) not in sent:
+                self._conclude(exchange, entry, POLICY_VIOLATION)
+        self._finish_if_complete(exchange)
+
+    def hurry(self) -> None:
+        """Wait no longer for the answers to what was written last."""
+        if self._last_writes is not None:
+            self._last_writes.hurry()
 
     async def close(self) -> None:
         """The client is gone. What it would hear of is dropped, it will send that again itself; what it sent with
-        acks=0 still goes, or is counted as lost.
+        acks=0 still goes, or is counted as lost. What is held (`part`) is waited for.
         """
         for exchange, _ in list(self._open.values()):
             if not exchange.is_silent:
@@ -590,6 +656,8 @@ class Fanout:
         self._lanes.drop(lambda exchange: not exchange.is_silent)
         self._settle_pieces(self._withdraw(lambda piece: not piece.exchange.is_silent))
         self._send_released()
+        if self._last_writes is not None:
+            await self._last_writes.settle(self._context.limits.own_unsettled_s)
         if self._open:
             self._emptied = asyncio.get_running_loop().create_future()
             await asyncio.wait((self._emptied,), timeout=FLUSH_S)

@@ -5,7 +5,8 @@ closing the connection, which is what Kafka does. A partition that stands in a r
 INVALID_REQUEST; acks other than -1, 0 and 1 make it INVALID_REQUIRED_ACKS.
 
 acks=0 has no answer. With `confirm_acks0` brokers are asked for acks=1 all the same and their answers end here: so the
-proxy knows what was refused, sends it to the new owner, keeps its order, and counts exactly what is lost.
+proxy knows what was refused, sends it to the new owner, keeps its order, and counts exactly what is lost. So it is for
+topics with a writer group in any case.
 """
 
 from __future__ import annotations
@@ -44,16 +45,21 @@ def produce(
         respond(refuse(PRODUCE_API, request, refusal))
         return 0
     deadline = now + deadline_s(request.timeout_ms, context.limits.deadline_cap_ms)
-    if acks == 0 and context.confirm_acks0:
-        set_acks(request, 1)
     if request.by_id:
         fanout.name_topics(request)
     refused = NOTHING_REFUSED
     if context.own is not None and context.own.gated:
         refused = refused_writes(context.own, fanout.owning.holdings if fanout.owning is not None else None, request)
         context.counters["own.gated"] += len(refused)
+    if acks == 0 and (context.confirm_acks0 or _is_gated(context, request)):
+        set_acks(request, 1)
     fanout.submit(PRODUCE_API, request, deadline=deadline, respond=respond, silent=acks == 0, refused=refused)
     return None if acks == 0 else 0
+
+
+def _is_gated(context: ProxyContext, request: PartitionedRequest) -> bool:
+    """Whether a topic has a writer group: whoever claims it next has to know when the last of this is written."""
+    return context.own is not None and any(topic.name in context.own.gated for topic in request.topics)
 
 
 def refuse(api: PartitionedApi, request: PartitionedRequest, error_code: int) -> list[Buffer]:
