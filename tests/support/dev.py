@@ -59,13 +59,15 @@ def _parent_pipe() -> ParentPipe:
 class KproxyProcess:
     """A command that serves. Its stderr goes to a file, as it may be long."""
 
-    def __init__(self, arguments: Sequence[str | Path], stderr_path: Path) -> None:
+    def __init__(
+        self, arguments: Sequence[str | Path], stderr_path: Path, command: Sequence[str] = KPROXY
+    ) -> None:
         self.stderr_path = stderr_path
         # What we start does not outlive us, however we end.
         parent = _parent_pipe()
         with stderr_path.open("wb") as stderr:
             self._process = subprocess.Popen(
-                [*KPROXY, *map(str, arguments)],
+                [*command, *map(str, arguments)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

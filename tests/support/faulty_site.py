@@ -47,7 +47,7 @@ class FaultyBroker(BrokerProcess):
         has_followers: bool,
         **options: Any,
     ) -> None:
-        self.replication_way = Relay(f"http://{HOST}:{_free_port()}")
+        self.replication_way = Relay(f"http://{HOST}:{free_port()}")
         self.etcd_ways = list(etcd_ways)
         self._has_followers = has_followers
         super().__init__(node_id, data_dir, "", prefix, **options)
@@ -57,7 +57,7 @@ class FaultyBroker(BrokerProcess):
         for way in (*self.etcd_ways, self.replication_way):
             await way.open()
         self.arguments[2] = ",".join(way.endpoint for way in self.etcd_ways)
-        self.arguments.append(f"listen={_free_port()}")
+        self.arguments.append(f"listen={free_port()}")
         if self._has_followers:
             port, told = self.replication_way.target_port, self.replication_way.port
             self.arguments += [f"replication_listen={port}", f"replication_at={told}"]
@@ -235,7 +235,7 @@ async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float, what
         await asyncio.sleep(0.02)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """One below those that the system gives to whoever asks for any: it has to stay free while its broker is down."""
     for port in _ports:
         with contextlib.suppress(OSError), socket.create_server((HOST, port)):

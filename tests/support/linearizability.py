@@ -33,13 +33,17 @@ Part = TypeVar("Part", bound=Hashable)
 
 
 class Operation(NamedTuple):
-    """Times are of one clock. `returned` is NEVER where there was no answer, `output` UNKNOWN where none that tells."""
+    """Times are of one clock. `returned` is NEVER where there was no answer, `output` UNKNOWN where none that tells.
+
+    `repeats`: it never returns, and may take effect as often as one likes.
+    """
 
     who: str
     called: float
     returned: float
     input: Any
     output: Any = UNKNOWN
+    repeats: bool = False
 
     def __str__(self) -> str:
         told = "" if self.output is UNKNOWN else f" -> {self.output}"
@@ -138,19 +142,15 @@ class _Stuck(NamedTuple, Generic[State]):
     orders: _Orders[State]
 
 
-def _search(
-    history: Sequence[Operation], model: Model[State], max_orders: int, free: Sequence[Operation] = ()
-) -> _Stuck[State] | None:
-    """`free`: what may take effect as often as one likes, from its call on, so that nothing is to be kept of when."""
+def _search(history: Sequence[Operation], model: Model[State], max_orders: int) -> _Stuck[State] | None:
     # A call and a return at the same time: they may have overlapped.
     events = [(each.called, 0, number) for number, each in enumerate(history)]
     events += [(each.returned, 1, number) for number, each in enumerate(history) if each.returned != NEVER]
-    events += [(each.called, 0, ~number) for number, each in enumerate(free)]
     under_way: dict[int, Operation] = {}
     orders: _Orders[State] = {(model.initial, frozenset()): None}
     for _, is_return, number in sorted(events):
         if not is_return:
-            under_way[number] = history[number] if number >= 0 else free[~number]
+            under_way[number] = history[number]
             continue
         explained = _with(number, under_way, orders, model, max_orders)
         if not explained:
@@ -180,7 +180,7 @@ def _with(
             if other in effective:
                 continue
             for after in model.step(state, operation):
-                longer = (after, effective | {other} if other >= 0 else effective)
+                longer = (after, effective if operation.repeats else effective | {other})
                 if longer not in seen:
                     seen[longer] = _Path(other, seen[order])
                     waiting.append(longer)
@@ -199,12 +199,13 @@ def _explained(history: Sequence[Operation], model: Model[State], stuck: _Stuck[
     upto = [each if each.returned <= end else each._replace(returned=NEVER) for each in history]
     needed = [number for number, each in enumerate(history) if each.called <= end]
     if len(needed) <= _MAX_OPERATIONS_TO_SHRINK:
-        free: list[Operation] = []
+        others: list[Operation] = []
         for number in tuple(needed):
             fewer = [each for each in needed if each != number]
-            more_free = [*free, upto[number]._replace(returned=NEVER, output=UNKNOWN)]
-            if _is_refuted([upto[each] for each in fewer], model, more_free):
-                needed, free = fewer, more_free
+            # How often is left open, so that there are not too many orders to look at.
+            more_others = [*others, upto[number]._replace(returned=NEVER, output=UNKNOWN, repeats=True)]
+            if _is_refuted([*(upto[each] for each in fewer), *more_others], model):
+                needed, others = fewer, more_others
     found = _search([upto[each] for each in needed], model, MAX_ORDERS)
     assert found is not None, "a history that cannot be explained was made explicable by leaving out what helps"
     (state, _), path = max(found.orders.items(), key=lambda each: _length(each[1]))
@@ -212,9 +213,9 @@ def _explained(history: Sequence[Operation], model: Model[State], stuck: _Stuck[
     return Refuted(shown, shown[found.at], _ordered(shown, path), state, len(history) - len(shown))
 
 
-def _is_refuted(history: Sequence[Operation], model: Model[Any], free: Sequence[Operation]) -> bool:
+def _is_refuted(history: Sequence[Operation], model: Model[Any]) -> bool:
     try:
-        return _search(history, model, _MAX_ORDERS_TO_SHRINK, free) is not None
+        return _search(history, model, _MAX_ORDERS_TO_SHRINK) is not None
     except Undecided:
         return False
 

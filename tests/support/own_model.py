@@ -262,27 +262,26 @@ def operations(recorded: Recorded, places: Mapping[bytes, int]) -> list[Operatio
     """For the checker. What is in the log was appended, whatever was told; what was not appended changed nothing."""
     found: list[Operation] = []
     ends_from = recorded.ends_from
-    ends = dict.fromkeys(ends_from, 1)
     for claim in recorded.claims:
-        asked = Decide(claim.connection, claim.generation)
-        returned = claim.returned if claim.told is not UNKNOWN else NEVER
-        found.append(Operation(claim.who, claim.called, returned, asked, claim.told))
+        is_told = claim.told is not UNKNOWN
+        times = claim.called, claim.returned if is_told else NEVER
+        found.append(Operation(claim.who, *times, Decide(claim.connection, claim.generation), claim.told))
         if not isinstance(claim.told, Fenced):
-            found.append(Operation(claim.who, claim.called, returned, Take(claim.connection), claim.told))
-        if claim.told is UNKNOWN:
-            # It may be decided when its connection has ended, and is undone for that.
-            ends[claim.connection] += 1
+            found.append(Operation(claim.who, *times, Take(claim.connection), claim.told, repeats=not is_told))
     for write in recorded.writes:
-        asked_to_write = Write(write.connection, write.fence, write.value)
+        asked = Write(write.connection, write.fence, write.value)
         place = places.get(write.value)
         if place is not None:
             # Whatever was told or not: it was there when the log was read.
             returned = write.returned if write.error_code == error_codes.NONE else recorded.read_at
-            found.append(Operation(write.who, write.called, returned, asked_to_write, Appended(place)))
+            found.append(Operation(write.who, write.called, returned, asked, Appended(place)))
         elif write.error_code == error_codes.POLICY_VIOLATION and write.returned < ends_from[write.connection]:
             # Later it says nothing: what a connection owned may be lost before it is told so.
-            found.append(Operation(write.who, write.called, write.returned, asked_to_write, Refusal()))
-    for connection, count in ends.items():
-        if ends_from[connection] != NEVER:
-            found += [Operation(connection, ends_from[connection], NEVER, End(connection))] * count
+            found.append(Operation(write.who, write.called, write.returned, asked, Refusal()))
+    # A claim may be decided when its connection has ended, and be undone for that: what is free may be freed again.
+    found += [
+        Operation(connection, since, NEVER, End(connection), repeats=True)
+        for connection, since in ends_from.items()
+        if since != NEVER
+    ]
     return found

@@ -53,6 +53,10 @@ GOOD = {
     "a write that never returned takes effect late": [write(0, NEVER, 5), read(10, 11, 0), read(12, 13, 5)],
     "or never": [write(0, NEVER, 5), read(10, 11, 0)],
     "what never returned may have been impossible": [write(0, 1, 5), Operation("c", 2, NEVER, ("clear", 6))],
+    "what repeats takes effect time and again": [
+        Operation("w", 0, NEVER, ("write", 5), repeats=True),
+        *(read(1, 2, 5), write(3, 4, 6), read(5, 6, 6), read(7, 8, 5)),
+    ],
     "who was told nothing may still have done it": [write(0, 1, 5)._replace(output=UNKNOWN), read(2, 3, 5)],
     "a read that never returned": [write(0, 1, 5), read(0, NEVER, None)],
 }

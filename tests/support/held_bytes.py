@@ -1,0 +1,117 @@
+"""A relay that stands for the network between proxies and a broker: bytes may be under way for as long as one likes.
+
+What was written arrives in the end, in order, also when whoever wrote it is gone by then; only `cut` loses it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from contextlib import suppress
+from typing import Self
+
+HOST = "127.0.0.1"
+# Of one connection; more is not read.
+MAX_HELD_BYTES = 16 << 20
+# A broker that was sent all there is and the end closes its side.
+LAST_ANSWERS_S = 5.0
+
+
+class _Carried:
+    """One connection: what came of its client and is not sent on yet."""
+
+    def __init__(self) -> None:
+        self.waiting: asyncio.Queue[bytes] = asyncio.Queue(maxsize=MAX_HELD_BYTES >> 16)
+        self.moving = asyncio.Event()
+        self.moving.set()
+
+
+class Way:
+    """To the broker at `target_port`; connections are told apart by their clients' ports."""
+
+    def __init__(self, target_port: int) -> None:
+        self.target_port = target_port
+        self.port = 0
+        self._server: asyncio.Server | None = None
+        self._carried: dict[int, tuple[asyncio.Task[None], _Carried]] = {}
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._accept, HOST, self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._server is not None:
+            self._server.close()
+        await self.cut()
+
+    def hold(self, client_ports: Collection[int]) -> int:
+        """Let nothing more of these connections arrive; how many there are."""
+        found = [carried for port, (_, carried) in self._carried.items() if port in client_ports]
+        for carried in found:
+            carried.moving.clear()
+        return len(found)
+
+    def release(self) -> None:
+        """What was held arrives."""
+        for _, carried in self._carried.values():
+            carried.moving.set()
+
+    async def cut(self, client_ports: Collection[int] | None = None) -> None:
+        """End these connections, all of them for None; what is held on them is lost."""
+        tasks = [task for port, (task, _) in self._carried.items() if client_ports is None or port in client_ports]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        client_port = writer.get_extra_info("peername")[1]
+        carried = _Carried()
+        self._carried[client_port] = task, carried
+        writers = [writer]
+        with suppress(OSError, asyncio.CancelledError, TimeoutError):
+            try:
+                broker_reader, broker_writer = await asyncio.open_connection(HOST, self.target_port)
+                writers.append(broker_writer)
+                async with asyncio.TaskGroup() as ways:
+                    ways.create_task(_take(reader, carried))
+                    back = ways.create_task(_answers(broker_reader, writer))
+                    await _deliver(carried, broker_writer)
+                    async with asyncio.timeout(LAST_ANSWERS_S):
+                        await asyncio.wait([back])
+            except* (OSError, RuntimeError):
+                # One side ended: the other one learns of it by its own end.
+                pass
+            finally:
+                for each in writers:
+                    each.transport.abort()
+                del self._carried[client_port]
+
+
+async def _take(reader: asyncio.StreamReader, carried: _Carried) -> None:
+    """Read at once: what a client that is reset has written before is under way."""
+    with suppress(ConnectionError):
+        while data := await reader.read(1 << 16):
+            await carried.waiting.put(data)
+    await carried.waiting.put(b"")
+
+
+async def _deliver(carried: _Carried, writer: asyncio.StreamWriter) -> None:
+    while data := await carried.waiting.get():
+        await carried.moving.wait()
+        writer.write(data)
+        await writer.drain()
+    await carried.moving.wait()
+    writer.write_eof()
+
+
+async def _answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(1 << 16):
+        if not writer.is_closing():
+            writer.write(data)
+            with suppress(ConnectionError):
+                await writer.drain()
+    if not writer.is_closing():
+        writer.transport.abort()

@@ -1,0 +1,324 @@
+"""Random histories of ownership: clients that claim, write, pause and die, and what befalls what lies behind them.
+
+A history is one topic of its own, with a writer group of its own, and MEMBERS clients; many run side by side through
+the same two proxies, and the same trouble. Everything comes from a seed; how far clients come in the midst of a trouble
+is up to the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Final
+
+from codec import error_codes
+from tests.support.attempts import Stored
+from tests.support.linearizability import NEVER, UNKNOWN
+from tests.support.own_client import OwnClient, Produced
+from tests.support.own_model import Claimed, Fenced, Granted, Recorded, Written, judge
+from tests.support.own_site import BROKERS, HOST, OwnSite
+
+MEMBERS: Final = 4
+# Above what a proxy takes for a claim that cannot be confirmed.
+ANSWER_S: Final = 8.0
+# How long it may take until one who insists owns and writes, once all is well again.
+GOES_ON_S: Final = 30.0
+# Between two steps of one client, in seconds; the last is a standby that wakes up late.
+PAUSES: Final = (*(0.0,) * 4, *(0.05,) * 6, *(0.2,) * 6, *(0.5,) * 3, 2.5)
+
+
+def topic_of(number: int) -> str:
+    return f"history-{number}"
+
+
+def group_of(number: int) -> str:
+    return f"writers-{number}"
+
+
+class Connection:
+    """One connection of a member, as the history has it."""
+
+    def __init__(self, name: str, proxy: int, client: OwnClient, since: float) -> None:
+        self.name = name
+        self.proxy = proxy
+        self.client = client
+        self.since = since
+        self.closed_at = NEVER
+        # Of each partition the fence that it was granted last.
+        self.fences: dict[int, int] = {}
+
+    def end(self, now: float, *, abruptly: bool) -> None:
+        """By its client."""
+        self.closed_at = min(self.closed_at, now)
+        self.client.abort() if abruptly else self.client.raw.close()
+
+    def may_end_from(self, faults: Mapping[int, float]) -> float:
+        """Since when what it owned may have been free; `faults`: since when something may have befallen its proxy."""
+        if self.client.closed and self.closed_at == NEVER:
+            # The other side ended it, who knows when it decided to.
+            return self.since
+        return min(self.closed_at, max(self.since, faults.get(self.proxy, NEVER)))
+
+
+class History:
+    """One history: `run` it, let it `settle` once all is well, then `judge` it."""
+
+    def __init__(self, site: OwnSite, number: int, seed: int) -> None:
+        self.number = number
+        self._site = site
+        self._chance = random.Random(f"{seed}/{number}")
+        self.topic, self.group = topic_of(number), group_of(number)
+        self.partitions = range(self._chance.choice((1, 1, 2)))
+        self.is_replicated = self._chance.random() < 0.3
+        self.connections: list[Connection] = []
+        self.claims: dict[int, list[Claimed]] = {each: [] for each in self.partitions}
+        self.writes: dict[int, list[Written]] = {each: [] for each in self.partitions}
+        self.generations = dict.fromkeys(self.partitions, 1)
+        self._answers: set[asyncio.Task[None]] = set()
+        self._written = 0
+
+    async def prepare(self) -> None:
+        first = self._chance.randrange(len(BROKERS))
+        replicas = [*BROKERS[first:], *BROKERS[:first]]
+        placed = replicas if self.is_replicated else replicas[:1]
+        await self._site.put_topic(self.topic, [placed for _ in self.partitions])
+
+    async def run(self) -> None:
+        """Every client does what it has to do, side by side."""
+        members = [
+            Member(self, f"{self.number}{'abcd'[place]}", random.Random(self._chance.random()))
+            for place in range(MEMBERS)
+        ]
+        async with asyncio.TaskGroup() as running:
+            for member in members:
+                running.create_task(member.run(steps=self._chance.randint(2, 5)))
+
+    async def settle(self) -> None:
+        """Somebody who insists owns and writes: it goes on. Then nobody waits for an answer any more."""
+        member = Member(self, f"{self.number}last", random.Random(self._chance.random()))
+        async with asyncio.timeout(GOES_ON_S):
+            for partition in self.partitions:
+                while not await member.writes(partition):
+                    await asyncio.sleep(0.1)
+        if self._answers:
+            await asyncio.wait(self._answers)
+        await self._losers_are_severed()
+
+    async def _losers_are_severed(self) -> None:
+        """Who lost a partition to another connection is not left to believe that it owns it."""
+        for connection in self.connections:
+            lost = [
+                partition
+                for partition, fence in connection.fences.items()
+                if any(
+                    isinstance(each.told, Granted) and each.told.fence > fence and each.connection != connection.name
+                    for each in self.claims[partition]
+                )
+            ]
+            if lost and connection.closed_at == NEVER:
+                assert await connection.client.wait_closed(GOES_ON_S), f"{connection.name} lost {lost} and is still open"
+
+    async def close(self) -> None:
+        for connection in self.connections:
+            await connection.client.close()
+
+    # What members write down
+
+    def value(self, connection: Connection, partition: int) -> bytes:
+        """Of one record: who wrote it, on which connection, behind which fence; no two are the same."""
+        self._written += 1
+        return f"{connection.name} {connection.fences.get(partition, 0)} {self._written}".encode()
+
+    def await_answer(self, answer: asyncio.Task[None]) -> None:
+        self._answers.add(answer)
+        answer.add_done_callback(self._answers.discard)
+
+    # The judgement
+
+    async def judge(self, faults: Mapping[int, float]) -> Counter[str]:
+        """Read the logs and hold everything against them; what there was of everything. Raises AssertionError."""
+        counts: Counter[str] = Counter()
+        for partition in self.partitions:
+            acked = sum(each.error_code == 0 and not each.may_be_lost for each in self.writes[partition])
+            log = await self._site.log(self.topic, partition, at_least=acked)
+            self.judge_partition(partition, log, faults)
+            counts += self._counted(partition, log)
+        return counts
+
+    def judge_partition(self, partition: int, log: Sequence[Stored], faults: Mapping[int, float]) -> None:
+        ends_from = {each.name: each.may_end_from(faults) for each in self.connections}
+        recorded = Recorded(self.claims[partition], self.writes[partition], ends_from, time.monotonic())
+        try:
+            judge(recorded, log)
+        except AssertionError as error:
+            error.add_note(f"{self.topic}/{partition}{' replicated' if self.is_replicated else ''}; the log:")
+            for record in log:
+                error.add_note(f"    {record}")
+            raise
+
+    def _counted(self, partition: int, log: Sequence[Stored]) -> Counter[str]:
+        claims, writes = self.claims[partition], self.writes[partition]
+        fences = {each.value: each.fence for each in writes}
+        in_order = [fences[value] for _, value in log]
+        codes = Counter(each.error_code for each in writes)
+        return Counter(
+            {
+                "granted": sum(isinstance(each.told, Granted) for each in claims),
+                "fenced": sum(isinstance(each.told, Fenced) for each in claims),
+                "claims without an answer": sum(each.told is UNKNOWN for each in claims),
+                "acknowledged": codes[error_codes.NONE],
+                "refused": codes[error_codes.POLICY_VIOLATION],
+                "writes without an answer": codes[None],
+                "other errors": sum(codes.values()) - codes[0] - codes[error_codes.POLICY_VIOLATION] - codes[None],
+                "records": len(log),
+                "owners in logs": len(set(in_order)),
+            }
+        )
+
+
+class Member:
+    """One client of a history, with one connection at a time."""
+
+    def __init__(self, history: History, name: str, chance: random.Random) -> None:
+        self._history = history
+        self._name = name
+        self._chance = chance
+        self._connection: Connection | None = None
+        self._connected = 0
+
+    async def run(self, steps: int) -> None:
+        for _ in range(steps):
+            await asyncio.sleep(self._chance.choice(PAUSES) * self._chance.uniform(0.5, 1.5))
+            connection = await self._connect()
+            if connection is None:
+                continue
+            partition = self._chance.choice(self._history.partitions)
+            owns = partition in connection.fences
+            action = self._chance.random()
+            if action < 0.06:
+                connection.end(time.monotonic(), abruptly=self._chance.random() < 0.7)
+            elif action < (0.25 if owns else 0.8):
+                await self._claim(connection, self._chance.sample(self._history.partitions, 1) if action < 0.5 else None)
+            else:
+                await self._write(connection, partition)
+
+    async def writes(self, partition: int) -> bool:
+        """Claim, whoever owns it, and write one record; whether that succeeded."""
+        connection = await self._connect()
+        if connection is None:
+            return False
+        if partition not in connection.fences:
+            await self._claim(connection, [partition], generation=0)
+        if partition not in connection.fences:
+            return False
+        return error_codes.NONE in await self._send(connection, partition, count=1, acks=-1)
+
+    async def _connect(self) -> Connection | None:
+        """To a proxy at random, where there is no connection; None where that one is down."""
+        if self._connection is not None and not self._connection.client.closed and self._connection.closed_at == NEVER:
+            return self._connection
+        proxy = self._chance.randrange(len(self._history._site.proxies))
+        name = f"{self._name}{self._connected}"
+        since = time.monotonic()
+        try:
+            client = await OwnClient.connect(HOST, self._history._site.proxies[proxy].port, name)
+        except OSError:
+            return None
+        self._connected += 1
+        self._connection = Connection(name, proxy, client, since)
+        self._history.connections.append(self._connection)
+        return self._connection
+
+    async def _claim(
+        self, connection: Connection, partitions: Sequence[int] | None = None, generation: int | None = None
+    ) -> None:
+        """Of some partitions, all of them for None, with a generation at random, or this one."""
+        history = self._history
+        asked = {
+            each: self._generation(each) if generation is None else generation
+            for each in (history.partitions if partitions is None else partitions)
+        }
+        resources = {f"{history.topic}/{each}": each for each in asked}
+        called = time.monotonic()
+        told: dict[int, Granted | Fenced | None] = dict.fromkeys(asked, UNKNOWN)
+        try:
+            wanted = [(resource, asked[each]) for resource, each in resources.items()]
+            response = await asyncio.wait_for(connection.client.send_own(history.group, wanted), ANSWER_S)
+        except (ConnectionError, TimeoutError):
+            connection.end(time.monotonic(), abruptly=True)
+        else:
+            assert response.error_code in (error_codes.NONE, error_codes.COORDINATOR_NOT_AVAILABLE), response
+            for each in response.resources:
+                if each.error_code == error_codes.NONE:
+                    told[resources[each.resource]] = Granted(each.generation, each.fence)
+                elif each.error_code == error_codes.FENCED_INSTANCE_ID:
+                    told[resources[each.resource]] = Fenced()
+        returned = time.monotonic()
+        for partition, each in told.items():
+            until = NEVER if each is UNKNOWN else returned
+            claim = Claimed(self._name, called, until, connection.name, asked[partition], each)
+            history.claims[partition].append(claim)
+            if isinstance(each, Granted):
+                connection.fences[partition] = each.fence
+                history.generations[partition] = each.generation
+
+    def _generation(self, partition: int) -> int:
+        latest = self._history.generations[partition]
+        return self._chance.choice((0, latest, latest, latest + 1, latest + 1, max(1, latest - 1)))
+
+    async def _write(self, connection: Connection, partition: int) -> None:
+        """Some records, one right behind the other; sometimes nobody waits for the answers before what comes next."""
+        acks = self._chance.choice((-1, -1, -1, 1, 0))
+        sending = asyncio.ensure_future(self._send(connection, partition, self._chance.randint(1, 3), acks))
+        if self._chance.random() < 0.7:
+            await sending
+        else:
+            # So that it is sent before whatever is next.
+            await asyncio.sleep(0)
+            self._history.await_answer(sending)
+
+    async def _send(self, connection: Connection, partition: int, count: int, acks: int) -> list[int | None]:
+        """The error codes; None where no answer came."""
+        history = self._history
+        fence = connection.fences.get(partition, 0)
+        sent: list[tuple[bytes, float, asyncio.Future[Produced]]] = []
+        for _ in range(count):
+            value, called = history.value(connection, partition), time.monotonic()
+            try:
+                answer = connection.client.send_produce(history.topic, partition, value, acks)
+            except ConnectionError:
+                break
+            sent.append((value, called, answer))
+        codes: list[int | None] = []
+        for value, called, answer in sent:
+            code, offset = None, -1
+            try:
+                code, offset = await asyncio.wait_for(asyncio.shield(answer), ANSWER_S)
+            except (ConnectionError, TimeoutError):
+                connection.end(time.monotonic(), abruptly=True)
+            if acks == 0:
+                code = None
+            codes.append(code)
+            returned = NEVER if code is None else time.monotonic()
+            may_be_lost = acks != -1 and history.is_replicated
+            history.writes[partition].append(
+                Written(
+                    self._name, called, returned, connection.name, fence, value, code, offset, may_be_lost=may_be_lost
+                )
+            )
+        return codes
+
+
+async def run_histories(histories: Sequence[History]) -> None:
+    """Side by side, from the topics on."""
+    await asyncio.gather(*(each.prepare() for each in histories))
+    await asyncio.gather(*(each.run() for each in histories))
+
+
+async def close_all(histories: Sequence[History]) -> None:
+    with suppress(ConnectionError):
+        await asyncio.gather(*(each.close() for each in histories))

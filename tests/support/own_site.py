@@ -1,0 +1,205 @@
+"""Brokers and two proxies for histories of ownership, with all between them that a test may hold, cut and kill.
+
+    clients - proxies - Way (held_bytes) - brokers - etcd
+                 `------ Relay ----------------------'
+
+Relays run on the test's event loop. So does nothing that blocks: `await asyncio.to_thread(...)`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import psutil
+
+from kproxy.broker.keys import Keys
+from kproxy.ownership.etcd import EtcdClient
+from tests.support.attempts import Stored
+from tests.support.dev import KPROXY, KproxyProcess
+from tests.support.etcd import Relay
+from tests.support.faulty_site import free_port, until
+from tests.support.held_bytes import HOST, Way
+from tests.support.own_client import OwnClient
+from tests.support.reference_broker import BrokerProcess
+
+BROKERS: Final = (1, 2, 3)
+PROXIES: Final = 2
+TTL_S: Final = 2
+# Claims that have to wait for longer are answered with 7, and asked for again.
+OWN_TIMEOUT_S: Final = 5.0
+PATIENCE_S: Final = 30.0
+UNBOUND: Final = (sys.executable, "-P", "-m", "tests.support.unbound_proxy_main")
+
+
+class Proxy:
+    """A `kproxy serve` that keeps its port over restarts, behind a relay to etcd."""
+
+    def __init__(self, number: int, way: Relay, file: Path, command: Sequence[str]) -> None:
+        self.number = number
+        self.way = way
+        self.port = free_port()
+        self._file = file
+        self._command = command
+        self._starts = 0
+        self._process: KproxyProcess | None = None
+        self._is_killed = False
+
+    @property
+    def process(self) -> KproxyProcess:
+        assert self._process is not None, "not started"
+        return self._process
+
+    def _start(self) -> None:
+        arguments = ["serve", "--config", self._file, "--listen", f"{HOST}:{self.port}", "--etcd", self.way.endpoint]
+        self._starts += 1
+        self._process = KproxyProcess(arguments, self._file.with_suffix(f".{self._starts}.stderr"), self._command)
+        self._is_killed = False
+
+    async def up(self) -> None:
+        """Start, and wait until it serves."""
+        await asyncio.to_thread(self._start)
+        await asyncio.to_thread(self.process.wait_ready)
+
+    async def down(self) -> None:
+        """kill -9."""
+        self._is_killed = True
+        self.process.signal(signal.SIGKILL)
+        await asyncio.to_thread(self.process.stop)
+
+    def stop(self) -> None:
+        """Whatever state it is in, it is gone afterwards."""
+        if self._process is not None and not self._is_killed:
+            self.process.signal(signal.SIGKILL)
+            self.process.stop()
+
+    def upstream_ports(self) -> list[int]:
+        """Its ends of all its connections."""
+        return [each.laddr.port for each in psutil.Process(self.process.pid).net_connections("tcp") if each.laddr]
+
+    async def heal(self) -> None:
+        if not self.way.is_open:
+            await self.way.open()
+        elif self.way.is_dead:
+            await self.way.restore()
+        if self._is_killed:
+            await self.up()
+        else:
+            self.process.signal(signal.SIGCONT)
+
+
+class Broker(BrokerProcess):
+    """Clients are told of `way` alone; its port stays the same over restarts."""
+
+    def __init__(self, node_id: int, way: Way, data_dir: Path, etcd: str, prefix: str) -> None:
+        self.way = way
+        self._is_killed = False
+        super().__init__(
+            node_id, data_dir, etcd, prefix, listen=way.target_port, advertise=way.port, lease_ttl_s=TTL_S
+        )
+
+    async def up(self) -> None:
+        self.start(wait=False)
+        self._is_killed = False
+        await asyncio.to_thread(self.wait_ready)
+
+    async def down(self) -> None:
+        """kill -9."""
+        self._is_killed = True
+        await asyncio.to_thread(self.kill)
+
+    async def heal(self) -> None:
+        self.way.release()
+        if self._is_killed:
+            await self.up()
+        else:
+            self.signal(signal.SIGCONT)
+
+
+class OwnSite:
+    """`proxies` by their place, `brokers` by id. Opened by `own_site`."""
+
+    def __init__(self, client: EtcdClient, prefix: str) -> None:
+        self.keys = Keys(prefix)
+        self.client = client
+        self.proxies: list[Proxy] = []
+        self.brokers: dict[int, Broker] = {}
+
+    async def put_topic(self, topic: str, replicas: list[list[int]]) -> None:
+        value = {"topic_id": str(uuid.uuid4()), "replicas": replicas, "configs": {}}
+        await self.client.put(self.keys.topic(topic), msgspec.json.encode(value))
+
+    async def leader(self, topic: str, partition: int) -> int | None:
+        found = await self.client.get(self.keys.lease(topic, partition))
+        return None if found is None else int(found.value)
+
+    async def heal(self) -> None:
+        """Whatever was done, everything serves again, and what was held arrives."""
+        await asyncio.gather(*(each.heal() for each in (*self.brokers.values(), *self.proxies)))
+
+    async def log(self, topic: str, partition: int, at_least: int = 0) -> list[Stored]:
+        """All that its leader has, asked without a proxy, once it shows so many records."""
+        found: list[Stored] = []
+
+        async def is_read() -> bool:
+            node_id = await self.leader(topic, partition)
+            if node_id is None:
+                return at_least == 0
+            try:
+                client = await OwnClient.connect(HOST, self.brokers[node_id].way.target_port)
+            except OSError:
+                return False
+            try:
+                found.clear()
+                while fetched := await client.fetch(topic, partition, len(found) and found[-1].offset + 1):
+                    if fetched.error_code != 0:
+                        return False
+                    if not fetched.records:
+                        return len(found) >= at_least
+                    found.extend(fetched.records)
+            except ConnectionError:
+                return False
+            finally:
+                await client.close()
+            return False
+
+        await until(is_read, PATIENCE_S, f"{topic}-{partition} is read")
+        return found
+
+
+@asynccontextmanager
+async def own_site(
+    etcd: str, client: EtcdClient, prefix: str, directory: Path, writer_groups: Mapping[str, str], *, is_bound: bool = True
+) -> AsyncIterator[OwnSite]:
+    """All of it serves until the block ends. Not `is_bound`: the proxies bind no fences."""
+    site = OwnSite(client, prefix)
+    async with AsyncExitStack() as stack:
+        for node_id in BROKERS:
+            way = await stack.enter_async_context(Way(free_port()))
+            broker = site.brokers[node_id] = Broker(node_id, way, directory / f"broker-{node_id}", etcd, prefix)
+            stack.callback(broker.stop)
+        for number in range(PROXIES):
+            relay = await stack.enter_async_context(Relay(etcd))
+            file = directory / f"proxy-{number}.toml"
+            file.write_text(_configuration(prefix, writer_groups))
+            proxy = Proxy(number, relay, file, KPROXY if is_bound else UNBOUND)
+            site.proxies.append(proxy)
+            stack.callback(proxy.stop)
+        await asyncio.gather(*(each.up() for each in site.brokers.values()))
+        await asyncio.gather(*(each.up() for each in site.proxies))
+        yield site
+
+
+def _configuration(prefix: str, writer_groups: Mapping[str, str]) -> str:
+    groups = ", ".join(f'"{topic}={group}"' for topic, group in writer_groups.items())
+    return (
+        f'[ownership]\nownership = "etcd"\nprefix = "{prefix}"\n[own]\nwriter_group = [{groups}]\n'
+        f"[fleet]\nlease_ttl = {TTL_S}\n[limits]\nown_timeout_s = {OWN_TIMEOUT_S}\n"
+    )

@@ -1,0 +1,110 @@
+"""What befalls proxies, brokers and the ways between them while histories of ownership run, at random from a seed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from tests.support.own_site import BROKERS, PROXIES, TTL_S, OwnSite
+
+# In seconds: well below the leases' TTL, just below, and beyond it.
+HOLDS: Final = (0.3, TTL_S * 0.75, TTL_S * 1.6)
+OF_A_PROXY: Final = (
+    *("stopped",) * 3,
+    *("killed",) * 2,
+    "refused by etcd",
+    "silent to etcd",
+    *("held on its way to brokers",) * 4,
+    "cut off from brokers",
+)
+OF_A_BROKER: Final = (*("killed",) * 2, "stopped")
+# What a proxy may lose its lease by.
+ENDS_CONNECTIONS: Final = frozenset({"stopped", "killed", "refused by etcd", "silent to etcd"})
+
+
+class Trouble(NamedTuple):
+    """One of them: it begins so many seconds after the histories and lasts for so many."""
+
+    what: str
+    who: str
+    number: int
+    after_s: float
+    hold_s: float
+
+    def __str__(self) -> str:
+        return f"{self.who} {self.number} {self.what} after {self.after_s:.1f} s for {self.hold_s} s"
+
+
+def troubles(seed: int) -> Iterator[list[Trouble]]:
+    """What befalls one batch of histories after another, without end; the same for the same seed."""
+    chance = random.Random(seed)
+    # Each at least once before any comes again, so that a short run has seen most.
+    of_a_proxy: list[str] = []
+    while True:
+        found = []
+        for number in chance.sample(range(PROXIES), chance.choice((1, 1, 1, 2))):
+            if not of_a_proxy:
+                of_a_proxy = chance.sample(OF_A_PROXY, len(OF_A_PROXY))
+            found.append(_trouble(chance, of_a_proxy.pop(), "proxy", number))
+        if chance.random() < 0.25:
+            found.append(_trouble(chance, chance.choice(OF_A_BROKER), "broker", chance.choice(BROKERS)))
+        yield found
+
+
+def _trouble(chance: random.Random, what: str, who: str, number: int) -> Trouble:
+    return Trouble(what, who, number, chance.uniform(0.2, 1.2), chance.choice(HOLDS))
+
+
+class Troublemaker:
+    """Makes them happen; `faults` has of each proxy since when it may have lost its lease."""
+
+    def __init__(self, site: OwnSite) -> None:
+        self._site = site
+        self.faults: dict[int, float] = {}
+
+    async def make(self, trouble: Trouble) -> None:
+        """Until it is over."""
+        await asyncio.sleep(trouble.after_s)
+        if trouble.who == "broker":
+            await self._befall_broker(trouble)
+        else:
+            if trouble.what in ENDS_CONNECTIONS:
+                self.faults[trouble.number] = min(time.monotonic(), self.faults.get(trouble.number, time.monotonic()))
+            await self._befall_proxy(trouble)
+
+    async def _befall_broker(self, trouble: Trouble) -> None:
+        broker = self._site.brokers[trouble.number]
+        if trouble.what == "killed":
+            await broker.down()
+        else:
+            broker.signal(signal.SIGSTOP)
+        await asyncio.sleep(trouble.hold_s)
+        await broker.heal()
+
+    async def _befall_proxy(self, trouble: Trouble) -> None:
+        proxy, ways = self._site.proxies[trouble.number], [each.way for each in self._site.brokers.values()]
+        if trouble.what == "stopped":
+            proxy.process.signal(signal.SIGSTOP)
+        elif trouble.what == "killed":
+            await proxy.down()
+        elif trouble.what == "refused by etcd":
+            await proxy.way.shut()
+        elif trouble.what == "silent to etcd":
+            proxy.way.blackhole()
+        elif trouble.what == "held on its way to brokers":
+            ports = await asyncio.to_thread(proxy.upstream_ports)
+            for way in ways:
+                way.hold(ports)
+            await asyncio.sleep(trouble.hold_s)
+            for way in ways:
+                way.release()
+            return
+        else:
+            ports = await asyncio.to_thread(proxy.upstream_ports)
+            await asyncio.gather(*(way.cut(ports) for way in ways))
+        await asyncio.sleep(trouble.hold_s)
+        await proxy.heal()

@@ -1,0 +1,34 @@
+"""`kproxy` without the confirmation of a partition's owner: `python -m tests.support.unbound_proxy_main serve …`.
+
+No fence is ever bound at a broker, neither when a claim is made nor before the first batch on a connection. Everything
+else is as it is: claims wait for every proxy, and whoever lost one is severed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from codec.error_codes import NONE
+from codec.own import FenceBinding
+from kproxy.cli import main
+from kproxy.proxy.binding import Binder
+
+
+async def _bound(self: Binder, bindings: Sequence[FenceBinding], deadline: float) -> dict[tuple[str, int], int]:
+    return {binding[:2]: NONE for binding in bindings}
+
+
+def _not_before(self: Binder, *_: Any) -> None:
+    return
+
+
+def switch_off() -> None:
+    Binder.bind = _bound  # type: ignore[method-assign]
+    Binder.before = _not_before  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    switch_off()
+    sys.exit(main())
