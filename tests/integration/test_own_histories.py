@@ -38,7 +38,7 @@ async def site_for(
 
 
 async def run_batch(site: OwnSite, histories: list[History], befalling: list[Trouble]) -> Counter[str]:
-    """Histories and troubles side by side, until all is well again; then the judgement. What there was of everything."""
+    """Histories and troubles side by side, until all is well again, and judged: what there was of everything."""
     maker = Troublemaker(site)
     try:
         async with asyncio.TaskGroup() as tasks:
