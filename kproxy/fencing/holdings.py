@@ -9,6 +9,7 @@ Transitions
   claimed -> granted   confirmed
   granted -> claimed   it is raised, or reset: a new grant, with a new fence
   any     -> (none)    the connection has ended: it is severed when one of its claims is lost, and all go with it
+  claimed -> (none)    the partition's leader refused it
 
 Invariants
 1. A connection belongs to one group from its first valid Own request on.
@@ -101,6 +102,14 @@ class Holdings:
                 self.whole_fence = counting.fence
             elif partition is not None and self.gates(partition[0]):
                 self.write_fences[partition[0].encode(), partition[1]] = counting.fence
+
+    def forget(self, resource: str) -> Held | None:
+        """A claim is given up, while the connection goes on; what it was."""
+        if resource == WHOLE_GROUP:
+            self.whole_fence = 0
+        elif (partition := resource_partition(resource)) is not None:
+            self.write_fences.pop((partition[0].encode(), partition[1]), None)
+        return self.held.pop(resource, None)
 
     def may_read(self, resource: str) -> bool:
         """Whether a claim of this connection lets it read a resource of its group."""

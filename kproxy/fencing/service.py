@@ -273,7 +273,7 @@ class OwnService:
 
     def _give_up(self, holdings: Holdings, resource: str) -> None:
         """Invariant 4."""
-        held = holdings.held.pop(resource, None)
+        held = holdings.forget(resource)
         if held is not None and holdings.group is not None:
             self._claiming.delete(holdings.group, resource, held.fence)
 

@@ -1,0 +1,103 @@
+"""What a connection has claimed: which fence its writes stand behind, what it may read, and what is left of it."""
+
+from __future__ import annotations
+
+from codec.own import WHOLE_GROUP
+from kproxy.fencing.holdings import Holdings
+
+# Of a topic that the group writes, and of one that it does not.
+GATED, OTHER = "t/0", "u/0"
+
+
+def holdings(severed: list[str] | None = None) -> Holdings:
+    made = Holdings(1, "tests", (severed if severed is not None else []).append, lambda topic, group: topic == "t")
+    made.group = "g"
+    return made
+
+
+def fence(of: Holdings, topic: bytes = b"t", partition_index: int = 0) -> int:
+    return of.write_fence(topic, partition_index)
+
+
+def test_what_is_claimed_counts_once_it_is_granted() -> None:
+    own = holdings()
+    own.learn(GATED, 1, 10)
+    assert fence(own) == 0
+    assert not own.may_read(GATED)
+    own.grant([GATED])
+    assert fence(own) == 10
+    assert own.may_read(GATED)
+    assert fence(own, partition_index=1) == 0
+    assert not own.may_read("t/1")
+
+
+def test_the_whole_group_counts_for_every_partition_that_it_writes() -> None:
+    own = holdings()
+    own.learn(WHOLE_GROUP, 1, 10)
+    assert fence(own) == 0
+    own.grant([WHOLE_GROUP])
+    assert [fence(own), fence(own, partition_index=7), fence(own, b"u")] == [10, 10, 0]
+    assert own.may_read(OTHER)
+
+
+def test_of_a_resource_and_the_whole_group_the_later_counts() -> None:
+    for of_resource, of_whole in ((10, 20), (20, 10)):
+        own = holdings()
+        own.learn(GATED, 2, of_resource)
+        own.learn(WHOLE_GROUP, 3, of_whole)
+        counting = own.counting(GATED)
+        assert counting is not None
+        assert counting.fence == 20
+        # The resource alone is confirmed: the whole need not be for that.
+        own.grant([GATED])
+        assert fence(own) == 20
+        own.grant([WHOLE_GROUP])
+        assert [fence(own), fence(own, partition_index=1)] == [20, of_whole]
+
+
+def test_what_one_has_by_the_whole_group_is_granted_on_its_own_too() -> None:
+    own = holdings()
+    own.learn(WHOLE_GROUP, 1, 10)
+    own.grant([GATED])
+    assert [fence(own), fence(own, partition_index=1)] == [10, 0]
+    assert not own.may_read("t/1")
+
+
+def test_an_earlier_claim_that_is_told_late_changes_nothing() -> None:
+    own = holdings()
+    own.learn(GATED, 2, 20)
+    own.grant([GATED])
+    assert own.learn(GATED, 1, 10).fence == 20
+    assert own.learn(GATED, 2, 20).is_granted
+    raised = own.learn(GATED, 3, 30)
+    assert (raised.fence, raised.is_granted) == (30, False)
+
+
+def test_what_is_given_up_may_not_be_written_or_read() -> None:
+    for resource in (GATED, WHOLE_GROUP):
+        own = holdings()
+        own.learn(resource, 1, 10)
+        own.grant([resource])
+        given_up = own.forget(resource)
+        assert given_up is not None
+        assert given_up.fence == 10
+        assert fence(own) == 0
+        assert not own.may_read(GATED)
+        assert own.forget(resource) is None
+        own.grant([resource])
+        assert fence(own) == 0
+
+
+def test_a_connection_that_has_ended_has_nothing_and_is_severed_once() -> None:
+    severed: list[str] = []
+    own = holdings(severed)
+    own.learn(GATED, 1, 10)
+    own.learn(WHOLE_GROUP, 1, 11)
+    own.grant([GATED, WHOLE_GROUP])
+    own.sever("why")
+    assert own.end().keys() == {GATED, WHOLE_GROUP}
+    own.sever("again")
+    own.grant([GATED])
+    assert severed == ["why"]
+    assert fence(own) == 0
+    assert not own.may_read(GATED)
