@@ -15,6 +15,7 @@ pytest_plugins = [
     "tests.support.etcd_cluster",
     "tests.support.reference_broker",
     "tests.support.real_kafka",
+    "tests.support.own_proxies",
     "tests.support.owned_topics",
 ]
 

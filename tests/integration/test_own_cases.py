@@ -5,10 +5,6 @@ Every case is taken three times: its connections at two proxies, at two workers 
 
 from __future__ import annotations
 
-import asyncio
-import os
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,16 +18,11 @@ from codec.error_codes import (
     POLICY_VIOLATION,
     UNKNOWN_TOPIC_OR_PARTITION,
 )
-from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.fencing.keys import OwnKeys
-from kproxy.ownership.etcd import EtcdClient
-from tests.support.dev import serving
 from tests.support.own_cases import (
     CaseRun,
     Checked,
     New,
     Place,
-    Pool,
     Refused,
     Same,
     Step,
@@ -49,17 +40,14 @@ from tests.support.own_cases import (
     served,
     severed,
     take,
-    writers_of,
     writes,
 )
 from tests.support.own_client import OwnClient
-from tests.support.reference_broker import start_brokers
+from tests.support.own_proxies import OPEN_TOPIC, OwnSite
 from tests.support.scripted_upstream import HOST, answers_everything
 from tests.support.served import ServedBroker, port_of, static_proxy
 
 FENCED, INVALID = Refused(FENCED_INSTANCE_ID), Refused(INVALID_REQUEST)
-PARTITIONS = 2
-OPEN_TOPIC = "everybody-s"
 READERS = "readers"
 
 
@@ -521,66 +509,32 @@ PLACES = {
     "two workers": {"A": Place(0, 1), "B": Place(0, 2), "C": Place(1, 1)},
     "one worker": {"A": Place(1, 2), "B": Place(1, 2), "C": Place(1, 2)},
 }
-TOPICS = {case.what: f"case-{number}" for number, case in enumerate(CASES)}
 
 
-class Site:
-    """Two proxies with two workers each; every case's topics are there."""
-
-    def __init__(self, runner: asyncio.Runner, pool: Pool, etcd: EtcdClient, keys: OwnKeys) -> None:
-        self._runner, self._pool, self._etcd, self._keys = runner, pool, etcd, keys
-
-    def take(self, topic: str, where: str, steps: list[Step]) -> None:
-        self._runner.run(self._take(topic, where, steps))
-
-    async def _take(self, topic: str, where: str, steps: list[Step]) -> None:
-        run = CaseRun(topic, where, PLACES[where], self._pool, self._etcd, self._keys)
-        try:
-            await run.open(*PLACES[where])
-            await take(run, steps)
-        finally:
-            await run.end()
-
-
-@pytest.fixture(scope="module")
-def site(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    directory, prefix = tmp_path_factory.mktemp("own-cases"), f"/own-cases-{os.getpid()}"
-    arguments = ["serve", "--listen", f"{HOST}:0", "--admin", f"{HOST}:0", "--workers", "2", "--lease-ttl", "5"]
-    arguments += ["--etcd", etcd.endpoint, "--prefix", prefix]
-    arguments += [f"--writer-group={topic}={writers_of(topic)}" for topic in TOPICS.values()]
-    with ExitStack() as stack:
-        stack.enter_context(start_brokers((1, 2), directory, etcd.endpoint, prefix, num_partitions=PARTITIONS))
-        proxies = [stack.enter_context(serving(arguments, directory / f"proxy-{number}")) for number in (1, 2)]
-        runner = stack.enter_context(asyncio.Runner())
-        pool, client = Pool(proxies), EtcdClient([etcd.endpoint])
-        runner.run(client.connect())
-        stack.callback(lambda: runner.run(client.close()))
-        stack.callback(lambda: runner.run(pool.close()))
-        runner.run(_create_topics(pool))
-        yield Site(runner, pool, client, OwnKeys(prefix))
-
-
-async def _create_topics(pool: Pool) -> None:
-    client = await pool.connect(Place(0, 1))
-    await client.create_topics([OPEN_TOPIC, *TOPICS.values()], PARTITIONS)
-    await client.close()
+async def _take(site: OwnSite, what: str, where: str, steps: list[Step]) -> None:
+    run = CaseRun(site.topic(what), where, PLACES[where], site.pool, site.etcd, site.keys)
+    try:
+        await run.open(*PLACES[where])
+        await take(run, steps)
+    finally:
+        await run.close()
+        await site.until_nothing_is_claimed()
 
 
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.what)
-def test_what_claims_come_to(site: Site, case: Case, where: str) -> None:
-    site.take(TOPICS[case.what], where, case.steps)
+def test_what_claims_come_to(own_site: OwnSite, case: Case, where: str) -> None:
+    own_site.run(_take(own_site, case.what, where, case.steps))
 
 
-def test_own_is_offered_where_there_is_an_etcd(site: Site) -> None:
-    async def offered(run: CaseRun) -> Checked:
-        async def check() -> None:
-            for client in run.clients.values():
-                assert (await client.api_versions())[OWN] == (0, 1)
+def test_own_is_offered_where_there_is_an_etcd(own_site: OwnSite) -> None:
+    async def ask() -> None:
+        for place in (Place(0, 1), Place(0, 2), Place(1, 1)):
+            client = await own_site.pool.connect(place)
+            assert (await client.api_versions())[OWN] == (0, 1)
+            await client.close()
 
-        return check()
-
-    site.take(OPEN_TOPIC, "two proxies", [offered])
+    own_site.run(ask())
 
 
 async def test_own_is_not_offered_without_an_etcd(tmp_path: Path) -> None:

@@ -99,19 +99,13 @@ class CaseRun:
         return port_of(self._pool.proxies[self._places[name].proxy])
 
     async def until_free(self, group: str, resource: str) -> None:
-        await self._until_none(self._keys.claim(group, resource), f"{resource} of {group} is not free")
+        async with asyncio.timeout(PATIENCE_S):
+            while await self._etcd.get(self._keys.claim(group, resource)) is not None:
+                await asyncio.sleep(0.005)
 
-    async def end(self) -> None:
-        """Every connection is closed and nothing is claimed any more: the next case begins with nothing."""
+    async def close(self) -> None:
         for client in self.clients.values():
             await client.close()
-        await self._until_none(self._keys.claims, "what ended connections claimed is still there")
-
-    async def _until_none(self, prefix: str, what: str) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while found := (await self._etcd.get_prefix(prefix)).kvs:
-            assert time.monotonic() < deadline, f"{what}: {found[:3]}"
-            await asyncio.sleep(0.005)
 
 
 Checked = Awaitable[None]
