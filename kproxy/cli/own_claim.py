@@ -19,6 +19,7 @@ from codec.error_codes import (
     FENCED_INSTANCE_ID,
     NONE,
     REQUEST_TIMED_OUT,
+    UNKNOWN_TOPIC_OR_PARTITION,
     name_of,
 )
 from codec.errors import CodecError
@@ -92,7 +93,9 @@ async def claim(proxy: Address, wanted: Wanted, client_id: str, known: Claims | 
     try:
         connection = await BrokerConnection.open(topology.Address(*proxy), CONNECT_TIMEOUT_S, client_id.encode())
     except BrokerUnreachable as error:
-        raise StartupError(f"{error}: start `kproxy dev`, or name a proxy with --proxy H:P.") from error
+        raise StartupError(
+            f"{error}: start `kproxy dev`, or name where a proxy's clients connect with --proxy H:P."
+        ) from error
     try:
         return await _Claimant(connection, proxy, wanted, known).run()
     finally:
@@ -181,16 +184,14 @@ class _Claimant:
         return {claim.resource: claim for claim in page.claims}
 
     async def _now_owned_by(self) -> str:
-        if self._known is None:
-            return ""
+        """What is known of who has it instead, for the end of a sentence."""
         owners = await self._owners()
         named = []
         for each in self._granted:
             owner = owners.get(each.resource) or owners.get(WHOLE_GROUP)
             if owner is not None and owner.fence > each.fence:
-                named.append(
-                    f"{resource_text(each.resource)} is owned by {who(owner)} with generation {owner.generation}"
-                )
+                owned = f"is owned by {who(owner)} with generation {owner.generation}"
+                named.append(f"{resource_text(each.resource)} {owned}")
         return f": {'; '.join(named)}" if named else ""
 
     def _shown(self) -> str:
@@ -202,6 +203,8 @@ class _Claimant:
 def _why_refused(refused: OwnedResource, owners: dict[str, ClaimRow]) -> str:
     if refused.error_code == COORDINATOR_NOT_AVAILABLE:
         return "the proxy gets no answer from etcd; try again"
+    if refused.error_code == UNKNOWN_TOPIC_OR_PARTITION:
+        return "no broker has such a partition; create the topic, or have a client ask for it, and claim again"
     if refused.error_code != FENCED_INSTANCE_ID:
         return f"the proxy answers {name_of(refused.error_code)}"
     owner = owners.get(refused.resource) or owners.get(WHOLE_GROUP)

@@ -28,6 +28,10 @@ from kproxy.observe.claims import (
 
 HEADINGS = ("group", "resource", "generation", "fence", "client", "proxy", "connection", "since")
 _RIGHT = ("generation", "fence", "connection", "since")
+# On a terminal, which may be narrow.
+_SHORT = {"generation": "gen"}
+_LEFT_OUT = "connection"
+_FOLDED = ("group", "resource", "client")
 _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"))
 NO_ADDRESS = "-"
 MAX_SHOWN_WRITER_GROUPS = 10
@@ -188,11 +192,18 @@ def _cells(claim: ClaimRow, now_ms: int) -> tuple[str, ...]:
 
 
 def _boxed(page: ClaimsPage, rows: Iterable[tuple[str, ...]]) -> Group:
-    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in HEADINGS:
-        grid.add_column(heading, justify="right" if heading in _RIGHT else "left", overflow="fold")
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    shown = [column for column, heading in enumerate(HEADINGS) if heading != _LEFT_OUT]
+    for heading in (HEADINGS[column] for column in shown):
+        grid.add_column(
+            _SHORT.get(heading, heading),
+            justify="right" if heading in _RIGHT else "left",
+            no_wrap=heading not in _FOLDED,
+            overflow="fold",
+        )
     previous = ""
-    for group, *rest in rows:
+    for row in rows:
+        group, *rest = (row[column] for column in shown)
         grid.add_row(Text(group if group != previous else ""), *map(Text, rest))
         previous = group
     lines = [

@@ -244,6 +244,12 @@ async def test_a_holder_that_is_severed_says_who_has_it_now(site: Site, group: s
             assert not successor.closed
 
 
+async def test_a_partition_that_is_not_there_cannot_be_claimed_for_writing(site: Site) -> None:
+    status, out, err = await own("claim", "writers", f"{TOPIC}/77", "--proxy", site.one.kafka)
+    assert (status, out) == (1, [])
+    assert err[0].startswith(f"kproxy: {TOPIC}/77 is refused: no broker has such a partition; create the topic")
+
+
 async def test_a_holder_whose_claim_is_freed_says_so(site: Site, group: str, tmp_path: Path) -> None:
     with running(tmp_path, "claim", group, "--all", "--proxy", site.one.kafka, *site.asks_etcd) as holder:
         assert (await line_of(holder)).startswith("(whole group): granted with generation 1, fence ")

@@ -158,7 +158,7 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
         (["own", "list", "--admin", "a:1", "--etcd", "b:2"], "--etcd"),
         (["own", "watch", "--admin", "127.0.0.1:1"], "no admin page answers at 127.0.0.1:1"),
         (["own", "list", "--etcd-ca", "FILE"], "--etcd URL"),
-        (["own", "claim", "g", "a", "--proxy", "127.0.0.1:1"], "name a proxy with --proxy"),
+        (["own", "claim", "g", "a", "--proxy", "127.0.0.1:1"], "with --proxy H:P"),
         (["own", "claim", "g", "a=b"], "'b' is no generation"),
         (["own", "free", "g"], "--all"),
         (["demo", "--rows", "0"], "--rows"),

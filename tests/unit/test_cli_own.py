@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from collections.abc import Sequence
 
 import msgspec
@@ -63,6 +64,27 @@ def test_elsewhere_than_on_a_terminal_it_is_plain_columns(capsys: pytest.Capture
         "# no proxy offers the Own API",
     ]
     assert headline(page(row("a", 1), row("a", 2, group="h"))).endswith("2 claims in 2 groups")
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_on_a_terminal_it_is_a_box_that_keeps_addresses_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    client = "a-long-name-of-some-client@10.0.0.1:50498"
+    show(page(row("", 12, {**ACTIVE, "client": client}), row("[b]orders/0", 50, STANDBY, 3)), now_s=61)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    first = next(line for line in lines if line.startswith(" g "))
+    assert first.split()[-3:] == ["127.0.0.1:9092", "60", "s"]
+    # A name that looks like markup is a name, and a group stands once.
+    second = next(line for line in lines if "[b]orders/0" in line)
+    assert second.split() == ["[b]orders/0", "3", "50", "standby", "127.0.0.1:9093", "60", "s"]
+    assert "revision 100, 2 claims in 1 group" in lines[0]
+    show(page())
+    assert "kproxy own claim GROUP RESOURCE" in capsys.readouterr().out
 
 
 def test_what_would_move_a_terminals_cursor_is_not_handed_on(capsys: pytest.CaptureFixture[str]) -> None:
