@@ -59,9 +59,7 @@ def _parent_pipe() -> ParentPipe:
 class KproxyProcess:
     """A command that serves. Its stderr goes to a file, as it may be long."""
 
-    def __init__(
-        self, arguments: Sequence[str | Path], stderr_path: Path, command: Sequence[str] = KPROXY
-    ) -> None:
+    def __init__(self, arguments: Sequence[str | Path], stderr_path: Path, command: Sequence[str] = KPROXY) -> None:
         self.stderr_path = stderr_path
         # What we start does not outlive us, however we end.
         parent = _parent_pipe()

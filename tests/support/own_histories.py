@@ -120,7 +120,9 @@ class History:
                 )
             ]
             if lost and connection.closed_at == NEVER:
-                assert await connection.client.wait_closed(GOES_ON_S), f"{connection.name} lost {lost} and is still open"
+                assert await connection.client.wait_closed(GOES_ON_S), (
+                    f"{connection.name} lost {lost} and is still open"
+                )
 
     async def close(self) -> None:
         for connection in self.connections:
@@ -202,7 +204,9 @@ class Member:
             if action < 0.06:
                 connection.end(time.monotonic(), abruptly=self._chance.random() < 0.7)
             elif action < (0.25 if owns else 0.8):
-                await self._claim(connection, self._chance.sample(self._history.partitions, 1) if action < 0.5 else None)
+                await self._claim(
+                    connection, self._chance.sample(self._history.partitions, 1) if action < 0.5 else None
+                )
             else:
                 await self._write(connection, partition)
 

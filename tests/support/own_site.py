@@ -101,9 +101,7 @@ class Broker(BrokerProcess):
     def __init__(self, node_id: int, way: Way, data_dir: Path, etcd: str, prefix: str) -> None:
         self.way = way
         self._is_killed = False
-        super().__init__(
-            node_id, data_dir, etcd, prefix, listen=way.target_port, advertise=way.port, lease_ttl_s=TTL_S
-        )
+        super().__init__(node_id, data_dir, etcd, prefix, listen=way.target_port, advertise=way.port, lease_ttl_s=TTL_S)
 
     async def up(self) -> None:
         self.start(wait=False)
@@ -176,7 +174,13 @@ class OwnSite:
 
 @asynccontextmanager
 async def own_site(
-    etcd: str, client: EtcdClient, prefix: str, directory: Path, writer_groups: Mapping[str, str], *, is_bound: bool = True
+    etcd: str,
+    client: EtcdClient,
+    prefix: str,
+    directory: Path,
+    writer_groups: Mapping[str, str],
+    *,
+    is_bound: bool = True,
 ) -> AsyncIterator[OwnSite]:
     """All of it serves until the block ends. Not `is_bound`: the proxies bind no fences."""
     site = OwnSite(client, prefix)

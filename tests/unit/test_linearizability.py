@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.linearizability import NEVER, UNKNOWN, Model, Operation, Undecided, check, check_parts, timeline
@@ -147,12 +147,14 @@ class Draw:
                 state = place
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_what_did_happen_is_accepted(data: st.DataObject) -> None:
     history = Draw(data, 12).history
     assert check(history, REGISTER) is None, timeline(history)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_what_nobody_wrote_was_not_read(data: st.DataObject) -> None:
     history = Draw(data, 8).history
@@ -163,6 +165,7 @@ def test_what_nobody_wrote_was_not_read(data: st.DataObject) -> None:
         assert check(history, REGISTER) is not None, timeline(history)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_it_says_what_trying_all_orders_says(data: st.DataObject) -> None:
     history = Draw(data, 5).history
