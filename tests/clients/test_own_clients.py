@@ -53,17 +53,21 @@ async def eventually(holds: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def until_severed(owning: Any) -> None:
-    async with owning:
-        await asyncio.sleep(PATIENCE_S)
+@asynccontextmanager
+async def somebody_owning(owning: Any) -> AsyncIterator[asyncio.Task[None]]:
+    """A task that owns it until it is severed; it does so within the block."""
+    entered = asyncio.Event()
 
+    async def own_on() -> None:
+        async with owning:
+            entered.set()
+            await asyncio.sleep(PATIENCE_S)
 
-async def _is_owned(producer: Any, resource: str) -> bool:
-    try:
-        async with own(producer, WRITERS, [resource], 1):
-            return False
-    except OwnRefused:
-        return True
+    task = asyncio.create_task(own_on())
+    await asyncio.wait_for(entered.wait(), PATIENCE_S)
+    yield task
+    task.cancel()
+    await asyncio.wait([task])
 
 
 async def is_free(producer: Any, *resources: str) -> bool:
@@ -169,13 +173,13 @@ async def test_a_lower_generation_is_refused_and_leaves_nothing_claimed(owned_to
 
 async def test_generation_0_takes_over_from_anybody(owned_topics: OwnedTopics) -> None:
     topic = owned_topics.topic()
-    async with producers(owned_topics) as (owner, other):
-        owning = asyncio.create_task(until_severed(own(owner, WRITERS, [f"{topic}/1"], 5)))
-        await eventually(lambda: _is_owned(other, f"{topic}/1"))
-        async with own(other, WRITERS, [f"{topic}/1"], 0) as ownership:
-            assert ownership.generations == {f"{topic}/1": 1}
-            with pytest.raises(Severed):
-                await owning
+    async with AsyncExitStack() as stack:
+        first, second = await stack.enter_async_context(producers(owned_topics))
+        owning = await stack.enter_async_context(somebody_owning(own(first, WRITERS, [f"{topic}/1"], 5)))
+        ownership = await stack.enter_async_context(own(second, WRITERS, [f"{topic}/1"], 0))
+        assert ownership.generations == {f"{topic}/1": 1}
+        with pytest.raises(Severed):
+            await owning
 
 
 async def test_who_stands_by_waits_for_an_owner_of_the_same_generation(owned_topics: OwnedTopics) -> None:
@@ -271,17 +275,17 @@ async def test_a_connection_that_is_cut_without_a_word_is_found_out(owned_topics
 
 async def test_a_whole_group_is_owned_on_one_connection(owned_topics: OwnedTopics) -> None:
     topic = owned_topics.topic()
-    async with producers(owned_topics) as (owner, other):
-        severed = asyncio.create_task(until_severed(own(other, WRITERS, [f"{topic}/1"], 4)))
-        await eventually(lambda: _is_owned(owner, f"{topic}/1"))
-        async with own(owner, WRITERS, None, 1) as ownership:
-            with pytest.raises(Severed):
-                await severed
-            assert ownership.resources == ()
-            assert ownership.generations == {"": 4}
-            for partition in range(PARTITIONS):
-                await write(owner, topic, b"whole", partition)
-            assert len(set(await leaders(owner, topic))) == 1
+    async with AsyncExitStack() as stack:
+        first, second = await stack.enter_async_context(producers(owned_topics))
+        owning = await stack.enter_async_context(somebody_owning(own(first, WRITERS, [f"{topic}/1"], 4)))
+        ownership = await stack.enter_async_context(own(second, WRITERS, None, 1))
+        with pytest.raises(Severed):
+            await owning
+        assert ownership.resources == ()
+        assert ownership.generations == {"": 4}
+        for partition in range(PARTITIONS):
+            await write(second, topic, b"whole", partition)
+        assert len(set(await leaders(second, topic))) == 1
     assert owned_topics.log(topic, 1) == [b"whole"]
 
 
@@ -359,17 +363,10 @@ async def test_what_the_block_raises_and_who_cancels_it_from_outside_is_not_hidd
             async with own(producer, WRITERS, [f"{topic}/0"], 2):
                 raise ZeroDivisionError
 
-        async def forever() -> None:
-            async with own(producer, WRITERS, [f"{topic}/0"], 2):
-                entered.set()
-                await asyncio.sleep(PATIENCE_S)
-
-        entered = asyncio.Event()
-        task = asyncio.create_task(forever())
-        await entered.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        async with somebody_owning(own(producer, WRITERS, [f"{topic}/0"], 2)) as task:
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
         await eventually(lambda: is_free(other, f"{topic}/0"))
         # Who is severed while nothing is left to interrupt is told all the same, and the task is as before.
         with pytest.raises(Severed):
