@@ -70,7 +70,7 @@ def own(
     *,
     stand_by: bool = False,
     reclaim: bool = False,
-    timeout_s: float = 30.0,
+    timeout_s: float = 75.0,
     check_every_s: float = 2.0,
     cancels_body: bool = True,
     on_severed: Callable[[Severed], None] | None = None,
@@ -78,7 +78,8 @@ def own(
     """`async with own(...) as ownership`, for a client of aiokafka that has been started.
 
     `timeout_s` is for how long a claim, a second claim and the sending of what is left are tried, each; standing by has
-    no end. Raises ValueError and TypeError for arguments that make no sense.
+    no end. Unless you are in a hurry it is longer than the proxies wait for what can never be known
+    (limits.own_unsettled_s). Raises ValueError and TypeError for arguments that make no sense.
     """
     from kproxy.fencing.client_aiokafka import AioOwn
 
@@ -102,7 +103,7 @@ def own_sync(
     *,
     stand_by: bool = False,
     reclaim: bool = False,
-    timeout_s: float = 30.0,
+    timeout_s: float = 75.0,
     check_every_s: float = 2.0,
     on_severed: Callable[[Severed], None] | None = None,
 ) -> SyncOwn:
