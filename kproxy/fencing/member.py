@@ -76,7 +76,7 @@ class OwnMember:
     @property
     def name(self) -> str:
         """Under which the claims of now stand; empty while there is none."""
-        return "" if self._fence is None else f"{self._fence.lease_id:x}"
+        return "" if self._fence is None else _name(self._fence)
 
     @property
     def lease_id(self) -> int:
@@ -122,7 +122,7 @@ class OwnMember:
     async def _put(self, fence: LeaseFence) -> None:
         seen, unsettled = self._state()
         value = encode_value(MemberValue(*self._address, seen, unsettled, self._writer_groups))
-        await self._client.put(self._keys.member(f"{fence.lease_id:x}"), value, lease_id=fence.lease_id)
+        await self._client.put(self._keys.member(_name(fence)), value, lease_id=fence.lease_id)
 
     async def _stay(self) -> None:
         """Until the lease is not certain to live. Raises EtcdError where it is not known why."""
@@ -181,3 +181,7 @@ class OwnMember:
                 await self._client.lease_revoke(fence.lease_id)
         except (EtcdError, TimeoutError) as error:
             log.warning("own_lease_not_revoked", reason=str(error) or "no answer in time")
+
+
+def _name(fence: LeaseFence) -> str:
+    return f"{fence.lease_id:x}"

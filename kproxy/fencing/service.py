@@ -255,11 +255,12 @@ class OwnService:
         bound = await bind(wanted, deadline) if wanted else {}
         for resource in confirmed:
             codes[resource] = max((bound.get(each[:2], NONE) for each in bindings[resource]), default=NONE)
-            if any(each[:2] not in bound for each in bindings[resource]):
-                # Fences were relied on where there are none any more: a broker has joined that keeps none.
-                fence, group = waiting[resource].fence, holdings.group or ""
-                if not await self._confirmed_by(deadline, fence, group, resource, is_fenced=False):
-                    codes[resource] = REQUEST_TIMED_OUT
+            if codes[resource] != NONE or all(each[:2] in bound for each in bindings[resource]):
+                continue
+            # Fences may have been relied on where there are none any more: a broker has joined that keeps none.
+            fence = waiting[resource].fence
+            if not await self._confirmed_by(deadline, fence, holdings.group or "", resource, is_fenced=False):
+                codes[resource] = REQUEST_TIMED_OUT
         if holdings.has_ended or not self.is_live():
             return dict.fromkeys(taken, COORDINATOR_NOT_AVAILABLE)
         holdings.grant(resource for resource in confirmed if codes[resource] == NONE)

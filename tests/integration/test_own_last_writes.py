@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 
+import msgspec
 import pytest
 import pytest_asyncio
 
@@ -56,7 +57,8 @@ class Site:
                 counters=Counter(),
             )
             await self._stack.enter_async_context(running(own.run()))
-            limits = {"own_unsettled_s": UNSETTLED_S}
+            # A dial to a deaf broker lasts until that broker hears.
+            limits = {"own_unsettled_s": UNSETTLED_S, "connect_timeout_s": PATIENCE_S}
             proxy = await self._stack.enter_async_context(running_proxy(self.broker, own=own, limits=limits))
             await self._stack.enter_async_context(attach(own, proxy.context))
             proxy.own(1, "t", (0, 1))
@@ -278,6 +280,9 @@ async def test_a_proxy_that_stops_tells_what_it_leaves_behind(site: Site) -> Non
     owner, successor = await site.owner(), await site.client(1)
     await site.writes(owner)
     assert await claim(successor) == REQUEST_TIMED_OUT
-    await site.proxies[0].listener.stop()
+    context = site.proxies[0].context
+    context.limits = msgspec.structs.replace(context.limits, own_unsettled_s=1_000)
+    async with asyncio.timeout(PATIENCE_S):
+        await site.proxies[0].listener.stop()
     assert site.unsettled() == [("t", 0)]
     assert await claim(successor) == REQUEST_TIMED_OUT

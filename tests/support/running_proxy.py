@@ -20,6 +20,7 @@ import pytest
 import uvloop
 
 from kproxy.config import Limits
+from kproxy.fencing.service import OwnService
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.server import Listener
 from kproxy.routing.fleet import Fleet, Proxy
@@ -97,10 +98,10 @@ class Owners:
 class RunningProxy:
     """A proxy on a free port, before upstreams that the test drives."""
 
-    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
+    def __init__(self, limits: Limits, clock: Callable[[], float], own: OwnService | None = None) -> None:
         self.topology = Topology()
         self.source = Owners()
-        self.context = ProxyContext(self.topology, self.source, Fleet([IDENTITY]), limits, clock, Random(7))
+        self.context = ProxyContext(self.topology, self.source, Fleet([IDENTITY]), limits, clock, Random(7), own=own)
         self.listener = Listener(limits)
         self.port = 0
         self._revision = 0
@@ -143,13 +144,14 @@ async def running_proxy(
     limits: Mapping[str, Any] | None = None,
     clock: Callable[[], float] = time.monotonic,
     follows_versions: bool = False,
+    own: OwnService | None = None,
 ) -> AsyncIterator[RunningProxy]:
     """A proxy that knows these upstreams, which are started where they are not; all is stopped in the end.
 
     Upstreams are asked what they serve only when a client asks, so that nothing arrives that a test has not sent.
     """
     async with AsyncExitStack() as stack:
-        proxy = RunningProxy(Limits(**{"drain_s": 1.0, **(limits or {})}), clock)
+        proxy = RunningProxy(Limits(**{"drain_s": 1.0, **(limits or {})}), clock, own)
         for upstream in upstreams:
             stack.push_async_callback(upstream.stop)
             if not upstream.port:
