@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 import uuid
@@ -16,12 +17,12 @@ import pytest
 from codec import error_codes
 from codec.api_keys import API_VERSIONS, BIND_FENCES, DELETE_TOPICS
 from codec.own import NO_FENCE, BoundFence, FenceBinding
-from kproxy.broker.keys import FenceValue, Keys, decode_value
+from kproxy.broker.keys import FenceValue, Keys, TopicValue, decode_value, encode_value
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.ownership.etcd import EtcdClient
 from tests.integration.test_broker_apis import fetch
 from tests.support.attempts import stored
-from tests.support.etcd import freeze, own_etcd
+from tests.support.etcd import freeze, kill, own_etcd
 from tests.support.record_batches import build_batch
 from tests.support.reference_broker import (
     BrokerProcess,
@@ -166,6 +167,8 @@ async def test_a_release_lets_others_write_and_never_the_one_it_took_it_from(
     assert late.produced().error_code == REFUSED
     assert bind(old, topic, await grant())[0] == 0
     assert [write(each, topic) for each in (old, other)] == [0, REFUSED]
+    assert release(late, topic, await grant())[0] == 0
+    assert write(other, topic) == 0, "to release is not to be bound"
 
 
 async def test_of_two_that_bind_at_once_the_higher_stays(clients: list[RawClient], topic: str, grant: Grant) -> None:
@@ -335,6 +338,38 @@ async def test_without_etcd_a_bind_is_answered_in_time_and_nobody_else_waits(tmp
             code, fence = wait_for(lambda: _settled(new, fences[2]), what="etcd again")
             assert (code, fence) == (0, fences[2])
             assert [write(each, "t") for each in (old, new)] == [REFUSED, 0]
+
+
+async def test_what_was_bound_before_etcd_was_restored_is_bound_no_more(tmp_path: Path) -> None:
+    """From a copy of its files, in which the broker's lease lives, and nothing of the latest claim."""
+    async with own_etcd(tmp_path / "etcd") as (server, etcd_client):
+        with start_broker(1, tmp_path / "1", server.endpoint, "/p", lease_ttl_s=60) as broker:
+            with broker.client() as owner, broker.client() as unbound:
+                assert owner.leaders("t") == {0: 1}
+                copied = await etcd_client.put("/p/claim", b"x")
+                await kill(server)
+                shutil.copytree(server.data_dir, tmp_path / "copy")
+                await server.start()
+                for _ in range(50):
+                    fence = await etcd_client.put("/p/claim", b"x")
+                assert bind(owner, "t", fence) == (0, fence)
+                assert write(unbound, "t") == REFUSED
+                # What the broker has been told is more than the copy has.
+                later = encode_value(TopicValue(uuid.uuid4(), [[1]]))
+                await etcd_client.put(Keys("/p").topic("later"), later)
+                wait_for(lambda: owner.metadata("later", create=False).topics[0].error_code == 0)
+                await kill(server)
+                shutil.rmtree(server.data_dir)
+                (tmp_path / "copy").rename(server.data_dir)
+                await server.start()
+                assert owner.is_closed()
+                wait_for(lambda: write(unbound, "t") == 0, what="etcd's word: nobody owns it")
+            with broker.client() as stale, broker.client() as owner:
+                assert bind(stale, "t", fence) == (error_codes.INVALID_REQUEST, NO_FENCE), "etcd has not come to it"
+                fence = await etcd_client.put("/p/claim", b"x")
+                assert fence <= copied + 20
+                assert bind(owner, "t", fence) == (0, fence)
+                assert [write(each, "t") for each in (owner, stale)] == [0, REFUSED]
 
 
 def _settled(client: RawClient, fence: int) -> tuple[int, int] | None:

@@ -10,14 +10,18 @@ from typing import Any, cast
 
 import pytest
 
-from codec.headers import parse_request_header
+from codec.api_keys import BIND_FENCES
+from codec.headers import parse_request_header, request_header
+from codec.own import FenceBinding, encode_bind_fences_request
+from codec.primitives import INT32
 from kproxy.broker import turns
-from kproxy.broker.apis import produce
+from kproxy.broker.apis import bind_fences, produce
 from kproxy.broker.checkpoint import Leadership
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.config import BrokerConfig
-from kproxy.broker.context import Broker, Request
+from kproxy.broker.context import Bindings, Broker, Request
 from kproxy.broker.data_dir import DataDir
+from kproxy.broker.fence_keeper import FenceKeeper
 from kproxy.broker.keys import BrokerValue, Keys, PartitionKey, StateValue, TopicValue, encode_value
 from kproxy.broker.leases import PartitionLeaseManager
 from kproxy.broker.partition import Partition, ReplicaSettings
@@ -189,6 +193,35 @@ async def test_where_the_first_replica_does_not_take_a_new_partition_the_next_on
     assert await stage.take() is None, "a client's touch took what is wanted elsewhere"
     await eventually(lambda: stage.leads(topic_id), timeout_s=10.0, what="the next one's turn")
     running.cancel()
+
+
+async def test_a_partition_that_nobody_ever_took_is_taken_by_who_binds_a_fence(stage: Stage) -> None:
+    await stage.put(KEYS.topic("t"), TopicValue(topic_id("t"), [[1]]))
+    await stage.begin()
+    fence = stage.store.revision
+    nobody = cast(Any, None)
+    keeper = FenceKeeper(stage.client, stage.view, on_deposed=stage.leases.deposed)
+    broker = Broker(BrokerConfig(1, Path(), ()), "cluster", stage.view, stage.leases, nobody, nobody, keeper)
+    message = request_header(BIND_FENCES, 0, 1, b"") + encode_bind_fences_request([FenceBinding("t", 0, fence)])
+    frame = memoryview(INT32.pack(len(message)) + message)
+    bindings: Bindings = {}
+    answer = bind_fences.handle(broker, Request(frame, parse_request_header(frame), bindings))
+    assert isinstance(answer, Awaitable)
+    await answer
+    led = stage.leases.led(b"t", 0)
+    assert led is not None
+    assert (led.writers.fence, led.writers.is_owned) == (fence, True)
+    assert bindings == {(b"t", 0): fence}
+
+
+async def test_a_fence_that_cannot_be_read_keeps_everybody_from_leading(stage: Stage) -> None:
+    await stage.put(KEYS.topic("t"), TopicValue(uuid.uuid4(), [[1]]))
+    await stage.client.txn([], [put_op(KEYS.fence("t", 0), b"what?")])
+    await stage.begin()
+    assert await stage.take() is None
+    await stage.client.txn([], [delete_op(KEYS.fence("t", 0))])
+    stage.tell()
+    assert await stage.take() is not None
 
 
 async def test_records_for_a_deleted_topics_id_do_not_go_to_its_namesake(
