@@ -5,7 +5,10 @@ Invariants
    at the moment of the transaction. Where the transaction finds something else, it is decided anew.
 2. What stands in etcd for a connection of this process that has ended is deleted, whoever put it there and whenever:
    guarded by the revision at which it was put, so that nothing of anybody else's ever is.
-3. At most CONCURRENT_TRANSACTIONS are under way at a time.
+3. At most CONCURRENT_TRANSACTIONS claims are under way at a time, OF_ONE_REQUEST of them for one request: nobody waits
+   behind all that somebody else asked for. Deletions are as many, and hold up no claim.
+4. Of the claims of one resource in this process one is under way at a time, in the order in which they came: they would
+   only have each other decide anew.
 """
 
 from __future__ import annotations
@@ -17,13 +20,14 @@ from typing import Any, Final, NamedTuple
 import structlog
 
 from codec.error_codes import COORDINATOR_NOT_AVAILABLE, INVALID_REQUEST, NONE, REQUEST_TIMED_OUT
-from codec.own import WHOLE_GROUP
+from codec.own import WHOLE_GROUP, OwnResource
 from kproxy.fencing.changes import Changes
 from kproxy.fencing.holdings import Held, Holdings
 from kproxy.fencing.keys import ClaimValue, OwnKeys, decode_claim, encode_value
 from kproxy.fencing.member import OwnMember
 from kproxy.fencing.rules import Claim, Decision, Owner, decide, decide_whole
 from kproxy.fencing.table import OwnTable, TableRow
+from kproxy.fencing.turns import Turns
 from kproxy.ownership.etcd import (
     EtcdClient,
     EtcdError,
@@ -39,6 +43,7 @@ from kproxy.ownership.etcd import (
 )
 
 CONCURRENT_TRANSACTIONS: Final = 32
+OF_ONE_REQUEST: Final = 8
 # How long to wait for the table to show what a transaction has found.
 CATCH_UP_S: Final = 0.5
 DELETE_PAUSE_S: Final = 0.5
@@ -85,13 +90,26 @@ class Claiming:
         self._changes = changes
         self._wall_clock = wall_clock
         self._slots = asyncio.Semaphore(CONCURRENT_TRANSACTIONS)
+        self._turns = Turns()
+        self._deletion_slots = asyncio.Semaphore(CONCURRENT_TRANSACTIONS)
         self._deletions: set[asyncio.Task[None]] = set()
+
+    async def take_all(self, holdings: Holdings, wanted: Sequence[OwnResource], deadline: float) -> dict[str, Outcome]:
+        """What comes of each resource of one request; no resource is wanted twice."""
+        slots = asyncio.Semaphore(OF_ONE_REQUEST)
+
+        async def take(resource: str, generation: int) -> Outcome:
+            async with slots:
+                return await self.take(holdings, resource, generation, deadline)
+
+        outcomes = await asyncio.gather(*(take(*each) for each in wanted))
+        return {each.resource: outcome for each, outcome in zip(wanted, outcomes, strict=True)}
 
     async def take(self, holdings: Holdings, resource: str, generation: int, deadline: float) -> Outcome:
         """Decide on one resource, WHOLE_GROUP for all, and carry it out, by the deadline (the event loop's clock)."""
         group = holdings.group or ""
-        view = _View(self._table.row(group, resource), self._table.whole(group))
-        async with self._slots:
+        async with self._turns.of((group, resource)), self._slots:
+            view = _View(self._table.row(group, resource), self._table.whole(group))
             while asyncio.get_running_loop().time() < deadline:
                 if holdings.has_ended or not self._member.is_live():
                     return Outcome(COORDINATOR_NOT_AVAILABLE)
@@ -167,7 +185,7 @@ class Claiming:
     async def _delete(self, key: str, fence: int, member: str) -> None:
         while member and member == self._member.name:
             try:
-                async with self._slots:
+                async with self._deletion_slots:
                     await self._client.txn([mod_revision_is(key, fence)], [delete_op(key)])
                 return
             except EtcdError as error:

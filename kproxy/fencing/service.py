@@ -221,8 +221,7 @@ class OwnService:
             wanted = [each for each in asked if named[each.resource] == 1 and each.resource != WHOLE_GROUP]
             if len(holdings.held) + len(wanted) > MAX_CLAIMS_PER_CONNECTION:
                 wanted = []
-        taken = await asyncio.gather(*(self._claiming.take(holdings, *each, deadline) for each in wanted))
-        outcomes = {each.resource: outcome for each, outcome in zip(wanted, taken, strict=True)}
+        outcomes = await self._claiming.take_all(holdings, wanted, deadline)
         codes = await self._see_granted(holdings, outcomes, bind, deadline)
         return OwnResponse(NONE, group, tuple(self._answer(each.resource, outcomes, codes) for each in asked))
 
