@@ -189,14 +189,13 @@ class _Watched:
         self._table.on_restored()
 
     def on_snapshot(self, snapshot: Snapshot) -> None:
-        from kproxy.fencing.view import whole_page
+        from kproxy.fencing.view import addresses_of, whole_page
 
         is_first = self._table.listener is None
         self._table.on_snapshot(snapshot)
         if is_first:
             self._table.listener = self
-            for name, member in self._table.members.items():
-                self.member_put(name, member)
+            self._addresses = addresses_of(self._table)
             self.told.append(whole_page(self._table, self._group))
         self.news.set()
 
@@ -215,10 +214,10 @@ class _Watched:
         self._tell(row, change_by_end(self._row(row), self._row_or_none(whole)))
 
     def member_put(self, name: str, member: Member) -> None:
-        from kproxy.fencing.view import address_of
+        from kproxy.fencing.view import address_of, addresses_of
 
         if len(self._addresses) >= MAX_KNOWN_ADDRESSES:
-            self._addresses.clear()
+            self._addresses = addresses_of(self._table)
         self._addresses[name] = address_of(member)
 
     def member_gone(self, member: str, rows: Sequence[TableRow], revision: int) -> None:
@@ -237,8 +236,7 @@ class _Watched:
     def _row(self, row: TableRow) -> ClaimRow:
         from kproxy.fencing.view import claim_row
 
-        found = claim_row(row, self._table.members)
-        return found if found.address else msgspec.structs.replace(found, address=self._addresses.get(found.proxy, ""))
+        return claim_row(row, self._addresses)
 
     def _row_or_none(self, row: TableRow | None) -> ClaimRow | None:
         return None if row is None else self._row(row)

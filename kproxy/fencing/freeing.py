@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from codec.own import WHOLE_GROUP
 from kproxy.fencing.keys import OwnKeys
 from kproxy.fencing.table import OwnTable, TableRow
-from kproxy.fencing.view import claim_row
+from kproxy.fencing.view import addresses_of, claim_row
 from kproxy.observe.claims import MAX_CLAIM_ROWS, FreeOrder, FreeOutcome
 from kproxy.ownership.etcd import EtcdClient, delete_op, get_op, mod_revision_is
 from kproxy.ownership.etcd.messages import Pages, Snapshot
@@ -30,12 +30,12 @@ async def free(client: EtcdClient, keys: OwnKeys, order: FreeOrder) -> FreeOutco
     for first in range(0, min(len(rows), MAX_CLAIM_ROWS), _CLAIMS_PER_TXN):
         changed |= await _delete(client, keys, rows[first : min(first + _CLAIMS_PER_TXN, MAX_CLAIM_ROWS)])
     taken = rows[:MAX_CLAIM_ROWS]
-    whole = there.get(WHOLE_GROUP)
+    whole, addresses = there.get(WHOLE_GROUP), addresses_of(table)
     return FreeOutcome(
-        freed=[claim_row(row, table.members) for row in taken if row.resource not in changed],
+        freed=[claim_row(row, addresses) for row in taken if row.resource not in changed],
         missing=[resource for resource in wanted if resource not in there],
         changed=[row.resource for row in taken if row.resource in changed],
-        whole=None if whole is None else claim_row(whole, table.members),
+        whole=None if whole is None else claim_row(whole, addresses),
         more=len(rows) > len(taken),
     )
 

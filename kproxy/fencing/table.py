@@ -13,7 +13,7 @@ Invariants
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
 
@@ -130,6 +130,10 @@ class OwnTable:
         """All claims in a group, by resource."""
         found = self._groups.get(group)
         return found.rows if found is not None else {}
+
+    def groups(self) -> Collection[str]:
+        """In which anything is claimed, in no order."""
+        return self._groups.keys()
 
     def claims(self) -> Iterator[TableRow]:
         """Every claim, by group and resource."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from base64 import urlsafe_b64decode, urlsafe_b64encode
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
@@ -31,8 +32,8 @@ def claims_page(table: OwnTable, query: ClaimsQuery) -> ClaimsPage:
     if not 1 <= query.limit <= MAX_CLAIM_ROWS:
         raise ValueError(f"limit is a number from 1 to {MAX_CLAIM_ROWS}")
     after = _place(query.after) if query.after is not None else None
-    rows = (row for row in _rows(table, query.group) if after is None or (row.group, row.resource) > after)
-    claims = [claim_row(row, table.members) for row in islice(rows, query.limit + 1)]
+    addresses = addresses_of(table)
+    claims = [claim_row(row, addresses) for row in islice(_rows(table, query.group, after), query.limit + 1)]
     more = len(claims) > query.limit
     claims = claims[: query.limit]
     told = [member.writer_groups for member in table.members.values()]
@@ -43,7 +44,7 @@ def claims_page(table: OwnTable, query: ClaimsQuery) -> ClaimsPage:
         ],
         differ=any(each != told[0] for each in told),
         members=[
-            MemberRow(name, address_of(member), member.seen, len(member.unsettled))
+            MemberRow(name, addresses[name], member.seen, len(member.unsettled))
             for name, member in sorted(table.members.items())
         ],
         claims=claims,
@@ -66,32 +67,43 @@ async def read_table(client: EtcdClient, keys: OwnKeys) -> OwnTable:
     return table
 
 
-def claim_row(row: TableRow, members: Mapping[str, Member]) -> ClaimRow:
-    """A claim with its owner's address."""
-    member = members.get(row.owner.proxy)
+def claim_row(row: TableRow, addresses: Mapping[str, str]) -> ClaimRow:
+    """A claim with its owner's address; `addresses` are those of members by name."""
     return ClaimRow(
         group=row.group,
         resource=row.resource,
         generation=row.generation,
         fence=row.fence,
         proxy=row.owner.proxy,
-        address=address_of(member) if member is not None else "",
+        address=addresses.get(row.owner.proxy, ""),
         connection=row.owner.connection,
         client=row.client[:MAX_CLIENT_TEXT],
         since=row.since,
     )
 
 
+def addresses_of(table: OwnTable) -> dict[str, str]:
+    return {name: address_of(member) for name, member in table.members.items()}
+
+
 def address_of(member: Member) -> str:
     return str(Address(member.host, member.port))
 
 
-def _rows(table: OwnTable, group: str | None) -> Iterator[TableRow]:
-    rows = table.claims() if group is None else iter([row for _, row in sorted(table.rows_of(group).items())])
-    for row in rows:
-        whole = table.whole(row.group) if row.resource != WHOLE_GROUP else None
-        if in_force(row.claim, whole.claim if whole is not None else None) is not None:
-            yield row
+def _rows(table: OwnTable, group: str | None, after: tuple[str, str] | None) -> Iterator[TableRow]:
+    """Those in force behind `after`, in order; what comes before it is not looked at one by one."""
+    groups = sorted(table.groups()) if group is None else [group]
+    first = bisect_left(groups, after[0]) if after is not None else 0
+    for each in islice(groups, first, None):
+        rows = table.rows_of(each)
+        resources = sorted(rows)
+        start = bisect_right(resources, after[1]) if after is not None and each == after[0] else 0
+        whole = table.whole(each)
+        for resource in islice(resources, start, None):
+            claim = rows[resource].claim
+            rival = whole.claim if whole is not None and resource != WHOLE_GROUP else None
+            if in_force(claim, rival) is not None:
+                yield rows[resource]
 
 
 def _after(claim: ClaimRow) -> str:

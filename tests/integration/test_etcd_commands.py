@@ -52,6 +52,9 @@ def test_broker_proxy_and_table_talk_to_it(guarded: Guarded, tmp_path: Path) -> 
         assert [line.split()[:3] for line in shown.stdout.splitlines() if line.startswith("guarded")] == [
             ["guarded", "0", "7"]
         ]
+        listed = run_kproxy("own", "list", *guarded.flags, environ={"KPROXY_ETCD__PASSWORD": PASSWORD})
+        assert listed.status == 0, listed.stderr
+        assert f"1 proxy offers the Own API: {proxy.kafka}" in listed.stdout
         for process in ("broker", "proxy"):
             assert PASSWORD not in (tmp_path / process).read_text()
 
