@@ -81,6 +81,13 @@ class Site:
         owner.send_produce("t", 0, b"last", acks)
         return await self.broker.next()
 
+    def have_patience(self) -> None:
+        """What is unsettled from now on is so until it is answered."""
+        for proxy in self.proxies:
+            assert proxy.context.own is not None
+            proxy.context.own.settlement._unsettled_s = 1_000
+            proxy.context.limits = msgspec.structs.replace(proxy.context.limits, own_unsettled_s=1_000)
+
     def unsettled(self, proxy: int = 0) -> list[tuple[str, int]]:
         own = self.proxies[proxy].context.own
         assert own is not None
@@ -186,6 +193,7 @@ async def test_what_was_not_written_is_never_sent(
     site: Site, acks: int, ends: Callable[[OwnClient], Awaitable[None]]
 ) -> None:
     owner, successor = await site.owner(), await site.client(1)
+    site.have_patience()
     with DeafListener() as deaf:
         later = ServedBroker(2)
         for proxy in site.proxies:
@@ -278,10 +286,9 @@ async def test_what_goes_with_a_refused_acks_0_part_is_waited_for_as_ever(site: 
 
 async def test_a_proxy_that_stops_tells_what_it_leaves_behind(site: Site) -> None:
     owner, successor = await site.owner(), await site.client(1)
+    site.have_patience()
     await site.writes(owner)
     assert await claim(successor) == REQUEST_TIMED_OUT
-    context = site.proxies[0].context
-    context.limits = msgspec.structs.replace(context.limits, own_unsettled_s=1_000)
     async with asyncio.timeout(PATIENCE_S):
         await site.proxies[0].listener.stop()
     assert site.unsettled() == [("t", 0)]
