@@ -20,18 +20,12 @@ from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.ownership.etcd import EtcdClient
 from tests.support.dev import KPROXY, KproxyProcess
 from tests.support.etcd import QUICK, put_many
+from tests.support.ports import free_port, free_ports
 from tests.support.raw_client import RawClient, batch, produce_frame
 from tests.support.served import ServedBroker, page, port_of, static_proxy
 
 PATIENCE_S = 30.0
 T0 = ("t", 0)
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 @pytest.fixture
@@ -58,16 +52,17 @@ async def started(stderr: Path, *arguments: str) -> AsyncIterator[KproxyProcess]
         await asyncio.to_thread(process.stop)
 
 
-def port_after(port: int) -> int:
-    """A port for the admin page, which has to be known before the ready line tells it."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        found: int = server.getsockname()[1]
-        assert found != port
-        return found
+async def until_ready(admin: str) -> None:
+    """A proxy may have loaded its table before anything was in it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while (said := await asyncio.to_thread(page, admin, "/readyz")) != (200, "ready\n"):
+        assert time.monotonic() < deadline, said
+        await asyncio.sleep(0.05)
 
 
-async def test_a_proxy_waits_for_an_etcd_that_is_started_later(tmp_path: Path, free_port: int) -> None:
-    endpoint, admin = f"http://127.0.0.1:{free_port}", f"127.0.0.1:{port_after(free_port)}"
+async def test_a_proxy_waits_for_an_etcd_that_is_started_later(tmp_path: Path) -> None:
+    etcd_port, admin_port = free_ports(2)
+    endpoint, admin = f"http://127.0.0.1:{etcd_port}", f"127.0.0.1:{admin_port}"
     async with started(tmp_path / "stderr", "--etcd", endpoint, "--admin", admin) as process:
         await until(lambda: "Waiting for it" in process.stderr(), process.stderr)
         assert process.stderr().count(f"kproxy: etcd at {endpoint} does not answer") == 1
@@ -77,13 +72,13 @@ async def test_a_proxy_waits_for_an_etcd_that_is_started_later(tmp_path: Path, f
         assert status == 503
         assert text.startswith(f"starting: etcd at {endpoint} does not answer")
         broker = await ServedBroker(1).start()
-        async with EmbeddedEtcd(tmp_path / "etcd", client_port=free_port, extra_arguments=QUICK) as etcd:
+        async with EmbeddedEtcd(tmp_path / "etcd", client_port=etcd_port, extra_arguments=QUICK) as etcd:
             client = EtcdClient([etcd.endpoint])
             await client.connect()
             address = b'{"node_id": 1, "host": "127.0.0.1", "port": %d}' % broker.port
             await put_many(client, [("/kafscale/brokers/1", address), ("/kafscale/partition-leases/t/0", b"1")])
             await asyncio.to_thread(process.wait_ready)
-            assert await asyncio.to_thread(page, admin, "/readyz") == (200, "ready\n")
+            await until_ready(admin)
             assert await produced(process, broker) == 1
             await client.close()
         await broker.stop()
@@ -123,8 +118,7 @@ async def test_a_proxy_waits_for_a_kafka_cluster_and_says_which(tmp_path: Path, 
 
 
 async def test_of_two_that_wait_on_one_port_the_later_is_told_that_it_is_taken(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
-        port, etcd_port = first.getsockname()[1], second.getsockname()[1]
+    port, etcd_port = free_ports(2)
     listen = ["--listen", f"127.0.0.1:{port}", "--etcd", f"127.0.0.1:{etcd_port}"]
     async with (
         started(tmp_path / "one", *listen) as one,
@@ -141,10 +135,8 @@ async def test_of_two_that_wait_on_one_port_the_later_is_told_that_it_is_taken(t
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["refused", "silent"])
-async def test_a_proxy_that_waits_ends_when_it_is_told_to(
-    tmp_path: Path, silent: bool, free_port: int, silent_port: int
-) -> None:
-    port = silent_port if silent else free_port
+async def test_a_proxy_that_waits_ends_when_it_is_told_to(tmp_path: Path, silent: bool, silent_port: int) -> None:
+    port = silent_port if silent else free_port()
     async with started(tmp_path / "stderr", "--etcd", f"127.0.0.1:{port}") as process:
         await until(lambda: "Waiting for it" in process.stderr(), process.stderr)
         # Nothing to read anew yet, and no reason to end.
@@ -201,13 +193,14 @@ async def test_a_proxy_whose_terminal_is_closed_ends(tmp_path: Path) -> None:
         process.wait()
 
 
-async def test_an_etcd_that_turns_out_to_be_none_ends_a_proxy_with_a_sentence(tmp_path: Path, free_port: int) -> None:
+async def test_an_etcd_that_turns_out_to_be_none_ends_a_proxy_with_a_sentence(tmp_path: Path) -> None:
+    etcd_port = free_port()
     """It serves without one; no waiting mends what answers there then."""
-    arguments = ["--etcd", f"http://127.0.0.1:{free_port}"]
+    arguments = ["--etcd", f"http://127.0.0.1:{etcd_port}"]
     with static_proxy(tmp_path, {1: 1}, more=arguments) as process:
         server = grpc.aio.server()
-        server.add_insecure_port(f"127.0.0.1:{free_port}")
+        server.add_insecure_port(f"127.0.0.1:{etcd_port}")
         await server.start()
         assert await asyncio.to_thread(process.wait, PATIENCE_S) == 2, process.stderr()
-        assert f"kproxy: What answers at http://127.0.0.1:{free_port} is not etcd" in process.stderr()
+        assert f"kproxy: What answers at http://127.0.0.1:{etcd_port} is not etcd" in process.stderr()
         await server.stop(None)

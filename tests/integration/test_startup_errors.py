@@ -14,6 +14,7 @@ import pytest
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from tests.support.dev import dev_arguments, run_kproxy, serving
+from tests.support.ports import free_port
 from tests.support.rules import RUN_MARK, describe, marked_processes
 from tests.support.served import page, static_proxy
 
@@ -23,12 +24,6 @@ def taken_port() -> Iterator[int]:
     """A port that something else listens on."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def refusal(*arguments: str | Path, **environ: str) -> str:

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import io
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +27,7 @@ from kproxy.pipeline.spark import SparkDriver
 from tests.pipeline.tampering import Record, Tamper, TamperingRelay, double_one, drop_one, swap_two
 from tests.support.dev import asyncios_own_loop
 from tests.support.java import require_java
+from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 
@@ -76,7 +76,8 @@ def course(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Course]:
         beside.run(relay.start())
         stack.callback(lambda: beside.run(relay.stop()))
         # A second proxy on the same etcd, which sends its clients to the relay.
-        relay.upstream_port = _free_port()
+        # The proxy's ready line will name the relay and not its own port.
+        relay.upstream_port = free_port()
         serve = ["serve", "--listen", f"127.0.0.1:{relay.upstream_port}", "--advertise", relay.address]
         serve += ["--etcd", cluster.etcd]
         proxy = subprocess.Popen([sys.executable, "-m", "kproxy", *serve], stdout=subprocess.PIPE, text=True)
@@ -134,7 +135,7 @@ def test_with_an_owner_killed_in_mid_stream_what_is_wrong_is_still_found(
     # It is swapped in the first micro-batch, before the kill: what is sent again after that is sent as it was.
     relay = TamperingRelay(keep_producers=True)
     relay.tamper = tamper = Tamper(swap_two)
-    relay.upstream_port = _free_port()
+    relay.upstream_port = free_port()
     course.beside.run(relay.start())
 
     class RelayedCluster(DevCluster):
@@ -162,14 +163,6 @@ def test_with_an_owner_killed_in_mid_stream_what_is_wrong_is_still_found(
     assert f"kill -9 of broker {killed}, owner of 4 of the 12 partitions" in said.getvalue()
     assert table[f"rows on broker {killed}"][1].endswith(", 4 before the kill")
     assert all(table[name][0].endswith(" s") for name in ("without an owner", "written again", "broker back"))
-
-
-def _free_port() -> int:
-    """A port nobody listens on just now. The proxy's ready line would name the relay and not its own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _rows_of(table: str) -> dict[str, tuple[str, str]]:

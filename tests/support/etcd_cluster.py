@@ -14,11 +14,10 @@ import http.client
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
@@ -27,6 +26,7 @@ import pytest_asyncio
 
 from kproxy.ownership.etcd import EtcdClient, EtcdError
 from kproxy.pipeline.cache import user_cache_dir
+from tests.support.ports import free_ports
 
 ETCD_VERSION = "3.6.16"
 HOST = "127.0.0.1"
@@ -203,7 +203,7 @@ class EtcdCluster:
                     raise
 
     def _choose_places(self, attempt: int) -> None:
-        ports = _free_ports(6)
+        ports = free_ports(6)
         self.members = [
             Member(f"m{n}", ports[2 * n], ports[2 * n + 1], self.directory / f"{attempt}" / f"m{n}") for n in range(3)
         ]
@@ -292,12 +292,6 @@ async def _answers(member: Member) -> bool:
     finally:
         await client.close()
     return True
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server((HOST, 0))) for _ in range(count)]
-        return [int(each.getsockname()[1]) for each in sockets]
 
 
 @asynccontextmanager

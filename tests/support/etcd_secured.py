@@ -15,7 +15,8 @@ import trustme
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from tests.support.etcd import QUICK
-from tests.support.etcd_cluster import EtcdCluster, Member, _free_ports
+from tests.support.etcd_cluster import EtcdCluster, Member
+from tests.support.ports import free_ports
 
 PASSWORD = "correct horse battery staple"
 
@@ -57,7 +58,7 @@ def tls_arguments(plain: str, port: int, pair: Pair, clients: Path | None = None
 @asynccontextmanager
 async def tls_etcd(directory: Path, pair: Pair, clients: Path | None = None) -> AsyncIterator[tuple[EmbeddedEtcd, str]]:
     """One etcd that listens for plain connections, and for TLS at `https://{host}:PORT`: its `:PORT` is given."""
-    plain, port = _free_ports(2)
+    plain, port = free_ports(2)
     arguments = tls_arguments(f"http://127.0.0.1:{plain}", port, pair, clients)
     async with EmbeddedEtcd(directory, client_port=plain, extra_arguments=[*QUICK, *arguments]) as server:
         yield server, f":{port}"
@@ -71,7 +72,7 @@ class TlsCluster(EtcdCluster):
     def __init__(self, directory: Path, authority: Authority) -> None:
         super().__init__(directory)
         self._pairs = [authority.issue(name) for name in self.names]
-        self._ports = _free_ports(3)
+        self._ports = free_ports(3)
 
     @property
     def tls_endpoints(self) -> list[str]:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import signal
-import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -25,13 +23,11 @@ from tests.support.attempts import Address, Stored, log_bytes, stored
 from tests.support.etcd import Relay
 from tests.support.etcd_cluster import EtcdCluster
 from tests.support.etcd_history import connected
+from tests.support.ports import free_port
 from tests.support.reference_broker import BrokerProcess
 
 HOST = "127.0.0.1"
 PATIENCE_S = 20.0
-_PORTS = range(10_000, 32_000)
-# Each at most once; from anywhere, for there may be other test runs on this machine.
-_ports = iter(random.sample(_PORTS, len(_PORTS)))
 
 
 class FaultyBroker(BrokerProcess):
@@ -233,14 +229,6 @@ async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float, what
                 return
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
         await asyncio.sleep(0.02)
-
-
-def free_port() -> int:
-    """One below those that the system gives to whoever asks for any: it has to stay free while its broker is down."""
-    for port in _ports:
-        with contextlib.suppress(OSError), socket.create_server((HOST, port)):
-            return port
-    raise AssertionError("no port is free")
 
 
 @asynccontextmanager

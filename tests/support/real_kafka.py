@@ -7,13 +7,11 @@ down brings it back. `pytest_plugins = ["tests.support.real_kafka"]` brings it.
 from __future__ import annotations
 
 import os
-import random
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import kafka
@@ -22,11 +20,11 @@ from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-def
 
 from tests.support.java import java_executable
 from tests.support.kafka_jars import kafka_classpath
+from tests.support.ports import free_port, free_ports
 
 CLUSTER_ID = "a3Byb3h5LXRlc3RzLTAwMQ"
 START_TIMEOUT_S = 180.0
 ADMIN_TIMEOUT_S = 30.0
-_PORTS = range(20_000, 32_000)
 # The port listens before the broker serves.
 _STARTED = "Kafka Server started"
 _LOG4J = """\
@@ -110,7 +108,7 @@ class RealBroker:
 
     def move(self) -> None:
         """Have clients come to another port of this machine from the next start on."""
-        moved = _free_ports(1)[0]
+        moved = free_port()
         before, self.port = self.port, moved
         properties = self._properties.read_text()
         self._properties.write_text(
@@ -211,23 +209,10 @@ class RealKafka:
         return min(len(partition.isrs) for partition in found.values())
 
 
-def _free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on, below those that outgoing connections get: a broker binds its own seconds later."""
-    ports: list[int] = []
-    with ExitStack() as held:
-        for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
-            with suppress(OSError):
-                held.enter_context(socket.create_server(("127.0.0.1", port)))
-                ports.append(port)
-            if len(ports) == count:
-                return ports
-    raise AssertionError(f"no {count} free ports in {_PORTS}")
-
-
 @contextmanager
 def start_real_kafka(directory: Path, nodes: int) -> Iterator[RealKafka]:
     """A cluster of `nodes` that serves, until the block ends."""
-    ports = _free_ports(2 * nodes)
+    ports = free_ports(2 * nodes)
     kafka_ports, controller_ports = ports[:nodes], ports[nodes:]
     voters = ",".join(f"{number}@127.0.0.1:{port}" for number, port in enumerate(controller_ports, 1))
     brokers = []

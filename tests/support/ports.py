@@ -1,0 +1,33 @@
+"""Ports for servers that have to be told theirs; those that choose one themselves tell it when they serve."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+
+HOST = "127.0.0.1"
+# Below those that the system gives to whoever asks for any, be it to listen or to connect: some seconds lie between
+# choosing one and listening on it, and it has to stay free while its server is down. None is given twice.
+_PORTS = range(10_000, 32_000)
+_ports: Iterator[int] = itertools.cycle(random.SystemRandom().sample(_PORTS, len(_PORTS)))
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on."""
+    found: list[int] = []
+    with ExitStack() as held:
+        for port in itertools.islice(_ports, len(_PORTS)):
+            with suppress(OSError):
+                held.enter_context(socket.create_server((HOST, port)))
+                found.append(port)
+            if len(found) == count:
+                return found
+    raise AssertionError(f"no {count} free ports in {_PORTS}")
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    return free_ports(1)[0]
