@@ -1,28 +1,23 @@
 """The Own API of one process: claims of its clients' connections, and what claims of others mean for them.
 
 A claim goes through these steps, each resource for itself
-  decide     by the rules, in a transaction (`claiming`)
-  confirm    every member that was there before has acted upon the claim: whoever lost something by it is severed, and
-             nothing of theirs is under way. A member that is dead has lost its own lease, and is not waited for.
-  bind       the leader of the partition knows the fence (kproxy.proxy.binding), where it knows of fences at all
-  granted
+  decided    by the rules, in a transaction (`claiming`)
+  granted    once nobody else is served (`granting`)
 
 Invariants
 1. A claim counts, for writing or reading, only when it is granted and while this process's lease is certain to live.
 2. Who loses a claim is severed in the same step of the event loop in which the table is told of it, and only then is
    the revision confirmed to the others.
-3. A claim of a gated partition that is gone is released at the partition's leader with the revision at which it went:
-   by the member that held it or, where that one has gone too, by the first of those that live.
-4. A claim that its partition's leader refuses for good is given up.
+3. A claim of a gated partition that is gone is released at the partition's leader (`releasing`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import structlog
 
@@ -33,13 +28,15 @@ from codec.error_codes import (
     NONE,
     REQUEST_TIMED_OUT,
 )
-from codec.own import WHOLE_GROUP, OwnedResource, OwnRequest, OwnResource, OwnResponse, resource_partition
+from codec.own import WHOLE_GROUP, OwnedResource, OwnRequest, OwnResource, OwnResponse
 from kproxy.fencing.changes import Changes
 from kproxy.fencing.claiming import Claiming, Outcome
 from kproxy.fencing.desk import ClaimDesk
+from kproxy.fencing.granting import Bind, Granting
 from kproxy.fencing.holdings import MAX_CLAIMS_PER_CONNECTION, Holdings
 from kproxy.fencing.keys import OwnKeys
 from kproxy.fencing.member import OwnMember
+from kproxy.fencing.releasing import Gates, Releasing
 from kproxy.fencing.settlement import Settlement
 from kproxy.fencing.table import Member, OwnTable, TableRow
 from kproxy.ownership.etcd import EtcdClient, PrefixMirror
@@ -49,40 +46,18 @@ from kproxy.ownership.etcd.clock import Clock, lease_clock
 LOOK_INTERVAL_S: Final = 0.5
 # A process that ends does not wait longer for etcd to hear of it: its claims end with its lease.
 FREE_TIMEOUT_S: Final = 2.0
-MAX_UNRELEASED: Final = 10_000
 # Topics in one line of the log.
 MAX_NAMED: Final = 5
 
 log = structlog.get_logger(__name__)
 
 
-class Release(NamedTuple):
-    """A partition that nobody owns any more, and the revision since which that is so."""
-
-    topic: str
-    partition_index: int
-    revision: int
-
-
-class Binding(NamedTuple):
-    """A partition and the fence of the claim that its writes are to stand behind."""
-
-    topic: str
-    partition_index: int
-    fence: int
-
-
-Bind = Callable[[list[Binding], float], Coroutine[Any, Any, dict[tuple[str, int], int]]]
-"""Binds partitions at their leaders until a deadline (seconds, the event loop's clock): an error code for each."""
-
-
 class OwnService:
     """`run` is one coroutine that the caller owns. Made on the event loop it runs on.
 
     `host` and `port` are what this process advertises; `writer_groups` the group that gates writes to a topic, by
-    topic; `timeout_s` how long a claim may take, in seconds. `release` is told of partitions that are to be released at
-    their leaders, `partitions_of` tells the indexes of a topic's partitions, `has_fences` whether the brokers know
-    fences. `desk` is for those who look at claims and free them.
+    topic; `timeout_s` how long a claim may take, in seconds. `has_fences` tells whether the brokers know fences; `desk`
+    is for those who look at claims and free them.
     """
 
     def __init__(
@@ -103,12 +78,12 @@ class OwnService:
         self.table = OwnTable(OwnKeys(prefix), counters=counters)
         self.table.listener = self
         self.settlement = settlement
-        self.gated = {topic.encode(): group for topic, group in writer_groups.items()}
+        self.gates = Gates(writer_groups)
+        self.gated = self.gates.by_topic
+        self.releasing = Releasing(self.table, self.gates)
         self._writer_groups = dict(writer_groups)
         # Members that were told of other writer groups than this one.
         self._differing: set[str] = set()
-        self.release: Callable[[Release], None] = lambda release: None
-        self.partitions_of: Callable[[str], Collection[int]] = lambda topic: ()
         self.has_fences: Callable[[], bool] = lambda: False
         self.desk = ClaimDesk(client, self.table)
         self._timeout_s = timeout_s
@@ -123,15 +98,22 @@ class OwnService:
             clock=clock,
             writer_groups=writer_groups,
             state=lambda: (self.table.revision, self.settlement.unsettled()),
-            on_entered=self._release_left_over,
+            on_entered=self.releasing.release_left,
             on_lost=self._lease_lost,
         )
         self._mirror = PrefixMirror(client, [self.table.keys.all], self.table)
         self._claiming = Claiming(client, self.table, self._member, self._changes, wall_clock)
+        self._granting = Granting(
+            self.table,
+            self._member,
+            self.settlement,
+            self.gates,
+            self._claiming,
+            self._changes,
+            has_fences=lambda: self.has_fences(),
+        )
         self._connections: dict[int, Holdings] = {}
         self._last_connection = 0
-        # Of members that went while this process was none.
-        self._unreleased: deque[Release] = deque(maxlen=MAX_UNRELEASED)
         self._is_to_confirm = False
         settlement.on_change = self._settlement_changed
 
@@ -178,13 +160,9 @@ class OwnService:
     def connection(self, client: str, sever: Callable[[str], None]) -> Holdings:
         """A connection that may claim; `ended` is to be called when it has ended."""
         self._last_connection += 1
-        holdings = Holdings(self._last_connection, client, sever, self.is_gated_by)
+        holdings = Holdings(self._last_connection, client, sever, self.gates.are_of)
         self._connections[holdings.connection] = holdings
         return holdings
-
-    def is_gated_by(self, topic: str, group: str) -> bool:
-        """Whether writes to a topic are for owners in this group alone."""
-        return self.gated.get(topic.encode()) == group
 
     def ended(self, holdings: Holdings) -> None:
         """The connection has ended: what it owned is free."""
@@ -222,7 +200,7 @@ class OwnService:
             if len(holdings.held) + len(wanted) > MAX_CLAIMS_PER_CONNECTION:
                 wanted = []
         outcomes = await self._claiming.take_all(holdings, wanted, deadline)
-        codes = await self._see_granted(holdings, outcomes, bind, deadline)
+        codes = await self._granting.see_granted(holdings, outcomes, bind, deadline)
         return OwnResponse(NONE, group, tuple(self._answer(each.resource, outcomes, codes) for each in asked))
 
     def _answer(self, resource: str, outcomes: Mapping[str, Outcome], codes: Mapping[str, int]) -> OwnedResource:
@@ -234,75 +212,6 @@ class OwnService:
             return OwnedResource(resource, error_code)
         self._counters["own.granted"] += 1
         return OwnedResource(resource, NONE, outcome.held.generation, outcome.held.fence)
-
-    async def _see_granted(
-        self, holdings: Holdings, outcomes: Mapping[str, Outcome], bind: Bind, deadline: float
-    ) -> dict[str, int]:
-        """Wait until what was taken is confirmed and bound; an error code for each that was taken."""
-        taken = {resource: each.held for resource, each in outcomes.items() if each.held is not None}
-        waiting = {resource: held for resource, held in taken.items() if not held.is_granted}
-        codes = dict.fromkeys(taken, NONE)
-        for resource, held in waiting.items():
-            if not await self._confirmed_by(deadline, held.fence, holdings.group or "", resource):
-                codes[resource] = REQUEST_TIMED_OUT
-        confirmed = [resource for resource in waiting if codes[resource] == NONE]
-        bindings = {
-            resource: [Binding(*partition, waiting[resource].fence) for partition in self._gates(holdings, resource)]
-            for resource in confirmed
-        }
-        wanted = [binding for each in bindings.values() for binding in each]
-        bound = await bind(wanted, deadline) if wanted else {}
-        for resource in confirmed:
-            codes[resource] = max((bound.get(each[:2], NONE) for each in bindings[resource]), default=NONE)
-            if codes[resource] != NONE or all(each[:2] in bound for each in bindings[resource]):
-                continue
-            # Fences may have been relied on where there are none any more: a broker has joined that keeps none.
-            fence = waiting[resource].fence
-            if not await self._confirmed_by(deadline, fence, holdings.group or "", resource, is_fenced=False):
-                codes[resource] = REQUEST_TIMED_OUT
-        if holdings.has_ended or not self.is_live():
-            return dict.fromkeys(taken, COORDINATOR_NOT_AVAILABLE)
-        holdings.grant(resource for resource in confirmed if codes[resource] == NONE)
-        for resource in confirmed:
-            if codes[resource] not in (NONE, REQUEST_TIMED_OUT):
-                self._give_up(holdings, resource)
-        return codes
-
-    def _gates(self, holdings: Holdings, resource: str) -> Iterable[tuple[str, int]]:
-        return self._gated_partitions(holdings.group or "", resource)
-
-    def _give_up(self, holdings: Holdings, resource: str) -> None:
-        """Invariant 4."""
-        held = holdings.forget(resource)
-        if held is not None and holdings.group is not None:
-            self._claiming.delete(holdings.group, resource, held.fence)
-
-    async def _confirmed_by(
-        self, deadline: float, fence: int, group: str, resource: str, *, is_fenced: bool = True
-    ) -> bool:
-        while not self._is_confirmed(fence, group, resource, is_fenced=is_fenced and self.has_fences()):
-            if not await self._changes.wait(deadline):
-                return False
-        return True
-
-    def _is_confirmed(self, fence: int, group: str, resource: str, *, is_fenced: bool) -> bool:
-        """Whether all who were there before have acted upon the claim, and nothing earlier is under way.
-
-        Where brokers know fences (`is_fenced`) what is under way is refused at its end.
-        """
-        if self.table.revision < fence:
-            return False
-        others = [
-            member
-            for name, member in self.table.members.items()
-            if name != self._member.name and member.create_revision <= fence
-        ]
-        if any(member.seen < fence for member in others):
-            return False
-        if is_fenced:
-            return True
-        listed = [self.settlement.unsettled(), *(member.unsettled for member in others)]
-        return not any(self.settlement.keeps_back(group, resource, each) for each in listed)
 
     def _settlement_changed(self) -> None:
         self._member.publish()
@@ -353,7 +262,7 @@ class OwnService:
         held = holdings.held.get(row.resource) if holdings is not None else None
         if holdings is not None and held is not None and held.fence <= row.fence:
             self._sever(holdings, f"{_called(row)} was freed")
-        self._release([row], revision)
+        self.releasing.release([row], revision)
 
     def member_put(self, name: str, member: Member) -> None:
         """What it confirms is looked at by those who wait for it."""
@@ -380,10 +289,9 @@ class OwnService:
         self._differing.discard(member)
         self.settlement.note_member_gone(member, [(row.group, row.resource) for row in rows])
         if not self._member.is_live():
-            partitions = (each for row in rows for each in self._gated_partitions(row.group, row.resource))
-            self._unreleased.extend(Release(*partition, revision) for partition in partitions)
+            self.releasing.leave(rows, revision)
         elif self._member.name == min(self.table.members, default=self._member.name):
-            self._release(rows, revision)
+            self.releasing.release(rows, revision)
 
     def batch_told(self) -> None:
         """Invariant 2: whoever lost something is severed by now."""
@@ -407,36 +315,6 @@ class OwnService:
     def _sever(self, holdings: Holdings, reason: str) -> None:
         self._counters["own.severed"] += 1
         holdings.sever(reason)
-
-    # Releasing
-
-    def _gated_partitions(self, group: str, resource: str) -> Iterable[tuple[str, int]]:
-        """The partitions whose writes a claim gates."""
-        if resource == WHOLE_GROUP:
-            for topic in [topic.decode() for topic, writers in self.gated.items() if writers == group]:
-                yield from ((topic, index) for index in self.partitions_of(topic))
-        elif (partition := resource_partition(resource)) is not None and self.is_gated_by(partition[0], group):
-            yield partition
-
-    def _release(self, rows: Iterable[TableRow], revision: int) -> None:
-        """Invariant 3."""
-        for row in rows:
-            for topic, partition_index in self._gated_partitions(row.group, row.resource):
-                self._release_unless_owned(Release(topic, partition_index, revision))
-
-    def _release_left_over(self) -> None:
-        """This process is a member again, or at last."""
-        left, self._unreleased = self._unreleased, deque(maxlen=MAX_UNRELEASED)
-        for release in left:
-            self._release_unless_owned(release)
-
-    def _release_unless_owned(self, release: Release) -> None:
-        if not self.is_owned(release.topic, release.partition_index):
-            self.release(release)
-
-    def is_owned(self, topic: str, partition_index: int) -> bool:
-        """Whether somebody owns a partition of a gated topic as its writer."""
-        return self.table.owner(self.gated.get(topic.encode(), ""), f"{topic}/{partition_index}") is not None
 
 
 def _called(row: TableRow) -> str:

@@ -37,7 +37,8 @@ from codec.own import (
 from codec.partitioned import with_length
 from codec.primitives import Buffer
 from kproxy.fencing.holdings import Holdings
-from kproxy.fencing.service import OwnService, Release
+from kproxy.fencing.releasing import Release
+from kproxy.fencing.service import OwnService
 from kproxy.proxy.connections import Connections, NoAddress
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.question import Lost, ask
@@ -220,7 +221,7 @@ class Releases:
                 bindings = [
                     FenceBinding(*partition, revision, is_released=True)
                     for partition, revision in waiting.items()
-                    if not self._own.is_owned(*partition)
+                    if not self._own.releasing.is_owned(*partition)
                 ]
                 codes = await self._binder.bind(bindings, loop.time() + RELEASE_TIMEOUT_S) if bindings else {}
                 failed = [partition for partition, code in codes.items() if code not in _FINAL]

@@ -23,8 +23,9 @@ from codec.own import FenceBinding, encode_own_response, parse_own_request
 from codec.partitioned import PartitionedRequest, with_length
 from codec.primitives import Buffer
 from kproxy.config import ProxyConfig
+from kproxy.fencing.granting import Binding
 from kproxy.fencing.holdings import Holdings
-from kproxy.fencing.service import Binding, OwnService
+from kproxy.fencing.service import OwnService
 from kproxy.fencing.settlement import Settlement
 from kproxy.ownership.etcd import EtcdClient
 from kproxy.proxy.binding import Binder, Releases
@@ -178,8 +179,8 @@ async def attach(own: OwnService | None, context: ProxyContext) -> AsyncIterator
         yield
         return
     releases = Releases(context, own)
-    own.release = releases.add
-    own.partitions_of = lambda topic: context.topology.partition_indexes(topic.encode())
+    own.releasing.tell = releases.add
+    own.gates.partitions_of = lambda topic: context.topology.partition_indexes(topic.encode())
     own.has_fences = lambda: context.versions.fenced
     running = asyncio.create_task(releases.run())
     try:

@@ -1,0 +1,130 @@
+"""From a claim that stands in etcd to one that counts: nobody else may be served by then.
+
+What a claim waits for
+  confirmed   every member that was there before has acted upon it: whoever lost something by it is severed, and nothing
+              of theirs is under way. A member that is dead has lost its own lease, and is not waited for.
+  bound       the leader of the partition knows the fence (kproxy.proxy.binding), where it knows of fences at all
+
+Invariants
+1. A claim is granted when it is confirmed and bound, and while its connection and this process's lease live.
+2. Whoever asks again goes on waiting: what is not granted in time stands in etcd all the same.
+3. A claim that its partition's leader refuses for good is given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, NamedTuple
+
+from codec.error_codes import COORDINATOR_NOT_AVAILABLE, NONE, REQUEST_TIMED_OUT
+from kproxy.fencing.changes import Changes
+from kproxy.fencing.claiming import Claiming, Outcome
+from kproxy.fencing.holdings import Holdings
+from kproxy.fencing.member import OwnMember
+from kproxy.fencing.releasing import Gates
+from kproxy.fencing.settlement import Settlement
+from kproxy.fencing.table import OwnTable
+
+
+class Binding(NamedTuple):
+    """A partition and the fence of the claim that its writes are to stand behind."""
+
+    topic: str
+    partition_index: int
+    fence: int
+
+
+Bind = Callable[[list[Binding], float], Coroutine[Any, Any, dict[tuple[str, int], int]]]
+"""Binds partitions at their leaders until a deadline (seconds, the event loop's clock): an error code for each."""
+
+
+class Granting:
+    """For the process that `member` is; `has_fences` tells whether its brokers know fences."""
+
+    def __init__(
+        self,
+        table: OwnTable,
+        member: OwnMember,
+        settlement: Settlement,
+        gates: Gates,
+        claiming: Claiming,
+        changes: Changes,
+        *,
+        has_fences: Callable[[], bool],
+    ) -> None:
+        self._table = table
+        self._member = member
+        self._settlement = settlement
+        self._gates = gates
+        self._claiming = claiming
+        self._changes = changes
+        self._has_fences = has_fences
+
+    async def see_granted(
+        self, holdings: Holdings, outcomes: Mapping[str, Outcome], bind: Bind, deadline: float
+    ) -> dict[str, int]:
+        """Wait until what was taken is confirmed and bound; an error code for each that was taken."""
+        group = holdings.group or ""
+        taken = {resource: each.held for resource, each in outcomes.items() if each.held is not None}
+        waiting = {resource: held for resource, held in taken.items() if not held.is_granted}
+        codes = dict.fromkeys(taken, NONE)
+        for resource, held in waiting.items():
+            if not await self._confirmed_by(deadline, held.fence, group, resource):
+                codes[resource] = REQUEST_TIMED_OUT
+        confirmed = [resource for resource in waiting if codes[resource] == NONE]
+        bindings = {
+            resource: [
+                Binding(*partition, waiting[resource].fence) for partition in self._gates.partitions(group, resource)
+            ]
+            for resource in confirmed
+        }
+        wanted = [binding for each in bindings.values() for binding in each]
+        bound = await bind(wanted, deadline) if wanted else {}
+        for resource in confirmed:
+            codes[resource] = max((bound.get(each[:2], NONE) for each in bindings[resource]), default=NONE)
+            if codes[resource] != NONE or all(each[:2] in bound for each in bindings[resource]):
+                continue
+            # Fences may have been relied on where there are none any more: a broker has joined that keeps none.
+            fence = waiting[resource].fence
+            if not await self._confirmed_by(deadline, fence, group, resource, is_fenced=False):
+                codes[resource] = REQUEST_TIMED_OUT
+        if holdings.has_ended or not self._member.is_live():
+            return dict.fromkeys(taken, COORDINATOR_NOT_AVAILABLE)
+        holdings.grant(resource for resource in confirmed if codes[resource] == NONE)
+        for resource in confirmed:
+            if codes[resource] not in (NONE, REQUEST_TIMED_OUT):
+                self._give_up(holdings, resource)
+        return codes
+
+    def _give_up(self, holdings: Holdings, resource: str) -> None:
+        """Invariant 3."""
+        held = holdings.forget(resource)
+        if held is not None and holdings.group is not None:
+            self._claiming.delete(holdings.group, resource, held.fence)
+
+    async def _confirmed_by(
+        self, deadline: float, fence: int, group: str, resource: str, *, is_fenced: bool = True
+    ) -> bool:
+        while not self._is_confirmed(fence, group, resource, is_fenced=is_fenced and self._has_fences()):
+            if not await self._changes.wait(deadline):
+                return False
+        return True
+
+    def _is_confirmed(self, fence: int, group: str, resource: str, *, is_fenced: bool) -> bool:
+        """Whether all who were there before have acted upon the claim, and nothing earlier is under way.
+
+        Where brokers know fences (`is_fenced`) what is under way is refused at its end.
+        """
+        if self._table.revision < fence:
+            return False
+        others = [
+            member
+            for name, member in self._table.members.items()
+            if name != self._member.name and member.create_revision <= fence
+        ]
+        if any(member.seen < fence for member in others):
+            return False
+        if is_fenced:
+            return True
+        listed = [self._settlement.unsettled(), *(member.unsettled for member in others)]
+        return not any(self._settlement.keeps_back(group, resource, each) for each in listed)
