@@ -117,7 +117,6 @@ def claim_command(
     try:
         return run_async(lambda: claim(address, wanted, client_id, known))
     except KeyboardInterrupt:
-        click.echo("\nFreed.", err=True)
         return 0
 
 

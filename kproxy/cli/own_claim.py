@@ -8,6 +8,7 @@ States
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -118,6 +119,13 @@ class _Claimant:
         self._version = min(offered[1], OWN_MAX_VERSION)
 
     async def run(self) -> int:
+        try:
+            return await self._run()
+        except asyncio.CancelledError:
+            _say(f"\nCtrl-C: {self._shown()} is free." if self._granted else "\nCtrl-C: nothing was granted.")
+            raise
+
+    async def _run(self) -> int:
         try:
             await self._ask()
             if not self._granted:
