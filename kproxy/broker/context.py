@@ -19,8 +19,10 @@ from kproxy.broker.partition import Partition
 from kproxy.broker.topics import TopicAdmin
 from kproxy.ownership.etcd import IdBlocks
 
-# How long a client's request waits for a partition that is being taken, and for the leaders of a topic just created.
+# How long a client's request waits for a partition that is being taken, for the leaders of a topic just created, and
+# for etcd to keep a fence.
 TAKE_TIMEOUT_S = 3.0
+FENCE_TIMEOUT_S = 5.0
 LEADERS_TIMEOUT_S = 3.0
 
 

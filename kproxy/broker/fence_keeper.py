@@ -18,7 +18,9 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from weakref import WeakKeyDictionary
 
 import structlog
@@ -40,6 +42,8 @@ from kproxy.ownership.etcd import (
 )
 
 CONCURRENT_FENCES = 16
+# Of what one connection asks, beside that of others.
+CONCURRENT_OF_A_REQUEST = 8
 # Each but the last finds what an earlier one, without an answer, has put.
 ATTEMPTS = 4
 _logger = structlog.get_logger(__name__)
@@ -74,6 +78,22 @@ class FenceKeeper:
             return None
         is_lower = standing is Standing.LOWER
         return _answer(partition, asked, error_codes.POLICY_VIOLATION if is_lower else error_codes.NONE)
+
+    async def settle_all(self, asked: Sequence[tuple[Partition, FenceBinding]], timeout_s: float) -> list[BoundFence]:
+        """The answer to each; 7 where it is not settled in time. What etcd did of it the next one finds out."""
+        answers = [_answer(*each, error_codes.REQUEST_TIMED_OUT) for each in asked]
+        waiting = deque(enumerate(asked))
+
+        async def settle_next() -> None:
+            while waiting:
+                at, each = waiting.popleft()
+                answers[at] = await self.settle(*each)
+
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
+                for _ in range(min(CONCURRENT_OF_A_REQUEST, len(waiting))):
+                    group.create_task(settle_next())
+        return answers
 
     async def settle(self, partition: Partition, asked: FenceBinding) -> BoundFence:
         """The answer, once etcd keeps what it says.

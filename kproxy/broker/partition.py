@@ -226,14 +226,15 @@ class Partition:
         if reason is None:
             return None
         message = f"{self.topic}-{self.partition_index}: {reason}"
-        return AppendResult(error_codes.POLICY_VIOLATION, -1, message)
+        is_early = self.writers.is_above(bound)
+        return AppendResult(error_codes.LEADER_NOT_AVAILABLE if is_early else error_codes.POLICY_VIOLATION, -1, message)
 
     def append_as_leader(
         self, records: memoryview, batch: RecordBatch, acks: int = 1, bound: int = UNBOUND
     ) -> AppendResult:
         """Append one batch that has been checked; its offset and leader epoch are written into `records`.
 
-        `bound` is the fence that its writer stands behind. 6, 19, 44, 56 and the producer's own errors mean that
+        `bound` is the fence that its writer stands behind. 5, 6, 19, 44, 56 and the producer's own errors mean that
         nothing was appended. 7 where that is not certain: a write that must not count could not be taken back, or one
         that was to be on the disk could not be brought there. With acks=all the answer has to wait for
         `wait_for_isr(last_offset)`, a duplicate's too.

@@ -18,8 +18,9 @@ Invariants
 1. The fence never goes down while this broker leads, nor from one leader to the next.
 2. What is bound below the fence writes nothing, owned or open: not a batch of a lower fence stands in the log behind
    one of a higher.
-3. While the partition is owned, nothing is written but by what is bound to that very fence. A binding above the fence
-   was never kept here, and counts for nothing.
+3. While the partition is owned, nothing is written but by what is bound to that very fence.
+4. What is bound above the fence writes nothing before that is kept here: where a topic was deleted and created anew
+   under its writers, none of them has said to the new one what fence it stands behind.
 """
 
 from __future__ import annotations
@@ -58,13 +59,16 @@ class WriterFence:
         """Why a write on a connection bound to that fence, or UNBOUND, is refused; None where it is not."""
         if bound == self.fence or not (self.is_owned or bound):
             return None
-        if bound and bound < self.fence:
-            whose = "its owner writes" if self.is_owned else "it was released"
-            return f"{whose} behind fence {self.fence}, and this connection is bound to the older {bound}"
-        if not self.is_owned:
-            return None
-        bound_to = f"bound to {bound}, which is not kept here" if bound else "bound to none"
-        return f"its owner alone writes, behind fence {self.fence}, and this connection is {bound_to}"
+        if not bound:
+            return f"its owner alone writes, behind fence {self.fence}, and this connection is bound to none"
+        if self.is_above(bound):
+            return f"this connection is bound to fence {bound}, which is not kept here yet"
+        whose = "its owner writes" if self.is_owned else "it was released"
+        return f"{whose} behind fence {self.fence}, and this connection is bound to the older {bound}"
+
+    def is_above(self, bound: int) -> bool:
+        """Whether that fence has to be kept before anything is written behind it."""
+        return bound > self.fence
 
     def compare(self, fence: int, *, is_released: bool) -> Standing:
         """What a bind or a release of that fence comes to."""

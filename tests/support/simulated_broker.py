@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from codec import error_codes
+from codec.own import FenceBinding
 from codec.record_batch import parse_batch
 from kproxy.broker.broker_lease import BrokerLease, IdInUse
 from kproxy.broker.cluster import ClusterView, Topic
@@ -281,8 +282,11 @@ class SimulatedProcess:
         partition = self.leases.led(*PARTITION)
         if partition is None:
             return AppendResult(error_codes.NOT_LEADER_OR_FOLLOWER)
+        bound = bindings.get(PARTITION, UNBOUND)
+        if partition.writers.is_above(bound):
+            await self.broker.fences.settle(partition, FenceBinding(TOPIC, PARTITION_INDEX, bound))
         view = memoryview(records)
-        result = partition.append_as_leader(view, parse_batch(view), acks, bindings.get(PARTITION, UNBOUND))
+        result = partition.append_as_leader(view, parse_batch(view), acks, bound)
         if (
             acks == ACKS_ALL
             and result.error_code == error_codes.NONE

@@ -12,11 +12,11 @@ from typing import Any, cast
 import pytest
 
 from codec import error_codes
-from codec.api_keys import BIND_FENCES
+from codec.api_keys import BIND_FENCES, PRODUCE
 from codec.headers import parse_request_header, request_header, response_header
 from codec.own import NO_FENCE, BoundFence, FenceBinding, encode_bind_fences_request, parse_bind_fences_response
 from codec.primitives import INT32
-from kproxy.broker.apis import bind_fences
+from kproxy.broker.apis import bind_fences, produce
 from kproxy.broker.checkpoint import Leadership
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.config import BrokerConfig
@@ -31,6 +31,8 @@ from kproxy.broker.writer_fence import KeptFence
 from kproxy.ownership.etcd import delete_op, put_op
 from tests.support import simulated_etcd
 from tests.support.etcd import eventually
+from tests.support.raw_client import Answer, produce_frame
+from tests.support.record_batches import build_batch
 from tests.support.replica_group import Fence
 from tests.support.simulated_etcd import EtcdStore, Link, SimulatedEtcdClient
 
@@ -106,6 +108,17 @@ class Stage:
         reply = response_header(BIND_FENCES, 0, 1) + b"".join(body)
         return list(parse_bind_fences_response(INT32.pack(len(reply)) + reply))
 
+    async def produce(self, bound: int, index: int = 0) -> int:
+        """On a connection that was bound before the topic was created anew."""
+        frame = memoryview(bytearray(produce_frame({"t": [index]}, records=bytes(build_batch()), acks=1)))
+        request = Request(frame, parse_request_header(frame), {(b"t", index): bound})
+        answer = produce.handle(self.broker, request)
+        body = await answer if isinstance(answer, Awaitable) else answer
+        assert body is not None
+        reply = response_header(PRODUCE, 9, 1) + b"".join(body)
+        [code] = Answer(INT32.pack(len(reply)) + reply, PRODUCE, 9).codes.values()
+        return code
+
     async def bind(self, fence: int, *, is_released: bool = False) -> tuple[int, int]:
         [bound] = await self.ask(FenceBinding("t", 0, fence, is_released))
         return bound.error_code, bound.fence
@@ -178,7 +191,7 @@ async def test_a_bind_that_etcd_was_not_asked_for_is_told_apart(stage: Stage) ->
 
 
 async def test_time_is_over_for_all_partitions_together(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bind_fences, "BIND_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(bind_fences, "FENCE_TIMEOUT_S", 0.2)
     fence = await stage.grant()
     assert await stage.bind(fence) == (0, fence)
     stage.client.link = Link.SLOW
@@ -316,3 +329,23 @@ async def test_a_bind_counts_where_the_broker_leads_only_by_the_time_of_what_fol
     led.writers.keep(KeptFence(fence, True, 1))
     assert led.refusal_of_writer(fence) is None
     led.close()
+
+
+async def test_what_writes_to_a_topic_that_was_created_anew_stands_behind_its_fence_there_too(stage: Stage) -> None:
+    """Nobody has bound anything at the new one, and its name is all that connections know."""
+    older, newer = await stage.grant(), await stage.grant()
+    assert [await stage.produce(each) for each in (newer, older, newer)] == [0, REFUSED, 0]
+    assert [await stage.produce(each, 1) for each in (older, newer, older)] == [0, 0, REFUSED]
+    assert [stage.kept(index) for index in (0, 1)] == [(newer, True)] * 2
+    assert stage.leases.partitions[b"t", 1].log_end_offset == 2
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_without_etcd_nothing_is_written_behind_a_fence_that_is_not_kept(stage: Stage) -> None:
+    fence = await stage.grant()
+    stage.client.link = Link.DEAF
+    assert await stage.produce(fence) == error_codes.LEADER_NOT_AVAILABLE
+    assert stage.leases.partitions[b"t", 0].log_end_offset == 0
+    stage.client.link = Link.FAST
+    assert await stage.produce(fence) == 0
+    assert await stage.produce(fence + 1_000) == error_codes.LEADER_NOT_AVAILABLE, "of a history that is no more"

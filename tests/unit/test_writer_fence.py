@@ -18,19 +18,15 @@ BIND, RELEASE = False, True
     ("fence", "is_owned", "bound", "refusal"),
     [
         (0, OPEN, UNBOUND, None),
-        (0, OPEN, 7, None),
+        (0, OPEN, 7, "this connection is bound to fence 7, which is not kept here yet"),
         (7, OWNED, 7, None),
         (7, OWNED, UNBOUND, "its owner alone writes, behind fence 7, and this connection is bound to none"),
         (7, OWNED, 6, "its owner writes behind fence 7, and this connection is bound to the older 6"),
-        (
-            7,
-            OWNED,
-            8,
-            "its owner alone writes, behind fence 7, and this connection is bound to 8, which is not kept here",
-        ),
+        (7, OWNED, 8, "this connection is bound to fence 8, which is not kept here yet"),
         (7, OPEN, UNBOUND, None),
         (7, OPEN, 6, "it was released behind fence 7, and this connection is bound to the older 6"),
-        (7, OPEN, 8, None),
+        (7, OPEN, 7, None),
+        (7, OPEN, 8, "this connection is bound to fence 8, which is not kept here yet"),
     ],
 )
 def test_who_may_write(fence: int, is_owned: bool, bound: int, refusal: str | None) -> None:

@@ -11,8 +11,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
 from collections.abc import Awaitable
 
 from codec import error_codes
@@ -24,15 +22,13 @@ from codec.own import (
     encode_bind_fences_response,
     parse_bind_fences_request,
 )
-from kproxy.broker.context import TAKE_TIMEOUT_S, Bindings, Body, Broker, Request
+from kproxy.broker.context import FENCE_TIMEOUT_S, TAKE_TIMEOUT_S, Bindings, Body, Broker, Request
 from kproxy.broker.keys import PartitionKey
+from kproxy.broker.partition import Partition
 
 API_KEY = BIND_FENCES
 MIN_VERSION = MAX_VERSION = BIND_FENCES_VERSION
 
-BIND_TIMEOUT_S = 5.0
-# Of one request, beside those of others.
-CONCURRENT_BINDS = 8
 # Of one connection: as many as a client's requests may name partitions, four times over.
 MAX_BINDINGS = 16_384
 # What the broker knows for certain of the partition, and of how the fence compares.
@@ -61,51 +57,34 @@ def _bind(broker: Broker, request: Request, asked: tuple[FenceBinding, ...]) -> 
     if len(places) < len(asked) or not _has_room(broker, request.bindings, len(asked)):
         return [encode_bind_fences_response([_refused(each, error_codes.INVALID_REQUEST) for each in asked])]
     answers = [_at_once(broker, each) for each in asked]
-    if None in answers:
+    if any(isinstance(answer, Partition) for answer in answers):
         return _settle_and_answer(broker, request, asked, answers)
     return _answer(request, asked, answers)
 
 
-def _at_once(broker: Broker, asked: FenceBinding) -> BoundFence | None:
+def _at_once(broker: Broker, asked: FenceBinding) -> BoundFence | Partition:
+    """The answer, or the partition for which etcd has to keep the fence first."""
     if asked.fence < 1:
         return _refused(asked, error_codes.INVALID_REQUEST)
     partition = broker.led(asked.topic.encode(), asked.partition_index)
     if partition is None:
         return _refused(asked, broker.refusal(asked.topic, asked.partition_index))
-    return broker.fences.at_once(partition, asked)
+    return broker.fences.at_once(partition, asked) or partition
 
 
 async def _settle_and_answer(
-    broker: Broker, request: Request, asked: tuple[FenceBinding, ...], answers: list[BoundFence | None]
+    broker: Broker, request: Request, asked: tuple[FenceBinding, ...], answers: list[BoundFence | Partition]
 ) -> Body:
     """The answer once etcd keeps what it says, or the time is over."""
-    open_ones = deque(at for at, answer in enumerate(answers) if answer is None)
-
-    async def settle() -> None:
-        while open_ones:
-            at = open_ones.popleft()
-            partition = broker.led(asked[at].topic.encode(), asked[at].partition_index)
-            answers[at] = (
-                await broker.fences.settle(partition, asked[at])
-                if partition is not None
-                else _refused(asked[at], broker.refusal(asked[at].topic, asked[at].partition_index))
-            )
-
-    try:
-        async with asyncio.timeout(BIND_TIMEOUT_S), asyncio.TaskGroup() as group:
-            for _ in range(min(CONCURRENT_BINDS, len(open_ones))):
-                group.create_task(settle())
-    except TimeoutError:
-        # What etcd did of it the next request finds out.
-        answers = [
-            answer if answer is not None else _refused(each, error_codes.REQUEST_TIMED_OUT)
-            for each, answer in zip(asked, answers, strict=True)
-        ]
+    to_settle = [(at, answer) for at, answer in enumerate(answers) if isinstance(answer, Partition)]
+    settled = await broker.fences.settle_all([(partition, asked[at]) for at, partition in to_settle], FENCE_TIMEOUT_S)
+    for (at, _), answer in zip(to_settle, settled, strict=True):
+        answers[at] = answer
     return _answer(request, asked, answers)
 
 
-def _answer(request: Request, asked: tuple[FenceBinding, ...], answers: list[BoundFence | None]) -> Body:
-    bound = [answer for answer in answers if answer is not None]
+def _answer(request: Request, asked: tuple[FenceBinding, ...], answers: list[BoundFence | Partition]) -> Body:
+    bound = [answer for answer in answers if isinstance(answer, BoundFence)]
     for each, answer in zip(asked, bound, strict=True):
         if answer.error_code in _BINDING and not each.is_released and each.fence >= 1:
             place = each.topic.encode(), each.partition_index

@@ -6,7 +6,8 @@
 - From version 13 topics are named by their ids (KIP-516); an unknown one: UNKNOWN_TOPIC_ID.
 - A partition named twice: every partition gets INVALID_REQUEST. acks other than -1, 0, 1: INVALID_REQUIRED_ACKS.
 - acks=0 is not answered; if anything failed the connection is closed, as Kafka does, so that the client learns of it.
-- A writer that the partition's fence refuses (BindFences): POLICY_VIOLATION, whatever it sent.
+- A writer that the partition's fence refuses (BindFences): POLICY_VIOLATION, whatever it sent. A fence that the
+  connection is bound to, and that is not kept for this very topic, is kept first; else LEADER_NOT_AVAILABLE.
 - acks=-1 is answered when every in-sync replica has the records, in the request's time: else 7, or 20 where too few are
   left in sync; 19, before anything is appended, where they are too few already. Transactional batches get
   INVALID_TXN_STATE.
@@ -21,12 +22,13 @@ from typing import NamedTuple
 
 from codec import error_codes
 from codec.api_keys import PRODUCE
+from codec.own import FenceBinding
 from codec.partitioned import PartitionedRequest, TopicSpan, encode_topics
 from codec.primitives import INT32, Buffer, encode_count, encode_tagged_fields
 from codec.produce import MAX_VERSION as PARSED_MAX_VERSION
 from codec.produce import parse_produce, records_of
 from codec.produce_response import result_entry
-from kproxy.broker.context import TAKE_TIMEOUT_S, Bindings, Body, Broker, CloseConnection, Request
+from kproxy.broker.context import FENCE_TIMEOUT_S, TAKE_TIMEOUT_S, Bindings, Body, Broker, CloseConnection, Request
 from kproxy.broker.keys import PartitionKey
 from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition
 from kproxy.broker.validation import Refusal, check_records
@@ -72,6 +74,36 @@ class _Pending(NamedTuple):
 
 
 def _append(broker: Broker, produce: PartitionedRequest, bindings: Bindings) -> Body | Awaitable[Body | None] | None:
+    early = _bound_early(broker, produce, bindings) if bindings else []
+    return _keep_and_append(broker, produce, bindings, early) if early else _append_now(broker, produce, bindings)
+
+
+def _bound_early(
+    broker: Broker, produce: PartitionedRequest, bindings: Bindings
+) -> list[tuple[Partition, FenceBinding]]:
+    """The partitions that know nothing yet of what this connection is bound to."""
+    early = []
+    for topic in produce.topics:
+        for index in topic.partitions:
+            bound, partition = bindings.get((topic.name, index), UNBOUND), broker.led(topic.name, index)
+            if partition is not None and partition.writers.is_above(bound):
+                early.append((partition, FenceBinding(partition.topic, index, bound)))
+    return early
+
+
+async def _keep_and_append(
+    broker: Broker, produce: PartitionedRequest, bindings: Bindings, early: list[tuple[Partition, FenceBinding]]
+) -> Body | None:
+    await broker.fences.settle_all(early, FENCE_TIMEOUT_S)
+    if produce.by_id:
+        broker.name_topics(produce)
+    result = _append_now(broker, produce, bindings)
+    return await result if isinstance(result, Awaitable) else result
+
+
+def _append_now(
+    broker: Broker, produce: PartitionedRequest, bindings: Bindings
+) -> Body | Awaitable[Body | None] | None:
     refused = _refuse_all(produce)
     results: list[AppendResult] = []
     pending: list[_Pending] = []
