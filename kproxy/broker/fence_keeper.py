@@ -128,7 +128,8 @@ class FenceKeeper:
             return error_codes.UNKNOWN_TOPIC_OR_PARTITION
         lease_key, topic_key, fence_key = keys.lease(*place), keys.topic(partition.topic), keys.fence(*place)
         if asked.fence > self._latest:
-            self._latest = (await self._client.get_snapshot(fence_key)).revision
+            now = await self._client.get_snapshot(fence_key)
+            self._latest = max(self._latest, now.revision)
             if asked.fence > self._latest:
                 _logger.error("fence refused: etcd has not come to it", **_named(partition), fence=asked.fence)
                 return error_codes.INVALID_REQUEST
