@@ -20,9 +20,10 @@ from kproxy.fencing.settlement import Settlement
 from kproxy.ownership.etcd import EtcdClient
 from kproxy.proxy.owning import attach
 from tests.support.etcd import eventually, running
+from tests.support.kafscale import KafScaleBroker
 from tests.support.own_client import OwnClient
 from tests.support.running_proxy import RunningProxy, running_proxy
-from tests.support.scripted_upstream import HOST, Asked, DeafListener
+from tests.support.scripted_upstream import HOST, Asked, DeafListener, ScriptedUpstream
 from tests.support.served import ServedBroker
 
 GROUP = "writers"
@@ -34,13 +35,13 @@ RESOURCE = "t/0"
 
 
 class Site:
-    """Two proxies before one broker, each with a way of its own to etcd."""
+    """Two proxies before one broker."""
 
-    def __init__(self, client: EtcdClient, prefix: str, stack: AsyncExitStack) -> None:
+    def __init__(self, client: EtcdClient, prefix: str, stack: AsyncExitStack, broker: ScriptedUpstream) -> None:
         self._client = client
         self._prefix = prefix
         self._stack = stack
-        self.broker = ServedBroker(1)
+        self.broker = broker
         self.proxies: list[RunningProxy] = []
 
     async def start(self) -> None:
@@ -107,9 +108,10 @@ async def claim_until_granted(client: OwnClient) -> None:
 
 
 @pytest_asyncio.fixture
-async def site(etcd_client: EtcdClient, etcd_prefix: str) -> AsyncIterator[Site]:
+async def site(request: pytest.FixtureRequest, etcd_client: EtcdClient, etcd_prefix: str) -> AsyncIterator[Site]:
+    kind_of_broker = getattr(request, "param", ServedBroker)
     async with AsyncExitStack() as stack:
-        site = Site(etcd_client, etcd_prefix, stack)
+        site = Site(etcd_client, etcd_prefix, stack, kind_of_broker(1))
         await site.start()
         yield site
 
@@ -250,6 +252,19 @@ async def test_other_partitions_and_topics_are_not_waited_for(site: Site) -> Non
     await free.close()
     assert await claim(successor, "t/1") == NONE
     assert site.unsettled() == [("t", 0)]
+
+
+@pytest.mark.parametrize("site", [KafScaleBroker], indirect=True)
+@ends_with_acks
+async def test_kafscales_brokers_are_waited_for_as_well(
+    site: Site, acks: int, ends: Callable[[OwnClient], Awaitable[None]]
+) -> None:
+    owner, successor = await site.owner(), await site.client(1)
+    asked = await site.writes(owner, acks)
+    await ends(owner)
+    assert await claim(successor) == REQUEST_TIMED_OUT
+    asked.answer()
+    await claim_until_granted(successor)
 
 
 async def test_a_whole_group_waits_for_each_of_its_partitions(site: Site) -> None:
