@@ -28,6 +28,8 @@ class Connections:
         self._context = context
         self._on_pressure = on_pressure
         self.by_broker: dict[int, Upstream] = {}
+        # As in `Upstream`, for all of them.
+        self.before_open: Callable[[], object] = lambda: None
 
     def to(self, broker: int) -> Upstream:
         """The open connection to where a broker is now, or a new one. Raises NoAddress."""
@@ -51,6 +53,7 @@ class Connections:
             connect_timeout_s=self._context.limits.connect_timeout_s,
             on_pressure=self._on_pressure,
             dials=not self._context.breakers.is_open(address),
+            before_open=lambda: self.before_open(),
         )
 
     def give_up_moved(self) -> None:

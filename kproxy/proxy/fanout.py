@@ -104,6 +104,8 @@ class Fanout:
         # Where topics have writer groups: what is to be settled when their writers end.
         self._settlement = context.own.settlement if context.own is not None and context.own.gated else None
         self._last_writes: LastWrites | None = None
+        if self._settlement is not None:
+            connections.before_open = self._lapses
         self._is_parted = False
         self._is_severed = False
         # Done when a closed fan-out has nothing left to send.
@@ -185,7 +187,7 @@ class Fanout:
         return True
 
     def _send(self, exchange: Exchange, owner: int, selection: Selection, *, whole: bool, share: int) -> None:
-        if self._is_parted and not all(map(exchange.is_open, entries_of(selection))):
+        if self._is_parted and not self._is_wanted(exchange, selection):
             # The client's connection has ended in the course of this very event.
             return
         if owner == NO_OWNER:
@@ -196,6 +198,8 @@ class Fanout:
             return
         upstream = self._connections.to(owner)
         if self.owning is not None and exchange.api.api_key == PRODUCE:
+            if self._lapses():
+                return
             self.owning.binder.before(upstream, exchange, selection, self.owning.holdings)
         if exchange.is_ordered:
             self._probe_new_routes(exchange, upstream, selection)
@@ -598,6 +602,20 @@ class Fanout:
         if self._is_severed or not self._is_parted or self._settlement is None:
             return self._is_severed
         return exchange.api.api_key == PRODUCE and exchange.topic(entry).name in self._settlement.topics
+
+    def _is_wanted(self, exchange: Exchange, selection: Selection) -> bool:
+        return exchange.sequence in self._open and all(map(exchange.is_open, entries_of(selection)))
+
+    def _lapses(self) -> bool:
+        """Sever the client where what it claimed may be another's by now; whether it was.
+
+        What was let through waits for a dial or a retry, and time may have passed without this process.
+        """
+        own, owning = self._context.own, self.owning
+        if own is None or owning is None or owning.holdings.group is None or own.is_live():
+            return False
+        owning.holdings.sever("its claims may be others' by now: the proxy's lease in etcd is not certain to live")
+        return True
 
     def part(self, *, severed: bool = False) -> None:
         """The client is gone: for topics with a writer group nothing is sent that has not been, whatever its acks.

@@ -72,7 +72,10 @@ class Oldest(NamedTuple):
 
 
 class Upstream(asyncio.BufferedProtocol):
-    """A connection to the broker `owner` at `address`; not `dials`: what is sent to it is lost unwritten."""
+    """A connection to the broker `owner` at `address`; not `dials`: what is sent to it is lost unwritten.
+
+    `before_open` is called before what waited for the dial is written: it may withdraw some of that.
+    """
 
     def __init__(
         self,
@@ -84,6 +87,7 @@ class Upstream(asyncio.BufferedProtocol):
         connect_timeout_s: float,
         on_pressure: Callable[[bool], None],
         dials: bool = True,
+        before_open: Callable[[], object] = lambda: None,
     ) -> None:
         self.owner = owner
         self.address = address
@@ -98,6 +102,7 @@ class Upstream(asyncio.BufferedProtocol):
         self._next_correlation_id = 0
         self._queued_bytes = 0
         self._on_pressure = on_pressure
+        self._before_open = before_open
         self._presses = False
         self._sends_unanswered = False
         self._ended = asyncio.get_running_loop().create_future()
@@ -183,6 +188,7 @@ class Upstream(asyncio.BufferedProtocol):
             self._end()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._before_open()
         if self.closed or self._dial.cancelling():
             cast(asyncio.Transport, transport).abort()
             return

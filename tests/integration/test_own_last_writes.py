@@ -242,6 +242,39 @@ async def test_what_is_refused_after_its_writer_has_gone_is_not_sent_again(
     assert site.proxies[0].counters["acks0.undeliverable"] == (acks == 0)
 
 
+@pytest.mark.parametrize("acks", [-1, 0])
+async def test_nothing_that_waits_for_a_retry_is_sent_once_the_lease_is_not_certain(
+    site: Site, acks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that was stopped finds its timers due before it is told that its lease has ended."""
+    owner = await site.owner()
+    asked = await site.writes(owner, acks)
+    asked.answer(results={("t", 0): NOT_LEADER_OR_FOLLOWER})
+    (await site.broker.next()).answer(results={("t", 0): NOT_LEADER_OR_FOLLOWER})
+    await eventually(lambda: site.proxies[0].counters["retries.6"] == 2)
+    monkeypatch.setattr(site.proxies[0].context.own, "is_live", lambda: False)
+    assert await owner.wait_closed(PATIENCE_S)
+    assert await site.broker.is_silent()
+
+
+@pytest.mark.parametrize("acks", [-1, 0])
+async def test_nothing_that_waits_for_a_dial_is_sent_once_the_lease_is_not_certain(
+    site: Site, acks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = await site.owner()
+    with DeafListener() as deaf:
+        later = ServedBroker(2)
+        site.proxies[0].topology.set_broker(2, deaf.address)
+        site.proxies[0].own(2, "t", (0,))
+        owner.send_produce("t", 0, b"late", acks)
+        await eventually(lambda: site.proxies[0].context.budget.held > 0)
+        monkeypatch.setattr(site.proxies[0].context.own, "is_live", lambda: False)
+        await deaf.open(later)
+        assert await owner.wait_closed(PATIENCE_S)
+        assert await later.is_silent()
+        await later.stop()
+
+
 async def test_other_partitions_and_topics_are_not_waited_for(site: Site) -> None:
     owner, successor = await site.owner(), await site.client()
     free = await site.client()
