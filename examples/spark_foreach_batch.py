@@ -26,6 +26,7 @@ stand one after another, none twice. kproxy has to be installed where Spark's ex
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -64,6 +65,7 @@ def foreach_batch(sink: Sink) -> Callable[[DataFrame, int], None]:
     def write_batch(rows: DataFrame, batch: int) -> None:
         placed = rows.withColumn("partition", F.pmod(F.hash("value"), F.lit(sink.partitions)))
         placed.repartition(sink.partitions, "partition").foreachPartition(lambda some: write_rows(sink, batch, some))
+        print(f"batch {batch} is written", flush=True)
 
     return write_batch
 
@@ -154,7 +156,12 @@ def main() -> None:
     # Executors on this machine have kproxy where this script has it.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     session = SparkSession.builder.appName("foreachBatch that owns").getOrCreate()
-    start(session, sink, given.checkpoint, given.rows_per_batch).awaitTermination()
+    session.sparkContext.setLogLevel("ERROR")
+    query = start(session, sink, given.checkpoint, given.rows_per_batch)
+    with contextlib.suppress(KeyboardInterrupt):
+        query.awaitTermination()
+    query.stop()
+    session.stop()
 
 
 if __name__ == "__main__":
