@@ -6,7 +6,7 @@ What was written arrives in the end, in order, also when whoever wrote it is gon
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Self
 
@@ -17,6 +17,10 @@ MAX_HELD_BYTES = 16 << 20
 LAST_ANSWERS_S = 5.0
 
 
+Which = Callable[[int], bool]
+"""Of connections, by the port of whoever made them."""
+
+
 class _Carried:
     """One connection: what came of its client and is not sent on yet."""
 
@@ -24,6 +28,9 @@ class _Carried:
         self.waiting: asyncio.Queue[bytes] = asyncio.Queue(maxsize=MAX_HELD_BYTES >> 16)
         self.moving = asyncio.Event()
         self.moving.set()
+        # Since it was held.
+        self.has_written = False
+        self.has_ended = False
 
 
 class Way:
@@ -45,21 +52,31 @@ class Way:
             self._server.close()
         await self.cut()
 
-    def hold(self, client_ports: Collection[int]) -> int:
+    def hold(self, which: Which) -> int:
         """Let nothing more of these connections arrive; how many there are."""
-        found = [carried for port, (_, carried) in self._carried.items() if port in client_ports]
+        found = [carried for port, (_, carried) in self._carried.items() if which(port)]
         for carried in found:
-            carried.moving.clear()
+            if carried.moving.is_set():
+                carried.moving.clear()
+                carried.has_written = False
         return len(found)
+
+    def held(self) -> int:
+        """On how many connections something was written since they are held."""
+        return sum(not carried.moving.is_set() and carried.has_written for _, carried in self._carried.values())
+
+    def left_behind(self) -> int:
+        """How many connections are there still, though whoever made them is gone: to bring what was written last."""
+        return sum(carried.has_ended for _, carried in self._carried.values())
 
     def release(self) -> None:
         """What was held arrives."""
         for _, carried in self._carried.values():
             carried.moving.set()
 
-    async def cut(self, client_ports: Collection[int] | None = None) -> None:
-        """End these connections, all of them for None; what is held on them is lost."""
-        tasks = [task for port, (task, _) in self._carried.items() if client_ports is None or port in client_ports]
+    async def cut(self, which: Which = lambda port: True) -> None:
+        """End these connections; what is held on them is lost."""
+        tasks = [task for port, (task, _) in self._carried.items() if which(port)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -95,6 +112,8 @@ async def _take(reader: asyncio.StreamReader, carried: _Carried) -> None:
     with suppress(ConnectionError):
         while data := await reader.read(1 << 16):
             await carried.waiting.put(data)
+            carried.has_written = True
+    carried.has_ended = True
     await carried.waiting.put(b"")
 
 

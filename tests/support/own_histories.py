@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Final
+from typing import Final, Self
 
 from codec import error_codes
 from tests.support.attempts import Stored
@@ -28,15 +28,15 @@ ANSWER_S: Final = 8.0
 # How long it may take until one who insists owns and writes, once all is well again.
 GOES_ON_S: Final = 30.0
 # Between two steps of one client, in seconds; the last is a standby that wakes up late.
-PAUSES: Final = (*(0.0,) * 4, *(0.05,) * 6, *(0.2,) * 6, *(0.5,) * 3, 2.5)
+PAUSES: Final = (*(0.0,) * 4, *(0.05,) * 4, *(0.2,) * 6, *(0.5,) * 6, 2.5)
 
 
 def topic_of(number: int) -> str:
-    return f"history-{number}"
+    return f"history.{number}"
 
 
 def group_of(number: int) -> str:
-    return f"writers-{number}"
+    return f"writers {number}"
 
 
 class Connection:
@@ -69,7 +69,7 @@ class History:
 
     def __init__(self, site: OwnSite, number: int, seed: int) -> None:
         self.number = number
-        self._site = site
+        self.site = site
         self._chance = random.Random(f"{seed}/{number}")
         self.topic, self.group = topic_of(number), group_of(number)
         self.partitions = range(self._chance.choice((1, 1, 2)))
@@ -81,11 +81,18 @@ class History:
         self._answers: set[asyncio.Task[None]] = set()
         self._written = 0
 
+    async def __aenter__(self) -> Self:
+        await self.prepare()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
     async def prepare(self) -> None:
         first = self._chance.randrange(len(BROKERS))
         replicas = [*BROKERS[first:], *BROKERS[:first]]
         placed = replicas if self.is_replicated else replicas[:1]
-        await self._site.put_topic(self.topic, [placed for _ in self.partitions])
+        await self.site.put_topic(self.topic, [placed for _ in self.partitions])
 
     async def run(self) -> None:
         """Every client does what it has to do, side by side."""
@@ -146,16 +153,19 @@ class History:
         counts: Counter[str] = Counter()
         for partition in self.partitions:
             acked = sum(each.error_code == 0 and not each.may_be_lost for each in self.writes[partition])
-            log = await self._site.log(self.topic, partition, at_least=acked)
+            log = await self.site.log(self.topic, partition, at_least=acked)
             self.judge_partition(partition, log, faults)
             counts += self._counted(partition, log)
         return counts
 
-    def judge_partition(self, partition: int, log: Sequence[Stored], faults: Mapping[int, float]) -> None:
+    def recorded(self, partition: int, faults: Mapping[int, float]) -> Recorded:
+        """All that concerns a partition whose log was just read."""
         ends_from = {each.name: each.may_end_from(faults) for each in self.connections}
-        recorded = Recorded(self.claims[partition], self.writes[partition], ends_from, time.monotonic())
+        return Recorded(self.claims[partition], self.writes[partition], ends_from, time.monotonic())
+
+    def judge_partition(self, partition: int, log: Sequence[Stored], faults: Mapping[int, float]) -> None:
         try:
-            judge(recorded, log)
+            judge(self.recorded(partition, faults), log)
         except AssertionError as error:
             error.add_note(f"{self.topic}/{partition}{' replicated' if self.is_replicated else ''}; the log:")
             for record in log:
@@ -195,7 +205,7 @@ class Member:
     async def run(self, steps: int) -> None:
         for _ in range(steps):
             await asyncio.sleep(self._chance.choice(PAUSES) * self._chance.uniform(0.5, 1.5))
-            connection = await self._connect()
+            connection = await self.connect()
             if connection is None:
                 continue
             partition = self._chance.choice(self._history.partitions)
@@ -203,33 +213,35 @@ class Member:
             action = self._chance.random()
             if action < 0.06:
                 connection.end(time.monotonic(), abruptly=self._chance.random() < 0.7)
-            elif action < (0.25 if owns else 0.8):
-                await self._claim(
-                    connection, self._chance.sample(self._history.partitions, 1) if action < 0.5 else None
-                )
+            elif action < (0.2 if owns else 0.7):
+                some = self._chance.sample(self._history.partitions, 1) if action < 0.4 else None
+                await self.claim(connection, some)
+                if partition in connection.fences and self._chance.random() < 0.7:
+                    await self._write(connection, partition)
             else:
                 await self._write(connection, partition)
 
     async def writes(self, partition: int) -> bool:
         """Claim, whoever owns it, and write one record; whether that succeeded."""
-        connection = await self._connect()
+        connection = await self.connect()
         if connection is None:
             return False
         if partition not in connection.fences:
-            await self._claim(connection, [partition], generation=0)
+            await self.claim(connection, [partition], generation=0)
         if partition not in connection.fences:
             return False
-        return error_codes.NONE in await self._send(connection, partition, count=1, acks=-1)
+        return error_codes.NONE in await self.send(connection, partition)
 
-    async def _connect(self) -> Connection | None:
-        """To a proxy at random, where there is no connection; None where that one is down."""
+    async def connect(self, proxy: int | None = None) -> Connection | None:
+        """To that proxy or one at random, where there is no connection; None where it is down."""
         if self._connection is not None and not self._connection.client.closed and self._connection.closed_at == NEVER:
             return self._connection
-        proxy = self._chance.randrange(len(self._history._site.proxies))
+        if proxy is None:
+            proxy = self._chance.randrange(len(self._history.site.proxies))
         name = f"{self._name}{self._connected}"
         since = time.monotonic()
         try:
-            client = await OwnClient.connect(HOST, self._history._site.proxies[proxy].port, name)
+            client = await OwnClient.connect(HOST, self._history.site.proxies[proxy].port, name)
         except OSError:
             return None
         self._connected += 1
@@ -237,7 +249,7 @@ class Member:
         self._history.connections.append(self._connection)
         return self._connection
 
-    async def _claim(
+    async def claim(
         self, connection: Connection, partitions: Sequence[int] | None = None, generation: int | None = None
     ) -> None:
         """Of some partitions, all of them for None, with a generation at random, or this one."""
@@ -277,7 +289,7 @@ class Member:
     async def _write(self, connection: Connection, partition: int) -> None:
         """Some records, one right behind the other; sometimes nobody waits for the answers before what comes next."""
         acks = self._chance.choice((-1, -1, -1, 1, 0))
-        sending = asyncio.ensure_future(self._send(connection, partition, self._chance.randint(1, 3), acks))
+        sending = asyncio.ensure_future(self.send(connection, partition, self._chance.randint(1, 3), acks))
         if self._chance.random() < 0.7:
             await sending
         else:
@@ -285,8 +297,8 @@ class Member:
             await asyncio.sleep(0)
             self._history.await_answer(sending)
 
-    async def _send(self, connection: Connection, partition: int, count: int, acks: int) -> list[int | None]:
-        """The error codes; None where no answer came."""
+    async def send(self, connection: Connection, partition: int, count: int = 1, acks: int = -1) -> list[int | None]:
+        """So many records, one right behind the other: the error codes; None where no answer came."""
         history = self._history
         fence = connection.fences.get(partition, 0)
         sent: list[tuple[bytes, float, asyncio.Future[Produced]]] = []

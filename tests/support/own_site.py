@@ -14,6 +14,7 @@ import sys
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from copy import copy
 from pathlib import Path
 from typing import Final
 
@@ -24,10 +25,11 @@ from kproxy.broker.keys import Keys
 from kproxy.ownership.etcd import EtcdClient
 from tests.support.attempts import Stored
 from tests.support.dev import KPROXY, KproxyProcess
-from tests.support.etcd import Relay
-from tests.support.faulty_site import free_port, until
+from tests.support.etcd import Relay, eventually
+from tests.support.faulty_site import until
 from tests.support.held_bytes import HOST, Way
 from tests.support.own_client import OwnClient
+from tests.support.ports import free_port
 from tests.support.reference_broker import BrokerProcess
 
 BROKERS: Final = (1, 2, 3)
@@ -42,8 +44,7 @@ UNBOUND: Final = (sys.executable, "-P", "-m", "tests.support.unbound_proxy_main"
 class Proxy:
     """A `kproxy serve` that keeps its port over restarts, behind a relay to etcd."""
 
-    def __init__(self, number: int, way: Relay, file: Path, command: Sequence[str]) -> None:
-        self.number = number
+    def __init__(self, way: Relay, file: Path, command: Sequence[str]) -> None:
         self.way = way
         self.port = free_port()
         self._file = file
@@ -114,7 +115,6 @@ class Broker(BrokerProcess):
         await asyncio.to_thread(self.kill)
 
     async def heal(self) -> None:
-        self.way.release()
         if self._is_killed:
             await self.up()
         else:
@@ -124,9 +124,15 @@ class Broker(BrokerProcess):
 class OwnSite:
     """`proxies` by their place, `brokers` by id. Opened by `own_site`."""
 
-    def __init__(self, client: EtcdClient, prefix: str) -> None:
-        self.keys = Keys(prefix)
+    def __init__(
+        self, client: EtcdClient, prefix: str, etcd: str, directory: Path, writer_groups: Mapping[str, str]
+    ) -> None:
         self.client = client
+        self.prefix = prefix
+        self.keys = Keys(prefix)
+        self.etcd = etcd
+        self.directory = directory
+        self.writer_groups = writer_groups
         self.proxies: list[Proxy] = []
         self.brokers: dict[int, Broker] = {}
 
@@ -139,8 +145,21 @@ class OwnSite:
         return None if found is None else int(found.value)
 
     async def heal(self) -> None:
-        """Whatever was done, everything serves again, and what was held arrives."""
+        """Whatever was done to processes, they serve again."""
         await asyncio.gather(*(each.heal() for each in (*self.brokers.values(), *self.proxies)))
+
+    def release(self) -> None:
+        """What is held on its way to brokers arrives."""
+        for broker in self.brokers.values():
+            broker.way.release()
+
+    async def all_arrived(self) -> None:
+        """Also of connections whose makers are gone."""
+        await eventually(
+            lambda: not any(each.way.left_behind() for each in self.brokers.values()),
+            timeout_s=PATIENCE_S,
+            what="what was held has arrived",
+        )
 
     async def log(self, topic: str, partition: int, at_least: int = 0) -> list[Stored]:
         """All that its leader has, asked without a proxy, once it shows so many records."""
@@ -174,36 +193,35 @@ class OwnSite:
 
 @asynccontextmanager
 async def own_site(
-    etcd: str,
-    client: EtcdClient,
-    prefix: str,
-    directory: Path,
-    writer_groups: Mapping[str, str],
-    *,
-    is_bound: bool = True,
+    etcd: str, client: EtcdClient, prefix: str, directory: Path, writer_groups: Mapping[str, str]
 ) -> AsyncIterator[OwnSite]:
-    """All of it serves until the block ends. Not `is_bound`: the proxies bind no fences."""
-    site = OwnSite(client, prefix)
+    """All of it serves until the block ends."""
+    site = OwnSite(client, prefix, etcd, directory, writer_groups)
     async with AsyncExitStack() as stack:
         for node_id in BROKERS:
             way = await stack.enter_async_context(Way(free_port()))
             broker = site.brokers[node_id] = Broker(node_id, way, directory / f"broker-{node_id}", etcd, prefix)
             stack.callback(broker.stop)
-        for number in range(PROXIES):
-            relay = await stack.enter_async_context(Relay(etcd))
-            file = directory / f"proxy-{number}.toml"
-            file.write_text(_configuration(prefix, writer_groups))
-            proxy = Proxy(number, relay, file, KPROXY if is_bound else UNBOUND)
-            site.proxies.append(proxy)
-            stack.callback(proxy.stop)
         await asyncio.gather(*(each.up() for each in site.brokers.values()))
-        await asyncio.gather(*(each.up() for each in site.proxies))
-        yield site
+        yield await stack.enter_async_context(with_proxies(site))
 
 
-def _configuration(prefix: str, writer_groups: Mapping[str, str]) -> str:
-    groups = ", ".join(f'"{topic}={group}"' for topic, group in writer_groups.items())
-    return (
-        f'[ownership]\nownership = "etcd"\nprefix = "{prefix}"\n[own]\nwriter_group = [{groups}]\n'
-        f"[fleet]\nlease_ttl = {TTL_S}\n[limits]\nown_timeout_s = {OWN_TIMEOUT_S}\n"
-    )
+@asynccontextmanager
+async def with_proxies(site: OwnSite, command: Sequence[str] = KPROXY) -> AsyncIterator[OwnSite]:
+    """The same brokers behind two more proxies, which serve until the block ends."""
+    other = copy(site)
+    other.proxies = []
+    groups = ", ".join(f'"{topic}={group}"' for topic, group in site.writer_groups.items())
+    async with AsyncExitStack() as stack:
+        for _ in range(PROXIES):
+            relay = await stack.enter_async_context(Relay(site.etcd))
+            file = site.directory / f"proxy-{relay.port}.toml"
+            file.write_text(
+                f'[ownership]\nownership = "etcd"\nprefix = "{site.prefix}"\n[own]\nwriter_group = [{groups}]\n'
+                f"[fleet]\nlease_ttl = {TTL_S}\n[limits]\nown_timeout_s = {OWN_TIMEOUT_S}\n"
+            )
+            proxy = Proxy(relay, file, command)
+            other.proxies.append(proxy)
+            stack.callback(proxy.stop)
+        await asyncio.gather(*(each.up() for each in other.proxies))
+        yield other

@@ -13,21 +13,17 @@ from tests.support.own_site import BROKERS, PROXIES, TTL_S, OwnSite
 
 # In seconds: well below the leases' TTL, just below, and beyond it.
 HOLDS: Final = (0.3, TTL_S * 0.75, TTL_S * 1.6)
-OF_A_PROXY: Final = (
-    *("stopped",) * 3,
-    *("killed",) * 2,
-    "refused by etcd",
-    "silent to etcd",
-    *("held on its way to brokers",) * 4,
-    "cut off from brokers",
-)
+OF_A_PROXY: Final = (*("stopped",) * 3, *("killed",) * 2, "refused by etcd", "silent to etcd")
 OF_A_BROKER: Final = (*("killed",) * 2, "stopped")
-# What a proxy may lose its lease by.
-ENDS_CONNECTIONS: Final = frozenset({"stopped", "killed", "refused by etcd", "silent to etcd"})
+HELD_TO_THE_LAST: Final = "held up until all is over"
+OF_WAYS: Final = (*("held up",) * 2, *(HELD_TO_THE_LAST,) * 2, "cut")
 
 
 class Trouble(NamedTuple):
-    """One of them: it begins so many seconds after the histories and lasts for so many."""
+    """One of them: it begins so many seconds after the histories and lasts for so many.
+
+    `number` is a proxy's place, a broker's id, or which of the ways' connections it concerns.
+    """
 
     what: str
     who: str
@@ -42,11 +38,13 @@ class Trouble(NamedTuple):
 def troubles(seed: int) -> Iterator[list[Trouble]]:
     """What befalls one batch of histories after another, without end; the same for the same seed."""
     chance = random.Random(seed)
-    # Each at least once before any comes again, so that a short run has seen most.
+    # Each of a proxy at least once before any comes again, so that a short run has seen most.
     of_a_proxy: list[str] = []
     while True:
         found = []
-        for number in chance.sample(range(PROXIES), chance.choice((1, 1, 1, 2))):
+        if chance.random() < 0.5:
+            found.append(_trouble(chance, chance.choice(OF_WAYS), "way", chance.randrange(1_000)))
+        for number in chance.sample(range(PROXIES), chance.choice((0, 1, 1, 2)) if found else chance.choice((1, 1, 2))):
             if not of_a_proxy:
                 of_a_proxy = chance.sample(OF_A_PROXY, len(OF_A_PROXY))
             found.append(_trouble(chance, of_a_proxy.pop(), "proxy", number))
@@ -71,9 +69,10 @@ class Troublemaker:
         await asyncio.sleep(trouble.after_s)
         if trouble.who == "broker":
             await self._befall_broker(trouble)
+        elif trouble.who == "way":
+            await self._befall_ways(trouble)
         else:
-            if trouble.what in ENDS_CONNECTIONS:
-                self.faults[trouble.number] = min(time.monotonic(), self.faults.get(trouble.number, time.monotonic()))
+            self.faults[trouble.number] = time.monotonic()
             await self._befall_proxy(trouble)
 
     async def _befall_broker(self, trouble: Trouble) -> None:
@@ -85,26 +84,30 @@ class Troublemaker:
         await asyncio.sleep(trouble.hold_s)
         await broker.heal()
 
+    async def _befall_ways(self, trouble: Trouble) -> None:
+        """More and more of the connections, those that are made meanwhile too: each client writes on one of its own."""
+        chance = random.Random(trouble.number)
+        ways = [each.way for each in self._site.brokers.values()]
+        if trouble.what == "cut":
+            await asyncio.gather(*(way.cut(lambda _: chance.random() < 0.5) for way in ways))
+            return
+        until = time.monotonic() + trouble.hold_s
+        while time.monotonic() < until:
+            for way in ways:
+                way.hold(lambda _: chance.random() < 0.2)
+            await asyncio.sleep(0.25)
+        if trouble.what != HELD_TO_THE_LAST:
+            self._site.release()
+
     async def _befall_proxy(self, trouble: Trouble) -> None:
-        proxy, ways = self._site.proxies[trouble.number], [each.way for each in self._site.brokers.values()]
+        proxy = self._site.proxies[trouble.number]
         if trouble.what == "stopped":
             proxy.process.signal(signal.SIGSTOP)
         elif trouble.what == "killed":
             await proxy.down()
         elif trouble.what == "refused by etcd":
             await proxy.way.shut()
-        elif trouble.what == "silent to etcd":
-            proxy.way.blackhole()
-        elif trouble.what == "held on its way to brokers":
-            ports = await asyncio.to_thread(proxy.upstream_ports)
-            for way in ways:
-                way.hold(ports)
-            await asyncio.sleep(trouble.hold_s)
-            for way in ways:
-                way.release()
-            return
         else:
-            ports = await asyncio.to_thread(proxy.upstream_ports)
-            await asyncio.gather(*(way.cut(ports) for way in ways))
+            proxy.way.blackhole()
         await asyncio.sleep(trouble.hold_s)
         await proxy.heal()
