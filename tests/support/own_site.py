@@ -22,6 +22,7 @@ import msgspec
 import psutil
 
 from kproxy.broker.keys import Keys
+from kproxy.fencing.keys import OwnKeys, decode_member
 from kproxy.ownership.etcd import EtcdClient
 from tests.support.attempts import Stored
 from tests.support.dev import KPROXY, KproxyProcess
@@ -37,6 +38,8 @@ PROXIES: Final = 2
 TTL_S: Final = 2
 # Claims that have to wait for longer are answered with 7, and asked for again.
 OWN_TIMEOUT_S: Final = 5.0
+# Clients do not go by themselves when a proxy is told to end.
+DRAIN_S: Final = 1.0
 PATIENCE_S: Final = 30.0
 UNBOUND: Final = (sys.executable, "-P", "-m", "tests.support.unbound_proxy_main")
 
@@ -73,6 +76,13 @@ class Proxy:
         """kill -9."""
         self._is_killed = True
         self.process.signal(signal.SIGKILL)
+        await asyncio.to_thread(self.process.stop)
+
+    async def terminate(self) -> None:
+        """SIGTERM: it answers what it has read, and gives up what it holds."""
+        self._is_killed = True
+        self.process.signal(signal.SIGTERM)
+        await asyncio.to_thread(self.process.wait)
         await asyncio.to_thread(self.process.stop)
 
     def stop(self) -> None:
@@ -130,6 +140,7 @@ class OwnSite:
         self.client = client
         self.prefix = prefix
         self.keys = Keys(prefix)
+        self.own_keys = OwnKeys(prefix)
         self.etcd = etcd
         self.directory = directory
         self.writer_groups = writer_groups
@@ -143,6 +154,12 @@ class OwnSite:
     async def leader(self, topic: str, partition: int) -> int | None:
         found = await self.client.get(self.keys.lease(topic, partition))
         return None if found is None else int(found.value)
+
+    async def revoke_lease(self, proxy: Proxy) -> None:
+        """Of the claims of a proxy, which learns of it from etcd."""
+        for entry in (await self.client.get_prefix(self.own_keys.members)).kvs:
+            if decode_member(entry.value).port == proxy.port:
+                await self.client.lease_revoke(entry.lease_id)
 
     async def heal(self) -> None:
         """Whatever was done to processes, they serve again."""
@@ -219,6 +236,7 @@ async def with_proxies(site: OwnSite, command: Sequence[str] = KPROXY) -> AsyncI
             file.write_text(
                 f'[ownership]\nownership = "etcd"\nprefix = "{site.prefix}"\n[own]\nwriter_group = [{groups}]\n'
                 f"[fleet]\nlease_ttl = {TTL_S}\n[limits]\nown_timeout_s = {OWN_TIMEOUT_S}\n"
+                f"drain_s = {DRAIN_S}\n"
             )
             proxy = Proxy(relay, file, command)
             other.proxies.append(proxy)

@@ -13,7 +13,11 @@ from tests.support.own_site import BROKERS, PROXIES, TTL_S, OwnSite
 
 # In seconds: well below the leases' TTL, just below, and beyond it.
 HOLDS: Final = (0.3, TTL_S * 0.75, TTL_S * 1.6)
-OF_A_PROXY: Final = (*("stopped",) * 3, *("killed",) * 2, "refused by etcd", "silent to etcd")
+OF_A_PROXY: Final = (
+    *("stopped",) * 3,
+    *("killed",) * 2,
+    *("terminated", "refused by etcd", "silent to etcd", "its lease is revoked"),
+)
 OF_A_BROKER: Final = (*("killed",) * 2, "stopped")
 HELD_TO_THE_LAST: Final = "held up until all is over"
 OF_WAYS: Final = (*("held up",) * 2, *(HELD_TO_THE_LAST,) * 2, "cut")
@@ -105,6 +109,10 @@ class Troublemaker:
             proxy.process.signal(signal.SIGSTOP)
         elif trouble.what == "killed":
             await proxy.down()
+        elif trouble.what == "terminated":
+            await proxy.terminate()
+        elif trouble.what == "its lease is revoked":
+            await self._site.revoke_lease(proxy)
         elif trouble.what == "refused by etcd":
             await proxy.way.shut()
         else:
