@@ -7,8 +7,6 @@ Invariants
    guarded by the revision at which it was put, so that nothing of anybody else's ever is.
 3. At most CONCURRENT_TRANSACTIONS claims are under way at a time, OF_ONE_REQUEST of them for one request: nobody waits
    behind all that somebody else asked for. Deletions are as many, and hold up no claim.
-4. Of the claims of one resource in this process one is under way at a time, in the order in which they came: they would
-   only have each other decide anew.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from kproxy.fencing.keys import ClaimValue, OwnKeys, decode_claim, encode_value
 from kproxy.fencing.member import OwnMember
 from kproxy.fencing.rules import Claim, Decision, Owner, decide, decide_whole
 from kproxy.fencing.table import OwnTable, TableRow
-from kproxy.fencing.turns import Turns
 from kproxy.ownership.etcd import (
     EtcdClient,
     EtcdError,
@@ -90,7 +87,6 @@ class Claiming:
         self._changes = changes
         self._wall_clock = wall_clock
         self._slots = asyncio.Semaphore(CONCURRENT_TRANSACTIONS)
-        self._turns = Turns()
         self._deletion_slots = asyncio.Semaphore(CONCURRENT_TRANSACTIONS)
         self._deletions: set[asyncio.Task[None]] = set()
 
@@ -108,7 +104,7 @@ class Claiming:
     async def take(self, holdings: Holdings, resource: str, generation: int, deadline: float) -> Outcome:
         """Decide on one resource, WHOLE_GROUP for all, and carry it out, by the deadline (the event loop's clock)."""
         group = holdings.group or ""
-        async with self._turns.of((group, resource)), self._slots:
+        async with self._slots:
             view = _View(self._table.row(group, resource), self._table.whole(group))
             while asyncio.get_running_loop().time() < deadline:
                 if holdings.has_ended or not self._member.is_live():
