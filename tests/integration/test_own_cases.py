@@ -81,8 +81,25 @@ def claimed_while_it_waits() -> Step:
     """A, who owns partition 0 as a reader, waits for records; B claims it, and A hears of none."""
 
     async def send(run: CaseRun) -> Checked:
-        fetched = run.clients["A"].send_fetch(run.topic, 0, 0, max_wait_ms=10_000)
+        fetched = run.clients["A"].send_fetch(run.topic, 0, await run.end_of(0), max_wait_ms=10_000)
         await (await own("B", [("0", 1)], New(1), group=READERS)(run))
+
+        async def check() -> None:
+            with pytest.raises(ConnectionError):
+                await fetched
+
+        return check()
+
+    return send
+
+
+def claimed_while_nobody_had_it() -> Step:
+    """B, bound to the readers, waits for records of partition 0, which nobody owns until A claims it."""
+
+    async def send(run: CaseRun) -> Checked:
+        fetched = run.clients["B"].send_fetch(run.topic, 0, await run.end_of(0), max_wait_ms=10_000)
+        for step in (own("A", [("0", 1)], New(1), group=READERS), own("C", [("0", 1)], New(1)), writes("C", 0)):
+            await (await step(run))
 
         async def check() -> None:
             with pytest.raises(ConnectionError):
@@ -228,7 +245,14 @@ CASES = [
     ),
     Case(
         "the whole group, of which one owns resources oneself",
-        [*a_owns(3), own("A", [("1", 1)], New(1)), own("A", None, New(3)), served("A"), writes("A", 0, 1)],
+        [
+            *a_owns(3),
+            own("A", [("1", 1)], New(1)),
+            own("A", None, New(3)),
+            own("A", [("0", 3), ("1", 3)], Same(3, of=""), Same(3, of="")),
+            served("A"),
+            writes("A", 0, 1),
+        ],
     ),
     Case(
         "the whole group, of which others own resources",
@@ -500,6 +524,17 @@ CASES = [
     Case(
         "a reader loses what it is reading",
         [own("A", [("0", 1)], New(1), group=READERS), claimed_while_it_waits(), severed("A"), reads("B", 0)],
+    ),
+    Case(
+        "a reader of what nobody owns, until somebody does",
+        [
+            own("B", [], group=READERS),
+            reads("B", 0),
+            claimed_while_nobody_had_it(),
+            severed("B"),
+            reads("A", 0),
+            served("A", "C"),
+        ],
     ),
 ]
 

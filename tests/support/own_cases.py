@@ -41,6 +41,7 @@ class Pool:
 
     def __init__(self, proxies: Sequence[KproxyProcess]) -> None:
         self.proxies = proxies
+        self._making = asyncio.Lock()
         self._pids = [worker_pids(process) for process in proxies]
         self._stock: dict[Place, list[OwnClient]] = {
             Place(proxy, worker): [] for proxy, pids in enumerate(self._pids) for worker in pids
@@ -48,11 +49,12 @@ class Pool:
 
     async def connect(self, place: Place) -> OwnClient:
         deadline = time.monotonic() + PATIENCE_S
-        while not self._stock[place]:
-            assert time.monotonic() < deadline, f"no connection reaches {place} of {self._pids}"
-            port = port_of(self.proxies[place.proxy])
-            await self._sort(place.proxy, [await OwnClient.connect(HOST, port) for _ in range(AT_ONCE)])
-        return self._stock[place].pop()
+        async with self._making:
+            while not self._stock[place]:
+                assert time.monotonic() < deadline, f"no connection reaches {place} of {self._pids}"
+                port = port_of(self.proxies[place.proxy])
+                await self._sort(place.proxy, [await OwnClient.connect(HOST, port) for _ in range(AT_ONCE)])
+            return self._stock[place].pop()
 
     async def _sort(self, proxy: int, clients: list[OwnClient]) -> None:
         """By who has accepted each; all of them have once they are answered."""
@@ -97,6 +99,13 @@ class CaseRun:
     def port_of(self, name: str) -> int:
         """Where the proxy of a connection listens."""
         return port_of(self._pool.proxies[self._places[name].proxy])
+
+    async def end_of(self, partition: int) -> int:
+        """The offset of the next record."""
+        client = await self._pool.connect(self._places["A"])
+        records = (await client.fetch(self.topic, partition, 0)).records
+        await client.close()
+        return records[-1].offset + 1 if records else 0
 
     async def until_free(self, group: str, resource: str) -> None:
         async with asyncio.timeout(PATIENCE_S):
