@@ -117,9 +117,12 @@ class Relay:
         self.target(endpoint)
         self._server: asyncio.Server | None = None
         self._connections: dict[asyncio.Task[None], asyncio.Event] = {}
+        self._answering: dict[asyncio.Task[None], asyncio.Event] = {}
         self.port = 0
         self._dead = False
         self._is_shut = False
+        # How much later everything arrives than it was sent, each way.
+        self.delay_s = 0.0
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -174,6 +177,11 @@ class Relay:
         for carrying in self._connections.values():
             carrying.clear()
 
+    def deafen(self) -> None:
+        """Carry no more answers on the connections there are; what is asked still arrives."""
+        for answering in self._answering.values():
+            answering.clear()
+
     def blackhole(self) -> None:
         """Carry nothing on any connection, of now or later, and end none: a network that drops every packet."""
         self.freeze()
@@ -192,6 +200,8 @@ class Relay:
         task = asyncio.current_task()
         assert task is not None
         carrying = self._connections[task] = asyncio.Event()
+        answering = self._answering[task] = asyncio.Event()
+        answering.set()
         if not self._dead:
             carrying.set()
         writers = [writer]
@@ -199,19 +209,24 @@ class Relay:
             upstream_reader, upstream_writer = await asyncio.open_connection(*self._target)
             writers.append(upstream_writer)
             async with asyncio.TaskGroup() as ways:
-                ways.create_task(self._carry(reader, upstream_writer, carrying))
-                ways.create_task(self._carry(upstream_reader, writer, carrying))
+                ways.create_task(self._carry(reader, upstream_writer, [carrying]))
+                ways.create_task(self._carry(upstream_reader, writer, [carrying, answering]))
         except (asyncio.CancelledError, OSError, ExceptionGroup):
             # However a connection ends, the other side learns of it by its own ending.
             pass
         finally:
             for each in writers:
                 each.transport.abort()
-            del self._connections[task]
+            del self._connections[task], self._answering[task]
 
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, carrying: asyncio.Event) -> None:
+    async def _carry(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, open_ways: Sequence[asyncio.Event]
+    ) -> None:
         while data := await reader.read(65536):
-            await carrying.wait()
+            for way in open_ways:
+                await way.wait()
+            if self.delay_s:
+                await asyncio.sleep(self.delay_s)
             writer.write(data)
             await writer.drain()
         raise ConnectionResetError("one side ended")
