@@ -17,14 +17,20 @@ from typing import Any, Final, NamedTuple
 
 import structlog
 
-from codec.error_codes import COORDINATOR_NOT_AVAILABLE, INVALID_REQUEST, NONE, REQUEST_TIMED_OUT
+from codec.error_codes import (
+    COORDINATOR_NOT_AVAILABLE,
+    INVALID_REQUEST,
+    NONE,
+    REQUEST_TIMED_OUT,
+    THROTTLING_QUOTA_EXCEEDED,
+)
 from codec.own import WHOLE_GROUP, OwnResource
 from kproxy.fencing.changes import Changes
 from kproxy.fencing.holdings import Held, Holdings
 from kproxy.fencing.keys import ClaimValue, OwnKeys, decode_claim, encode_value
 from kproxy.fencing.member import OwnMember
 from kproxy.fencing.rules import Claim, Decision, Owner, decide, decide_whole
-from kproxy.fencing.table import OwnTable, TableRow
+from kproxy.fencing.table import MAX_CLAIMS, OwnTable, TableRow
 from kproxy.ownership.etcd import (
     EtcdClient,
     EtcdError,
@@ -41,6 +47,9 @@ from kproxy.ownership.etcd import (
 
 CONCURRENT_TRANSACTIONS: Final = 32
 OF_ONE_REQUEST: Final = 8
+# When so much is claimed nothing more is: what no table takes any more nobody would be severed for. The rest of the room
+# is for claims that are under way in other processes.
+FULL: Final = MAX_CLAIMS * 9 // 10
 # How long to wait for the table to show what a transaction has found.
 CATCH_UP_S: Final = 0.5
 DELETE_PAUSE_S: Final = 0.5
@@ -128,6 +137,8 @@ class Claiming:
         decision, compares = self._decide(group, resource, owner, generation, view)
         if decision.error_code == INVALID_REQUEST:
             return Outcome(INVALID_REQUEST)
+        if decision.is_new and view.row is None and self._table.count >= FULL:
+            return Outcome(THROTTLING_QUOTA_EXCEEDED)
         key, whole_key = self._keys.claim(group, resource), self._keys.claim(group, WHOLE_GROUP)
         writes: list[TxnOp] = []
         if decision.is_new:

@@ -1,0 +1,99 @@
+"""What may be claimed at most, by one connection and by all: one process's claims, on a real etcd."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from unittest import mock
+
+from codec.error_codes import FENCED_INSTANCE_ID, INVALID_REQUEST, NONE, THROTTLING_QUOTA_EXCEEDED
+from codec.own import OwnRequest, OwnResource
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy.fencing import claiming, service
+from kproxy.fencing.granting import Binding
+from kproxy.fencing.holdings import Holdings
+from kproxy.fencing.service import OwnService
+from kproxy.fencing.settlement import Settlement
+from kproxy.ownership.etcd import EtcdClient
+
+GROUP = "g"
+MOST = 5
+
+
+@asynccontextmanager
+async def claims(etcd: EmbeddedEtcd, prefix: str) -> AsyncIterator[OwnService]:
+    client = EtcdClient([etcd.endpoint])
+    await client.connect()
+    settlement = Settlement({}, time.monotonic, unsettled_s=1.0)
+    own = OwnService(
+        client,
+        prefix,
+        "127.0.0.1",
+        9092,
+        ttl_s=5,
+        writer_groups={},
+        timeout_s=10.0,
+        settlement=settlement,
+        counters=Counter(),
+    )
+    running = asyncio.create_task(own.run())
+    try:
+        await asyncio.wait_for(own.wait_ready(), 10.0)
+        yield own
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await client.close()
+
+
+def connection(own: OwnService, severed: list[str]) -> Holdings:
+    """As a session has one: what ends it frees what it claimed."""
+    holdings = own.connection("tests", lambda reason: (severed.append(reason), own.ended(holdings))[0])
+    return holdings
+
+
+async def bind(bindings: list[Binding], deadline: float) -> dict[tuple[str, int], int]:
+    raise AssertionError(f"no topic has a writer group here: {bindings}")
+
+
+async def claim(own: OwnService, holdings: Holdings, *resources: str, generation: int = 1) -> list[int]:
+    """The error code of each."""
+    asked = tuple(OwnResource(each, generation) for each in resources)
+    response = await own.own(holdings, OwnRequest(GROUP, asked), bind)
+    assert response.error_code == NONE
+    return [each.error_code for each in response.resources]
+
+
+async def test_a_connection_claims_so_many_resources_and_no_more(etcd: EmbeddedEtcd, etcd_prefix: str) -> None:
+    with mock.patch.object(service, "MAX_CLAIMS_PER_CONNECTION", MOST):
+        async with claims(etcd, etcd_prefix) as own:
+            greedy, other = connection(own, []), connection(own, [])
+            assert await claim(own, greedy, "a", "b", "c") == [NONE] * 3
+            assert await claim(own, greedy, "d", "e", "f") == [INVALID_REQUEST] * 3
+            assert await claim(own, greedy, "d", "e") == [NONE] * 2
+            assert await claim(own, greedy, "f") == [INVALID_REQUEST]
+            assert own.held_count == MOST
+            assert await claim(own, other, "f") == [NONE]
+
+
+async def test_all_connections_claim_so_much_and_no_more(etcd: EmbeddedEtcd, etcd_prefix: str) -> None:
+    """What is claimed already may be claimed as ever: the table has it, and its owner is severed."""
+    with mock.patch.object(claiming, "FULL", MOST):
+        async with claims(etcd, etcd_prefix) as own:
+            severed: list[str] = []
+            first, second = connection(own, severed), connection(own, [])
+            assert await claim(own, first, *"abcde") == [NONE] * MOST
+            assert await claim(own, second, "f") == [THROTTLING_QUOTA_EXCEEDED]
+            assert await claim(own, second, "a", generation=0) == [NONE]
+            assert len(severed) == 1
+            async with asyncio.timeout(10):
+                while own.table.count > 1:
+                    await asyncio.sleep(0.005)
+            assert await claim(own, second, "f", "b") == [NONE] * 2
+            assert await claim(own, connection(own, []), "g", "c", generation=1) == [NONE] * 2
+            assert await claim(own, connection(own, []), "h") == [THROTTLING_QUOTA_EXCEEDED]
+            assert await claim(own, second, "a", generation=2) == [NONE]
+            assert await claim(own, connection(own, []), "a", "i") == [FENCED_INSTANCE_ID, THROTTLING_QUOTA_EXCEEDED]
