@@ -78,6 +78,8 @@ class Claimant(Generic[ConnectionT]):
         self._driver = driver
         self._on_severed = on_severed
         self._held: dict[str, Held[ConnectionT]] = {}
+        # The latest grants, what is lost since included.
+        self.granted: dict[str, Held[ConnectionT]] = {}
         self._lost: set[str] = set()
         self._watched: list[ConnectionT] = []
         # With every request that a claim may stand for: an unanswered one, too.
@@ -172,6 +174,7 @@ class Claimant(Generic[ConnectionT]):
                     later[each.resource] = generation
                 else:
                     self._held[each.resource] = Held(connection, node, each.generation, each.fence)
+                    self.granted[each.resource] = self._held[each.resource]
             if any(each.error_code in _RETRIABLE for each in answers):
                 await self._driver.wait(_ASK_AGAIN_S)
             asked = later

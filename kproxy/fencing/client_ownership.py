@@ -34,13 +34,16 @@ class Ownership:
 
     @property
     def fences(self) -> Mapping[str, int]:
-        """The fence of each resource. It rises with every grant, also one to somebody else; -1 where none was told."""
-        return {resource: held.fence for resource, held in self._claimant.held.copy().items()}
+        """The fence that each resource was granted with. It rises with every grant, those to others included.
+
+        -1 where the proxy tells none. Once it is lost it is still the latest one.
+        """
+        return {resource: each.fence for resource, each in self._claimant.granted.copy().items()}
 
     @property
     def generations(self) -> Mapping[str, int]:
-        """The generation with which each resource is owned."""
-        return {resource: held.generation for resource, held in self._claimant.held.copy().items()}
+        """The generation with which each resource is owned, or was last."""
+        return {resource: each.generation for resource, each in self._claimant.granted.copy().items()}
 
     def check(self) -> None:
         """Raises Severed where it is not owned any more."""
