@@ -259,7 +259,8 @@ class OwnClient:
     # Requests and answers
 
     def _send(self, api_key: int, version: int, body: bytes) -> int:
-        if self.closed:
+        # The transport may know before whoever reads from it.
+        if self.closed or self.raw.is_gone:
             raise ConnectionError("the connection has ended")
         self.raw.correlation_id += 1
         header = request_header(api_key, version, self.raw.correlation_id, self.client_id.encode())

@@ -261,6 +261,8 @@ def operations(recorded: Recorded, places: Mapping[bytes, int]) -> list[Operatio
     """For the checker. What is in the log was appended, whatever was told; what was not appended changed nothing."""
     found: list[Operation] = []
     ends_from = recorded.ends_from
+    # Whether somebody has taken the partition, and was not told so, can be seen by his records alone.
+    writers = {each.connection for each in recorded.writes if each.value in places}
     for claim in recorded.claims:
         is_told = claim.told is not UNKNOWN
         # What nobody was told of may happen so late that once or more often is much the same, and more often is the
@@ -268,7 +270,7 @@ def operations(recorded: Recorded, places: Mapping[bytes, int]) -> list[Operatio
         times = {"called": claim.called, "returned": claim.returned if is_told else NEVER, "repeats": not is_told}
         decide = Decide(claim.connection, claim.generation)
         found.append(Operation(claim.who, input=decide, output=claim.told, **times))
-        if not isinstance(claim.told, Fenced):
+        if isinstance(claim.told, Granted) or (not is_told and claim.connection in writers):
             found.append(Operation(claim.who, input=Take(claim.connection), output=claim.told, **times))
     for write in recorded.writes:
         asked = Write(write.connection, write.fence, write.value)
@@ -284,6 +286,6 @@ def operations(recorded: Recorded, places: Mapping[bytes, int]) -> list[Operatio
     found += [
         Operation(connection, since, NEVER, End(connection), repeats=True)
         for connection, since in ends_from.items()
-        if since != NEVER
+        if since != NEVER and any(claim.connection == connection for claim in recorded.claims)
     ]
     return found

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -27,7 +28,6 @@ from kproxy.ownership.etcd import EtcdClient
 from tests.support.attempts import Stored
 from tests.support.dev import KPROXY, KproxyProcess
 from tests.support.etcd import Relay, eventually
-from tests.support.faulty_site import until
 from tests.support.held_bytes import HOST, Way
 from tests.support.own_client import OwnClient
 from tests.support.ports import free_port
@@ -180,32 +180,34 @@ class OwnSite:
 
     async def log(self, topic: str, partition: int, at_least: int = 0) -> list[Stored]:
         """All that its leader has, asked without a proxy, once it shows so many records."""
-        found: list[Stored] = []
-
-        async def is_read() -> bool:
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
             node_id = await self.leader(topic, partition)
-            if node_id is None:
-                return at_least == 0
-            try:
-                client = await OwnClient.connect(HOST, self.brokers[node_id].way.target_port)
-            except OSError:
-                return False
-            try:
-                found.clear()
-                while fetched := await client.fetch(topic, partition, len(found) and found[-1].offset + 1):
-                    if fetched.error_code != 0:
-                        return False
-                    if not fetched.records:
-                        return len(found) >= at_least
-                    found.extend(fetched.records)
-            except ConnectionError:
-                return False
-            finally:
-                await client.close()
-            return False
+            found = await self._read(node_id, topic, partition) if node_id is not None else []
+            if isinstance(found, list) and len(found) >= at_least:
+                return found
+            assert time.monotonic() < deadline, f"{topic}-{partition}, led by {node_id}: {found}; wanted: {at_least}"
+            await asyncio.sleep(0.05)
 
-        await until(is_read, PATIENCE_S, f"{topic}-{partition} is read")
-        return found
+    async def _read(self, node_id: int, topic: str, partition: int) -> list[Stored] | str:
+        """From one broker; or why that fails."""
+        found: list[Stored] = []
+        try:
+            client = await OwnClient.connect(HOST, self.brokers[node_id].way.target_port)
+        except OSError as error:
+            return str(error)
+        try:
+            while True:
+                fetched = await client.fetch(topic, partition, found[-1].offset + 1 if found else 0)
+                if fetched.error_code != 0:
+                    return f"error {fetched.error_code}"
+                if not fetched.records:
+                    return found
+                found += fetched.records
+        except ConnectionError as error:
+            return str(error)
+        finally:
+            await client.close()
 
 
 @asynccontextmanager
