@@ -47,8 +47,8 @@ from kproxy.ownership.etcd import (
 
 CONCURRENT_TRANSACTIONS: Final = 32
 OF_ONE_REQUEST: Final = 8
-# When so much is claimed nothing more is: what no table takes any more nobody would be severed for. The rest of the room
-# is for claims that are under way in other processes.
+# When so much is claimed nothing more is: what no table takes any more nobody would be severed for. The rest of the
+# room is for claims that are under way in other processes.
 FULL: Final = MAX_CLAIMS * 9 // 10
 # How long to wait for the table to show what a transaction has found.
 CATCH_UP_S: Final = 0.5
