@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from io import BytesIO
 from types import TracebackType
 from typing import Any, Final, NamedTuple
@@ -129,9 +130,8 @@ class AioOwn:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._body, body = None, self._body
-        is_ours = await self._uncancelled(body, error)
         try:
+            is_ours = await self._uncancelled(error)
             await self._send_what_is_left(error)
         finally:
             await self._leave()
@@ -139,18 +139,22 @@ class AioOwn:
         if severed is not None and (is_ours or error is None or isinstance(error, KafkaError)):
             raise severed from error
 
-    async def _uncancelled(self, body: asyncio.Task[Any] | None, error: BaseException | None) -> bool:
+    async def _uncancelled(self, error: BaseException | None) -> bool:
         """Whether it is our own cancellation, and nobody else's, that ends the block; it is over then."""
+        body = self._body
+        # From here on it is not interrupted any more.
+        self._body = None
         if not self._is_cancelled or body is None:
             return False
-        if not isinstance(error, asyncio.CancelledError):
+        is_under_way = isinstance(error, asyncio.CancelledError)
+        if not is_under_way:
             # It was asked for when nothing was left to interrupt, and comes with the next await.
-            try:
+            with suppress(asyncio.CancelledError):
                 await asyncio.sleep(0)
-            except asyncio.CancelledError:
-                if body.cancelling() - 1 > self._cancelling:
-                    raise
-        return body.uncancel() <= self._cancelling
+        is_ours = body.uncancel() <= self._cancelling
+        if not is_ours and not is_under_way:
+            raise asyncio.CancelledError
+        return is_ours
 
     async def _leave(self) -> None:
         closed = self._claimant.give_back()

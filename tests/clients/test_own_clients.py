@@ -390,6 +390,17 @@ async def test_what_the_block_raises_and_who_cancels_it_from_outside_is_not_hidd
         assert current is not None
         assert current.cancelling() == 0
 
+        async def cancelled_meanwhile() -> None:
+            async with own(producer, WRITERS, [f"{topic}/0"], 2) as ownership:
+                ownership._claimant._driver.shut(ownership._claimant.held[f"{topic}/0"].connection)
+                task.cancel()
+
+        task = asyncio.create_task(cancelled_meanwhile())
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert task.cancelling() == 1
+        await eventually(lambda: is_free(producer, f"{topic}/0"))
+
 
 async def test_a_client_owns_in_one_block_at_a_time(owned_topics: OwnedTopics) -> None:
     topic = owned_topics.topic()
