@@ -106,10 +106,10 @@ def test_a_query_that_is_started_again_writes_no_row_twice(
         last = max(int(each.name) for each in (checkpoint / "commits").iterdir() if each.name.isdigit())
         for name in (f"{last}", f".{last}.crc"):
             (checkpoint / "commits" / name).unlink()
-        run_until(example, session, sink, checkpoint, batches=last + 2)
+        run_until(example, session, sink, checkpoint, batches=last + 1)
     written = [rows_of(owned_topics, sink, partition) for partition in range(PARTITIONS)]
     values = sorted(value for partition in written for _, _, value in partition)
-    assert len(values) > ROWS_PER_BATCH
+    assert len(values) >= ROWS_PER_BATCH
     assert values == list(range(len(values)))
     for partition in written:
         places = [(batch, row) for batch, row, _ in partition]
