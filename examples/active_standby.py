@@ -102,7 +102,7 @@ async def send(settings: Settings, producer: AIOKafkaProducer, record: dict[str,
 
 
 async def last_number(settings: Settings, end: int) -> int:
-    """The highest number before that offset; 0 where there is none."""
+    """The highest number before that offset; 0 where there is none, as where other programs wrote before."""
     consumer = AIOKafkaConsumer(bootstrap_servers=settings.bootstrap, enable_auto_commit=False)
     await consumer.start()
     try:
@@ -115,7 +115,7 @@ async def last_number(settings: Settings, end: int) -> int:
             async for record in consumer:
                 if record.offset >= start:
                     break
-                number = max(number, json.loads(record.value)["number"] or 0)
+                number = max(number, json.loads(record.value).get("number") or 0)
             if number:
                 return number
         return 0
