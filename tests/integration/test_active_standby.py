@@ -15,8 +15,10 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Self
 
+import kafka
 import pytest
 
+from kproxy.fencing.clients import own_sync
 from tests.support.owned_topics import WRITERS, OwnedTopics
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "active_standby.py"
@@ -121,6 +123,16 @@ def test_the_log_shows_one_writer_after_another(owned_topics: OwnedTopics, write
     active.process.kill()
     fifth.process.kill()
     check(owned_topics.log(writers.topic), [first, second, third, fourth, fifth])
+
+
+def test_a_writer_begins_behind_records_of_another_program(owned_topics: OwnedTopics, writers: Writers) -> None:
+    producer = kafka.KafkaProducer(bootstrap_servers=owned_topics.bootstrap)
+    try:
+        with own_sync(producer, WRITERS, [(writers.topic, 0)], 1):
+            producer.send(writers.topic, b'{"batch": 0}', partition=0).get(PATIENCE_S)
+    finally:
+        producer.close()
+    writers.start("only").is_active().has_said("wrote number 1 at offset 2")
 
 
 @contextmanager
