@@ -83,6 +83,9 @@ class AioOwn:
 
     async def __aenter__(self) -> AioOwnership:
         """Raises OwnRefused, OwnNotOffered and OwnError; nothing is claimed then."""
+        if self._kafka._sync_task is None:
+            # Nobody would ever answer its wish for metadata.
+            raise RuntimeError("this client is not running: start it before own(), and stop it after that")
         enter(self._kafka)
         try:
             await self._flush("before it can claim")

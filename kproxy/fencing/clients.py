@@ -75,7 +75,7 @@ def own(
     cancels_body: bool = True,
     on_severed: Callable[[Severed], None] | None = None,
 ) -> AioOwn:
-    """`async with own(...) as ownership`, for a client of aiokafka that has been started.
+    """`async with own(...) as ownership`, for a client of aiokafka that has been started, else RuntimeError.
 
     `timeout_s` is for how long a claim, a second claim and the sending of what is left are tried, each; standing by has
     no end. Unless you are in a hurry it is longer than the proxies wait for what can never be known

@@ -411,6 +411,17 @@ async def test_a_client_owns_in_one_block_at_a_time(owned_topics: OwnedTopics) -
         assert ownership.is_valid
 
 
+async def test_a_client_that_does_not_run_owns_nothing_and_is_told_so(owned_topics: OwnedTopics) -> None:
+    producer = aiokafka.AIOKafkaProducer(bootstrap_servers=owned_topics.bootstrap)
+    async with asyncio.timeout(PATIENCE_S):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="is not running: start it before"):
+                async with own(producer, WRITERS, ["a job"], 2):
+                    pytest.fail("it has no connections")
+            await producer.start()
+            await producer.stop()
+
+
 async def test_brokers_without_a_proxy_offer_nothing_to_own(owned_topics: OwnedTopics) -> None:
     producer = aiokafka.AIOKafkaProducer(bootstrap_servers=owned_topics.broker_addresses)
     await producer.start()
