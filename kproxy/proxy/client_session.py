@@ -47,7 +47,7 @@ from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.control import ControlPlane, Unanswerable
 from kproxy.proxy.fanout import Fanout
 from kproxy.proxy.outbox import Outbox
-from kproxy.proxy.owning import Owning
+from kproxy.proxy.owning import MAX_CLIENT_BYTES, Owning
 from kproxy.proxy.produce import produce
 from kproxy.proxy.reads import fetch, list_offsets
 from kproxy.proxy.sockets import keep_alive
@@ -261,7 +261,8 @@ class ClientSession(asyncio.BufferedProtocol):
         if own is None:
             raise Unanswerable("there is nothing that keeps claims")
         if self._owning is None:
-            called = (client_id(frame) or b"").decode(errors="replace")
+            # It stands in every claim, and a client may call itself anything.
+            called = (client_id(frame) or b"")[:MAX_CLIENT_BYTES].decode(errors="replace")
             self._owning = Owning(self._context, own, self._connections, f"{called}@{self._peer}", self.sever)
             self._fanout.owning = self._owning
         try:

@@ -37,6 +37,8 @@ from kproxy.routing.split import Entry
 
 # An etcd that is there answers at once; a proxy without it serves as well, and grants nothing.
 PATIENCE_S: Final = 2.0
+# Of a client's id: so much of it is told to those who look at claims.
+MAX_CLIENT_BYTES: Final = 100
 NOTHING_REFUSED: Final[Mapping[Entry, int]] = MappingProxyType({})
 
 log = structlog.get_logger(__name__)

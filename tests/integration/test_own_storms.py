@@ -14,6 +14,7 @@ from codec.api_keys import OWN
 from codec.error_codes import FENCED_INSTANCE_ID, NONE, POLICY_VIOLATION
 from codec.headers import request_header
 from codec.own import MAX_RESOURCES, OwnRequest, OwnResource, encode_own_request
+from kproxy.fencing.keys import decode_claim
 from tests.support.own_cases import PATIENCE_S, Place, writers_of
 from tests.support.own_client import OwnClient
 from tests.support.own_proxies import OwnSite
@@ -210,6 +211,24 @@ def test_a_flood_of_claims_keeps_nobody(own_site: OwnSite) -> None:
         assert not all(answer.done() for answer in answers), "there was no flood"
         for client in [*flooding, owner]:
             await client.close()
+        await own_site.until_nothing_is_claimed()
+
+    own_site.run(run())
+
+
+def test_a_client_with_an_endless_name_fills_no_etcd(own_site: OwnSite) -> None:
+    """It stands in each claim of its connection."""
+    topic = own_site.topic("endless name")
+
+    async def run() -> None:
+        client = await own_site.pool.connect(PLACES[0])
+        client.client_id = "ü" * 16_000
+        assert (await client.own(writers_of(topic), [(f"{topic}/0", 1)])).resources[0].error_code == NONE
+        claim = await own_site.etcd.get(own_site.keys.claim(writers_of(topic), f"{topic}/0"))
+        assert claim is not None
+        assert decode_claim(claim.value).client.startswith("ü" * 50 + "@127.0.0.1:")
+        assert len(claim.value) < 400
+        await client.close()
         await own_site.until_nothing_is_claimed()
 
     own_site.run(run())
