@@ -14,7 +14,17 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from codec.api_keys import API_VERSIONS, BIND_FENCES, PRODUCE
 from codec.error_codes import NONE, NOT_LEADER_OR_FOLLOWER, POLICY_VIOLATION, REQUEST_TIMED_OUT
+from codec.headers import response_header
+from codec.own import (
+    BIND_FENCES_VERSION,
+    BoundFence,
+    FenceBinding,
+    encode_bind_fences_response,
+    parse_bind_fences_request,
+)
+from codec.partitioned import with_length
 from kproxy.fencing.service import OwnService
 from kproxy.fencing.settlement import Settlement
 from kproxy.ownership.etcd import EtcdClient
@@ -60,7 +70,9 @@ class Site:
             await self._stack.enter_async_context(running(own.run()))
             # A dial to a deaf broker lasts until that broker hears.
             limits = {"own_unsettled_s": UNSETTLED_S, "connect_timeout_s": PATIENCE_S}
-            proxy = await self._stack.enter_async_context(running_proxy(self.broker, own=own, limits=limits))
+            proxy = await self._stack.enter_async_context(
+                running_proxy(self.broker, own=own, limits=limits, follows_versions=True)
+            )
             await self._stack.enter_async_context(attach(own, proxy.context))
             proxy.own(1, "t", (0, 1))
             proxy.own(1, "free", (0,))
@@ -298,6 +310,44 @@ async def test_kafscales_brokers_are_waited_for_as_well(
     assert await claim(successor) == REQUEST_TIMED_OUT
     asked.answer()
     await claim_until_granted(successor)
+
+
+class FencingBroker(ServedBroker):
+    """One that binds whatever it is told to."""
+
+    def take(self, asked: Asked) -> None:
+        if asked.header.api_key == BIND_FENCES:
+            bound = [BoundFence(each.topic, each.partition_index, NONE, each.fence) for each in bindings(asked)]
+            head = response_header(BIND_FENCES, BIND_FENCES_VERSION, asked.header.correlation_id)
+            asked.connection.write(b"".join(with_length([head, encode_bind_fences_response(bound)])))
+        elif asked.header.api_key == API_VERSIONS:
+            asked.answer_message(
+                api_keys=[
+                    {"api_key": PRODUCE, "min_version": 0, "max_version": 9},
+                    {"api_key": BIND_FENCES, "min_version": 0, "max_version": 0},
+                ]
+            )
+        else:
+            super().take(asked)
+
+
+def bindings(asked: Asked) -> tuple[FenceBinding, ...]:
+    return parse_bind_fences_request(asked.frame, asked.header)
+
+
+@pytest.mark.parametrize("site", [FencingBroker], indirect=True)
+@pytest.mark.parametrize("ends", [stays, closes])
+async def test_before_brokers_with_fences_nobody_waits(
+    site: Site, ends: Callable[[OwnClient], Awaitable[None]]
+) -> None:
+    site.have_patience()
+    owner, successor = await site.owner(), await site.client(1)
+    asked = await site.writes(owner)
+    await ends(owner)
+    await claim_until_granted(successor)
+    await asked.connection.until_closed()
+    # A proxy that does not know of the fences yet would wait.
+    assert site.unsettled() == [("t", 0)]
 
 
 async def test_a_whole_group_waits_for_each_of_its_partitions(site: Site) -> None:
