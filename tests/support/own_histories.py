@@ -100,9 +100,10 @@ class History:
             Member(self, f"{self.number}{'abcd'[place]}", random.Random(self._chance.random()))
             for place in range(MEMBERS)
         ]
+        at_once = asyncio.Barrier(MEMBERS) if self._chance.random() < 0.4 else None
         async with asyncio.TaskGroup() as running:
             for member in members:
-                running.create_task(member.run(steps=self._chance.randint(2, 5)))
+                running.create_task(member.run(self._chance.randint(2, 5), at_once))
 
     async def settle(self) -> None:
         """Somebody who insists owns and writes: it goes on. Then nobody waits for an answer any more."""
@@ -202,7 +203,13 @@ class Member:
         self._connection: Connection | None = None
         self._connected = 0
 
-    async def run(self, steps: int) -> None:
+    async def run(self, steps: int, at_once: asyncio.Barrier | None) -> None:
+        """`at_once`: all begin by claiming the same, at the same time."""
+        if at_once is not None:
+            connection = await self.connect()
+            await at_once.wait()
+            if connection is not None:
+                await self.claim(connection, [0])
         for _ in range(steps):
             await asyncio.sleep(self._chance.choice(PAUSES) * self._chance.uniform(0.5, 1.5))
             connection = await self.connect()
