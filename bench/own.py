@@ -52,8 +52,8 @@ SETTLE_S = 0.5
 
 FIRST = "first claim"
 AGAIN = "the same claim again, on its connection"
-TAKE_OVER = "take-over from a connection to another proxy"
-NO_BROKER = "first claim of what no broker keeps a fence of"
+TAKE_OVER = "take-over, from another proxy where there are three"
+NO_BROKER = "first claim of a name that gates no writes"
 CASES = (
     (FIRST, 1),
     (FIRST, AT_ONCE),
