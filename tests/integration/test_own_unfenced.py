@@ -21,6 +21,7 @@ import pytest_asyncio
 from codec.error_codes import NONE, POLICY_VIOLATION, REQUEST_TIMED_OUT
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from tests.support.dev import KproxyProcess
+from tests.support.etcd import eventually
 from tests.support.held_bytes import HOST, Way
 from tests.support.kafka_io import read_partition
 from tests.support.own_client import OwnClient
@@ -35,9 +36,8 @@ TOPICS = [f"unfenced-{uuid.uuid4().hex[:10]}-{number}" for number in range(6)]
 TTL_S = 2
 # What is asked for in vain is answered after this; long before anything is settled by time alone.
 OWN_TIMEOUT_S = 1.0
-UNSETTLED_S = 4.0
+UNSETTLED_S = 3.0
 PATIENCE_S = 30.0
-ALL_PORTS = range(1 << 16)
 
 
 class Site:
@@ -61,8 +61,8 @@ class Site:
         self.owners = await self.proxy({node_id: way.port for node_id, way in self.ways.items()})
         self.successors = await self.proxy({broker.node_id: broker.port for broker in self.kafka.brokers})
 
-    async def proxy(self, ports: dict[int, int] | None) -> KproxyProcess:
-        """Before brokers at these ports or, None, at those that the cluster names."""
+    async def proxy(self, ports: dict[int, int] | None, prefix: str = f"/{TOPICS[0]}") -> KproxyProcess:
+        """Before brokers at these ports or, None, at those that the cluster names; it knows those of its prefix."""
         self._started += 1
         lines = [f"[limits]\nown_timeout_s = {OWN_TIMEOUT_S}\nown_unsettled_s = {UNSETTLED_S}"]
         source: list[str] = ["--ownership", "kafka", "--bootstrap", self.kafka.bootstrap]
@@ -75,7 +75,7 @@ class Site:
         file = self._directory / f"{self._started}.toml"
         file.write_text("\n".join(lines) + "\n")
         arguments = ["serve", "--config", str(file), "--listen", f"{HOST}:0", *source, "--etcd", self._etcd]
-        arguments += ["--prefix", f"/{TOPICS[0]}", "--lease-ttl", str(TTL_S)]
+        arguments += ["--prefix", prefix, "--lease-ttl", str(TTL_S)]
         arguments += [f"--writer-group={topic}={GROUP}" for topic in TOPICS]
         process = KproxyProcess(arguments, file.with_suffix(".stderr"))
         self._stack.push_async_callback(asyncio.to_thread, process.stop)
@@ -100,7 +100,11 @@ class Site:
 
     def hold(self) -> None:
         """What is written by the owners' proxies from now on is under way."""
-        assert sum(way.hold(ALL_PORTS) for way in self.ways.values()) > 0
+        assert sum(way.hold(lambda port: True) for way in self.ways.values()) > 0
+
+    async def until_under_way(self) -> None:
+        """Something has been written since."""
+        await eventually(lambda: any(way.held() for way in self.ways.values()))
 
     def release(self) -> None:
         for way in self.ways.values():
@@ -147,8 +151,7 @@ async def test_what_is_under_way_comes_before_the_next_owners(
     owner, successor = await site.writer(site.owners, topic), await site.client(site.successors)
     site.hold()
     owner.send_produce(topic, 0, b"last", acks)
-    await owner.raw.sent()
-    await asyncio.sleep(0.1)
+    await site.until_under_way()
     await ends(owner)
     assert await claim(successor, topic) == REQUEST_TIMED_OUT
     assert await owner.wait_closed(OWN_TIMEOUT_S)
@@ -164,8 +167,7 @@ async def test_what_was_lost_on_its_way_is_waited_for_for_a_time(site: Site) -> 
     owner, successor = await site.writer(site.owners, topic), await site.client(site.successors)
     site.hold()
     lost = owner.send_produce(topic, 0, b"lost")
-    await owner.raw.sent()
-    await asyncio.sleep(0.1)
+    await site.until_under_way()
     began = asyncio.get_running_loop().time()
     for way in site.ways.values():
         await way.cut()
@@ -184,8 +186,7 @@ async def test_what_a_proxy_that_died_had_under_way_comes_before_the_next_owners
     owner, successor = await site.writer(proxy, topic), await site.client(site.successors)
     site.hold()
     owner.send_produce(topic, 0, b"last")
-    await owner.raw.sent()
-    await asyncio.sleep(0.1)
+    await site.until_under_way()
     os.kill(proxy.pid, signal.SIGKILL)
     began = asyncio.get_running_loop().time()
     # For as long as its lease lives, and then for what it may have written.
