@@ -16,7 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NamedTuple
 
+import structlog
+
 from codec.error_codes import COORDINATOR_NOT_AVAILABLE, NONE, REQUEST_TIMED_OUT
+from kproxy.fencing.aftermath import Aftermath
 from kproxy.fencing.changes import Changes
 from kproxy.fencing.claiming import Claiming, Outcome
 from kproxy.fencing.holdings import Holdings
@@ -24,6 +27,9 @@ from kproxy.fencing.member import OwnMember
 from kproxy.fencing.releasing import Gates
 from kproxy.fencing.settlement import Settlement
 from kproxy.fencing.table import OwnTable
+from kproxy.ownership.etcd import EtcdError
+
+log = structlog.get_logger(__name__)
 
 
 class Binding(NamedTuple):
@@ -49,6 +55,7 @@ class Granting:
         gates: Gates,
         claiming: Claiming,
         changes: Changes,
+        aftermath: Aftermath,
         *,
         has_fences: Callable[[], bool],
     ) -> None:
@@ -58,6 +65,7 @@ class Granting:
         self._gates = gates
         self._claiming = claiming
         self._changes = changes
+        self._aftermath = aftermath
         self._has_fences = has_fences
 
     async def see_granted(
@@ -84,10 +92,7 @@ class Granting:
             codes[resource] = max((bound.get(each[:2], NONE) for each in bindings[resource]), default=NONE)
             if codes[resource] != NONE or all(each[:2] in bound for each in bindings[resource]):
                 continue
-            # Fences may have been relied on where there are none any more: a broker has joined that keeps none.
-            fence = waiting[resource].fence
-            if not await self._confirmed_by(deadline, fence, group, resource, is_fenced=False):
-                codes[resource] = REQUEST_TIMED_OUT
+            codes[resource] = await self._see_settled(deadline, waiting[resource].fence, group, resource)
         if holdings.has_ended or not self._member.is_live():
             return dict.fromkeys(taken, COORDINATOR_NOT_AVAILABLE)
         holdings.grant(resource for resource in confirmed if codes[resource] == NONE)
@@ -95,6 +100,16 @@ class Granting:
             if codes[resource] not in (NONE, REQUEST_TIMED_OUT):
                 self._give_up(holdings, resource)
         return codes
+
+    async def _see_settled(self, deadline: float, fence: int, group: str, resource: str) -> int:
+        """An error code for what no broker fences; it may have been taken for fenced when it was confirmed."""
+        try:
+            await self._aftermath.mark(self._member.name)
+        except EtcdError as error:
+            log.warning("own_not_granted", group=group, resource=resource, reason=str(error))
+            return REQUEST_TIMED_OUT
+        is_settled = await self._confirmed_by(deadline, fence, group, resource, is_fenced=False)
+        return NONE if is_settled else REQUEST_TIMED_OUT
 
     def _give_up(self, holdings: Holdings, resource: str) -> None:
         """Invariant 3."""

@@ -68,6 +68,11 @@ class OwnKeys(NamedTuple):
     def members(self) -> str:
         return f"{self.all}-proxies/"
 
+    @property
+    def at_work(self) -> str:
+        """A mark of `kproxy.fencing.aftermath`."""
+        return f"{self.all}-at-work"
+
     def group(self, group: str) -> str:
         """What the keys of a group's claims begin with."""
         return f"{self.claims}{quote(group, safe='')}/"

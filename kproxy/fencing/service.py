@@ -29,6 +29,7 @@ from codec.error_codes import (
     REQUEST_TIMED_OUT,
 )
 from codec.own import WHOLE_GROUP, OwnedResource, OwnRequest, OwnResource, OwnResponse
+from kproxy.fencing.aftermath import Aftermath
 from kproxy.fencing.changes import Changes
 from kproxy.fencing.claiming import Claiming, Outcome
 from kproxy.fencing.desk import ClaimDesk
@@ -103,6 +104,7 @@ class OwnService:
         )
         self._mirror = PrefixMirror(client, [self.table.keys.all], self.table)
         self._claiming = Claiming(client, self.table, self._member, self._changes, wall_clock)
+        self._aftermath = Aftermath(client, self.table, settlement)
         self._granting = Granting(
             self.table,
             self._member,
@@ -110,6 +112,7 @@ class OwnService:
             self.gates,
             self._claiming,
             self._changes,
+            self._aftermath,
             has_fences=lambda: self.has_fences(),
         )
         self._connections: dict[int, Holdings] = {}
@@ -129,7 +132,11 @@ class OwnService:
 
     async def _join(self) -> None:
         await self._mirror.wait_synced()
-        await self._member.run()
+        await self._aftermath.look()
+        try:
+            await self._member.run()
+        finally:
+            await self._aftermath.unmark()
 
     async def _look(self) -> None:
         while True:

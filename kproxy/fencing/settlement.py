@@ -12,7 +12,7 @@ States of a partition of a gated topic
 Transitions
   settled   -> held        `begin`: the connection of a writer ends with something unanswered
   held      -> settled     `done`: answered, and nothing else of the partition is held
-  any       -> uncertain   `note_written_lost`; `note_member_gone`
+  any       -> uncertain   `note_written_lost`; `note_member_gone`; `note_all_gone`
   held, uncertain -> settled   `unsettled_s` after the last such event
 
 Invariants
@@ -172,6 +172,10 @@ class Settlement:
         state = self._members.pop(member, None) or _MemberState()
         claimed = [place for claim in held for place in self.places(*claim)]
         self._is_uncertain([*claimed, *state.taken, *state.unsettled])
+
+    def note_all_gone(self) -> None:
+        """All processes are gone, and nobody knows what they held."""
+        self._is_uncertain([EVERYTHING])
 
     def note_restored(self) -> None:
         """etcd was restored to an earlier state: what is known of other processes is waited for."""

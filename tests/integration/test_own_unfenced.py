@@ -20,6 +20,8 @@ import pytest_asyncio
 
 from codec.error_codes import NONE, POLICY_VIOLATION, REQUEST_TIMED_OUT
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy.fencing.keys import OwnKeys
+from kproxy.ownership.etcd import EtcdClient
 from tests.support.dev import KproxyProcess
 from tests.support.etcd import eventually
 from tests.support.held_bytes import HOST, Way
@@ -197,6 +199,32 @@ async def test_what_a_proxy_that_died_had_under_way_comes_before_the_next_owners
     assert asyncio.get_running_loop().time() - began >= UNSETTLED_S
     assert (await successor.produce(topic, 0, b"next")).error_code == NONE
     assert await site.log(topic, 3) == [b"first", b"last", b"next"]
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def etcd_here(etcd: EmbeddedEtcd) -> AsyncIterator[EtcdClient]:
+    client = EtcdClient([etcd.endpoint])
+    await client.connect()
+    yield client
+    await client.close()
+
+
+async def test_what_all_proxies_had_under_way_when_they_died_is_waited_for(site: Site, etcd_here: EtcdClient) -> None:
+    topic, prefix = site.topic(), f"/alone-{uuid.uuid4().hex}"
+    proxy = await site.proxy(None, prefix)
+    await site.writer(proxy, topic)
+    os.kill(proxy.pid, signal.SIGKILL)
+    async with asyncio.timeout(PATIENCE_S):
+        # Nobody is left who saw it die.
+        while (await etcd_here.get_prefix(OwnKeys(prefix).members)).kvs:
+            await asyncio.sleep(0.1)
+    proxy = await site.proxy(None, prefix)
+    assert await claim(await site.client(proxy), topic) == REQUEST_TIMED_OUT
+    await site.writer(proxy, topic)
+    assert await asyncio.to_thread(proxy.stop) == 0
+    # One that ended in order leaves nothing behind.
+    proxy = await site.proxy(None, prefix)
+    assert await claim(await site.client(proxy), topic) == NONE
 
 
 async def test_owners_take_turns_on_the_partitions_that_the_cluster_names(site: Site) -> None:
