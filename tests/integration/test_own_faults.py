@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -177,6 +178,40 @@ def test_a_stopped_reader_s_proxy_hands_over_nothing_when_it_wakes(own_site: Own
         assert await reads(successor) == NONE
         await successor.close()
         await writer.close()
+        await own_site.until_nothing_is_claimed()
+
+    own_site.run(run())
+
+
+def test_a_reader_is_granted_nothing_before_a_slow_proxy_has_severed_the_last_one(
+    own_site: OwnSite, victim: Victim
+) -> None:
+    topic = own_site.topic("slow to sever")
+
+    async def reads_on(client: OwnClient) -> float:
+        """Until it may not any more; when the last fetch began that it may."""
+        latest = 0.0
+        try:
+            while True:
+                began_at = time.monotonic()
+                if (await client.fetch(topic, 0, 0)).error_code != NONE:
+                    return latest
+                latest = began_at
+        except ConnectionError:
+            return latest
+
+    async def run() -> None:
+        reader, successor = await victim.connect(), await own_site.pool.connect(Place(0, 1))
+        await reader.own("readers", [(f"{topic}/0", 1)])
+        victim.delay(SLOW_S)
+        reading = asyncio.create_task(reads_on(reader))
+        await asyncio.sleep(SLOW_S)
+        (found,) = (await successor.own("readers", [(f"{topic}/0", 1)])).resources
+        granted_at = time.monotonic()
+        assert found.error_code == NONE
+        assert 0 < await asyncio.wait_for(reading, PATIENCE_S) < granted_at
+        victim.delay(0)
+        await successor.close()
         await own_site.until_nothing_is_claimed()
 
     own_site.run(run())
