@@ -56,9 +56,10 @@ class Write(NamedTuple):
 
 
 class Appended(NamedTuple):
-    """It is in the log."""
+    """It is in the log, right behind the record at `after`; -1 for the first."""
 
     offset: int
+    after: int
 
 
 class Refusal(NamedTuple):
@@ -146,7 +147,7 @@ def _write(state: Owned, asked: Write, told: Appended | Refusal | None) -> list[
         return [] if writes and state.owner == asked.connection else [state]
     if not isinstance(told, Appended) or not writes:
         return []
-    in_order = asked.fence <= state.writer_fence and told.offset > state.offset
+    in_order = asked.fence <= state.writer_fence and told.after == state.offset
     return [state._replace(offset=told.offset)] if in_order else []
 
 
@@ -263,6 +264,8 @@ def operations(recorded: Recorded, places: Mapping[bytes, int]) -> list[Operatio
     ends_from = recorded.ends_from
     # Whether somebody has taken the partition, and was not told so, can be seen by his records alone.
     writers = {each.connection for each in recorded.writes if each.value in places}
+    in_order = sorted(places.values())
+    after = dict(zip(in_order, [-1, *in_order], strict=False))
     for claim in recorded.claims:
         is_told = claim.told is not UNKNOWN
         # What nobody was told of may happen so late that once or more often is much the same, and more often is the
@@ -278,7 +281,7 @@ def operations(recorded: Recorded, places: Mapping[bytes, int]) -> list[Operatio
         if place is not None:
             # Whatever was told or not: it was there when the log was read.
             returned = write.returned if write.error_code == error_codes.NONE else recorded.read_at
-            found.append(Operation(write.who, write.called, returned, asked, Appended(place)))
+            found.append(Operation(write.who, write.called, returned, asked, Appended(place, after[place])))
         elif write.error_code == error_codes.POLICY_VIOLATION and write.returned < ends_from[write.connection]:
             # Later it says nothing: what a connection owned may be lost before it is told so.
             found.append(Operation(write.who, write.called, write.returned, asked, Refusal()))
