@@ -9,6 +9,7 @@ from codec.error_codes import (
     INVALID_REQUEST,
     REQUEST_TIMED_OUT,
     TOPIC_AUTHORIZATION_FAILED,
+    UNKNOWN_TOPIC_OR_PARTITION,
     name_of,
 )
 from codec.own import WHOLE_GROUP
@@ -22,6 +23,8 @@ _SENTENCES = {
     "again.",
     INVALID_REQUEST: "{what} cannot be claimed so: this client has claimed in another group on the same connection, or "
     "a name is empty; use one client for each group.",
+    UNKNOWN_TOPIC_OR_PARTITION: "{what} is refused, as no broker has such a partition; look at its number, or add "
+    "partitions to the topic, and ask again.",
     GROUP_AUTHORIZATION_FAILED: "{what} may not be claimed by this user; ask for the right to this group.",
     TOPIC_AUTHORIZATION_FAILED: "{what} may not be claimed by this user; ask for the right to write to this topic.",
 }

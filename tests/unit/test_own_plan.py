@@ -13,6 +13,7 @@ from codec.error_codes import (
     INVALID_REQUEST,
     POLICY_VIOLATION,
     REQUEST_TIMED_OUT,
+    UNKNOWN_TOPIC_OR_PARTITION,
 )
 from kproxy.fencing.client_plan import ClaimPlan, plan_of
 from kproxy.fencing.clients import OwnRefused, own, own_sync
@@ -69,6 +70,7 @@ def test_a_client_that_is_none_is_told_of_the_other_way(owning: Any, other: str)
         (REQUEST_TIMED_OUT, "t/0 of the group g is not granted yet: "),
         (COORDINATOR_NOT_AVAILABLE, "t/0 of the group g cannot be claimed now, as the proxies do not reach etcd; "),
         (INVALID_REQUEST, "t/0 of the group g cannot be claimed so: "),
+        (UNKNOWN_TOPIC_OR_PARTITION, "t/0 of the group g is refused, as no broker has such a partition; "),
         (POLICY_VIOLATION, "t/0 of the group g is refused with POLICY_VIOLATION."),
     ],
 )
