@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from kproxy.config.etcd import etcd_options_from
 from kproxy.errors import StartupError
 
 if TYPE_CHECKING:
-    from kproxy.cli.own_sources import Claims, Told
+    from kproxy.cli.own_sources import Claims
 
 
 @click.group(
@@ -72,7 +72,7 @@ def list_command(context: click.Context, /, group: str | None, as_json: bool, **
         if as_json:
             click.echo(msgspec.json.format(msgspec.json.encode(page), indent=2).decode())
         else:
-            show(page)
+            show(page, group)
 
     claims = _claims(context, where)
     return run_async(lambda: show_once(claims))
@@ -172,7 +172,7 @@ def watch_command(context: click.Context, /, group: str | None, as_json: bool, *
     """
     claims = _claims(context, where)
     try:
-        return run_async(lambda: _follow(claims.follow(group), as_json))
+        return run_async(lambda: _follow(claims, group, as_json))
     except KeyboardInterrupt:
         return 0
 
@@ -193,14 +193,14 @@ def _claims(context: click.Context, where: Mapping[str, str | None]) -> Claims:
     return EtcdClaims(split_list(etcd, "--etcd"), etcd_options_from(etcd_access), prefix or DEFAULT_PREFIX)
 
 
-async def _follow(told: AsyncGenerator[Told], as_json: bool) -> None:
+async def _follow(claims: Claims, group: str | None, as_json: bool) -> None:
     """Until interrupted: a line for each change."""
     from kproxy.cli.own_view import show_change, show_first
     from kproxy.cli.table_sources import Unanswered
     from kproxy.observe.claims import ClaimsPage
 
     started, problem = False, ""
-    async with aclosing(told):
+    async with aclosing(claims.follow(group)) as told:
         async for each in told:
             if isinstance(each, Unanswered):
                 if not started:
@@ -212,7 +212,7 @@ async def _follow(told: AsyncGenerator[Told], as_json: bool) -> None:
             problem = ""
             if isinstance(each, ClaimsPage):
                 started = True
-                show_first(each, as_json)
+                show_first(each, as_json, group)
             else:
                 show_change(each, as_json)
             sys.stdout.flush()

@@ -37,23 +37,23 @@ NO_ADDRESS = "-"
 MAX_SHOWN_WRITER_GROUPS = 10
 
 
-def show(page: ClaimsPage, now_s: float | None = None) -> None:
-    """Print it; `now_s` is the time of day, in seconds since 1970."""
+def show(page: ClaimsPage, group: str | None = None, now_s: float | None = None) -> None:
+    """Print it, which is of one group if named; `now_s` is the time of day, in seconds since 1970."""
     now_ms = int(1000 * (time.time() if now_s is None else now_s))
     rows = [_cells(claim, now_ms) for claim in page.claims]
     if sys.stdout.isatty() and len(rows) <= MAX_BOXED_ROWS:
-        Console().print(_boxed(page, rows))
+        Console().print(_boxed(page, group, rows))
         return
-    click.echo(f"# {headline(page)}")
+    click.echo(f"# {headline(page, group)}")
     click.echo(f"# {members_line(page)}")
     click.echo(f"# {writers_line(page)}")
     echo_columns(HEADINGS, rows)
 
 
-def show_first(page: ClaimsPage, as_json: bool) -> None:
+def show_first(page: ClaimsPage, as_json: bool, group: str | None = None) -> None:
     """What is owned when a watch begins; in JSON as if each claim were a change."""
     if not as_json:
-        show(page)
+        show(page, group)
         return
     for claim in page.claims:
         click.echo(msgspec.json.encode(Change("is owned", claim)))
@@ -92,11 +92,12 @@ def show_freed(order: FreeOrder, outcomes: Sequence[FreeOutcome], as_json: bool)
     return int(bool(problems))
 
 
-def headline(page: ClaimsPage) -> str:
+def headline(page: ClaimsPage, group: str | None = None) -> str:
     """How much is owned, in one line."""
     count, groups = len(page.claims), len({claim.group for claim in page.claims})
     if not count:
-        return f"revision {page.revision}, nobody owns anything"
+        of_group = "" if group is None else f" of group {printable(group)}"
+        return f"revision {page.revision}, nobody owns anything{of_group}"
     return f"revision {page.revision}, {_number(count, 'claim')} in {_number(groups, 'group')}"
 
 
@@ -191,7 +192,7 @@ def _cells(claim: ClaimRow, now_ms: int) -> tuple[str, ...]:
     )
 
 
-def _boxed(page: ClaimsPage, rows: Iterable[tuple[str, ...]]) -> Group:
+def _boxed(page: ClaimsPage, group: str | None, rows: Iterable[tuple[str, ...]]) -> Group:
     grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     shown = [column for column, heading in enumerate(HEADINGS) if heading != _LEFT_OUT]
     for heading in (HEADINGS[column] for column in shown):
@@ -203,14 +204,14 @@ def _boxed(page: ClaimsPage, rows: Iterable[tuple[str, ...]]) -> Group:
         )
     previous = ""
     for row in rows:
-        group, *rest = (row[column] for column in shown)
-        grid.add_row(Text(group if group != previous else ""), *map(Text, rest))
-        previous = group
+        of_group, *rest = (row[column] for column in shown)
+        grid.add_row(Text(of_group if of_group != previous else ""), *map(Text, rest))
+        previous = of_group
     lines = [
         Text(members_line(page), style="dim"),
         Text(writers_line(page), style="bold red" if page.differ else "dim"),
     ]
-    headlined = Text(headline(page), style="bold")
+    headlined = Text(headline(page, group), style="bold")
     if not page.claims:
         return Group(headlined, Text("`kproxy own claim GROUP RESOURCE` claims something.", style="dim"), *lines)
     return Group(headlined, grid, *lines)

@@ -63,6 +63,8 @@ def test_elsewhere_than_on_a_terminal_it_is_plain_columns(capsys: pytest.Capture
         "# revision 100, nobody owns anything",
         "# no proxy offers the Own API",
     ]
+    show(page(), "h")
+    assert capsys.readouterr().out.startswith("# revision 100, nobody owns anything of group h\n")
     assert headline(page(row("a", 1), row("a", 2, group="h"))).endswith("2 claims in 2 groups")
 
 
