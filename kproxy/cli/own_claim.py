@@ -20,6 +20,7 @@ from codec.error_codes import (
     FENCED_INSTANCE_ID,
     NONE,
     REQUEST_TIMED_OUT,
+    THROTTLING_QUOTA_EXCEEDED,
     UNKNOWN_TOPIC_OR_PARTITION,
     name_of,
 )
@@ -213,6 +214,8 @@ def _why_refused(refused: OwnedResource, owners: dict[str, ClaimRow]) -> str:
         return "the proxy gets no answer from etcd; try again"
     if refused.error_code == UNKNOWN_TOPIC_OR_PARTITION:
         return "no broker has such a partition; create the topic, or have a client ask for it, and claim again"
+    if refused.error_code == THROTTLING_QUOTA_EXCEEDED:
+        return "etcd has as many claims as it may; end what claims so much and try again"
     if refused.error_code != FENCED_INSTANCE_ID:
         return f"the proxy answers {name_of(refused.error_code)}"
     owner = owners.get(refused.resource) or owners.get(WHOLE_GROUP)

@@ -8,6 +8,7 @@ from codec.error_codes import (
     GROUP_AUTHORIZATION_FAILED,
     INVALID_REQUEST,
     REQUEST_TIMED_OUT,
+    THROTTLING_QUOTA_EXCEEDED,
     TOPIC_AUTHORIZATION_FAILED,
     UNKNOWN_TOPIC_OR_PARTITION,
     name_of,
@@ -25,6 +26,8 @@ _SENTENCES = {
     "a name is empty; use one client for each group.",
     UNKNOWN_TOPIC_OR_PARTITION: "{what} is refused, as no broker has such a partition; look at its number, or add "
     "partitions to the topic, and ask again.",
+    THROTTLING_QUOTA_EXCEEDED: "{what} cannot be claimed, as etcd has as many claims as it may; end what claims so "
+    "much and ask again.",
     GROUP_AUTHORIZATION_FAILED: "{what} may not be claimed by this user; ask for the right to this group.",
     TOPIC_AUTHORIZATION_FAILED: "{what} may not be claimed by this user; ask for the right to write to this topic.",
 }

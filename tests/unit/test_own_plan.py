@@ -13,6 +13,7 @@ from codec.error_codes import (
     INVALID_REQUEST,
     POLICY_VIOLATION,
     REQUEST_TIMED_OUT,
+    THROTTLING_QUOTA_EXCEEDED,
     UNKNOWN_TOPIC_OR_PARTITION,
 )
 from kproxy.fencing.client_plan import ClaimPlan, plan_of
@@ -71,6 +72,7 @@ def test_a_client_that_is_none_is_told_of_the_other_way(owning: Any, other: str)
         (COORDINATOR_NOT_AVAILABLE, "t/0 of the group g cannot be claimed now, as the proxies do not reach etcd; "),
         (INVALID_REQUEST, "t/0 of the group g cannot be claimed so: "),
         (UNKNOWN_TOPIC_OR_PARTITION, "t/0 of the group g is refused, as no broker has such a partition; "),
+        (THROTTLING_QUOTA_EXCEEDED, "t/0 of the group g cannot be claimed, as etcd has as many claims as it may; "),
         (POLICY_VIOLATION, "t/0 of the group g is refused with POLICY_VIOLATION."),
     ],
 )
