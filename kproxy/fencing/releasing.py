@@ -63,7 +63,9 @@ class Releasing:
     def is_owned(self, topic: str, partition_index: int) -> bool:
         """Whether somebody owns a partition of a gated topic as its writer."""
         group = self._gates.by_topic.get(topic.encode(), "")
-        return self._table.owner(group, f"{topic}/{partition_index}") is not None
+        row = self._table.owner(group, f"{topic}/{partition_index}")
+        # Of what goes with a lease etcd tells in the order of the keys: a member's own goes before its claims.
+        return row is not None and row.owner.proxy in self._table.members
 
     def release(self, rows: Iterable[TableRow], revision: int) -> None:
         """These claims are gone, as of `revision`."""

@@ -1,0 +1,84 @@
+"""Processes that keep claims on one etcd, without brokers: what they tell each other, whatever etcd tells them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+
+import pytest_asyncio
+
+from codec.error_codes import NONE
+from codec.own import OwnRequest, OwnResource
+from kproxy.fencing.granting import Binding
+from kproxy.fencing.keys import OwnKeys
+from kproxy.fencing.releasing import Release
+from kproxy.fencing.service import OwnService
+from kproxy.fencing.settlement import Settlement
+from kproxy.ownership.etcd import EtcdClient
+from tests.support.etcd import eventually, running
+
+GROUP = "writers"
+TTL_S = 5
+
+
+class Site:
+    """Services on one prefix."""
+
+    def __init__(self, client: EtcdClient, prefix: str, stack: AsyncExitStack) -> None:
+        self.client = client
+        self.keys = OwnKeys(prefix)
+        self._prefix = prefix
+        self._stack = stack
+
+    async def service(self, client: EtcdClient | None = None, *, port: int = 1) -> OwnService:
+        """Its brokers know fences, and it is a member."""
+        own = OwnService(
+            client or self.client,
+            self._prefix,
+            "proxy.test",
+            port,
+            ttl_s=TTL_S,
+            writer_groups={"t": GROUP},
+            timeout_s=TTL_S,
+            settlement=Settlement({"t": GROUP}, asyncio.get_running_loop().time, unsettled_s=60.0),
+            counters=Counter(),
+        )
+        own.has_fences = lambda: True
+        await self._stack.enter_async_context(running(own.run()))
+        await own.wait_ready()
+        return own
+
+
+@pytest_asyncio.fixture
+async def site(etcd_client: EtcdClient, etcd_prefix: str) -> AsyncIterator[Site]:
+    async with AsyncExitStack() as stack:
+        yield Site(etcd_client, etcd_prefix, stack)
+
+
+async def bound(bindings: list[Binding], deadline: float) -> dict[tuple[str, int], int]:
+    """Whoever leads takes everything."""
+    return {each[:2]: NONE for each in bindings}
+
+
+async def claim(own: OwnService, resource: str = "t/0", sever: Callable[[str], None] = lambda reason: None) -> int:
+    """A claim of a connection of its own; its fence."""
+    request = OwnRequest(GROUP, (OwnResource(resource, 0),))
+    (owned,) = (await own.own(own.connection("tests", sever), request, bound)).resources
+    assert owned.error_code == NONE
+    return owned.fence
+
+
+async def test_what_a_process_held_whose_lease_has_ended_is_released_by_another(site: Site) -> None:
+    """Of the keys that go with a lease, the process's own is told of first: its claims seem to stand still."""
+    holder, other = await site.service(port=1), await site.service(port=2)
+    released: list[Release] = []
+    other.releasing.tell = released.append
+    fence = await claim(holder)
+    await eventually(lambda: other.table.row(GROUP, "t/0") is not None, what="the other knows of the claim")
+    (kept,) = (await site.client.get_prefix(site.keys.claims)).kvs
+    await site.client.lease_revoke(kept.lease_id)
+    await eventually(lambda: bool(released), what="the partition is released")
+    assert [each[:2] for each in released] == [("t", 0)]
+    assert released[0].revision > fence
