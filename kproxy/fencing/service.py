@@ -117,7 +117,8 @@ class OwnService:
         )
         self._connections: dict[int, Holdings] = {}
         self._last_connection = 0
-        self._is_to_confirm = False
+        # Claims up to here are to be confirmed once the table has all up to it; 0 for none.
+        self._to_confirm = 0
         settlement.on_change = self._settlement_changed
 
     async def run(self) -> None:
@@ -231,7 +232,7 @@ class OwnService:
         if row.owner.proxy == self._member.name:
             self._take_note_of_own(row)
         else:
-            self._is_to_confirm = True
+            self._to_confirm = row.fence
         if before is not None:
             self._lost(before, row)
         if row.resource == WHOLE_GROUP:
@@ -302,13 +303,15 @@ class OwnService:
 
     def batch_told(self) -> None:
         """Invariant 2: whoever lost something is severed by now."""
-        if self._is_to_confirm:
-            self._is_to_confirm = False
+        # A long message comes in parts, and of the first ones the table's revision does not tell yet.
+        if 0 < self._to_confirm <= self.table.revision:
+            self._to_confirm = 0
             self._member.publish()
         self._changes.tell()
 
     def restored(self) -> None:
         """What is claimed in a history that is no more counts for nothing."""
+        self._to_confirm = 0
         self._member.entry_gone(self._member.name)
         self.settlement.note_restored()
         self._lease_lost("etcd was restored")

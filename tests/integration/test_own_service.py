@@ -5,22 +5,26 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest_asyncio
 
 from codec.error_codes import NONE
 from codec.own import OwnRequest, OwnResource
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.fencing.granting import Binding
-from kproxy.fencing.keys import OwnKeys
+from kproxy.fencing.keys import ClaimValue, OwnKeys, encode_value
 from kproxy.fencing.releasing import Release
 from kproxy.fencing.service import OwnService
 from kproxy.fencing.settlement import Settlement
-from kproxy.ownership.etcd import EtcdClient
-from tests.support.etcd import eventually, running
+from kproxy.ownership.etcd import EtcdClient, put_op
+from kproxy.ownership.etcd.mirror import CHUNK_EVENTS
+from tests.support.etcd import Relay, eventually, running
 
 GROUP = "writers"
 TTL_S = 5
+# etcd takes at most 128 operations in a transaction.
+OPERATIONS = 100
 
 
 class Site:
@@ -82,3 +86,38 @@ async def test_what_a_process_held_whose_lease_has_ended_is_released_by_another(
     await eventually(lambda: bool(released), what="the partition is released")
     assert [each[:2] for each in released] == [("t", 0)]
     assert released[0].revision > fence
+
+
+@asynccontextmanager
+async def behind(etcd: EmbeddedEtcd) -> AsyncIterator[tuple[Relay, EtcdClient]]:
+    async with Relay(etcd.endpoint) as relay:
+        client = EtcdClient([relay.endpoint])
+        await client.connect()
+        try:
+            yield relay, client
+        finally:
+            await client.close()
+
+
+async def test_a_claim_is_confirmed_that_is_told_of_in_a_message_of_many_parts(site: Site, etcd: EmbeddedEtcd) -> None:
+    """Who was cut off learns of a claim together with the end of a lease that held more than one part takes."""
+    count = CHUNK_EVENTS + OPERATIONS
+    lease = await site.client.lease_grant(60)
+    value = encode_value(ClaimValue("gone", 1, 1))
+    for start in range(0, count, OPERATIONS):
+        keys = [site.keys.claim("many", f"r{number}") for number in range(start, start + OPERATIONS)]
+        await site.client.txn([], [put_op(key, value, lease.lease_id) for key in keys], [])
+    async with behind(etcd) as (relay, client):
+        cut_off = await site.service(client)
+        assert cut_off.table.count == count
+        await relay.shut()
+        put = await site.client.put(site.keys.claim(GROUP, "r"), encode_value(ClaimValue("somebody", 1, 1)))
+        await site.client.lease_revoke(lease.lease_id)
+        other = await site.service(port=2)
+        await relay.open()
+        await eventually(
+            lambda: any(each.port == 1 and each.seen >= put for each in other.table.members.values()),
+            what="the claim is confirmed",
+        )
+        # Those who were there at the claim are waited for, not those who came back since.
+        assert cut_off.is_live()
