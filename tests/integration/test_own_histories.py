@@ -17,7 +17,7 @@ from random import Random
 import pytest
 import pytest_asyncio
 
-from codec.error_codes import NONE
+from codec.error_codes import NONE, REQUEST_TIMED_OUT
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.ownership.etcd import EtcdClient
 from tests.support.etcd import eventually
@@ -31,7 +31,7 @@ HISTORIES = int(os.environ.get("KPROXY_OWN_HISTORIES", "80"))
 SEED = int(os.environ.get("KPROXY_OWN_SEED", "1"))
 AT_A_TIME = 40
 # Numbers below 0: histories that are told in full, and behind them those of proxies that bind no fences.
-TOLD = 2
+TOLD = 3
 LOWEST = -TOLD - 5 * AT_A_TIME
 
 
@@ -103,6 +103,22 @@ async def test_a_write_under_way_when_its_writer_is_replaced_comes_to_nothing(si
     async with history:
         await replaced_in_mid_write(site, history)
         history.judge_partition(0, await site.log(history.topic, 0, at_least=2), {})
+
+
+async def test_an_owner_whose_way_to_the_broker_is_cut_writes_on_by_another(site: OwnSite) -> None:
+    """What is bound is bound on a connection: on the next one it is bound before anything is written."""
+    history = History(site, -3, SEED)
+    async with history:
+        owner = Member(history, "owner", Random(0))
+        connection = await owner.connect(proxy=0)
+        assert connection is not None
+        await owner.claim(connection, [0], generation=1)
+        for _ in range(3):
+            while [NONE] != (codes := await owner.send(connection, 0)):
+                # What was under way when it was cut; the owner is never refused.
+                assert codes == [REQUEST_TIMED_OUT]
+            await asyncio.gather(*(broker.way.cut() for broker in site.brokers.values()))
+        history.judge_partition(0, await site.log(history.topic, 0, at_least=3), {})
 
 
 async def test_where_no_fence_is_bound_it_gets_through_and_the_judge_sees_it(unbound: OwnSite) -> None:
