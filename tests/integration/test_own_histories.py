@@ -114,7 +114,7 @@ async def test_an_owner_whose_way_to_the_broker_is_cut_writes_on_by_another(site
         assert connection is not None
         await owner.claim(connection, [0], generation=1)
         for _ in range(3):
-            while [NONE] != (codes := await owner.send(connection, 0)):
+            while (codes := await owner.send(connection, 0)) != [NONE]:
                 # What was under way when it was cut; the owner is never refused.
                 assert codes == [REQUEST_TIMED_OUT]
             await asyncio.gather(*(broker.way.cut() for broker in site.brokers.values()))

@@ -9,9 +9,11 @@ what became of those requests is not known.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from math import inf
 from typing import Any, NamedTuple, Self, TypeVar
 
 from codec import control
@@ -71,11 +73,15 @@ class _Expected(NamedTuple):
 
 
 class OwnClient:
-    """One connection. `closed`: it has ended, by `close` or because the other side ended it."""
+    """One connection. `closed`: it has ended, by `close` or because the other side ended it; `closed_at`: when.
+
+    That is time.monotonic's; infinite while it is open.
+    """
 
     def __init__(self, raw: RawClient, client_id: str) -> None:
         self.raw = raw
         self.client_id = client_id
+        self.closed_at = inf
         self._expected: deque[_Expected] = deque()
         self._reading = asyncio.create_task(self._read())
 
@@ -303,6 +309,7 @@ class OwnClient:
             failure = error
             raise
         finally:
+            self.closed_at = time.monotonic()
             self.raw.close()
             while self._expected:
                 waiting = self._expected.popleft().answer

@@ -20,11 +20,14 @@ from tests.support.attempts import Stored
 from tests.support.linearizability import NEVER, UNKNOWN
 from tests.support.own_client import OwnClient, Produced
 from tests.support.own_model import Claimed, Fenced, Granted, Recorded, Written, judge
-from tests.support.own_site import BROKERS, HOST, OwnSite
+from tests.support.own_site import BROKERS, HOST, TTL_S, OwnSite
 
 MEMBERS: Final = 4
 # Above what a proxy takes for a claim that cannot be confirmed.
 ANSWER_S: Final = 8.0
+# What a connection owned may be lost so long before its client learns of it, without a fault: on a busy machine a lease
+# may end, and this process be as late.
+SEVERED_WITHIN_S: Final = 2.0 * TTL_S
 # How long it may take until one who insists owns and writes, once all is well again.
 GOES_ON_S: Final = 30.0
 # Between two steps of one client, in seconds; the last is a standby that wakes up late.
@@ -58,10 +61,8 @@ class Connection:
 
     def may_end_from(self, faults: Mapping[int, float]) -> float:
         """Since when what it owned may have been free; `faults`: since when something may have befallen its proxy."""
-        if self.client.closed and self.closed_at == NEVER:
-            # The other side ended it, who knows when it decided to.
-            return self.since
-        return min(self.closed_at, max(self.since, faults.get(self.proxy, NEVER)))
+        closed_at = self.closed_at if self.closed_at != NEVER else self.client.closed_at - SEVERED_WITHIN_S
+        return max(self.since, min(closed_at, faults.get(self.proxy, NEVER)))
 
 
 class History:
