@@ -110,9 +110,7 @@ async def test_an_owner_whose_way_to_the_broker_is_cut_writes_on_by_another(site
     history = History(site, -3, SEED)
     async with history:
         owner = Member(history, "owner", Random(0))
-        connection = await owner.connect(proxy=0)
-        assert connection is not None
-        await owner.claim(connection, [0], generation=1)
+        connection = await owner.insists(0)
         for _ in range(3):
             while (codes := await owner.send(connection, 0)) != [NONE]:
                 # What was under way when it was cut; the owner is never refused.
@@ -149,20 +147,17 @@ async def test_where_no_fence_is_bound_random_histories_show_it_too(unbound: Own
 async def replaced_in_mid_write(site: OwnSite, history: History) -> None:
     """A write is under way to the broker while its writer is replaced, and arrives there behind the next one's."""
     old, new = (Member(history, name, Random(0)) for name in ("old", "new"))
-    first, second = await old.connect(proxy=0), await new.connect(proxy=1)
-    assert first is not None
-    assert second is not None
     ways = [each.way for each in site.brokers.values()]
-    await old.claim(first, [0], generation=1)
-    assert await old.send(first, 0) == [NONE]
-    ports = await asyncio.to_thread(site.proxies[0].upstream_ports)
+    await old.connect(proxy=0)
+    first = await old.insists(0)
+    ports = await asyncio.to_thread(site.proxies[first.proxy].upstream_ports)
     assert sum(way.hold(ports.__contains__) for way in ways) > 0
     late = asyncio.create_task(old.send(first, 0))
     await eventually(lambda: any(way.held() for way in ways), what="the write is under way")
-    await new.claim(second, [0], generation=2)
+    await new.connect(proxy=1)
+    await new.insists(0)
     assert await first.client.wait_closed(GOES_ON_S), "who lost it is not severed"
     assert await late == [None]
     assert any(way.left_behind() for way in ways)
-    assert await new.send(second, 0) == [NONE]
     site.release()
     await site.all_arrived()
