@@ -116,5 +116,5 @@ def decode_member(value: bytes) -> MemberValue:
 def _decode(value: bytes, kind: type[_Value]) -> _Value:
     try:
         return msgspec.json.decode(value, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"no {kind.__name__}: {error}") from error

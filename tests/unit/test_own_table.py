@@ -173,12 +173,14 @@ def test_nonsense_is_passed_over_and_counted(table: OwnTable) -> None:
         (KEYS.claims + "only-a-group", good.value),
         (KEYS.claims + "g/%zz", good.value),
         (KEYS.member("a"), b"[]"),
+        # Deeper than any decoder goes.
+        (good.key, b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
         (KEYS.all + "ership", b"not ours"),
     ):
         table.on_events([put(KeyValue(key, value, 3, 3, 1, 0))], 3)
     assert not list(table.claims())
     assert not table.members
-    assert table._counters["own.skipped"] == 5
+    assert table._counters["own.skipped"] == 6
 
 
 def test_a_restored_etcd_leaves_nothing(table: OwnTable) -> None:
