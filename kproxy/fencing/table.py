@@ -241,7 +241,11 @@ class OwnTable:
         member = row.owner.proxy
         if member in self.members:
             at, gone = self._last_gone.get(member, (0, []))
-            self._last_gone[member] = (revision, [*gone, row] if at == revision else [row])
+            if at != revision:
+                self._last_gone[member] = revision, [row]
+            else:
+                # In place: a lease may end with a hundred thousand of them.
+                gone.append(row)
         if self.listener is not None:
             self.listener.claim_gone(row, revision)
 
