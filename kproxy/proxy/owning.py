@@ -62,11 +62,21 @@ class Owning:
         self._own = own
         self.holdings = own.connection(client, sever)
         self.binder = Binder(context, connections)
+        self._is_claiming = False
+        # What was read while it claims: whether that may be handed over is known when it has claimed.
+        self._read_meanwhile: list[Callable[[], None]] = []
 
     async def answer(self, frame: memoryview, header: RequestHeader) -> list[Buffer]:
         """The whole answer to an Own request. Raises CodecError."""
         request = parse_own_request(frame, header)
-        response = await self._own.own(self.holdings, request, self._bind)
+        self._is_claiming = True
+        try:
+            response = await self._own.own(self.holdings, request, self._bind)
+        finally:
+            self._is_claiming = False
+            read, self._read_meanwhile = self._read_meanwhile, []
+            for hand_over in read:
+                hand_over()
         body = encode_own_response(response, header.api_version)
         return with_length([response_header(header.api_key, header.api_version, header.correlation_id), body])
 
@@ -79,7 +89,8 @@ class Owning:
     def read(self, request: PartitionedRequest, respond: Respond) -> tuple[Mapping[Entry, int], Respond]:
         """Entries of a fetch request that are refused, with the error code of each, and where its answer is to go.
 
-        What is read while another one claims it is not handed over: the connection ends instead.
+        What is read while another one claims it is not handed over: the connection ends instead. What it claims itself
+        meanwhile waits for that: the answer to the claim comes behind it in any case.
         """
         refused = refused_reads(self._own, self.holdings, request)
         if self.holdings.group is None:
@@ -88,8 +99,10 @@ class Owning:
         def respond_if_still_allowed(answer: list[Buffer]) -> None:
             if refused_reads(self._own, self.holdings, request).keys() <= refused.keys():
                 respond(answer)
+            elif self._is_claiming:
+                self._read_meanwhile.append(lambda: respond_if_still_allowed(answer))
             else:
-                self.holdings.sever("what it was reading was claimed by another")
+                self.holdings.sever("what it was reading was claimed by another, or not granted in time")
 
         return refused, respond_if_still_allowed
 

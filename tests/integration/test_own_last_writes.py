@@ -391,3 +391,31 @@ async def test_a_proxy_that_stops_tells_what_it_leaves_behind(site: Site) -> Non
         await site.proxies[0].listener.stop()
     assert site.unsettled() == [("t", 0)]
     assert await claim(successor) == REQUEST_TIMED_OUT
+
+
+@pytest.mark.parametrize("has_it", [False, True], ids=["it claims it", "it raises its generation"])
+async def test_what_is_read_while_its_reader_claims_it_is_handed_over_once_that_is_granted(
+    site: Site, has_it: bool
+) -> None:
+    reader, own = await site.client(1), site.proxies[1].context.own
+    assert own is not None
+    own._timeout_s = PATIENCE_S
+    generation = 2 if has_it else 1
+    assert (await reader.own(GROUP, [(RESOURCE, 1)] if has_it else [])).error_code == NONE
+    fetched = reader.send_fetch("t", 0, 0)
+    read = await site.broker.next()
+    site.have_patience()
+    last_write = own.settlement.begin("t", 0)
+    claimed = reader.send_own(GROUP, [(RESOURCE, generation)])
+
+    def is_claimed() -> bool:
+        row = own.table.owner(GROUP, RESOURCE)
+        return row is not None and row.generation == generation
+
+    await eventually(is_claimed, what="it is claimed")
+    read.answer()
+    assert not await reader.wait_closed(0.2)
+    assert not fetched.done()
+    own.settlement.done(last_write)
+    assert (await fetched).error_code == NONE
+    assert (await claimed).resources[0].error_code == NONE
