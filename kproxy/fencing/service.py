@@ -119,6 +119,8 @@ class OwnService:
         self._last_connection = 0
         # Claims up to here are to be confirmed once the table has all up to it; 0 for none.
         self._to_confirm = 0
+        # Whoever runs this: where that fails nothing can be claimed any more.
+        self.running: asyncio.Task[None] | None = None
         settlement.on_change = self._settlement_changed
 
     async def run(self) -> None:

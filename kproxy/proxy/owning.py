@@ -176,7 +176,7 @@ async def open_own(
         await connect(client, lambda error: log.debug("etcd_not_connected", reason=str(error)))
         await own.run()
 
-    serving = asyncio.create_task(serve())
+    own.running = serving = asyncio.create_task(serve())
     try:
         if not await in_time(own.wait_ready(), serving, PATIENCE_S):
             log.warning("etcd does not answer: until it does nothing can be claimed", etcd=client.endpoints)

@@ -86,7 +86,10 @@ class _Proxy:
             self._front.ready(f"{config.listen.host}:{port}", opened.ready or etcd)
             failing = asyncio.create_task(membership.failed())
             stack.push_async_callback(cancel, failing)
-            await unless_failed(_reload_at(self._hangup, opened.source), [opened.following, failing])
+            running = [opened.following, failing]
+            if own is not None and own.running is not None:
+                running.append(own.running)
+            await unless_failed(_reload_at(self._hangup, opened.source), running)
 
     def _advertised(self, port: int) -> tuple[str, int]:
         """The address that clients are told; `port` is the one listened on."""

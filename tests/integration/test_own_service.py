@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import pytest_asyncio
 
@@ -19,6 +21,7 @@ from kproxy.fencing.service import OwnService
 from kproxy.fencing.settlement import Settlement
 from kproxy.ownership.etcd import EtcdClient, put_op
 from kproxy.ownership.etcd.mirror import CHUNK_EVENTS
+from tests.support.dev import KproxyProcess
 from tests.support.etcd import Relay, eventually, running
 
 GROUP = "writers"
@@ -121,3 +124,29 @@ async def test_a_claim_is_confirmed_that_is_told_of_in_a_message_of_many_parts(s
         )
         # Those who were there at the claim are waited for, not those who came back since.
         assert cut_off.is_live()
+
+
+FORGETFUL = """
+import sys
+from kproxy.cli import main
+from kproxy.fencing.table import OwnTable
+
+def put(self, kv):
+    raise LookupError(f"a mistake, at {kv.key}")
+
+OwnTable._claim_put = put
+sys.exit(main())
+"""
+
+
+async def test_a_proxy_that_cannot_keep_claims_any_more_ends_and_says_why(site: Site, tmp_path: Path) -> None:
+    """It would serve on, refuse every claim for good, and nobody would know."""
+    arguments = ["serve", "--listen", "127.0.0.1:0", "--etcd", site.client.endpoints, "--prefix", site.keys.prefix]
+    process = KproxyProcess(arguments, tmp_path / "stderr", (sys.executable, "-P", "-c", FORGETFUL))
+    try:
+        await asyncio.to_thread(process.wait_ready)
+        await site.client.put(site.keys.claim(GROUP, "r"), encode_value(ClaimValue("somebody", 1, 1)))
+        assert await asyncio.to_thread(process.wait) != 0
+        assert "a mistake, at " in process.stderr()
+    finally:
+        process.stop()
