@@ -45,7 +45,6 @@ FIRST_NEW_OWNER = 1_000_000
 PRODUCED = (SHAPES[0], SHAPES[2], load.Shape("100 × 1 KiB", 100, 1 << 10, 200))
 ROUNDS = 4
 IDLE_S = 5.0
-SERVE_TIMEOUT_S = 600.0
 
 
 class Report:
