@@ -192,13 +192,11 @@ class OwnService:
         """Serve one Own request of a connection; one at a time for each. `bind` on the connection's own connections."""
         group = request.group
         if not group or holdings.group not in (None, group):
-            self._counters["own.refused"] += 1
-            return OwnResponse(INVALID_REQUEST, group)
+            return self._refused(request, INVALID_REQUEST)
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         while not self.is_ready:
             if not await self._changes.wait(deadline):
-                self._counters["own.timed_out"] += 1
-                return OwnResponse(COORDINATOR_NOT_AVAILABLE, group)
+                return self._refused(request, COORDINATOR_NOT_AVAILABLE)
         holdings.group = group
         asked = request.resources
         if asked is None:
@@ -212,6 +210,10 @@ class OwnService:
         outcomes = await self._claiming.take_all(holdings, wanted, deadline)
         codes = await self._granting.see_granted(holdings, outcomes, bind, deadline)
         return OwnResponse(NONE, group, tuple(self._answer(each.resource, outcomes, codes) for each in asked))
+
+    def _refused(self, request: OwnRequest, error_code: int) -> OwnResponse:
+        self._counters["own.refused"] += 1 if request.resources is None else len(request.resources)
+        return OwnResponse(error_code, request.group)
 
     def _answer(self, resource: str, outcomes: Mapping[str, Outcome], codes: Mapping[str, int]) -> OwnedResource:
         outcome = outcomes.get(resource, Outcome(INVALID_REQUEST))

@@ -1,0 +1,53 @@
+"""What one process answers to claims that it cannot even look at."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import pytest
+
+from codec.error_codes import COORDINATOR_NOT_AVAILABLE, INVALID_REQUEST
+from codec.own import OwnRequest, OwnResource
+from kproxy.fencing.granting import Binding
+from kproxy.fencing.service import OwnService
+from kproxy.fencing.settlement import Settlement
+from kproxy.ownership.etcd import EtcdClient
+
+
+async def bind(bindings: list[Binding], deadline: float) -> dict[tuple[str, int], int]:
+    raise AssertionError("nothing is granted")
+
+
+@pytest.mark.parametrize(
+    ("group", "resources", "error_code", "refused"),
+    [
+        ("g", (OwnResource("a", 1), OwnResource("b", 1)), COORDINATOR_NOT_AVAILABLE, 2),
+        ("g", None, COORDINATOR_NOT_AVAILABLE, 1),
+        ("", (OwnResource("a", 1), OwnResource("b", 1)), INVALID_REQUEST, 2),
+    ],
+)
+async def test_what_is_refused_as_a_whole_is_counted_by_the_resource(
+    group: str, resources: tuple[OwnResource, ...] | None, error_code: int, refused: int
+) -> None:
+    counters = Counter[str]()
+    client = EtcdClient(["http://127.0.0.1:1"])
+    try:
+        own = OwnService(
+            client,
+            "/p",
+            "127.0.0.1",
+            9092,
+            ttl_s=10,
+            writer_groups={},
+            timeout_s=0.01,
+            settlement=Settlement({}, time.monotonic, unsettled_s=60),
+            counters=counters,
+        )
+        holdings = own.connection("client", lambda reason: None)
+        response = await own.own(holdings, OwnRequest(group, resources), bind)
+        assert (response.error_code, response.resources) == (error_code, ())
+        assert holdings.group is None, "it is bound to nothing by that"
+        assert counters == {"own.refused": refused}
+    finally:
+        await client.close()
