@@ -307,7 +307,8 @@ def _values(leader: BrokerProcess) -> list[bytes]:
 
 async def test_without_etcd_a_bind_is_answered_in_time_and_nobody_else_waits(tmp_path: Path) -> None:
     async with own_etcd(tmp_path / "etcd") as (server, etcd_client):
-        options = {"lease_ttl_s": 60, "etcd_timeout_s": 2}
+        # Answered within that, or waiting for it: a busy machine does not make the one look like the other.
+        options = {"lease_ttl_s": 60, "etcd_timeout_s": 4}
         with (
             start_broker(1, tmp_path / "1", server.endpoint, "/p", **options) as broker,
             broker.client() as old,
@@ -327,10 +328,10 @@ async def test_without_etcd_a_bind_is_answered_in_time_and_nobody_else_waits(tmp
                 asked_at = time.monotonic()
                 assert bind(old, "t", fences[0]) == (0, fences[0]), "that asks nobody"
                 assert write(old, "t") == 0, "nobody else waits"
-                assert time.monotonic() - asked_at < 1.5
+                assert time.monotonic() - asked_at < 3.5
                 [bound] = new.bound()
                 assert bound.error_code in (error_codes.REQUEST_TIMED_OUT, error_codes.COORDINATOR_NOT_AVAILABLE)
-                assert time.monotonic() - asked_at < 8
+                assert time.monotonic() - asked_at < 20
                 assert write(old, "t") == 0, "nothing is assumed"
             finally:
                 os.kill(server.pid, signal.SIGCONT)
