@@ -370,7 +370,7 @@ async def test_each_change_is_told_as_it_comes(site: Site, group: str, tmp_path:
 
 async def test_a_watch_is_read_by_people_too(site: Site, group: str, tmp_path: Path) -> None:
     with running(tmp_path, "watch", "--group", group, *site.asks_etcd) as watch:
-        assert (await line_of(watch)).endswith("nobody owns anything")
+        assert (await line_of(watch)).endswith(f"nobody owns anything of group {group}")
         assert "proxies offer the Own API" in await line_of(watch)
         assert (await line_of(watch)).endswith(f"writer groups: {TOPIC}=writers")
         assert (await line_of(watch)).split()[0] == "group"
