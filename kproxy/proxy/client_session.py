@@ -64,9 +64,10 @@ class Slot:
     """The place of one answer in the order of answers.
 
     `weight` is its share of the connection's bytes in flight, `frame_bytes` the request's of what is held in all.
+    `is_allowed` is asked when the answer's turn comes, for one that may be nobody's to have by then.
     """
 
-    __slots__ = ("began", "buffers", "frame_bytes", "session", "weight")
+    __slots__ = ("began", "buffers", "frame_bytes", "is_allowed", "session", "weight")
 
     def __init__(self, session: ClientSession, weight: int, began: float) -> None:
         self.session = session
@@ -75,11 +76,13 @@ class Slot:
         # When the first byte of a produce request came; other requests take as long as they are told to, and have 0.
         self.began = began
         self.buffers: list[Buffer] | None = None
+        self.is_allowed: Callable[[], bool] | None = None
 
-    def fill(self, buffers: list[Buffer]) -> None:
+    def fill(self, buffers: list[Buffer], is_allowed: Callable[[], bool] | None = None) -> None:
         """The whole answer, its length prefix first; nothing for a request that has none and is done with."""
         if buffers:
             self.buffers = buffers
+            self.is_allowed = is_allowed
             self.session.flush()
         else:
             self.session.unload(self)
@@ -320,7 +323,11 @@ class ClientSession(asyncio.BufferedProtocol):
             return
         slots, budget, tally = self._slots, self._budget, self._tally
         while slots and (buffers := slots[0].buffers) is not None:
-            slot = slots.popleft()
+            slot = slots[0]
+            if slot.is_allowed is not None and not slot.is_allowed():
+                self.sever("what it was reading was claimed by another")
+                return
+            slots.popleft()
             self._in_flight_bytes -= slot.weight
             budget.held -= slot.frame_bytes
             if slot.began:

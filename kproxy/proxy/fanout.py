@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from itertools import groupby
-from typing import TypeAlias
 
 from codec.api_keys import PRODUCE
 from codec.error_codes import (
@@ -43,7 +42,7 @@ from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.lane_timer import LaneTimer
 from kproxy.proxy.last_writes import LastWrites, note_lost
 from kproxy.proxy.lookups import OwnerLookups
-from kproxy.proxy.owning import NOTHING_REFUSED, Owning
+from kproxy.proxy.owning import NOTHING_REFUSED, Owning, Respond
 from kproxy.proxy.pieces import Piece, UnderWay, entries_of, ordered_pieces, under_way
 from kproxy.proxy.second_looks import SecondLooks
 from kproxy.proxy.upstream import FLUSH_S, Upstream
@@ -61,9 +60,6 @@ _NONE_HELD: set[Entry] = set()
 _NOTHING_UNDER_WAY: UnderWay = {}
 # A broker has a piece, and its answer does not come any more.
 _MAY_STILL_BE_APPENDED = (retry.CONNECTION_LOST, retry.UNREADABLE)
-
-Respond: TypeAlias = Callable[[list[Buffer]], None]
-"""Takes the whole answer, or nothing once a request that has no answer (acks=0) is done with."""
 
 
 class Fanout:

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from types import MappingProxyType
-from typing import Final
+from typing import Final, Protocol
 
 import structlog
 
@@ -44,7 +44,13 @@ NOTHING_REFUSED: Final[Mapping[Entry, int]] = MappingProxyType({})
 log = structlog.get_logger(__name__)
 
 
-Respond = Callable[[list[Buffer]], None]
+class Respond(Protocol):
+    """Takes the whole answer, or nothing once a request that has no answer (acks=0) is done with.
+
+    `is_allowed` is asked when the answer's turn comes to be written.
+    """
+
+    def __call__(self, answer: list[Buffer], is_allowed: Callable[[], bool] | None = None, /) -> None: ...
 
 
 class Owning:
@@ -96,9 +102,13 @@ class Owning:
         if self.holdings.group is None:
             return refused, respond
 
-        def respond_if_still_allowed(answer: list[Buffer]) -> None:
-            if refused_reads(self._own, self.holdings, request).keys() <= refused.keys():
-                respond(answer)
+        def is_allowed() -> bool:
+            return refused_reads(self._own, self.holdings, request).keys() <= refused.keys()
+
+        def respond_if_still_allowed(answer: list[Buffer], _: Callable[[], bool] | None = None) -> None:
+            if is_allowed():
+                # It may have to wait for answers to what was asked before.
+                respond(answer, is_allowed)
             elif self._is_claiming:
                 self._read_meanwhile.append(lambda: respond_if_still_allowed(answer))
             else:

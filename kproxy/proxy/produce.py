@@ -20,8 +20,8 @@ from codec.primitives import Buffer
 from codec.produce import parse_produce, set_acks
 from codec.produce_response import PRODUCE_API
 from kproxy.proxy.context import ProxyContext
-from kproxy.proxy.fanout import Fanout, Respond
-from kproxy.proxy.owning import NOTHING_REFUSED, refused_writes
+from kproxy.proxy.fanout import Fanout
+from kproxy.proxy.owning import NOTHING_REFUSED, Respond, refused_writes
 from kproxy.routing.retry import deadline_s
 
 _ACKS = (-1, 1, 0)

@@ -14,8 +14,8 @@ from codec.headers import RequestHeader, response_header
 from codec.list_offsets import LIST_OFFSETS_API
 from codec.partitioned import encode_topics, with_length
 from kproxy.proxy.context import ProxyContext
-from kproxy.proxy.fanout import Fanout, Respond
-from kproxy.proxy.owning import NOTHING_REFUSED
+from kproxy.proxy.fanout import Fanout
+from kproxy.proxy.owning import NOTHING_REFUSED, Respond
 from kproxy.proxy.produce import refuse
 
 FETCH_API = FetchApi()

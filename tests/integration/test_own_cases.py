@@ -5,6 +5,8 @@ Every case is taken three times: its connections at two proxies, at two workers 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -104,6 +106,29 @@ def claimed_while_nobody_had_it() -> Step:
         async def check() -> None:
             with pytest.raises(ConnectionError):
                 await fetched
+
+        return check()
+
+    return send
+
+
+def claimed_behind_another_answer() -> Step:
+    """B, bound to the readers, has asked for partition 1, where nothing comes, and behind that for what is in partition
+    0. The answer to that waits for the first when A claims partition 0, and B gets none of it.
+    """
+
+    async def send(run: CaseRun) -> Checked:
+        first = run.clients["B"].send_fetch(run.topic, 1, await run.end_of(1), max_wait_ms=1_500)
+        second = run.clients["B"].send_fetch(run.topic, 0, 0)
+        # By now the broker has answered the second one.
+        await asyncio.sleep(0.3)
+        await (await own("A", [("0", 1)], New(1), group=READERS)(run))
+
+        async def check() -> None:
+            with contextlib.suppress(ConnectionError):
+                await first
+            with pytest.raises(ConnectionError):
+                await second
 
         return check()
 
@@ -534,6 +559,17 @@ CASES = [
             severed("B"),
             reads("A", 0),
             served("A", "C"),
+        ],
+    ),
+    Case(
+        "a reader whose answer waits for another",
+        [
+            own("C", [("0", 1), ("1", 1)], New(1), New(1)),
+            writes("C", 0, 1),
+            own("B", [], group=READERS),
+            claimed_behind_another_answer(),
+            severed("B"),
+            reads("A", 0),
         ],
     ),
 ]
