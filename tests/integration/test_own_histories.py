@@ -74,6 +74,9 @@ async def run_batch(site: OwnSite, histories: list[History], befalling: list[Tro
         site.release()
         await site.all_arrived()
         times.append(time.monotonic())
+        for place, proxy in enumerate(site.proxies):
+            if proxy.has_lost_claims():
+                maker.faults.setdefault(place, times[0])
         counts = sum(await asyncio.gather(*(each.judge(maker.faults) for each in histories)), Counter[str]())
     except BaseException as error:
         error.add_note(f"seed {SEED}, histories from {histories[0].number} on: {'; '.join(map(str, befalling))}")

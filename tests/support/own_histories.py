@@ -25,8 +25,7 @@ from tests.support.own_site import BROKERS, HOST, TTL_S, OwnSite
 MEMBERS: Final = 4
 # Above what a proxy takes for a claim that cannot be confirmed.
 ANSWER_S: Final = 8.0
-# What a connection owned may be lost so long before its client learns of it, without a fault: on a busy machine a lease
-# may end, and this process be as late.
+# What a connection owned may be lost so long before its client learns of it, where nobody knows why.
 SEVERED_WITHIN_S: Final = 2.0 * TTL_S
 # How long it may take until one who insists owns and writes, once all is well again.
 GOES_ON_S: Final = 30.0
@@ -59,9 +58,14 @@ class Connection:
         self.closed_at = min(self.closed_at, now)
         self.client.abort() if abruptly else self.client.raw.close()
 
-    def may_end_from(self, faults: Mapping[int, float]) -> float:
-        """Since when what it owned may have been free; `faults`: since when something may have befallen its proxy."""
-        closed_at = self.closed_at if self.closed_at != NEVER else self.client.closed_at - SEVERED_WITHIN_S
+    def may_end_from(self, faults: Mapping[int, float], reasons: Sequence[float]) -> float:
+        """Since when what it owned may have been free.
+
+        `faults`: since when something may have befallen its proxy. `reasons`: whatever else may have had it severed.
+        """
+        closed_at = self.closed_at
+        if closed_at == NEVER and self.client.closed:
+            closed_at = min(reasons, default=self.client.closed_at - SEVERED_WITHIN_S)
         return max(self.since, min(closed_at, faults.get(self.proxy, NEVER)))
 
 
@@ -161,8 +165,23 @@ class History:
 
     def recorded(self, partition: int, faults: Mapping[int, float]) -> Recorded:
         """All that concerns a partition whose log was just read."""
-        ends_from = {each.name: each.may_end_from(faults) for each in self.connections}
+        ends_from = {each.name: each.may_end_from(faults, self._reasons(each)) for each in self.connections}
         return Recorded(self.claims[partition], self.writes[partition], ends_from, time.monotonic())
+
+    def _reasons(self, connection: Connection) -> list[float]:
+        """Since when its proxy may have had one to sever it: others' claims, and acks=0 that came to nothing."""
+        writes = [each for of_it in self.writes.values() for each in of_it if each.connection == connection.name]
+        return [
+            *(
+                each.called
+                for partition in self.partitions
+                for each in self.claims[partition]
+                if each.connection != connection.name
+                and not isinstance(each.told, Fenced)
+                and each.returned > connection.since
+            ),
+            *(each.called for each in writes if each.error_code is None),
+        ]
 
     def judge_partition(self, partition: int, log: Sequence[Stored], faults: Mapping[int, float]) -> None:
         try:

@@ -53,6 +53,7 @@ class Proxy:
         self._file = file
         self._command = command
         self._starts = 0
+        self._read_to = 0
         self._process: KproxyProcess | None = None
         self._is_killed = False
 
@@ -64,6 +65,7 @@ class Proxy:
     def _start(self) -> None:
         arguments = ["serve", "--config", self._file, "--listen", f"{HOST}:{self.port}", "--etcd", self.way.endpoint]
         self._starts += 1
+        self._read_to = 0
         self._process = KproxyProcess(arguments, self._file.with_suffix(f".{self._starts}.stderr"), self._command)
         self._is_killed = False
 
@@ -90,6 +92,14 @@ class Proxy:
         if self._process is not None and not self._is_killed:
             self.process.signal(signal.SIGKILL)
             self.process.stop()
+
+    def has_lost_claims(self) -> bool:
+        """Whether it has lost some that nobody took, since this was asked last: on a busy machine a lease may end."""
+        with self.process.stderr_path.open("rb") as file:
+            file.seek(self._read_to)
+            found = file.read()
+            self._read_to = file.tell()
+        return any(sign in found for sign in (b"its lease in etcd has ended", b"was freed"))
 
     def upstream_ports(self) -> list[int]:
         """Its ends of all its connections."""
