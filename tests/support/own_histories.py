@@ -20,13 +20,11 @@ from tests.support.attempts import Stored
 from tests.support.linearizability import NEVER, UNKNOWN
 from tests.support.own_client import OwnClient, Produced
 from tests.support.own_model import Claimed, Fenced, Granted, Recorded, Written, judge
-from tests.support.own_site import BROKERS, HOST, TTL_S, OwnSite
+from tests.support.own_site import BROKERS, HOST, OwnSite
 
 MEMBERS: Final = 4
 # Above what a proxy takes for a claim that cannot be confirmed.
 ANSWER_S: Final = 8.0
-# What a connection owned may be lost so long before its client learns of it, where nobody knows why.
-SEVERED_WITHIN_S: Final = 2.0 * TTL_S
 # How long it may take until one who insists owns and writes, once all is well again.
 GOES_ON_S: Final = 30.0
 # Between two steps of one client, in seconds; the last is a standby that wakes up late.
@@ -50,6 +48,8 @@ class Connection:
         self.client = client
         self.since = since
         self.closed_at = NEVER
+        # When it first sent something with acks=0.
+        self.unconfirmed_from = NEVER
         # Of each partition the fence that it was granted last.
         self.fences: dict[int, int] = {}
 
@@ -63,10 +63,8 @@ class Connection:
 
         `faults`: since when something may have befallen its proxy. `reasons`: whatever else may have had it severed.
         """
-        closed_at = self.closed_at
-        if closed_at == NEVER and self.client.closed:
-            closed_at = min(reasons, default=self.client.closed_at - SEVERED_WITHIN_S)
-        return max(self.since, min(closed_at, faults.get(self.proxy, NEVER)))
+        by_proxy = min(reasons, default=NEVER) if self.client.closed else NEVER
+        return max(self.since, min(self.closed_at, by_proxy, faults.get(self.proxy, NEVER)))
 
 
 class History:
@@ -165,23 +163,21 @@ class History:
 
     def recorded(self, partition: int, faults: Mapping[int, float]) -> Recorded:
         """All that concerns a partition whose log was just read."""
-        ends_from = {each.name: each.may_end_from(faults, self._reasons(each)) for each in self.connections}
+        ends_from = {each.name: each.may_end_from(faults, self._reasons(each, partition)) for each in self.connections}
         return Recorded(self.claims[partition], self.writes[partition], ends_from, time.monotonic())
 
-    def _reasons(self, connection: Connection) -> list[float]:
-        """Since when its proxy may have had one to sever it: others' claims, and acks=0 that came to nothing."""
-        writes = [each for of_it in self.writes.values() for each in of_it if each.connection == connection.name]
+    def _reasons(self, connection: Connection, partition: int) -> list[float]:
+        """Since when a proxy may have freed `partition` for severing it, though nobody else had claimed that.
+
+        It lost another one, or acks=0 came to nothing; or its own claim came too late, and was undone.
+        """
         return [
-            *(
-                each.called
-                for partition in self.partitions
-                for each in self.claims[partition]
-                if each.connection != connection.name
-                and not isinstance(each.told, Fenced)
-                and each.returned > connection.since
-            ),
-            *(each.called for each in writes if each.error_code is None),
-        ]
+            each.called
+            for other, claims in self.claims.items()
+            for each in claims
+            if (each.connection == connection.name and other == partition and each.told is UNKNOWN)
+            or (each.connection != connection.name and other != partition and not isinstance(each.told, Fenced))
+        ] + [connection.unconfirmed_from]
 
     def judge_partition(self, partition: int, log: Sequence[Stored], faults: Mapping[int, float]) -> None:
         try:
@@ -343,6 +339,8 @@ class Member:
             except ConnectionError:
                 break
             sent.append((value, called, answer))
+            if acks == 0:
+                connection.unconfirmed_from = min(called, connection.unconfirmed_from)
         codes: list[int | None] = []
         for value, called, answer in sent:
             code, offset = None, -1

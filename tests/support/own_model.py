@@ -75,7 +75,7 @@ class End(NamedTuple):
 class Owned(NamedTuple):
     """`owner` by the claim decided last, and its fence; where nobody was told of that, it is above `fence`.
 
-    `writer` by the claim that has taken the partition last, `offset` of what was written last.
+    `writer` by the claim that has taken the partition last, likewise; `offset` of what was written last.
     """
 
     owner: str = NOBODY
@@ -84,6 +84,7 @@ class Owned(NamedTuple):
     fence_is_known: bool = True
     writer: str = NOBODY
     writer_fence: int = 0
+    writer_fence_is_known: bool = True
     offset: int = -1
 
 
@@ -135,10 +136,12 @@ def _found_again(state: Owned, told: Granted | Fenced | None) -> list[Owned]:
 def _take(state: Owned, asked: Take, told: Granted | None) -> list[Owned]:
     if not isinstance(told, Granted):
         # With which fence is not known; it is above all that were there when it was decided.
-        return [state._replace(writer=asked.connection)] if state.owner == asked.connection else []
-    if told.fence > state.fence or told.fence < state.writer_fence:
+        taken = state._replace(writer=asked.connection, writer_fence_is_known=False)
+        return [taken] if state.owner == asked.connection else []
+    is_decided = told.fence <= state.fence or not state.fence_is_known
+    if not is_decided or told.fence < state.writer_fence:
         return []
-    return [state._replace(writer=asked.connection, writer_fence=told.fence)]
+    return [state._replace(writer=asked.connection, writer_fence=told.fence, writer_fence_is_known=True)]
 
 
 def _write(state: Owned, asked: Write, told: Appended | Refusal | None) -> list[Owned]:
@@ -147,8 +150,8 @@ def _write(state: Owned, asked: Write, told: Appended | Refusal | None) -> list[
         return [] if writes and state.owner == asked.connection else [state]
     if not isinstance(told, Appended) or not writes:
         return []
-    in_order = asked.fence <= state.writer_fence and told.after == state.offset
-    return [state._replace(offset=told.offset)] if in_order else []
+    is_behind_its_fence = asked.fence <= state.writer_fence or not state.writer_fence_is_known
+    return [state._replace(offset=told.offset)] if is_behind_its_fence and told.after == state.offset else []
 
 
 # What was recorded
