@@ -27,7 +27,7 @@ from tests.support.own_model import OwnModel, operations, places
 from tests.support.own_site import UNBOUND, OwnSite, own_site, with_proxies
 from tests.support.own_troubles import HELD_TO_THE_LAST, Trouble, Troublemaker, troubles
 
-HISTORIES = int(os.environ.get("KPROXY_OWN_HISTORIES", "80"))
+HISTORIES = int(os.environ.get("KPROXY_OWN_HISTORIES", "40"))
 SEED = int(os.environ.get("KPROXY_OWN_SEED", "1"))
 AT_A_TIME = 40
 # Numbers below 0: histories that are told in full, and behind them those of proxies that bind no fences.
