@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest_asyncio
 
-from codec.error_codes import NONE
+from codec.error_codes import FENCED_INSTANCE_ID, NONE
 from codec.own import OwnRequest, OwnResource
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.fencing.granting import Binding
@@ -124,6 +124,39 @@ async def test_a_claim_is_confirmed_that_is_told_of_in_a_message_of_many_parts(s
         )
         # Those who were there at the claim are waited for, not those who came back since.
         assert cut_off.is_live()
+
+
+async def test_a_claim_is_decided_on_what_etcd_has_whatever_the_table_says(site: Site) -> None:
+    """A table is behind: neither a refusal nor a grant may come of what it says."""
+    first, late = await site.service(port=1), await site.service(port=2)
+    severed: list[str] = []
+    owner = first.connection("owner", severed.append)
+    for generation in (1, 5):
+        await first.own(owner, OwnRequest(GROUP, (OwnResource("t/0", generation),)), bound)
+    fence = owner.held["t/0"].fence
+    await eventually(lambda: late.table.revision >= fence, what="the other knows of the claim")
+    late.table._groups.clear()
+    asker = late.connection("asker", severed.append)
+    (lower,) = (await late.own(asker, OwnRequest(GROUP, (OwnResource("t/0", 3),)), bound)).resources
+    assert (lower.error_code, severed) == (FENCED_INSTANCE_ID, [])
+    late.table._groups.clear()
+    (equal,) = (await late.own(asker, OwnRequest(GROUP, (OwnResource("t/0", 5),)), bound)).resources
+    assert (equal.error_code, equal.generation) == (NONE, 5)
+    assert equal.fence > fence
+    assert len(severed) == 1
+
+
+async def test_a_claim_is_given_up_only_where_it_is_the_very_one(site: Site) -> None:
+    """The end of a connection may be carried out after somebody else has claimed what it had."""
+    own = await site.service()
+    earlier = await claim(own)
+    later = await claim(own)
+    own._claiming.delete(GROUP, "t/0", earlier)
+    await own.all_freed()
+    assert await site.client.get(site.keys.claim(GROUP, "t/0")) is not None
+    own._claiming.delete(GROUP, "t/0", later)
+    await own.all_freed()
+    assert await site.client.get(site.keys.claim(GROUP, "t/0")) is None
 
 
 FORGETFUL = """
