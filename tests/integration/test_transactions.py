@@ -230,7 +230,12 @@ def consume_with_librdkafka(bootstrap: str, topic: str, count: int) -> list[str]
 
 def consume_with_kafka_python(bootstrap: str, topic: str, count: int) -> list[str]:
     consumer = kafka.KafkaConsumer(
-        topic, bootstrap_servers=bootstrap, group_id=f"kafka-python-{topic}", auto_offset_reset="earliest"
+        topic,
+        bootstrap_servers=bootstrap,
+        group_id=f"kafka-python-{topic}",
+        auto_offset_reset="earliest",
+        # The first broker that it asks may not know of the topic yet; by default it asks again after five minutes.
+        metadata_max_age_ms=1_000,
     )
     try:
         values: list[str] = []
