@@ -14,11 +14,12 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import structlog
 
 from codec.error_codes import COORDINATOR_NOT_AVAILABLE, NONE, REQUEST_TIMED_OUT
+from codec.own import FenceBinding
 from kproxy.fencing.aftermath import Aftermath
 from kproxy.fencing.changes import Changes
 from kproxy.fencing.claiming import Claiming, Outcome
@@ -32,15 +33,7 @@ from kproxy.ownership.etcd import EtcdError
 log = structlog.get_logger(__name__)
 
 
-class Binding(NamedTuple):
-    """A partition and the fence of the claim that its writes are to stand behind."""
-
-    topic: str
-    partition_index: int
-    fence: int
-
-
-Bind = Callable[[list[Binding], float], Coroutine[Any, Any, dict[tuple[str, int], int]]]
+Bind = Callable[[list[FenceBinding], float], Coroutine[Any, Any, dict[tuple[str, int], int]]]
 """Binds partitions at their leaders until a deadline (seconds, the event loop's clock): an error code for each."""
 
 
@@ -80,12 +73,7 @@ class Granting:
             if not await self._confirmed_by(deadline, held.fence, group, resource):
                 codes[resource] = REQUEST_TIMED_OUT
         confirmed = [resource for resource in waiting if codes[resource] == NONE]
-        bindings = {
-            resource: [
-                Binding(*partition, waiting[resource].fence) for partition in self._gates.partitions(group, resource)
-            ]
-            for resource in confirmed
-        }
+        bindings = {resource: self._bindings(group, resource, waiting[resource].fence) for resource in confirmed}
         wanted = [binding for each in bindings.values() for binding in each]
         bound = await bind(wanted, deadline) if wanted else {}
         for resource in confirmed:
@@ -100,6 +88,10 @@ class Granting:
             if codes[resource] not in (NONE, REQUEST_TIMED_OUT):
                 self._give_up(holdings, resource)
         return codes
+
+    def _bindings(self, group: str, resource: str, fence: int) -> list[FenceBinding]:
+        """The partitions whose leaders are to know of a claim."""
+        return [FenceBinding(*partition, fence) for partition in self._gates.partitions(group, resource)]
 
     async def _see_settled(self, deadline: float, fence: int, group: str, resource: str) -> int:
         """An error code for what no broker fences; it may have been taken for fenced when it was confirmed."""

@@ -23,7 +23,6 @@ from codec.own import FenceBinding, encode_own_response, parse_own_request
 from codec.partitioned import PartitionedRequest, with_length
 from codec.primitives import Buffer
 from kproxy.config import ProxyConfig
-from kproxy.fencing.granting import Binding
 from kproxy.fencing.holdings import Holdings
 from kproxy.fencing.service import OwnService
 from kproxy.fencing.settlement import Settlement
@@ -86,11 +85,11 @@ class Owning:
         body = encode_own_response(response, header.api_version)
         return with_length([response_header(header.api_key, header.api_version, header.correlation_id), body])
 
-    async def _bind(self, bindings: list[Binding], deadline: float) -> dict[tuple[str, int], int]:
+    async def _bind(self, bindings: list[FenceBinding], deadline: float) -> dict[tuple[str, int], int]:
         await self._context.versions.current()
         if not self._own.has_fences():
             return {}
-        return await self.binder.bind([FenceBinding(*each) for each in bindings], deadline)
+        return await self.binder.bind(bindings, deadline)
 
     def read(self, request: PartitionedRequest, respond: Respond) -> tuple[Mapping[Entry, int], Respond]:
         """Entries of a fetch request that are refused, with the error code of each, and where its answer is to go.

@@ -10,10 +10,9 @@ from contextlib import asynccontextmanager
 from unittest import mock
 
 from codec.error_codes import FENCED_INSTANCE_ID, INVALID_REQUEST, NONE, THROTTLING_QUOTA_EXCEEDED
-from codec.own import OwnRequest, OwnResource
+from codec.own import FenceBinding, OwnRequest, OwnResource
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.fencing import claiming, service
-from kproxy.fencing.granting import Binding
 from kproxy.fencing.holdings import Holdings
 from kproxy.fencing.service import OwnService
 from kproxy.fencing.settlement import Settlement
@@ -55,7 +54,7 @@ def connection(own: OwnService, severed: list[str]) -> Holdings:
     return holdings
 
 
-async def bind(bindings: list[Binding], deadline: float) -> dict[tuple[str, int], int]:
+async def bind(bindings: list[FenceBinding], deadline: float) -> dict[tuple[str, int], int]:
     raise AssertionError(f"no topic has a writer group here: {bindings}")
 
 

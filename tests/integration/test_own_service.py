@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest_asyncio
 
 from codec.error_codes import FENCED_INSTANCE_ID, NONE
-from codec.own import OwnRequest, OwnResource
+from codec.own import FenceBinding, OwnRequest, OwnResource
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.fencing.granting import Binding
 from kproxy.fencing.keys import ClaimValue, OwnKeys, encode_value
 from kproxy.fencing.releasing import Release
 from kproxy.fencing.service import OwnService
@@ -64,7 +63,7 @@ async def site(etcd_client: EtcdClient, etcd_prefix: str) -> AsyncIterator[Site]
         yield Site(etcd_client, etcd_prefix, stack)
 
 
-async def bound(bindings: list[Binding], deadline: float) -> dict[tuple[str, int], int]:
+async def bound(bindings: list[FenceBinding], deadline: float) -> dict[tuple[str, int], int]:
     """Whoever leads takes everything."""
     return {each[:2]: NONE for each in bindings}
 

@@ -8,14 +8,13 @@ from collections import Counter
 import pytest
 
 from codec.error_codes import COORDINATOR_NOT_AVAILABLE, INVALID_REQUEST
-from codec.own import OwnRequest, OwnResource
-from kproxy.fencing.granting import Binding
+from codec.own import FenceBinding, OwnRequest, OwnResource
 from kproxy.fencing.service import OwnService
 from kproxy.fencing.settlement import Settlement
 from kproxy.ownership.etcd import EtcdClient
 
 
-async def bind(bindings: list[Binding], deadline: float) -> dict[tuple[str, int], int]:
+async def bind(bindings: list[FenceBinding], deadline: float) -> dict[tuple[str, int], int]:
     raise AssertionError("nothing is granted")
 
 
