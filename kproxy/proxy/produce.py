@@ -50,7 +50,8 @@ def produce(
     refused = NOTHING_REFUSED
     if context.own is not None and context.own.gated:
         refused = refused_writes(context.own, fanout.owning.holdings if fanout.owning is not None else None, request)
-        context.counters["own.gated"] += len(refused)
+        if refused:
+            context.counters["own.gated"] += len(refused)
     if acks == 0 and (context.confirm_acks0 or _is_gated(context, request)):
         set_acks(request, 1)
     fanout.submit(PRODUCE_API, request, deadline=deadline, respond=respond, silent=acks == 0, refused=refused)
