@@ -58,7 +58,8 @@ async def test_renewals_keep_a_lease_and_report_the_time_they_were_sent(tmp_path
     assert renewals.ttls == {lease.ttl_s}
     assert all(started <= sent_at <= ended for sent_at in renewals.sent_at)
     gaps = [later - earlier for earlier, later in zip(renewals.sent_at, renewals.sent_at[1:], strict=False)]
-    assert min(gaps) >= lease.ttl_s / lease_module.RENEWALS_PER_TTL
+    # A sleep ends up to a clock's tick early, and times are noted on either side of it: no gap is exact.
+    assert min(gaps) >= 0.9 * lease.ttl_s / lease_module.RENEWALS_PER_TTL
     assert max(gaps) < lease.ttl_s
 
 

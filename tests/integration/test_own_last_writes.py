@@ -179,7 +179,7 @@ async def test_what_is_lost_with_its_connection_is_waited_for(site: Site, acks: 
         (await site.broker.next()).answer()
     assert await claim(successor) == REQUEST_TIMED_OUT
     await claim_until_granted(successor)
-    assert asyncio.get_running_loop().time() - began >= UNSETTLED_S
+    assert asyncio.get_running_loop().time() - began >= 0.95 * UNSETTLED_S
 
 
 async def test_what_is_lost_after_its_writer_has_gone_is_waited_for_from_then_on(site: Site) -> None:
@@ -189,7 +189,7 @@ async def test_what_is_lost_after_its_writer_has_gone_is_waited_for_from_then_on
     began = asyncio.get_running_loop().time()
     asked.connection.abort()
     await claim_until_granted(successor)
-    assert asyncio.get_running_loop().time() - began >= UNSETTLED_S
+    assert asyncio.get_running_loop().time() - began >= 0.95 * UNSETTLED_S
 
 
 async def test_what_is_never_answered_is_waited_for_for_a_time(site: Site) -> None:
@@ -198,7 +198,7 @@ async def test_what_is_never_answered_is_waited_for_for_a_time(site: Site) -> No
     began = asyncio.get_running_loop().time()
     await owner.close()
     await claim_until_granted(successor)
-    assert asyncio.get_running_loop().time() - began >= UNSETTLED_S
+    assert asyncio.get_running_loop().time() - began >= 0.95 * UNSETTLED_S
     await asked.connection.until_closed()
 
 

@@ -177,7 +177,7 @@ async def test_what_was_lost_on_its_way_is_waited_for_for_a_time(site: Site) -> 
     assert (await lost).error_code == REQUEST_TIMED_OUT
     assert await claim(successor, topic) == REQUEST_TIMED_OUT
     await claim_until_granted(successor, topic)
-    assert asyncio.get_running_loop().time() - began >= UNSETTLED_S
+    assert asyncio.get_running_loop().time() - began >= 0.95 * UNSETTLED_S
     assert (await successor.produce(topic, 0, b"next")).error_code == NONE
     assert await site.log(topic, 2) == [b"first", b"next"]
 
@@ -196,7 +196,7 @@ async def test_what_a_proxy_that_died_had_under_way_comes_before_the_next_owners
         assert await claim(successor, topic) == REQUEST_TIMED_OUT
     site.release()
     await claim_until_granted(successor, topic)
-    assert asyncio.get_running_loop().time() - began >= UNSETTLED_S
+    assert asyncio.get_running_loop().time() - began >= 0.95 * UNSETTLED_S
     assert (await successor.produce(topic, 0, b"next")).error_code == NONE
     assert await site.log(topic, 3) == [b"first", b"last", b"next"]
 
