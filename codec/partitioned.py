@@ -146,18 +146,18 @@ class PartitionedResponse:
 class PlainAnswer:
     """An answer that is known but for some bytes of each entry: what is awaited, to be compared with what comes."""
 
-    __slots__ = ("_body", "_entries", "_size", "_texts")
+    __slots__ = ("_body", "_entries", "_size", "_texts", "gaps")
 
     def __init__(self, texts: Sequence[bytes], gap: int, *, before: int, after: int) -> None:
         """`texts` are the bytes awaited behind the correlation_id, with `gap` unknown ones after each but the last.
 
-        An entry is a gap with so many bytes `before` and `after` it.
+        An entry is a gap with so many bytes `before` and `after` it. `gaps` says where in the frame they begin.
         """
         lengths = tuple(map(len, texts))
         self._texts = tuple(texts)
-        self._body, gaps = _texts_and_gaps(lengths, gap)
+        self._body, self.gaps = _texts_and_gaps(lengths, gap)
         self._size = _RESPONSE_BODY_OFFSET + self._body.size
-        self._entries = [(start - before, start + gap + after) for start in gaps]
+        self._entries = [(start - before, start + gap + after) for start in self.gaps]
 
     def is_met(self, frame: memoryview) -> bool:
         """Whether this is the answer that came."""

@@ -145,6 +145,8 @@ class ClientSession(asyncio.BufferedProtocol):
         self._outbox = Outbox(asyncio.get_running_loop(), self._transport)
         peer = transport.get_extra_info("peername")
         self._peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else str(peer)
+        if self._fanout.acks is not None:
+            self._fanout.acks.peer = self._peer
 
     def get_buffer(self, sizehint: int) -> memoryview:
         budget = self._budget

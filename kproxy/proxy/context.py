@@ -12,6 +12,7 @@ from codec.api_keys import FIND_COORDINATOR, INIT_PRODUCER_ID, OWN
 from codec.framing import ReceiveArena
 from kproxy.config import Limits
 from kproxy.fencing.service import OwnService
+from kproxy.observe.audit.trail import Trail
 from kproxy.observe.tally import Tally
 from kproxy.proxy.breaker import Breakers
 from kproxy.proxy.broker_versions import BrokerVersions
@@ -62,6 +63,8 @@ class ProxyContext:
     coordinators: Coordinators | LeasedCoordinators = field(default_factory=Coordinators)
     # What claims are made with (the Own API); None where there is no etcd to keep them.
     own: OwnService | None = None
+    # What is acknowledged is noted here; None: it is not.
+    trail: Trail | None = None
     versions: BrokerVersions = field(init=False)
     breakers: Breakers = field(init=False)
     budget: Budget = field(init=False)

@@ -37,6 +37,7 @@ from codec.partitioned import (
 )
 from codec.primitives import Buffer
 from kproxy.fencing.settlement import Settlement
+from kproxy.observe.audit.acked import ConnectionAcks, NotedPart
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.lane_timer import LaneTimer
@@ -49,7 +50,7 @@ from kproxy.proxy.upstream import FLUSH_S, Upstream
 from kproxy.routing import retry
 from kproxy.routing.identity import is_recognisable, lane_key
 from kproxy.routing.lanes import Item, Lanes
-from kproxy.routing.merge import Exchange, answers_in_order, match_results
+from kproxy.routing.merge import Exchange, Matched, answers_in_order, match_results
 from kproxy.routing.routes import Routes
 from kproxy.routing.split import Entry, Selection, add_entry, split
 from kproxy.routing.topology import NO_OWNER, Topology
@@ -81,7 +82,11 @@ class Fanout:
         self._on_undeliverable = on_undeliverable
         self._lanes = Lanes()
         self._busy_lanes = self._lanes.table
-        self._routes: Routes[Upstream] = Routes(context.topology)
+        # What of its acknowledgements is noted, where the proxy keeps a trail of them.
+        self.acks = context.trail.connection(context.topology) if context.trail is not None else None
+        self._routes: Routes[Upstream, NotedPart] = Routes(
+            context.topology, self.acks.part if self.acks is not None else None
+        )
         # What lanes let go in the course of an event; it is sent at the event's end.
         self._released: list[Item] = []
         self._open: dict[int, tuple[Exchange, Respond]] = {}
@@ -173,13 +178,13 @@ class Fanout:
             if part.connection.closed:
                 return False
         if len(plan) == 1:
-            upstream, _, plain = plan[0]
-            piece = Piece(self, exchange, upstream, None, self._topology.revision, plain)
+            upstream, _, plain, noted = plan[0]
+            piece = Piece(self, exchange, upstream, None, self._topology.revision, plain, noted)
             upstream.forward(piece, exchange.request.frame)
             return True
         self._context.counters["splits"] += 1
-        for upstream, selection, plain in plan:
-            self._send_part(exchange, upstream, selection, share=len(plan), plain=plain)
+        for upstream, selection, plain, noted in plan:
+            self._send_part(exchange, upstream, selection, share=len(plan), plain=plain, noted=noted)
         return True
 
     def _send(self, exchange: Exchange, owner: int, selection: Selection, *, whole: bool, share: int) -> None:
@@ -212,10 +217,11 @@ class Fanout:
         *,
         share: int,
         plain: PlainAnswer | None = None,
+        noted: NotedPart | None = None,
     ) -> None:
         correlation_id = upstream.next_correlation_id()
         buffers = exchange.splitter(share).part(selection, correlation_id)
-        piece = Piece(self, exchange, upstream, selection, self._topology.revision, plain)
+        piece = Piece(self, exchange, upstream, selection, self._topology.revision, plain, noted)
         upstream.send(piece, correlation_id, buffers)
 
     def _probe_new_routes(self, exchange: Exchange, upstream: Upstream, selection: Selection) -> None:
@@ -338,6 +344,8 @@ class Fanout:
         try:
             response = exchange.api.parse_response(frame, exchange.request.header.api_version)
             if piece.whole and not self._lanes and self._passes_through(exchange, response):
+                if exchange.is_ordered and self.acks is not None:
+                    self._note(piece, frame, match_results(exchange, piece.selection, response))
                 self._pass_through(exchange, frame)
                 return
             matched = [] if response.error_code else match_results(exchange, piece.selection, response)
@@ -349,6 +357,7 @@ class Fanout:
         if response.error_code:
             self.fail_piece(piece, response.error_code)
             return
+        self._note(piece, frame, matched)
         failures = []
         for entry, error_code, topic, ordinal in matched:
             result = frame[topic.starts[ordinal] : topic.ends[ordinal]]
@@ -374,15 +383,39 @@ class Fanout:
         if piece.part is None:
             if exchange.throttle_time_ms or not plain.is_met(frame):
                 return False
+            if self.acks is not None and not exchange.is_silent:
+                self._note_plain(self.acks, piece, plain, frame)
             self._pass_through(exchange, frame)
             return True
         results = plain.results(frame)
         if results is None:
             return False
+        if self.acks is not None and not exchange.is_silent:
+            self._note_plain(self.acks, piece, plain, frame)
         exchange.take_all(piece.part, results)
         if exchange.open_count == 0:
             self._finish(exchange)
         return True
+
+    def _note_plain(self, acks: ConnectionAcks, piece: Piece, plain: PlainAnswer, frame: memoryview) -> None:
+        """Note for the audit what a plain answer acknowledges."""
+        noted = piece.noted
+        if noted is None:
+            # Not sent by a plan.
+            request = piece.exchange.request
+            noted = acks.part(piece.upstream, request, piece.selection, plain, piece.routed_at)
+        if noted is not None:
+            noted.note(piece.exchange, frame)
+
+    def _note(self, piece: Piece, frame: memoryview, matched: Matched) -> None:
+        """Note for the audit what an answer acknowledges to a client that is still waiting for it."""
+        exchange = piece.exchange
+        if self.acks is None or exchange.sequence not in self._open or not exchange.is_ordered:
+            return
+        for entry, error_code, topic, ordinal in matched:
+            if not error_code:
+                result = frame[topic.starts[ordinal] : topic.ends[ordinal]]
+                self.acks.note(exchange, entry, piece.upstream.owner, piece.routed_at, result)
 
     def _passes_through(self, exchange: Exchange, response: PartitionedResponse) -> bool:
         return (

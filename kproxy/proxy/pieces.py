@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable
 from typing import Protocol
 
 from codec.partitioned import PlainAnswer
+from kproxy.observe.audit.acked import NotedPart
 from kproxy.proxy.upstream import Upstream
 from kproxy.routing import retry
 from kproxy.routing.identity import lane_key
@@ -36,10 +37,10 @@ class Piece:
     """The ticket of one broker's answer. `routed_at` is the topology's revision when it was sent.
 
     One with no `part` is the `whole` of its exchange. `plain` is the answer to it when all goes well, where it is known
-    already.
+    already, and `noted` says what of that is noted for the audit.
     """
 
-    __slots__ = ("exchange", "expects_answer", "keeper", "part", "plain", "routed_at", "upstream")
+    __slots__ = ("exchange", "expects_answer", "keeper", "noted", "part", "plain", "routed_at", "upstream")
 
     def __init__(
         self,
@@ -49,6 +50,7 @@ class Piece:
         part: Selection | None,
         routed_at: int,
         plain: PlainAnswer | None = None,
+        noted: NotedPart | None = None,
     ) -> None:
         self.keeper = keeper
         self.exchange = exchange
@@ -56,6 +58,7 @@ class Piece:
         self.part = part
         self.routed_at = routed_at
         self.plain = plain
+        self.noted = noted
         self.expects_answer = exchange.request.acks != 0
 
     @property

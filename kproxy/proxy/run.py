@@ -21,9 +21,11 @@ from kproxy.errors import StartupError
 from kproxy.fencing.desk import ClaimDesk
 from kproxy.fencing.service import OwnService
 from kproxy.observe.admin import Unanswered
+from kproxy.observe.audit.trail import Trail
 from kproxy.observe.claims import NotOffered
 from kproxy.observe.table import TableView
 from kproxy.observe.tally import Tally
+from kproxy.proxy.auditing import open_trail
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.front import Front, OwnFront, OwnPages
 from kproxy.proxy.membership import Membership
@@ -74,7 +76,10 @@ class _Proxy:
             opened = self._opened = await stack.enter_async_context(open_source(config, self._topology, self._wait))
             membership = self._membership = await stack.enter_async_context(self._open_membership(port))
             own = self._own = await stack.enter_async_context(open_own(config, *self._advertised(port), self._counters))
-            context = self._context(opened, membership, own)
+            trail = await stack.enter_async_context(
+                open_trail(config, "{}:{}".format(*self._advertised(port)), self._counters)
+            )
+            context = self._context(opened, membership, own, trail)
             await stack.enter_async_context(attach(own, context))
             stack.push_async_callback(self._listener.stop)
             await self._listener.serve(context)
@@ -102,7 +107,9 @@ class _Proxy:
         registers = not self._front.shares_port
         return Membership(self._config, host, advertised_port, counters=self._counters, registers=registers)
 
-    def _context(self, opened: OpenSource, membership: Membership, own: OwnService | None) -> ProxyContext:
+    def _context(
+        self, opened: OpenSource, membership: Membership, own: OwnService | None, trail: Trail
+    ) -> ProxyContext:
         context = ProxyContext(
             topology=self._topology,
             source=opened.source,
@@ -112,6 +119,7 @@ class _Proxy:
             producer_ids=opened.producer_ids,
             coordinators=opened.coordinators,
             own=own,
+            trail=trail,
             limits=self._config.limits,
             clock=time.monotonic,
             random=self._random,

@@ -211,10 +211,12 @@ class Exchange:
         return [_START.pack(length, request.header.correlation_id), *parts]
 
 
-def match_results(
-    exchange: Exchange, selection: Selection, response: PartitionedResponse
-) -> list[tuple[Entry, int, TopicSpan, int]]:
-    """Each selected entry with its result: (entry, error_code, topic of the answer, ordinal within that).
+Matched = list[tuple[Entry, int, TopicSpan, int]]
+"""Entries with their results: (entry, error_code, topic of the answer, ordinal within that)."""
+
+
+def match_results(exchange: Exchange, selection: Selection, response: PartitionedResponse) -> Matched:
+    """Each selected entry with its result.
 
     Raises InvalidField where the answer lacks one of them, has one that was not asked for, or has one twice.
     """
@@ -224,7 +226,7 @@ def match_results(
             if (topic.name, partition_index) in found:
                 raise InvalidField(f"the answer has partition {partition_index} of {topic.name!r} twice")
             found[topic.name, partition_index] = (topic, ordinal)
-    matched = []
+    matched: Matched = []
     for topic_place, ordinals in selection:
         asked = exchange.request.topics[topic_place]
         for ordinal in ordinals:

@@ -12,7 +12,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from codec.partitioned import PartitionedApi, PartitionedRequest, PlainAnswer, TopicSpan
@@ -20,34 +20,44 @@ from kproxy.routing.split import Selection, add_entry
 from kproxy.routing.topology import Topology
 
 Connection = TypeVar("Connection")
+Kept = TypeVar("Kept")
 # So many partitions are in the plans that are kept.
 MAX_PLANNED_PARTITIONS = 512
 
 
-class Part(NamedTuple, Generic[Connection]):
-    """What of a request goes over one connection, and the answer to it when all goes well."""
+class Part(NamedTuple, Generic[Connection, Kept]):
+    """What of a request goes over one connection, the answer to it when all goes well, and what is kept with it."""
 
     connection: Connection
     selection: Selection
     plain: PlainAnswer | None
+    kept: Kept | None
 
 
-Plan: TypeAlias = Sequence[Part[Connection]]
+Plan: TypeAlias = Sequence[Part[Connection, Kept]]
 
 
-class Routes(Generic[Connection]):
-    """The proven routes of one client connection. An upstream connection is any object, compared by identity."""
+class Routes(Generic[Connection, Kept]):
+    """The proven routes of one client connection. An upstream connection is any object, compared by identity.
 
-    def __init__(self, topology: Topology) -> None:
+    `keep` makes what is kept with a part, for as long as its plan is.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        keep: Callable[[Connection, PartitionedRequest, Selection, PlainAnswer | None], Kept | None] | None = None,
+    ) -> None:
         self._topology = topology
+        self._keep = keep
         # By topic and partition index.
         self._proven: dict[bytes, dict[int, Connection]] = {}
         self._revisions: dict[tuple[bytes, int], int] = {}
         # Clients ask for the same again and again. By version, topics and partitions, as a request names them.
-        self._plans: dict[Hashable, Plan[Connection]] = {}
+        self._plans: dict[Hashable, Plan[Connection, Kept]] = {}
         self._planned = 0
 
-    def plan(self, api: PartitionedApi, request: PartitionedRequest) -> Plan[Connection]:
+    def plan(self, api: PartitionedApi, request: PartitionedRequest) -> Plan[Connection, Kept]:
         """What of a request goes over which connection and may be pipelined there; nothing where some partition's route
         is new.
         """
@@ -67,7 +77,7 @@ class Routes(Generic[Connection]):
                 self._plans[shape] = plan
         return plan
 
-    def _make_plan(self, api: PartitionedApi, request: PartitionedRequest) -> Plan[Connection]:
+    def _make_plan(self, api: PartitionedApi, request: PartitionedRequest) -> Plan[Connection, Kept]:
         selections: dict[Connection, Selection] = {}
         for topic_place, topic in enumerate(request.topics):
             proven = self._proven.get(topic.name)
@@ -78,10 +88,12 @@ class Routes(Generic[Connection]):
                 if connection is None:
                     return ()
                 add_entry(selections.setdefault(connection, []), topic_place, ordinal)
-        return [
-            Part(connection, selection, api.plain_answer(request, selection))
-            for connection, selection in selections.items()
-        ]
+        parts = []
+        for connection, selection in selections.items():
+            plain = api.plain_answer(request, selection)
+            kept = self._keep(connection, request, selection, plain) if self._keep is not None else None
+            parts.append(Part(connection, selection, plain, kept))
+        return parts
 
     def all_proven(self, topic: TopicSpan, ordinals: Iterable[int], connection: Connection) -> bool:
         """Whether these partitions of a request may be pipelined on `connection`."""

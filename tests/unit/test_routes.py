@@ -22,12 +22,12 @@ def _request(topics: dict[str, list[int]], version: int = 9) -> PartitionedReque
     return parse_produce(frame, head_of(frame))
 
 
-def _proven() -> tuple[Topology, Routes[str]]:
+def _proven() -> tuple[Topology, Routes[str, None]]:
     """Everything of TOPICS is proven: even partitions on one connection, odd ones on another."""
     topology = Topology()
     for broker in (1, 2):
         topology.set_broker(broker, Address("localhost", broker))
-    routes: Routes[str] = Routes(topology)
+    routes: Routes[str, None] = Routes(topology)
     for name, partitions in TOPICS.items():
         for index in partitions:
             topology.set_owner(name.encode(), index, index % 2 + 1, revision=1)
@@ -35,7 +35,7 @@ def _proven() -> tuple[Topology, Routes[str]]:
     return topology, routes
 
 
-def _ways(routes: Routes[str], request: PartitionedRequest) -> dict[tuple[bytes, int], str]:
+def _ways(routes: Routes[str, None], request: PartitionedRequest) -> dict[tuple[bytes, int], str]:
     return {
         (request.topics[place].name, request.topics[place].partitions[ordinal]): part.connection
         for part in routes.plan(PRODUCE_API, request)
@@ -83,18 +83,18 @@ def test_another_version_is_answered_otherwise() -> None:
     assert old.plain is not new.plain
 
 
-def _moves(topology: Topology, routes: Routes[str]) -> None:
+def _moves(topology: Topology, routes: Routes[str, None]) -> None:
     version = topology.version
     topology.set_owner(b"a", 1, 1, revision=2)
     routes.forget_outdated(topology.moved_since(version))
 
 
-def _returns(topology: Topology, routes: Routes[str]) -> None:
+def _returns(topology: Topology, routes: Routes[str, None]) -> None:
     _moves(topology, routes)
     routes.prove(b"a", 1, "other", routed_at=2)
 
 
-def _reconnects(topology: Topology, routes: Routes[str]) -> None:
+def _reconnects(topology: Topology, routes: Routes[str, None]) -> None:
     routes.prove(b"a", 1, "other", routed_at=1)
 
 
@@ -103,7 +103,7 @@ def _reconnects(topology: Topology, routes: Routes[str]) -> None:
     [(_moves, None), (_returns, "other"), (_reconnects, "other")],
     ids=["moves", "returns", "reconnects"],
 )
-def test_no_plan_outlives_a_change(change: Callable[[Topology, Routes[str]], None], way: str | None) -> None:
+def test_no_plan_outlives_a_change(change: Callable[[Topology, Routes[str, None]], None], way: str | None) -> None:
     topology, routes = _proven()
     assert _ways(routes, _request({"a": [0, 1]}))
     change(topology, routes)

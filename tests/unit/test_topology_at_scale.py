@@ -132,7 +132,7 @@ def test_a_route_is_new_again_once_its_partition_has_moved_and_only_then(
     moved: Sequence[tuple[bytes, int]] | None,
 ) -> None:
     topology = Topology()
-    routes: Routes[str] = Routes(topology)
+    routes: Routes[str, None] = Routes(topology)
     for index in range(3):
         topology.set_owner(b"t", index, 1, index + 1)
         routes.prove(b"t", index, "connection", 9)

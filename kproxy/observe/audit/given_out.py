@@ -1,0 +1,260 @@
+"""The offsets of a partition that this process has seen given out: an offset that is given out twice is told at once.
+
+That is what two owners of one partition do to it (split brain), and a new owner that lacks what an earlier one had
+acknowledged. An idempotent batch that is sent again gets its first offset again, and that is none.
+
+Invariants
+1. The intervals are disjoint and in order, neighbours are one, and there are at most MAX_INTERVALS of them: the lowest
+   go first. What lies below `floor` is not known any more, and not judged.
+2. An offset is reported once for each time it is given out again.
+3. A partition of a topic that was made anew is another partition. Where topics have no ids, offset 0 tells that.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import compress, pairwise
+from operator import le, ne
+from typing import Final, NamedTuple
+
+from codec.record_batch import NO_PRODUCER_ID
+from kproxy.observe.audit.folding import Chunk, extend_spans
+
+MAX_INTERVALS: Final = 64
+# So many chunks are remembered of a partition, to name who had an offset first; and so many spans of each.
+MAX_REMEMBERED: Final = 16
+MAX_SPANS_REMEMBERED: Final = 64
+# So many partitions are remembered; the one that was written to longest ago goes first.
+MAX_PARTITIONS: Final = 20_000
+_SEQUENCES = 1 << 31
+
+
+class Giver(NamedTuple):
+    """Who gave out offsets, to whom: the broker, the revision of its ownership, and the client's connection."""
+
+    owner: int
+    revision: int
+    connection: int
+    client: str
+
+
+class Overlap(NamedTuple):
+    """Offsets from `first_offset` to `last_offset` that were given out before.
+
+    `earlier` None: they were, but it is not known any more by whom.
+    """
+
+    topic: str
+    partition: int
+    first_offset: int
+    last_offset: int
+    giver: Giver
+    earlier: Giver | None
+
+
+class _Remembered:
+    """A chunk that was noted, for as long as it may have to be named."""
+
+    __slots__ = ("chunk", "giver", "next_sequence", "spans")
+
+    def __init__(self, chunk: Chunk, giver: Giver) -> None:
+        self.chunk = chunk
+        self.giver = giver
+        self.spans = chunk.spans[-2 * MAX_SPANS_REMEMBERED :]
+        self.next_sequence = chunk.next_sequence
+
+    def goes_on(self, chunk: Chunk, giver: Giver) -> bool:
+        """Whether a chunk is more of the same."""
+        return (
+            self.giver == giver
+            and self.chunk.producer_id == chunk.producer_id
+            and self.chunk.producer_epoch == chunk.producer_epoch
+            and (chunk.producer_id == NO_PRODUCER_ID or self.next_sequence == chunk.first_sequence)
+        )
+
+    def extend(self, chunk: Chunk) -> None:
+        extend_spans(self.spans, chunk.spans)
+        del self.spans[: -2 * MAX_SPANS_REMEMBERED]
+        self.next_sequence = chunk.next_sequence
+
+    def covers(self, offset: int) -> bool:
+        return any(first <= offset < first + count for first, count in _pairs(self.spans))
+
+    def shift(self, offset: int) -> int | None:
+        """How far the sequence number is behind the offset there: the same for a batch and its resend. None: no id."""
+        if self.chunk.producer_id == NO_PRODUCER_ID:
+            return None
+        # Counted from the end, as the first spans may be forgotten.
+        sequence = self.next_sequence
+        for first, count in reversed(list(_pairs(self.spans))):
+            sequence -= count
+            if first <= offset < first + count:
+                return (first - sequence) % _SEQUENCES
+        return None
+
+
+class GivenOut:
+    """What was given out of all partitions. `add` what a look has found, then `judge` all of it."""
+
+    def __init__(self) -> None:
+        # The one that was written to last comes last.
+        self._partitions: dict[Hashable, _Partition] = {}
+        self._added: dict[_Partition, None] = {}
+
+    def add(self, topic: str, topic_id: bytes | None, partition: int, giver: Giver, chunk: Chunk) -> None:
+        """These offsets have been given out; `topic_id` None where topics have none."""
+        key = (topic, topic_id, partition)
+        found = self._partitions.pop(key, None)
+        if found is None:
+            found = _Partition(topic, partition)
+            if len(self._partitions) >= MAX_PARTITIONS:
+                del self._partitions[next(iter(self._partitions))]
+        elif topic_id is None and chunk.spans[0] == 0 and found.high > 0 and not found.is_resend(chunk):
+            found = _Partition(topic, partition)
+        self._partitions[key] = found
+        self._added[found] = None
+        found.add(chunk, giver)
+
+    def judge(self) -> list[Overlap]:
+        """What of all that was added was given out before."""
+        overlaps: list[Overlap] = []
+        for partition in self._added:
+            overlaps += partition.judge()
+        self._added.clear()
+        return overlaps
+
+
+class _Partition:
+    def __init__(self, topic: str, partition: int) -> None:
+        self.topic = topic
+        self.partition = partition
+        self.floor = 0
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self._remembered: deque[_Remembered] = deque(maxlen=MAX_REMEMBERED)
+        self._added: list[tuple[Chunk, Giver]] = []
+
+    @property
+    def high(self) -> int:
+        """Behind the highest offset that was given out."""
+        return self._ends[-1] if self._ends else self.floor
+
+    def is_resend(self, chunk: Chunk) -> bool:
+        """Whether the chunk's first batch is one that is remembered at the very same offset."""
+        return self._first_had(chunk.spans[0], _Remembered(chunk, _NOBODY)) is None
+
+    def add(self, chunk: Chunk, giver: Giver) -> None:
+        self._added.append((chunk, giver))
+
+    def judge(self) -> list[Overlap]:
+        added, self._added = self._added, []
+        if len(added) == 1 and len(added[0][0].spans) == 2 and added[0][0].spans[0] >= self.high:
+            self._append(*added[0][0].spans)
+        elif not self._merge(added):
+            return self._judge_singly(added)
+        for chunk, giver in added:
+            self._remember(chunk, giver)
+        return []
+
+    def _append(self, first: int, count: int) -> None:
+        if self._ends and self._ends[-1] == first:
+            self._ends[-1] += count
+        else:
+            self._starts.append(first)
+            self._ends.append(first + count)
+            self._forget()
+
+    def _merge(self, added: Sequence[tuple[Chunk, Giver]]) -> bool:
+        """Take all of them in, if nothing of them was given out before."""
+        starts, ends = list(self._starts), list(self._ends)
+        for chunk, _ in added:
+            starts += chunk.spans[0::2]
+            ends += [first + count for first, count in _pairs(chunk.spans)]
+        starts.sort()
+        ends.sort()
+        # Intervals are disjoint just where, both sorted, none begins before the one before it has ended.
+        if starts[0] < self.floor or not all(map(le, ends, starts[1:])):
+            return False
+        begins = list(map(ne, starts[1:], ends))
+        self._starts = [starts[0], *compress(starts[1:], begins)]
+        self._ends = [*compress(ends, begins), ends[-1]]
+        self._forget()
+        return True
+
+    def _forget(self) -> None:
+        excess = len(self._starts) - MAX_INTERVALS
+        if excess > 0:
+            self.floor = self._ends[excess - 1]
+            del self._starts[:excess]
+            del self._ends[:excess]
+
+    def _judge_singly(self, added: Sequence[tuple[Chunk, Giver]]) -> list[Overlap]:
+        overlaps: list[Overlap] = []
+        for chunk, giver in added:
+            now = _Remembered(chunk, giver)
+            for first, count in _pairs(chunk.spans):
+                for start, end in self._known(first, first + count):
+                    earlier = self._first_had(start, now)
+                    if earlier is not None:
+                        named = None if earlier is _NOBODY else earlier
+                        overlaps.append(Overlap(self.topic, self.partition, start, end - 1, giver, named))
+                self._cover(first, first + count)
+            self._remember(chunk, giver)
+        self._forget()
+        return overlaps
+
+    def _known(self, first: int, end: int) -> list[tuple[int, int]]:
+        """The parts of an interval that were given out, by whom each."""
+        low = bisect_right(self._ends, first)
+        high = bisect_left(self._starts, end)
+        pairs = zip(self._starts[low:high], self._ends[low:high], strict=True)
+        cuts = [first, *(edge for each in self._remembered for edge in _edges(each.spans) if first < edge < end), end]
+        parts = []
+        for start, stop in ((max(first, start), min(end, stop)) for start, stop in pairs):
+            inner = sorted({start, stop, *(cut for cut in cuts if start < cut < stop)})
+            parts += list(pairwise(inner))
+        return parts
+
+    def _first_had(self, offset: int, now: _Remembered) -> Giver | None:
+        """Who was given the offset before; None where it was this very batch, and _NOBODY where it is not known."""
+        holders = [each for each in self._remembered if each.covers(offset)]
+        shift = now.shift(offset)
+        for each in holders:
+            is_same = (each.chunk.producer_id, each.chunk.producer_epoch) == (
+                now.chunk.producer_id,
+                now.chunk.producer_epoch,
+            )
+            if shift is not None and is_same and each.shift(offset) == shift:
+                return None
+        return holders[0].giver if holders else _NOBODY
+
+    def _cover(self, first: int, end: int) -> None:
+        low = bisect_left(self._ends, first)
+        high = bisect_right(self._starts, end)
+        if low < high:
+            first = min(first, self._starts[low])
+            end = max(end, self._ends[high - 1])
+        self._starts[low:high] = [first]
+        self._ends[low:high] = [end]
+
+    def _remember(self, chunk: Chunk, giver: Giver) -> None:
+        for each in self._remembered:
+            if each.goes_on(chunk, giver):
+                each.extend(chunk)
+                return
+        self._remembered.append(_Remembered(chunk, giver))
+
+
+_NOBODY = Giver(-1, 0, 0, "")
+
+
+def _pairs(spans: Sequence[int]) -> Iterable[tuple[int, int]]:
+    return zip(spans[0::2], spans[1::2], strict=True)
+
+
+def _edges(spans: Sequence[int]) -> Iterable[int]:
+    for first, count in _pairs(spans):
+        yield first
+        yield first + count

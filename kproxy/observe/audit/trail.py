@@ -1,0 +1,307 @@
+"""The trail of one serving process: its rows, from what was noted of acknowledgements to the pages that are shipped.
+
+States
+  not begun   nothing has been shipped
+  running     rows are closed and handed on
+  ended       the last row is the end
+
+Transitions
+  not begun -> running   `begin`: the process serves
+  running   -> ended     `end`: its last client is gone
+
+Invariants
+1. What is acknowledged is judged by the next look (`look`), LOOK_S later at most, whether anything is shipped or not.
+2. It is in a row that is closed `interval_s` later at most; LATE_S is allowed for an event loop that is late.
+3. Sequence numbers are given in the order in which rows are closed, and each once. What cannot be told takes one as
+   well and is not shipped: a gap says that something is missing, and nothing else may make one.
+4. While it runs a row comes every MARK_S at least.
+5. What is held here is bounded: MAX_OPEN_ROWS rows with MAX_SPANS each, and what comes between two looks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from typing import Final, TypedDict
+
+import structlog
+
+from kproxy.observe.audit.acked import Acked, ConnectionAcks
+from kproxy.observe.audit.folding import Chunk, extend_spans, fold, goes_on
+from kproxy.observe.audit.given_out import GivenOut, Overlap
+from kproxy.observe.audit.rows import Begin, End, Mark, Range, Row, encode_page
+from kproxy.routing.merge import Exchange
+from kproxy.routing.retry import deadline_s
+from kproxy.routing.topology import Topology
+
+log = structlog.get_logger(__name__)
+
+LOOK_S: Final = 0.25
+MARK_S: Final = 10.0
+LATE_S: Final = 1.0
+# One more, and the one that was begun first is closed.
+MAX_OPEN_ROWS: Final = 20_000
+# A row with more spans than this is closed at once.
+MAX_SPANS: Final = 500
+MAX_LATENCIES: Final = 32
+# A page is a record; brokers take 1 MiB at least.
+MAX_PAGE_BYTES: Final = 256 << 10
+# Of so many overlaps in one look each has a line in the log.
+MAX_OVERLAPS_LOGGED: Final = 20
+_MICROS: Final = 1_000_000
+
+OfferPage = Callable[[bytes, int, int], None]
+"""Takes a page with its first and last sequence; never waits."""
+
+
+class _Stamp(TypedDict):
+    proxy: str
+    incarnation: str
+    sequence: int
+    at: int
+
+
+class _OpenRow:
+    """What a row will say. It goes on while chunks go on."""
+
+    __slots__ = ("acks", "chunk", "first_acked_at", "last_acked_at", "latency_us")
+
+    def __init__(self, acks: int, chunk: Chunk, first_acked_at: int, last_acked_at: int) -> None:
+        self.acks = acks
+        self.chunk = chunk
+        self.first_acked_at = first_acked_at
+        self.last_acked_at = last_acked_at
+        self.latency_us: list[int] = []
+
+    def takes(self, acks: int, chunk: Chunk) -> bool:
+        is_next = goes_on(self.chunk, chunk.producer_id, chunk.producer_epoch, chunk.first_sequence)
+        return is_next and acks == self.acks and len(self.chunk.spans) < 2 * MAX_SPANS
+
+    def extend(self, chunk: Chunk, acked_at: int) -> None:
+        row = self.chunk
+        extend_spans(row.spans, chunk.spans)
+        self.chunk = row._replace(
+            record_count=row.record_count + chunk.record_count,
+            batches=row.batches + chunk.batches,
+            bytes=row.bytes + chunk.bytes,
+        )
+        self.last_acked_at = acked_at
+
+
+class Trail:
+    """One process's trail. `offer` None: nothing is shipped, and offsets are judged all the same.
+
+    `proxy` and `incarnation` are as in the rows. `clock` is in seconds, `wall_ms` in milliseconds since the epoch.
+    `left_out` are topics that are not noted. `on_overlap` is told of each offset that was given out twice.
+    """
+
+    def __init__(
+        self,
+        proxy: str,
+        incarnation: str,
+        *,
+        clock: Callable[[], float],
+        wall_ms: Callable[[], int],
+        deadline_cap_ms: int,
+        interval_s: float,
+        offer: OfferPage | None = None,
+        left_out: Collection[bytes] = frozenset(),
+        on_overlap: Callable[[Overlap], None] = lambda overlap: None,
+    ) -> None:
+        self.left_out = frozenset(left_out)
+        self._proxy = proxy
+        self._incarnation = incarnation
+        self._clock = clock
+        self._wall_ms = wall_ms
+        self._deadline_cap_ms = deadline_cap_ms
+        self._interval_ms = round(interval_s * 1000)
+        self._offer = offer
+        self._on_overlap = on_overlap
+        self._given_out = GivenOut()
+        self._connections = 0
+        self._woken: list[Acked] = []
+        self._open: dict[Acked, _OpenRow] = {}
+        # The lines of a page to come, how long they are together, and the first one's sequence.
+        self._lines: list[bytes] = []
+        self._page_bytes = 0
+        self._page_from = 0
+        self._sequence = 0
+        self._running = False
+        self._at = self._looked_at = self._told_at = wall_ms()
+
+    def connection(self, topology: Topology) -> ConnectionAcks:
+        """For one more client connection."""
+        self._connections += 1
+        return ConnectionAcks(self, topology, self._connections)
+
+    def woken(self, acked: Acked, exchange: Exchange) -> None:
+        """It has something for the next look; the first of it tells how long acknowledgements take."""
+        self._woken.append(acked)
+        began = exchange.deadline - deadline_s(exchange.request.timeout_ms, self._deadline_cap_ms)
+        acked.latencies_s.append(self._clock() - began)
+
+    def begin(self) -> None:
+        """The process serves from now on."""
+        self._now()
+        self._running = True
+        mark_ms = round(MARK_S * 1000)
+        promised_ms = self._interval_ms + round(LATE_S * 1000)
+        self._close(Begin(**self._stamp(), interval_ms=promised_ms, mark_ms=mark_ms))
+        self._hand_on()
+
+    def end(self) -> None:
+        """Nothing is acknowledged any more: all that is known is told, and that this is all."""
+        self.look()
+        if not self._running:
+            return
+        for acked in list(self._open):
+            self._close_row(acked)
+        self._close(End(**self._stamp()))
+        self._running = False
+        self._hand_on()
+
+    def look(self) -> None:
+        """Judge what was acknowledged since the last look, and close the rows whose time has come."""
+        self._now()
+        woken, self._woken = self._woken, []
+        for acked in woken:
+            try:
+                self._fold(acked)
+            except Exception:  # the boundary: whatever is wrong here must not reach the clients; the gap tells of it
+                log.exception("acknowledgements could not be noted", topic=acked.topic, partition=acked.partition)
+                self._miss()
+        self._judge()
+        self._close_due()
+        if self._running and not self._lines and self._at - self._told_at >= MARK_S * 1000 and not self._open:
+            self._close(Mark(**self._stamp()))
+        self._looked_at = self._at
+        self._hand_on()
+
+    async def keep_looking(self) -> None:
+        """Look every LOOK_S, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self.look()
+
+    def _close_due(self) -> None:
+        """Close the rows that would be too old at the next look; those that were begun first come first."""
+        due = self._at - self._interval_ms + round(LOOK_S * 1000)
+        while self._open:
+            acked, row = next(iter(self._open.items()))
+            if row.first_acked_at > due and len(self._open) <= MAX_OPEN_ROWS:
+                break
+            self._close_row(acked)
+
+    def _now(self) -> None:
+        # A clock that is set back must not make times fall within the trail.
+        self._at = max(self._at, self._wall_ms())
+
+    def _fold(self, acked: Acked) -> None:
+        bases, acked.bases = acked.bases, []
+        heads, acked.heads = acked.heads, []
+        latencies_s, acked.latencies_s = acked.latencies_s, []
+        chunks = fold(bases, heads)
+        if chunks is None:
+            log.warning("acknowledged batches of a kind that cannot be read", topic=acked.topic, client=acked.client)
+            self._miss()
+            return
+        for chunk in chunks:
+            self._given_out.add(acked.topic, acked.topic_id, acked.partition, acked.giver, chunk)
+            if self._running:
+                self._note(acked, chunk)
+        row = self._open.get(acked)
+        if row is not None and len(row.latency_us) < MAX_LATENCIES:
+            row.latency_us += [round(seconds * _MICROS) for seconds in latencies_s]
+
+    def _note(self, acked: Acked, chunk: Chunk) -> None:
+        row = self._open.get(acked)
+        if row is not None and row.takes(acked.acks, chunk):
+            row.extend(chunk, self._at)
+            return
+        if row is not None:
+            self._close_row(acked)
+        # A row's spans grow; the chunk's are also remembered by those who judge.
+        own = chunk._replace(spans=list(chunk.spans))
+        self._open[acked] = _OpenRow(acked.acks, own, self._looked_at, self._at)
+
+    def _judge(self) -> None:
+        overlaps = self._given_out.judge()
+        for number, overlap in enumerate(overlaps):
+            self._on_overlap(overlap)
+            if number < MAX_OVERLAPS_LOGGED:
+                _log(overlap)
+        if len(overlaps) > MAX_OVERLAPS_LOGGED:
+            log.error("more offsets given out twice than are logged", intervals=len(overlaps))
+
+    # Rows
+
+    def _stamp(self) -> _Stamp:
+        return {"proxy": self._proxy, "incarnation": self._incarnation, "sequence": self._sequence, "at": self._at}
+
+    def _close_row(self, acked: Acked) -> None:
+        row = self._open.pop(acked)
+        chunk = row.chunk
+        self._close(
+            Range(
+                **self._stamp(),
+                topic=acked.topic,
+                topic_id=None if acked.topic_id is None else acked.topic_id.hex(),
+                partition=acked.partition,
+                owner=acked.giver.owner,
+                revision=acked.giver.revision,
+                acks=row.acks,
+                connection=acked.giver.connection,
+                peer=acked.peer,
+                client_id=acked.client,
+                principal=None,
+                producer_id=chunk.producer_id,
+                producer_epoch=chunk.producer_epoch,
+                first_sequence=chunk.first_sequence,
+                base_offset=chunk.spans[0],
+                record_count=chunk.record_count,
+                batches=chunk.batches,
+                bytes=chunk.bytes,
+                first_acked_at=row.first_acked_at,
+                last_acked_at=row.last_acked_at,
+                spans=chunk.spans,
+                latency_us=row.latency_us,
+            )
+        )
+
+    def _close(self, row: Row) -> None:
+        line = encode_page([row])
+        if self._page_bytes + len(line) + 1 > MAX_PAGE_BYTES:
+            self._hand_on()
+        if not self._lines:
+            self._page_from = self._sequence
+        self._lines.append(line)
+        self._page_bytes += len(line) + 1
+        self._sequence += 1
+        self._told_at = self._at
+
+    def _miss(self) -> None:
+        """Something is not told: what is closed goes out, and the next row's sequence leaves a gap behind it."""
+        self._hand_on()
+        self._sequence += 1
+
+    def _hand_on(self) -> None:
+        lines, self._lines, self._page_bytes = self._lines, [], 0
+        if lines and self._offer is not None:
+            self._offer(b"\n".join(lines), self._page_from, self._sequence - 1)
+
+
+def _log(overlap: Overlap) -> None:
+    giver, earlier = overlap.giver, overlap.earlier
+    log.error(
+        "offsets given out twice",
+        topic=overlap.topic,
+        partition=overlap.partition,
+        first_offset=overlap.first_offset,
+        last_offset=overlap.last_offset,
+        owner=giver.owner,
+        revision=giver.revision,
+        client=giver.client,
+        earlier_owner=earlier.owner if earlier is not None else "not known any more",
+        earlier_revision=earlier.revision if earlier is not None else None,
+        earlier_client=earlier.client if earlier is not None else None,
+    )
