@@ -383,14 +383,18 @@ class Fanout:
         if piece.part is None:
             if exchange.throttle_time_ms or not plain.is_met(frame):
                 return False
-            if self.acks is not None and not exchange.is_silent:
+            if piece.noted is not None and not exchange.is_silent:
+                piece.noted.note(exchange, frame)
+            elif self.acks is not None:
                 self._note_plain(self.acks, piece, plain, frame)
             self._pass_through(exchange, frame)
             return True
         results = plain.results(frame)
         if results is None:
             return False
-        if self.acks is not None and not exchange.is_silent:
+        if piece.noted is not None and not exchange.is_silent:
+            piece.noted.note(exchange, frame)
+        elif self.acks is not None:
             self._note_plain(self.acks, piece, plain, frame)
         exchange.take_all(piece.part, results)
         if exchange.open_count == 0:
@@ -398,12 +402,10 @@ class Fanout:
         return True
 
     def _note_plain(self, acks: ConnectionAcks, piece: Piece, plain: PlainAnswer, frame: memoryview) -> None:
-        """Note for the audit what a plain answer acknowledges."""
-        noted = piece.noted
-        if noted is None:
-            # Not sent by a plan.
-            request = piece.exchange.request
-            noted = acks.part(piece.upstream, request, piece.selection, plain, piece.routed_at)
+        """Note for the audit what a plain answer acknowledges to a piece that was not sent by a plan."""
+        if piece.exchange.is_silent:
+            return
+        noted = acks.part(piece.upstream, piece.exchange.request, piece.selection, plain, piece.routed_at)
         if noted is not None:
             noted.note(piece.exchange, frame)
 

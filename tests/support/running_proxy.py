@@ -21,6 +21,8 @@ import uvloop
 
 from kproxy.config import Limits
 from kproxy.fencing.service import OwnService
+from kproxy.observe.audit.rows import Range, decode_page
+from kproxy.observe.audit.trail import Trail
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.server import Listener
 from kproxy.routing.fleet import Fleet, Proxy
@@ -101,7 +103,21 @@ class RunningProxy:
     def __init__(self, limits: Limits, clock: Callable[[], float], own: OwnService | None = None) -> None:
         self.topology = Topology()
         self.source = Owners()
-        self.context = ProxyContext(self.topology, self.source, Fleet([IDENTITY]), limits, clock, Random(7), own=own)
+        self.pages: list[bytes] = []
+        # As in every proxy that serves; but nobody looks unless a test does.
+        self.trail = Trail(
+            "proxy.test:19092",
+            "0123456789abcdef",
+            clock=clock,
+            wall_ms=lambda: round(clock() * 1000),
+            deadline_cap_ms=limits.deadline_cap_ms,
+            interval_s=1.0,
+            offer=lambda page, first_sequence, last_sequence: self.pages.append(page),
+            left_out=[b"left-out"],
+        )
+        self.context = ProxyContext(
+            self.topology, self.source, Fleet([IDENTITY]), limits, clock, Random(7), own=own, trail=self.trail
+        )
         self.listener = Listener(limits)
         self.port = 0
         self._revision = 0
@@ -110,6 +126,11 @@ class RunningProxy:
     @property
     def counters(self) -> Counter[str]:
         return self.context.counters
+
+    def ranges(self) -> list[Range]:
+        """What the trail says was acknowledged, all of it; call it once, after `trail.begin`."""
+        self.trail.end()
+        return [row for page in self.pages for row in decode_page(page) if isinstance(row, Range)]
 
     def own(self, owner: int, topic: str = "t", partitions: Sequence[int] = (0,)) -> int:
         """Make `owner` (NO_OWNER: nobody) the owner of a topic with an id; the revision of that."""

@@ -50,7 +50,8 @@ class Connection(Protocol):
 class Acked:
     """Batches of one client connection that one owner of a partition has acknowledged under one revision.
 
-    `bases` and `heads` are what `folding.fold` takes, since the last look; `latencies_s` samples of how long it took.
+    `bases` and `heads` are what `folding.fold` takes, since the last look, and always the same lists; `latencies_s` are
+    samples of how long it took.
     """
 
     __slots__ = (
@@ -84,6 +85,14 @@ class Acked:
         self.heads: list[int] = []
         self.latencies_s: list[float] = []
 
+    def take(self) -> tuple[list[int], list[int], list[float]]:
+        """All that was noted since the last look."""
+        taken = self.bases.copy(), self.heads.copy(), self.latencies_s.copy()
+        self.bases.clear()
+        self.heads.clear()
+        self.latencies_s.clear()
+        return taken
+
     def wake(self, exchange: Exchange) -> None:
         """The first batch since the last look."""
         self.acks = exchange.request.acks
@@ -97,19 +106,23 @@ class NotedPart:
 
     def __init__(self, places: Sequence[tuple[Acked, int, int, int]]) -> None:
         """Of each entry: its partition's, topic's place, ordinal, and where its base_offset stands in the answer."""
-        self._places = tuple(places)
+        # The lists themselves, for the sake of speed.
+        self._places = tuple(
+            (acked, acked.bases, acked.heads, topic_place, ordinal, place)
+            for acked, topic_place, ordinal, place in places
+        )
 
     def note(self, exchange: Exchange, frame: memoryview) -> None:
         """All of the part was acknowledged, by the plain answer in `frame`."""
         request = exchange.request
         whole, topics, flexible = request.frame, request.topics, request.flexible
-        for acked, topic_place, ordinal, place in self._places:
+        for acked, bases, heads, topic_place, ordinal, place in self._places:
             topic = topics[topic_place]
             start = topic.starts[ordinal]
             size = topic.ends[ordinal] - start
             if size < _LEAST:
                 continue
-            if not acked.bases:
+            if not bases:
                 acked.wake(exchange)
             if not flexible:
                 start += 8
@@ -119,8 +132,8 @@ class NotedPart:
                 start += 7
             else:
                 start = records_span(request, topic, ordinal)[0]
-            acked.heads += _head(whole, start)
-            acked.bases += _base(frame, place)
+            heads += _head(whole, start)
+            bases += _base(frame, place)
 
 
 class ConnectionAcks:

@@ -197,9 +197,7 @@ class Trail:
         self._at = max(self._at, self._wall_ms())
 
     def _fold(self, acked: Acked) -> None:
-        bases, acked.bases = acked.bases, []
-        heads, acked.heads = acked.heads, []
-        latencies_s, acked.latencies_s = acked.latencies_s, []
+        bases, heads, latencies_s = acked.take()
         chunks = fold(bases, heads)
         if chunks is None:
             log.warning("acknowledged batches of a kind that cannot be read", topic=acked.topic, client=acked.client)

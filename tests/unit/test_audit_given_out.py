@@ -1,0 +1,180 @@
+"""An offset that is given out twice is told, with both owners; a resend, and what only looks like it, is not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kproxy.observe.audit import given_out as given_out_module
+from kproxy.observe.audit.folding import Chunk
+from kproxy.observe.audit.given_out import GivenOut, Giver, Overlap
+
+OLD = Giver(owner=1, revision=10, connection=1, client="a@h:1")
+NEW = Giver(owner=2, revision=20, connection=2, client="b@h:2")
+TOPIC_ID = bytes(range(200, 216))
+MAX_SEQUENCE = 2**31 - 1
+
+
+def chunk(*spans: int, producer_id: int = -1, epoch: int = 0, sequence: int = 0) -> Chunk:
+    count = sum(spans[1::2])
+    return Chunk(producer_id, epoch, sequence if producer_id >= 0 else -1, list(spans), count, 1, 100)
+
+
+def judged(*looks: Sequence[tuple[Giver, Chunk]], topic_id: bytes | None = TOPIC_ID) -> list[Overlap]:
+    """What is told of one partition; each look sees some chunks."""
+    given = GivenOut()
+    overlaps = []
+    for look in looks:
+        for giver, each in look:
+            given.add("t", topic_id, 0, giver, each)
+        overlaps += given.judge()
+    return overlaps
+
+
+def told(*looks: Sequence[tuple[Giver, Chunk]]) -> list[tuple[int, int, int, int | None]]:
+    """(first offset, last offset, owner, earlier owner) of each overlap."""
+    return [
+        (each.first_offset, each.last_offset, each.giver.owner, each.earlier.owner if each.earlier else None)
+        for each in judged(*looks)
+    ]
+
+
+def test_two_owners_that_give_out_the_same_offsets_are_both_named() -> None:
+    (overlap,) = judged([(OLD, chunk(10, 5))], [(NEW, chunk(12, 6))])
+    assert overlap == Overlap("t", 0, 12, 14, NEW, OLD)
+
+
+CLEAN = {
+    "one behind the other": ([(OLD, chunk(0, 5))], [(NEW, chunk(5, 5))]),
+    "with a gap": ([(OLD, chunk(0, 5))], [(NEW, chunk(100, 5))]),
+    "two clients by turns": ([(OLD, chunk(0, 2, 4, 2)), (OLD, chunk(2, 2, 6, 2))],),
+    "two clients by turns, in two looks": ([(OLD, chunk(0, 2, 4, 2))], [(OLD, chunk(2, 2, 6, 2))]),
+    "answers that come late": ([(OLD, chunk(10, 5))], [(OLD, chunk(3, 7))], [(OLD, chunk(0, 3))]),
+    "a resend to the same owner": (
+        [(OLD, chunk(4, 3, producer_id=7, sequence=4))],
+        [(OLD, chunk(5, 2, producer_id=7, sequence=5))],
+    ),
+    "a resend to the next owner": (
+        [(OLD, chunk(4, 3, producer_id=7, sequence=4))],
+        [(NEW, chunk(4, 3, producer_id=7, sequence=4))],
+    ),
+    "a resend and what follows it": (
+        [(OLD, chunk(4, 3, producer_id=7))],
+        [(NEW, chunk(4, 3, 7, 2, producer_id=7))],
+    ),
+    "a resend where sequences wrap": (
+        [(OLD, chunk(4, 3, producer_id=7, sequence=MAX_SEQUENCE - 1))],
+        [(OLD, chunk(6, 1, producer_id=7, sequence=0))],
+    ),
+    "a resend of one among others'": (
+        [(OLD, chunk(0, 1, 2, 1, 4, 1, producer_id=7)), (OLD, chunk(1, 1, 3, 1, producer_id=8))],
+        [(NEW, chunk(2, 1, 4, 1, producer_id=7, sequence=1))],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_what_is_not_given_out_twice_is_not_told(name: str) -> None:
+    assert told(*CLEAN[name]) == []
+
+
+TWICE = {
+    "by one owner": (([(OLD, chunk(1, 5))], [(OLD, chunk(4, 5))]), [(4, 5, 1, 1)]),
+    "within one look": (([(OLD, chunk(1, 5)), (NEW, chunk(3, 1))],), [(3, 3, 2, 1)]),
+    "another producer's": (
+        ([(OLD, chunk(1, 3, producer_id=7))], [(NEW, chunk(1, 3, producer_id=8))]),
+        [(1, 3, 2, 1)],
+    ),
+    "another epoch's": (
+        ([(OLD, chunk(1, 3, producer_id=7))], [(NEW, chunk(1, 3, producer_id=7, epoch=1))]),
+        [(1, 3, 2, 1)],
+    ),
+    "the same producer's next": (
+        ([(OLD, chunk(1, 3, producer_id=7))], [(NEW, chunk(1, 3, producer_id=7, sequence=3))]),
+        [(1, 3, 2, 1)],
+    ),
+    "of two owners before": (
+        ([(OLD, chunk(1, 3))], [(NEW, chunk(4, 3))], [(OLD, chunk(2, 4))]),
+        [(2, 3, 1, 1), (4, 5, 1, 2)],
+    ),
+    "a third time": (
+        ([(OLD, chunk(1, 3))], [(NEW, chunk(2, 1))], [(NEW, chunk(2, 1))]),
+        [(2, 2, 2, 1), (2, 2, 2, 1)],
+    ),
+    "with a hole before": (([(OLD, chunk(1, 2, 5, 2))], [(NEW, chunk(2, 4))]), [(2, 2, 2, 1), (5, 5, 2, 1)]),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_what_is_given_out_twice_is_told(name: str) -> None:
+    looks, expected = TWICE[name]
+    assert told(*looks) == expected
+
+
+def test_a_topic_made_anew_begins_anew() -> None:
+    given = GivenOut()
+    for topic_id in (TOPIC_ID, TOPIC_ID[::-1]):
+        given.add("t", topic_id, 0, OLD, chunk(0, 5))
+    assert given.judge() == []
+    # Where topics have no ids, offset 0 says so.
+    for giver in (OLD, NEW):
+        given.add("t", None, 0, giver, chunk(0, 5))
+        assert given.judge() == []
+    given.add("t", None, 0, OLD, chunk(3, 1))
+    assert len(given.judge()) == 1
+
+
+def test_a_first_batch_sent_again_does_not_make_a_topic_new() -> None:
+    given = GivenOut()
+    first, more = chunk(0, 2, producer_id=7), chunk(2, 8, producer_id=7, sequence=2)
+    for each in (first, more, first):
+        given.add("t", None, 0, OLD, each)
+        assert given.judge() == []
+    given.add("t", None, 0, NEW, chunk(9, 1))
+    assert len(given.judge()) == 1
+
+
+def test_what_is_remembered_is_bounded_and_what_is_forgotten_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(given_out_module, "MAX_INTERVALS", 4)
+    looks = [[(OLD, chunk(10 * number, 5))] for number in range(10)]
+    assert told(*looks, [(NEW, chunk(3, 1))]) == []
+    assert told(*looks, [(NEW, chunk(93, 1))]) == [(93, 93, 2, 1)]
+    monkeypatch.setattr(given_out_module, "MAX_PARTITIONS", 2)
+    given = GivenOut()
+    for partition in (0, 1, 2, 0):
+        given.add("t", TOPIC_ID, partition, OLD, chunk(5, 1))
+    assert given.judge() == []
+
+
+def test_an_earlier_owner_that_is_not_remembered_is_said_to_be_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = [
+        [(OLD._replace(connection=number), chunk(10 * number, 10))]
+        for number in range(given_out_module.MAX_REMEMBERED + 3)
+    ]
+    assert told(*many, [(NEW, chunk(4, 1))]) == [(4, 4, 2, None)]
+
+
+spans = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 4)), min_size=1, max_size=3).map(
+    lambda pairs: [number for pair in pairs for number in pair]
+)
+# No id, so that nothing is a resend.
+histories = st.lists(st.lists(st.builds(lambda each: (OLD, chunk(*each)), spans), min_size=1, max_size=3), max_size=6)
+
+
+@given(histories)
+@settings(deadline=None, max_examples=400)
+def test_every_offset_is_told_as_often_as_it_was_given_out_again(looks: list[list[tuple[Giver, Chunk]]]) -> None:
+    counts: dict[int, int] = {}
+    for look in looks:
+        for _, each in look:
+            for first, count in zip(each.spans[0::2], each.spans[1::2], strict=True):
+                for offset in range(first, first + count):
+                    counts[offset] = counts.get(offset, 0) + 1
+    again: dict[int, int] = {}
+    for overlap in judged(*looks):
+        for offset in range(overlap.first_offset, overlap.last_offset + 1):
+            again[offset] = again.get(offset, 0) + 1
+    assert again == {offset: count - 1 for offset, count in counts.items() if count > 1}

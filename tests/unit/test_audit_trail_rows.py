@@ -1,0 +1,381 @@
+"""Acknowledged batches, put together to rows: nothing is said that was not acknowledged, and nothing is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from codec.api_keys import PRODUCE
+from codec.produce import parse_produce
+from codec.produce_response import PRODUCE_API
+from kproxy.observe.audit import trail as trail_module
+from kproxy.observe.audit.acked import Acked, ConnectionAcks
+from kproxy.observe.audit.folding import Chunk, fold
+from kproxy.observe.audit.given_out import Overlap
+from kproxy.observe.audit.rows import Begin, End, Mark, Range, Row, decode_page
+from kproxy.observe.audit.trail import LOOK_S, MARK_S, MAX_SPANS, Trail
+from kproxy.routing.merge import Exchange
+from kproxy.routing.topology import Topology
+from tests.support.messages import head_of, request_body, request_frame, sample_request
+
+MAX_SEQUENCE = 2**31 - 1
+
+
+class Given(NamedTuple):
+    """A batch that was acknowledged: the offset it got, and what its header says."""
+
+    base: int
+    count: int = 1
+    producer_id: int = -1
+    epoch: int = -1
+    sequence: int = -1
+    size: int = 100
+
+
+def folded(batches: Sequence[Given]) -> list[Chunk] | None:
+    heads = [
+        field
+        for each in batches
+        for field in (each.size - 12, 2, each.count - 1, each.producer_id, each.epoch, each.sequence)
+    ]
+    return fold([each.base for each in batches], heads)
+
+
+def idempotent(*batches: tuple[int, int], first_sequence: int = 0, producer_id: int = 7, epoch: int = 0) -> list[Given]:
+    """(offset, records) of one producer's batches, one after another."""
+    given = []
+    for base, count in batches:
+        given.append(Given(base, count, producer_id, epoch, first_sequence))
+        first_sequence = (first_sequence + count) & MAX_SEQUENCE
+    return given
+
+
+FOLDED = {
+    "one batch": ([Given(5, 3)], [(-1, [5, 3])]),
+    "batches without a gap": (idempotent((0, 2), (2, 3), (5, 1), (6, 4), (10, 1)), [(0, [0, 11])]),
+    "few of them": (idempotent((0, 2), (2, 3)), [(0, [0, 5])]),
+    "another producer's in between": (
+        idempotent((0, 2), (4, 3), (9, 1), (10, 1), (20, 2)),
+        [(0, [0, 2, 4, 3, 9, 2, 20, 2])],
+    ),
+    "few, with others in between": (idempotent((0, 2), (4, 3)), [(0, [0, 2, 4, 3])]),
+    "a sequence left out": (idempotent((0, 2)) + idempotent((2, 1), first_sequence=3), [(0, [0, 2]), (3, [2, 1])]),
+    "a sequence left out of many": (
+        idempotent((0, 1), (1, 1), (2, 1)) + idempotent((3, 1), (4, 1), first_sequence=4),
+        [(0, [0, 3]), (4, [3, 2])],
+    ),
+    "sequences that wrap": (idempotent((0, 2), (2, 3), first_sequence=MAX_SEQUENCE - 1), [(MAX_SEQUENCE - 1, [0, 5])]),
+    "sequences of many that wrap": (
+        idempotent((0, 2), (2, 3), (5, 1), (6, 1), first_sequence=MAX_SEQUENCE - 1),
+        [(MAX_SEQUENCE - 1, [0, 7])],
+    ),
+    "a new epoch": (idempotent((0, 1)) + idempotent((1, 1), epoch=1), [(0, [0, 1]), (0, [1, 1])]),
+    "without idempotence": ([Given(0, 1), Given(1, 4), Given(7, 1), Given(8, 1)], [(-1, [0, 5, 7, 2])]),
+    "a sequence that says nothing": ([Given(0, 1, sequence=0), Given(1, 1, sequence=0)], [(-1, [0, 2])]),
+    "answers in another order": (idempotent((4, 1), (5, 1), (2, 1), (9, 1)), [(0, [4, 2, 2, 1, 9, 1])]),
+}
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_batches_are_put_together(name: str) -> None:
+    batches, expected = FOLDED[name]
+    chunks = folded(batches)
+    assert chunks is not None
+    assert [(chunk.first_sequence, chunk.spans) for chunk in chunks] == expected
+    assert sum(chunk.record_count for chunk in chunks) == sum(each.count for each in batches)
+    assert sum(chunk.batches for chunk in chunks) == len(batches)
+    assert sum(chunk.bytes for chunk in chunks) == sum(each.size for each in batches)
+
+
+@pytest.mark.parametrize(("magic", "delta", "base"), [(1, 0, 0), (0, 0, 0), (2, -1, 0), (2, 0, -1)])
+def test_what_is_no_batch_is_not_put_together(magic: int, delta: int, base: int) -> None:
+    assert fold([base], [100, magic, delta, -1, -1, -1]) is None
+
+
+batches = st.lists(
+    st.builds(
+        Given,
+        base=st.integers(0, 30),
+        count=st.integers(1, 3),
+        producer_id=st.sampled_from([-1, 7, 7, 7, 8]),
+        epoch=st.sampled_from([0, 0, 0, 1]),
+        sequence=st.sampled_from([0, 1, 2, 3, MAX_SEQUENCE]),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+def records_of(chunks: Sequence[Chunk]) -> list[tuple[int, int, int, int]]:
+    """Each record: (offset, producer_id, epoch, sequence)."""
+    records = []
+    for chunk in chunks:
+        sequence = chunk.first_sequence
+        for first, count in zip(chunk.spans[0::2], chunk.spans[1::2], strict=True):
+            for offset in range(first, first + count):
+                records.append((offset, chunk.producer_id, chunk.producer_epoch, sequence))
+                sequence = (sequence + 1) & MAX_SEQUENCE if chunk.producer_id >= 0 else -1
+    return records
+
+
+@given(batches)
+@settings(deadline=None, max_examples=300)
+def test_no_record_is_lost_or_made_up_by_putting_batches_together(given: list[Given]) -> None:
+    chunks = folded(given)
+    assert chunks is not None
+    expected = []
+    for each in given:
+        for place in range(each.count):
+            sequence = (each.sequence + place) & MAX_SEQUENCE if each.producer_id >= 0 else -1
+            expected.append((each.base + place, each.producer_id, each.epoch, sequence))
+    assert records_of(chunks) == expected
+    assert sum(chunk.bytes for chunk in chunks) == sum(each.size for each in given)
+
+
+class Site:
+    """A trail on a clock of the test's, and one connection whose acknowledgements it notes."""
+
+    def __init__(self, *, begun: bool = True) -> None:
+        self.now = 1_000.0
+        self.wall = 0.0
+        self.pages: list[tuple[bytes, int, int]] = []
+        self.overlaps: list[Overlap] = []
+        self.trail = Trail(
+            "proxy:9092",
+            "cafe",
+            clock=lambda: self.now,
+            wall_ms=lambda: round((self.now + self.wall) * 1000),
+            deadline_cap_ms=120_000,
+            interval_s=1.0,
+            offer=lambda *page: self.pages.append(page),
+            left_out=[b"left-out"],
+            on_overlap=self.overlaps.append,
+        )
+        self.topology = Topology()
+        self.topology.set_owner(b"t", 0, 3, revision=40)
+        self.connection = self.trail.connection(self.topology)
+        self.connection.peer = "client:1"
+        if begun:
+            self.trail.begin()
+
+    def acknowledge(
+        self, *batches: Given, topic: str = "t", partition: int = 0, magic: int = 2, acks: int = -1
+    ) -> None:
+        acked = self._acked(topic, partition)
+        if acked is None:
+            return
+        for each in batches:
+            if not acked.bases:
+                acked.wake(_exchange(topic, partition, self.now + 27.0 - 0.002, acks))
+            acked.bases.append(each.base)
+            acked.heads += (each.size - 12, magic, each.count - 1, each.producer_id, each.epoch, each.sequence)
+
+    def _acked(self, topic: str, partition: int) -> Acked | None:
+        request = _exchange(topic, partition, 0.0, -1).request
+        return self.connection._find(request, topic.encode(), partition, 3, 1 << 62)
+
+    def look(self, after_s: float = LOOK_S) -> None:
+        self.now += after_s
+        self.trail.look()
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for page, _, _ in self.pages for row in decode_page(page)]
+
+    @property
+    def ranges(self) -> list[Range]:
+        return [row for row in self.rows if isinstance(row, Range)]
+
+    @property
+    def sequences(self) -> list[int]:
+        return [row.sequence for row in self.rows]
+
+
+def _exchange(topic: str, partition: int, deadline: float, acks: int) -> Exchange:
+    body = request_body(PRODUCE, 9, sample_request(PRODUCE, {topic: [partition]}, timeout_ms=30_000, acks=acks))
+    frame = request_frame(PRODUCE, 9, body)
+    return Exchange(PRODUCE_API, parse_produce(frame, head_of(frame)), 1, deadline)
+
+
+def test_a_row_says_all_of_what_was_acknowledged() -> None:
+    site = Site()
+    site.acknowledge(*idempotent((10, 2), (12, 1)))
+    site.look()
+    site.acknowledge(*idempotent((13, 4), first_sequence=3))
+    site.look()
+    site.look(1.0)
+    (row,) = site.ranges
+    assert (row.proxy, row.incarnation, row.sequence) == ("proxy:9092", "cafe", 1)
+    assert (row.topic, row.topic_id, row.partition, row.owner, row.revision) == ("t", None, 0, 3, 40)
+    assert (row.peer, row.connection, row.acks, row.principal) == ("client:1", 1, -1, None)
+    assert (row.producer_id, row.producer_epoch, row.first_sequence) == (7, 0, 0)
+    assert (row.base_offset, row.record_count, row.batches, row.bytes) == (10, 7, 3, 300)
+    assert row.spans == [10, 7]
+    assert (row.first_acked_at, row.last_acked_at, row.at) == (1_000_000, 1_000_500, 1_001_500)
+    assert row.latency_us == [2_000, 2_000]
+
+
+def test_every_row_has_the_next_sequence_and_a_page_says_which_it_holds() -> None:
+    site = Site()
+    for base in (0, 5):
+        site.acknowledge(Given(base))
+        site.look(2.0)
+    site.trail.end()
+    assert [type(row) for row in site.rows] == [Begin, Range, Range, End]
+    assert site.sequences == [0, 1, 2, 3]
+    for page, first, last in site.pages:
+        sequences = [row.sequence for row in decode_page(page)]
+        assert (first, last) == (sequences[0], sequences[-1])
+
+
+def test_a_row_is_closed_within_the_interval_that_the_first_row_promises() -> None:
+    site = Site()
+    begin = site.rows[0]
+    assert isinstance(begin, Begin)
+    for base in range(40):
+        site.acknowledge(Given(base))
+        site.look()
+    assert len(site.ranges) > 5
+    assert all(row.at - row.first_acked_at <= begin.interval_ms for row in site.ranges)
+    assert all(row.first_acked_at < row.last_acked_at <= row.at for row in site.ranges)
+
+
+BREAKS = {
+    "another producer": idempotent((1, 1), producer_id=8),
+    "another epoch": idempotent((1, 1), epoch=1),
+    "a sequence left out": idempotent((1, 1), first_sequence=2),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_row_ends_where_its_producers_order_does(name: str) -> None:
+    site = Site()
+    site.acknowledge(*idempotent((0, 1)))
+    site.look()
+    site.acknowledge(*BREAKS[name])
+    site.look()
+    assert [row.spans for row in site.ranges] == [[0, 1]]
+    site.trail.end()
+    assert [row.spans for row in site.ranges] == [[0, 1], [1, 1]]
+
+
+def test_a_row_ends_where_acks_change_and_where_it_has_too_many_spans() -> None:
+    site = Site()
+    site.acknowledge(Given(0))
+    site.look()
+    site.acknowledge(Given(1), acks=1)
+    site.look()
+    assert [(row.acks, row.spans) for row in site.ranges] == [(-1, [0, 1])]
+    site.acknowledge(*(Given(2 * number) for number in range(1, MAX_SPANS + 1)), acks=1)
+    site.look()
+    site.acknowledge(Given(5_000), acks=1)
+    site.trail.end()
+    assert [row.record_count for row in site.ranges] == [1, MAX_SPANS + 1, 1]
+
+
+def test_a_proxy_that_has_nothing_to_tell_says_so_now_and_then() -> None:
+    site = Site()
+    for _ in range(round(3.5 * MARK_S / LOOK_S)):
+        site.look()
+    assert [type(row) for row in site.rows] == [Begin, Mark, Mark, Mark]
+    # Everything before a mark has been told: so there is none while a row is open.
+    site.acknowledge(Given(0))
+    site.look(3 * MARK_S)
+    assert [type(row) for row in site.rows[4:]] == [Range]
+
+
+def test_what_cannot_be_read_leaves_a_gap_and_ends_nothing() -> None:
+    site = Site()
+    site.acknowledge(Given(0))
+    site.look()
+    site.acknowledge(Given(1), magic=1)
+    site.look()
+    site.acknowledge(Given(2))
+    site.trail.end()
+    assert site.sequences == [0, 2, 3]
+    assert [row.spans for row in site.ranges] == [[0, 1, 2, 1]]
+
+
+def test_what_goes_wrong_with_one_partition_leaves_a_gap_and_the_others_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    site = Site()
+
+    def failing(bases: Sequence[int], heads: Sequence[int]) -> list[Chunk] | None:
+        if bases[0] == 1:
+            raise ArithmeticError
+        return fold(bases, heads)
+
+    monkeypatch.setattr(trail_module, "fold", failing)
+    site.acknowledge(Given(1))
+    site.acknowledge(Given(7), partition=1)
+    site.look()
+    site.trail.end()
+    assert site.sequences == [0, 2, 3]
+    assert [row.partition for row in site.ranges] == [1]
+
+
+def test_a_clock_that_is_set_back_does_not_make_times_fall() -> None:
+    site = Site()
+    site.acknowledge(Given(0))
+    site.look()
+    site.wall = -3_600.0
+    site.acknowledge(Given(1))
+    site.look(2.0)
+    site.trail.end()
+    times = [row.at for row in site.rows]
+    assert times == sorted(times)
+
+
+def test_rows_that_nobody_closed_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trail_module, "MAX_OPEN_ROWS", 5)
+    site = Site()
+    for partition in range(8):
+        site.acknowledge(Given(0), partition=partition)
+    site.look()
+    assert [row.partition for row in site.ranges] == [0, 1, 2]
+
+
+def test_a_page_is_no_larger_than_a_record_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trail_module, "MAX_PAGE_BYTES", 2_000)
+    site = Site()
+    for partition in range(20):
+        site.acknowledge(Given(0), partition=partition)
+    site.trail.end()
+    assert all(len(page) <= 2_000 for page, _, _ in site.pages)
+    assert site.sequences == list(range(22))
+    assert [first for _, first, _ in site.pages[1:]] == [last + 1 for _, _, last in site.pages[:-1]]
+
+
+def test_its_own_topic_is_not_in_the_trail() -> None:
+    site = Site()
+    site.acknowledge(Given(0), topic="left-out")
+    site.trail.end()
+    assert site.ranges == []
+
+
+def test_offsets_are_judged_before_the_trail_has_begun_and_not_told() -> None:
+    site = Site(begun=False)
+    for _ in range(2):
+        site.acknowledge(Given(1, 3))
+        site.look()
+    assert [(each.topic, each.first_offset, each.last_offset) for each in site.overlaps] == [("t", 1, 3)]
+    site.trail.end()
+    assert site.pages == []
+
+
+def test_a_connection_that_writes_to_very_many_partitions_is_not_remembered_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kproxy.observe.audit.acked.MAX_PARTITIONS", 3)
+    site = Site()
+    for partition in range(10):
+        site.acknowledge(Given(0), partition=partition)
+    assert isinstance(site.connection, ConnectionAcks)
+    assert len(site.connection._acked) <= 3
+    site.trail.end()
+    assert [row.partition for row in site.ranges] == list(range(10))
