@@ -17,6 +17,7 @@ pytest_plugins = [
     "tests.support.real_kafka",
     "tests.support.own_proxies",
     "tests.support.owned_topics",
+    "tests.support.spark",
 ]
 
 

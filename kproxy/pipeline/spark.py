@@ -19,6 +19,7 @@ import shlex
 import signal
 import struct
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -27,6 +28,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any, Final
 
+import kproxy
 from kproxy.errors import StartupError
 from kproxy.pipeline.cache import user_cache_dir
 from kproxy.pipeline.java import Java
@@ -38,6 +40,7 @@ MASTER: Final = "local[2]"
 START_TIMEOUT_S: Final = 600.0
 STOP_TIMEOUT_S: Final = 10.0
 _POLL_S: Final = 0.05
+_PACKAGE_ROOT: Final = Path(kproxy.__file__).resolve().parents[1]
 # A foreign Spark's home, configuration and options, and the switches that turn a session into a remote one.
 _FOREIGN_PREFIXES: Final = ("SPARK_", "PYSPARK_", "HADOOP_", "YARN_", "_PYSPARK_", "_SPARK_")
 
@@ -60,6 +63,8 @@ def spark_environment(environ: Mapping[str, str], java: Java, home: Path) -> dic
     kept = {name: value for name, value in environ.items() if not name.startswith(_FOREIGN_PREFIXES)}
     # Its scripts need a shell and its small tools even where PATH was emptied.
     kept["PATH"] = os.pathsep.join(filter(None, [environ.get("PATH"), os.defpath]))
+    # This package may have been found by way of the working directory or of sys.path, where workers do not look.
+    kept["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_PACKAGE_ROOT), environ.get("PYTHONPATH")]))
     return {**kept, "SPARK_HOME": str(home), "SPARK_LOCAL_IP": "127.0.0.1", "JAVA_HOME": str(java.home)}
 
 
@@ -90,12 +95,22 @@ def _settings(java: Java, work_dir: Path, cache_dir: Path) -> dict[str, str]:
 class SparkDriver:
     """A JVM with Spark in it; `start` and `stop` block, so call them from a thread. Not reusable after `stop`.
 
-    Scratch files and `spark.log` go to `work_dir`; downloads are kept in `cache_dir`.
+    Scratch files and `spark.log` go to `work_dir`; downloads are kept in `cache_dir`. `settings` are Spark's own
+    (`spark.driver.memory` and so on), in place of the defaults here or besides them. Python workers run this
+    interpreter and find this package.
     """
 
-    def __init__(self, java: Java, work_dir: Path, *, cache_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        java: Java,
+        work_dir: Path,
+        *,
+        cache_dir: Path | None = None,
+        settings: Mapping[str, str] | None = None,
+    ) -> None:
         self.java = java
         self._work_dir = work_dir
+        self._settings = settings or {}
         self._cache_dir = cache_dir or user_cache_dir()
         self.log_path = work_dir / "spark.log"
         self._process: subprocess.Popen[bytes] | None = None
@@ -141,6 +156,8 @@ class SparkDriver:
                 self._gateway = launch_gateway()
             context = SparkContext(gateway=self._gateway)
             context.setLogLevel("WARN")
+            # Left alone it is whichever python3 stands first in PATH.
+            context.pythonExec = sys.executable
             self._session = SparkSession(context)
 
     def _launch(self, on_download: Callable[[int], None]) -> tuple[int, str]:
@@ -152,7 +169,8 @@ class SparkDriver:
             environment["SPARK_CONF_DIR"] = handshake_dir
             environment["_PYSPARK_DRIVER_CONN_INFO_PATH"] = str(handshake)
             command = [str(home / "bin" / "spark-submit")]
-            for name, value in _settings(self.java, self._work_dir, self._cache_dir).items():
+            defaults = _settings(self.java, self._work_dir, self._cache_dir)
+            for name, value in {**defaults, **self._settings}.items():
                 command += ["--conf", f"{name}={value}"]
             with self._lock, self.log_path.open("ab") as log:
                 if self._stopped:

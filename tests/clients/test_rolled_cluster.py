@@ -32,7 +32,7 @@ from tests.support.librdkafka_client import run_librdkafka
 from tests.support.real_kafka import RealBroker, RealKafka
 from tests.support.reference_broker import wait_for
 from tests.support.served import counted, kafka_proxy
-from tests.support.spark import spark_session, write_batches
+from tests.support.spark import write_batches
 
 # The first run of all downloads the jars.
 pytestmark = [pytest.mark.java, pytest.mark.spark, pytest.mark.timeout(900)]
@@ -61,12 +61,6 @@ def proxies(
         for proxy in (first, second):
             wait_for(lambda proxy=proxy: counted(proxy.admin, PROXIES) == 2)
         yield [first, second]
-
-
-@pytest.fixture
-def spark(tmp_path: Path) -> Iterator[Any]:
-    with spark_session(tmp_path) as session:
-        yield session
 
 
 class Writers:

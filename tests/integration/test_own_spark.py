@@ -17,7 +17,6 @@ import pytest
 
 from kproxy.fencing.clients import OwnRefused, own_sync
 from tests.support.owned_topics import PARTITIONS, WRITERS, OwnedTopics
-from tests.support.spark import spark_session
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "spark_foreach_batch.py"
 ROWS_PER_BATCH = 40
@@ -92,21 +91,19 @@ def test_who_comes_late_with_an_earlier_batch_is_refused_while_a_later_one_is_wr
 @pytest.mark.spark
 @pytest.mark.timeout(300)
 def test_a_query_that_is_started_again_writes_no_row_twice(
-    example: ModuleType, owned_topics: OwnedTopics, sink: Any, tmp_path: Path
+    example: ModuleType, owned_topics: OwnedTopics, sink: Any, tmp_path: Path, spark: Any
 ) -> None:
     from pyspark import cloudpickle
 
     # Run as a script it goes to the executors whole; so it does here.
     cloudpickle.register_pickle_by_value(example)
     checkpoint = tmp_path / "checkpoint"
-    with spark_session(tmp_path) as session:
-        session.sparkContext.pythonExec = sys.executable
-        run_until(example, session, sink, checkpoint, batches=1)
-        # As if it had been killed after it had written, and before Spark knew.
-        last = max(int(each.name) for each in (checkpoint / "commits").iterdir() if each.name.isdigit())
-        for name in (f"{last}", f".{last}.crc"):
-            (checkpoint / "commits" / name).unlink()
-        run_until(example, session, sink, checkpoint, batches=last + 1)
+    run_until(example, spark, sink, checkpoint, batches=1)
+    # As if it had been killed after it had written, and before Spark knew.
+    last = max(int(each.name) for each in (checkpoint / "commits").iterdir() if each.name.isdigit())
+    for name in (f"{last}", f".{last}.crc"):
+        (checkpoint / "commits" / name).unlink()
+    run_until(example, spark, sink, checkpoint, batches=last + 1)
     written = [rows_of(owned_topics, sink, partition) for partition in range(PARTITIONS)]
     values = sorted(value for partition in written for _, _, value in partition)
     assert len(values) >= ROWS_PER_BATCH

@@ -26,7 +26,6 @@ from kproxy.pipeline.report import Report
 from kproxy.pipeline.spark import SparkDriver
 from tests.pipeline.tampering import Record, Tamper, TamperingRelay, double_one, drop_one, swap_two
 from tests.support.dev import asyncios_own_loop
-from tests.support.java import require_java
 from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
@@ -63,10 +62,8 @@ class Course(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def course(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Course]:
+def course(tmp_path_factory: pytest.TempPathFactory, spark_driver: SparkDriver) -> Iterator[Course]:
     with asyncios_own_loop(), contextlib.ExitStack() as stack:
-        spark = SparkDriver(require_java(), tmp_path_factory.mktemp("spark"))
-        stack.callback(spark.stop)
         beside = LoopThread()
         stack.callback(beside.close)
         cluster = DevCluster(tmp_path_factory.mktemp("cluster"))
@@ -85,8 +82,7 @@ def course(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Course]:
         stack.callback(proxy.terminate)
         assert proxy.stdout is not None
         assert proxy.stdout.readline().startswith("ready ")
-        spark.start()
-        yield Course(beside, spark, relay, cluster.etcd)
+        yield Course(beside, spark_driver, relay, cluster.etcd)
 
 
 @pytest.mark.parametrize(

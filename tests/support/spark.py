@@ -1,25 +1,41 @@
-"""Spark for tests: a session, and its Kafka sink, one batch after another."""
+"""Spark for tests: one session for all of them, and its Kafka sink, one batch after another."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+import pytest
 
 from kproxy.pipeline.spark import SparkDriver
 from tests.support.java import require_java
 
+# Left alone Spark's idle producers and consumers stay for minutes and look for their brokers, which are gone when a
+# test is over, at addresses that another test may have been given since.
+SETTINGS: Final = {
+    "spark.kafka.producer.cache.timeout": "2s",
+    "spark.kafka.producer.cache.evictorThreadRunInterval": "1s",
+    "spark.kafka.consumer.cache.timeout": "2s",
+    "spark.kafka.consumer.cache.evictorThreadRunInterval": "1s",
+    "spark.sql.shuffle.partitions": "4",
+}
 
-@contextmanager
-def spark_session(directory: Path) -> Iterator[Any]:
-    """A Spark session, until the block ends."""
-    driver = SparkDriver(require_java(), directory)
+
+@pytest.fixture(scope="session")
+def spark_driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkDriver]:
+    """Spark for the whole run: a process can have one, and it takes half a dozen seconds to start."""
+    driver = SparkDriver(require_java(), tmp_path_factory.mktemp("spark"), settings=SETTINGS)
     try:
         driver.start()
-        yield driver.session
+        yield driver
     finally:
         driver.stop()
+
+
+@pytest.fixture(scope="session")
+def spark(spark_driver: SparkDriver) -> Any:
+    """The SparkSession that all tests share: who starts a query stops it, who changes a setting sets it back."""
+    return spark_driver.session
 
 
 def write_batches(

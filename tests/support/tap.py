@@ -11,6 +11,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from socketserver import BaseRequestHandler, ThreadingTCPServer
 from typing import NamedTuple
 
@@ -48,8 +49,12 @@ class Tap:
         return f"127.0.0.1:{self._server.server_address[1]}"
 
     def versions(self, api_key: int, client_id: str) -> set[int]:
-        """In which versions this client has sent this request."""
-        return {each.api_version for each in self._seen if (each.api_key, each.client_id) == (api_key, client_id)}
+        """In which versions this client, or those whose ids fit the pattern (`producer-*`), have sent this request."""
+        return {
+            each.api_version
+            for each in self._seen
+            if each.api_key == api_key and fnmatchcase(each.client_id, client_id)
+        }
 
     def start(self) -> None:
         self._thread.start()
