@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from struct import Struct
 from typing import NamedTuple
 
-from crc32c import crc32c
-
 from codec.errors import InvalidField, Truncated
 from codec.primitives import INT32, INT64, Buffer
 
@@ -28,7 +26,7 @@ NO_TIMESTAMP = -1
 _HEADER = Struct(">qiibIhiqqqhii")
 _BATCH_LENGTH_OFFSET = 8
 _LEADER_EPOCH_OFFSET = 12
-_ATTRIBUTES_OFFSET = 21
+ATTRIBUTES_OFFSET = 21
 _COMPRESSION_MASK = 0x07
 _LOG_APPEND_TIME = 0x08
 _TRANSACTIONAL = 0x10
@@ -118,7 +116,7 @@ def parse_batch(buffer: Buffer, position: int = 0) -> RecordBatch:
     """The whole batch that begins at `position`.
 
     Raises as `parse_header` does, and Truncated where the buffer ends before the batch does. The CRC is not looked at:
-    see `crc_is_valid`.
+    see `codec.record_crc`.
     """
     batch = parse_header(buffer, position)
     available = len(buffer) - position
@@ -134,12 +132,6 @@ def iterate_batches(buffer: Buffer, position: int = 0) -> Iterator[RecordBatch]:
         batch = parse_batch(buffer, position)
         yield batch
         position = batch.end
-
-
-def crc_is_valid(buffer: Buffer, batch: RecordBatch) -> bool:
-    """Whether the CRC-32C in the header is that of the bytes it covers. Copies nothing."""
-    covered = memoryview(buffer)[batch.position + _ATTRIBUTES_OFFSET : batch.end]
-    return bool(crc32c(covered) == batch.crc)
 
 
 def leader_epoch_of(buffer: Buffer, position: int = 0) -> int:

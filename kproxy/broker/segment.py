@@ -28,7 +28,8 @@ from typing import NamedTuple
 
 from codec.errors import CodecError
 from codec.primitives import Buffer
-from codec.record_batch import HEADER_BYTES, NO_TIMESTAMP, RecordBatch, crc_is_valid, parse_batch, parse_header
+from codec.record_batch import HEADER_BYTES, NO_TIMESTAMP, RecordBatch, parse_batch, parse_header
+from codec.record_crc import crc_is_valid
 
 INDEX_INTERVAL_BYTES = 4096
 SUFFIX = ".log"

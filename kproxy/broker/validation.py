@@ -15,7 +15,8 @@ from typing import NamedTuple
 from codec import error_codes
 from codec.errors import CodecError, InvalidField, Truncated
 from codec.primitives import Buffer
-from codec.record_batch import MAGIC, MAGIC_OFFSET, NO_PRODUCER_ID, RecordBatch, crc_is_valid, parse_batch
+from codec.record_batch import MAGIC, MAGIC_OFFSET, NO_PRODUCER_ID, RecordBatch, parse_batch
+from codec.record_crc import crc_is_valid
 
 _ZSTD = 4
 _LEAST_VERSION_FOR_ZSTD = 7

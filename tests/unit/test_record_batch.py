@@ -11,10 +11,10 @@ from codec.record_batch import (
     HEADER_BYTES,
     add_sequence,
     assign_offsets,
-    crc_is_valid,
     iterate_batches,
     parse_batch,
 )
+from codec.record_crc import crc_is_valid
 from tests.support.record_batches import build_batch
 
 

@@ -1,0 +1,335 @@
+"""A cluster as a reader of logs sees it: who leads which partition, where logs begin and end, and what is in them.
+
+States of a partition: KNOWN (its leader is remembered) <-> UNKNOWN. A leader is forgotten as soon as a question to it
+failed, or it said that it leads no longer; the next question then asks for Metadata first.
+
+Invariants
+1. Every wait is bounded: whoever asks gives up when nothing has succeeded for `patience_s` (`Patience`).
+2. Errors that do not go away by asking again are raised at once.
+3. One connection per broker, and no more brokers than the cluster has; `close` leaves none open.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple
+
+from codec import api_keys as keys
+from codec import error_codes
+from codec.errors import CodecError
+from codec.fetch import PartitionFetched
+from codec.headers import response_body_offset
+from codec.metadata import HIGHEST_VERSION, MetadataReader, TopicLeaders
+from kproxy.pipeline.audit.log_connection import BrokerFailed, LogConnection, LogReadFailed
+from kproxy.routing.topology import Address
+
+EARLIEST: Final = -2
+LATEST: Final = -1
+# A question about more partitions goes out in parts.
+PARTITIONS_PER_QUESTION: Final = 1000
+# A topic that was made a moment ago may not be known to every broker.
+UNKNOWN_TOPIC_TRIES: Final = 5
+_FIRST_PAUSE_S: Final = 0.05
+_LAST_PAUSE_S: Final = 2.0
+_TOPIC: Final = 2
+_CLEANUP_POLICY: Final = "cleanup.policy"
+_LIST_OFFSETS_VERSION: Final = 9
+_DESCRIBE_CONFIGS_VERSION: Final = 4
+
+# After these the leader is asked for anew and the question is put again.
+PASSING: Final = frozenset(
+    {
+        error_codes.UNKNOWN_TOPIC_OR_PARTITION,
+        error_codes.LEADER_NOT_AVAILABLE,
+        error_codes.NOT_LEADER_OR_FOLLOWER,
+        error_codes.REQUEST_TIMED_OUT,
+        error_codes.BROKER_NOT_AVAILABLE,
+        error_codes.REPLICA_NOT_AVAILABLE,
+        error_codes.NETWORK_EXCEPTION,
+        error_codes.KAFKA_STORAGE_ERROR,
+        error_codes.FENCED_LEADER_EPOCH,
+        error_codes.UNKNOWN_LEADER_EPOCH,
+        error_codes.OFFSET_NOT_AVAILABLE,
+        error_codes.UNKNOWN_SERVER_ERROR,
+    }
+)
+
+
+class TopicPartition(NamedTuple):
+    topic: str
+    partition: int
+
+    def __str__(self) -> str:
+        return f"topic {self.topic}, partition {self.partition}"
+
+
+class Patience:
+    """Pauses between attempts, ever longer, until nothing has succeeded for so many seconds."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._sleep = sleep
+        self.succeeded()
+
+    def succeeded(self) -> None:
+        self._since = self._clock()
+        self._pause_s = _FIRST_PAUSE_S
+
+    def pause(self, reason: str) -> None:
+        """Before the next attempt. Raises LogReadFailed, with the reason of the last one, where there is to be none."""
+        waited_s = self._clock() - self._since
+        if waited_s >= self._seconds:
+            raise LogReadFailed(f"{reason}; given up after {waited_s:.0f} s.")
+        self._sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
+
+
+class LogClient:
+    """Not for concurrent use. Times are in seconds."""
+
+    def __init__(
+        self,
+        bootstrap: Sequence[Address],
+        *,
+        timeout_s: float,
+        patience_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._bootstrap = tuple(bootstrap)
+        self._timeout_s = timeout_s
+        self._patience_s = patience_s
+        self._clock = clock
+        self._sleep = sleep
+        self._connections: dict[Address, LogConnection] = {}
+        self._brokers: dict[int, Address] = {}
+        self._leaders: dict[TopicPartition, Address] = {}
+
+    def __enter__(self) -> LogClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+
+    def patience(self) -> Patience:
+        return Patience(self._patience_s, self._clock, self._sleep)
+
+    def remember_leader(self, which: TopicPartition, leader: Address) -> None:
+        """Somebody else was told so a moment ago."""
+        self._leaders[which] = leader
+
+    def leader(self, which: TopicPartition) -> Address | None:
+        """As far as it is remembered."""
+        return self._leaders.get(which)
+
+    def partitions(self, topics: Collection[str] | None) -> dict[str, int]:
+        """How many partitions each topic has; of all topics for None.
+
+        Raises LogReadFailed where nobody answers, or there is no such topic.
+        """
+        patience = self.patience()
+        tries = UNKNOWN_TOPIC_TRIES
+        while True:
+            found = self._ask_metadata(topics, patience)
+            known = {_name(each): each.partition_count for each in found if each.partition_count}
+            missing = sorted(set(topics or ()) - known.keys())
+            if not missing:
+                return known
+            reasons = {_name(each): each.error_code for each in found}
+            tries -= 1
+            for topic in missing:
+                code = reasons.get(topic, error_codes.UNKNOWN_TOPIC_OR_PARTITION)
+                is_unknown = code in (error_codes.UNKNOWN_TOPIC_OR_PARTITION, error_codes.INVALID_TOPIC_EXCEPTION)
+                if is_unknown and not tries:
+                    raise LogReadFailed(f"There is no topic {topic} at {self._bootstrap_text()}.")
+                if not is_unknown and code not in PASSING:
+                    raise LogReadFailed(f"Topic {topic} cannot be read: {error_codes.name_of(code)}.")
+            patience.pause(f"Metadata of {', '.join(missing)} is not to be had")
+
+    def list_offsets(self, partitions: Iterable[TopicPartition], timestamp: int) -> dict[TopicPartition, int]:
+        """Where logs begin (EARLIEST) or what is behind their last record (LATEST: the high watermark).
+
+        Raises LogReadFailed.
+        """
+        offsets: dict[TopicPartition, int] = {}
+        pending = dict.fromkeys(partitions, "nobody was asked")
+        patience = self.patience()
+        while pending:
+            for leader, asked in self._by_leader(list(pending), patience).items():
+                for first in range(0, len(asked), PARTITIONS_PER_QUESTION):
+                    part = asked[first : first + PARTITIONS_PER_QUESTION]
+                    offsets.update(self._list_offsets(leader, part, timestamp, pending))
+            if any(which in offsets for which in pending):
+                patience.succeeded()
+            pending = {which: reason for which, reason in pending.items() if which not in offsets}
+            if pending:
+                which, reason = next(iter(pending.items()))
+                patience.pause(f"The offsets of {which} are not to be had ({reason})")
+        return offsets
+
+    def _list_offsets(
+        self, leader: Address, asked: Sequence[TopicPartition], timestamp: int, reasons: dict[TopicPartition, str]
+    ) -> dict[TopicPartition, int]:
+        """What a leader answers; why it does not goes to `reasons`, and it is then forgotten."""
+        by_topic: dict[str, list[dict[str, int]]] = defaultdict(list)
+        for topic, partition in asked:
+            wanted = {"partition_index": partition, "current_leader_epoch": -1, "timestamp": timestamp}
+            by_topic[topic].append(wanted)
+        topics = [{"name": topic, "partitions": wanted} for topic, wanted in by_topic.items()]
+        try:
+            answer = self._connection(leader).ask(
+                keys.LIST_OFFSETS, _LIST_OFFSETS_VERSION, replica_id=-1, isolation_level=0, topics=topics
+            )
+        except BrokerFailed as error:
+            self._forget(leader)
+            reasons.update(dict.fromkeys(asked, str(error)))
+            return {}
+        offsets = {}
+        for topic in answer.topics:
+            for result in topic.partitions:
+                which = TopicPartition(topic.name, result.partition_index)
+                if result.error_code == error_codes.NONE:
+                    offsets[which] = result.offset
+                    continue
+                self._leaders.pop(which, None)
+                reasons[which] = error_codes.name_of(result.error_code)
+                if result.error_code not in PASSING:
+                    raise LogReadFailed(f"The offsets of {which} cannot be read: {reasons[which]}.")
+        return offsets
+
+    def compacted(self, topics: Collection[str]) -> set[str]:
+        """Those of `topics` that are; none where brokers do not serve DescribeConfigs. Raises LogReadFailed."""
+        asked = [
+            {"resource_type": _TOPIC, "resource_name": topic, "configuration_keys": [_CLEANUP_POLICY]}
+            for topic in sorted(topics)
+        ]
+        compacted: set[str] = set()
+        for first in range(0, len(asked), PARTITIONS_PER_QUESTION):
+            compacted |= self._compacted(asked[first : first + PARTITIONS_PER_QUESTION])
+        return compacted
+
+    def _compacted(self, resources: list[dict[str, Any]]) -> set[str]:
+        patience = self.patience()
+        while True:
+            try:
+                with self._any_connection() as connection:
+                    if not connection.serves(keys.DESCRIBE_CONFIGS):
+                        return set()
+                    answer = connection.ask(keys.DESCRIBE_CONFIGS, _DESCRIBE_CONFIGS_VERSION, resources=resources)
+            except BrokerFailed as error:
+                patience.pause(f"Which topics are compacted is not to be had ({error})")
+                continue
+            refused = [each for each in answer.results if each.error_code != error_codes.NONE]
+            if not refused:
+                return {each.resource_name for each in answer.results if any(map(_says_compact, each.configs))}
+            which, code = refused[0].resource_name, refused[0].error_code
+            reason = f"Whether topic {which} is compacted cannot be read: {error_codes.name_of(code)}"
+            if code not in PASSING:
+                raise LogReadFailed(f"{reason}; say by option compactedTopics which topics are.")
+            patience.pause(reason)
+
+    def fetch(self, which: TopicPartition, offset: int, max_bytes: int, patience: Patience) -> PartitionFetched:
+        """The batches of a partition from `offset` on. Error codes other than the passing ones are the caller's.
+
+        Raises LogReadFailed when `patience` is at its end.
+        """
+        while True:
+            try:
+                leader = next(iter(self._by_leader([which], patience)))
+                fetched = self._connection(leader).fetch(which.topic, which.partition, offset, max_bytes)
+                if fetched.error_code not in PASSING:
+                    return fetched
+                self._leaders.pop(which, None)
+                reason = f"{leader} says {error_codes.name_of(fetched.error_code)}"
+            except BrokerFailed as error:
+                self._forget(leader)
+                reason = str(error)
+            patience.pause(f"Batches of {which} from offset {offset} on are not to be had ({reason})")
+
+    def _by_leader(
+        self, partitions: Sequence[TopicPartition], patience: Patience
+    ) -> dict[Address, list[TopicPartition]]:
+        """The partitions by who leads them; Metadata is asked for where that is not remembered."""
+        while unknown := [which for which in partitions if which not in self._leaders]:
+            for found in self._ask_metadata({which.topic for which in unknown}, patience):
+                for _, index, leader_id, _ in found.partitions():
+                    if leader_id in self._brokers:
+                        self._leaders[TopicPartition(_name(found), index)] = self._brokers[leader_id]
+            leaderless = next((which for which in unknown if which not in self._leaders), None)
+            if leaderless is not None:
+                patience.pause(f"{leaderless} has no leader")
+        by_leader: dict[Address, list[TopicPartition]] = defaultdict(list)
+        for which in partitions:
+            by_leader[self._leaders[which]].append(which)
+        return by_leader
+
+    def _ask_metadata(self, topics: Collection[str] | None, patience: Patience) -> list[TopicLeaders]:
+        wanted = None if topics is None else [{"name": topic} for topic in sorted(topics)]
+        while True:
+            try:
+                with self._any_connection() as connection:
+                    version, frame = connection.exchange(
+                        keys.METADATA, HIGHEST_VERSION, topics=wanted, allow_auto_topic_creation=False
+                    )
+                reader = MetadataReader(frame[response_body_offset(frame, keys.METADATA, version) :], version)
+                while not reader.read_some(1 << 20):
+                    pass
+            except (BrokerFailed, CodecError) as error:
+                patience.pause(str(error))
+                continue
+            self._brokers = {node_id: Address(host, port) for node_id, host, port in reader.brokers}
+            return reader.topics
+
+    @contextmanager
+    def _any_connection(self) -> Iterator[LogConnection]:
+        """To a broker that answers, one that is connected before others. Raises BrokerFailed that names them all.
+
+        Where the question fails as well, another broker is asked next.
+        """
+        failures = []
+        for address in dict.fromkeys([*self._connections, *self._bootstrap, *self._brokers.values()]):
+            try:
+                connection = self._connection(address)
+                break
+            except BrokerFailed as error:
+                failures.append(str(error))
+        else:
+            raise BrokerFailed("; ".join(failures))
+        try:
+            yield connection
+        except BrokerFailed:
+            self._forget(address)
+            raise
+
+    def _connection(self, address: Address) -> LogConnection:
+        connection = self._connections.get(address)
+        if connection is None:
+            connection = self._connections[address] = LogConnection(address, self._timeout_s, self._clock)
+        return connection
+
+    def _forget(self, address: Address) -> None:
+        """It has failed: nothing that it led is asked of it again before somebody says so."""
+        connection = self._connections.pop(address, None)
+        if connection is not None:
+            connection.close()
+        self._leaders = {which: leader for which, leader in self._leaders.items() if leader != address}
+
+    def _bootstrap_text(self) -> str:
+        return ",".join(map(str, self._bootstrap))
+
+
+def _name(topic: TopicLeaders) -> str:
+    return (topic.name or b"").decode()
+
+
+def _says_compact(config: Any) -> bool:
+    return config.name == _CLEANUP_POLICY and "compact" in (config.value or "")

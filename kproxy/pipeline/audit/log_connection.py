@@ -1,0 +1,170 @@
+"""One connection to a Kafka broker for who reads logs on Spark's executors: blocking, one request at a time.
+
+It needs nothing but the standard library, `codec` and kafka-python, which all travel as pure Python. An answer's bytes
+are valid until the next request: they lie in a buffer that is used again.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+from codec import api_keys as keys
+from codec.control import Message, build_request, decode_response, encode_request, version_range
+from codec.errors import CodecError, FrameTooLarge
+from codec.fetch import FINAL_EPOCH, MIN_VERSION, NO_SESSION, PartitionFetched
+from codec.fetch_answer import MAX_VERSION, read_fetch_answer
+from codec.framing import LENGTH_BYTES
+from codec.headers import frame_message, request_header, response_body_offset, response_correlation_id
+from codec.primitives import INT32
+from kproxy.routing.topology import Address
+
+CLIENT_ID: Final = b"kproxy-audit"
+# Brokers send the first batch whole, however large: what an answer may be longer than what was asked for, in bytes.
+LARGEST_BATCH_BYTES: Final = 128 << 20
+# A Metadata answer of a large cluster.
+MAX_CONTROL_BYTES: Final = 128 << 20
+_FIRST_BUFFER_BYTES: Final = 64 << 10
+_READ_UNCOMMITTED: Final = 0
+# A reader that has read all there is asks again; brokers need not wait long for it.
+_MAX_WAIT_MS: Final = 100
+
+
+class LogReadFailed(Exception):
+    """What cannot be read; one plain sentence that names topic, partition and offset where there are any."""
+
+
+class BrokerFailed(Exception):
+    """No answer from a broker, or none that can be read: another attempt may get one. The text says which and why."""
+
+
+class LogConnection:
+    """Ask one broker. `timeout_s` bounds the dial and each answer, in seconds."""
+
+    def __init__(self, address: Address, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Dial and learn what the broker serves. Raises BrokerFailed."""
+        self.address = address
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._correlation_id = 0
+        self._buffer = bytearray(_FIRST_BUFFER_BYTES)
+        self._offered: Mapping[int, tuple[int, int]] = MappingProxyType({keys.API_VERSIONS: (0, 0)})
+        try:
+            self._socket = socket.create_connection(address, timeout_s)
+        except OSError as error:
+            raise BrokerFailed(f"{address} cannot be reached ({_why(error)})") from error
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            answer = self.ask(keys.API_VERSIONS, 0)
+        except BrokerFailed:
+            self.close()
+            raise
+        self._offered = {api.api_key: (api.min_version, api.max_version) for api in answer.api_keys}
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def serves(self, api_key: int) -> bool:
+        return api_key in self._offered
+
+    def ask(self, api_key: int, at_most: int, **fields: Any) -> Message:
+        """One answer, in the highest version up to `at_most` that both sides know. Raises BrokerFailed."""
+        version, frame = self.exchange(api_key, at_most, **fields)
+        try:
+            return decode_response(api_key, version, frame[response_body_offset(frame, api_key, version) :])
+        except CodecError as error:
+            raise self._failed(api_key, error) from error
+
+    def exchange(self, api_key: int, at_most: int, **fields: Any) -> tuple[int, memoryview]:
+        """As `ask`: the version, and the whole answer as it came."""
+        version = self._version(api_key, version_range(api_key), at_most)
+        return version, self._exchange(api_key, version, MAX_CONTROL_BYTES, fields)
+
+    def fetch(self, topic: str, partition: int, offset: int, max_bytes: int) -> PartitionFetched:
+        """The batches from the one with `offset` in it on, at most `max_bytes` or one batch. Raises BrokerFailed.
+
+        The high watermark bounds what is sent, transactions do not.
+        """
+        version = self._version(keys.FETCH, (MIN_VERSION, MAX_VERSION), MAX_VERSION)
+        asked = {"partition": partition, "fetch_offset": offset, "partition_max_bytes": max_bytes}
+        unknown = {"current_leader_epoch": -1, "last_fetched_epoch": -1, "log_start_offset": -1}
+        fields = {
+            "replica_id": -1,
+            "max_wait_ms": _MAX_WAIT_MS,
+            "min_bytes": 1,
+            "max_bytes": max_bytes,
+            "isolation_level": _READ_UNCOMMITTED,
+            "session_id": NO_SESSION,
+            "session_epoch": FINAL_EPOCH,
+            "topics": [{"topic": topic, "partitions": [{**asked, **unknown}]}],
+            "forgotten_topics_data": [],
+            "rack_id": "",
+        }
+        frame = self._exchange(keys.FETCH, version, max_bytes + LARGEST_BATCH_BYTES, fields)
+        try:
+            return read_fetch_answer(frame, version, topic)
+        except CodecError as error:
+            raise self._failed(keys.FETCH, error) from error
+
+    def _version(self, api_key: int, ours: tuple[int, int], at_most: int) -> int:
+        theirs = self._offered.get(api_key)
+        if theirs is None or max(theirs[0], ours[0]) > min(theirs[1], ours[1], at_most):
+            raise LogReadFailed(
+                f"{self.address} serves no version of {keys.name_of(api_key)} that is known here: "
+                f"give the address of a kproxy or of a Kafka cluster of version 2 or later."
+            )
+        return min(theirs[1], ours[1], at_most)
+
+    def _exchange(self, api_key: int, version: int, most_bytes: int, fields: Mapping[str, Any]) -> memoryview:
+        try:
+            self._correlation_id = (self._correlation_id + 1) & 0x7FFF_FFFF
+            header = request_header(api_key, version, self._correlation_id, CLIENT_ID)
+            body = encode_request(build_request(api_key, version, **fields))
+            deadline = self._clock() + self._timeout_s
+            self._socket.settimeout(self._timeout_s)
+            self._socket.sendall(frame_message(header, body))
+            frame = self._receive(deadline, most_bytes)
+            if response_correlation_id(frame) != self._correlation_id:
+                raise CodecError("an answer to something else")
+        except (OSError, EOFError, CodecError) as error:
+            raise self._failed(api_key, error) from error
+        return frame
+
+    def _receive(self, deadline: float, most_bytes: int) -> memoryview:
+        self._receive_into(memoryview(self._buffer)[:LENGTH_BYTES], deadline)
+        length: int = INT32.unpack_from(self._buffer)[0]
+        if not 0 <= length <= most_bytes:
+            raise FrameTooLarge(f"an answer of {length} bytes; at most {most_bytes} are read")
+        frame_bytes = LENGTH_BYTES + length
+        if frame_bytes > len(self._buffer):
+            # The old one may still be looked at; nothing is resized.
+            head = self._buffer[:LENGTH_BYTES]
+            self._buffer = bytearray(frame_bytes)
+            self._buffer[:LENGTH_BYTES] = head
+        frame = memoryview(self._buffer)[:frame_bytes]
+        self._receive_into(frame[LENGTH_BYTES:], deadline)
+        return frame
+
+    def _receive_into(self, view: memoryview, deadline: float) -> None:
+        filled = 0
+        while filled < len(view):
+            left_s = deadline - self._clock()
+            if left_s <= 0:
+                raise TimeoutError
+            self._socket.settimeout(left_s)
+            received = self._socket.recv_into(view[filled:])
+            if not received:
+                raise EOFError("the connection was closed")
+            filled += received
+
+    def _failed(self, api_key: int, error: BaseException) -> BrokerFailed:
+        return BrokerFailed(f"{self.address} did not answer {keys.name_of(api_key)} ({_why(error)})")
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

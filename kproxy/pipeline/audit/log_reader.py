@@ -1,0 +1,181 @@
+"""The batches of one range of a log, by Fetch: header after header, while leaders move and retention goes on.
+
+States of a read: AT position --batches--> AT a later one; --the log begins later now--> AT its beginning;
+--nothing new--> the same, for as long as there is patience; at or behind the range's end --> DONE.
+
+Invariants
+1. A batch is given out once, and by one range: by the one that its base offset lies in. The first range also takes the
+   batch that begins before it and reaches into it.
+2. The position only rises, with every answer that has batches; an answer that would not move it ends the read.
+3. Of a log at most one answer is held: `max_bytes`, or one batch.
+4. A log that ends before the range does is not taken for one that has been read: after a change of leaders its end
+   comes back in a moment, and where it does not, the read fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from codec import error_codes
+from codec.errors import CodecError, Truncated
+from codec.fetch import PartitionFetched
+from codec.primitives import Buffer
+from codec.record_batch import HEADER_BYTES, RecordBatch, parse_batch, parse_header
+from kproxy.pipeline.audit.log_client import EARLIEST, LATEST, LogClient, Patience
+from kproxy.pipeline.audit.log_connection import LARGEST_BATCH_BYTES, LogReadFailed
+from kproxy.pipeline.audit.log_plan import LogRange
+
+ROWS_PER_CHUNK: Final = 8192
+# Compaction may have taken the last batches of a range. A broker that has nothing to send says so at once or when it
+# is hurried; it is believed when it says so again.
+EMPTY_ANSWERS: Final = 3
+
+CheckCrc = Callable[[Buffer, RecordBatch], bool]
+Row = tuple[int, int, int, int, int, int, int, int, int, bool, bool, bool | None]
+"""base_offset, last_offset, record_count, producer_id, producer_epoch, base_sequence, leader_epoch, max_timestamp,
+bytes, is_control, is_transactional, crc_ok (None: not looked at)."""
+
+
+def _row(batch: RecordBatch, crc_ok: bool | None) -> Row:
+    return (
+        batch.base_offset,
+        batch.last_offset,
+        batch.record_count,
+        batch.producer_id,
+        batch.producer_epoch,
+        batch.base_sequence,
+        batch.partition_leader_epoch,
+        batch.max_timestamp,
+        batch.size_in_bytes,
+        batch.is_control,
+        batch.is_transactional,
+        crc_ok,
+    )
+
+
+class RangeReader:
+    """Reads one range, once."""
+
+    def __init__(self, client: LogClient, wanted: LogRange, max_bytes: int, check_crc: CheckCrc | None) -> None:
+        """`check_crc` None leaves it open whether batches are whole."""
+        self._client = client
+        self._wanted = wanted
+        self._max_bytes = max_bytes
+        self._check_crc = check_crc
+        self._position = wanted.start
+        self._corrupt: RecordBatch | None = None
+        self._done = False
+
+    def rows(self) -> Iterator[list[Row]]:
+        """Chunks of at most ROWS_PER_CHUNK rows. Raises LogReadFailed."""
+        patience = self._client.patience()
+        empty_answers = 0
+        while not self._done:
+            fetched = self._fetch(patience)
+            if fetched.error_code == error_codes.OFFSET_OUT_OF_RANGE:
+                self._move_on(patience)
+            elif fetched.error_code != error_codes.NONE:
+                raise self._failed(error_codes.name_of(fetched.error_code))
+            elif fetched.records:
+                before = self._position
+                yield from self._chunks(fetched.records)
+                if self._position <= before and not self._done:
+                    self._step_over()
+                self._done = self._done or self._position >= self._wanted.end
+                empty_answers = 0
+                patience.succeeded()
+            elif max(self._position, fetched.high_watermark) >= self._wanted.end:
+                empty_answers += 1
+                self._done = empty_answers >= EMPTY_ANSWERS
+            else:
+                patience.pause(self._shorter(fetched.high_watermark))
+
+    def _chunks(self, records: Buffer) -> Iterator[list[Row]]:
+        """The rows of one answer; moves the position."""
+        check_crc, takes_from = self._check_crc, 0 if self._wanted.is_first else self._wanted.start
+        rows: list[Row] = []
+        for batch in self._batches(records):
+            crc_ok = None if check_crc is None else check_crc(records, batch)
+            if crc_ok is False:
+                # Nothing in its header is certain, and where the next one begins least of all.
+                self._corrupt = batch
+                self._position = max(self._position, batch.base_offset + 1)
+            else:
+                self._position = max(self._position, batch.last_offset + 1)
+            if batch.base_offset >= takes_from:
+                rows.append(_row(batch, crc_ok))
+                if len(rows) == ROWS_PER_CHUNK:
+                    yield rows
+                    rows = []
+        if rows:
+            yield rows
+
+    def _batches(self, records: Buffer) -> Iterator[RecordBatch]:
+        """Those of an answer that have not been given out, up to the range's end or a batch that was cut short."""
+        at, is_behind = 0, True
+        while at < len(records):
+            try:
+                batch = parse_batch(records, at)
+            except Truncated:
+                return
+            except CodecError as error:
+                raise self._failed(str(error)) from error
+            at = batch.end
+            if batch.base_offset >= self._wanted.end:
+                self._done = True
+                return
+            if is_behind and (batch.last_offset < self._position or self._is_known_corrupt(batch)):
+                continue
+            is_behind = False
+            yield batch
+
+    def _is_known_corrupt(self, batch: RecordBatch) -> bool:
+        return self._corrupt is not None and batch.base_offset == self._corrupt.base_offset
+
+    def _step_over(self) -> None:
+        """An answer had nothing new: by what is left to go by, move on behind the corrupt batch that it consists of."""
+        if self._corrupt is None or self._corrupt.last_offset < self._position:
+            raise self._failed("its leader sends only what lies before that offset")
+        self._position = self._corrupt.last_offset + 1
+
+    def _fetch(self, patience: Patience) -> PartitionFetched:
+        """An answer with its first batch whole: a broker that cut it is asked for as much as that one needs."""
+        # Room for what lies behind a corrupt batch, which is sent again until the position is behind it for certain.
+        max_bytes = self._max_bytes + (self._corrupt.size_in_bytes if self._corrupt is not None else 0)
+        fetched = self._client.fetch(self._wanted.which, self._position, max_bytes, patience)
+        if fetched.error_code or not fetched.records:
+            return fetched
+        try:
+            needed = parse_header(fetched.records).size_in_bytes
+        except Truncated:
+            needed = max(HEADER_BYTES, 2 * max_bytes)
+        except CodecError as error:
+            raise self._failed(str(error)) from error
+        if needed <= len(fetched.records):
+            return fetched
+        if needed > LARGEST_BATCH_BYTES:
+            raise self._failed(f"a batch says that it has {needed} bytes; at most {LARGEST_BATCH_BYTES} are read")
+        again = self._client.fetch(self._wanted.which, self._position, needed, patience)
+        if not again.error_code and len(again.records) < needed:
+            raise self._failed(f"a batch of {needed} bytes is not sent whole")
+        return again
+
+    def _move_on(self, patience: Patience) -> None:
+        """To where the log begins now; where it ends before the position instead, its end may come back."""
+        which = self._wanted.which
+        earliest = self._client.list_offsets([which], EARLIEST)[which]
+        if earliest > self._position:
+            self._position = earliest
+            return
+        patience.pause(self._shorter(self._client.list_offsets([which], LATEST)[which]))
+
+    def _shorter(self, latest: int) -> str:
+        which, _, end, _ = self._wanted
+        return (
+            f"The log of {which} was to be read up to offset {end} and ends at {latest} now: "
+            f"it was cut off in between, or its leader has not caught up"
+        )
+
+    def _failed(self, reason: str) -> LogReadFailed:
+        return LogReadFailed(f"{self._wanted.which} cannot be read at offset {self._position}: {reason}.")

@@ -1,0 +1,232 @@
+"""Logs as Spark reads them: one row for each record batch's header, by Fetch through any Kafka address.
+
+Formats for `session.read.format(…)` once `register` was called: "kproxy_log", the batches of topics, and
+"kproxy_bounds", where the log of each partition begins and ends. Spark's planner asks the cluster what partitions there
+are and cuts their logs into pieces; its tasks read the pieces. Records are not looked into, compressed or not.
+
+Spark plans anew for every action on a DataFrame: where the end is "latest" that may be another end each time. Who wants
+one end gives it: `fix_ends`.
+
+Executors need this package, `codec` and kafka-python (`kproxy.pipeline.audit.executors` packs them), pyarrow, which
+Spark itself needs for sources in Python, and crc32c, without which crc_ok is null: not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
+
+from kproxy.pipeline.audit.log_client import EARLIEST, LATEST, TopicPartition
+from kproxy.pipeline.audit.log_connection import LogReadFailed
+from kproxy.pipeline.audit.log_options import LogOptions, read_options, written
+from kproxy.pipeline.audit.log_plan import LogRange, Offsets, cut, expect_partitions, offsets_as_json, parse_offsets
+from kproxy.pipeline.audit.log_reader import CheckCrc, RangeReader, Row
+from kproxy.routing.topology import Address
+
+__all__ = ["BOUNDS_SCHEMA", "LOG_SCHEMA", "LogReadFailed", "fix_ends", "read_bounds", "read_log", "register"]
+
+LOG_FORMAT: Final = "kproxy_log"
+BOUNDS_FORMAT: Final = "kproxy_bounds"
+LOG_SCHEMA: Final = (
+    "topic string, partition int, base_offset long, last_offset long, record_count int, producer_id long, "
+    "producer_epoch int, base_sequence int, leader_epoch int, max_timestamp long, bytes int, is_control boolean, "
+    "is_transactional boolean, crc_ok boolean"
+)
+BOUNDS_SCHEMA: Final = "topic string, partition int, log_start_offset long, end_offset long, is_compacted boolean"
+
+
+def register(session: Any) -> None:
+    """Make both formats known to a SparkSession; may be repeated."""
+    session.dataSource.register(LogDataSource)
+    session.dataSource.register(BoundsDataSource)
+
+
+def read_log(
+    session: Any,
+    bootstrap: str,
+    *,
+    topics: Sequence[str] = (),
+    pattern: str | None = None,
+    start_offsets: str | None = None,
+    end_offsets: str | None = None,
+    offsets_per_partition: int | None = None,
+    max_bytes: int | None = None,
+) -> Any:
+    """The batches of `topics`, or of those whose names match `pattern`, as a DataFrame of LOG_SCHEMA.
+
+    Offsets: `earliest`, `latest` or JSON as of `fix_ends`; batches with a base offset before the end are read.
+    """
+    more = {
+        "startOffsets": start_offsets,
+        "endOffsets": end_offsets,
+        "offsetsPerPartition": offsets_per_partition,
+        "maxBytes": max_bytes,
+    }
+    return _read(session, LOG_FORMAT, written(bootstrap, topics, pattern, more))
+
+
+def read_bounds(
+    session: Any,
+    bootstrap: str,
+    *,
+    topics: Sequence[str] = (),
+    pattern: str | None = None,
+    compacted: Sequence[str] | None = None,
+) -> Any:
+    """Where logs begin and end (the high watermark) when an action runs, as a DataFrame of BOUNDS_SCHEMA.
+
+    `compacted` says which topics are; None has the brokers asked.
+    """
+    more = {"compactedTopics": None if compacted is None else ",".join(compacted)}
+    return _read(session, BOUNDS_FORMAT, written(bootstrap, topics, pattern, more))
+
+
+def fix_ends(bootstrap: str, *, topics: Sequence[str] = (), pattern: str | None = None) -> str:
+    """Where logs end now, as the JSON that `end_offsets` takes. Asked from here, without Spark.
+
+    Raises LogReadFailed, which says in one sentence that a topic is missing or that nobody answers.
+    """
+    options = read_options(written(bootstrap, topics, pattern, {}))
+    with options.client() as client:
+        return offsets_as_json(client.list_offsets(options.partitions(client), LATEST))
+
+
+def _read(session: Any, form: str, options: dict[str, str]) -> Any:
+    # What is wrong with them is said here; from Spark's planner it comes with a Java stack trace around it.
+    read_options(options)
+    register(session)
+    return session.read.format(form).options(**options).load()
+
+
+class LogPiece(InputPartition):  # type: ignore[misc]  # pyspark's types are not followed
+    """What one task reads, and who led the partitions when it was planned."""
+
+    def __init__(self, ranges: Sequence[LogRange], leaders: Sequence[Address | None]) -> None:
+        super().__init__(None)
+        self.ranges = tuple(ranges)
+        self.leaders = tuple(leaders)
+
+
+class LogDataSource(DataSource):  # type: ignore[misc]
+    """Format "kproxy_log"."""
+
+    @classmethod
+    def name(cls) -> str:
+        return LOG_FORMAT
+
+    def schema(self) -> str:
+        return LOG_SCHEMA
+
+    def reader(self, schema: Any) -> LogDataSourceReader:
+        return LogDataSourceReader(read_options(self.options))
+
+
+class LogDataSourceReader(DataSourceReader):  # type: ignore[misc]
+    """Plans on the driver's side, reads in tasks."""
+
+    def __init__(self, options: LogOptions) -> None:
+        self._options = options
+
+    def partitions(self) -> list[LogPiece]:
+        """Raises LogReadFailed."""
+        options = self._options
+        with options.client() as client:
+            partitions = options.partitions(client)
+            earliest = client.list_offsets(partitions, EARLIEST)
+            latest = client.list_offsets(partitions, LATEST)
+            starts = _resolve(options.start_offsets, "startOffsets", earliest, latest)
+            ends = _resolve(options.end_offsets, "endOffsets", earliest, latest)
+            pieces = cut(starts, ends, options.offsets_per_partition)
+            return [LogPiece(ranges, [client.leader(each.which) for each in ranges]) for ranges in pieces]
+
+    def read(self, partition: LogPiece | None) -> Iterator[Any]:
+        """Arrow batches. Raises LogReadFailed."""
+        # Without anything to read Spark asks for None.
+        if partition is None:
+            return
+        check_crc = _crc_check(self._options.check_crc)
+        with self._options.client() as client:
+            for wanted, leader in zip(partition.ranges, partition.leaders, strict=True):
+                if leader is not None:
+                    client.remember_leader(wanted.which, leader)
+                for rows in RangeReader(client, wanted, self._options.max_bytes, check_crc).rows():
+                    yield _as_arrow(wanted.which, rows)
+
+
+class BoundsDataSource(DataSource):  # type: ignore[misc]
+    """Format "kproxy_bounds"."""
+
+    @classmethod
+    def name(cls) -> str:
+        return BOUNDS_FORMAT
+
+    def schema(self) -> str:
+        return BOUNDS_SCHEMA
+
+    def reader(self, schema: Any) -> BoundsDataSourceReader:
+        return BoundsDataSourceReader(read_options(self.options))
+
+
+class BoundsDataSourceReader(DataSourceReader):  # type: ignore[misc]
+    """One task asks for all of it: a few numbers of each partition."""
+
+    def __init__(self, options: LogOptions) -> None:
+        self._options = options
+
+    def partitions(self) -> list[InputPartition]:
+        return [InputPartition(0)]
+
+    def read(self, partition: Any) -> Iterator[tuple[str, int, int, int, bool]]:
+        """Raises LogReadFailed."""
+        options = self._options
+        with options.client() as client:
+            partitions = options.partitions(client)
+            topics = {which.topic for which in partitions}
+            told = options.compacted_topics
+            compacted = client.compacted(topics) if told is None else set(told)
+            ends = client.list_offsets(partitions, LATEST)
+            starts = client.list_offsets(partitions, EARLIEST)
+        for which in partitions:
+            yield which.topic, which.partition, starts[which], ends[which], which.topic in compacted
+
+
+def _resolve(text: str, option: str, earliest: Offsets, latest: Offsets) -> dict[TopicPartition, int]:
+    """An offset for each partition, none of them before its log begins."""
+    default, mentioned = parse_offsets(text, option)
+    expect_partitions(mentioned, earliest, option)
+    named = {EARLIEST: earliest, LATEST: latest}
+    resolved = {}
+    for which, begins in earliest.items():
+        offset = mentioned.get(which, default)
+        resolved[which] = max(begins, named[offset][which] if offset in named else offset)
+    return resolved
+
+
+def _crc_check(option: str) -> CheckCrc | None:
+    if option == "false":
+        return None
+    try:
+        from codec.record_crc import crc_is_valid
+    except ImportError as error:
+        if option == "auto":
+            return None
+        raise LogReadFailed(
+            "An executor has no crc32c, so batches cannot be checked: install it there, or set option checkCrc to auto."
+        ) from error
+    return crc_is_valid
+
+
+def _as_arrow(which: TopicPartition, rows: Sequence[Row]) -> Any:
+    """Columns in the types of LOG_SCHEMA: Spark takes them as they are."""
+    import pyarrow as pa
+
+    long, integer, boolean = pa.int64(), pa.int32(), pa.bool_()
+    types = [long, long, integer, long, integer, integer, integer, long, integer, boolean, boolean, boolean]
+    columns = [pa.array([which.topic] * len(rows), pa.string()), pa.array([which.partition] * len(rows), integer)]
+    columns += [pa.array(values, kind) for values, kind in zip(zip(*rows, strict=True), types, strict=True)]
+    return pa.RecordBatch.from_arrays(columns, names=_COLUMNS)
+
+
+_COLUMNS: Final = [column.split()[0] for column in LOG_SCHEMA.split(", ")]
