@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from kproxy.cli import run_async, start_logging
+from kproxy.cli.audit_flags import audit_flags
 from kproxy.cli.etcd_flags import etcd_flags
 from kproxy.cli.writer_group_flag import writer_group_flag
 from kproxy.config import DEFAULT_LISTEN, DEFAULT_PREFIX, ProxyConfig, load_proxy_config
@@ -41,9 +42,12 @@ from kproxy.config import DEFAULT_LISTEN, DEFAULT_PREFIX, ProxyConfig, load_prox
     help="Send acks=0 upstream as acks=1; clients still get no answer. [off]",
 )
 @writer_group_flag
+@audit_flags
 @click.option("--workers", metavar="N", type=int, help="Processes that share the port; 0: one for each CPU. [1]")
 @click.pass_context
-def command(context: click.Context, /, config: Path | None, **flags: str | int | bool | list[str] | None) -> int:
+def command(
+    context: click.Context, /, config: Path | None, **flags: str | int | float | bool | list[str] | None
+) -> int:
     """Run the proxy in front of brokers that are there already.
 
     Every option may also stand in the file and in the environment, as KPROXY_ROOM__KEY; flags win over the environment
@@ -55,6 +59,7 @@ def command(context: click.Context, /, config: Path | None, **flags: str | int |
       kproxy serve --ownership kafka --bootstrap 10.0.0.1:9092,10.0.0.2:9092
       kproxy serve --ownership static --table owners.toml
       kproxy serve --etcd http://127.0.0.1:2379 --writer-group orders=writers
+      kproxy serve --etcd http://127.0.0.1:2379 --audit-sink topic
       kproxy serve --config kproxy.toml --listen 0.0.0.0:9092 --advertise kafka.example.org:9092
     """
     start_logging(context)

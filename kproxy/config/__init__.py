@@ -9,6 +9,7 @@ from kproxy.config.address import (
     parse_address,
     split_list,
 )
+from kproxy.config.audit import AuditOptions
 from kproxy.config.limits import Limits
 from kproxy.config.owners import Owners, TopicOwners, parse_owners
 from kproxy.config.proxy import (
@@ -30,6 +31,7 @@ __all__ = [
     "OWNERSHIP_SOURCES",
     "WILDCARDS",
     "Address",
+    "AuditOptions",
     "Limits",
     "Owners",
     "ProxyConfig",

@@ -21,6 +21,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from kproxy.config.address import DEFAULT_LISTEN, Address, advertised, parse_address, split_list
+from kproxy.config.audit import AuditOptions, AuditRoom, audit_options
 from kproxy.config.etcd import SECRETS, EtcdOptions, EtcdRoom, etcd_options
 from kproxy.config.limits import Limits, Seconds
 from kproxy.config.owners import TABLE_ROOMS, Owners, parse_owners, read_table
@@ -70,14 +71,17 @@ _ROOMS: dict[str, type[msgspec.Struct]] = {
     "fleet": _Fleet,
     "produce": _Produce,
     "own": _Own,
+    "audit": AuditRoom,
     "limits": Limits,
 }
+# As a key there says too little by itself, its flag has the room's name before it.
+_NAMED_ROOMS = ("etcd", "audit")
 
 
 def flag_of(path: str) -> str:
-    """An option's long flag, with underscores. The room `[etcd]` is in the flags' names, as `--ca` says too little."""
+    """An option's long flag, with underscores."""
     room, _, key = path.partition(".")
-    return f"etcd_{key}" if room == "etcd" else key
+    return f"{room}_{key}" if room in _NAMED_ROOMS else key
 
 
 # Keys that mean something for one source of owners alone.
@@ -102,6 +106,7 @@ class ProxyConfig:
     is named after it was last heard of.
 
     `writer_groups`: of each topic that only owners write to the group in which they own; such topics need an `etcd`.
+    `audit`: what becomes of the audit trail; its bounds hold for each process by itself.
     """
 
     listen: Address
@@ -118,6 +123,7 @@ class ProxyConfig:
     lease_ttl_s: int
     confirm_acks0: bool
     writer_groups: Mapping[str, str]
+    audit: AuditOptions
     limits: Limits
     workers: int
 
@@ -178,6 +184,10 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
     )
     workers = worker_count(int(str(settings["listen.workers"].value)))
     share_limits(limits, workers)
+    audit = _audit(settings)
+    owners = _owners(settings) if ownership == "static" else None
+    writer_groups = _writer_groups(settings)
+    _refuse_unwritable_trail(audit, settings["audit.sink"], owners, writer_groups)
     return ProxyConfig(
         listen=listen,
         advertise=advertised(listen, advertise),
@@ -188,14 +198,43 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
         prefix=str(prefix.value),
         bootstrap=_bootstrap(settings) if ownership == "kafka" else (),
         refresh_s=msgspec.convert(settings["ownership.refresh_s"].value, float),
-        owners=_owners(settings) if ownership == "static" else None,
+        owners=owners,
         alone=bool(settings["fleet.alone"].value),
         lease_ttl_s=msgspec.convert(settings["fleet.lease_ttl"].value, int),
         confirm_acks0=bool(settings["produce.confirm_acks0"].value),
-        writer_groups=_writer_groups(settings),
+        writer_groups=writer_groups,
+        audit=audit,
         limits=limits,
         workers=workers,
     )
+
+
+def _audit(settings: Mapping[str, Setting]) -> AuditOptions:
+    room = {path.partition(".")[2]: setting for path, setting in settings.items() if path.startswith("audit.")}
+    bootstrap = room["bootstrap"]
+    return audit_options(
+        msgspec.convert({key: each.value for key, each in room.items() if each.value is not UNSET}, AuditRoom),
+        {key: setting.source for key, setting in room.items()},
+        _addresses(bootstrap) if bootstrap.value is not UNSET else (),
+    )
+
+
+def _refuse_unwritable_trail(
+    audit: AuditOptions, sink: Setting, owners: Owners | None, writer_groups: Mapping[str, str]
+) -> None:
+    """What is shipped through this proxy itself must be let through."""
+    if audit.sink != "topic" or audit.bootstrap:
+        return
+    if audit.topic in writer_groups:
+        raise StartupError(
+            f"{sink.source}: only owners write to {audit.topic} by own.writer_group, and the audit trail is nobody's: "
+            f"name another topic."
+        )
+    if owners is not None and all(topic.name != audit.topic for topic in owners.topics):
+        raise StartupError(
+            f"{sink.source}: the static table has no owner for {audit.topic}: write it a [[topics]] of its own, or "
+            f"ship elsewhere with --audit-bootstrap HOST:PORT[,HOST:PORT...]."
+        )
 
 
 def _etcd(settings: Mapping[str, Setting]) -> tuple[str, ...]:
@@ -240,6 +279,10 @@ def _bootstrap(settings: Mapping[str, Setting]) -> tuple[Address, ...]:
             "--ownership kafka learns the owners from a Kafka cluster: give some of its brokers with "
             "--bootstrap HOST:PORT[,HOST:PORT...]."
         )
+    return _addresses(bootstrap)
+
+
+def _addresses(bootstrap: Setting) -> tuple[Address, ...]:
     parts = split_list(bootstrap.value, bootstrap.source)  # type: ignore[arg-type]  # converted on loading
     addresses = tuple(parse_address(part, bootstrap.source) for part in parts)
     for address in addresses:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
 from codec.own import MAX_NAME_BYTES
+from kproxy.config.topic_name import RULE, is_topic_name
 from kproxy.errors import StartupError
-
-# Kafka's own rule for a topic's name.
-_TOPIC = re.compile(r"(?!\.{1,2}$)[a-zA-Z0-9._-]{1,249}")
 
 
 def parse_writer_groups(value: str | Sequence[str], source: str) -> Mapping[str, str]:
@@ -35,11 +32,8 @@ def _parse_pair(pair: str, source: str) -> tuple[str, str]:
             f"{source}: {pair[:300]!r} names no topic and its writer group: write TOPIC=GROUP, for example "
             f"orders=writers."
         )
-    if _TOPIC.fullmatch(topic) is None:
-        raise StartupError(
-            f"{source}: {topic[:300]!r} cannot be a topic: its name is made of ASCII letters and digits, '.', '_' and "
-            f"'-', at most 249 of them."
-        )
+    if not is_topic_name(topic):
+        raise StartupError(f"{source}: {topic[:300]!r} cannot be a topic: {RULE}.")
     if len(group.encode()) > MAX_NAME_BYTES:
         raise StartupError(f"{source}: the writer group of {topic!r} has a name of more than {MAX_NAME_BYTES} bytes.")
     return topic, group

@@ -10,6 +10,7 @@ import pytest
 
 from kproxy.config import (
     Address,
+    AuditOptions,
     Limits,
     ProxyConfig,
     TopicOwners,
@@ -116,6 +117,7 @@ def test_without_options_the_defaults_hold() -> None:
         lease_ttl_s=10,
         confirm_acks0=False,
         writer_groups={},
+        audit=AuditOptions("none", "__kproxy_audit", None, (), 5.0, 16 << 20),
         limits=Limits(),
         workers=1,
     )

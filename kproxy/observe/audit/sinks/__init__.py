@@ -1,0 +1,1 @@
+"""Where the pages of an audit trail go: a topic, or files."""

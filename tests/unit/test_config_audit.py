@@ -1,0 +1,95 @@
+"""Where the audit trail goes: read from flags, environment and file; refused where it cannot go there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kproxy.cli import main
+from kproxy.config import Address, AuditOptions, load_proxy_config
+from kproxy.errors import StartupError
+
+ETCD = {"etcd": "http://127.0.0.1:2379"}
+STATIC = '[ownership]\nownership = "static"\n[brokers]\n1 = "h:1"\n[[topics]]\nname = "{topic}"\nowners = [1]\n'
+
+
+def load(toml: str = "", directory: Path | None = None, **given: Mapping[str, Any]) -> AuditOptions:
+    file = None
+    if directory is not None:
+        file = directory / "kproxy.toml"
+        file.write_text(toml)
+    return load_proxy_config(file, flags=given.get("flags", ETCD), environ=given.get("environ", {})).audit
+
+
+SINKS = {
+    "none": AuditOptions(),
+    "topic": AuditOptions("topic"),
+    "topic:a.b": AuditOptions("topic", "a.b"),
+    "json:/var/log/a:b": AuditOptions("json", directory=Path("/var/log/a:b")),
+    "parquet:trail": AuditOptions("parquet", directory=Path("trail")),
+}
+
+
+@pytest.mark.parametrize(("text", "options"), SINKS.items(), ids=SINKS)
+def test_a_sink_is_a_kind_and_a_place(text: str, options: AuditOptions) -> None:
+    assert load(flags={**ETCD, "audit_sink": text}) == options
+
+
+def test_flags_win_over_the_environment_over_the_file(tmp_path: Path) -> None:
+    toml = '[audit]\nsink = "topic:file"\nbootstrap = ["a:1", "b:2"]\ninterval_s = 2\nmax_bytes = 1048576\n'
+    from_file = AuditOptions("topic", "file", None, (Address("a", 1), Address("b", 2)), 2.0, 1 << 20)
+    assert load(toml, tmp_path) == from_file
+    environ = {"KPROXY_AUDIT__SINK": "topic:environ", "KPROXY_AUDIT__INTERVAL_S": "3", "KPROXY_AUDIT__BOOTSTRAP": "c:3"}
+    options = load(toml, tmp_path, environ=environ, flags={**ETCD, "audit_interval_s": 0.5})
+    assert options == AuditOptions("topic", "environ", None, (Address("c", 3),), 0.5, 1 << 20)
+
+
+WRONG = {
+    "no kind": ('[audit]\nsink = "kafka"\n', "'kafka' is nowhere for an audit trail to go: write none, topic"),
+    "no directory": ('[audit]\nsink = "json:"\n', "'json:' is nowhere"),
+    "no topic": ('[audit]\nsink = "topic:"\n', "'topic:' is nowhere"),
+    "no topic's name": ('[audit]\nsink = "topic:a/b"\n', "'a/b' cannot be a topic"),
+    "too seldom": ("[audit]\ninterval_s = 61\n", "audit.interval_s"),
+    "too little": ("[audit]\nmax_bytes = 1000\n", "audit.max_bytes"),
+    "a cluster for files": ('[audit]\nsink = "json:d"\nbootstrap = "a:1"\n', "audit.bootstrap .*kind topic.* json:d"),
+    "no port": ('[audit]\nsink = "topic"\nbootstrap = "a"\n', "audit.bootstrap .* no port"),
+    "port 0": ('[audit]\nsink = "topic"\nbootstrap = "a:0"\n', "nobody listens on a:0"),
+    "misspelt": ('[audit]\nsinks = "topic"\n', r"audit.sinks .*did you mean audit.sink\?"),
+    "an owner's topic": (
+        '[audit]\nsink = "topic:t"\n[own]\nwriter_group = "t=g"\n',
+        "audit.sink .*only owners write to t by own.writer_group",
+    ),
+}
+
+
+@pytest.mark.parametrize(("toml", "sentence"), WRONG.values(), ids=WRONG)
+def test_what_will_not_do_is_refused_in_a_sentence(tmp_path: Path, toml: str, sentence: str) -> None:
+    with pytest.raises(StartupError, match=sentence):
+        load(toml, tmp_path)
+
+
+def test_a_static_table_must_name_the_topic_that_is_shipped_to_through_the_proxy(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="no owner for __kproxy_audit: write it a"):
+        load('[audit]\nsink = "topic"\n' + STATIC.format(topic="t"), tmp_path, flags={})
+    assert load('[audit]\nsink = "topic"\n' + STATIC.format(topic="__kproxy_audit"), tmp_path, flags={}).sink == "topic"
+    elsewhere = '[audit]\nsink = "topic"\nbootstrap = "a:1"\n'
+    assert load(elsewhere + STATIC.format(topic="t"), tmp_path, flags={}).sink == "topic"
+
+
+def test_parquet_without_its_library_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kproxy.config.audit.find_spec", lambda name: None)
+    with pytest.raises(StartupError, match=r"pip install 'kproxy-kafka\[parquet\]', or write json:d"):
+        load(flags={**ETCD, "audit_sink": "parquet:d"})
+
+
+def test_check_config_shows_the_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "kproxy.toml"
+    file.write_text('[ownership]\netcd = "http://e:1"\n[audit]\nsink = "json:trail"\n')
+    assert main(["check-config", "--config", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert '[audit]\nsink = "json:trail"' in shown
+    assert "# bootstrap is not set" in shown
+    assert "interval_s = 5.0" in shown
