@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     help="How long a dead broker's partitions stay its own.",
 )
 @writer_group_flag
+@click.option("--no-audit", is_flag=True, help="Keep no audit trail in the topic __kproxy_audit.")
 @click.pass_context
 def command(
     context: click.Context,
@@ -58,6 +59,7 @@ def command(
     admin: str,
     lease_ttl: int,
     writer_group: list[str] | None,
+    no_audit: bool,
 ) -> int:
     """Run everything on this machine: etcd, reference brokers and the proxy.
 
@@ -85,6 +87,7 @@ def command(
         admin=admin,
         lease_ttl_s=lease_ttl,
         writer_groups=writer_group or (),
+        audit=not no_audit,
         on_step=lambda part: _say(f"  {part}"),
     )
     if replication_factor is None and cluster.replication_factor < DEFAULT_REPLICATION_FACTOR:

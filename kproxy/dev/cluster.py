@@ -32,8 +32,11 @@ MAX_BROKERS = 100
 DEFAULT_REPLICATION_FACTOR = 3
 DEFAULT_LEASE_TTL_S = 10
 READY_TIMEOUT_S = 60.0
-# The proxy drains for up to 10 s, a broker brings its logs to the disk; more than that is a hang.
-STOP_TIMEOUT_S = 15.0
+# The proxy drains for up to 10 s and ships the rest of its audit trail for up to 5 s, a broker brings its logs to the
+# disk; more than that is a hang.
+STOP_TIMEOUT_S = 20.0
+# Who tries things out does not want to wait for what the audit says of them.
+AUDIT_INTERVAL_S = 1.0
 
 
 class ChildEnded(Exception):
@@ -50,7 +53,7 @@ class DevCluster:
 
     `listen` and `admin` are `HOST:PORT`, port 0 any free one, `admin` None no admin page; `lease_ttl_s` in seconds.
     `replication_factor` None is 3, or as many as there are brokers. `writer_groups`: `TOPIC=GROUP` each, the topics
-    that only owners write to. `on_step` is told of each part that has come up.
+    that only owners write to. `audit`: ship the proxy's audit trail to its topic. `on_step` is told of each part that has come up.
     After the start: `kafka` and `admin` (`HOST:PORT`), `etcd` (URL), `proxy_pid`, and of the brokers that are not
     killed `broker_pids` and `broker_addresses` by node id.
     """
@@ -65,6 +68,7 @@ class DevCluster:
         admin: str | None = "127.0.0.1:0",
         lease_ttl_s: int = DEFAULT_LEASE_TTL_S,
         writer_groups: Sequence[str] = (),
+        audit: bool = True,
         on_step: Callable[[str], None] | None = None,
     ) -> None:
         if not 1 <= brokers <= MAX_BROKERS:
@@ -88,6 +92,7 @@ class DevCluster:
             )
         self._admin = parse_address(admin, "--admin") if admin is not None else None
         self._writer_groups = parse_writer_groups(writer_groups, "--writer-group")
+        self._audit = audit
         self._on_step = on_step or (lambda _: None)
         self._dir: ClusterDir | None = None
         self._pipe: ParentPipe | None = None
@@ -243,6 +248,8 @@ class DevCluster:
         arguments += ["--lease-ttl", str(self.lease_ttl_s)]
         if self._admin is not None:
             arguments += ["--admin", str(self._admin)]
+        if self._audit:
+            arguments += ["--audit-sink", "topic", "--audit-interval-s", str(AUDIT_INTERVAL_S)]
         for topic, group in self._writer_groups.items():
             arguments += ["--writer-group", f"{topic}={group}"]
         return arguments

@@ -16,6 +16,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from codec import api_keys, error_codes
+from kproxy.observe.audit.shipper import ShipperVitals
 from kproxy.observe.families import Across, Gauge
 from kproxy.observe.table import TableView
 from kproxy.observe.tally import DELAY_BOUNDS_S, OTHER_VERSION, PRODUCE_BOUNDS_S, VERSION_BITS, Tally
@@ -53,11 +54,13 @@ class ProxyCollector(Collector):
         counters: Mapping[str, int],
         table: Callable[[], TableView],
         vitals: Callable[[], Vitals],
+        shipping: Callable[[], ShipperVitals | None] = lambda: None,
     ) -> None:
         self._tally = tally
         self._counters = counters
         self._table = table
         self._vitals = vitals
+        self._shipping = shipping
 
     def collect(self) -> Iterable[Metric]:
         vitals = self._vitals()
@@ -68,6 +71,7 @@ class ProxyCollector(Collector):
         yield from _table(table)
         yield from _fleet(table, self._counters)
         yield from _claims(vitals, self._counters)
+        yield from _audit(self._shipping(), self._counters)
 
 
 class WorkersCollector(Collector):
@@ -264,6 +268,33 @@ def _claims(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric]:
         gated.add_metric([api], counters.get(name, 0))
     yield gated
     yield _counter("kproxy_own_keys_skipped", "Claims in etcd that made no sense.", counters.get("own.skipped", 0))
+
+
+_AUDIT_COUNTERS = {
+    "overlaps": "Intervals of offsets that were given out twice.",
+    "overlapping_records": "Offsets that were given out twice.",
+    "rows_shipped": "Rows of the audit trail that the sink has taken.",
+    "rows_dropped": "Rows of the audit trail that are lost: what they said cannot be proven.",
+    "pages_dropped": "Pages with these rows.",
+    "sink_failures": "Failed attempts at writing to the audit sink.",
+}
+
+
+def _audit(shipping: ShipperVitals | None, counters: Mapping[str, int]) -> Iterable[Metric]:
+    for name, documentation in _AUDIT_COUNTERS.items():
+        yield _counter(f"kproxy_audit_{name}", documentation, counters.get(f"audit.{name}", 0))
+    if shipping is not None:
+        yield _gauge(
+            "kproxy_audit_waiting_bytes",
+            "Bytes of the audit trail that the sink has not taken yet.",
+            shipping.waiting_bytes,
+        )
+        yield _gauge(
+            "kproxy_audit_age_seconds",
+            "Since the audit sink last took rows, or this process began.",
+            shipping.age_s,
+            "max",
+        )
 
 
 def registered(registration: str) -> Metric:

@@ -15,6 +15,7 @@ import msgspec
 from kproxy.config.address import Address
 from kproxy.fencing.desk import ClaimDesk
 from kproxy.observe.admin import AdminPage, Readiness
+from kproxy.observe.audit.shipper import ShipperVitals
 from kproxy.observe.claims import ClaimsQuery, FreeOrder
 from kproxy.observe.families import Family, family_of
 from kproxy.observe.metrics import ProxyCollector, Vitals, own_process, render
@@ -34,11 +35,12 @@ class OwnPages:
         counters: Mapping[str, int],
         vitals: Callable[[], Vitals],
         claims: Callable[[], ClaimDesk],
+        shipping: Callable[[], ShipperVitals | None],
     ) -> None:
         self._table = table
         self._claims = claims
         self._readiness = readiness
-        self._proxy = ProxyCollector(tally=tally, counters=counters, table=table, vitals=vitals)
+        self._proxy = ProxyCollector(tally=tally, counters=counters, table=table, vitals=vitals, shipping=shipping)
         self._process = tuple(own_process())
 
     async def table(self, query: TableQuery, worker: int | None = None) -> bytes:
@@ -68,9 +70,9 @@ class OwnPages:
 
 
 class Front(Protocol):
-    """`shares_port`: whether other processes listen on the same port."""
+    """`worker`: its number, where other processes listen on the same port."""
 
-    shares_port: bool
+    worker: int | None
 
     async def open(self, pages: OwnPages) -> None:
         """Show `pages` from now on. Raises StartupError."""
@@ -92,7 +94,7 @@ class Front(Protocol):
 class OwnFront:
     """Of a process that serves alone. `admin` None: no admin page."""
 
-    shares_port = False
+    worker: int | None = None
 
     def __init__(self, admin: Address | None) -> None:
         self._address = admin

@@ -16,7 +16,7 @@ from random import Random
 
 import structlog
 
-from kproxy.config import ProxyConfig
+from kproxy.config import Address, ProxyConfig
 from kproxy.errors import StartupError
 from kproxy.fencing.desk import ClaimDesk
 from kproxy.fencing.service import OwnService
@@ -25,7 +25,7 @@ from kproxy.observe.audit.trail import Trail
 from kproxy.observe.claims import NotOffered
 from kproxy.observe.table import TableView
 from kproxy.observe.tally import Tally
-from kproxy.proxy.auditing import open_trail
+from kproxy.proxy.auditing import Audit
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.front import Front, OwnFront, OwnPages
 from kproxy.proxy.membership import Membership
@@ -61,6 +61,7 @@ class _Proxy:
         self._opened: OpenSource | None = None
         self._membership: Membership | None = None
         self._own: OwnService | None = None
+        self._audit: Audit | None = None
         self._tally = Tally()
         self._counters = Counter[str]()
         self._random = Random()  # noqa: S311 -- spreads retries, guards nothing
@@ -69,20 +70,22 @@ class _Proxy:
         """Serve until cancelled; then drain."""
         config = self._config
         async with contextlib.AsyncExitStack() as stack:
-            port = await self._listener.bind(*config.listen, shared=self._front.shares_port)
+            port = await self._listener.bind(*config.listen, shared=self._front.worker is not None)
             pages = self._pages(stack)
             stack.push_async_callback(self._front.close)
             await self._front.open(pages)
             opened = self._opened = await stack.enter_async_context(open_source(config, self._topology, self._wait))
             membership = self._membership = await stack.enter_async_context(self._open_membership(port))
             own = self._own = await stack.enter_async_context(open_own(config, *self._advertised(port), self._counters))
-            trail = await stack.enter_async_context(
-                open_trail(config, "{}:{}".format(*self._advertised(port)), self._counters)
-            )
-            context = self._context(opened, membership, own, trail)
+            audit = self._audit = self._open_audit(port)
+            context = self._context(opened, membership, own, audit.trail)
             await stack.enter_async_context(attach(own, context))
             stack.push_async_callback(self._listener.stop)
+            # Between the last client's end and the listener's: what is left of the trail may go out through this proxy.
+            await stack.enter_async_context(audit.keep())
+            stack.push_async_callback(self._listener.drain)
             await self._listener.serve(context)
+            audit.ship()
             stack.push_async_callback(membership.leave)
             await membership.join()
             _calm_collector()
@@ -104,8 +107,14 @@ class _Proxy:
     def _open_membership(self, port: int) -> Membership:
         host, advertised_port = self._advertised(port)
         # Those who share an address have one entry, which their supervisor sees to.
-        registers = not self._front.shares_port
+        registers = self._front.worker is None
         return Membership(self._config, host, advertised_port, counters=self._counters, registers=registers)
+
+    def _open_audit(self, port: int) -> Audit:
+        """Raises StartupError."""
+        worker = self._front.worker
+        name = str(Address(*self._advertised(port))) + ("" if worker is None else f"/{worker}")
+        return Audit(self._config, name, self._counters, self._random, self._listener.connect_inside)
 
     def _context(
         self, opened: OpenSource, membership: Membership, own: OwnService | None, trail: Trail
@@ -145,6 +154,7 @@ class _Proxy:
             counters=self._counters,
             vitals=lambda: self._listener.vitals,
             claims=self._claims,
+            shipping=lambda: self._audit.shipping if self._audit is not None else None,
         )
 
     def _wait(self, sentence: str) -> None:

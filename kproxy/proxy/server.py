@@ -3,18 +3,24 @@
 States
   starting   the listener is bound and the lease table loaded, in this order, so that a taken port is said at once
   serving    `ready` has been printed
-  draining   no new connections; every open one answers what it has read, for at most `drain_s`
+  draining   no new connections; every client's answers what it has read, for at most `drain_s`
+  drained    clients are gone; connections from within this process are served as before
   stopped
 
+Transitions: starting --serve()--> serving --drain()--> draining --the last client, or the time--> drained --stop()-->
+stopped; from serving `stop` goes by way of `drain`.
+
 Invariants
-1. Every session is in `_sessions` until its `close` has been awaited; nothing is left running when `run` returns.
-2. A listener admits at most `max_connections`; one more is closed at once, with a line in the log.
+1. Every session is in `_sessions` until its `close` has been awaited; nothing is left running when `stop` returns.
+2. A listener admits at most `max_connections` clients; one more is closed at once, with a line in the log.
+3. The sessions in `_inside` are ends of `connect_inside`, no clients: they are neither counted nor drained.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 
 import structlog
 
@@ -41,9 +47,13 @@ class Listener:
         # What keeps it from serving, as a sentence, where that is known.
         self.waits_for = ""
         self._context: ProxyContext | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._sessions: set[ClientSession] = set()
+        self._inside: set[ClientSession] = set()
+        self._adopting: set[asyncio.Task[None]] = set()
         self._empty = asyncio.Event()
         self._draining = False
+        self._stopped = False
         self._follows_versions = True
         self._closing: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -68,7 +78,7 @@ class Listener:
             sent_bytes += session.sent_bytes
         own = self._context.own if self._context is not None else None
         return Vitals(
-            client_connections=len(self._sessions),
+            client_connections=self._client_count,
             upstream_connections=upstream_connections,
             in_flight_requests=in_flight_requests,
             in_flight_bytes=self._context.budget.held if self._context is not None else 0,
@@ -80,6 +90,10 @@ class Listener:
             own_members=len(own.table.members) if own is not None else 0,
             own_unsettled=len(own.settlement.unsettled()) if own is not None else 0,
         )
+
+    @property
+    def _client_count(self) -> int:
+        return len(self._sessions) - len(self._inside)
 
     async def bind(self, host: str, port: int, *, shared: bool = False) -> int:
         """Listen, without accepting anything yet; the real port. `shared`: other processes may listen there as well.
@@ -98,14 +112,55 @@ class Listener:
         if self._server is None:
             raise RuntimeError("bind comes first")
         self._context = context
+        self._loop = asyncio.get_running_loop()
         self._follows_versions = follows_versions
         context.versions.on_change = self._follow_ranges
         context.breakers.on_open = self._give_up_broker
         await accept_from(self._server)
         self._ticker = asyncio.get_running_loop().create_task(self._watch_deadlines(context))
 
+    def connect_inside(self) -> socket.socket:
+        """A connection of this process to itself, which is served until `stop`; on any thread.
+
+        Raises OSError where nothing is served.
+        """
+        if self._loop is None or self._stopped:
+            raise ConnectionRefusedError("it is not serving")
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        try:
+            self._loop.call_soon_threadsafe(self._adopt, theirs)
+        except RuntimeError as error:  # the event loop has been closed meanwhile
+            ours.close()
+            theirs.close()
+            raise ConnectionRefusedError("it has stopped") from error
+        return ours
+
+    def _adopt(self, end: socket.socket) -> None:
+        if self._stopped:
+            end.close()
+            return
+        task = asyncio.get_running_loop().create_task(self._serve_inside(end))
+        self._adopting.add(task)
+        task.add_done_callback(self._adopting.discard)
+
+    async def _serve_inside(self, end: socket.socket) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(self._inside_session, end)
+        except OSError as error:
+            log.warning("a connection from within could not be served", reason=str(error))
+            end.close()
+
+    def _inside_session(self) -> ClientSession:
+        if self._context is None:
+            raise RuntimeError("serve comes first")
+        session = ClientSession(self._context, self._session_closed)
+        self._sessions.add(session)
+        self._inside.add(session)
+        return session
+
     def _session(self) -> asyncio.BaseProtocol:
-        if self._context is None or len(self._sessions) >= self._limits.max_connections:
+        if self._context is None or self._client_count >= self._limits.max_connections:
             log.warning("connection refused: too many", limit=self._limits.max_connections)
             if self._context is not None:
                 self._context.counters["clients.too_many"] += 1
@@ -126,7 +181,8 @@ class Listener:
             await session.close()
         finally:
             self._sessions.discard(session)
-            if not self._sessions:
+            self._inside.discard(session)
+            if not self._client_count:
                 self._empty.set()
 
     def _follow_ranges(self, ranges: Ranges) -> None:
@@ -165,21 +221,30 @@ class Listener:
                     log.exception("deadlines of a client connection could not be watched")
                     session.abandon()
 
-    async def stop(self) -> None:
-        """Drain: answer what has been read, then close everything."""
+    async def drain(self) -> None:
+        """Answer what clients have sent, and let them go; none of them hears anything more."""
         self._draining = True
         if self._server is not None:
             self._server.close()
-        for session in list(self._sessions):
+        for session in self._sessions - self._inside:
             session.drain()
-        if self._sessions:
+        if self._client_count:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._limits.drain_s):
                     await self._empty.wait()
+        for session in self._sessions - self._inside:
+            session.abandon()
+
+    async def stop(self) -> None:
+        """Drain, and close everything."""
+        if not self._draining:
+            await self.drain()
+        self._stopped = True
         if self._ticker is not None:
             self._ticker.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._ticker
+        await asyncio.gather(*self._adopting)
         for session in list(self._sessions):
             session.abandon()
         await asyncio.gather(*self._closing)

@@ -60,7 +60,7 @@ async def run_worker(channel_fd: int) -> int:
     channel = await Channel.over(socket.socket(fileno=channel_fd))
     try:
         assignment = await next_assignment(channel)
-        await run_proxy(assignment.config, WorkerFront(channel))
+        await run_proxy(assignment.config, WorkerFront(channel, assignment.number))
     except ChannelClosed:
         # It has gone before it said what to do: there is nobody to say anything to.
         return NOT_STARTED
@@ -75,9 +75,8 @@ async def run_worker(channel_fd: int) -> int:
 class WorkerFront:
     """Says everything to the supervisor."""
 
-    shares_port = True
-
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, number: int) -> None:
+        self.worker: int | None = number
         self._channel = channel
         self._answering: asyncio.Task[None] | None = None
 

@@ -36,8 +36,7 @@ SCHEMA = pyarrow.schema(
         *((name, _TEXT) for name in ("peer", "client_id", "principal")),
         ("producer_id", _LONG),
         *((name, _INT) for name in ("producer_epoch", "first_sequence")),
-        *((name, _LONG) for name in ("base_offset", "record_count")),
-        ("batches", _INT),
+        *((name, _LONG) for name in ("base_offset", "record_count", "batches")),
         *((name, _LONG) for name in ("bytes", "first_acked_at", "last_acked_at")),
         *((name, pyarrow.list_(_LONG)) for name in ("spans", "latency_us")),
     ]
