@@ -53,7 +53,8 @@ class DevCluster:
 
     `listen` and `admin` are `HOST:PORT`, port 0 any free one, `admin` None no admin page; `lease_ttl_s` in seconds.
     `replication_factor` None is 3, or as many as there are brokers. `writer_groups`: `TOPIC=GROUP` each, the topics
-    that only owners write to. `audit`: ship the proxy's audit trail to its topic. `on_step` is told of each part that has come up.
+    that only owners write to. `audit`: ship the proxy's audit trail to its topic. `on_step` is told of each part that
+    has come up.
     After the start: `kafka` and `admin` (`HOST:PORT`), `etcd` (URL), `proxy_pid`, and of the brokers that are not
     killed `broker_pids` and `broker_addresses` by node id.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -317,6 +318,26 @@ def test_what_goes_wrong_with_one_partition_leaves_a_gap_and_the_others_are_told
     site.trail.end()
     assert site.sequences == [0, 2, 3]
     assert [row.partition for row in site.ranges] == [1]
+
+
+async def test_a_look_that_goes_wrong_leaves_a_gap_and_the_next_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trail_module, "LOOK_S", 0.001)
+    site = Site()
+    judge = site.trail._judge
+
+    def failing() -> None:
+        monkeypatch.setattr(site.trail, "_judge", judge)
+        raise ArithmeticError
+
+    monkeypatch.setattr(site.trail, "_judge", failing)
+    looking = asyncio.create_task(site.trail.keep_looking())
+    while site.trail._judge is not judge:
+        await asyncio.sleep(0.001)
+    site.acknowledge(Given(0))
+    await asyncio.sleep(0.01)
+    looking.cancel()
+    site.trail.end()
+    assert site.sequences == [0, 2, 3]
 
 
 def test_a_clock_that_is_set_back_does_not_make_times_fall() -> None:

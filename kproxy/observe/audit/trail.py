@@ -181,7 +181,11 @@ class Trail:
         """Look every LOOK_S, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
-            self.look()
+            try:
+                self.look()
+            except Exception:  # the boundary: the next look may do better, and the gap tells of this one
+                log.exception("the audit trail could not be looked after")
+                self._miss()
 
     def _close_due(self) -> None:
         """Close the rows that would be too old at the next look; those that were begun first come first."""
