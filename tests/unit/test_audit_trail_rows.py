@@ -151,7 +151,7 @@ class Site:
             clock=lambda: self.now,
             wall_ms=lambda: round((self.now + self.wall) * 1000),
             deadline_cap_ms=120_000,
-            interval_s=1.0,
+            interval_s=2.0,
             offer=lambda *page: self.pages.append(page),
             left_out=[b"left-out"],
             on_overlap=self.overlaps.append,
@@ -216,7 +216,7 @@ def test_a_row_says_all_of_what_was_acknowledged() -> None:
     assert (row.producer_id, row.producer_epoch, row.first_sequence) == (7, 0, 0)
     assert (row.base_offset, row.record_count, row.batches, row.bytes) == (10, 7, 3, 300)
     assert row.spans == [10, 7]
-    assert (row.first_acked_at, row.last_acked_at, row.at) == (1_000_000, 1_000_500, 1_001_500)
+    assert (row.first_acked_at, row.last_acked_at, row.at) == (1_000_000, 1_001_000, 1_002_000)
     assert row.latency_us == [2_000, 2_000]
 
 
@@ -276,6 +276,15 @@ def test_a_row_ends_where_acks_change_and_where_it_has_too_many_spans() -> None:
     site.acknowledge(Given(5_000), acks=1)
     site.trail.end()
     assert [row.record_count for row in site.ranges] == [1, MAX_SPANS + 1, 1]
+
+
+def test_what_one_look_finds_is_told_in_rows_of_a_bounded_size() -> None:
+    site = Site()
+    site.acknowledge(*idempotent(*((2 * number, 1) for number in range(3 * MAX_SPANS))))
+    site.trail.end()
+    assert max(len(row.spans) for row in site.ranges) <= 4 * MAX_SPANS
+    assert [row.first_sequence for row in site.ranges] == [0, MAX_SPANS, 2 * MAX_SPANS]
+    assert [offset for row in site.ranges for offset in row.spans[0::2]] == [*range(0, 6 * MAX_SPANS, 2)]
 
 
 def test_a_proxy_that_has_nothing_to_tell_says_so_now_and_then() -> None:

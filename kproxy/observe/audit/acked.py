@@ -85,13 +85,11 @@ class Acked:
         self.heads: list[int] = []
         self.latencies_s: list[float] = []
 
-    def take(self) -> tuple[list[int], list[int], list[float]]:
-        """All that was noted since the last look."""
-        taken = self.bases.copy(), self.heads.copy(), self.latencies_s.copy()
+    def clear(self) -> None:
+        """Begin anew: what was noted has been looked at."""
         self.bases.clear()
         self.heads.clear()
         self.latencies_s.clear()
-        return taken
 
     def wake(self, exchange: Exchange) -> None:
         """The first batch since the last look."""

@@ -7,8 +7,8 @@ that run at C's speed. Only what is otherwise is looked at one by one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, compress
-from operator import add, ne
+from itertools import accumulate, chain, compress
+from operator import add, ne, sub
 from struct import Struct
 from typing import Final, NamedTuple
 
@@ -46,6 +46,11 @@ def fold(bases: Sequence[int], heads: Sequence[int]) -> list[Chunk] | None:
 
     `bases` are the offsets that brokers gave to the batches, `heads` the fields of HEAD, batch after batch.
     """
+    if len(bases) == 1:
+        length, magic, delta, producer_id, epoch, sequence = heads
+        if magic != MAGIC or delta < 0 or bases[0] < 0:
+            return None
+        return [_single(bases[0], length, delta, producer_id, epoch, sequence)]
     magics = heads[_MAGICS::HEAD_FIELDS]
     deltas = heads[_DELTAS::HEAD_FIELDS]
     if magics.count(MAGIC) != len(bases) or min(deltas) < 0 or min(bases) < 0:
@@ -66,7 +71,7 @@ def _fold_alike(bases: Sequence[int], heads: Sequence[int], deltas: Sequence[int
     counts = [delta + 1 for delta in deltas]
     sequences = heads[_SEQUENCES::HEAD_FIELDS]
     # Where sequence numbers wrap, which is once in 2^31 records, this is not so and each is looked at.
-    if ids[0] != NO_PRODUCER_ID and list(map(add, sequences[:-1], counts)) != list(sequences[1:]):
+    if ids[0] != NO_PRODUCER_ID and list(accumulate(counts[:-1], initial=sequences[0])) != list(sequences):
         return None
     return Chunk(
         ids[0],
@@ -87,35 +92,38 @@ def _spans(bases: Sequence[int], counts: Sequence[int]) -> list[int]:
     begins = list(map(ne, bases[1:], ends))
     firsts = [bases[0], *compress(bases[1:], begins)]
     lasts = [*compress(ends, begins), ends[-1]]
-    return list(chain.from_iterable((first, last - first) for first, last in zip(firsts, lasts, strict=True)))
+    return list(chain.from_iterable(zip(firsts, map(sub, lasts, firsts), strict=True)))
 
 
 def _fold_singly(bases: Sequence[int], heads: Sequence[int]) -> list[Chunk]:
     chunks: list[Chunk] = []
     last: Chunk | None = None
     fields = [heads[place::HEAD_FIELDS] for place in range(HEAD_FIELDS)]
-    for base, length, _, delta, producer_id, epoch, sequence in zip(bases, *fields, strict=True):
-        count = delta + 1
-        size = length + _OVERHEAD_BYTES
-        if last is not None and goes_on(last, producer_id, epoch, sequence):
-            extend_spans(last.spans, [base, count])
+    for base, length, _, *rest in zip(bases, *fields, strict=True):
+        batch = _single(base, length, *rest)
+        if (
+            last is not None
+            and batch.first_sequence == last.next_sequence
+            and batch.producer_id == last.producer_id
+            and batch.producer_epoch == last.producer_epoch
+        ):
+            extend_spans(last.spans, batch.spans)
             last = last._replace(
-                record_count=last.record_count + count, batches=last.batches + 1, bytes=last.bytes + size
+                record_count=last.record_count + batch.record_count,
+                batches=last.batches + 1,
+                bytes=last.bytes + batch.bytes,
             )
             chunks[-1] = last
         else:
-            # Clients that are not idempotent write what they like there.
-            first_sequence = NO_SEQUENCE if producer_id == NO_PRODUCER_ID else sequence
-            last = Chunk(producer_id, epoch, first_sequence, [base, count], count, 1, size)
+            last = batch
             chunks.append(last)
     return chunks
 
 
-def goes_on(chunk: Chunk, producer_id: int, epoch: int, sequence: int) -> bool:
-    """Whether a batch with these is the one that follows in its producer's order."""
-    if producer_id != chunk.producer_id or epoch != chunk.producer_epoch:
-        return False
-    return producer_id == NO_PRODUCER_ID or sequence == chunk.next_sequence
+def _single(base: int, length: int, delta: int, producer_id: int, epoch: int, sequence: int) -> Chunk:
+    # Clients that are not idempotent write what they like where the sequence stands.
+    first_sequence = NO_SEQUENCE if producer_id == NO_PRODUCER_ID else sequence
+    return Chunk(producer_id, epoch, first_sequence, [base, delta + 1], delta + 1, 1, length + _OVERHEAD_BYTES)
 
 
 def extend_spans(spans: list[int], more: Sequence[int]) -> None:

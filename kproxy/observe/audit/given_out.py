@@ -16,7 +16,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import compress, pairwise
-from operator import le, ne
+from operator import add, le, ne
 from typing import Final, NamedTuple
 
 from codec.record_batch import NO_PRODUCER_ID
@@ -170,8 +170,9 @@ class _Partition:
         """Take all of them in, if nothing of them was given out before."""
         starts, ends = list(self._starts), list(self._ends)
         for chunk, _ in added:
-            starts += chunk.spans[0::2]
-            ends += [first + count for first, count in _pairs(chunk.spans)]
+            firsts = chunk.spans[0::2]
+            starts += firsts
+            ends += map(add, firsts, chunk.spans[1::2])
         starts.sort()
         ends.sort()
         # Intervals are disjoint just where, both sorted, none begins before the one before it has ended.

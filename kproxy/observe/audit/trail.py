@@ -15,7 +15,7 @@ Invariants
 3. Sequence numbers are given in the order in which rows are closed, and each once. What cannot be told takes one as
    well and is not shipped: a gap says that something is missing, and nothing else may make one.
 4. While it runs a row comes every MARK_S at least.
-5. What is held here is bounded: MAX_OPEN_ROWS rows with MAX_SPANS each, and what comes between two looks.
+5. What is held here is bounded: MAX_OPEN_ROWS rows with twice MAX_SPANS each, and what comes between two looks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Final, TypedDict
 import structlog
 
 from kproxy.observe.audit.acked import Acked, ConnectionAcks
-from kproxy.observe.audit.folding import Chunk, extend_spans, fold, goes_on
+from kproxy.observe.audit.folding import HEAD_FIELDS, Chunk, extend_spans, fold
 from kproxy.observe.audit.given_out import GivenOut, Overlap
 from kproxy.observe.audit.rows import Begin, End, Mark, Range, Row, encode_page
 from kproxy.routing.merge import Exchange
@@ -36,12 +36,12 @@ from kproxy.routing.topology import Topology
 
 log = structlog.get_logger(__name__)
 
-LOOK_S: Final = 0.25
+LOOK_S: Final = 0.5
 MARK_S: Final = 10.0
 LATE_S: Final = 1.0
 # One more, and the one that was begun first is closed.
 MAX_OPEN_ROWS: Final = 20_000
-# A row with more spans than this is closed at once.
+# A row that has so many spans takes no more, and so many are the most that it takes at once.
 MAX_SPANS: Final = 500
 MAX_LATENCIES: Final = 32
 # A page is a record; brokers take 1 MiB at least.
@@ -64,27 +64,48 @@ class _Stamp(TypedDict):
 class _OpenRow:
     """What a row will say. It goes on while chunks go on."""
 
-    __slots__ = ("acks", "chunk", "first_acked_at", "last_acked_at", "latency_us")
+    __slots__ = (
+        "acks",
+        "batches",
+        "bytes",
+        "first",
+        "first_acked_at",
+        "last_acked_at",
+        "latency_us",
+        "next_sequence",
+        "record_count",
+        "spans",
+    )
 
-    def __init__(self, acks: int, chunk: Chunk, first_acked_at: int, last_acked_at: int) -> None:
+    def __init__(self, acks: int, first: Chunk, first_acked_at: int, acked_at: int) -> None:
         self.acks = acks
-        self.chunk = chunk
+        self.first = first
         self.first_acked_at = first_acked_at
-        self.last_acked_at = last_acked_at
+        self.last_acked_at = acked_at
         self.latency_us: list[int] = []
+        # They grow; the chunk's are also remembered by those who judge.
+        self.spans = first.spans.copy()
+        self.record_count = first.record_count
+        self.batches = first.batches
+        self.bytes = first.bytes
+        self.next_sequence = first.next_sequence
 
     def takes(self, acks: int, chunk: Chunk) -> bool:
-        is_next = goes_on(self.chunk, chunk.producer_id, chunk.producer_epoch, chunk.first_sequence)
-        return is_next and acks == self.acks and len(self.chunk.spans) < 2 * MAX_SPANS
+        """Whether a chunk goes on where the row is; without idempotence every one does."""
+        return (
+            chunk.first_sequence == self.next_sequence
+            and chunk.producer_id == self.first.producer_id
+            and chunk.producer_epoch == self.first.producer_epoch
+            and acks == self.acks
+            and len(self.spans) < 2 * MAX_SPANS
+        )
 
     def extend(self, chunk: Chunk, acked_at: int) -> None:
-        row = self.chunk
-        extend_spans(row.spans, chunk.spans)
-        self.chunk = row._replace(
-            record_count=row.record_count + chunk.record_count,
-            batches=row.batches + chunk.batches,
-            bytes=row.bytes + chunk.bytes,
-        )
+        extend_spans(self.spans, chunk.spans)
+        self.record_count += chunk.record_count
+        self.batches += chunk.batches
+        self.bytes += chunk.bytes
+        self.next_sequence = chunk.next_sequence
         self.last_acked_at = acked_at
 
 
@@ -170,6 +191,8 @@ class Trail:
             except Exception:  # the boundary: whatever is wrong here must not reach the clients; the gap tells of it
                 log.exception("acknowledgements could not be noted", topic=acked.topic, partition=acked.partition)
                 self._miss()
+            finally:
+                acked.clear()
         self._judge()
         self._close_due()
         if self._running and not self._lines and self._at - self._told_at >= MARK_S * 1000 and not self._open:
@@ -201,19 +224,25 @@ class Trail:
         self._at = max(self._at, self._wall_ms())
 
     def _fold(self, acked: Acked) -> None:
-        bases, heads, latencies_s = acked.take()
-        chunks = fold(bases, heads)
-        if chunks is None:
-            log.warning("acknowledged batches of a kind that cannot be read", topic=acked.topic, client=acked.client)
-            self._miss()
-            return
-        for chunk in chunks:
-            self._given_out.add(acked.topic, acked.topic_id, acked.partition, acked.giver, chunk)
-            if self._running:
-                self._note(acked, chunk)
+        bases, heads = acked.bases, acked.heads
+        # In portions, so that no chunk has more spans than a row may have.
+        for start in range(0, len(bases), MAX_SPANS):
+            end = start + MAX_SPANS
+            if len(bases) <= MAX_SPANS:
+                chunks = fold(bases, heads)
+            else:
+                chunks = fold(bases[start:end], heads[start * HEAD_FIELDS : end * HEAD_FIELDS])
+            if chunks is None:
+                log.warning("acknowledged batches that cannot be read", topic=acked.topic, client=acked.client)
+                self._miss()
+                continue
+            for chunk in chunks:
+                self._given_out.add(acked.topic, acked.topic_id, acked.partition, acked.giver, chunk)
+                if self._running:
+                    self._note(acked, chunk)
         row = self._open.get(acked)
         if row is not None and len(row.latency_us) < MAX_LATENCIES:
-            row.latency_us += [round(seconds * _MICROS) for seconds in latencies_s]
+            row.latency_us += [round(seconds * _MICROS) for seconds in acked.latencies_s]
 
     def _note(self, acked: Acked, chunk: Chunk) -> None:
         row = self._open.get(acked)
@@ -222,9 +251,7 @@ class Trail:
             return
         if row is not None:
             self._close_row(acked)
-        # A row's spans grow; the chunk's are also remembered by those who judge.
-        own = chunk._replace(spans=list(chunk.spans))
-        self._open[acked] = _OpenRow(acked.acks, own, self._looked_at, self._at)
+        self._open[acked] = _OpenRow(acked.acks, chunk, self._looked_at, self._at)
 
     def _judge(self) -> None:
         overlaps = self._given_out.judge()
@@ -242,7 +269,7 @@ class Trail:
 
     def _close_row(self, acked: Acked) -> None:
         row = self._open.pop(acked)
-        chunk = row.chunk
+        chunk = row.first
         self._close(
             Range(
                 **self._stamp(),
@@ -260,12 +287,12 @@ class Trail:
                 producer_epoch=chunk.producer_epoch,
                 first_sequence=chunk.first_sequence,
                 base_offset=chunk.spans[0],
-                record_count=chunk.record_count,
-                batches=chunk.batches,
-                bytes=chunk.bytes,
+                record_count=row.record_count,
+                batches=row.batches,
+                bytes=row.bytes,
                 first_acked_at=row.first_acked_at,
                 last_acked_at=row.last_acked_at,
-                spans=chunk.spans,
+                spans=row.spans,
                 latency_us=row.latency_us,
             )
         )
