@@ -336,7 +336,7 @@ async def test_draining_is_shown() -> None:
 async def test_a_real_process_shows_them_all_in_both_formats(tmp_path: Path) -> None:
     """And every one of them is in the documentation, and nothing else is."""
     upstream = await ServedBroker(1, answers_everything).start()
-    with static_proxy(tmp_path, {1: upstream.port}) as process:
+    with static_proxy(tmp_path, {1: upstream.port}, more=("--audit-sink", f"json:{tmp_path}/trail")) as process:
         reader, writer = await asyncio.open_connection("127.0.0.1", port_of(process))
         writer.write(produce_frame())
         await reader.readexactly(4)
