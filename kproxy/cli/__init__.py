@@ -10,8 +10,8 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, ClassVar
 
 import click
 
@@ -24,28 +24,41 @@ COMMANDS = {
     "dev": ("kproxy.cli.dev", "Run everything on this machine: etcd, brokers and the proxy."),
     "demo": ("kproxy.cli.demo", "Write real data with Spark through the proxy, read it back, judge it."),
     "table": ("kproxy.cli.table", "Show which broker owns which partition."),
+    "pipeline": ("kproxy.cli.pipeline", "Jobs on Spark: bring data in, and audit what was acknowledged."),
     "own": ("kproxy.cli.own", "Show who owns what by the Own API, claim, and free."),
     "doctor": ("kproxy.cli.doctor", "Look at etcd and at a proxy, and say what is not as it should be."),
     "check-config": ("kproxy.cli.check_config", "Check a configuration and show what is in force."),
 }
 # What commands start and people do not.
 INTERNAL = {"worker": "kproxy.cli.worker"}
-NEEDS_POSIX = ("serve", "broker", "dev", "demo")
+NEEDS_POSIX = ("serve", "broker", "dev", "demo", "pipeline")
 
 
-class _Commands(click.Group):
-    """Commands by name; the module of one is imported when it is asked for."""
+class LazyGroup(click.Group):
+    """Commands by name, from `commands_by_name` and `internal`; the module of one is imported when it is asked for."""
+
+    commands_by_name: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    internal: ClassVar[Mapping[str, str]] = {}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return list(self.commands_by_name)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        modules = {name: module for name, (module, _) in COMMANDS.items()} | INTERNAL
+        modules = {name: module for name, (module, _) in self.commands_by_name.items()} | dict(self.internal)
         if cmd_name not in modules:
             return None
         module = importlib.import_module(modules[cmd_name])
         command: click.Command = module.command
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in self.commands_by_name.items()])
+
+
+class _Commands(LazyGroup):
+    commands_by_name = COMMANDS
+    internal = INTERNAL
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -55,10 +68,6 @@ class _Commands(click.Group):
             # buffered must not be tried again at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             return 0
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
 
 @click.command(

@@ -96,7 +96,7 @@ def run_demo(options: DemoOptions, *, driver: SparkDriver | None = None, report:
     own_driver: SparkDriver | None = None
     try:
         if driver is None:
-            driver = own_driver = SparkDriver(java, work_dir / "spark")
+            driver = own_driver = SparkDriver(java, work_dir / "spark", app_name="kproxy demo")
         with report:
             outcome = _run_until_signal(_Run(options, archive, work_dir, driver, own_driver is not None, report))
         if isinstance(outcome, int):
@@ -141,7 +141,7 @@ def _check(options: DemoOptions) -> tuple[Path, Java]:
             f"--rows {options.rows} is too few for --kill-owner, which kills while rows are being written: "
             f"give at least {LEAST_ROWS_TO_KILL:,}."
         )
-    pyspark_home()
+    pyspark_home(extra="demo")
     archive = flights.locate_archive()
     java = find_java()
     if options.bootstrap is not None:

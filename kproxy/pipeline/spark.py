@@ -7,7 +7,7 @@ Invariants
    process is killed, the JVM sees its standard input close and ends by itself.
 2. `kill` may come from any thread at any time; whoever waits in a call to the JVM then gets an error.
 3. What Spark prints goes to its log file and never to the terminal.
-4. No Spark setting of the user's reaches it, neither by environment nor by another Spark's files.
+4. With a local master no Spark setting of the user's reaches it, neither by environment nor by another Spark's files.
 """
 
 from __future__ import annotations
@@ -15,89 +15,54 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shlex
 import signal
 import struct
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 from typing import Any, Final
 
-import kproxy
 from kproxy.errors import StartupError
 from kproxy.pipeline.cache import user_cache_dir
 from kproxy.pipeline.java import Java
-from kproxy.pipeline.truststore import trust_options
+from kproxy.pipeline.spark_settings import (
+    LOCAL_MASTER,
+    foreign_variables,
+    on_this_machine,
+    spark_environment,
+    spark_settings,
+    worker_python,
+)
 
-# The driver and its tasks share the machine with the cluster they write to.
-MASTER: Final = "local[2]"
 # The first start may have to download the Kafka connector.
 START_TIMEOUT_S: Final = 600.0
 STOP_TIMEOUT_S: Final = 10.0
 _POLL_S: Final = 0.05
-_PACKAGE_ROOT: Final = Path(kproxy.__file__).resolve().parents[1]
-# A foreign Spark's home, configuration and options, and the switches that turn a session into a remote one.
-_FOREIGN_PREFIXES: Final = ("SPARK_", "PYSPARK_", "HADOOP_", "YARN_", "_PYSPARK_", "_SPARK_")
 
 
 class SparkFailed(Exception):
     """Spark could not do its work; the message is one line, its log has the rest."""
 
 
-def pyspark_home() -> Path:
-    """The installed pyspark, located without importing it. Raises StartupError where there is none."""
+def pyspark_home(extra: str = "pipeline") -> Path:
+    """The installed pyspark, located without importing it. Raises StartupError, with our extra that has it."""
     spec = util.find_spec("pyspark")
     for location in (spec.submodule_search_locations or ()) if spec is not None else ():
         if (Path(location) / "bin" / "spark-submit").is_file():
             return Path(location)
-    raise StartupError("PySpark is not installed: run `pip install 'kproxy-kafka[demo]'`.")
-
-
-def spark_environment(environ: Mapping[str, str], java: Java, home: Path) -> dict[str, str]:
-    """`environ` for Spark's scripts: its own home, the Java that was found, no setting of another Spark."""
-    kept = {name: value for name, value in environ.items() if not name.startswith(_FOREIGN_PREFIXES)}
-    # Its scripts need a shell and its small tools even where PATH was emptied.
-    kept["PATH"] = os.pathsep.join(filter(None, [environ.get("PATH"), os.defpath]))
-    # This package may have been found by way of the working directory or of sys.path, where workers do not look.
-    kept["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_PACKAGE_ROOT), environ.get("PYTHONPATH")]))
-    return {**kept, "SPARK_HOME": str(home), "SPARK_LOCAL_IP": "127.0.0.1", "JAVA_HOME": str(java.home)}
-
-
-# A job of half a minute on few cores: optimising its code and collecting in parallel cost more than they give.
-_JVM_OPTIONS: Final = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC")
-
-
-def _settings(java: Java, work_dir: Path, cache_dir: Path) -> dict[str, str]:
-    connector = f"org.apache.spark:spark-sql-kafka-0-10_2.13:{metadata.version('pyspark')}"
-    return {
-        "spark.master": MASTER,
-        "spark.app.name": "kproxy demo",
-        "spark.driver.host": "127.0.0.1",
-        "spark.driver.bindAddress": "127.0.0.1",
-        "spark.driver.memory": "1g",
-        "spark.driver.extraJavaOptions": shlex.join([*_JVM_OPTIONS, *trust_options(java, work_dir / "truststore")]),
-        "spark.jars.packages": connector,
-        "spark.jars.ivy": str(cache_dir / "ivy"),
-        "spark.local.dir": str(work_dir / "spark-local"),
-        "spark.sql.warehouse.dir": str(work_dir / "spark-warehouse"),
-        "spark.ui.enabled": "false",
-        "spark.ui.showConsoleProgress": "false",
-        "spark.sql.shuffle.partitions": "12",
-        "spark.sql.session.timeZone": "UTC",
-    }
+    raise StartupError(f"PySpark is not installed: run `pip install 'kproxy-kafka[{extra}]'`.")
 
 
 class SparkDriver:
     """A JVM with Spark in it; `start` and `stop` block, so call them from a thread. Not reusable after `stop`.
 
     Scratch files and `spark.log` go to `work_dir`; downloads are kept in `cache_dir`. `settings` are Spark's own
-    (`spark.driver.memory` and so on), in place of the defaults here or besides them. Python workers run this
-    interpreter and find this package.
+    (`spark.driver.memory` and so on), in place of the defaults or besides them; one that is empty is left to Spark.
+    On this machine Python workers run this interpreter, and they find this package. `short`: the job takes a minute.
     """
 
     def __init__(
@@ -105,10 +70,16 @@ class SparkDriver:
         java: Java,
         work_dir: Path,
         *,
+        app_name: str = "kproxy",
+        master: str = LOCAL_MASTER,
+        short: bool = True,
         cache_dir: Path | None = None,
         settings: Mapping[str, str] | None = None,
     ) -> None:
         self.java = java
+        self.master = master
+        self._app_name = app_name
+        self._short = short
         self._work_dir = work_dir
         self._settings = settings or {}
         self._cache_dir = cache_dir or user_cache_dir()
@@ -157,7 +128,7 @@ class SparkDriver:
             context = SparkContext(gateway=self._gateway)
             context.setLogLevel("WARN")
             # Left alone it is whichever python3 stands first in PATH.
-            context.pythonExec = sys.executable
+            context.pythonExec = worker_python(os.environ, self.master) or context.pythonExec
             self._session = SparkSession(context)
 
     def _launch(self, on_download: Callable[[int], None]) -> tuple[int, str]:
@@ -165,12 +136,12 @@ class SparkDriver:
         home = pyspark_home()
         with tempfile.TemporaryDirectory(dir=self._work_dir) as handshake_dir:
             handshake = Path(handshake_dir) / "gateway"
-            environment = spark_environment(os.environ, self.java, home)
-            environment["SPARK_CONF_DIR"] = handshake_dir
+            environment = spark_environment({**os.environ, **self._hidden}, self.java, home, self.master)
+            if on_this_machine(self.master):
+                environment["SPARK_CONF_DIR"] = handshake_dir
             environment["_PYSPARK_DRIVER_CONN_INFO_PATH"] = str(handshake)
             command = [str(home / "bin" / "spark-submit")]
-            defaults = _settings(self.java, self._work_dir, self._cache_dir)
-            for name, value in {**defaults, **self._settings}.items():
+            for name, value in self._all_settings().items():
                 command += ["--conf", f"{name}={value}"]
             with self._lock, self.log_path.open("ab") as log:
                 if self._stopped:
@@ -188,6 +159,12 @@ class SparkDriver:
             content = handshake.read_bytes()
         port, length = struct.unpack_from(">ii", content)
         return port, content[8 : 8 + length].decode()
+
+    def _all_settings(self) -> dict[str, str]:
+        defaults = spark_settings(
+            self.java, self._work_dir, self._cache_dir, app_name=self._app_name, master=self.master, short=self._short
+        )
+        return {name: value for name, value in {**defaults, **self._settings}.items() if value}
 
     def _await_handshake(self, handshake: Path, on_download: Callable[[int], None]) -> None:
         assert self._process is not None  # noqa: S101 - set by the caller, under the lock
@@ -252,7 +229,7 @@ class SparkDriver:
 
     def _hide_foreign_variables(self) -> None:
         """pyspark itself reads them too, SPARK_REMOTE among them, which turns every session into a remote one."""
-        for name in [name for name in os.environ if name.startswith(_FOREIGN_PREFIXES)]:
+        for name in foreign_variables(os.environ, self.master):
             self._hidden[name] = os.environ.pop(name)
 
     def _forget(self) -> None:

@@ -23,6 +23,7 @@ FLAGS = {
     "dev": "listen brokers data-dir admin lease-ttl writer-group",
     "demo": "rows bootstrap etcd prefix data-dir keep",
     "table": f"admin etcd prefix topic json watch {ETCD_FLAGS}",
+    "pipeline": "",
     "own": "",
     "doctor": f"etcd prefix admin {ETCD_FLAGS}",
     "check-config": "config",

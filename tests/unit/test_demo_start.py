@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+import kproxy
 from kproxy.errors import StartupError
 from kproxy.pipeline.demo import DemoOptions, run_demo
 from kproxy.pipeline.java import Java
-from kproxy.pipeline.spark import cause_in, pyspark_home, spark_environment
+from kproxy.pipeline.spark import cause_in, pyspark_home
+from kproxy.pipeline.spark_settings import spark_environment
 from kproxy.pipeline.topic import check_reachable
 
 JAVA = Java(Path("/jvm/17"), Path("/jvm/17/bin/java"), 17, "PATH")
@@ -99,11 +101,13 @@ def test_no_setting_of_another_spark_reaches_ours() -> None:
         "JAVA_HOME": "/jvm/25",
     }
 
-    environment = spark_environment({**foreign, "HOME": "/home/me", "PATH": "/opt/bin"}, JAVA, Path("/ours"))
+    mine = {"HOME": "/home/me", "PATH": "/opt/bin", "PYTHONPATH": "/my/own"}
+    environment = spark_environment({**foreign, **mine}, JAVA, Path("/ours"))
 
     assert environment == {
         "HOME": "/home/me",
         "PATH": f"/opt/bin{os.pathsep}{os.defpath}",
+        "PYTHONPATH": f"{Path(kproxy.__file__).parents[1]}{os.pathsep}/my/own",
         "SPARK_HOME": "/ours",
         "SPARK_LOCAL_IP": "127.0.0.1",
         "JAVA_HOME": "/jvm/17",

@@ -1,0 +1,1 @@
+"""What spark-submit is given; in a directory of its own, as Python puts a script's directory first on its path."""

@@ -1,0 +1,107 @@
+"""A pipeline job's session: one that is there already, one of spark-submit's, one of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kproxy
+from kproxy.errors import StartupError
+from kproxy.pipeline.java import find_java
+from kproxy.pipeline.session import SessionOptions, open_session
+from kproxy.pipeline.spark import pyspark_home
+from kproxy.pipeline.spark_settings import LOCAL_MASTER, spark_environment
+from tests.support.java import require_java
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
+
+# Sums on an executor, where kproxy has to be found, and says by whom.
+JOB = """
+import sys
+from kproxy.pipeline.session import SessionOptions, open_session
+
+def add(rows):
+    import kproxy.errors
+    yield sum(rows), sys.executable
+
+def main():
+    options = SessionOptions("summing", master={master!r}, kafka=False, settings={{"spark.sql.ansi.enabled": "false"}})
+    with open_session(options) as spark:
+        session = spark.session
+        numbers = session.sparkContext.parallelize(range(10), 2).mapPartitions(add).collect()
+        name, zone = session.sparkContext.appName, session.conf.get("spark.sql.session.timeZone")
+        total, pythons = sum(n for n, _ in numbers), {{python for _, python in numbers}}
+        print("RESULT", name, zone, total, pythons, spark.driver is None)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_session_that_is_there_is_taken_and_left(spark: Any) -> None:
+    with open_session(SessionOptions("job", settings={"spark.sql.shuffle.partitions": "3"})) as opened:
+        assert opened.session.sparkContext is spark.sparkContext
+        assert opened.driver is None
+        assert opened.session.conf.get("spark.sql.shuffle.partitions") == "3"
+    spark.conf.set("spark.sql.shuffle.partitions", "4")
+
+    assert spark.range(3).count() == 3
+
+
+def test_what_is_settled_when_spark_starts_is_refused_later(spark: Any) -> None:
+    options = SessionOptions("job", settings={"spark.executor.memory": "2g"})
+    with (
+        pytest.raises(StartupError, match=r"spark\.executor\.memory is settled when Spark starts"),
+        open_session(options),
+    ):
+        pass
+
+
+def test_a_job_starts_a_spark_of_its_own_and_leaves_nothing(tmp_path: Path) -> None:
+    require_java()
+    script = tmp_path / "job.py"
+    script.write_text(JOB.format(master="local[1]"))
+
+    done = _run([sys.executable, str(script)], TMPDIR=str(tmp_path), PYSPARK_PYTHON="/nonexistent")
+
+    assert done.stdout.splitlines()[-1] == f"RESULT summing UTC 45 {{{sys.executable!r}}} False", done.stderr[-2000:]
+    assert [child.name for child in tmp_path.iterdir()] == ["job.py"]
+
+
+def test_under_spark_submit_a_job_takes_the_session_that_it_was_given(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(JOB.format(master=None))
+
+    done = _submit(tmp_path, str(script), ["--master", "local[1]"])
+
+    assert done.stdout.splitlines()[-1] == f"RESULT summing UTC 45 {{{sys.executable!r}}} True", done.stderr[-2000:]
+
+
+def test_under_spark_submit_a_master_for_the_job_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(JOB.format(master="yarn"))
+
+    done = _submit(tmp_path, str(script), ["--master", "local[1]"])
+
+    assert done.returncode != 0
+    assert "give --master and --memory to it, not to the job" in done.stderr
+
+
+def _run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([str(Path(kproxy.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths, **environment}
+    )
+
+
+def _submit(directory: Path, script: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    require_java()
+    environment = spark_environment(os.environ, find_java(), pyspark_home(), LOCAL_MASTER)
+    submit = str(pyspark_home() / "bin" / "spark-submit")
+    environment |= {"PYSPARK_PYTHON": sys.executable, "SPARK_CONF_DIR": str(directory)}
+    return _run([submit, *arguments, script], **environment)
