@@ -4,6 +4,8 @@ Three ways lead to one, and a job cannot tell them apart:
 1. The process has a session already (a notebook, another program): it is taken, and stays when the job is done.
 2. `spark-submit` started the process: its JVM is taken, with the settings that `spark-submit` was given.
 3. Else a JVM of our own is started, with the master that is asked for, and is gone when the job is done.
+
+Executors in other processes get this package's pure-Python part along with the job (`package_archive`).
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from kproxy.errors import StartupError
+from kproxy.pipeline.audit.executors import package_archive
 from kproxy.pipeline.java import find_java
 from kproxy.pipeline.spark import SparkDriver, SparkFailed, as_spark_failure, pyspark_home
-from kproxy.pipeline.spark_settings import kafka_connector
+from kproxy.pipeline.spark_settings import in_one_process, kafka_connector
 
 # All cores: unlike the demo's, the jobs have the machine's brokers beside them only by chance.
 DEFAULT_MASTER: Final = "local[*]"
@@ -116,6 +119,8 @@ def _apply(session: Any, options: SessionOptions) -> None:
         raise StartupError(
             f"Spark was started without its Kafka connector: start it with --packages {kafka_connector()}."
         )
+    if not in_one_process(session.sparkContext.master):
+        _ship_package(session)
 
 
 def _has_class(session: Any, name: str) -> bool:
@@ -126,6 +131,12 @@ def _has_class(session: Any, name: str) -> bool:
     except Py4JJavaError:
         return False
     return True
+
+
+def _ship_package(session: Any) -> None:
+    with tempfile.TemporaryDirectory(prefix="kproxy-archive-") as directory, as_spark_failure("Spark took no archive"):
+        # Spark keeps a copy of its own.
+        session.sparkContext.addPyFile(str(package_archive(Path(directory))))
 
 
 @contextlib.contextmanager
@@ -148,6 +159,8 @@ def _own_session(options: SessionOptions, on_download: Callable[[int], None]) ->
     keep = False
     try:
         driver.start(on_download)
+        if not in_one_process(master):
+            _ship_package(driver.session)
         yield OpenSession(driver.session, driver)
     except SparkFailed as error:
         keep = True

@@ -86,7 +86,8 @@ def test_under_spark_submit_a_master_for_the_job_is_refused(tmp_path: Path) -> N
     script = tmp_path / "job.py"
     script.write_text(JOB.format(master="yarn"))
 
-    done = _submit(tmp_path, str(script), ["--master", "local[1]"])
+    # Said before Spark is asked for anything.
+    done = _run([sys.executable, str(script)], PYSPARK_GATEWAY_PORT="1")
 
     assert done.returncode != 0
     assert "give --master and --memory to it, not to the job" in done.stderr
