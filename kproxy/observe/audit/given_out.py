@@ -15,8 +15,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import compress, pairwise
-from operator import add, le, ne
+from itertools import pairwise
+from operator import add, le
 from typing import Final, NamedTuple
 
 from codec.record_batch import NO_PRODUCER_ID
@@ -168,19 +168,21 @@ class _Partition:
 
     def _merge(self, added: Sequence[tuple[Chunk, Giver]]) -> bool:
         """Take all of them in, if nothing of them was given out before."""
-        starts, ends = list(self._starts), list(self._ends)
+        starts, ends = self._starts.copy(), self._ends.copy()
         for chunk, _ in added:
             firsts = chunk.spans[0::2]
             starts += firsts
             ends += map(add, firsts, chunk.spans[1::2])
-        starts.sort()
-        ends.sort()
-        # Intervals are disjoint just where, both sorted, none begins before the one before it has ended.
-        if starts[0] < self.floor or not all(map(le, ends, starts[1:])):
+        # How many intervals an offset lies in is how many begin up to it, less how many end: where one begins and
+        # another ends, that comes to nothing. So all are disjoint just where no two begin or end together, and what is
+        # left when the others are cancelled is disjoint.
+        begin, end = set(starts), set(ends)
+        if len(begin) < len(starts) or len(end) < len(ends):
             return False
-        begins = list(map(ne, starts[1:], ends))
-        self._starts = [starts[0], *compress(starts[1:], begins)]
-        self._ends = [*compress(ends, begins), ends[-1]]
+        left, right = sorted(begin - end), sorted(end - begin)
+        if left[0] < self.floor or not all(map(le, right, left[1:])):
+            return False
+        self._starts, self._ends = left, right
         self._forget()
         return True
 
