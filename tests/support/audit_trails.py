@@ -81,7 +81,7 @@ def trails_in_topic(bootstrap: str, topic: str) -> dict[str, list[Row]]:
     """By incarnation, each row once, in their order; each trail must be in one partition, in order."""
     trails: dict[str, dict[int, Row]] = {}
     places: dict[str, int] = {}
-    for record in read_topic(bootstrap, topic, PARTITIONS):
+    for record in read_topic(bootstrap, topic, PARTITIONS, at_least=1):
         for row in rows_in([record.value or b""]):
             assert record.key == row.incarnation.encode()
             assert places.setdefault(row.incarnation, record.partition) == record.partition
