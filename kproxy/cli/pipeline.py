@@ -7,6 +7,7 @@ import click
 from kproxy.cli import LazyGroup
 
 COMMANDS = {
+    "ingest": ("kproxy.cli.pipeline_ingest", "Write files, a topic or a counter to a topic, through the proxy."),
     "path": ("kproxy.cli.pipeline_path", "Print the file to give to spark-submit."),
 }
 

@@ -1,0 +1,229 @@
+"""`kproxy pipeline ingest`: files, a topic or a counter to a topic, through the proxy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kproxy.cli import start_logging
+from kproxy.cli.spark_flags import session_options, spark_flags
+from kproxy.config import DEFAULT_LISTEN
+from kproxy.errors import StartupError
+from kproxy.pipeline.ingest.options import (
+    DEFAULT_FILES,
+    DEFAULT_MESSAGE_BYTES,
+    DEFAULT_OFFSETS,
+    DEFAULT_ROWS_PER_SECOND,
+    FileSource,
+    IngestOptions,
+    KafkaSource,
+    RateSource,
+    Source,
+    parse_dead_letters,
+    parse_pair,
+    parse_source,
+    parse_trigger,
+)
+from kproxy.pipeline.spark import SparkFailed, pyspark_home
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MAX_SCHEMA_BYTES = 1 << 20
+
+
+@click.command(
+    "ingest",
+    epilog="Exit status 0 when all was written or it was stopped, 1 when it failed, 2 when it could not start.",
+)
+@click.option(
+    "--from", "source", metavar="FORMAT:WHERE", required=True, help="csv:, json: or parquet:DIR, kafka:TOPIC, rate."
+)
+@click.option("--topic", metavar="NAME", help="The topic to write to.")
+@click.option("--topic-column", metavar="COLUMN", help="Or: the column that names it, row by row.")
+@click.option("--checkpoint", metavar="DIR", required=True, help="Keeps how far the job is; a directory of its own.")
+@click.option("--bootstrap", metavar="H:P[,H:P...]", default=DEFAULT_LISTEN, show_default=True, help="The proxy.")
+@click.option("--partitions", metavar="N", type=int, help="Create what topics are missing, with so many partitions.")
+@click.option("--key", metavar="COLUMN[,COLUMN...]", help="The key: a column as text, or several as JSON. [no key]")
+@click.option("--require-key", is_flag=True, help="A row without a key is a dead letter.")
+@click.option("--value", metavar="COLUMN[,COLUMN...]", help="The value is JSON of these columns. [all]")
+@click.option("--value-column", metavar="COLUMN", help="The value is this column as it is.")
+@click.option("--drop-nulls", is_flag=True, help="Leave fields out of that JSON that are null.")
+@click.option("--header", "headers", metavar="NAME=COLUMN", multiple=True, help="A header from a column. (repeatable)")
+@click.option("--constant-header", metavar="NAME=TEXT", multiple=True, help="A header, always the same. (repeatable)")
+@click.option("--copy-headers", is_flag=True, help="From kafka: keep the headers that records have.")
+@click.option("--batch-header", metavar="NAME", help="A header that tells which micro-batch wrote the record.")
+@click.option("--row-header", metavar="NAME", help="A header that tells which row of the source it is.")
+@click.option("--schema", metavar="DDL|@FILE", help="The columns. [inferred once; of a topic: Spark's]")
+@click.option("--source-option", metavar="K=V", multiple=True, help="An option of Spark's reader. (repeatable)")
+@click.option("--from-bootstrap", metavar="H:P[,H:P...]", help="From kafka: its cluster. [--bootstrap]")
+@click.option(
+    "--starting-offsets",
+    type=click.Choice(["earliest", "latest"]),
+    default="earliest",
+    show_default=True,
+    help="From kafka: where a new job begins.",
+)
+@click.option("--trigger", metavar="WHEN", help="available-now, or how often, as in 10s. [available-now; of rate 1s]")
+@click.option(
+    "--max-files-per-trigger",
+    metavar="N",
+    type=int,
+    default=DEFAULT_FILES,
+    show_default=True,
+    help="Files in a micro-batch.",
+)
+@click.option(
+    "--max-offsets-per-trigger",
+    metavar="N",
+    type=int,
+    default=DEFAULT_OFFSETS,
+    show_default=True,
+    help="From kafka: records in a micro-batch.",
+)
+@click.option(
+    "--rows-per-second",
+    metavar="N",
+    type=int,
+    default=DEFAULT_ROWS_PER_SECOND,
+    show_default=True,
+    help="From rate.",
+)
+@click.option(
+    "--dead-letters", metavar="json:DIR|topic:NAME", help="Where rows go that cannot be written. [none: it fails]"
+)
+@click.option(
+    "--max-message-bytes",
+    metavar="N",
+    type=int,
+    default=DEFAULT_MESSAGE_BYTES,
+    show_default=True,
+    help="What is larger is a dead letter.",
+)
+@click.option("--tasks", metavar="N", type=int, help="How many tasks write. [as many as Spark has cores]")
+@click.option("--kafka-option", metavar="K=V", multiple=True, help="An option of Kafka's producer. (repeatable)")
+@click.option("--metrics", metavar="H:P", help="Serve metrics for Prometheus there.")
+@spark_flags
+@click.pass_context
+def command(context: click.Context, /, metrics: str | None, **given: Any) -> int:
+    """Write files, a topic or a counter to a topic, through the proxy.
+
+    A Structured Streaming job: started again with the same --checkpoint it goes on where it was. Nothing is lost then.
+    What the one micro-batch that was under way had written may be written again, if the job was killed: with
+    --batch-header and --row-header consumers can tell. Rows of one key keep their order.
+
+    \b
+      kproxy pipeline ingest --from csv:flights/ --topic flights --partitions 12 --key tailnum --checkpoint ck/f
+      kproxy pipeline ingest --from json:in/ --schema 'id LONG, name STRING' --topic a --trigger 10s --checkpoint ck/p
+      kproxy pipeline ingest --from kafka:orders --from-bootstrap old:9092 --key key --value-column value \\
+          --copy-headers --topic orders --checkpoint ck/o
+      spark-submit --master yarn $(kproxy pipeline path) ingest --from parquet:s3a://b/in/ --topic events \\
+          --checkpoint s3a://b/ck
+    """
+    start_logging(context, default="warning")
+    spark = {name: given.pop(name) for name in ("master", "memory", "conf")}
+    options = _options(**given)
+    options.check()
+    pyspark_home()
+    from kproxy.pipeline.ingest.target import check_reachable
+
+    check_reachable(options.bootstrap, "--bootstrap")
+    if isinstance(options.source, KafkaSource):
+        check_reachable(options.source.bootstrap, "--from-bootstrap")
+    try:
+        _run(options, session_options("kproxy ingest", **spark), metrics)
+    except SparkFailed as error:
+        click.echo(f"kproxy: the ingest failed: {str(error).rstrip('.')}.", err=True)
+        return 1
+    return 0
+
+
+def _run(options: IngestOptions, session: Any, listen: str | None) -> None:
+    from kproxy.pipeline.ingest.metrics import Metrics, serving
+    from kproxy.pipeline.report import Report
+    from kproxy.pipeline.session import open_session
+
+    metrics, report = Metrics(), Report()
+    with serving(metrics, listen) as port, report:
+        if port:
+            report.say(f"Metrics are at port {port} of {listen}")
+        starting = report.stage("Spark", "starting")
+        with open_session(session, lambda jars: starting.say(f"first start: {jars} jars downloaded")) as opened:
+            starting.finish(f"version {opened.session.version}")
+            from kproxy.pipeline.ingest.run import Stop, run, stopped_by_signals
+
+            stop = Stop()
+            with stopped_by_signals(stop):
+                run(opened.session, options, report, metrics, stop)
+
+
+def _options(
+    *,
+    headers: Sequence[str],
+    constant_header: Sequence[str],
+    key: str | None,
+    value: str | None,
+    dead_letters: str | None,
+    kafka_option: Sequence[str],
+    trigger: str | None,
+    bootstrap: str,
+    source: str,
+    schema: str | None,
+    source_option: Sequence[str],
+    from_bootstrap: str | None,
+    starting_offsets: Any,
+    max_files_per_trigger: int,
+    max_offsets_per_trigger: int,
+    rows_per_second: int,
+    **same: Any,
+) -> IngestOptions:
+    """What the flags say. Raises StartupError."""
+    name, where = parse_source(source)
+    reader = dict(parse_pair(text, "--source-option") for text in source_option)
+    columns = _read_schema(schema)
+    found: Source
+    if name == "rate":
+        found = RateSource(rows_per_second)
+    elif name == "kafka":
+        found = KafkaSource(
+            from_bootstrap or bootstrap, where, columns, starting_offsets, max_offsets_per_trigger, reader
+        )
+    else:
+        found = FileSource(name, where, columns, max_files_per_trigger, reader)
+    return IngestOptions(
+        found,
+        bootstrap=bootstrap,
+        key=_columns(key),
+        value_columns=_columns(value),
+        headers=tuple(parse_pair(text, "--header") for text in headers),
+        constant_headers=tuple(parse_pair(text, "--constant-header") for text in constant_header),
+        dead_letters=None if dead_letters is None else parse_dead_letters(dead_letters),
+        processing_time=parse_trigger(trigger or ("1s" if name == "rate" else "available-now")),
+        kafka_options=_kafka_options(kafka_option),
+        **same,
+    )
+
+
+def _columns(text: str | None) -> tuple[str, ...]:
+    return () if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _kafka_options(texts: Sequence[str]) -> dict[str, str]:
+    pairs = (parse_pair(text, "--kafka-option") for text in texts)
+    # As Spark names them, with `kafka.` before, they are meant as well.
+    return {name.removeprefix("kafka."): value for name, value in pairs}
+
+
+def _read_schema(text: str | None) -> str | None:
+    if text is None or not text.startswith("@"):
+        return text
+    path = Path(text[1:])
+    try:
+        if path.stat().st_size > MAX_SCHEMA_BYTES:
+            raise StartupError(f"--schema {text} is larger than any schema: give a file of DDL or of Spark's JSON.")
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not text"
+        raise StartupError(f"--schema {text} cannot be read ({why}): give a file of DDL or of Spark's JSON.") from error

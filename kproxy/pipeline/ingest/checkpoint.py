@@ -1,0 +1,168 @@
+"""What a job keeps beside Spark's own checkpoint: which job it is, and the schema that it reads with.
+
+States of a checkpoint directory
+  FREE     not there, or empty
+  OURS     has `kproxy-ingest.json`, written before Spark writes anything
+  FOREIGN  Spark's files are there and ours is not: another program's
+
+Invariants
+1. A job whose source or target is not the one that is written down does not start: it would take another's offsets for
+   its own, and leave rows out.
+2. A schema that was inferred is inferred once; a start after that uses the one that is written down.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, Final
+
+from pyspark.sql import SparkSession
+
+from kproxy.config import split_list
+from kproxy.errors import StartupError
+from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource
+from kproxy.pipeline.spark import as_spark_failure
+
+FILE_NAME: Final = "kproxy-ingest.json"
+# Of Spark's own, what is there in every checkpoint.
+_SPARKS: Final = ("metadata", "offsets")
+_VERSION: Final = 1
+_MAX_BYTES: Final = 16 << 20
+
+
+class Found(Enum):
+    FREE = "free"
+    OURS = "ours"
+    FOREIGN = "foreign"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is written down. `source` and `target` are in words, cluster ids None where they could not be known.
+
+    `schema` is Spark's JSON, None where the source has its own.
+    """
+
+    job_id: str
+    source: str
+    target: str
+    source_cluster: str | None = None
+    target_cluster: str | None = None
+    schema: str | None = None
+    schema_inferred: bool = False
+
+
+class Checkpoint:
+    """The directory at `path`, on whatever file system Spark knows it to be."""
+
+    def __init__(self, session: SparkSession, path: str) -> None:
+        jvm: Any = session._jvm
+        with as_spark_failure(f"The checkpoint {path} cannot be used"):
+            self._directory = jvm.org.apache.hadoop.fs.Path(path)
+            self._files = self._directory.getFileSystem(session._jsparkSession.sessionState().newHadoopConf())
+            self.path = str(self._files.makeQualified(self._directory))
+        self._given = path
+        self._path_type = jvm.org.apache.hadoop.fs.Path
+        self._io = jvm.org.apache.commons.io.IOUtils
+
+    def look(self) -> tuple[Found, Job | None]:
+        """What is there. Raises SparkFailed where it cannot be looked at, StartupError where it cannot be read."""
+        with as_spark_failure(f"The checkpoint {self._given} cannot be looked at"):
+            if self._files.exists(self._at(FILE_NAME)):
+                return Found.OURS, self._load()
+            if any(self._files.exists(self._at(name)) for name in _SPARKS):
+                return Found.FOREIGN, None
+            return Found.FREE, None
+
+    def save(self, job: Job) -> None:
+        """Written aside and moved, so that a start after a kill finds all of it or none. Raises SparkFailed."""
+        fields = {name: getattr(job, name) for name in Job.__slots__}
+        text = json.dumps({"version": _VERSION, **fields}, indent=2) + "\n"
+        aside, final = self._at(f".{FILE_NAME}.{uuid.uuid4().hex}"), self._at(FILE_NAME)
+        with as_spark_failure(f"The checkpoint {self._given} cannot be written"):
+            stream = self._files.create(aside, True)
+            try:
+                stream.write(text.encode())
+            finally:
+                stream.close()
+            if not self._files.rename(aside, final):
+                # A file system that does not rename over what is there.
+                self._files.delete(final, False)
+                self._files.rename(aside, final)
+
+    def _load(self) -> Job:
+        if self._files.getFileStatus(self._at(FILE_NAME)).getLen() > _MAX_BYTES:
+            raise StartupError(f"{self._given}/{FILE_NAME} is not ours: give another --checkpoint.")
+        stream = self._files.open(self._at(FILE_NAME))
+        try:
+            text = self._io.toString(stream, "UTF-8")
+        finally:
+            stream.close()
+        try:
+            fields = json.loads(text)
+            version = fields.pop("version")
+            if version != _VERSION:
+                raise StartupError(
+                    f"the checkpoint {self._given} was written by another version of kproxy: use that one, "
+                    "or give another --checkpoint."
+                )
+            return Job(**fields)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StartupError(
+                f"{self._given}/{FILE_NAME} cannot be read ({error}): give another --checkpoint."
+            ) from error
+
+    def _at(self, name: str) -> Any:
+        return self._path_type(self._directory, name)
+
+
+def source_in_words(session: SparkSession, options: IngestOptions) -> str:
+    """The same for the same source, however its path was written. Raises SparkFailed."""
+    source = options.source
+    if isinstance(source, FileSource):
+        jvm: Any = session._jvm
+        with as_spark_failure(f"{source.path} cannot be used"):
+            path = jvm.org.apache.hadoop.fs.Path(source.path)
+            configuration = session._jsparkSession.sessionState().newHadoopConf()
+            return f"{source.format} files in {path.getFileSystem(configuration).makeQualified(path)}"
+    if isinstance(source, KafkaSource):
+        return f"topic {', '.join(sorted(split_list(source.topics, '--from kafka:')))}"
+    return f"numbers, {source.rows_per_second} a second"
+
+
+def settle(known: Job | None, found: Found, asked: Job, path: str) -> Job:
+    """The job to go on with: the one that is `known`, or the one `asked` for where there is none. Pure.
+
+    Raises StartupError where the checkpoint is another's. A schema in `asked` is a given one and is used.
+    """
+    if found is Found.FOREIGN:
+        raise StartupError(f"--checkpoint {path} belongs to another Spark job: give a directory of this job's own.")
+    if known is None:
+        return asked
+    for what, theirs, ours in (("reads", known.source, asked.source), ("writes to", known.target, asked.target)):
+        if theirs != ours:
+            raise StartupError(
+                f"--checkpoint {path} belongs to a job that {what} {theirs}, not {ours}: give another --checkpoint for "
+                "a new job, or its own options to go on with that one."
+            )
+    clusters = (
+        ("--from-bootstrap", known.source_cluster, asked.source_cluster),
+        ("--bootstrap", known.target_cluster, asked.target_cluster),
+    )
+    for flag, before, now in clusters:
+        if before is not None and now is not None and before != now:
+            raise StartupError(
+                f"--checkpoint {path} belongs to a job with another Kafka cluster behind {flag} ({before}, not {now}): "
+                "give another --checkpoint for a new job, or the address of that cluster."
+            )
+    going_on = replace(
+        known,
+        source_cluster=asked.source_cluster or known.source_cluster,
+        target_cluster=asked.target_cluster or known.target_cluster,
+    )
+    if asked.schema is not None:
+        return replace(going_on, schema=asked.schema, schema_inferred=False)
+    return going_on

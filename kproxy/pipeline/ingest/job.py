@@ -1,0 +1,115 @@
+"""Starts the job: checks what can be checked, claims the checkpoint, and hands the stream to Spark."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from pyspark.sql import SparkSession
+from pyspark.sql.streaming import StreamingQuery
+from pyspark.sql.types import StructType
+
+from kproxy.config import split_list
+from kproxy.errors import StartupError
+from kproxy.pipeline.ingest import sources, target
+from kproxy.pipeline.ingest.checkpoint import Checkpoint, Found, Job, settle, source_in_words
+from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource
+from kproxy.pipeline.ingest.sink import BatchDone, BatchWriter
+from kproxy.pipeline.spark import as_spark_failure
+
+
+def start(
+    session: SparkSession,
+    options: IngestOptions,
+    *,
+    on_batch: Callable[[BatchDone], None] = lambda done: None,
+    say: Callable[[str], None] = lambda sentence: None,
+    stopping: Callable[[], bool] = lambda: False,
+) -> StreamingQuery:
+    """Start the job in `session`; the query that runs, which is its caller's to await and stop.
+
+    `on_batch` is told of each micro-batch once it is written, and `stopping` is asked before each, on another thread;
+    where it says so the query ends with an error and nothing of that micro-batch is written. `say` gets sentences for a
+    person. Blocks for seconds, longer where a schema is inferred. Raises StartupError where the person can do something
+    about it, else SparkFailed.
+    """
+    options.check()
+    ours = sources.own_session(session)
+    checkpoint = Checkpoint(ours, options.checkpoint)
+    found, known = checkpoint.look()
+    # Before anything is made: whose checkpoint it is needs no cluster, where it is plainly another's.
+    asked = Job(uuid.uuid4().hex, source_in_words(ours, options), options.target)
+    settle(known, found, asked, options.checkpoint)
+    asked = _ask_clusters(ours, options, asked)
+    asked = replace(asked, schema=_given_schema(options))
+    job = settle(known, found, asked, options.checkpoint)
+    if job.schema is None and isinstance(options.source, FileSource):
+        job = replace(job, schema=sources.infer_schema(ours, options.source).json(), schema_inferred=True)
+    schema = None if job.schema is None else sources.parse_schema(job.schema)
+    writer = BatchWriter(
+        options,
+        job.job_id,
+        tasks=options.tasks or ours.sparkContext.defaultParallelism,
+        schema=schema if isinstance(options.source, KafkaSource) else None,
+        on_batch=on_batch,
+        stopping=stopping,
+    )
+    rows = sources.read(ours, options, schema)
+    with as_spark_failure("The rows cannot be made into messages"):
+        # For its complaints: a column that there is not is found before anything is written.
+        writer.encode(rows, 0).schema  # noqa: B018 - asking for it has Spark resolve every column
+    checkpoint.save(job)
+    if schema is not None:
+        say(_about_schema(job, found, schema))
+    with as_spark_failure("The job did not start"):
+        stream = rows.writeStream.foreachBatch(writer).option("checkpointLocation", checkpoint.path)
+        named = stream.queryName(f"kproxy ingest {job.job_id}")
+        if options.processing_time is None:
+            return named.trigger(availableNow=True).start()
+        return named.trigger(processingTime=options.processing_time).start()
+
+
+def _ask_clusters(session: SparkSession, options: IngestOptions, asked: Job) -> Job:
+    """`asked` with the clusters' ids; topics that are missing are made. Raises StartupError, SparkFailed."""
+    with target.asking(session, options.bootstrap, "--bootstrap", options.kafka_options) as cluster:
+        letters = options.dead_letters
+        wanted = [options.topic, letters.where if letters is not None and letters.kind == "topic" else None]
+        for topic in wanted:
+            if topic is not None and cluster.partitions(topic) is None:
+                if options.partitions is None:
+                    raise StartupError(
+                        f"there is no topic {topic} at --bootstrap {options.bootstrap}: create it, or give "
+                        "--partitions N to have it made."
+                    )
+                cluster.create(topic, options.partitions)
+        asked = replace(asked, target_cluster=cluster.cluster_id())
+    source = options.source
+    if not isinstance(source, KafkaSource):
+        return asked
+    with target.asking(session, source.bootstrap, "--from-bootstrap", _client_options(source.options)) as cluster:
+        for topic in split_list(source.topics, "--from kafka:"):
+            if cluster.partitions(topic) is None:
+                raise StartupError(f"there is no topic {topic} at --from-bootstrap {source.bootstrap}: check its name.")
+        return replace(asked, source_cluster=cluster.cluster_id())
+
+
+def _client_options(options: Mapping[str, str]) -> dict[str, str]:
+    """Of the options for Spark's source those that it hands to Kafka's client."""
+    return {name.removeprefix("kafka."): value for name, value in options.items() if name.startswith("kafka.")}
+
+
+def _given_schema(options: IngestOptions) -> str | None:
+    source = options.source
+    if not isinstance(source, (FileSource, KafkaSource)) or source.schema is None:
+        return None
+    return str(sources.parse_schema(source.schema).json())
+
+
+def _about_schema(job: Job, found: Found, schema: StructType) -> str:
+    columns = ", ".join(f"{field.name} {field.dataType.simpleString().upper()}" for field in schema.fields)
+    if not job.schema_inferred:
+        return f"The schema that was given: {columns}"
+    if found is Found.OURS:
+        return f"The schema that was inferred when the job first started: {columns}"
+    return f"The schema, inferred once from the files that are there now and kept with the checkpoint: {columns}"

@@ -1,0 +1,235 @@
+"""What an ingest is asked to do. Pure: no Spark is needed to read or check it; what cannot be is a StartupError."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from kproxy.config import DEFAULT_LISTEN, parse_address, split_list
+from kproxy.errors import StartupError
+
+FILE_FORMATS: Final = ("csv", "json", "parquet")
+# A micro-batch is what is written again after a kill, so it is bounded where nobody says otherwise.
+DEFAULT_FILES: Final = 100
+DEFAULT_OFFSETS: Final = 500_000
+DEFAULT_ROWS_PER_SECOND: Final = 100
+# What Kafka's producers and brokers take where nobody says otherwise.
+DEFAULT_MESSAGE_BYTES: Final = 1 << 20
+# A micro-batch's rows are counted in 32 bits at places in Spark, and a task cannot hold a larger record.
+MAX_MESSAGE_BYTES: Final = 1 << 30
+# The longest header name and the longest topic name; Kafka's own limit is the latter.
+MAX_NAME: Final = 249
+
+_TOPIC: Final = re.compile(r"[a-zA-Z0-9._-]{1,249}")
+_DURATION: Final = re.compile(r"(\d+) ?(ms|s|m|h)")
+_UNITS: Final = {"ms": "milliseconds", "s": "seconds", "m": "minutes", "h": "hours"}
+
+
+@dataclass(frozen=True, slots=True)
+class FileSource:
+    """The files in a directory (or of a pattern), each read once, new ones as they come; `path` is as Spark takes it.
+
+    `schema` is DDL or Spark's JSON of a schema; None infers it once. `options` are those of Spark's reader.
+    At most `max_files` make one micro-batch.
+    """
+
+    format: str
+    path: str
+    schema: str | None = None
+    max_files: int = DEFAULT_FILES
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class KafkaSource:
+    """The records of `topics` (comma-separated) of the cluster at `bootstrap`, at most `max_offsets` a micro-batch.
+
+    Without a `schema` the columns are Spark's: key, value, topic, partition, offset, timestamp, timestampType, headers.
+    With one, values are JSON of that schema, its fields are the columns, and those of Spark are in a column `kafka`,
+    which is part of no value unless it is named.
+    """
+
+    bootstrap: str
+    topics: str
+    schema: str | None = None
+    starting_offsets: Literal["earliest", "latest"] = "earliest"
+    max_offsets: int = DEFAULT_OFFSETS
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RateSource:
+    """Numbers that rise (columns timestamp and value), so many a second: a load to try things with."""
+
+    rows_per_second: int = DEFAULT_ROWS_PER_SECOND
+
+
+Source = FileSource | KafkaSource | RateSource
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetters:
+    """Where rows go that cannot be written: JSON files under a directory, or a topic of the target's cluster."""
+
+    kind: Literal["json", "topic"]
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.where}"
+
+
+@dataclass(frozen=True, slots=True)
+class IngestOptions:
+    """One job. Its `checkpoint` is what makes it the same one when it is started again.
+
+    source, checkpoint: where rows come from; the directory that keeps how far the job is.
+    bootstrap:          `HOST:PORT`, or several: the proxy.
+    topic, topic_column: one of the two. `partitions` makes a topic that is missing.
+    key:                no column: no key; one: its text (bytes where it is binary); several: JSON of them.
+    require_key:        a row without a key is a dead letter.
+    value_columns:      the value is JSON of these; empty: of all. `value_column`: the value is this column as it is.
+    drop_nulls:         fields that are null are left out of that JSON.
+    headers:            (name, column): the column's text. constant_headers: (name, text).
+    copy_headers:       a Kafka source's headers come first.
+    batch_header:       name of a header that tells `job/micro-batch`; row_header: of one that tells whence a row is.
+    processing_time:    a micro-batch so often ("10 seconds") until it is stopped; None: what is there, and the end.
+    dead_letters:       None: a row that cannot be written ends the job.
+    max_message_bytes:  what a record may take, key, headers and Kafka's overhead included.
+    tasks:              how many tasks write; None: as many as Spark has cores.
+    kafka_options:      for the producer and the admin client, as Kafka names them.
+    """
+
+    source: Source
+    checkpoint: str
+    topic: str | None = None
+    topic_column: str | None = None
+    bootstrap: str = DEFAULT_LISTEN
+    partitions: int | None = None
+    key: tuple[str, ...] = ()
+    require_key: bool = False
+    value_columns: tuple[str, ...] = ()
+    value_column: str | None = None
+    drop_nulls: bool = False
+    headers: tuple[tuple[str, str], ...] = ()
+    constant_headers: tuple[tuple[str, str], ...] = ()
+    copy_headers: bool = False
+    batch_header: str | None = None
+    row_header: str | None = None
+    processing_time: str | None = None
+    dead_letters: DeadLetters | None = None
+    max_message_bytes: int = DEFAULT_MESSAGE_BYTES
+    tasks: int | None = None
+    kafka_options: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def target(self) -> str:
+        """The target in words."""
+        return f"topic {self.topic}" if self.topic is not None else f"the topics named by column {self.topic_column}"
+
+    def check(self) -> None:
+        """Raises StartupError for what can be known to be wrong before Spark runs."""
+        for address in split_list(self.bootstrap, "--bootstrap"):
+            parse_address(address, "--bootstrap")
+        self._check_target()
+        self._check_source()
+        if not self.checkpoint:
+            raise StartupError(
+                "--checkpoint is needed: name a directory of this job's own that will be there next time."
+            )
+        if self.value_columns and self.value_column is not None:
+            raise StartupError("--value is JSON of columns and --value-column one column as it is: give one of them.")
+        if self.require_key and not self.key:
+            raise StartupError("--require-key goes with --key: name the column or columns that the key is made of.")
+        _within("--max-message-bytes", self.max_message_bytes, 1_000, MAX_MESSAGE_BYTES)
+        if self.tasks is not None:
+            _within("--tasks", self.tasks, 1, 100_000)
+
+    def _check_target(self) -> None:
+        if (self.topic is None) == (self.topic_column is None):
+            raise StartupError("say where to write: --topic NAME, or --topic-column COLUMN that names it row by row.")
+        if self.topic is not None:
+            check_topic(self.topic, "--topic")
+        if self.partitions is not None:
+            _within("--partitions", self.partitions, 1, 100_000)
+        if self.dead_letters is not None and self.dead_letters.kind == "topic":
+            check_topic(self.dead_letters.where, "--dead-letters topic:")
+            if self.dead_letters.where == self.topic:
+                raise StartupError(f"--dead-letters topic:{self.topic} is the topic that is written to: give another.")
+
+    def _check_source(self) -> None:
+        source = self.source
+        if self.copy_headers and not isinstance(source, KafkaSource):
+            raise StartupError("--copy-headers goes with --from kafka:TOPIC: nothing else has headers to copy.")
+        if isinstance(source, RateSource):
+            _within("--rows-per-second", source.rows_per_second, 1, 100_000_000)
+            if self.processing_time is None:
+                raise StartupError("--from rate never ends: say how often to write with --trigger, for example 1s.")
+            return
+        if isinstance(source, FileSource):
+            _within("--max-files-per-trigger", source.max_files, 1, 1_000_000)
+            return
+        _within("--max-offsets-per-trigger", source.max_offsets, 1, 1_000_000_000)
+        addresses = set(split_list(source.bootstrap, "--from-bootstrap"))
+        for address in addresses:
+            parse_address(address, "--from-bootstrap")
+        topics = split_list(source.topics, "--from kafka:")
+        for topic in topics:
+            check_topic(topic, "--from kafka:")
+        if self.topic in topics and addresses & set(split_list(self.bootstrap, "--bootstrap")):
+            raise StartupError(f"the topic {self.topic} would be copied into itself without end: give another --topic.")
+
+
+def parse_source(text: str) -> tuple[str, str]:
+    """`FORMAT:WHERE` of --from; ("rate", "") for `rate`. Raises StartupError."""
+    name, _, where = text.partition(":")
+    if name == "rate" and not where:
+        return name, ""
+    if name in (*FILE_FORMATS, "kafka") and where:
+        return name, where
+    raise StartupError(
+        f"--from {text} is no source: give csv:DIR, json:DIR, parquet:DIR, kafka:TOPIC or rate "
+        "(DIR is a directory or a pattern of files)."
+    )
+
+
+def parse_dead_letters(text: str) -> DeadLetters:
+    """`json:DIR` or `topic:NAME`. Raises StartupError."""
+    name, _, where = text.partition(":")
+    if where and name == "json":
+        return DeadLetters("json", where)
+    if where and name == "topic":
+        return DeadLetters("topic", where)
+    raise StartupError(f"--dead-letters {text}: give json:DIR for files or topic:NAME for a topic.")
+
+
+def parse_trigger(text: str) -> str | None:
+    """The processing time as Spark writes it; None for `available-now`. Raises StartupError."""
+    if text == "available-now":
+        return None
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise StartupError(f"--trigger {text}: give available-now, or how often, for example 500ms, 10s, 5m or 1h.")
+    return f"{match[1]} {_UNITS[match[2]]}"
+
+
+def parse_pair(text: str, flag: str) -> tuple[str, str]:
+    """`NAME=WHAT`. Raises StartupError."""
+    name, equals, what = text.partition("=")
+    if not name or not equals:
+        raise StartupError(f"{flag} {text}: give NAME=VALUE.")
+    return name, what
+
+
+def check_topic(name: str, flag: str) -> None:
+    """Raises StartupError where Kafka would not have a topic of that name."""
+    if _TOPIC.fullmatch(name) is None or name in (".", ".."):
+        raise StartupError(
+            f"{flag} {name} is no name of a topic: take letters, digits, '.', '_' and '-', at most {MAX_NAME}."
+        )
+
+
+def _within(flag: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise StartupError(f"{flag} {value} is not possible: give {least:,} to {most:,}.")

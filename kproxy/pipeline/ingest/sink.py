@@ -1,0 +1,150 @@
+"""One micro-batch: counted, its dead letters put aside, its messages written. What `foreachBatch` calls.
+
+Invariants
+1. A micro-batch is committed (by Spark, when the call returns) only after each of its rows is acknowledged by its
+   topic or lies with the dead letters. So a kill loses nothing; what it costs is that the one micro-batch that was not
+   committed is written again, with the same rows under the same number.
+2. Dead letters in files are there once: a micro-batch that is written again replaces its own.
+3. Without a place for dead letters the first of them ends the job, and its micro-batch is not committed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from pyspark.sql import Column, DataFrame, Observation
+from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
+from pyspark.sql.types import StructType
+
+from kproxy.pipeline.ingest import transforms
+from kproxy.pipeline.ingest.options import IngestOptions
+from kproxy.pipeline.ingest.transforms import REASON, REASONS, ROW
+
+# What the job's error begins with where a row cannot be written; Java's stack trace stands around it.
+REFUSED: Final = "kproxy-refused-row"
+OBSERVED_TIMEOUT_S: Final = 10.0
+_POLL_S: Final = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDone:
+    """A micro-batch that is written: `rows` = `written` + the dead letters, by reason; what it took, in seconds."""
+
+    batch: int
+    rows: int
+    written: int
+    dead: Mapping[str, int]
+    seconds: float
+
+
+class Stopped(Exception):
+    """The job is to end before this micro-batch, of which nothing has been written."""
+
+
+class BatchWriter:
+    """Writes micro-batches of the job `job_id`; `schema` is that of values that are JSON.
+
+    `on_batch` is told when one is written, `stopping` asked before one begins; both on a thread of Spark's.
+    """
+
+    def __init__(
+        self,
+        options: IngestOptions,
+        job_id: str,
+        *,
+        tasks: int,
+        schema: StructType | None,
+        on_batch: Callable[[BatchDone], None],
+        stopping: Callable[[], bool],
+    ) -> None:
+        self._options = options
+        self._job_id = job_id
+        self._tasks = tasks
+        self._schema = schema
+        self._on_batch = on_batch
+        self._stopping = stopping
+
+    def __call__(self, batch: DataFrame, number: int) -> None:
+        if self._stopping():
+            raise Stopped
+        began = time.monotonic()
+        rows = self.encode(batch, number)
+        counts = self._write_messages(rows)
+        dead = {reason: counts[reason] for reason in REASONS if counts[reason]}
+        if dead:
+            self._write_dead_letters(rows, number)
+        written = counts["rows"] - sum(dead.values())
+        self._on_batch(BatchDone(number, counts["rows"], written, dead, time.monotonic() - began))
+
+    def encode(self, batch: DataFrame, number: int) -> DataFrame:
+        """The rows with their messages. Raises StartupError for a column that there is not."""
+        rows = batch if self._schema is None else transforms.parsed(batch, self._schema)
+        return transforms.encoded(transforms.placed(rows), self._options, batch=self._name(number))
+
+    def _write_messages(self, rows: DataFrame) -> dict[str, int]:
+        """The number of `rows`, and of dead letters by reason; counted while the messages are written."""
+        observation = Observation()
+        counts = [F.count(F.lit(1)).alias("rows")]
+        counts += [F.count(F.when(F.col(REASON) == reason, 1)).alias(reason) for reason in REASONS]
+        counted = rows.observe(observation, *counts)
+        if self._options.dead_letters is None:
+            counted = counted.where(_refuse())
+        messages = transforms.messages(
+            counted,
+            tasks=self._tasks,
+            keyed=bool(self._options.key),
+            with_headers=transforms.has_headers(self._options),
+        )
+        self._to_kafka(messages)
+        return _observed(observation) or _counted(rows)
+
+    def _write_dead_letters(self, rows: DataFrame, number: int) -> None:
+        where = self._options.dead_letters
+        assert where is not None  # noqa: S101 - `_refuse` let none through
+        if where.kind == "json":
+            letters = transforms.dead_letters(rows, batch=self._name(number))
+            # Under the number of the micro-batch, so that the same one replaces what it left behind.
+            directory = f"{where.where.rstrip('/')}/job={self._job_id}/micro_batch={number}"
+            letters.write.mode("overwrite").json(directory)
+            return
+        excerpt = min(transforms.RECORD_EXCERPT, self._options.max_message_bytes // 16)
+        letters = transforms.dead_letters(rows, batch=self._name(number), excerpt=excerpt)
+        self._to_kafka(transforms.as_messages(letters, where.where))
+
+    def _to_kafka(self, messages: DataFrame) -> None:
+        messages.write.format("kafka").mode("append").options(**sink_options(self._options)).save()
+
+    def _name(self, number: int) -> str:
+        return f"{self._job_id}/{number}"
+
+
+def _observed(observation: Observation) -> dict[str, int] | None:
+    """What was counted on the way; None where Spark does not tell in time: its events may be dropped under load."""
+    deadline = time.monotonic() + OBSERVED_TIMEOUT_S
+    # Its own way of being asked has no end where nothing comes.
+    while not observation._jo.future().isCompleted():
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(_POLL_S)
+    return {name: int(count or 0) for name, count in observation.get.items()}
+
+
+def _counted(rows: DataFrame) -> dict[str, int]:
+    """The same, by reading all `rows` again."""
+    by_reason = {row[0]: int(row[1]) for row in rows.groupBy(REASON).count().collect()}
+    return {"rows": sum(by_reason.values()), **{reason: by_reason.get(reason, 0) for reason in REASONS}}
+
+
+def sink_options(options: IngestOptions) -> dict[str, str]:
+    """For Spark's Kafka sink. A producer has a limit of its own on what it sends, which must not be below the job's."""
+    own = {"max.request.size": str(max(options.max_message_bytes, 1 << 20)), **options.kafka_options}
+    return {f"kafka.{name}": value for name, value in {**own, "bootstrap.servers": options.bootstrap}.items()}
+
+
+def _refuse() -> Column:
+    """True for a row that can be written; ends the job where there is one that cannot."""
+    said = F.concat(F.lit(f"{REFUSED}|"), F.col(REASON), F.lit("|"), F.col(ROW), F.lit("|"))
+    return F.when(F.col(REASON).isNull(), F.lit(True)).otherwise(F.raise_error(said).isNull())

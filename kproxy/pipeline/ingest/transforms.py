@@ -1,0 +1,271 @@
+"""What becomes of the rows: DataFrame to DataFrame, no reading, no writing, no session.
+
+    placed -> encoded -> messages       to Kafka's sink
+                      -> dead_letters   to files or a topic
+
+They work on the DataFrame of one micro-batch (what `foreachBatch` gets), not on the stream itself: a stream can neither
+be sorted nor have its rows numbered. Columns of ours begin with `_kproxy_`.
+
+What is kept of the order: all rows of a key are handed to one producer in the order of the source, so they stand in one
+Kafka partition in that order: by file (oldest first, then by name) and line, by source partition and offset, or by
+number. A row without a key has no place in any order, and with no key at all rows stay in the tasks that read them.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
+from pyspark.sql.types import ArrayType, BinaryType, DataType, MapType, StringType, StructType, TimestampType
+
+from kproxy.errors import StartupError
+from kproxy.pipeline.ingest.options import MAX_NAME, IngestOptions
+
+# What a reader could not parse, as it stands in the source; only of CSV and JSON.
+CORRUPT: Final = "_kproxy_corrupt"
+# Of files, as their reader tells them.
+FILE: Final = "_kproxy_file"
+MODIFIED: Final = "_kproxy_modified"
+BLOCK: Final = "_kproxy_block"
+# A row's own name, the same whenever the row is read, and what rows of a key are sorted by.
+ROW: Final = "_kproxy_row"
+ORDER: Final = "_kproxy_order"
+# Spark's own columns of a Kafka record whose value was parsed.
+RECORD: Final = "kafka"
+# The message.
+KEY: Final = "_kproxy_key"
+VALUE: Final = "_kproxy_value"
+HEADERS: Final = "_kproxy_headers"
+TOPIC: Final = "_kproxy_topic"
+# Why it is a dead letter; null: it is none.
+REASON: Final = "_kproxy_reason"
+
+REASONS: Final = ("corrupt", "no key", "no topic", "too large")
+# What kafka-clients reckons with, or more, before it knows better: a batch's header, a record's, and each length.
+RECORD_OVERHEAD: Final = 61 + 21 + 15
+HEADER_OVERHEAD: Final = 10
+# Of a dead letter that goes to a topic, where it must fit as well.
+RECORD_EXCERPT: Final = 64 << 10
+# A row's number within its task, as `monotonically_increasing_id` counts: the task's number is above these bits.
+_NUMBER_BITS: Final = (1 << 33) - 1
+_HEADER_TYPE: Final = "array<struct<key:string,value:binary>>"
+_JSON: Final = {"timeZone": "UTC"}
+
+
+def placed(rows: DataFrame) -> DataFrame:
+    """`rows` of one micro-batch as its source gave them, with ROW and ORDER.
+
+    They depend on nothing but the source: a micro-batch that is read again has the same. Lines are counted within their
+    block of their file, which is why blocks have a fixed size (`sources.BLOCK_BYTES`).
+    """
+    if FILE in rows.columns:
+        # It counts within a task, and a task reads one block.
+        counted = rows.withColumn(ORDER, F.monotonically_increasing_id().bitwiseAND(F.lit(_NUMBER_BITS)))
+        name = F.concat(F.col(FILE), F.lit("#"), F.col(BLOCK), F.lit(":"), F.col(ORDER))
+        return counted.withColumn(ROW, name).withColumn(ORDER, F.struct(MODIFIED, FILE, BLOCK, ORDER))
+    record = F.col(RECORD) if RECORD in rows.columns else None
+    if record is None and {"topic", "partition", "offset"} <= set(rows.columns):
+        record = F.struct("topic", "partition", "offset")
+    if record is not None:
+        topic, partition, offset = (record.getField(each) for each in ("topic", "partition", "offset"))
+        name = F.concat_ws("/", topic, partition, offset)
+        return rows.withColumn(ROW, name).withColumn(ORDER, F.struct(topic, partition, offset))
+    return rows.withColumn(ROW, F.col("value").cast("string")).withColumn(ORDER, F.struct("value"))
+
+
+def parsed(records: DataFrame, schema: StructType) -> DataFrame:
+    """Kafka records whose values are JSON: the fields of `schema`, CORRUPT, and the record's own columns in `kafka`."""
+    text = F.col("value").cast("string")
+    expected = StructType([*schema.fields]).add(CORRUPT, StringType())
+    document = F.from_json(text, expected, {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": CORRUPT})
+    opened = records.select(document.alias("document"), F.struct(*records.columns).alias(RECORD))
+    # JSON's null and no value at all are no object, and no error to the parser.
+    corrupt = F.when(F.col("document").isNull(), F.coalesce(F.col(f"{RECORD}.value").cast("string"), F.lit("")))
+    corrupt = F.coalesce(F.col(f"document.{CORRUPT}"), corrupt)
+    fields = [F.col("document").getField(field.name).alias(field.name) for field in schema.fields]
+    return opened.select(*fields, RECORD, corrupt.alias(CORRUPT))
+
+
+def encoded(rows: DataFrame, options: IngestOptions, *, batch: str) -> DataFrame:
+    """`placed` rows with their message (KEY, VALUE, HEADERS, TOPIC) and REASON, null where it can be written.
+
+    `batch` is what the batch header says. Raises StartupError for a column that there is not.
+    """
+    key = _key(rows, options.key)
+    headers = _headers(rows, options, batch)
+    columns = {
+        KEY: F.lit(None).cast("binary") if key is None else key,
+        VALUE: _value(rows, options),
+        TOPIC: F.lit(options.topic) if options.topic_column is None else text_of(rows, options.topic_column),
+        HEADERS: F.lit(None).cast(_HEADER_TYPE) if headers is None else headers,
+    }
+    with_message = rows.withColumns(columns)
+    return with_message.withColumn(REASON, _reason(with_message, options))
+
+
+def messages(rows: DataFrame, *, tasks: int, keyed: bool, with_headers: bool) -> DataFrame:
+    """What Kafka's sink takes, of the `encoded` rows that can be written; each key's in ORDER, by one of `tasks`."""
+    good = rows.where(F.col(REASON).isNull())
+    wanted = {"key": KEY, "value": VALUE, "topic": TOPIC} | ({"headers": HEADERS} if with_headers else {})
+    columns = [F.col(ours).alias(theirs) for theirs, ours in wanted.items()]
+    if not keyed:
+        return good.select(*columns)
+    # Rows without a key are spread over all tasks, and not all given to one.
+    place = F.coalesce(F.col(KEY), F.encode(ROW, "utf-8"))
+    return good.repartition(tasks, place).sortWithinPartitions(ORDER).select(*columns)
+
+
+def dead_letters(rows: DataFrame, *, batch: str, excerpt: int | None = None) -> DataFrame:
+    """Of the `encoded` rows those that cannot be written: reason, row, batch, key, bytes, record, record_cut.
+
+    `record` is the row as it stood in its source where that could not be parsed, else its columns as JSON (binary ones
+    in base64), cut to `excerpt` characters where one is given.
+    """
+    dead = rows.where(F.col(REASON).isNotNull())
+    record = _whole(rows)
+    cut = F.lit(False) if excerpt is None else F.length(record) > excerpt
+    return dead.select(
+        F.col(REASON).alias("reason"),
+        F.col(ROW).alias("row"),
+        F.lit(batch).alias("batch"),
+        F.substring(F.col(KEY).cast("string"), 1, 1_000).alias("key"),
+        message_bytes().alias("bytes"),
+        (record if excerpt is None else F.substring(record, 1, excerpt)).alias("record"),
+        cut.alias("record_cut"),
+    )
+
+
+def as_messages(letters: DataFrame, topic: str) -> DataFrame:
+    """`dead_letters` for a topic: JSON under the key that the row had."""
+    value = F.to_json(F.struct(*letters.columns), {"ignoreNullFields": "false"})
+    return letters.select(F.col("key"), value.alias("value"), F.lit(topic).alias("topic"))
+
+
+def message_bytes() -> Column:
+    """The most that an `encoded` row's message takes on its way, by itself in a batch and not compressed."""
+    headers = F.aggregate(
+        F.col(HEADERS),
+        F.lit(0),
+        lambda sum_, each: sum_ + HEADER_OVERHEAD + F.octet_length(each["key"]) + _length(each["value"]),
+    )
+    return F.lit(RECORD_OVERHEAD) + _length(F.col(KEY)) + _length(F.col(VALUE)) + F.coalesce(headers, F.lit(0))
+
+
+def column_of(rows: DataFrame, name: str) -> Column:
+    """The column, or the field `column.field`. Raises StartupError, with the columns that there are."""
+    return _find(rows, name)[0]
+
+
+def text_of(rows: DataFrame, name: str) -> Column:
+    """A column as text: nested ones as JSON, timestamps in UTC whatever the session's zone, binary ones not at all."""
+    column, kind = _find(rows, name)
+    if isinstance(kind, (StructType, ArrayType, MapType)):
+        return F.to_json(column, _JSON)
+    if isinstance(kind, TimestampType):
+        return F.concat(F.to_utc_timestamp(column, F.current_timezone()).cast("string"), F.lit("Z"))
+    return column.cast("string")
+
+
+def columns_of(rows: DataFrame) -> list[str]:
+    """The source's own columns."""
+    return [name for name in rows.columns if not name.startswith("_kproxy_")]
+
+
+def _find(rows: DataFrame, name: str) -> tuple[Column, DataType]:
+    fields = {field.name: field.dataType for field in rows.schema.fields if not field.name.startswith("_kproxy_")}
+    if name in fields:
+        return F.col(_quoted(name)), fields[name]
+    parent, _, child = name.partition(".")
+    kind = fields.get(parent)
+    if isinstance(kind, StructType) and child in kind.names:
+        return F.col(_quoted(parent)).getField(child), kind[child].dataType
+    raise StartupError(f"there is no column {name}: the source has {', '.join(fields) or 'none'}.")
+
+
+def _quoted(name: str) -> str:
+    return "`" + re.sub("`", "``", name) + "`"
+
+
+def _bytes_of(rows: DataFrame, name: str) -> Column:
+    column, kind = _find(rows, name)
+    return column if isinstance(kind, BinaryType) else F.encode(text_of(rows, name), "utf-8")
+
+
+def _key(rows: DataFrame, names: Sequence[str]) -> Column | None:
+    if not names:
+        return None
+    if len(names) == 1:
+        return _bytes_of(rows, names[0])
+    # Fields that are null stay: a key is the same text for the same values, and none only where all are missing.
+    columns = [column_of(rows, name) for name in names]
+    together = F.struct(*(column.alias(name) for column, name in zip(columns, names, strict=True)))
+    text = F.to_json(together, {**_JSON, "ignoreNullFields": "false"})
+    any_there = functools.reduce(operator.or_, (column.isNotNull() for column in columns))
+    return F.when(any_there, F.encode(text, "utf-8"))
+
+
+def _value(rows: DataFrame, options: IngestOptions) -> Column:
+    if options.value_column is not None:
+        return _bytes_of(rows, options.value_column)
+    # What Kafka knows of a record is no part of its value, unless it is asked for.
+    names = options.value_columns or [name for name in columns_of(rows) if name != RECORD]
+    together = F.struct(*(column_of(rows, name).alias(name) for name in names))
+    json = F.to_json(together, {**_JSON, "ignoreNullFields": str(options.drop_nulls).lower()})
+    return F.encode(json, "utf-8")
+
+
+def _headers(rows: DataFrame, options: IngestOptions, batch: str) -> Column | None:
+    if not has_headers(options):
+        return None
+    named: dict[str, Column] = {name: F.encode(F.lit(text), "utf-8") for name, text in options.constant_headers}
+    named |= {name: _bytes_of(rows, column) for name, column in options.headers}
+    if options.batch_header is not None:
+        named[options.batch_header] = F.encode(F.lit(batch), "utf-8")
+    if options.row_header is not None:
+        named[options.row_header] = F.encode(ROW, "utf-8")
+    ours = F.array(*(F.struct(F.lit(name).alias("key"), value.alias("value")) for name, value in named.items()))
+    ours = ours.cast(_HEADER_TYPE)
+    if not options.copy_headers:
+        return ours
+    copied = column_of(rows, f"{RECORD}.headers" if RECORD in rows.columns else "headers")
+    return F.concat(F.coalesce(copied.cast(_HEADER_TYPE), F.array().cast(_HEADER_TYPE)), ours)
+
+
+def has_headers(options: IngestOptions) -> bool:
+    """Whether messages have headers at all."""
+    mine = (options.headers, options.constant_headers, options.batch_header, options.row_header)
+    return options.copy_headers or any(mine)
+
+
+def _reason(rows: DataFrame, options: IngestOptions) -> Column:
+    tests: Mapping[str, Column | None] = {
+        "corrupt": F.col(CORRUPT).isNotNull() if CORRUPT in rows.columns else None,
+        "no key": F.col(KEY).isNull() if options.require_key else None,
+        "no topic": None if options.topic_column is None else ~_is_topic(F.col(TOPIC)),
+        "too large": message_bytes() > options.max_message_bytes,
+    }
+    reason: Any = F.lit(None).cast("string")
+    for name in reversed(REASONS):
+        test = tests[name]
+        if test is not None:
+            reason = F.when(test, F.lit(name)).otherwise(reason)
+    return reason
+
+
+def _is_topic(name: Column) -> Column:
+    legal = name.rlike(rf"^[a-zA-Z0-9._-]{{1,{MAX_NAME}}}$") & ~name.isin(".", "..")
+    return F.coalesce(legal, F.lit(False))
+
+
+def _length(column: Column) -> Column:
+    return F.coalesce(F.octet_length(column), F.lit(0))
+
+
+def _whole(rows: DataFrame) -> Column:
+    columns = F.to_json(F.struct(*map(_quoted, columns_of(rows))), {**_JSON, "ignoreNullFields": "false"})
+    return F.coalesce(F.col(CORRUPT), columns) if CORRUPT in rows.columns else columns
