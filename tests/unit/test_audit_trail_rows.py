@@ -298,6 +298,18 @@ def test_a_proxy_that_has_nothing_to_tell_says_so_now_and_then() -> None:
     assert [type(row) for row in site.rows[4:]] == [Range]
 
 
+def test_that_there_is_no_more_to_tell_is_said_soon_and_once() -> None:
+    site = Site()
+    site.acknowledge(Given(0))
+    for _ in range(round(0.9 * MARK_S / LOOK_S)):
+        site.look()
+    begin, row, mark = site.rows
+    assert isinstance(begin, Begin)
+    assert isinstance(row, Range)
+    assert isinstance(mark, Mark)
+    assert mark.at - row.at <= begin.interval_ms
+
+
 def test_what_cannot_be_read_leaves_a_gap_and_ends_nothing() -> None:
     site = Site()
     site.acknowledge(Given(0))

@@ -14,7 +14,7 @@ Invariants
 2. It is in a row that is closed `interval_s` later at most; LATE_S is allowed for an event loop that is late.
 3. Sequence numbers are given in the order in which rows are closed, and each once. What cannot be told takes one as
    well and is not shipped: a gap says that something is missing, and nothing else may make one.
-4. While it runs a row comes every MARK_S at least.
+4. While it runs a row comes every MARK_S at least, and a mark within `interval_s` of the last row.
 5. What is held here is bounded: MAX_OPEN_ROWS rows with twice MAX_SPANS each, and what comes between two looks.
 """
 
@@ -148,6 +148,8 @@ class Trail:
         self._page_from = 0
         self._sequence = 0
         self._running = False
+        # Whether acknowledgements were told since the last mark.
+        self._has_told = False
         self._at = self._looked_at = self._told_at = wall_ms()
 
     def connection(self, topology: Topology) -> ConnectionAcks:
@@ -195,8 +197,7 @@ class Trail:
                 acked.clear()
         self._judge()
         self._close_due()
-        if self._running and not self._lines and self._at - self._told_at >= MARK_S * 1000 and not self._open:
-            self._close(Mark(**self._stamp()))
+        self._mark()
         self._looked_at = self._at
         self._hand_on()
 
@@ -209,6 +210,13 @@ class Trail:
             except Exception:  # the boundary: the next look may do better, and the gap tells of this one
                 log.exception("the audit trail could not be looked after")
                 self._miss()
+
+    def _mark(self) -> None:
+        """Say that there is nothing more to tell: soon after the last that there was, and then now and then."""
+        quiet_ms = self._interval_ms if self._has_told else round(MARK_S * 1000)
+        if self._running and not self._open and self._at - self._told_at >= quiet_ms:
+            self._close(Mark(**self._stamp()))
+            self._has_told = False
 
     def _close_due(self) -> None:
         """Close the rows that would be too old at the next look; those that were begun first come first."""
@@ -269,6 +277,7 @@ class Trail:
 
     def _close_row(self, acked: Acked) -> None:
         row = self._open.pop(acked)
+        self._has_told = True
         chunk = row.first
         self._close(
             Range(
