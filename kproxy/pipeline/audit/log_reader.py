@@ -65,6 +65,8 @@ class RangeReader:
         self._check_crc = check_crc
         self._position = wanted.start
         self._corrupt: RecordBatch | None = None
+        # Room for what lies behind a corrupt batch, which is sent again until the position is behind it for certain.
+        self._more_bytes = 0
         self._done = False
 
     def rows(self) -> Iterator[list[Row]]:
@@ -81,7 +83,7 @@ class RangeReader:
                 before = self._position
                 yield from self._chunks(fetched.records)
                 if self._position <= before and not self._done:
-                    self._step_over()
+                    self._step_over(len(fetched.records))
                 self._done = self._done or self._position >= self._wanted.end
                 empty_answers = 0
                 patience.succeeded()
@@ -99,7 +101,7 @@ class RangeReader:
             crc_ok = None if check_crc is None else check_crc(records, batch)
             if crc_ok is False:
                 # Nothing in its header is certain, and where the next one begins least of all.
-                self._corrupt = batch
+                self._corrupt, self._more_bytes = batch, max(self._more_bytes, batch.size_in_bytes)
                 self._position = max(self._position, batch.base_offset + 1)
             else:
                 self._position = max(self._position, batch.last_offset + 1)
@@ -133,33 +135,41 @@ class RangeReader:
     def _is_known_corrupt(self, batch: RecordBatch) -> bool:
         return self._corrupt is not None and batch.base_offset == self._corrupt.base_offset
 
-    def _step_over(self) -> None:
-        """An answer had nothing new: by what is left to go by, move on behind the corrupt batch that it consists of."""
-        if self._corrupt is None or self._corrupt.last_offset < self._position:
+    def _step_over(self, answer_bytes: int) -> None:
+        """An answer had nothing new: get past the corrupt batch that it consists of, by what there is to go by."""
+        if self._corrupt is None:
             raise self._failed("its leader sends only what lies before that offset")
-        self._position = self._corrupt.last_offset + 1
+        if answer_bytes >= self._max_bytes + self._more_bytes and self._more_bytes < LARGEST_BATCH_BYTES:
+            # There was no room for the next one.
+            self._more_bytes *= 2
+        else:
+            self._position = max(self._position, self._corrupt.last_offset) + 1
 
     def _fetch(self, patience: Patience) -> PartitionFetched:
         """An answer with its first batch whole: a broker that cut it is asked for as much as that one needs."""
-        # Room for what lies behind a corrupt batch, which is sent again until the position is behind it for certain.
-        max_bytes = self._max_bytes + (self._corrupt.size_in_bytes if self._corrupt is not None else 0)
-        fetched = self._client.fetch(self._wanted.which, self._position, max_bytes, patience)
-        if fetched.error_code or not fetched.records:
-            return fetched
+        max_bytes = self._max_bytes + self._more_bytes
+        while True:
+            fetched = self._client.fetch(self._wanted.which, self._position, max_bytes, patience)
+            if fetched.error_code or not fetched.records:
+                return fetched
+            needed = self._first_bytes(fetched.records)
+            if needed <= len(fetched.records):
+                return fetched
+            if needed <= max_bytes:
+                raise self._failed(f"a batch of {needed} bytes is not sent whole")
+            max_bytes = needed
+
+    def _first_bytes(self, records: Buffer) -> int:
+        """How many bytes the first batch has, or where its header is cut short, that has."""
         try:
-            needed = parse_header(fetched.records).size_in_bytes
+            needed = parse_header(records).size_in_bytes
         except Truncated:
-            needed = max(HEADER_BYTES, 2 * max_bytes)
+            return HEADER_BYTES
         except CodecError as error:
             raise self._failed(str(error)) from error
-        if needed <= len(fetched.records):
-            return fetched
         if needed > LARGEST_BATCH_BYTES:
             raise self._failed(f"a batch says that it has {needed} bytes; at most {LARGEST_BATCH_BYTES} are read")
-        again = self._client.fetch(self._wanted.which, self._position, needed, patience)
-        if not again.error_code and len(again.records) < needed:
-            raise self._failed(f"a batch of {needed} bytes is not sent whole")
-        return again
+        return needed
 
     def _move_on(self, patience: Patience) -> None:
         """To where the log begins now; where it ends before the position instead, its end may come back."""
