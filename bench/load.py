@@ -1,6 +1,7 @@
 """Raw produce load: connections that each keep a number of requests in flight and count the answers.
 
-The requests are made once and sent as they are: what is measured is the proxy, so the generator does little.
+The requests are made once and sent as they are, or with a producer's sequence numbers put in: what is measured is the
+proxy, so the generator does little.
 """
 
 from __future__ import annotations
@@ -9,19 +10,30 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, count, repeat
+from struct import Struct
 from typing import cast
 
 from codec import api_keys
 from codec.framing import FrameReader, ReceiveArena
 from codec.headers import request_header
 from codec.primitives import INT16, INT32, encode_count, encode_tagged_fields
+from codec.record_batch import HEADER_BYTES, LOG_OVERHEAD_BYTES, MAGIC
 
 MAX_ANSWER_BYTES = 1 << 20
 CONNECTIONS = 8
 IN_FLIGHT = 5
 VERSION = 9
 TOPIC = b"bench"
+RECORD_BYTES = 100
+# base_offset, batch_length, partition_leader_epoch, magic, crc, attributes, last_offset_delta, base_timestamp,
+# max_timestamp, producer_id, producer_epoch, base_sequence, the number of records
+_BATCH = Struct(">qiibIhiqqqhii")
+_PRODUCER = Struct(">qhi")
+_PRODUCER_OFFSET = 43
+_TIMESTAMP = 1_700_000_000_000
+_MAX_SEQUENCE = 0x7FFF_FFFF
+_producer_ids = count(1)
 
 
 @dataclass(frozen=True)
@@ -32,6 +44,11 @@ class Shape:
     partitions: int
     batch_bytes: int
     requests: int
+
+    @property
+    def records(self) -> int:
+        """In each batch."""
+        return self.batch_bytes // RECORD_BYTES
 
 
 SHAPES = (
@@ -44,26 +61,56 @@ SHAPES = (
 
 
 def produce_frame(shape: Shape, first: int = 0) -> bytes:
-    """One produce request of this shape, to partitions from `first` on, length prefix included.
+    """One produce request of this shape, to partitions from `first` on, length prefix included."""
+    return _frame(shape, first)[0]
 
-    The records are zeros: nobody here reads them.
-    """
+
+def _frame(shape: Shape, first: int) -> tuple[bytes, list[int]]:
+    """The request, and where in it each batch begins."""
     tags = encode_tagged_fields([])
     body = encode_count(-1, compact=True) + INT16.pack(-1) + INT32.pack(30_000)
     body += encode_count(1, compact=True) + encode_count(len(TOPIC), compact=True) + TOPIC
     body += encode_count(shape.partitions, compact=True)
+    header = INT32.pack(0) + request_header(api_keys.PRODUCE, VERSION, 0, b"bench")
+    starts = []
     for index in range(shape.partitions):
-        body += (
-            INT32.pack(first + index) + encode_count(shape.batch_bytes, compact=True) + bytes(shape.batch_bytes) + tags
-        )
-    message = request_header(api_keys.PRODUCE, VERSION, 0, b"bench") + body + tags + tags
-    return INT32.pack(len(message)) + message
+        body += INT32.pack(first + index) + encode_count(shape.batch_bytes, compact=True)
+        starts.append(len(header) + len(body))
+        body += _batch(shape) + tags
+    message = header[INT32.size :] + body + tags + tags
+    return INT32.pack(len(message)) + message, starts
+
+
+def _batch(shape: Shape) -> bytes:
+    """A batch by its header. CRC and records are zeros: nobody here reads them."""
+    records = shape.records
+    length = shape.batch_bytes - LOG_OVERHEAD_BYTES
+    times = _TIMESTAMP, _TIMESTAMP
+    header = _BATCH.pack(0, length, -1, MAGIC, 0, 0, records - 1, *times, -1, -1, -1, records)
+    return header + bytes(shape.batch_bytes - HEADER_BYTES)
+
+
+class ProducerFrames:
+    """What an idempotent producer of its own id sends: the same request, its sequence numbers going on."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._frame, self._starts = _frame(shape, 0)
+        self._records = shape.records
+        self._producer_id = next(_producer_ids)
+        self._sequence = 0
+
+    def __call__(self) -> bytearray:
+        frame = bytearray(self._frame)
+        for start in self._starts:
+            _PRODUCER.pack_into(frame, start + _PRODUCER_OFFSET, self._producer_id, 0, self._sequence)
+        self._sequence = self._sequence + self._records & _MAX_SEQUENCE
+        return frame
 
 
 class Connection(asyncio.BufferedProtocol):
     """One connection. It sends `opening`, whose answer `ready` gives, or nothing; then, from `start` on, the load."""
 
-    def __init__(self, frame: bytes, requests: int, arena: ReceiveArena, opening: bytes = b"") -> None:
+    def __init__(self, frame: bytes | ProducerFrames, requests: int, arena: ReceiveArena, opening: bytes = b"") -> None:
         self._frame = frame
         self._to_send = requests
         self._to_come = requests
@@ -87,7 +134,9 @@ class Connection(asyncio.BufferedProtocol):
         count = min(wanted, self._to_send)
         self._to_send -= count
         if count:
-            self._transport.writelines([self._frame] * count)
+            frame = self._frame
+            frames = [frame] * count if isinstance(frame, bytes) else [frame() for _ in range(count)]
+            self._transport.writelines(frames)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._reader.get_buffer(sizehint)
@@ -113,13 +162,13 @@ class Connection(asyncio.BufferedProtocol):
 
 
 async def open_all(
-    port: int, frames: Sequence[bytes], requests: int, openings: Sequence[bytes] = ()
+    port: int, frames: Sequence[bytes | ProducerFrames], requests: int, openings: Sequence[bytes] = ()
 ) -> list[Connection]:
     """A connection for each of `frames`, to send it `requests` times; each has the answer to its opening, if any."""
     loop = asyncio.get_running_loop()
     arena = ReceiveArena()
     connections = []
-    for frame, opening in zip_longest(frames, openings, fillvalue=b""):
+    for frame, opening in zip(frames, chain(openings, repeat(b"")), strict=False):
         _, connection = await loop.create_connection(
             partial(Connection, frame, requests, arena, opening), "127.0.0.1", port
         )

@@ -1,15 +1,16 @@
 """A broker that keeps nothing: every produce request is answered at once with success.
 
-What a proxy costs is measured in front of these, so that the brokers' own work is not in the way. Fences it takes, and
-forgets. One process each; prints its port.
+What a proxy costs is measured in front of these, so that the brokers' own work is not in the way. Offsets go up by
+what a batch says of its records, as a proxy looks for offsets that are given out twice. Fences it takes, and forgets.
+One process each; prints its port.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from struct import pack_into
-from typing import cast
+from struct import pack_into, unpack_from
+from typing import NamedTuple, cast
 
 import uvloop
 
@@ -25,18 +26,28 @@ from codec.headers import (
     response_header,
 )
 from codec.own import BIND_FENCES_VERSION, BoundFence, encode_bind_fences_response, parse_bind_fences_request
-from codec.partitioned import encode_topics, with_length
-from codec.produce import parse_produce
+from codec.partitioned import PartitionedRequest, encode_topics, with_length
+from codec.produce import parse_produce, records_span
 from codec.produce_response import PRODUCE_API, result_entry
 
 MAX_FRAME_BYTES = 128 << 20
 MAX_KNOWN_SHAPES = 1024
+LAST_OFFSET_DELTA_OFFSET = 23
+OFFSET_BYTES = 8
+
+
+class Answer(NamedTuple):
+    """A whole response, and where in it each partition's base offset is."""
+
+    frame: bytes
+    base_offsets: list[int]
 
 
 class NullBroker(asyncio.BufferedProtocol):
     """One connection. Answers of the same shape are made once and copied."""
 
-    answers: dict[tuple[object, ...], bytes] = {}  # noqa: RUF012 -- shared by the process on purpose
+    answers: dict[tuple[object, ...], Answer] = {}  # noqa: RUF012 -- shared by the process on purpose
+    end_offsets: dict[tuple[bytes, int], int] = {}  # noqa: RUF012 -- shared by the process on purpose
 
     def __init__(self, arena: ReceiveArena) -> None:
         self._reader = FrameReader(MAX_FRAME_BYTES, arena)
@@ -62,27 +73,47 @@ class NullBroker(asyncio.BufferedProtocol):
         shape = (header.api_version, *((topic.name, *topic.partitions) for topic in request.topics))
         known = self.answers.get(shape)
         if known is None:
-            topics = [
-                (
-                    topic.name,
-                    [
-                        result_entry(header.api_version, index, 0, base_offset=0, log_start_offset=0)
-                        for index in topic.partitions
-                    ],
-                    len(topic.partitions),
-                )
-                for topic in request.topics
-            ]
-            head, tail = PRODUCE_API.response_ends(header.api_version, 0, [])
-            parts = [response_header(header.api_key, header.api_version, 0) + head]
-            known = b"".join(
-                with_length([*parts, *encode_topics(topics, flexible=request.flexible, by_id=request.by_id), tail])
-            )
+            known = _make(request)
             if len(self.answers) < MAX_KNOWN_SHAPES:
                 self.answers[shape] = known
-        answer = bytearray(known)
+        answer = bytearray(known.frame)
         pack_into(">i", answer, RESPONSE_CORRELATION_ID_OFFSET, header.correlation_id)
+        places = iter(known.base_offsets)
+        for topic in request.topics:
+            for ordinal, partition in enumerate(topic.partitions):
+                place = topic.name, partition
+                base_offset = self.end_offsets.get(place, 0)
+                pack_into(">q", answer, next(places), base_offset)
+                start, _ = records_span(request, topic, ordinal)
+                last_offset_delta: int = unpack_from(">i", frame, start + LAST_OFFSET_DELTA_OFFSET)[0]
+                self.end_offsets[place] = base_offset + last_offset_delta + 1
         return answer
+
+
+def _make(request: PartitionedRequest) -> Answer:
+    """The answer to requests of this shape."""
+    none, all_ones = (_encoded(request, base_offset) for base_offset in (0, -1))
+    # Of an offset all eight bytes differ, and of nothing else any.
+    differing = [place for place, (one, other) in enumerate(zip(none, all_ones, strict=True)) if one != other]
+    return Answer(none, differing[::OFFSET_BYTES])
+
+
+def _encoded(request: PartitionedRequest, base_offset: int) -> bytes:
+    header = request.header
+    topics = [
+        (
+            topic.name,
+            [
+                result_entry(header.api_version, index, 0, base_offset=base_offset, log_start_offset=0)
+                for index in topic.partitions
+            ],
+            len(topic.partitions),
+        )
+        for topic in request.topics
+    ]
+    head, tail = PRODUCE_API.response_ends(header.api_version, 0, [])
+    parts = [response_header(header.api_key, header.api_version, 0) + head]
+    return b"".join(with_length([*parts, *encode_topics(topics, flexible=request.flexible, by_id=request.by_id), tail]))
 
 
 def _versions(header: RequestHeader) -> bytearray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,7 +45,10 @@ def first_line(process: subprocess.Popen[str]) -> str:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time."""
+    """User and system time. On Linux to the nanosecond, by the process's own clock; elsewhere as the system counts."""
+    if sys.platform == "linux":
+        # As clock_getcpuclockid(3) makes it.
+        return time.clock_gettime(~pid << 3 | 2)
     times = psutil.Process(pid).cpu_times()
     return float(times.user + times.system)
 
