@@ -8,13 +8,14 @@ from rich.console import Console
 
 from bench.acks import REPLICATION_FACTOR, acks
 from bench.own import own
+from bench.pipeline import pipeline
 from bench.quick import quick
 from bench.table import PARTITIONS, table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("sections", metavar="SECTION", nargs="*", help="quick, table, acks, own")
+    parser.add_argument("sections", metavar="SECTION", nargs="*", help="quick, table, acks, own, pipeline")
     parser.add_argument("--partitions", type=int, default=PARTITIONS, help="of the section `table`")
     parser.add_argument("--replication-factor", type=int, default=REPLICATION_FACTOR, help="of the section `acks`")
     arguments = parser.parse_args()
@@ -24,6 +25,7 @@ def main() -> None:
         "table": lambda: table(console, arguments.partitions),
         "acks": lambda: acks(console, arguments.replication_factor),
         "own": lambda: own(console),
+        "pipeline": lambda: pipeline(console),
     }
     for section in arguments.sections or sections:
         if section not in sections:

@@ -30,13 +30,19 @@ PARTITIONS = 12
 START_TIMEOUT_S = 20.0
 
 
-@contextlib.contextmanager
-def kproxy(ports: list[int], directory: Path) -> Iterator[tuple[int, int]]:
-    """(pid, port) of kproxy in front of the brokers, partitions spread over them."""
+def write_table(ports: list[int], directory: Path) -> Path:
+    """A static table of the load's topic, its partitions spread over brokers at these ports."""
     owners = [index % len(ports) + 1 for index in range(PARTITIONS)]
     brokers = "".join(f'{number} = "127.0.0.1:{port}"\n' for number, port in enumerate(ports, 1))
     table = directory / "table.toml"
     table.write_text(f'[brokers]\n{brokers}[[topics]]\nname = "{TOPIC.decode()}"\nowners = {owners}\n')
+    return table
+
+
+@contextlib.contextmanager
+def kproxy(ports: list[int], directory: Path) -> Iterator[tuple[int, int]]:
+    """(pid, port) of kproxy in front of the brokers."""
+    table = write_table(ports, directory)
     arguments = ("--ownership", "static", "--table", str(table), "--listen", "127.0.0.1:0")
     with child(sys.executable, "-m", "kproxy", "serve", *arguments) as process:
         address = first_line(process).partition("kafka=")[2].split()[0]

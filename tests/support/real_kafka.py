@@ -57,6 +57,11 @@ class RealBroker:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "not started"
+        return self._process.pid
+
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
 

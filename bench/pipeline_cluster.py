@@ -1,0 +1,95 @@
+"""What Spark's sink is measured against: brokers of Apache Kafka, a proxy before them, Spark, and topics."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from confluent_kafka import KafkaException, TopicPartition
+from confluent_kafka.admin import NewTopic, OffsetSpec  # type: ignore[attr-defined]
+
+from bench.processes import child, cpu_seconds, first_line
+from kproxy.pipeline.java import find_java
+from kproxy.pipeline.spark import SparkDriver
+from tests.support.jars import kafka_classpath
+from tests.support.real_kafka import RealKafka, start_real_kafka
+
+BROKERS = 3
+PARTITIONS = 12
+WAYS = VIA_PROXY, DIRECT = "through kproxy", "past it"
+ADMIN_TIMEOUT_S = 30.0
+
+
+class Cluster(NamedTuple):
+    """Everything that runs; `pids` by what the processes are."""
+
+    session: Any
+    kafka: RealKafka
+    bootstraps: dict[str, str]
+    pids: dict[str, list[int]]
+
+    def cpu(self) -> dict[str, float]:
+        return {name: sum(map(cpu_seconds, pids)) for name, pids in self.pids.items()}
+
+
+@contextlib.contextmanager
+def cluster(directory: Path) -> Iterator[Cluster]:
+    """Raises StartupError where there is no Java, no Spark or none of Kafka's jars."""
+    java = find_java()
+    kafka_classpath()
+    with contextlib.ExitStack() as stack:
+        kafka = stack.enter_context(start_real_kafka(directory / "kafka", BROKERS))
+        command = (sys.executable, "-m", "kproxy", "--log-level", "error", "serve", "--ownership", "kafka")
+        proxy = stack.enter_context(child(*command, "--bootstrap", kafka.bootstrap, "--listen", "127.0.0.1:0"))
+        address = first_line(proxy).partition("kafka=")[2].split()[0]
+        driver = SparkDriver(java, directory / "spark")
+        stack.callback(driver.stop)
+        driver.start()
+        if driver.pid is None:
+            raise SystemExit("Spark has ended")
+        pids = {"kproxy": [proxy.pid], "brokers": [each.pid for each in kafka.brokers], "Spark": [driver.pid]}
+        yield Cluster(driver.session, kafka, {VIA_PROXY: address, DIRECT: kafka.bootstrap}, pids)
+
+
+class Topic:
+    """A topic of the measurement, of one replica. It goes when its block ends, for its bytes are many."""
+
+    def __init__(self, kafka: RealKafka, name: str) -> None:
+        self.name = name
+        self._kafka = kafka
+
+    def __enter__(self) -> Topic:
+        # Kafka keeps the files of a deleted topic for a minute.
+        wanted = NewTopic(self.name, PARTITIONS, 1, config={"file.delete.delay.ms": "100"})
+        self._kafka.admin().create_topics([wanted])[self.name].result(ADMIN_TIMEOUT_S)
+        deadline = time.monotonic() + ADMIN_TIMEOUT_S
+        while not self._is_open():
+            if time.monotonic() > deadline:
+                raise SystemExit(f"{self.name}: not every partition came to have a leader")
+            time.sleep(0.05)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._kafka.admin().delete_topics([self.name])[self.name].result(ADMIN_TIMEOUT_S)
+
+    def _is_open(self) -> bool:
+        """Whether every leader has its log.
+
+        A broker takes the second batch of a producer that it knows nothing of. Where the first one came before the log
+        was there, it has no place any more, and is refused until the producer gives up.
+        """
+        try:
+            return len(self._kafka.leaders(self.name)) == PARTITIONS and self.records() == 0
+        except KafkaException:
+            return False
+
+    def records(self) -> int:
+        """All that a reader is offered. Raises KafkaException."""
+        latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
+        asked = {TopicPartition(self.name, index): latest for index in range(PARTITIONS)}
+        ends = self._kafka.admin().list_offsets(asked).values()
+        return sum(int(each.result(ADMIN_TIMEOUT_S).offset) for each in ends)
