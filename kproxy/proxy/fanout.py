@@ -37,7 +37,7 @@ from codec.partitioned import (
 )
 from codec.primitives import Buffer
 from kproxy.fencing.settlement import Settlement
-from kproxy.observe.audit.acked import ConnectionAcks, NotedPart
+from kproxy.observe.audit.noted import ConnectionAcks, NotedPart
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.lane_timer import LaneTimer

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable
 from typing import Protocol
 
 from codec.partitioned import PlainAnswer
-from kproxy.observe.audit.acked import NotedPart
+from kproxy.observe.audit.noted import NotedPart
 from kproxy.proxy.upstream import Upstream
 from kproxy.routing import retry
 from kproxy.routing.identity import lane_key

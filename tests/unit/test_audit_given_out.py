@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kproxy.observe.audit import given_out as given_out_module
-from kproxy.observe.audit.folding import Chunk
+from kproxy.observe.audit.chunks import Chunk
 from kproxy.observe.audit.given_out import GivenOut, Giver, Overlap
 
 OLD = Giver(owner=1, revision=10, connection=1, client="a@h:1")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
+from struct import Struct
 from typing import NamedTuple
 
 import pytest
@@ -11,19 +13,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from codec.api_keys import PRODUCE
+from codec.partitioned import PartitionedRequest
 from codec.produce import parse_produce
 from codec.produce_response import PRODUCE_API
 from kproxy.observe.audit import trail as trail_module
-from kproxy.observe.audit.acked import Acked, ConnectionAcks
-from kproxy.observe.audit.folding import Chunk, fold
-from kproxy.observe.audit.given_out import Overlap
+from kproxy.observe.audit.acked import MAX_SPANS, Acked
+from kproxy.observe.audit.chunks import Chunk
+from kproxy.observe.audit.given_out import Giver, Overlap
+from kproxy.observe.audit.noted import ConnectionAcks, NotedPart
 from kproxy.observe.audit.rows import Begin, End, Mark, Range, Row, decode_page
-from kproxy.observe.audit.trail import LOOK_S, MARK_S, MAX_SPANS, Trail
+from kproxy.observe.audit.trail import LOOK_S, MARK_S, Trail
 from kproxy.routing.merge import Exchange
 from kproxy.routing.topology import Topology
 from tests.support.messages import head_of, request_body, request_frame, sample_request
 
 MAX_SEQUENCE = 2**31 - 1
+# By the clock of a test that begins at 1,000 s: 2 ms after the first byte of a request with a timeout of 30 s.
+DEADLINE = 1_000 + 27 - 0.002
+_BATCH = Struct(">qiibIhiqqqhii")
 
 
 class Given(NamedTuple):
@@ -37,13 +44,47 @@ class Given(NamedTuple):
     size: int = 100
 
 
-def folded(batches: Sequence[Given]) -> list[Chunk] | None:
-    heads = [
-        field
-        for each in batches
-        for field in (each.size - 12, 2, each.count - 1, each.producer_id, each.epoch, each.sequence)
-    ]
-    return fold([each.base for each in batches], heads)
+class Place(NamedTuple):
+    """A partition's notes, and what they are woken by."""
+
+    trail: Trail
+    acked: Acked
+    part: NotedPart
+
+
+def place(topology: Topology | None = None) -> Place:
+    trail = Trail(
+        "p", "i", clock=lambda: 0.0, wall_ms=lambda: 0, deadline_cap_ms=1_000, interval_s=1.0, offer=lambda *page: None
+    )
+    acked = Acked(trail, b"t", None, 0, Giver(1, 1, 1, ""), "", "")
+    return Place(trail, acked, NotedPart([(acked, 0, 0, 0)]))
+
+
+@functools.lru_cache
+def _frame(topic: str, acks: int, size: int) -> bytes:
+    """A request with `size` bytes of records, all ones."""
+    request = sample_request(PRODUCE, {topic: [0]}, timeout_ms=30_000, acks=acks)
+    request["topic_data"][0]["partition_data"][0]["records"] = b"\xff" * size
+    return bytes(request_frame(PRODUCE, 9, request_body(PRODUCE, 9, request)))
+
+
+def note(part: NotedPart, batch: Given, *, magic: int = 2, acks: int = -1, topic: str = "t") -> None:
+    """As when a broker has answered a request that holds this batch alone."""
+    frame = bytearray(_frame(topic, acks, batch.size))
+    ids = batch.producer_id, batch.epoch, batch.sequence
+    _BATCH.pack_into(frame, frame.index(b"\xff" * batch.size), 0, 0, 0, magic, 0, 0, batch.count - 1, 0, 0, *ids, 0)
+    view = memoryview(frame)
+    exchange = Exchange(PRODUCE_API, parse_produce(view, head_of(view)), 1, DEADLINE)
+    part.note(exchange, memoryview(batch.base.to_bytes(8, "big", signed=True)))
+
+
+def folded(batches: Sequence[Given]) -> list[Chunk]:
+    one = place()
+    for each in batches:
+        note(one.part, each)
+    chunks, unread, _ = one.acked.take()
+    assert unread == 0
+    return chunks
 
 
 def idempotent(*batches: tuple[int, int], first_sequence: int = 0, producer_id: int = 7, epoch: int = 0) -> list[Given]:
@@ -85,16 +126,36 @@ FOLDED = {
 def test_batches_are_put_together(name: str) -> None:
     batches, expected = FOLDED[name]
     chunks = folded(batches)
-    assert chunks is not None
     assert [(chunk.first_sequence, chunk.spans) for chunk in chunks] == expected
     assert sum(chunk.record_count for chunk in chunks) == sum(each.count for each in batches)
     assert sum(chunk.batches for chunk in chunks) == len(batches)
     assert sum(chunk.bytes for chunk in chunks) == sum(each.size for each in batches)
 
 
-@pytest.mark.parametrize(("magic", "delta", "base"), [(1, 0, 0), (0, 0, 0), (2, -1, 0), (2, 0, -1)])
-def test_what_is_no_batch_is_not_put_together(magic: int, delta: int, base: int) -> None:
-    assert fold([base], [100, magic, delta, -1, -1, -1]) is None
+@pytest.mark.parametrize(("magic", "count"), [(1, 1), (0, 1), (2, 0), (2, -5)])
+def test_what_is_no_batch_is_not_told_of_and_counted(magic: int, count: int) -> None:
+    one = place()
+    note(one.part, Given(3, count), magic=magic)
+    assert one.acked.take()[:2] == ([], 1)
+
+
+@pytest.mark.parametrize("first", [[], idempotent((3, 1))])
+def test_a_batch_without_an_offset_is_not_told_of(first: list[Given]) -> None:
+    """It is one that the broker had long ago."""
+    one = place()
+    for each in (*first, *idempotent((-1, 1), first_sequence=len(first))):
+        note(one.part, each)
+    assert [chunk.spans for chunk in one.acked.take()[0]] == [[3, 1]] * len(first)
+
+
+def test_counts_that_make_no_sense_are_not_told_of() -> None:
+    """A batch that goes on by its sequence, and says that it has less than no record."""
+    one = place()
+    for each in (*idempotent((3, 4)), Given(9, -3, 7, 0, 4), Given(20, 1, 7, 0, 1)):
+        note(one.part, each)
+    chunks, unread, _ = one.acked.take()
+    assert unread > 0
+    assert all(min(chunk.spans[1::2]) > 0 for chunk in chunks)
 
 
 batches = st.lists(
@@ -105,6 +166,7 @@ batches = st.lists(
         producer_id=st.sampled_from([-1, 7, 7, 7, 8]),
         epoch=st.sampled_from([0, 0, 0, 1]),
         sequence=st.sampled_from([0, 1, 2, 3, MAX_SEQUENCE]),
+        size=st.sampled_from([80, 100]),
     ),
     min_size=1,
     max_size=12,
@@ -127,7 +189,6 @@ def records_of(chunks: Sequence[Chunk]) -> list[tuple[int, int, int, int]]:
 @settings(deadline=None, max_examples=300)
 def test_no_record_is_lost_or_made_up_by_putting_batches_together(given: list[Given]) -> None:
     chunks = folded(given)
-    assert chunks is not None
     expected = []
     for each in given:
         for place in range(each.count):
@@ -166,18 +227,10 @@ class Site:
     def acknowledge(
         self, *batches: Given, topic: str = "t", partition: int = 0, magic: int = 2, acks: int = -1
     ) -> None:
-        acked = self._acked(topic, partition)
-        if acked is None:
-            return
-        for each in batches:
-            if not acked.bases:
-                acked.wake(_exchange(topic, partition, self.now + 27.0 - 0.002, acks))
-            acked.bases.append(each.base)
-            acked.heads += (each.size - 12, magic, each.count - 1, each.producer_id, each.epoch, each.sequence)
-
-    def _acked(self, topic: str, partition: int) -> Acked | None:
-        request = _exchange(topic, partition, 0.0, -1).request
-        return self.connection._find(request, topic.encode(), partition, 3, 1 << 62)
+        acked = self.connection._find(_request(topic), topic.encode(), partition, 3, 1 << 62)
+        if acked is not None:
+            for each in batches:
+                note(NotedPart([(acked, 0, 0, 0)]), each, magic=magic, acks=acks, topic=topic)
 
     def look(self, after_s: float = LOOK_S) -> None:
         self.now += after_s
@@ -196,10 +249,9 @@ class Site:
         return [row.sequence for row in self.rows]
 
 
-def _exchange(topic: str, partition: int, deadline: float, acks: int) -> Exchange:
-    body = request_body(PRODUCE, 9, sample_request(PRODUCE, {topic: [partition]}, timeout_ms=30_000, acks=acks))
-    frame = request_frame(PRODUCE, 9, body)
-    return Exchange(PRODUCE_API, parse_produce(frame, head_of(frame)), 1, deadline)
+def _request(topic: str) -> PartitionedRequest:
+    frame = request_frame(PRODUCE, 9, request_body(PRODUCE, 9, sample_request(PRODUCE, {topic: [0]})))
+    return parse_produce(frame, head_of(frame))
 
 
 def test_a_row_says_all_of_what_was_acknowledged() -> None:
@@ -217,7 +269,7 @@ def test_a_row_says_all_of_what_was_acknowledged() -> None:
     assert (row.base_offset, row.record_count, row.batches, row.bytes) == (10, 7, 3, 300)
     assert row.spans == [10, 7]
     assert (row.first_acked_at, row.last_acked_at, row.at) == (1_000_000, 1_001_000, 1_002_000)
-    assert row.latency_us == [2_000, 2_000]
+    assert row.latency_us == [2_000, 502_000]
 
 
 def test_every_row_has_the_next_sequence_and_a_page_says_which_it_holds() -> None:
@@ -327,12 +379,14 @@ def test_what_goes_wrong_with_one_partition_leaves_a_gap_and_the_others_are_told
 ) -> None:
     site = Site()
 
-    def failing(bases: Sequence[int], heads: Sequence[int]) -> list[Chunk] | None:
-        if bases[0] == 1:
-            raise ArithmeticError
-        return fold(bases, heads)
+    judge = site.trail._given_out.add
 
-    monkeypatch.setattr(trail_module, "fold", failing)
+    def failing(topic: str, topic_id: bytes | None, partition: int, giver: Giver, chunk: Chunk) -> None:
+        if partition == 0:
+            raise ArithmeticError
+        judge(topic, topic_id, partition, giver, chunk)
+
+    monkeypatch.setattr(site.trail._given_out, "add", failing)
     site.acknowledge(Given(1))
     site.acknowledge(Given(7), partition=1)
     site.look()
@@ -413,7 +467,7 @@ def test_offsets_are_judged_before_the_trail_has_begun_and_not_told() -> None:
 def test_a_connection_that_writes_to_very_many_partitions_is_not_remembered_for_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kproxy.observe.audit.acked.MAX_PARTITIONS", 3)
+    monkeypatch.setattr("kproxy.observe.audit.noted.MAX_PARTITIONS", 3)
     site = Site()
     for partition in range(10):
         site.acknowledge(Given(0), partition=partition)

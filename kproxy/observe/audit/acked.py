@@ -1,72 +1,71 @@
-"""What is noted of acknowledged batches on the path of a request: numbers at the end of two lists, and nothing else.
+"""Batches of one client connection that one owner of a partition has acknowledged, put together as they come.
 
-Of each batch the offset that the broker gave it, from the answer, and five fields of its header, from the request, both
-where they lie. What they amount to is worked out some times a second (kproxy.observe.audit.trail).
+On the path of a request nearly all of it happens in `NotedPart.note` (kproxy.observe.audit.noted): a batch that goes on
+where its producer's last one ended moves some numbers on here. Whatever else comes takes a `turn`.
+
+States
+  idle   nothing has come since the last look
+  open   a chunk is open: `batches` is not 0, and it says of itself what `Chunk` does
+
+Transitions
+  idle -> open   `turn`, which wakes the trail
+  open -> open   a batch goes on; or the chunk is finished, and another one is open with the batch that came
+  open -> idle   `take`, by the trail's look
+
+Invariants
+1. A chunk is one producer's, in one epoch, and its sequence numbers have no gap (wrapping behind 2^31-1).
+2. `spans` are those that are finished; the last one is from `first_offset` to before `next_offset`.
+3. While idle no batch goes on: no header has a `producer` that is empty.
+4. A chunk has at most MAX_SPANS spans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from struct import Struct
+from typing import TYPE_CHECKING, Final
 
-from codec.headers import client_id
-from codec.partitioned import PartitionedRequest, PlainAnswer
-from codec.primitives import INT64, Buffer
-from codec.produce import records_span
-from codec.record_batch import HEADER_BYTES
-from kproxy.observe.audit.folding import HEAD
+from codec.record_batch import MAGIC, NO_PRODUCER_ID, NO_SEQUENCE, add_sequence
+from kproxy.observe.audit.chunks import Chunk
 from kproxy.observe.audit.given_out import Giver
 from kproxy.routing.merge import Exchange
-from kproxy.routing.split import Entry, Selection
-from kproxy.routing.topology import Topology
 
 if TYPE_CHECKING:
     from kproxy.observe.audit.trail import Trail
 
-# A client may write to any number of partitions, and call itself anything.
-MAX_PARTITIONS = 10_000
-MAX_CLIENT_ID_BYTES = 255
-# Higher than any revision.
-_NOW = 1 << 63
-# In a partition's result: behind its index and error code.
-_BASE_OFFSET = 6
-# The shortest entry with a record in it.
-_LEAST = 4 + 4 + HEADER_BYTES
-# How long a partition's entry is at most that says the length of its records in one byte, in two and in three: with
-# its index, 4 bytes, and no tagged field, 1 byte.
-_ONE = 4 + 1 + (1 << 7) - 2 + 1
-_TWO = 4 + 2 + (1 << 14) - 2 + 1
-_THREE = 4 + 3 + (1 << 21) - 2 + 1
-_head = HEAD.unpack_from
-_base = INT64.unpack_from
-
-
-class Connection(Protocol):
-    """What leads to a broker."""
-
-    owner: int
+MAX_SPANS: Final = 500
+_NOBODY: Final = b""
+# magic, last_offset_delta, producer_id and producer_epoch together, base_sequence
+_HEAD = Struct(">16xb6xi16x10si")
+_PRODUCER = Struct(">qh")
 
 
 class Acked:
-    """Batches of one client connection that one owner of a partition has acknowledged under one revision.
+    """`acks` are the latest; `latencies_s` samples of how long an acknowledgement took.
 
-    `bases` and `heads` are what `folding.fold` takes, since the last look, and always the same lists; `latencies_s` are
-    samples of how long it took.
+    `unread` is how many batches were acknowledged that cannot be told of.
     """
 
     __slots__ = (
         "acks",
-        "bases",
+        "batches",
+        "bytes",
+        "chunks",
         "client",
-        "connection",
+        "counts_sequences",
+        "first_offset",
+        "first_sequence",
         "giver",
-        "heads",
         "latencies_s",
+        "next_offset",
+        "next_sequence",
         "partition",
         "peer",
+        "producer",
+        "spans",
         "topic",
         "topic_id",
         "trail",
+        "unread",
     )
 
     def __init__(
@@ -81,125 +80,72 @@ class Acked:
         self.peer = peer
         self.client = client
         self.acks = -1
-        self.bases: list[int] = []
-        self.heads: list[int] = []
         self.latencies_s: list[float] = []
+        self.chunks: list[Chunk] = []
+        self.unread = 0
+        # The open chunk.
+        self.producer = _NOBODY
+        self.counts_sequences = False
+        self.first_sequence = 0
+        # With what the next batch begins; it may be beyond 2^31-1, and without idempotence it is what all have.
+        self.next_sequence = 0
+        self.first_offset = 0
+        self.next_offset = 0
+        self.spans: list[int] = []
+        self.batches = 0
+        self.bytes = 0
 
-    def clear(self) -> None:
-        """Begin anew: what was noted has been looked at."""
-        self.bases.clear()
-        self.heads.clear()
-        self.latencies_s.clear()
-
-    def wake(self, exchange: Exchange) -> None:
-        """The first batch since the last look."""
-        self.acks = exchange.request.acks
-        self.trail.woken(self, exchange)
-
-
-class NotedPart:
-    """What there is to note of the answers to one part of a plan (kproxy.routing.routes): where each entry lies."""
-
-    __slots__ = ("_places",)
-
-    def __init__(self, places: Sequence[tuple[Acked, int, int, int]]) -> None:
-        """Of each entry: its partition's, topic's place, ordinal, and where its base_offset stands in the answer."""
-        # The lists themselves, for the sake of speed.
-        self._places = tuple(
-            (acked, acked.bases, acked.heads, topic_place, ordinal, place)
-            for acked, topic_place, ordinal, place in places
+    def turn(self, exchange: Exchange, frame: memoryview, start: int, base_offset: int, size: int) -> None:
+        """Take a batch that is not known to go on. Its header lies at `start` of the request's `frame`."""
+        # A broker that had the batch long ago acknowledges it without an offset.
+        if base_offset < 0:
+            return
+        if not (self.batches or self.chunks or self.unread):
+            self.trail.woken(self, exchange)
+            self.acks = exchange.request.acks
+        magic, delta, producer, sequence = _HEAD.unpack_from(frame, start)
+        if magic != MAGIC or delta < 0:
+            self.unread += 1
+            return
+        count = delta + 1
+        goes_on = (
+            producer == self.producer
+            and sequence == add_sequence(self.next_sequence, 0)
+            and len(self.spans) < 2 * (MAX_SPANS - 1)
         )
+        if not goes_on:
+            self._finish()
+            self.producer, self.first_sequence = producer, sequence
+            self.counts_sequences = _PRODUCER.unpack(producer)[0] != NO_PRODUCER_ID
+            self.first_offset = self.next_offset = base_offset
+        elif base_offset != self.next_offset:
+            self.spans += (self.first_offset, self.next_offset - self.first_offset)
+            self.first_offset = base_offset
+        self.next_offset = base_offset + count
+        self.next_sequence = sequence + count if self.counts_sequences else sequence
+        self.batches += 1
+        self.bytes += size
 
-    def note(self, exchange: Exchange, frame: memoryview) -> None:
-        """All of the part was acknowledged, by the plain answer in `frame`."""
-        request = exchange.request
-        whole, topics, flexible = request.frame, request.topics, request.flexible
-        for acked, bases, heads, topic_place, ordinal, place in self._places:
-            topic = topics[topic_place]
-            start = topic.starts[ordinal]
-            size = topic.ends[ordinal] - start
-            if size < _LEAST:
-                continue
-            if not bases:
-                acked.wake(exchange)
-            if not flexible:
-                start += 8
-            elif _ONE < size <= _TWO:
-                start += 6
-            elif _TWO < size <= _THREE:
-                start += 7
-            else:
-                start = records_span(request, topic, ordinal)[0]
-            heads += _head(whole, start)
-            bases += _base(frame, place)
+    def take(self) -> tuple[list[Chunk], int, list[float]]:
+        """All since the last look: chunks in the order of the answers, what could not be read, and latencies."""
+        self._finish()
+        taken = self.chunks, self.unread, self.latencies_s
+        self.chunks, self.unread, self.latencies_s = [], 0, []
+        return taken
 
-
-class ConnectionAcks:
-    """One client connection's part of the trail."""
-
-    def __init__(self, trail: Trail, topology: Topology, connection: int) -> None:
-        self.peer = "?"
-        self._trail = trail
-        self._topology = topology
-        self._connection = connection
-        self._acked: dict[tuple[bytes, int], Acked] = {}
-
-    def part(
-        self,
-        connection: Connection,
-        request: PartitionedRequest,
-        selection: Selection,
-        plain: PlainAnswer | None,
-        routed_at: int = _NOW,
-    ) -> NotedPart | None:
-        """What is to be noted of this part of every request of this form; None where there is nothing.
-
-        `routed_at` is the table's revision when it was sent. What the owner's own was then is known where it is not
-        above that; where the partition has moved since, the table's stands for it.
-        """
-        if plain is None:
-            return None
-        places = []
-        following = iter(plain.gaps)
-        for topic_place, ordinals in selection:
-            topic = request.topics[topic_place]
-            for ordinal in ordinals:
-                place = next(following)
-                partition = topic.partitions[ordinal]
-                acked = self._find(request, topic.name, partition, connection.owner, routed_at)
-                if acked is not None:
-                    places.append((acked, topic_place, ordinal, place))
-        return NotedPart(places) if places else None
-
-    def note(self, exchange: Exchange, entry: Entry, owner: int, routed_at: int, result: Buffer) -> None:
-        """One entry was acknowledged; `result` is its part of the answer, `routed_at` as in `part`."""
-        request = exchange.request
-        if exchange.is_silent or not exchange.is_open(entry):
+    def _finish(self) -> None:
+        if not self.batches:
             return
-        acked = self._find(request, *exchange.partition(entry), owner, routed_at)
-        base_offset: int = _base(result, _BASE_OFFSET)[0]
-        start, end = records_span(request, exchange.topic(entry), entry[1])
-        # A broker that had the batch long ago acknowledges it without an offset; one without a batch has nothing to it.
-        if acked is None or base_offset < 0 or end - start < HEADER_BYTES:
-            return
-        if not acked.bases:
-            acked.wake(exchange)
-        acked.heads += _head(request.frame, start)
-        acked.bases.append(base_offset)
-
-    def _find(
-        self, request: PartitionedRequest, topic: bytes, partition: int, owner: int, routed_at: int
-    ) -> Acked | None:
-        if topic in self._trail.left_out:
-            return None
-        revision = min(self._topology.owner_revision(topic, partition), routed_at)
-        topic_id = self._topology.topic_ids.get(topic)
-        found = self._acked.get((topic, partition))
-        if found is None or found.giver[:2] != (owner, revision) or found.topic_id != topic_id:
-            if found is None and len(self._acked) >= MAX_PARTITIONS:
-                self._acked.clear()
-            client = (client_id(request.frame) or b"")[:MAX_CLIENT_ID_BYTES].decode(errors="replace")
-            giver = Giver(owner, revision, self._connection, f"{client}@{self.peer}")
-            found = Acked(self._trail, topic, topic_id, partition, giver, self.peer, client)
-            self._acked[topic, partition] = found
-        return found
+        spans, self.spans = [*self.spans, self.first_offset, self.next_offset - self.first_offset], []
+        counts = spans[1::2]
+        if min(counts) > 0:
+            # Clients that are not idempotent write what they like where the sequence stands.
+            first_sequence = self.first_sequence if self.counts_sequences else NO_SEQUENCE
+            producer_id, producer_epoch = _PRODUCER.unpack(self.producer)
+            self.chunks.append(
+                Chunk(producer_id, producer_epoch, first_sequence, spans, sum(counts), self.batches, self.bytes)
+            )
+        else:
+            self.unread += self.batches
+        self.producer = _NOBODY
+        self.batches = self.bytes = 0

@@ -20,7 +20,7 @@ from operator import add, le
 from typing import Final, NamedTuple
 
 from codec.record_batch import NO_PRODUCER_ID
-from kproxy.observe.audit.folding import Chunk, extend_spans
+from kproxy.observe.audit.chunks import Chunk, extend_spans
 
 MAX_INTERVALS: Final = 64
 # So many chunks are remembered of a partition, to name who had an offset first; and so many spans of each.

@@ -26,9 +26,10 @@ from typing import Final, TypedDict
 
 import structlog
 
-from kproxy.observe.audit.acked import Acked, ConnectionAcks
-from kproxy.observe.audit.folding import HEAD_FIELDS, Chunk, extend_spans, fold
+from kproxy.observe.audit.acked import MAX_SPANS, Acked
+from kproxy.observe.audit.chunks import Chunk, extend_spans
 from kproxy.observe.audit.given_out import GivenOut, Overlap
+from kproxy.observe.audit.noted import ConnectionAcks
 from kproxy.observe.audit.rows import Begin, End, Mark, Range, Row, encode_page
 from kproxy.routing.merge import Exchange
 from kproxy.routing.retry import deadline_s
@@ -41,8 +42,6 @@ MARK_S: Final = 10.0
 LATE_S: Final = 1.0
 # One more, and the one that was begun first is closed.
 MAX_OPEN_ROWS: Final = 20_000
-# A row that has so many spans takes no more, and so many are the most that it takes at once.
-MAX_SPANS: Final = 500
 MAX_LATENCIES: Final = 32
 # A page is a record; brokers take 1 MiB at least.
 MAX_PAGE_BYTES: Final = 256 << 10
@@ -189,12 +188,10 @@ class Trail:
         woken, self._woken = self._woken, []
         for acked in woken:
             try:
-                self._fold(acked)
+                self._take(acked)
             except Exception:  # the boundary: whatever is wrong here must not reach the clients; the gap tells of it
                 log.exception("acknowledgements could not be noted", topic=acked.topic, partition=acked.partition)
                 self._miss()
-            finally:
-                acked.clear()
         self._judge()
         self._close_due()
         self._mark()
@@ -231,26 +228,18 @@ class Trail:
         # A clock that is set back must not make times fall within the trail.
         self._at = max(self._at, self._wall_ms())
 
-    def _fold(self, acked: Acked) -> None:
-        bases, heads = acked.bases, acked.heads
-        # In portions, so that no chunk has more spans than a row may have.
-        for start in range(0, len(bases), MAX_SPANS):
-            end = start + MAX_SPANS
-            if len(bases) <= MAX_SPANS:
-                chunks = fold(bases, heads)
-            else:
-                chunks = fold(bases[start:end], heads[start * HEAD_FIELDS : end * HEAD_FIELDS])
-            if chunks is None:
-                log.warning("acknowledged batches that cannot be read", topic=acked.topic, client=acked.client)
-                self._miss()
-                continue
-            for chunk in chunks:
-                self._given_out.add(acked.topic, acked.topic_id, acked.partition, acked.giver, chunk)
-                if self._running:
-                    self._note(acked, chunk)
+    def _take(self, acked: Acked) -> None:
+        chunks, unread, latencies_s = acked.take()
+        for chunk in chunks:
+            self._given_out.add(acked.topic, acked.topic_id, acked.partition, acked.giver, chunk)
+            if self._running:
+                self._note(acked, chunk)
+        if unread:
+            log.warning("acknowledged batches that cannot be read", topic=acked.topic, client=acked.client)
+            self._miss()
         row = self._open.get(acked)
         if row is not None and len(row.latency_us) < MAX_LATENCIES:
-            row.latency_us += [round(seconds * _MICROS) for seconds in acked.latencies_s]
+            row.latency_us += [round(seconds * _MICROS) for seconds in latencies_s]
 
     def _note(self, acked: Acked, chunk: Chunk) -> None:
         row = self._open.get(acked)
