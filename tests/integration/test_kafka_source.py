@@ -17,6 +17,8 @@ import kafka
 import pytest
 
 from codec import api_keys as keys
+from kproxy.observe.audit.rows import Range
+from tests.support.audit_trails import is_whole, trails_in_topic
 from tests.support.dev import KproxyProcess, serving
 from tests.support.java import java_executable
 from tests.support.kafka_io import produce, read_partition, read_with_aiokafka
@@ -322,3 +324,13 @@ def test_a_fixed_table_serves_what_it_names(real_kafka: RealKafka, topic: str, t
         assert len(errors) == 1
         assert errors[0] is not None
         assert proxy.stop() == 0
+
+
+def test_the_audit_trail_is_kept_in_the_cluster_itself(real_kafka: RealKafka, topic: str, tmp_path: Path) -> None:
+    trail = f"trail-{topic}"
+    more = ("--audit-sink", f"topic:{trail}", "--audit-interval-s", "0.5")
+    with kafka_proxy(tmp_path / "audited", real_kafka.bootstrap, *more) as process:
+        produce(process.kafka, topic, [b"%d" % n for n in range(100)])
+    (rows,) = trails_in_topic(real_kafka.bootstrap, trail).values()
+    assert is_whole(rows)
+    assert sum(row.record_count for row in rows if isinstance(row, Range) and row.topic == topic) == 100

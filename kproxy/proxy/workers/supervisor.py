@@ -45,8 +45,9 @@ from kproxy.proxy.workers.child import Launch
 from kproxy.proxy.workers.pages import AllPages
 from kproxy.proxy.workers.slot import Slot
 
-# What a worker needs beside its drain: last bytes for slow clients, and the end of its interpreter.
-STOP_MARGIN_S = 10.0
+# What a worker needs beside its drain: last bytes for slow clients, the rest of its audit trail, and the end of its
+# interpreter.
+STOP_MARGIN_S = 15.0
 
 log = structlog.get_logger(__name__)
 

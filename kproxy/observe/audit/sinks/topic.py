@@ -36,19 +36,23 @@ WRITE_BYTES = 1 << 20
 CLIENT_ID = "kproxy-audit"
 # A name for what `dial` reaches; nobody resolves it.
 INSIDE = "kproxy.invalid:9092"
+CONNECT_S = 3.0
 BOOTSTRAP_MS = 5_000
 REQUEST_MS = 10_000
 DELIVERY_MS = 20_000
 CLOSE_S = 1.0
 
-Dial = Callable[[], socket.socket]
-
 
 class TopicSink:
-    """`bootstrap` are HOST:PORT, or `dial` is given: it is called on any thread and raises OSError."""
+    """`bootstrap` are HOST:PORT, or `dial` is given: it connects, on any thread, or raises OSError."""
 
     def __init__(
-        self, topic: str, incarnation: str, *, bootstrap: Sequence[str] = (), dial: Dial | None = None
+        self,
+        topic: str,
+        incarnation: str,
+        *,
+        bootstrap: Sequence[str] = (),
+        dial: Callable[[], socket.socket] | None = None,
     ) -> None:
         # It logs what it also raises.
         logging.getLogger("kafka").setLevel(logging.CRITICAL)
@@ -61,7 +65,7 @@ class TopicSink:
             "bootstrap_timeout_ms": BOOTSTRAP_MS,
             "request_timeout_ms": REQUEST_MS,
         }
-        self._make_client = KafkaNetClient if dial is None else _inside(dial)
+        self._connect = _over_the_network if dial is None else lambda host, port: dial()
         self._producer: Any = None
         # Why the topic could not be made, in case it is missing.
         self._not_made = ""
@@ -113,7 +117,7 @@ class TopicSink:
         made: list[Any] = []
 
         def make_client(**given: Any) -> Any:
-            made.append(self._make_client(**given))
+            made.append(_client(self._connect, **given))
             return made[-1]
 
         try:
@@ -140,21 +144,27 @@ def _close(producer: Any) -> None:
         producer._sender.force_close()
 
 
-def _inside(dial: Dial) -> Callable[..., Any]:
-    """A client of kafka-python all of whose connections are made by `dial`."""
+def _over_the_network(host: str, port: int) -> socket.socket:
+    connected = socket.create_connection((host, port), CONNECT_S)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return connected
 
-    def client(**configs: Any) -> Any:
-        made = KafkaNetClient(**configs)
 
-        async def build_transport(node: Any, timeout_at: float | None = None) -> Any:
-            try:
-                end = dial()
-            except OSError as error:
-                raise KafkaConnectionError(f"the proxy takes no connection: {error}") from error
-            end.setblocking(False)
-            return KafkaTCPTransport(made._net, end, host=node.host)
+def _client(connect: Callable[[str, int], socket.socket], **configs: Any) -> Any:
+    """A client of kafka-python all of whose connections are made by `connect`.
 
-        made._manager._build_transport = build_transport
-        return made
+    Its own way leaves sockets that could not connect to the garbage collector, which looks for them seldom.
+    """
+    client = KafkaNetClient(**configs)
 
+    async def build_transport(node: Any, timeout_at: float | None = None) -> Any:
+        try:
+            connected = connect(node.host, node.port)
+        except OSError as error:
+            raise KafkaConnectionError(f"no connection to {node.host}:{node.port}: {error}") from error
+        connected.setblocking(False)
+        return KafkaTCPTransport(client._net, connected, host=node.host)
+
+    client._manager._build_transport = build_transport
     return client
