@@ -21,9 +21,13 @@ from confluent_kafka.admin import AdminClient
 
 from kproxy.config import DEFAULT_PREFIX
 from kproxy.dev.cluster import ChildEnded, DevCluster
+from kproxy.observe.audit.rows import Range
 from kproxy.pipeline.topic import partition_owners
+from tests.support.audit_trails import trails_in_topic
 from tests.support.dev import KPROXY, KproxyProcess, asyncios_own_loop, dev_arguments, gone, run_kproxy, serving
 from tests.support.kafka_io import produce, read_partition
+from tests.support.reference_broker import wait_for
+from tests.support.served import page
 
 
 def names(processes: list[psutil.Process]) -> list[str]:
@@ -39,6 +43,23 @@ def test_it_is_etcd_brokers_and_a_proxy(dev_cluster: KproxyProcess) -> None:
     children = names(dev_cluster.descendants())
     assert (children.count("etcd"), children.count("broker"), children.count("serve")) == (1, 3, 1)
     assert set(dev_cluster.fields) == {"kafka", "admin", "etcd"}
+
+
+def test_its_audit_trail_is_in_a_topic(dev_cluster: KproxyProcess) -> None:
+    topic = f"audited-{uuid.uuid4().hex[:12]}"
+    produce(dev_cluster.kafka, topic, [b"v"] * 20)
+
+    def told() -> int:
+        (rows,) = trails_in_topic(dev_cluster.kafka, "__kproxy_audit").values()
+        return sum(row.record_count for row in rows if isinstance(row, Range) and row.topic == topic)
+
+    wait_for(lambda: told() == 20, what="the range")
+
+
+def test_it_keeps_no_audit_trail_where_that_is_not_wanted(tmp_path: Path) -> None:
+    with serving(dev_arguments(tmp_path / "data", "--brokers", "1", "--no-audit"), tmp_path / "stderr") as dev:
+        assert "kproxy_audit_waiting_bytes" not in page(dev.admin, "/metrics")[1]
+        assert "__kproxy_audit" not in AdminClient({"bootstrap.servers": dev.kafka}).list_topics(timeout=10).topics
 
 
 def replicas(dev: KproxyProcess, topic: str) -> list[int]:
