@@ -71,13 +71,14 @@ class _Proxy:
         config = self._config
         async with contextlib.AsyncExitStack() as stack:
             port = await self._listener.bind(*config.listen, shared=self._front.worker is not None)
+            # Before anything is waited for: whether its sink can be used is known at once.
+            audit = self._audit = self._open_audit(port)
             pages = self._pages(stack)
             stack.push_async_callback(self._front.close)
             await self._front.open(pages)
             opened = self._opened = await stack.enter_async_context(open_source(config, self._topology, self._wait))
             membership = self._membership = await stack.enter_async_context(self._open_membership(port))
             own = self._own = await stack.enter_async_context(open_own(config, *self._advertised(port), self._counters))
-            audit = self._audit = self._open_audit(port)
             context = self._context(opened, membership, own, audit.trail)
             await stack.enter_async_context(attach(own, context))
             stack.push_async_callback(self._listener.stop)

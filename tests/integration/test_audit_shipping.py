@@ -16,7 +16,7 @@ import pytest
 from kproxy.observe.audit.rows import Begin, End, Mark, Range, Row
 from tests.integration.test_audit_noted import Offsets
 from tests.support.audit_trails import is_whole, rows_in_files, trails_in_topic
-from tests.support.dev import KproxyProcess, serving
+from tests.support.dev import KproxyProcess, run_kproxy, serving
 from tests.support.kafka_io import produce
 from tests.support.raw_client import RawClient, batch, produce_frame
 from tests.support.reference_broker import wait_for
@@ -219,6 +219,38 @@ async def test_an_idle_proxy_says_that_it_is_there(tmp_path: Path) -> None:
     assert set(kinds[1:-1]) == {Mark}
     assert oct(next(trail.iterdir()).stat().st_mode & 0o007) == "0o0", "who writes where and when is nobody's business"
     await upstream.stop()
+
+
+async def test_a_client_that_is_cut_off_does_not_keep_the_trail_from_its_end(tmp_path: Path) -> None:
+    upstream = await ServedBroker(1).start()
+    trail = tmp_path / "trail"
+    more = ("--audit-sink", f"json:{trail}")
+    with static_proxy(tmp_path, {1: upstream.port}, limits={"drain_s": 1}, more=more) as process:
+        client = await RawClient().connect(port_of(process))
+        client.send(*(produce_frame(records=batch(n)) for n in range(2)))
+        (await upstream.next()).answer(results={("t", 0): {"base_offset": 7}})
+        assert (await client.answer()).codes == {("t", 0): 0}
+        # The second is never answered.
+        await upstream.next()
+        process.signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 30) == 0
+        assert await client.is_closed()
+        client.close()
+    rows = rows_in_files(trail)
+    assert is_whole(rows)
+    assert [row.spans for row in rows if isinstance(row, Range)] == [[7, 1]]
+    await upstream.stop()
+
+
+def test_a_sink_that_cannot_be_used_is_said_before_anything_is_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    # Nobody is there who would tell the owners.
+    ended = run_kproxy(
+        *("serve", "--listen", "127.0.0.1:0", "--etcd", "http://127.0.0.1:1"),
+        *("--audit-sink", f"json:{tmp_path / 'file' / 'trail'}"),
+    )
+    assert ended.status == 2
+    assert ended.stderr.startswith(f"kproxy: audit.sink: the directory {tmp_path / 'file' / 'trail'} cannot be made")
 
 
 @both_loops
