@@ -23,15 +23,23 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 @contextmanager
 def static_proxy(
-    directory: Path, brokers: Mapping[int, int], *, limits: Mapping[str, Any] | None = None, more: Sequence[str] = ()
+    directory: Path,
+    brokers: Mapping[int, int],
+    *,
+    limits: Mapping[str, Any] | None = None,
+    more: Sequence[str] = (),
+    rooms: str = "",
 ) -> Iterator[KproxyProcess]:
-    """A proxy process that knows brokers by id and port; partition n of the topic `t` belongs to the n-th of them."""
+    """A proxy process that knows brokers by id and port; partition n of the topic `t` belongs to the n-th of them.
+
+    `rooms` are more of its configuration.
+    """
     lines = ["[ownership]", 'ownership = "static"', "[limits]"]
     lines += [f"{key} = {str(value).lower()}" for key, value in (limits or {}).items()]
     lines += ["[brokers]", *(f'{broker} = "127.0.0.1:{port}"' for broker, port in brokers.items())]
     lines += ["[[topics]]", 'name = "t"', f"owners = {list(brokers)}"]
     file = directory / "kproxy.toml"
-    file.write_text("\n".join(lines) + "\n")
+    file.write_text("\n".join(lines) + "\n" + rooms)
     arguments = ["serve", "--config", file, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", *more]
     with serving(arguments, directory / "serve.stderr") as process:
         yield process

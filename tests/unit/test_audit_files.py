@@ -67,6 +67,7 @@ async def test_what_is_written_is_there(tmp_path: Path, kind: str) -> None:
     await sink.write(pages[:3])
     # Durable before it is closed.
     assert read(tmp_path) == rows[:12]
+    assert not any(file.stat().st_mode & 0o007 for file in tmp_path.iterdir()), "everybody may read it"
     await sink.write(pages[3:])
     await sink.close()
     assert read(tmp_path) == rows

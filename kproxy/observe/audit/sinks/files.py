@@ -12,6 +12,9 @@ from pathlib import Path
 
 from kproxy.errors import StartupError
 
+# Who writes where and when is not everybody's business.
+FILE_MODE = 0o640
+
 
 class TrailFiles:
     """The names of one process's files, in turn."""

@@ -16,7 +16,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from kproxy.observe.audit.sinks.files import TrailFiles, write_all
+from kproxy.observe.audit.sinks.files import FILE_MODE, TrailFiles, write_all
 from kproxy.observe.audit.sinks.sink import Appetite, SinkFailed, on_thread
 
 FILE_BYTES = 64 << 20
@@ -54,7 +54,7 @@ class JsonSink:
             is_new = self._path is None
             if is_new:
                 self._path = self._files.next()
-                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o640)
+                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, FILE_MODE)
             write_all(self._descriptor, data)
             os.fsync(self._descriptor)
             if is_new:

@@ -16,7 +16,7 @@ import pyarrow
 import pyarrow.json
 import pyarrow.parquet
 
-from kproxy.observe.audit.sinks.files import TrailFiles
+from kproxy.observe.audit.sinks.files import FILE_MODE, TrailFiles
 from kproxy.observe.audit.sinks.sink import Appetite, SinkFailed, on_thread
 
 FILE_BYTES = 8 << 20
@@ -79,7 +79,7 @@ class ParquetSink:
         path = self._files.next()
         unfinished = path.with_suffix(".parquet.tmp")
         try:
-            with unfinished.open("wb") as file:
+            with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, FILE_MODE), "wb") as file:
                 pyarrow.parquet.write_table(rows, file, compression="zstd")
                 file.flush()
                 os.fsync(file.fileno())

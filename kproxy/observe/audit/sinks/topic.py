@@ -76,8 +76,10 @@ class TopicSink:
                 self._producer = await on_thread(self._open)
             producer = self._producer
             await on_thread(lambda: self._send(producer, pages))
-        except (KafkaError, OSError) as error:
+        except Exception as error:
             await self.close()
+            if not isinstance(error, (KafkaError, OSError)):
+                raise
             reason = f"topic {self._topic}: {str(error) or type(error).__name__}"
             raise SinkFailed(
                 f"{reason}; it could not be made: {self._not_made}" if self._not_made else reason
