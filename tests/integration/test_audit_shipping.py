@@ -22,7 +22,7 @@ from tests.support.raw_client import RawClient, batch, produce_frame
 from tests.support.reference_broker import wait_for
 from tests.support.running_proxy import both_loops, running_proxy
 from tests.support.scripted_upstream import ScriptedUpstream
-from tests.support.served import ServedBroker, counted, port_of, static_proxy
+from tests.support.served import ServedBroker, counted, port_of, refused, static_proxy
 from tests.support.small_disk import small_disk
 from tests.support.worker_processes import worker_pids
 
@@ -262,24 +262,29 @@ async def test_an_idle_proxy_says_that_it_is_there(tmp_path: Path) -> None:
     await upstream.stop()
 
 
-async def test_a_client_that_is_cut_off_does_not_keep_the_trail_from_its_end(tmp_path: Path) -> None:
+async def test_what_is_acknowledged_while_the_proxy_stops_is_in_the_trail_and_what_is_cut_off_is_not(
+    tmp_path: Path,
+) -> None:
     upstream = await ServedBroker(1).start()
     trail = tmp_path / "trail"
     more = ("--audit-sink", f"json:{trail}")
-    with static_proxy(tmp_path, {1: upstream.port}, limits={"drain_s": 1}, more=more) as process:
+    with static_proxy(tmp_path, {1: upstream.port}, limits={"drain_s": 2}, more=more) as process:
         client = await RawClient().connect(port_of(process))
-        client.send(*(produce_frame(records=batch(n)) for n in range(2)))
+        client.send(*(produce_frame(records=batch(n)) for n in range(3)))
         (await upstream.next()).answer(results={("t", 0): {"base_offset": 7}})
         assert (await client.answer()).codes == {("t", 0): 0}
-        # The second is never answered.
-        await upstream.next()
+        second, _third = await upstream.next(), await upstream.next()
         process.signal(signal.SIGTERM)
+        await refused(port_of(process))
+        second.answer(results={("t", 0): {"base_offset": 8}})
+        assert (await client.answer()).codes == {("t", 0): 0}
+        # The third is never answered.
         assert await asyncio.to_thread(process.wait, 30) == 0
         assert await client.is_closed()
         client.close()
     rows = rows_in_files(trail)
     assert is_whole(rows)
-    assert [row.spans for row in rows if isinstance(row, Range)] == [[7, 1]]
+    assert [row.spans for row in rows if isinstance(row, Range)] == [[7, 2]]
     await upstream.stop()
 
 
