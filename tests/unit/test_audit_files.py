@@ -172,7 +172,7 @@ def test_the_parquet_columns_are_the_fields_of_rows() -> None:
     assert SCHEMA.names == fields
 
 
-def test_a_page_larger_than_a_block_of_the_parser_is_one_table(tmp_path: Path) -> None:
+def test_rows_that_the_parser_takes_in_several_blocks_are_one_table(tmp_path: Path) -> None:
     rows = some_rows(3000)
     asyncio.run(parquet_sink(tmp_path).write([encode_page(rows)]))
     assert rows_in_parquet(tmp_path) == rows

@@ -72,8 +72,7 @@ class ParquetSink:
     def _write(self, data: bytes) -> None:
         rows = pyarrow.json.read_json(
             pyarrow.BufferReader(data),
-            # A line must not be longer than a block.
-            pyarrow.json.ReadOptions(use_threads=False, block_size=len(data) + 1),
+            pyarrow.json.ReadOptions(use_threads=False),
             pyarrow.json.ParseOptions(explicit_schema=SCHEMA, unexpected_field_behavior="ignore"),
         )
         path = self._files.next()
