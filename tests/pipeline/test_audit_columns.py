@@ -1,0 +1,12 @@
+"""What a proxy writes to Parquet files and what the audit reads from them are the same columns."""
+
+from __future__ import annotations
+
+from pyspark.sql.pandas.types import from_arrow_schema
+
+from kproxy.observe.audit.sinks.parquet import SCHEMA
+from kproxy.pipeline.audit.schemas import TRAIL_SCHEMA
+
+
+def test_the_columns_of_a_proxys_files_are_those_that_the_audit_reads() -> None:
+    assert from_arrow_schema(SCHEMA) == TRAIL_SCHEMA
