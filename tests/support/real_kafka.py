@@ -241,6 +241,8 @@ def start_real_kafka(directory: Path, nodes: int) -> Iterator[RealKafka]:
             "num.network.threads": 2,
             "num.io.threads": 4,
             "log.cleaner.dedupe.buffer.size": 8 << 20,
+            # Left alone it looks for work every 15 s.
+            "log.cleaner.backoff.ms": 500,
             "broker.session.timeout.ms": 3000,
             "broker.heartbeat.interval.ms": 500,
             "replica.lag.time.max.ms": 5000,

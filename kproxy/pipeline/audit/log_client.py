@@ -131,6 +131,10 @@ class LogClient:
         """As far as it is remembered."""
         return self._leaders.get(which)
 
+    def forget_leader(self, which: TopicPartition) -> None:
+        """The next question about it begins with Metadata: who is asked may be a follower by now, and lag behind."""
+        self._leaders.pop(which, None)
+
     def partitions(self, topics: Collection[str] | None) -> dict[str, int]:
         """How many partitions each topic has; of all topics for None.
 
@@ -200,7 +204,7 @@ class LogClient:
                 if result.error_code == error_codes.NONE:
                     offsets[which] = result.offset
                     continue
-                self._leaders.pop(which, None)
+                self.forget_leader(which)
                 reasons[which] = error_codes.name_of(result.error_code)
                 if result.error_code not in PASSING:
                     raise LogReadFailed(f"The offsets of {which} cannot be read: {reasons[which]}.")
@@ -248,7 +252,7 @@ class LogClient:
                 fetched = self._connection(leader).fetch(which.topic, which.partition, offset, max_bytes)
                 if fetched.error_code not in PASSING:
                     return fetched
-                self._leaders.pop(which, None)
+                self.forget_leader(which)
                 reason = f"{leader} says {error_codes.name_of(fetched.error_code)}"
             except BrokerFailed as error:
                 self._forget(leader)

@@ -91,7 +91,7 @@ class RangeReader:
                 empty_answers += 1
                 self._done = empty_answers >= EMPTY_ANSWERS
             else:
-                patience.pause(self._shorter(fetched.high_watermark))
+                self._await_the_end(fetched.high_watermark, patience)
 
     def _chunks(self, records: Buffer) -> Iterator[list[Row]]:
         """The rows of one answer; moves the position."""
@@ -178,11 +178,12 @@ class RangeReader:
         if earliest > self._position:
             self._position = earliest
             return
-        patience.pause(self._shorter(self._client.list_offsets([which], LATEST)[which]))
+        self._await_the_end(self._client.list_offsets([which], LATEST)[which], patience)
 
-    def _shorter(self, latest: int) -> str:
+    def _await_the_end(self, latest: int, patience: Patience) -> None:
         which, _, end, _ = self._wanted
-        return (
+        self._client.forget_leader(which)
+        patience.pause(
             f"The log of {which} was to be read up to offset {end} and ends at {latest} now: "
             f"it was cut off in between, or its leader has not caught up"
         )

@@ -1,0 +1,196 @@
+"""Logs of a real Apache Kafka cluster, read header by header while everything moves: leaders, beginnings, brokers."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import confluent_kafka
+import kafka
+import pytest
+
+from codec.record_crc import crc_is_valid
+from kproxy.pipeline.audit.log_client import LATEST, LogClient, TopicPartition
+from kproxy.pipeline.audit.log_options import read_options
+from kproxy.pipeline.audit.log_plan import LogRange, cut
+from kproxy.pipeline.audit.log_reader import RangeReader, Row
+from tests.support.kafka_io import TIMEOUT_S
+from tests.support.real_kafka import RealKafka
+from tests.support.reference_broker import wait_for
+
+# The first run of all downloads Kafka's jars.
+pytestmark = [pytest.mark.java, pytest.mark.timeout(900)]
+
+BATCHES = 60
+PER_BATCH = 5
+END = BATCHES * PER_BATCH
+# One batch and a bit: an answer has one or two.
+SMALL_ANSWERS = 700
+
+
+@pytest.fixture
+def client(real_kafka: RealKafka) -> Iterator[LogClient]:
+    with read_options({"bootstrap": real_kafka.bootstrap, "topics": "t", "timeoutMs": "3000"}).client() as client:
+        yield client
+
+
+def new_topic(real_kafka: RealKafka, **config: str) -> TopicPartition:
+    return TopicPartition(real_kafka.create_topic(f"read-{uuid.uuid4().hex[:10]}", 1, **config), 0)
+
+
+def write(real_kafka: RealKafka, which: TopicPartition, batches: int = BATCHES, **settings: Any) -> None:
+    """Batches of PER_BATCH records; the n-th record of each has the key n."""
+    options = {"bootstrap.servers": real_kafka.bootstrap, "linger.ms": 1000, "acks": "all", **settings}
+    producer = confluent_kafka.Producer(options)
+    for _ in range(batches):
+        for n in range(PER_BATCH):
+            producer.produce(which.topic, b"v" * 80, key=b"%d" % n, partition=which.partition)
+        assert producer.flush(TIMEOUT_S) == 0
+
+
+def reading(client: LogClient, which: TopicPartition, most: int = 10**6) -> Iterator[Row]:
+    """The log up to where it ends now, row by row: what comes between two rows happens between two answers, or so."""
+    ends = client.list_offsets([which], LATEST)
+    for piece in cut({which: 0}, ends, most):
+        for wanted in piece:
+            yield from rows_of(client, wanted)
+
+
+def rows_of(client: LogClient, wanted: LogRange) -> Iterator[Row]:
+    for rows in RangeReader(client, wanted, SMALL_ANSWERS, crc_is_valid).rows():
+        yield from rows
+
+
+EVERY = [(first, first + PER_BATCH - 1, True) for first in range(0, END, PER_BATCH)]
+
+
+def told(rows: list[Row]) -> list[tuple[int, int, bool | None]]:
+    return [(row[0], row[1], row[11]) for row in rows]
+
+
+def test_nothing_is_missed_or_doubled_while_leaders_move(real_kafka: RealKafka, client: LogClient) -> None:
+    which = new_topic(real_kafka)
+    write(real_kafka, which)
+    rows, asked = [], []
+    nodes = [broker.node_id for broker in real_kafka.brokers]
+    for row in reading(client, which, most=70):
+        if len(rows) % 20 == 10:
+            place_on(real_kafka, which, nodes[len(rows) // 20])
+        rows.append(row)
+        asked.append(client.leader(which))
+    assert told(rows) == EVERY
+    assert len(set(asked)) > 1, "it was read from one broker alone"
+
+
+def place_on(real_kafka: RealKafka, which: TopicPartition, node_id: int) -> None:
+    """Have one replica alone: a leader that has become a follower would still send what clients ask of it."""
+    place = kafka.TopicPartition(*which)
+    admin = kafka.KafkaAdminClient(bootstrap_servers=real_kafka.bootstrap)
+    try:
+        assert not any(admin.alter_partition_reassignments({place: [node_id]}).values())
+        wait_for(lambda: not admin.list_partition_reassignments({which.topic: [which.partition]}), TIMEOUT_S, "moved")
+    finally:
+        admin.close()
+
+
+def test_a_read_goes_on_when_the_broker_that_it_reads_from_dies(real_kafka: RealKafka, client: LogClient) -> None:
+    which = new_topic(real_kafka)
+    write(real_kafka, which)
+    leader = next(each for each in real_kafka.brokers if each.node_id == real_kafka.leaders(which.topic)[0])
+    rows = []
+    try:
+        for row in reading(client, which):
+            if len(rows) == BATCHES // 2:
+                leader.kill()
+            rows.append(row)
+        assert not leader.running
+    finally:
+        if not leader.running:
+            leader.start()
+            leader.wait_started()
+            real_kafka.wait_until_in_sync([which.topic])
+    assert told(rows) == EVERY
+
+
+def test_where_retention_moves_on_meanwhile_the_read_goes_on_behind_it(
+    real_kafka: RealKafka, client: LogClient
+) -> None:
+    which = new_topic(real_kafka)
+    write(real_kafka, which)
+    rows = []
+    for row in reading(client, which, most=70):
+        if len(rows) == 10:
+            # In the middle of a batch, which is still there, and of a range that nothing was read of.
+            cut_off = confluent_kafka.TopicPartition(*which, 202)
+            for deleted in real_kafka.admin().delete_records([cut_off]).values():
+                deleted.result(TIMEOUT_S)
+        rows.append(row)
+    read = told(rows)
+    assert read[:10] == EVERY[:10]
+    left = read.index((200, 204, True))
+    # What an answer had brought before it was deleted may be there.
+    assert read[:left] == EVERY[:left]
+    assert left <= 12
+    assert read[left:] == EVERY[40:]
+
+
+def test_transactions_are_told_whether_committed_or_not(real_kafka: RealKafka, client: LogClient) -> None:
+    which = new_topic(real_kafka)
+    options = {"bootstrap.servers": real_kafka.bootstrap, "transactional.id": which.topic, "linger.ms": 1000}
+    producer = confluent_kafka.Producer(options)
+    producer.init_transactions(TIMEOUT_S)
+    for ends in (producer.commit_transaction, producer.abort_transaction):
+        producer.begin_transaction()
+        for _ in range(3):
+            producer.produce(which.topic, b"v", partition=0)
+        producer.flush(TIMEOUT_S)
+        ends(TIMEOUT_S)
+    # base_offset, record_count, is_control, is_transactional
+    rows = list(reading(client, which))
+    found = [(row[0], row[2], *row[9:11]) for row in rows]
+    assert found == [(0, 3, False, True), (3, 1, True, True), (4, 3, False, True), (7, 1, True, True)]
+    assert len({row[3] for row in rows}) == 1, "one producer id"
+    assert all(row[11] for row in rows)
+
+
+def test_of_a_compacted_log_what_is_left_is_read(real_kafka: RealKafka, client: LogClient) -> None:
+    settings = {"cleanup_policy": "compact", "min_cleanable_dirty_ratio": "0.001", "segment_ms": "200"}
+    which = new_topic(real_kafka, **settings, min_compaction_lag_ms="0", delete_retention_ms="0")
+    kept = new_topic(real_kafka)
+    assert client.compacted([which.topic, kept.topic]) == {which.topic}
+    write(real_kafka, which, 20)
+
+    def is_compacted() -> bool:
+        # What is written last is not cleaned: something has to follow in a segment of its own.
+        write(real_kafka, which, 1)
+        return next(reading(client, which))[0] > 0
+
+    wait_for(is_compacted, 60, "it is compacted")
+    rows = list(reading(client, which, most=7))
+    assert [row[0] for row in rows] == sorted({row[0] for row in rows})
+    (end,) = client.list_offsets([which], LATEST).values()
+    assert rows[-1][1] == end - 1
+    # Each of the keys is there once at least, and most records are not.
+    assert PER_BATCH <= sum(row[2] for row in rows) < end - PER_BATCH
+    assert all(row[11] for row in rows)
+
+
+def test_a_batch_that_has_changed_on_disk_is_told(real_kafka: RealKafka, client: LogClient) -> None:
+    which = new_topic(real_kafka)
+    write(real_kafka, which)
+    for broker in real_kafka.brokers:
+        (segment,) = stored(broker.log_path.parent, which)
+        with segment.open("r+b") as file:
+            place = segment.read_bytes().index(b"v" * 80, segment.stat().st_size // 2)
+            file.seek(place)
+            file.write(b"w")
+    found = told(list(reading(client, which)))
+    assert [each[:2] for each in found] == [each[:2] for each in EVERY]
+    assert [each[2] for each in found].count(False) == 1
+    assert found[BATCHES // 2][2] is False
+
+
+def stored(directory: Path, which: TopicPartition) -> list[Path]:
+    return sorted((directory / "data" / f"{which.topic}-{which.partition}").glob("*.log"))
