@@ -6,6 +6,7 @@ Spark needs itself for data sources in Python, and crc32c, without which nobody 
 
 from __future__ import annotations
 
+import os
 import zipfile
 from collections.abc import Iterator
 from importlib import metadata, util
@@ -21,9 +22,21 @@ _DATE: Final = (1980, 1, 1, 0, 0, 0)
 
 
 def package_archive(directory: Path) -> Path:
-    """Pack the installed packages into `directory`; the archive. Raises StartupError where one cannot be packed."""
+    """Pack the installed packages into `directory`; the archive. Raises StartupError where one cannot be packed.
+
+    It is there whole or not at all: another job may be handing the one of before to its executors.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"kproxy-{_version()}.zip"
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        _pack(unfinished)
+        return unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _pack(path: Path) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in PACKAGES:
             root = _location(name)
@@ -31,7 +44,6 @@ def package_archive(directory: Path) -> Path:
                 entry = zipfile.ZipInfo(f"{name}/{file.relative_to(root).as_posix()}", _DATE)
                 entry.compress_type = zipfile.ZIP_DEFLATED
                 archive.writestr(entry, file.read_bytes())
-    return path
 
 
 def _version() -> str:

@@ -29,6 +29,8 @@ __all__ = ["BOUNDS_SCHEMA", "LOG_SCHEMA", "LogReadFailed", "fix_ends", "read_bou
 
 LOG_FORMAT: Final = "kproxy_log"
 BOUNDS_FORMAT: Final = "kproxy_bounds"
+# Whoever starts a job waits for this.
+FIRST_PATIENCE_MS: Final = 10_000
 LOG_SCHEMA: Final = (
     "topic string, partition int, base_offset long, last_offset long, record_count int, producer_id long, "
     "producer_epoch int, base_sequence int, leader_epoch int, max_timestamp long, bytes int, is_control boolean, "
@@ -88,7 +90,7 @@ def fix_ends(bootstrap: str, *, topics: Sequence[str] = (), pattern: str | None 
 
     Raises LogReadFailed, which says in one sentence that a topic is missing or that nobody answers.
     """
-    options = read_options(written(bootstrap, topics, pattern, {}))
+    options = read_options(written(bootstrap, topics, pattern, {"patienceMs": FIRST_PATIENCE_MS}))
     with options.client() as client:
         return offsets_as_json(client.list_offsets(options.partitions(client), LATEST))
 

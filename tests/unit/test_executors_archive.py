@@ -1,0 +1,51 @@
+"""The archive that executors get: what is in it, that Python runs it as it is, and that it is never there in parts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from kproxy.errors import StartupError
+from kproxy.pipeline.audit import executors
+from kproxy.pipeline.audit.executors import PACKAGES, package_archive
+
+
+def test_the_packages_are_in_it_with_their_data_and_without_what_is_compiled(tmp_path: Path) -> None:
+    names = zipfile.ZipFile(package_archive(tmp_path / "new")).namelist()
+    assert {name.split("/")[0] for name in names} == set(PACKAGES)
+    assert "kproxy/pipeline/audit/log_source.py" in names
+    assert any(name.startswith("kafka/") and name.endswith(".json") for name in names), "kafka-python's schemas"
+    assert [name for name in names if name.endswith((".pyc", ".so", ".pyd"))] == []
+
+
+def test_the_same_packages_make_the_same_archive(tmp_path: Path) -> None:
+    assert package_archive(tmp_path / "a").read_bytes() == package_archive(tmp_path / "b").read_bytes()
+
+
+def test_it_needs_no_installed_package(tmp_path: Path) -> None:
+    """Reading a log, but for what Spark brings; the codecs of kafka-python find their schemas in the archive."""
+    program = (
+        "import kproxy.pipeline.audit.log_reader, kproxy.pipeline.audit.log_options as options\n"
+        "from codec.control import build_request, encode_request\n"
+        "assert encode_request(build_request(3, 12, topics=None))\n"
+        "print(options.__file__)\n"
+    )
+    archive = package_archive(tmp_path)
+    command = [sys.executable, "-S", "-P", "-c", f"import sys; sys.path.insert(0, {str(archive)!r})\n{program}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path, env={})
+    assert done.stdout.strip() == f"{archive}/kproxy/pipeline/audit/log_options.py", done.stderr
+
+
+def test_an_archive_that_cannot_be_finished_leaves_the_one_of_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = package_archive(tmp_path).read_bytes()
+    monkeypatch.setattr(executors, "PACKAGES", ("codec", "no_such_package"))
+    with pytest.raises(StartupError, match=r"^The package no_such_package is not installed as files"):
+        package_archive(tmp_path)
+    (left,) = tmp_path.iterdir()
+    assert left.read_bytes() == before
