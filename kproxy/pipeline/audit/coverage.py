@@ -1,0 +1,173 @@
+"""Who was told of each offset, and whether the log has it: one sweep over the offsets, with running sums.
+
+An interval is two endpoints: something begins to hold, or ceases to. The running sums over the endpoints of a bucket
+say how often each offset was acknowledged, and whether the log holds it. Endpoints that cancel each other, where
+batches meet without a gap, are left out before, so that a sound partition keeps two or so for each window of time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pyspark.sql import Column, DataFrame, Window
+from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
+
+from kproxy.pipeline.audit.schemas import LOST, OVERLAP
+from kproxy.pipeline.audit.spans import BUCKET, log_id
+
+# Puts a table where it can be read several times without being worked out again.
+Land = Callable[[str, DataFrame], DataFrame]
+
+_SUMS = ("acked", "owned", "held", "identity")
+_JUDGED = ("present", "lost", "removed", "overlapped")
+
+
+def segments(claims: DataFrame, held: DataFrame, bounds: DataFrame, land: Land) -> DataFrame:
+    """The offsets in segments in which nothing changes, of all partitions that the trail or the log knows.
+
+    Of a segment [offset, end): `acked`, how many acknowledged it; `present`, `lost`, `removed`, `overlapped` and
+    `unclaimed`, how many of its offsets are so; `replaced`, whether the log has another record there; `owned`, alike
+    where the owners are. `weight`, `window_ms` and the sums `*_before` are for `window_counts`.
+    """
+    marks = _marks(claims, held)
+    quick = land("sweep", _sweep(marks))
+    # Two acknowledgements of one offset may be of one record, sent again. To find out takes a sort of all that was
+    # acknowledged, so it is done in those buckets only that have any such offset.
+    doubtful = quick.where("acked > 1").select(*BUCKET).distinct()
+    again = marks.join(F.broadcast(doubtful), list(BUCKET), "left_semi")
+    sure = quick.join(F.broadcast(doubtful), list(BUCKET), "left_anti")
+    return _judged(sure.unionByName(_sweep(_without_resent(again))), bounds)
+
+
+def _marks(claims: DataFrame, held: DataFrame) -> DataFrame:
+    owner = F.shiftrightunsigned(F.xxhash64("owner", "revision"), 34)
+    nothing = F.lit(None).cast("long")
+    extent = (*BUCKET, "start", "end", "identity")
+    acked = claims.select(*extent, "same", "window_ms", F.col("first_acked_at").alias("at"), owner.alias("owned"))
+    stored = held.select(*extent, *(nothing.alias(name) for name in ("same", "window_ms", "at", "owned")))
+    return acked.unionByName(stored)
+
+
+def _without_resent(marks: DataFrame) -> DataFrame:
+    """What an earlier interval says of the same records is left out of the later one."""
+    earlier = Window.partitionBy(*BUCKET, "same").orderBy("start", "at")
+    said = F.max("end").over(earlier.rowsBetween(Window.unboundedPreceding, -1))
+    return marks.repartition(*BUCKET).withColumn("start", F.greatest("start", said)).where("start < end")
+
+
+def _sweep(marks: DataFrame) -> DataFrame:
+    reduced = _without_cancelled(_endpoints(marks.drop("same", "at").repartition(*BUCKET)))
+    along = Window.partitionBy(*BUCKET).orderBy("offset")
+    so_far = along.rowsBetween(Window.unboundedPreceding, Window.currentRow)
+    # Of endpoints at one offset only the last has a length, and its sums have all of them.
+    return reduced.select(
+        *BUCKET,
+        "offset",
+        "window_ms",
+        F.col("acked").alias("weight"),
+        F.coalesce(F.lead("offset").over(along), F.col("offset")).alias("end"),
+        *(F.sum(name).over(so_far).alias(name) for name in _SUMS),
+    )
+
+
+def _endpoints(marks: DataFrame) -> DataFrame:
+    one, minus_one = F.lit(1).cast("long"), F.lit(-1).cast("long")
+    ends = F.inline(
+        F.array(
+            F.struct(F.col("start").alias("offset"), one.alias("sign")),
+            F.struct(F.col("end").alias("offset"), minus_one.alias("sign")),
+        )
+    )
+    both = marks.select(*BUCKET, "window_ms", "owned", "identity", ends)
+    sign, is_claim = F.col("sign"), F.col("owned").isNotNull()
+    # What was told and what is held cancel each other's identity where they are of one record.
+    identity = F.col("identity") * sign
+    return both.select(
+        *BUCKET,
+        "offset",
+        "window_ms",
+        F.when(is_claim, sign).otherwise(0).alias("acked"),
+        F.when(is_claim, F.col("owned") * sign).otherwise(0).alias("owned"),
+        F.when(is_claim, 0).otherwise(sign).alias("held"),
+        F.when(is_claim, identity).otherwise(-identity).alias("identity"),
+    )
+
+
+def _without_cancelled(endpoints: DataFrame) -> DataFrame:
+    """Endpoints put together by offset and window, those that change nothing left out."""
+    sums = [F.sum(name).alias(name) for name in _SUMS]
+    by_window = endpoints.groupBy(*BUCKET, "offset", "window_ms").agg(*sums)
+    # The window matters where what was acknowledged in it begins or ends, and nowhere else.
+    needed = by_window.withColumn("window_ms", F.when(F.col("acked") != 0, F.col("window_ms")))
+    changes = " or ".join(f"{name} != 0" for name in _SUMS)
+    return needed.groupBy(*BUCKET, "offset", "window_ms").agg(*sums).where(changes)
+
+
+def _judged(swept: DataFrame, bounds: DataFrame) -> DataFrame:
+    """Of a partition without bounds nothing is left, so all that was acknowledged in it is lost."""
+    limits = bounds.select(log_id().alias("log_id"), "log_start_offset", "is_compacted")
+    length = F.col("end") - F.col("offset")
+    acked, held, overlapped = F.col("acked") > 0, F.col("held") > 0, F.col("acked") > 1
+    # Where two acknowledged an offset, one record is not there, and nobody knows which.
+    present = acked & held & ((F.col("identity") == 0) | overlapped)
+    absent = acked & ~present
+    # Spark's least and greatest pass over nulls: with no bounds nothing is known to be removed.
+    start = F.coalesce("log_start_offset", F.lit(0))
+    below = F.greatest(F.lit(0), F.least(F.col("end"), start) - F.col("offset"))
+    gone = F.when(F.coalesce("is_compacted", F.lit(False)), length).otherwise(below)
+    judged = swept.join(F.broadcast(limits), "log_id", "left").select(
+        *swept.columns,
+        _where(present, length).alias("present"),
+        _where(absent, length - gone).alias("lost"),
+        _where(absent, gone).alias("removed"),
+        _where(overlapped, length).alias("overlapped"),
+        _where(~acked & held, length).alias("unclaimed"),
+        (absent & held).alias("replaced"),
+    )
+    before = Window.partitionBy(*BUCKET).orderBy("offset").rowsBetween(Window.unboundedPreceding, -1)
+    sums = [F.coalesce(F.sum(name).over(before), F.lit(0)).alias(f"{name}_before") for name in _JUDGED]
+    return judged.select("*", *sums)
+
+
+def _where(condition: Column, value: Column) -> Column:
+    return F.when(condition, value).otherwise(F.lit(0).cast("long"))
+
+
+def window_counts(segments: DataFrame) -> DataFrame:
+    """By `log_id` and `window_ms`: of what was acknowledged then how much is present, lost, removed, overlapped.
+
+    How much of an interval is so is what comes before its end less what comes before its start; no interval has to be
+    looked for again. An offset given out twice counts in the window of each acknowledgement.
+    """
+    told = segments.where("window_ms is not null")
+    counts = [F.sum(-F.col("weight") * F.col(f"{name}_before")).alias(name) for name in _JUDGED]
+    return told.groupBy("log_id", "window_ms").agg(*counts)
+
+
+def partition_counts(segments: DataFrame) -> DataFrame:
+    """By `log_id`: how many offsets are so, each counted once."""
+    return segments.groupBy("log_id").agg(*(F.sum(name).alias(name) for name in (*_JUDGED, "unclaimed")))
+
+
+def islands(segments: DataFrame) -> DataFrame:
+    """What is lost and what is overlapped; contiguous segments of one kind and the same owners are one.
+
+    kind, log_id, `start`, `end`, `replaced`. These are few, unless little is as it should be.
+    """
+    extent = ("log_id", "start", "end", "owned", "replaced")
+    # What retention took comes first.
+    lost = segments.where("lost > 0").withColumn("start", F.col("end") - F.col("lost"))
+    overlapped = segments.where("overlapped > 0").withColumn("start", F.col("offset"))
+    both = lost.select(*extent, F.lit(LOST).alias("kind")).unionByName(
+        overlapped.select(*extent, F.lit(OVERLAP).alias("kind"))
+    )
+    alike = Window.partitionBy("log_id", "kind", "owned", "replaced").orderBy("start")
+    goes_on = F.lag("end").over(alike) == F.col("start")
+    number = F.sum("is_new").over(alike.rowsBetween(Window.unboundedPreceding, Window.currentRow))
+    return (
+        both.withColumn("is_new", F.when(goes_on, 0).otherwise(1))
+        .withColumn("number", number)
+        .groupBy("log_id", "kind", "owned", "replaced", "number")
+        .agg(F.min("start").alias("start"), F.max("end").alias("end"))
+        .drop("number", "owned")
+    )

@@ -1,0 +1,185 @@
+"""What a trail can prove: its rows, each once; what is missing of it; and the times for which it proves nothing.
+
+A piece is 64 sequence numbers of one trail with a bit for each that is there, so that what is there twice or not at all
+is found without sorting rows.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pyspark.sql import Column, DataFrame, Window
+from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
+
+from kproxy.pipeline.audit.schemas import GAP, TAIL
+
+TRAIL: Final = ("proxy", "incarnation")
+# A trail whose begin is lost does not say how long it keeps what it has to tell: what `kproxy serve` promises.
+_INTERVAL_MS: Final = 6_000
+_MARK_MS: Final = 10_000
+# What a row may take from being closed to being read.
+_SHIPPING_MS: Final = 5_000
+_PIECE_BITS: Final = 6
+# Rows are looked at one by one in blocks of so many pieces.
+_BLOCK_BITS: Final = 16
+
+
+def pieces(rows: DataFrame) -> DataFrame:
+    """One row for each 64 sequence numbers of a trail: how many `rows`, which (`bits`), the first, the last, when.
+
+    Only numbers are added up, for `at` rises with the sequence: that takes no sort and little memory.
+    """
+    sequence, at = F.col("sequence"), F.col("at")
+
+    def of(kind: str, value: Column) -> Column:
+        return F.max(F.when(F.col("kind") == kind, value))
+
+    return rows.groupBy(*TRAIL, F.shiftright(sequence, _PIECE_BITS).alias("piece")).agg(
+        F.count("*").alias("rows"),
+        F.bit_or(F.expr(f"shiftleft(1L, cast(sequence & {(1 << _PIECE_BITS) - 1} as int))")).alias("bits"),
+        F.min(sequence).alias("first"),
+        F.max(sequence).alias("last"),
+        F.min(at).alias("first_at"),
+        F.max(at).alias("last_at"),
+        of("begin", at).alias("begin_at"),
+        F.max("interval_ms").alias("interval_ms"),
+        F.max("mark_ms").alias("mark_ms"),
+        of("mark", sequence).alias("last_mark"),
+        of("end", sequence).alias("end"),
+    )
+
+
+def each_once(rows: DataFrame, pieces: DataFrame) -> DataFrame:
+    """`rows` without those that were shipped twice."""
+    block = F.shiftright("sequence", _BLOCK_BITS).alias("block")
+    twice = (
+        pieces.where(F.col("rows") != F.bit_count("bits"))
+        .select(*TRAIL, F.shiftright("piece", _BLOCK_BITS - _PIECE_BITS).alias("block"))
+        .distinct()
+    )
+    keys = [*TRAIL, "block"]
+    marked = rows.select("*", block)
+    sure = marked.join(F.broadcast(twice), keys, "left_anti")
+    doubtful = marked.join(F.broadcast(twice), keys, "left_semi").dropDuplicates([*TRAIL, "sequence"])
+    return sure.unionByName(doubtful).drop("block")
+
+
+def trails(pieces: DataFrame) -> DataFrame:
+    """One row a trail. `whole_until`: up to when its last row says everything; null where it ended in order.
+
+    `next_begin`: when the proxy's next incarnation began; `previous_at`: when the one before was last heard of.
+    """
+    whole = pieces.groupBy(*TRAIL).agg(
+        F.min("first").alias("first"),
+        F.max("last").alias("last"),
+        F.min("first_at").alias("first_at"),
+        F.max("last_at").alias("last_at"),
+        F.max("begin_at").alias("begin_at"),
+        F.coalesce(F.max("interval_ms"), F.lit(_INTERVAL_MS)).alias("interval_ms"),
+        F.coalesce(F.max("mark_ms"), F.lit(_MARK_MS)).alias("mark_ms"),
+        F.max("last_mark").alias("last_mark"),
+        F.max("end").alias("end"),
+    )
+    by_time = Window.partitionBy("proxy").orderBy(F.coalesce("begin_at", "first_at"), "incarnation")
+    known = F.when(F.col("last_mark") == F.col("last"), F.col("last_at"))
+    return whole.select(
+        "*",
+        F.when(F.col("end").isNull(), F.coalesce(known, F.col("last_at") - F.col("interval_ms"))).alias("whole_until"),
+        F.lead(F.coalesce("begin_at", "first_at")).over(by_time).alias("next_begin"),
+        F.lag("last_at").over(by_time).alias("previous_at"),
+    )
+
+
+def audit_end(trails: DataFrame, *, read_at_ms: int, to_ms: int | None) -> DataFrame:
+    """One row, `end_ms`: up to when the audit judges.
+
+    Unless `to_ms` says so, that is when the trail was read; but where proxies still write their trails it is up to when
+    all of them are known whole. Else the last seconds of everything that lives were unproven every time.
+    """
+    heard_of = F.lit(read_at_ms) - F.col("mark_ms") - F.col("interval_ms") - _SHIPPING_MS
+    lives = F.col("end").isNull() & (F.col("last_at") >= heard_of) & F.col("next_begin").isNull()
+    until = F.min(F.when(lives, F.col("whole_until")))
+    return trails.agg(
+        F.lit(to_ms).cast("long").alias("to_ms"), F.coalesce(until, F.lit(read_at_ms)).alias("until")
+    ).select(F.coalesce("to_ms", "until").alias("end_ms"))
+
+
+def gaps(rows: DataFrame, pieces: DataFrame, trails: DataFrame) -> DataFrame:
+    """Rows that are missing: proxy, incarnation, `sequence` of the first, how many (`missing`), from_ms, to_ms.
+
+    An acknowledgement is in a row that is closed at most `interval_ms` later, so those that a missing row has came
+    after the row before it was closed less that, and before the one behind it was.
+    """
+    edges = pieces.select(*TRAIL, "first", "last", "first_at", "last_at")
+    along = Window.partitionBy(*TRAIL).orderBy("first")
+    between = edges.select(
+        *TRAIL,
+        (F.lag("last").over(along) + 1).alias("sequence"),
+        F.col("first").alias("behind"),
+        F.lag("last_at").over(along).alias("before_at"),
+        F.col("first_at").alias("behind_at"),
+    )
+    within = _gaps_within(rows, pieces)
+    earliest = trails.agg((F.min("first_at") - F.max("interval_ms")).alias("earliest"))
+    headless = trails.where("first > 0").crossJoin(F.broadcast(earliest)).select(
+        *TRAIL,
+        F.lit(0).cast("long").alias("sequence"),
+        F.col("first").alias("behind"),
+        (F.coalesce("previous_at", "earliest") + F.col("interval_ms")).alias("before_at"),
+        F.col("first_at").alias("behind_at"),
+    )  # fmt: skip
+    intervals = trails.select(*TRAIL, "interval_ms")
+    return (
+        between.unionByName(within)
+        .unionByName(headless)
+        .where("sequence < behind")
+        .join(F.broadcast(intervals), list(TRAIL))
+        .select(
+            *TRAIL,
+            "sequence",
+            (F.col("behind") - F.col("sequence")).alias("missing"),
+            (F.col("before_at") - F.col("interval_ms")).alias("from_ms"),
+            F.col("behind_at").alias("to_ms"),
+        )
+    )
+
+
+def _gaps_within(rows: DataFrame, pieces: DataFrame) -> DataFrame:
+    holed = pieces.where(F.bit_count("bits") <= F.col("last") - F.col("first")).select(*TRAIL, "piece")
+    piece = F.shiftright("sequence", _PIECE_BITS).alias("piece")
+    keys = [*TRAIL, "piece"]
+    among = rows.select(*TRAIL, piece, "sequence", "at").join(F.broadcast(holed), keys, "left_semi")
+    along = Window.partitionBy(*keys).orderBy("sequence")
+    return among.select(
+        *TRAIL,
+        (F.lag("sequence").over(along) + 1).alias("sequence"),
+        F.col("sequence").alias("behind"),
+        F.lag("at").over(along).alias("before_at"),
+        F.col("at").alias("behind_at"),
+    )
+
+
+def tails(trails: DataFrame, end: DataFrame) -> DataFrame:
+    """Trails without an end: proxy, incarnation, `sequence` of the last row, from_ms, to_ms."""
+    return (
+        trails.where("end is null")
+        .crossJoin(F.broadcast(end))
+        .select(
+            *TRAIL,
+            F.col("last").alias("sequence"),
+            F.col("whole_until").alias("from_ms"),
+            F.coalesce("next_begin", "end_ms").alias("to_ms"),
+        )
+        # One that is known whole up to the audit's end lives, and nothing of it is missing.
+        .where("from_ms < to_ms")
+    )
+
+
+def unproven(gaps: DataFrame, tails: DataFrame, end: DataFrame, *, from_ms: int | None) -> DataFrame:
+    """Both as findings without their words, as far as they are within the times that are judged."""
+    both = gaps.withColumn("kind", F.lit(GAP)).unionByName(
+        tails.select("*", F.lit(0).cast("long").alias("missing"), F.lit(TAIL).alias("kind"))
+    )
+    judged = both.crossJoin(F.broadcast(end)).withColumn("to_ms", F.least("to_ms", "end_ms")).drop("end_ms")
+    begin = F.col("from_ms") if from_ms is None else F.greatest("from_ms", F.lit(from_ms))
+    return judged.withColumn("from_ms", begin).where("from_ms < to_ms")

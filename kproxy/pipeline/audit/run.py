@@ -1,0 +1,138 @@
+"""A whole audit, once: the trail is read, then the logs, then where the logs begin; the tables are written.
+
+The order matters. What the trail has up to its end was acknowledged before the ends of the logs are looked up, so it
+must be there; and what retention takes meanwhile is known, because the beginnings are looked up last.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from pyspark.sql import DataFrame
+
+from kproxy.errors import StartupError
+from kproxy.pipeline.audit.log_connection import LogReadFailed
+from kproxy.pipeline.audit.log_options import read_options
+from kproxy.pipeline.audit.log_source import fix_ends, read_bounds, read_log
+from kproxy.pipeline.audit.results import Tables, read_results, write_results
+from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
+from kproxy.pipeline.audit.tables import AuditRules, audit_tables
+from kproxy.pipeline.audit.trail import TOPIC, parse_place, read_files, read_topic
+from kproxy.pipeline.spark import as_spark_failure
+
+# Spark's readers pass over names that begin so: whoever reads the results does not read what they were made from.
+_WORK = "_work"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditOptions:
+    """What is audited, and where the tables go; the rest is as `AuditRules` has it.
+
+    `bootstrap`: Kafka addresses whose logs are read, a proxy's or the brokers'. `trail`: topic:NAME, json:DIR or
+    parquet:DIR; `trail_bootstrap`: where that topic is, where not there too. `compacted`: which topics are, None to ask
+    the brokers. `output`: a directory, or any address that Spark writes to and all executors reach.
+    """
+
+    bootstrap: str
+    trail: str
+    output: str
+    trail_bootstrap: str | None = None
+    topics: tuple[str, ...] = ()
+    from_ms: int | None = None
+    to_ms: int | None = None
+    window_ms: int = 10_000
+    late_after_ms: int = 60_000
+    max_findings: int = 1_000
+    compacted: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AuditResult:
+    """The tables, as they were written; `read_at_ms`: when the trail was read."""
+
+    tables: Tables
+    read_at_ms: int
+
+
+def run_audit(
+    session: Any,
+    options: AuditOptions,
+    *,
+    about: Mapping[str, str] | None = None,
+    clock: Callable[[], float] = time.time,
+) -> AuditResult:
+    """Audit once. Raises StartupError where there is nothing to read, SparkFailed, LogReadFailed.
+
+    `about` is kept with the results, for who reads them. What is worked out on the way is in a directory beside them
+    until the end.
+    """
+    with as_spark_failure("The audit failed"), _work_in(session, f"{options.output.rstrip('/')}/{_WORK}") as land:
+        rows = land("rows", _read_trail(session, options))
+        read_at_ms = int(clock() * 1000)
+        topics = options.topics or _topics_of(rows, options.bootstrap)
+        log, bounds = _read_logs(session, options, topics, land)
+        rules = AuditRules(
+            read_at_ms=read_at_ms,
+            topics=options.topics,
+            from_ms=options.from_ms,
+            to_ms=options.to_ms,
+            window_ms=options.window_ms,
+            late_after_ms=options.late_after_ms,
+            max_findings=options.max_findings,
+        )
+        tables = audit_tables(rows, log, bounds, rules, land)
+        write_results(tables, options.output, about or {})
+    written, _ = read_results(session, options.output)
+    return AuditResult(written, read_at_ms)
+
+
+def _read_trail(session: Any, options: AuditOptions) -> DataFrame:
+    place = parse_place(options.trail)
+    if place.kind != TOPIC:
+        return read_files(session, place)
+    bootstrap = options.trail_bootstrap or options.bootstrap
+    try:
+        ends = fix_ends(bootstrap, topics=(place.name,))
+    except LogReadFailed as error:
+        raise StartupError(f"The audit trail could not be read: {error}") from error
+    return read_topic(session, place.name, bootstrap=bootstrap, ends=ends)
+
+
+def _topics_of(rows: DataFrame, bootstrap: str) -> tuple[str, ...]:
+    """The topics of the trail as far as there are any such."""
+    named = {row.topic for row in rows.where("topic is not null").select("topic").distinct().collect()}
+    with read_options({"bootstrap": bootstrap, "topicPattern": ".*"}).client() as client:
+        return tuple(sorted(named & client.partitions(None).keys()))
+
+
+def _read_logs(
+    session: Any, options: AuditOptions, topics: tuple[str, ...], land: Callable[[str, DataFrame], DataFrame]
+) -> tuple[DataFrame, DataFrame]:
+    """The logs' headers and bounds; topics that are gone since the trail was written have none."""
+    if not topics:
+        return session.createDataFrame([], LOG_SCHEMA), session.createDataFrame([], BOUNDS_SCHEMA)
+    ends = fix_ends(options.bootstrap, topics=topics)
+    log = land("log", read_log(session, options.bootstrap, topics=topics, end_offsets=ends))
+    bounds = land("bounds", read_bounds(session, options.bootstrap, topics=topics, compacted=options.compacted))
+    return log, bounds
+
+
+@contextmanager
+def _work_in(session: Any, directory: str) -> Iterator[Callable[[str, DataFrame], DataFrame]]:
+    """Tables in Parquet files, which take no memory and of which only those columns are read that are asked for."""
+
+    def land(name: str, frame: DataFrame) -> DataFrame:
+        place = f"{directory}/{name}"
+        frame.write.mode("overwrite").parquet(place)
+        return session.read.schema(frame.schema).parquet(place)
+
+    try:
+        yield land
+    finally:
+        jvm = session._jvm
+        path = jvm.org.apache.hadoop.fs.Path(directory)
+        path.getFileSystem(session._jsc.hadoopConfiguration()).delete(path, True)

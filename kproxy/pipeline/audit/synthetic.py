@@ -1,0 +1,145 @@
+"""A trail and its log, made up inside Spark, of any size: for measuring the audit, and for its tests at scale.
+
+All is computed from row numbers, so the two agree, and whoever breaks one on purpose knows what must be found.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
+
+from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA, TRAIL_SCHEMA
+
+BEGAN_AT = 1_760_000_000_000
+INTERVAL_MS = 5_000
+_SEQUENCES = 1 << 31
+
+
+class Shape(NamedTuple):
+    """What the trail looks like. Each row has `spans` spans of `batches` batches of `records` records.
+
+    `producers` write to each partition by turns, span by span: with more than one, and more than one span, no two spans
+    of a row are contiguous, the worst there is for who merges them. The rows come evenly over `seconds`, through
+    `proxies` proxies, to `topics` topics of `partitions` partitions.
+    """
+
+    ranges: int = 10_000_000
+    topics: int = 4
+    partitions: int = 16
+    proxies: int = 3
+    producers: int = 1
+    spans: int = 1
+    batches: int = 1
+    records: int = 100
+    samples: int = 1
+    seconds: int = 3_600
+
+    @property
+    def logs(self) -> int:
+        return self.topics * self.partitions
+
+
+def _named(frame: DataFrame, columns: dict[str, Column], schema: Any) -> DataFrame:
+    """`frame` with the columns of `schema`, null where `columns` says nothing."""
+    nothing = F.lit(None)
+    return frame.select(*(columns.get(f.name, nothing).cast(f.dataType).alias(f.name) for f in schema.fields))
+
+
+def synthetic_trail(session: Any, shape: Shape) -> DataFrame:
+    """TRAIL_SCHEMA: of each proxy a whole trail, from its begin to its end."""
+    i = F.col("id")
+    log, nth = i % shape.logs, F.floor(i / shape.logs)
+    block, producer = F.floor(nth / shape.producers), nth % shape.producers
+    span_records = shape.batches * shape.records
+    base = block * (shape.producers * shape.spans * span_records)
+    starts = [base + (producer + k * shape.producers) * span_records for k in range(shape.spans)]
+    at = F.lit(BEGAN_AT + INTERVAL_MS) + F.floor(i * (shape.seconds * 1000 / shape.ranges))
+    ranges = {
+        "kind": F.lit("range"),
+        "proxy": F.concat(F.lit("proxy-"), i % shape.proxies, F.lit(":9092")),
+        "incarnation": F.lpad(F.hex(i % shape.proxies), 16, "0"),
+        "sequence": F.floor(i / shape.proxies) + 1,
+        "at": at,
+        "topic": F.concat(F.lit("topic-"), log % shape.topics),
+        "partition": F.floor(log / shape.topics),
+        "owner": log % 3,
+        "revision": log + 100,
+        "acks": F.lit(-1),
+        "connection": producer,
+        "peer": F.lit("192.0.2.1:50000"),
+        "client_id": F.lit("synthetic"),
+        "producer_id": log * shape.producers + producer,
+        "producer_epoch": F.lit(0),
+        "first_sequence": (block * (shape.spans * span_records)) % _SEQUENCES,
+        "base_offset": starts[0],
+        "record_count": F.lit(shape.spans * span_records),
+        "batches": F.lit(shape.spans * shape.batches),
+        "bytes": F.lit(shape.spans * span_records * 100),
+        "first_acked_at": at - 1_000,
+        "last_acked_at": at - 500,
+        "spans": F.array(*(part for start in starts for part in (start, F.lit(span_records)))),
+        "latency_us": F.array(*(F.pmod(F.xxhash64(i, F.lit(k)), F.lit(20_000)) + 500 for k in range(shape.samples))),
+    }
+    begins = session.range(shape.proxies).select((F.col("id") % shape.proxies).alias("id"))
+    who = {"proxy": ranges["proxy"], "incarnation": ranges["incarnation"]}
+    begin = {"kind": F.lit("begin"), "sequence": F.lit(0), "at": F.lit(BEGAN_AT)}
+    promise = {"interval_ms": F.lit(INTERVAL_MS), "mark_ms": F.lit(10_000)}
+    # The proxy with the remainder p has the ranges p, p + proxies, …
+    rows_of_it = F.ceil((F.lit(shape.ranges) - i) / shape.proxies)
+    ended_at = F.lit(BEGAN_AT + 2 * INTERVAL_MS + shape.seconds * 1000)
+    end = {"kind": F.lit("end"), "sequence": rows_of_it + 1, "at": ended_at}
+    return (
+        _named(session.range(shape.ranges), ranges, TRAIL_SCHEMA)
+        .unionByName(_named(begins, {**who, **begin, **promise}, TRAIL_SCHEMA))
+        .unionByName(_named(begins, {**who, **end}, TRAIL_SCHEMA))
+    )
+
+
+def synthetic_log(session: Any, shape: Shape) -> DataFrame:
+    """LOG_SCHEMA: the batches that the trail says were acknowledged, each once."""
+    per_row = shape.spans * shape.batches
+    i, part = F.floor(F.col("id") / per_row), F.col("id") % per_row
+    log, nth = i % shape.logs, F.floor(i / shape.logs)
+    block, producer = F.floor(nth / shape.producers), nth % shape.producers
+    k, batch = F.floor(part / shape.batches), part % shape.batches
+    span_records = shape.batches * shape.records
+    base = (
+        block * (shape.producers * shape.spans * span_records)
+        + (producer + k * shape.producers) * span_records
+        + batch * shape.records
+    )
+    sequence = block * (shape.spans * span_records) + part * shape.records
+    headers = {
+        "topic": F.concat(F.lit("topic-"), log % shape.topics),
+        "partition": F.floor(log / shape.topics),
+        "base_offset": base,
+        "last_offset": base + (shape.records - 1),
+        "record_count": F.lit(shape.records),
+        "producer_id": log * shape.producers + producer,
+        "producer_epoch": F.lit(0),
+        "base_sequence": sequence % _SEQUENCES,
+        "leader_epoch": F.lit(0),
+        "max_timestamp": F.lit(BEGAN_AT) + F.floor(i * (shape.seconds * 1000 / shape.ranges)),
+        "bytes": F.lit(shape.records * 100),
+        "is_control": F.lit(False),
+        "is_transactional": F.lit(False),
+        "crc_ok": F.lit(True),
+    }
+    return _named(session.range(shape.ranges * per_row), headers, LOG_SCHEMA)
+
+
+def synthetic_bounds(session: Any, shape: Shape) -> DataFrame:
+    """BOUNDS_SCHEMA: every log from offset 0 on, to behind all that the trail has."""
+    log = F.col("id")
+    rows = F.ceil(F.lit(shape.ranges) / shape.logs)
+    blocks = F.ceil(rows / shape.producers)
+    bounds = {
+        "topic": F.concat(F.lit("topic-"), log % shape.topics),
+        "partition": F.floor(log / shape.topics),
+        "log_start_offset": F.lit(0),
+        "end_offset": blocks * (shape.producers * shape.spans * shape.batches * shape.records),
+        "is_compacted": F.lit(False),
+    }
+    return _named(session.range(shape.logs), bounds, BOUNDS_SCHEMA)

@@ -1,0 +1,199 @@
+"""The audit itself: a trail's rows, a log's headers and its bounds, to the tables that say what became of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
+
+from kproxy.pipeline.audit import coverage, findings, measures, proof
+from kproxy.pipeline.audit.coverage import Land
+from kproxy.pipeline.audit.results import Tables
+from kproxy.pipeline.audit.schemas import FINDINGS_SCHEMA, GAP, PARTITIONS_SCHEMA, TAIL, WINDOWS_SCHEMA
+from kproxy.pipeline.audit.spans import BUCKET_BITS, PARTITION, claims, held, log_id
+
+_WINDOW = (*PARTITION, "window_ms")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditRules:
+    """`read_at_ms`: when the trail was read. What was acknowledged from `from_ms` to before `to_ms` is judged.
+
+    `topics`: which ones, () for all that the trail has. `window_ms`: the length of a window. `late_after_ms`: how long
+    a row may take to the trail. Of each kind of finding at most `max_findings` are listed; the counts are of all.
+    """
+
+    read_at_ms: int
+    topics: tuple[str, ...] = ()
+    from_ms: int | None = None
+    to_ms: int | None = None
+    window_ms: int = 10_000
+    late_after_ms: int = 60_000
+    max_findings: int = 1_000
+    bucket_bits: int = BUCKET_BITS
+
+
+def keep(name: str, frame: DataFrame) -> DataFrame:
+    """Where tables are kept that are small: in Spark's memory, and on its disks what does not fit."""
+    return frame.persist()
+
+
+@dataclass(frozen=True, slots=True)
+class _Trail:
+    """What is made of the trail before the log comes in."""
+
+    judged: DataFrame
+    cells: DataFrame
+    latencies: DataFrame
+    unproven: DataFrame
+
+
+def audit_tables(rows: DataFrame, log: DataFrame, bounds: DataFrame, rules: AuditRules, land: Land = keep) -> Tables:
+    """The audit's results. `rows` are TRAIL_SCHEMA and `shipped_at`, as they came; `log` and `bounds` as their schemas.
+
+    All three are read several times. `land` is given a name and a table that will be read several times as well, and
+    returns it from where that costs little.
+    """
+    trail = _trail(rows, rules, land)
+    given_out = claims(trail.judged, length_ms=rules.window_ms, bits=rules.bucket_bits)
+    segments = land("segments", coverage.segments(given_out, held(log, bits=rules.bucket_bits), bounds, land))
+    doubled = land("duplicates", findings.duplicates(log))
+    owners = measures.owners(trail.cells)
+    changes = measures.ownership_changes(owners, length_ms=rules.window_ms)
+    by_log = trail.cells.select(*PARTITION).unionByName(bounds.select(*PARTITION)).distinct()
+    logs = land("logs", by_log.withColumn("log_id", log_id()))
+    windows = _windows(trail, segments, doubled, given_out, changes, logs, rules)
+    return Tables(
+        windows=windows,
+        partitions=_partitions(trail, segments, doubled, changes, logs, bounds),
+        findings=_findings(trail, segments, doubled, given_out, logs, log, bounds, rules),
+        owners=owners,
+        throughput=measures.throughput(trail.cells),
+    )
+
+
+def _trail(rows: DataFrame, rules: AuditRules, land: Land) -> _Trail:
+    pieces = land("pieces", proof.pieces(rows))
+    trails = land("trails", proof.trails(pieces))
+    judged = F.col("kind") == "range"
+    if rules.topics:
+        judged &= F.col("topic").isin(*rules.topics)
+    if rules.from_ms is not None:
+        judged &= F.col("last_acked_at") >= rules.from_ms
+    if rules.to_ms is not None:
+        judged &= F.col("last_acked_at") < rules.to_ms
+    ranges = proof.each_once(rows.where(judged), pieces)
+    end = proof.audit_end(trails, read_at_ms=rules.read_at_ms, to_ms=rules.to_ms)
+    missing = proof.gaps(rows, pieces, trails)
+    unproven = proof.unproven(missing, proof.tails(trails, end), end, from_ms=rules.from_ms)
+    cells = measures.cells(ranges, trails, length_ms=rules.window_ms, late_after_ms=rules.late_after_ms)
+    return _Trail(
+        judged=ranges,
+        cells=land("cells", cells),
+        latencies=land("latencies", measures.latencies(ranges, length_ms=rules.window_ms)),
+        unproven=land("unproven", unproven),
+    )
+
+
+def _windows(
+    trail: _Trail,
+    segments: DataFrame,
+    doubled: DataFrame,
+    given_out: DataFrame,
+    changes: DataFrame,
+    logs: DataFrame,
+    rules: AuditRules,
+) -> DataFrame:
+    by_window = ["log_id", "window_ms"]
+    copies = findings.duplicate_windows(doubled, given_out, bits=rules.bucket_bits)
+    counts = (
+        coverage.window_counts(segments)
+        .join(copies, by_window, "full")
+        .join(F.broadcast(logs), "log_id")
+        .drop("log_id")
+    )
+    amounts = measures.amounts(trail.cells, *_WINDOW)
+    percentiles = measures.percentiles(trail.latencies, *_WINDOW)
+    joined = amounts.join(counts, list(_WINDOW), "left").join(percentiles, list(_WINDOW), "left")
+    joined = joined.join(changes, list(_WINDOW), "left").join(
+        F.broadcast(_unproven_windows(trail, rules)), "window_ms", "left"
+    )
+    complete = joined.select(
+        "*",
+        F.timestamp_millis("window_ms").alias("window_start"),
+        F.timestamp_millis(F.col("window_ms") + rules.window_ms).alias("window_end"),
+        (F.col("present") + F.col("lost") + F.col("removed")).alias("acked"),
+    )
+    return _shaped(complete, WINDOWS_SCHEMA)
+
+
+def _unproven_windows(trail: _Trail, rules: AuditRules) -> DataFrame:
+    begins = trail.cells.select("window_ms").distinct()
+    meets = (F.col("from_ms") < F.col("window_ms") + rules.window_ms) & (F.col("to_ms") >= F.col("window_ms"))
+    intervals = F.broadcast(trail.unproven.select("from_ms", "to_ms"))
+    return begins.join(intervals, meets, "left_semi").withColumn("unproven", F.lit(True))
+
+
+def _partitions(
+    trail: _Trail, segments: DataFrame, doubled: DataFrame, changes: DataFrame, logs: DataFrame, bounds: DataFrame
+) -> DataFrame:
+    on = list(PARTITION)
+    copies = doubled.groupBy(*on).agg(F.sum(F.col("record_count").cast("long")).alias("duplicated"))
+    joined = (
+        logs.join(coverage.partition_counts(segments), "log_id", "left")
+        .join(measures.amounts(trail.cells, *on), on, "left")
+        .join(copies, on, "left")
+        .join(measures.percentiles(trail.latencies, *on), on, "left")
+        .join(changes.groupBy(*on).agg(F.sum("ownership_changes").alias("ownership_changes")), on, "left")
+        .join(bounds, on, "left")
+        # A trail does not say whose acknowledgements its missing rows have: they may be any partition's.
+        .crossJoin(F.broadcast(trail.unproven.agg((F.count("*") > 0).alias("unproven"))))
+    )
+    acked = F.col("present") + F.col("lost") + F.col("removed")
+    return _shaped(joined.withColumn("acked", acked), PARTITIONS_SCHEMA)
+
+
+_UNKNOWN = ("p50_ms", "p95_ms", "p99_ms", "max_ms", "log_start_offset", "end_offset")
+
+
+def _shaped(frame: DataFrame, schema: object) -> DataFrame:
+    """The columns of `schema`; what no table knew of is none, false or empty, and not null."""
+    columns = []
+    for field in schema.fields:  # type: ignore[attr-defined]  # pyspark's types are not followed
+        column = F.col(field.name).cast(field.dataType)
+        if field.name == "owners":
+            column = F.coalesce(column, F.array().cast(field.dataType))
+        elif field.name == "unproven":
+            column = F.coalesce(column, F.lit(False))
+        elif field.dataType.typeName() == "long" and field.name not in _UNKNOWN:
+            column = F.coalesce(column, F.lit(0).cast("long"))
+        columns.append(column.alias(field.name))
+    return frame.select(*columns)
+
+
+def _findings(
+    trail: _Trail,
+    segments: DataFrame,
+    doubled: DataFrame,
+    given_out: DataFrame,
+    logs: DataFrame,
+    log: DataFrame,
+    bounds: DataFrame,
+    rules: AuditRules,
+) -> DataFrame:
+    """The first so many of each kind. What is bounded here is broadcast there: those islands that are told of."""
+    limit = rules.max_findings
+    islands = findings.first_of(coverage.islands(segments), limit, "log_id", "start")
+    about = findings.concerned(islands, given_out, bits=rules.bucket_bits)
+    by_offset = ("topic", "partition", "first_offset")
+    everything = (
+        findings.of_lost(about, bounds)
+        .unionByName(findings.of_overlaps(about))
+        .unionByName(findings.first_of(findings.of_duplicates(doubled), limit, *by_offset))
+        .unionByName(findings.first_of(findings.of_corrupt(log), limit, *by_offset))
+        .unionByName(findings.of_unproven(trail.unproven, GAP))
+        .unionByName(findings.of_unproven(trail.unproven, TAIL))
+    )
+    told = findings.first_of(everything, limit, *by_offset, "from_ms")
+    return told.select(*FINDINGS_SCHEMA.names)

@@ -1,0 +1,98 @@
+"""A trail as it is read: from the topic that pages are shipped to, or from files, to one row a row.
+
+What is not a row of a trail, the torn last line of a killed proxy for one, is left out; its sequence number is then
+missing, and that is told as every gap is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+from pyspark.errors import AnalysisException
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
+
+from kproxy.errors import StartupError
+from kproxy.pipeline.audit.schemas import TRAIL_SCHEMA
+
+TOPIC: Final = "topic"
+JSON: Final = "json"
+PARQUET: Final = "parquet"
+_KINDS: Final = ("begin", "range", "mark", "end")
+_NEEDED: Final = ("proxy", "incarnation", "sequence", "at")
+_NEEDED_OF_RANGE: Final = (
+    "topic", "partition", "owner", "revision", "producer_id", "record_count", "first_acked_at", "last_acked_at",
+)  # fmt: skip
+
+
+class TrailPlace(NamedTuple):
+    """Where a trail is: `kind` TOPIC, JSON or PARQUET; `name` of the topic or the directory."""
+
+    kind: str
+    name: str
+
+
+def parse_place(text: str) -> TrailPlace:
+    """`topic:NAME`, `json:DIR` or `parquet:DIR`. Raises StartupError."""
+    kind, _, name = text.partition(":")
+    if kind not in (TOPIC, JSON, PARQUET) or not name:
+        raise StartupError(f"{text!r} is no place of an audit trail: give topic:NAME, json:DIR or parquet:DIR.")
+    return TrailPlace(kind, name)
+
+
+def read_files(session: Any, place: TrailPlace) -> DataFrame:
+    """TRAIL_SCHEMA and `shipped_at`, which files do not tell. Raises StartupError where there are none."""
+    try:
+        if place.kind == JSON:
+            read = session.read.schema(TRAIL_SCHEMA).option("pathGlobFilter", "*.jsonl").json(place.name)
+        else:
+            # What the files call 32 bits may be more here.
+            read = session.read.option("pathGlobFilter", "*.parquet").parquet(place.name)
+            read = read.select(*(_of(read, field) for field in TRAIL_SCHEMA.fields))
+    except AnalysisException as error:
+        raise StartupError(
+            f"There is no audit trail in {place.name}: is it the directory of `--audit-sink`?"
+        ) from error
+    return only_rows(read.withColumn("shipped_at", F.lit(None).cast("long")))
+
+
+def _of(frame: DataFrame, field: Any) -> Column:
+    column = F.col(field.name) if field.name in frame.columns else F.lit(None)
+    return column.cast(field.dataType).alias(field.name)
+
+
+def read_topic(session: Any, topic: str, *, bootstrap: str, ends: str) -> DataFrame:
+    """TRAIL_SCHEMA and `shipped_at`, from the topic's beginning up to `ends`, JSON as of `log_source.fix_ends`."""
+    options = {
+        "kafka.bootstrap.servers": bootstrap,
+        "subscribe": topic,
+        "startingOffsets": "earliest",
+        "endingOffsets": ends,
+        # What retention takes while it is read is missing from the trail, and told.
+        "failOnDataLoss": "false",
+    }
+    return rows_of(session.read.format("kafka").options(**options).load())
+
+
+def rows_of(messages: DataFrame) -> DataFrame:
+    """The rows of pages: `value` of Kafka's messages, `timestamp` when each was shipped."""
+    lines = messages.select(
+        F.unix_millis("timestamp").alias("shipped_at"),
+        F.explode(F.split(F.col("value").cast("string"), "\n")).alias("line"),
+    )
+    return only_rows(
+        lines.select(F.from_json("line", TRAIL_SCHEMA).alias("row"), "shipped_at").select("row.*", "shipped_at")
+    )
+
+
+def only_rows(rows: DataFrame) -> DataFrame:
+    """Of what was read the rows that can be understood."""
+    spans = F.col("spans")
+    is_range = F.size(spans) >= 2
+    is_range &= (F.size(spans) % 2 == 0) & (F.array_min(spans) >= 0)
+    for name in _NEEDED_OF_RANGE:
+        is_range &= F.col(name).isNotNull()
+    is_row = F.col("kind").isin(*_KINDS)
+    for name in _NEEDED:
+        is_row &= F.col(name).isNotNull()
+    return rows.where(is_row & ((F.col("kind") != "range") | F.coalesce(is_range, F.lit(False))))

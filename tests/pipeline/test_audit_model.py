@@ -1,0 +1,233 @@
+"""The audit against one that looks at every offset by itself, on random small histories: a history a topic, one audit.
+
+`KPROXY_SEEDS=1000 KPROXY_FIRST_SEED=5000` judges other histories, and more of them; what fails names its seed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+from kproxy.pipeline.audit.tables import AuditRules, audit_tables
+from tests.support.trails import BEGAN_AT, Row, Trail, batch, bounds, bounds_frame, log_frame, trail_frame
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+
+SEEDS = range(first := int(os.environ.get("KPROXY_FIRST_SEED", "0")), first + int(os.environ.get("KPROXY_SEEDS", "150")))
+WINDOW_MS = 10_000
+# Offsets go over several buckets.
+BUCKET_BITS = 4
+OFFSETS = 80
+JUDGED = ("present", "lost", "removed", "overlapped")
+
+
+class History(NamedTuple):
+    acked: list[Row]
+    log: list[Row]
+    start: int
+    is_compacted: bool
+
+
+def topic_of(seed: int) -> str:
+    return f"seed-{seed}"
+
+
+def make(seed: int) -> tuple[Trail, History]:
+    """Claims and batches that fit each other now and then."""
+    chance = random.Random(seed)
+    trail, topic = Trail(proxy=f"{topic_of(seed)}:1", incarnation=str(seed)), topic_of(seed)
+    log: list[Row] = []
+    acked: list[Row] = []
+    offset, at = 0, 1_000
+    producers = [-1, 1, 2][: chance.randint(1, 3)]
+
+    def claim(spans: list[int], who: dict[str, Any]) -> None:
+        nonlocal at
+        at += chance.choice([1, 500, 9_000])
+        acked.append(trail.acked(topic, *spans, at=at, owner=chance.randint(1, 2), **who))
+
+    def some(base: int, count: int) -> dict[str, Any]:
+        producer = chance.choice(producers)
+        return {"producer": producer, "epoch": chance.choice([0, 0, 0, 1]), "sequence": base + chance.choice([0, 0, 5])}
+
+    while offset < OFFSETS:
+        count = chance.randint(1, 20)
+        who = some(offset, count)
+        what = chance.random()
+        if what < 0.75:
+            claim([offset, count], who)
+        if what < 0.1:
+            # Once more: the same record, or part of it, or another.
+            again = chance.randint(0, count - 1)
+            other = dict(who, sequence=who["sequence"] + again) if chance.random() < 0.7 else some(offset, count)
+            claim([offset + again, chance.randint(1, 20)], other)
+        if 0.05 < what < 0.9:
+            more = chance.choices(
+                [{}, {"crc_ok": False}, {"is_control": True}, {"records": chance.randint(0, count)}, {"producer": 9}],
+                [12, 1, 1, 1, 1],
+            )[0]
+            log.append(batch(topic, offset, count, **{**who, **more}))
+        offset += count
+    if chance.random() < 0.3 and len(acked) > 1:
+        # One row of several spans, where others wrote in between.
+        first, second = chance.randint(0, 30), chance.randint(40, 70)
+        claim([first, 3, second, 4], {"producer": 1, "epoch": 0, "sequence": first})
+    return trail, History(acked, log, chance.choice([0, 0, chance.randint(0, OFFSETS)]), chance.random() < 0.2)
+
+
+class Judged(NamedTuple):
+    counts: Counter[str]
+    windows: dict[int, Counter[str]]
+    lost: set[int]
+    overlapped: set[int]
+
+
+def judge(history: History) -> Judged:
+    """Offset by offset, claim by claim."""
+    held: dict[int, tuple[int, ...] | None] = {}
+    for header in history.log:
+        if header["is_control"] or header["crc_ok"] is False:
+            continue
+        base = header["base_offset"]
+        for offset in range(base, base + header["record_count"]):
+            held[offset] = _record(header["producer_id"], header["producer_epoch"], base - header["base_sequence"])
+    claims = _claims(history)
+    told = Judged(Counter(), defaultdict(Counter), set(), set())
+    for offset in range(OFFSETS + 100):
+        by_record = claims.get(offset, {})
+        if not by_record:
+            told.counts["unclaimed"] += offset in held
+            continue
+        what = ["present"]
+        record = next(iter(by_record))
+        is_there = offset in held and (len(by_record) > 1 or held[offset] == (None if record[0] == -1 else record))
+        if not is_there:
+            what = ["removed" if history.is_compacted or offset < history.start else "lost"]
+        if len(by_record) > 1:
+            what.append("overlapped")
+        told.lost.update({offset} if "lost" in what else ())
+        told.overlapped.update({offset} if "overlapped" in what else ())
+        for name in what:
+            told.counts[name] += 1
+            for window in by_record.values():
+                told.windows[window][name] += 1
+    told.counts["duplicated"] = _duplicated(history.log)
+    return told
+
+
+def _record(producer: int, epoch: int, distance: int) -> tuple[int, ...] | None:
+    return (producer, epoch, distance) if producer >= 0 else None
+
+
+def _claims(history: History) -> dict[int, dict[tuple[int, ...], int]]:
+    """By offset: of each record the window in which it was first claimed, as far as a bucket knows."""
+    claims: dict[int, list[tuple[int, int, tuple[int, ...], int]]] = defaultdict(list)
+    for nth, row in enumerate(history.acked):
+        before = 0
+        for start, count in zip(row["spans"][::2], row["spans"][1::2], strict=True):
+            distance = start - before - row["first_sequence"]
+            before += count
+            record = _record(row["producer_id"], row["producer_epoch"], distance) or (-1, nth, start)
+            window = row["last_acked_at"] - row["last_acked_at"] % WINDOW_MS
+            for offset in range(start, start + count):
+                begin = max(start, offset >> BUCKET_BITS << BUCKET_BITS)
+                claims[offset].append((begin, row["first_acked_at"], record, window))
+    by_offset: dict[int, dict[tuple[int, ...], int]] = {}
+    for offset, found in claims.items():
+        by_offset[offset] = {}
+        for _, _, record, window in sorted(found):
+            by_offset[offset].setdefault(record, window)
+    return by_offset
+
+
+def _duplicated(log: list[Row]) -> int:
+    seen, records = set(), 0
+    for header in sorted(log, key=lambda row: row["base_offset"]):
+        if header["producer_id"] < 0 or header["is_control"] or header["crc_ok"] is False:
+            continue
+        key = header["producer_id"], header["producer_epoch"], header["base_sequence"]
+        records += header["record_count"] if key in seen else 0
+        seen.add(key)
+    return records
+
+
+class Audited(NamedTuple):
+    partitions: dict[str, Row]
+    windows: dict[str, dict[int, Row]]
+    findings: dict[str, list[Row]]
+
+
+@pytest.fixture(scope="module")
+def histories() -> dict[int, tuple[Trail, History]]:
+    return {seed: make(seed) for seed in SEEDS}
+
+
+@pytest.fixture(scope="module")
+def audited(spark: Any, histories: dict[int, tuple[Trail, History]]) -> Iterator[Audited]:
+    rows: list[Row] = []
+    for trail, _ in histories.values():
+        trail.end(1_000_000)
+        rows += trail.rows
+    log = [header for _, history in histories.values() for header in history.log]
+    limits = [
+        bounds(topic_of(seed), OFFSETS + 20, start=history.start, is_compacted=history.is_compacted)
+        for seed, (_, history) in histories.items()
+    ]
+    rules = AuditRules(
+        read_at_ms=BEGAN_AT + 2_000_000, window_ms=WINDOW_MS, bucket_bits=BUCKET_BITS, max_findings=100_000
+    )
+    tables = audit_tables(trail_frame(spark, rows), log_frame(spark, log), bounds_frame(spark, limits), rules)
+    partitions = {row.topic: row.asDict() for row in tables.partitions.collect()}
+    windows: dict[str, dict[int, Row]] = defaultdict(dict)
+    for row in tables.windows.collect():
+        windows[row.topic][round(row.window_start.timestamp() * 1000)] = row.asDict()
+    findings: dict[str, list[Row]] = defaultdict(list)
+    for row in tables.findings.collect():
+        findings[row.topic].append(row.asDict())
+    yield Audited(partitions, windows, findings)
+    spark.catalog.clearCache()
+
+
+def test_histories_are_of_every_kind(histories: dict[int, tuple[Trail, History]]) -> None:
+    seen: Counter[str] = Counter()
+    for _, history in histories.values():
+        seen.update({name: 1 for name, count in judge(history).counts.items() if count})
+    assert all(seen[name] >= len(SEEDS) / 30 for name in (*JUDGED, "unclaimed", "duplicated")), seen
+
+
+def test_partitions_are_as_an_audit_offset_by_offset_has_them(
+    audited: Audited, histories: dict[int, tuple[Trail, History]]
+) -> None:
+    for seed, (_, history) in histories.items():
+        expected = judge(history).counts
+        told = audited.partitions[topic_of(seed)]
+        names = (*JUDGED, "unclaimed", "duplicated")
+        assert {name: told[name] for name in names} == {name: expected[name] for name in names}, f"seed {seed}"
+
+
+def test_windows_are_as_an_audit_offset_by_offset_has_them(
+    audited: Audited, histories: dict[int, tuple[Trail, History]]
+) -> None:
+    for seed, (_, history) in histories.items():
+        expected = judge(history).windows
+        for window, told in audited.windows[topic_of(seed)].items():
+            wanted = {name: expected[window][name] for name in JUDGED}
+            assert {name: told[name] for name in JUDGED} == wanted, f"seed {seed}, window {window}"
+
+
+def test_findings_are_of_the_offsets_that_an_audit_offset_by_offset_finds(
+    audited: Audited, histories: dict[int, tuple[Trail, History]]
+) -> None:
+    for seed, (_, history) in histories.items():
+        expected = judge(history)
+        for kind, offsets in (("lost", expected.lost), ("overlap", expected.overlapped)):
+            told: set[int] = set()
+            for row in audited.findings[topic_of(seed)]:
+                if row["kind"] == kind:
+                    told.update(range(row["first_offset"], row["last_offset"] + 1))
+            assert told == offsets, f"seed {seed}, {kind}"

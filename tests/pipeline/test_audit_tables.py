@@ -1,0 +1,328 @@
+"""What the audit says of trails and logs written by hand. One audit for all cases: a topic is a case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+from kproxy.pipeline.audit.schemas import FINDINGS_SCHEMA, OWNERS_SCHEMA, PARTITIONS_SCHEMA, WINDOWS_SCHEMA
+from kproxy.pipeline.audit.tables import AuditRules, audit_tables
+from tests.support.trails import (
+    BEGAN_AT,
+    Row,
+    Trail,
+    batch,
+    bounds,
+    bounds_frame,
+    log_frame,
+    trail_frame,
+)
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+
+WINDOW_MS = 10_000
+LAP = 1 << 31
+# Small, so that cases meet the boundaries of buckets.
+BUCKET_BITS = 6
+
+
+class Case(NamedTuple):
+    """`counts`: of the partition, those that are not none; `findings`: kind, first and last offset, and more."""
+
+    tell: Callable[[Trail, str], None]
+    log: list[tuple[Any, ...]]
+    counts: dict[str, Any]
+    findings: list[dict[str, Any]] = []
+    end: int = 300
+    start: int = 0
+    compacted: bool = False
+    options: dict[int, dict[str, Any]] = {}
+
+
+def acked(*calls: dict[str, Any]) -> Callable[[Trail, str], None]:
+    def tell(trail: Trail, topic: str) -> None:
+        for call in calls:
+            more = {name: value for name, value in call.items() if name != "spans"}
+            trail.acked(topic, *call["spans"], **more)
+
+    return tell
+
+
+def ack(*spans: int, **more: Any) -> dict[str, Any]:
+    return {"spans": spans, **more}
+
+
+P = {"producer": 5}
+
+CASES: dict[str, Case] = {
+    "all-there": Case(acked(ack(0, 100), ack(100, 200, **P)), [(0, 100), (100, 200, P)], {"acked": 300, "present": 300}),
+    "in-other-batches": Case(acked(ack(0, 300)), [(k * 10, 10) for k in range(30)], {"acked": 300, "present": 300}),
+    "interleaved": Case(
+        acked(ack(0, 10, 20, 10, 40, 10, producer=1), ack(10, 10, 30, 10, 50, 250, producer=2)),
+        [
+            (0, 10, {"producer": 1}),
+            (10, 10, {"producer": 2}),
+            (20, 10, {"producer": 1, "sequence": 10}),
+            (30, 10, {"producer": 2, "sequence": 10}),
+            (40, 10, {"producer": 1, "sequence": 20}),
+            (50, 250, {"producer": 2, "sequence": 20}),
+        ],
+        {"acked": 300, "present": 300},
+    ),
+    "lost-in-the-middle": Case(
+        acked(ack(0, 300, **P)),
+        [(0, 100, P), (150, 150, {"producer": 5, "sequence": 150})],
+        {"acked": 300, "present": 250, "lost": 50},
+        [{"kind": "lost", "first_offset": 100, "last_offset": 149, "records": 50, "owner": 1, "producer_id": 5}],
+    ),
+    "lost-behind-the-end": Case(
+        acked(ack(0, 300)),
+        [(0, 290)],
+        {"acked": 300, "present": 290, "lost": 10},
+        [{"kind": "lost", "first_offset": 290, "last_offset": 299, "revision": 7, "from_ms": BEGAN_AT + 1000}],
+        end=290,
+    ),
+    "lost-with-acks-1": Case(
+        acked(ack(0, 300, acks=1)),
+        [(0, 290)],
+        {"acked": 300, "present": 290, "lost": 10},
+        [{"kind": "lost", "first_offset": 290, "last_offset": 299, "detail": "acks=1"}],
+    ),
+    "another-record-in-its-place": Case(
+        acked(ack(0, 100, **P)),
+        [(0, 90, P), (90, 10, {"producer": 6})],
+        {"acked": 100, "present": 90, "lost": 10},
+        [{"kind": "lost", "first_offset": 90, "last_offset": 99, "detail": "something else"}],
+    ),
+    "removed-by-retention": Case(
+        acked(ack(0, 300)), [(200, 100)], {"acked": 300, "present": 100, "removed": 200}, start=200
+    ),
+    "lost-and-removed": Case(
+        acked(ack(0, 300)),
+        [(250, 50)],
+        {"acked": 300, "present": 50, "removed": 200, "lost": 50},
+        [{"kind": "lost", "first_offset": 200, "last_offset": 249, "records": 50}],
+        start=200,
+    ),
+    "removed-by-compaction": Case(
+        acked(ack(0, 300)),
+        [(0, 100), (200, 100, {"records": 40})],
+        {"acked": 300, "present": 140, "removed": 160},
+        compacted=True,
+    ),
+    "fewer-records-than-offsets": Case(
+        acked(ack(0, 300)),
+        [(0, 300, {"records": 299})],
+        {"acked": 300, "present": 299, "lost": 1},
+        [{"kind": "lost", "records": 1}],
+    ),
+    "corrupt": Case(
+        acked(ack(0, 300)),
+        [(0, 200), (200, 50, {"crc_ok": False}), (250, 50, {"crc_ok": None})],
+        {"acked": 300, "present": 250, "lost": 50},
+        [
+            {"kind": "corrupt", "first_offset": 200, "last_offset": 249, "records": 50},
+            {"kind": "lost", "first_offset": 200, "last_offset": 249},
+        ],
+    ),
+    "nobody-was-told": Case(
+        acked(ack(0, 100)), [(0, 100), (100, 200)], {"acked": 100, "present": 100, "unclaimed": 200}
+    ),
+    "markers-are-nobody's": Case(
+        acked(ack(0, 100), ack(101, 199)),
+        [(0, 100), (100, 1, {"producer": 5, "is_control": True}), (101, 199)],
+        {"acked": 299, "present": 299},
+    ),
+    "two-owners-of-one-offset": Case(
+        acked(ack(0, 200, owner=1, revision=7, **P), ack(190, 110, owner=2, revision=9, producer=6)),
+        [(0, 190, P), (190, 110, {"producer": 6})],
+        {"acked": 300, "present": 300, "overlapped": 10, "ownership_changes": 1, "owners": [1, 2], "producers": 2},
+        [
+            {
+                "kind": "overlap",
+                "first_offset": 190,
+                "last_offset": 199,
+                "records": 10,
+                "owner": 1,
+                "revision": 7,
+                "other_owner": 2,
+                "other_revision": 9,
+            }
+        ],
+    ),
+    "one-owner-twice": Case(
+        acked(ack(0, 300), ack(100, 10)),
+        [(0, 300)],
+        {"acked": 300, "present": 300, "overlapped": 10},
+        [{"kind": "overlap", "first_offset": 100, "last_offset": 109, "owner": 1, "other_owner": 1, "detail": "twice"}],
+    ),
+    "sent-again": Case(
+        acked(ack(0, 300, **P), ack(100, 50, producer=5, sequence=100, owner=2, revision=9)),
+        [(0, 300, P)],
+        {"acked": 300, "present": 300, "ownership_changes": 1, "owners": [1, 2], "batches": 2},
+    ),
+    "sent-again-and-gone-on": Case(
+        acked(ack(0, 200, **P), ack(150, 150, producer=5, sequence=150)),
+        [(0, 200, P), (200, 100, {"producer": 5, "sequence": 200})],
+        {"acked": 300, "present": 300},
+    ),
+    "sent-again-in-two-spans": Case(
+        acked(ack(0, 50, 100, 50, **P), ack(50, 50), ack(120, 30, 200, 100, producer=5, sequence=70)),
+        [
+            (0, 50, P),
+            (50, 50),
+            (100, 50, {"producer": 5, "sequence": 50}),
+            (150, 50),
+            (200, 100, {"producer": 5, "sequence": 100}),
+        ],
+        {"acked": 250, "present": 250, "unclaimed": 50},
+    ),
+    "same-sequence-of-another-epoch": Case(
+        acked(ack(0, 300, **P), ack(100, 10, producer=5, epoch=1, sequence=100)),
+        [(0, 300, P)],
+        {"acked": 300, "present": 300, "overlapped": 10},
+        [{"kind": "overlap", "first_offset": 100, "last_offset": 109}],
+    ),
+    "sequence-wraps": Case(
+        acked(ack(0, 300, producer=5, sequence=LAP - 100), ack(150, 10, producer=5, sequence=50)),
+        [(0, 100, {"producer": 5, "sequence": LAP - 100}), (100, 200, P)],
+        {"acked": 300, "present": 300},
+    ),
+    "appended-twice": Case(
+        acked(ack(0, 100, **P)),
+        [(0, 100, P), (100, 100, P), (200, 100, {"producer": 5, "sequence": 100})],
+        {"acked": 100, "present": 100, "duplicated": 100, "unclaimed": 200},
+        [{"kind": "duplicate", "first_offset": 100, "last_offset": 199, "producer_id": 5, "detail": "offset 0,"}],
+    ),
+    "same-sequence-a-lap-later": Case(
+        acked(ack(0, 10, **P), ack(LAP, 10, **P)),
+        [(0, 10, P), (LAP, 10, P)],
+        {"acked": 20, "present": 20},
+        end=LAP + 10,
+    ),
+    "markers-have-the-same-sequence": Case(
+        acked(ack(0, 10, **P)),
+        [(0, 10, P), (10, 1, {**P, "is_control": True}), (11, 1, {**P, "is_control": True})],
+        {"acked": 10, "present": 10},
+    ),
+    "no-log-at-all": Case(
+        acked(ack(0, 300)),
+        [],
+        {"acked": 300, "lost": 300, "log_start_offset": None, "end_offset": None},
+        [{"kind": "lost", "first_offset": 0, "last_offset": 299, "records": 300, "detail": "no log"}],
+        end=-1,
+    ),
+    "many-lost": Case(
+        acked(ack(0, 300)),
+        [(k * 10, 5) for k in range(30)],
+        {"acked": 300, "present": 150, "lost": 150},
+        [{"kind": "lost", "first_offset": k * 10 + 5, "last_offset": k * 10 + 9} for k in range(30)],
+    ),
+    "closed-late": Case(
+        acked(ack(0, 300, at=1_000, closed_at=20_000)), [(0, 300)], {"acked": 300, "present": 300, "late": 300}
+    ),
+    "shipped-late": Case(
+        acked(ack(0, 200, shipped_at=100_000), ack(200, 100, shipped_at=2_000)),
+        [(0, 300)],
+        {"acked": 300, "present": 300, "late": 200},
+    ),
+    "latencies": Case(
+        acked(*(ack(k, 1, latency_us=[1000 * (k + 1)]) for k in range(100))),
+        [(0, 100)],
+        {
+            "acked": 100,
+            "present": 100,
+            "batches": 100,
+            "bytes": 1000,
+            "p50_ms": pytest.approx(50, rel=0.02),
+            "p95_ms": pytest.approx(95, rel=0.02),
+            "p99_ms": pytest.approx(99, rel=0.02),
+            "max_ms": 100.0,
+        },
+    ),
+    "producers": Case(
+        acked(ack(0, 10, **P), ack(10, 10, connection=3), ack(20, 10, connection=4), ack(30, 10, producer=5, sequence=10)),
+        [(0, 10, P), (10, 20), (30, 10, {"producer": 5, "sequence": 10})],
+        {"acked": 40, "present": 40, "producers": 3},
+    ),
+}
+COUNTED = ("acked", "present", "lost", "removed", "duplicated", "overlapped", "unclaimed", "late", "ownership_changes")
+
+
+class Audited(NamedTuple):
+    partitions: dict[str, Row]
+    windows: dict[str, list[Row]]
+    findings: dict[str | None, list[Row]]
+    owners: dict[str, list[Row]]
+
+
+@pytest.fixture(scope="module")
+def audited(spark: Any) -> Iterator[Audited]:
+    trails = {name: Trail(proxy=f"{name}:9092", incarnation=name) for name in CASES}
+    log: list[Row] = []
+    limits: list[Row] = []
+    for name, case in CASES.items():
+        case.tell(trails[name], name)
+        trails[name].end(200_000)
+        for base, count, *more in case.log:
+            log.append(batch(name, base, count, **(more[0] if more else {})))
+        if case.end >= 0:
+            limits.append(bounds(name, case.end, start=case.start, is_compacted=case.compacted))
+    rows = [row for trail in trails.values() for row in trail.rows]
+    rules = AuditRules(read_at_ms=BEGAN_AT + 300_000, window_ms=WINDOW_MS, bucket_bits=BUCKET_BITS)
+    tables = audit_tables(trail_frame(spark, rows), log_frame(spark, log), bounds_frame(spark, limits), rules)
+    assert tables.windows.schema.names == WINDOWS_SCHEMA.names
+    assert tables.partitions.schema.names == PARTITIONS_SCHEMA.names
+    assert tables.findings.schema.names == FINDINGS_SCHEMA.names
+    assert tables.owners.schema.names == OWNERS_SCHEMA.names
+
+    def by_topic(frame: Any) -> dict[Any, list[Row]]:
+        grouped: dict[Any, list[Row]] = {}
+        for row in frame.collect():
+            grouped.setdefault(row.topic, []).append(row.asDict())
+        return grouped
+
+    partitions = {topic: rows[0] for topic, rows in by_topic(tables.partitions).items()}
+    yield Audited(partitions, by_topic(tables.windows), by_topic(tables.findings), by_topic(tables.owners))
+    spark.catalog.clearCache()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_acknowledged_record_is_accounted_for(audited: Audited, name: str) -> None:
+    told = audited.partitions[name]
+    expected = dict.fromkeys(COUNTED, 0) | CASES[name].counts
+    assert {column: told[column] for column in expected} == expected
+    assert told["acked"] == told["present"] + told["lost"] + told["removed"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_wrong_is_named_and_nothing_else_is(audited: Audited, name: str) -> None:
+    told = sorted(audited.findings.get(name, []), key=lambda row: (row["kind"], row["first_offset"]))
+    expected = CASES[name].findings
+    assert [row["kind"] for row in told] == [row["kind"] for row in expected]
+    for row, wanted in zip(told, expected, strict=True):
+        assert wanted.pop("detail", "") in row["detail"]
+        assert {column: row[column] for column in wanted} == wanted
+
+
+@pytest.mark.parametrize("name", sorted(set(CASES) - {"two-owners-of-one-offset", "one-owner-twice", "same-sequence-of-another-epoch"}))
+def test_windows_add_up_to_partitions_where_no_offset_was_given_out_twice(audited: Audited, name: str) -> None:
+    told, windows = audited.partitions[name], audited.windows[name]
+    for column in ("acked", "present", "lost", "removed", "late", "batches", "bytes", "ownership_changes"):
+        assert sum(row[column] for row in windows) == told[column], column
+
+
+def test_nothing_is_unproven_where_trails_end_in_order(audited: Audited) -> None:
+    assert None not in audited.findings
+    assert not any(row["unproven"] for row in audited.partitions.values())
+
+
+def test_a_duplicate_counts_when_either_copy_was_acknowledged(audited: Audited) -> None:
+    assert [row["duplicated"] for row in audited.windows["appended-twice"]] == [100]
+
+
+def test_both_owners_have_their_times(audited: Audited) -> None:
+    told = sorted((row["owner"], row["revision"], row["records"]) for row in audited.owners["two-owners-of-one-offset"])
+    assert told == [(1, 7, 200), (2, 9, 110)]

@@ -1,0 +1,140 @@
+"""Trails and logs written by hand, small ones: a case a topic, so that one audit judges all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pyspark.sql import DataFrame
+from pyspark.sql.types import LongType, StructField, StructType
+
+from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA, TRAIL_SCHEMA
+
+BEGAN_AT = 1_760_000_000_000
+INTERVAL_MS = 5_000
+SHIPPED_SCHEMA = StructType([*TRAIL_SCHEMA.fields, StructField("shipped_at", LongType())])
+
+Row = dict[str, Any]
+
+
+class Trail:
+    """One proxy's; times are milliseconds after BEGAN_AT."""
+
+    def __init__(self, proxy: str = "proxy:9092", incarnation: str = "a", began: int = 0) -> None:
+        self._who = {"proxy": proxy, "incarnation": incarnation}
+        self.rows: list[Row] = []
+        self._add("begin", began, interval_ms=INTERVAL_MS, mark_ms=10_000)
+
+    def _add(self, kind: str, at: int, **columns: Any) -> Row:
+        row = {"kind": kind, "sequence": len(self.rows), "at": BEGAN_AT + at, **self._who, **columns}
+        self.rows.append(row)
+        return row
+
+    def mark(self, at: int) -> None:
+        self._add("mark", at)
+
+    def end(self, at: int) -> None:
+        self._add("end", at)
+
+    def acked(
+        self,
+        topic: str,
+        *spans: int,
+        at: int = 1_000,
+        partition: int = 0,
+        owner: int = 1,
+        revision: int = 7,
+        producer: int = -1,
+        epoch: int = 0,
+        sequence: int = 0,
+        acks: int = -1,
+        first_at: int | None = None,
+        closed_at: int | None = None,
+        shipped_at: int | None = None,
+        connection: int = 1,
+        latency_us: Sequence[int] = (),
+    ) -> Row:
+        """`spans`: offset, count, offset, count, …; `sequence`: the first one's, where there is a `producer`."""
+        records = sum(spans[1::2])
+        return self._add(
+            "range",
+            at if closed_at is None else closed_at,
+            topic=topic,
+            partition=partition,
+            owner=owner,
+            revision=revision,
+            acks=acks,
+            connection=connection,
+            peer="192.0.2.1:50000",
+            client_id="test",
+            producer_id=producer,
+            producer_epoch=epoch if producer >= 0 else -1,
+            first_sequence=sequence if producer >= 0 else -1,
+            base_offset=spans[0],
+            record_count=records,
+            batches=len(spans) // 2,
+            bytes=records * 10,
+            first_acked_at=BEGAN_AT + (at if first_at is None else first_at),
+            last_acked_at=BEGAN_AT + at,
+            spans=list(spans),
+            latency_us=list(latency_us),
+            shipped_at=None if shipped_at is None else BEGAN_AT + shipped_at,
+        )
+
+
+def batch(
+    topic: str,
+    base: int,
+    count: int,
+    *,
+    partition: int = 0,
+    producer: int = -1,
+    epoch: int = 0,
+    sequence: int = 0,
+    records: int | None = None,
+    is_control: bool = False,
+    crc_ok: bool | None = True,
+) -> Row:
+    """A batch header: offsets [base, base + count), of which `records` are there (all)."""
+    return {
+        "topic": topic,
+        "partition": partition,
+        "base_offset": base,
+        "last_offset": base + count - 1,
+        "record_count": count if records is None else records,
+        "producer_id": producer,
+        "producer_epoch": epoch if producer >= 0 else -1,
+        "base_sequence": sequence if producer >= 0 else -1,
+        "leader_epoch": 0,
+        "max_timestamp": BEGAN_AT,
+        "bytes": count * 10,
+        "is_control": is_control,
+        "is_transactional": False,
+        "crc_ok": crc_ok,
+    }
+
+
+def bounds(topic: str, end: int, *, start: int = 0, partition: int = 0, is_compacted: bool = False) -> Row:
+    return {
+        "topic": topic,
+        "partition": partition,
+        "log_start_offset": start,
+        "end_offset": end,
+        "is_compacted": is_compacted,
+    }
+
+
+def _frame(spark: Any, rows: Iterable[Row], schema: StructType) -> DataFrame:
+    return spark.createDataFrame([tuple(row.get(name) for name in schema.names) for row in rows], schema).coalesce(1)
+
+
+def trail_frame(spark: Any, rows: Iterable[Row]) -> DataFrame:
+    return _frame(spark, rows, SHIPPED_SCHEMA)
+
+
+def log_frame(spark: Any, rows: Iterable[Row]) -> DataFrame:
+    return _frame(spark, rows, LOG_SCHEMA)
+
+
+def bounds_frame(spark: Any, rows: Iterable[Row]) -> DataFrame:
+    return _frame(spark, rows, BOUNDS_SCHEMA)
