@@ -64,10 +64,8 @@ def of_duplicates(duplicates: DataFrame) -> DataFrame:
         last_offset=F.col("last_offset"),
         records=F.col("record_count"),
         detail=F.format_string(
-            "The batch with sequence number %d of producer %d stands at offset %d, and here again.",
-            F.col("base_sequence"),
-            F.col("producer_id"),
-            F.col("first_base_offset"),
+            "The batch at offset %d of %s/%d stands at offset %d already: sequence number %d of producer %d.",
+            *map(F.col, ("base_offset", *PARTITION, "first_base_offset", "base_sequence", "producer_id")),
         ),
     )
 
@@ -81,16 +79,18 @@ def of_corrupt(log: DataFrame) -> DataFrame:
         first_offset=F.col("base_offset"),
         last_offset=F.col("last_offset"),
         records=F.col("last_offset") - F.col("base_offset") + 1,
-        detail=F.lit("The batch does not match its checksum: none of its records can be relied on."),
+        detail=F.format_string(
+            "The batch at offset %d of %s/%d does not match its checksum: its records cannot be relied on.",
+            *map(F.col, ("base_offset", *PARTITION)),
+        ),
     )
 
 
 def of_unproven(unproven: DataFrame, kind: str) -> DataFrame:
     names = ("proxy", "incarnation", "sequence", "from_ms", "to_ms")
+    missing = F.when(F.col("missing") == 1, F.lit("A row is")).otherwise(F.format_string("%d rows are", "missing"))
     lost_rows = F.format_string(
-        "%d rows of the trail of %s are missing: what was acknowledged then may not be in the trail.",
-        F.col("missing"),
-        F.col("proxy"),
+        "%s missing of the trail of %s: what it acknowledged then may not be in the trail.", missing, F.col("proxy")
     )
     cut_off = F.format_string(
         "The trail of %s has no end: the proxy was killed or cut off, and what it acknowledged last may not be in it.",
@@ -141,12 +141,16 @@ def of_lost(concerned: DataFrame, bounds: DataFrame) -> DataFrame:
         .join(F.broadcast(bounds), list(PARTITION), "left")
     )
     end = F.col("end_offset")
-    told = F.format_string("Broker %d acknowledged this at revision %d, ", F.col("owner"), F.col("revision"))
+    last = F.col("behind") - 1
+    told = F.format_string(
+        "Broker %d acknowledged offsets %d to %d of %s/%d at revision %d, ",
+        *(F.col("owner"), F.col("first"), last, *map(F.col, PARTITION), F.col("revision")),
+    )
     why = (
         F.when(end.isNull(), F.lit("and there is no log of this partition."))
         .when(F.col("replaced"), F.lit("and the log has something else there."))
         .when(F.col("first") >= end, F.format_string("and the log ends before, at offset %d.", end))
-        .otherwise(F.lit("and the log does not have it."))
+        .otherwise(F.lit("and the log does not have them."))
     )
     names = (
         "owner",
@@ -164,7 +168,7 @@ def of_lost(concerned: DataFrame, bounds: DataFrame) -> DataFrame:
         LOST,
         **{name: F.col(name) for name in (*PARTITION, *names)},
         first_offset=F.col("first"),
-        last_offset=F.col("behind") - 1,
+        last_offset=last,
         # The same record may have been acknowledged twice.
         records=F.least(F.col("records"), F.col("behind") - F.col("first")),
         detail=F.concat(told, why, _acks_1()),
@@ -189,15 +193,14 @@ def of_overlaps(concerned: DataFrame) -> DataFrame:
         )
     )
     is_one_owner = F.col("one.owner") == F.col("other.owner")
-    two = F.format_string(
-        "Broker %d at revision %d and broker %d at revision %d both gave out these offsets: "
-        "of two records at one offset the log has one at most.",
-        *(F.col(f"{which}.{name}") for which in ("one", "other") for name in ("owner", "revision")),
+    where = F.format_string(
+        "Offsets %d to %d of %s/%d were given out by broker %d at revision %d ",
+        *(F.col("island_start"), F.col("island_end") - 1, *map(F.col, PARTITION)),
+        *(F.col("one.owner"), F.col("one.revision")),
     )
-    twice = F.format_string(
-        "Broker %d gave out these offsets twice: of two records at one offset the log has one at most.",
-        F.col("one.owner"),
-    )
+    two = F.format_string("and by broker %d at revision %d", F.col("other.owner"), F.col("other.revision"))
+    who = F.when(is_one_owner, F.lit("twice")).otherwise(two)
+    so = F.lit(": of two records at one offset the log has one at most.")
     of_one = ("owner", "revision", "proxy", "incarnation", "producer_id", "producer_epoch", "sequence")
     return _as_findings(
         doubled,
@@ -209,7 +212,7 @@ def of_overlaps(concerned: DataFrame) -> DataFrame:
         first_offset=F.col("island_start"),
         last_offset=F.col("island_end") - 1,
         records=F.col("island_end") - F.col("island_start"),
-        detail=F.concat(F.when(is_one_owner, twice).otherwise(two), _acks_1()),
+        detail=F.concat(where, who, so, _acks_1()),
     )
 
 
@@ -218,7 +221,7 @@ def _only_one(name: str) -> Column:
 
 
 def _acks_1() -> Column:
-    warning = " It was written with acks=1, which an owner that dies may lose."
+    warning = " They were written with acks=1, which an owner that dies may lose."
     return F.when(F.col("acks") == 1, F.lit(warning)).otherwise(F.lit(""))
 
 

@@ -48,6 +48,12 @@ def cells(rows: DataFrame, trails: DataFrame, *, length_ms: int, late_after_ms: 
     )
 
 
+def window_starts(rows: DataFrame, *, length_ms: int) -> DataFrame:
+    """The partitions and windows that rows speak of: topic, partition, window_start."""
+    begin = F.timestamp_millis(window_ms(F.col("last_acked_at"), length_ms)).alias("window_start")
+    return rows.where("kind = 'range'").select(*PARTITION, begin).distinct()
+
+
 def owners(cells: DataFrame) -> DataFrame:
     """OWNERS_SCHEMA."""
     return cells.groupBy(*_OWNERSHIP).agg(

@@ -104,11 +104,12 @@ def audit_end(trails: DataFrame, *, read_at_ms: int, to_ms: int | None) -> DataF
     ).select(F.coalesce("to_ms", "until").alias("end_ms"))
 
 
-def gaps(rows: DataFrame, pieces: DataFrame, trails: DataFrame) -> DataFrame:
+def gaps(rows: DataFrame, pieces: DataFrame, trails: DataFrame, *, has_begin: bool = True) -> DataFrame:
     """Rows that are missing: proxy, incarnation, `sequence` of the first, how many (`missing`), from_ms, to_ms.
 
     An acknowledgement is in a row that is closed at most `interval_ms` later, so those that a missing row has came
-    after the row before it was closed less that, and before the one behind it was.
+    after the row before it was closed less that, and before the one behind it was. `has_begin`: whether trails should
+    have their first rows.
     """
     edges = pieces.select(*TRAIL, "first", "last", "first_at", "last_at")
     along = Window.partitionBy(*TRAIL).orderBy("first")

@@ -26,6 +26,10 @@ from kproxy.pipeline.spark import as_spark_failure
 
 # Spark's readers pass over names that begin so: whoever reads the results does not read what they were made from.
 _WORK = "_work"
+_SHUFFLE_PARTITIONS = "spark.sql.shuffle.partitions"
+# Some 60 MB, with two endpoints each.
+_INTERVALS_PER_TASK = 300_000
+_MAX_PARTITIONS = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +75,9 @@ def run_audit(
     until the end.
     """
     with as_spark_failure("The audit failed"), _work_in(session, f"{options.output.rstrip('/')}/{_WORK}") as land:
-        rows = land("rows", _read_trail(session, options))
+        # Before its end is fixed: reading may take longer than a proxy that lives is silent.
         read_at_ms = int(clock() * 1000)
+        rows = land("rows", _read_trail(session, options))
         topics = options.topics or _topics_of(rows, options.bootstrap)
         log, bounds = _read_logs(session, options, topics, land)
         rules = AuditRules(
@@ -84,10 +89,26 @@ def run_audit(
             late_after_ms=options.late_after_ms,
             max_findings=options.max_findings,
         )
-        tables = audit_tables(rows, log, bounds, rules, land)
-        write_results(tables, options.output, about or {})
+        with enough_partitions(session, rows.count() + log.count()):
+            tables = audit_tables(rows, log, bounds, rules, land)
+            write_results(tables, options.output, about or {})
     written, _ = read_results(session, options.output)
     return AuditResult(written, read_at_ms)
+
+
+@contextmanager
+def enough_partitions(session: Any, intervals: int) -> Iterator[None]:
+    """Shuffles in so many partitions that a task has no more than it can put together in memory.
+
+    Spark puts small partitions together by itself, but never divides large ones. What the session has is the least.
+    """
+    before = session.conf.get(_SHUFFLE_PARTITIONS)
+    needed = min(intervals // _INTERVALS_PER_TASK, _MAX_PARTITIONS)
+    session.conf.set(_SHUFFLE_PARTITIONS, str(max(int(before), needed)))
+    try:
+        yield
+    finally:
+        session.conf.set(_SHUFFLE_PARTITIONS, before)
 
 
 def _read_trail(session: Any, options: AuditOptions) -> DataFrame:

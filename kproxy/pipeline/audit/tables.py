@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
@@ -22,6 +22,7 @@ class AuditRules:
 
     `topics`: which ones, () for all that the trail has. `window_ms`: the length of a window. `late_after_ms`: how long
     a row may take to the trail. Of each kind of finding at most `max_findings` are listed; the counts are of all.
+    `goes_on`: rows before these were audited before, and are not missing.
     """
 
     read_at_ms: int
@@ -31,6 +32,7 @@ class AuditRules:
     window_ms: int = 10_000
     late_after_ms: int = 60_000
     max_findings: int = 1_000
+    goes_on: bool = False
     bucket_bits: int = BUCKET_BITS
 
 
@@ -55,7 +57,10 @@ def audit_tables(rows: DataFrame, log: DataFrame, bounds: DataFrame, rules: Audi
     All three are read several times. `land` is given a name and a table that will be read several times as well, and
     returns it from where that costs little.
     """
-    trail = _trail(rows, rules, land)
+    return _audit(_trail(rows, rules, land), log, bounds, rules, land)
+
+
+def _audit(trail: _Trail, log: DataFrame, bounds: DataFrame, rules: AuditRules, land: Land) -> Tables:
     given_out = claims(trail.judged, length_ms=rules.window_ms, bits=rules.bucket_bits)
     segments = land("segments", coverage.segments(given_out, held(log, bits=rules.bucket_bits), bounds, land))
     doubled = land("duplicates", findings.duplicates(log))
@@ -73,7 +78,35 @@ def audit_tables(rows: DataFrame, log: DataFrame, bounds: DataFrame, rules: Audi
     )
 
 
-def _trail(rows: DataFrame, rules: AuditRules, land: Land) -> _Trail:
+def audit_increment(
+    new_rows: DataFrame,
+    earlier_rows: DataFrame,
+    log: DataFrame,
+    bounds: DataFrame,
+    rules: AuditRules,
+    land: Land = keep,
+) -> Tables:
+    """What `new_rows` add to audits of `earlier_rows`: the tables of those partitions and windows that they speak of.
+
+    `earlier_rows` are what overlaps are looked for in, so they reach as far back as is to be looked, in whole windows;
+    those of partitions that the new ones do not speak of are passed over. `log` begins, in each partition, no later
+    than the lowest offset of these rows. The rows of a window here take the place of what was said of it before.
+    """
+    on = list(PARTITION)
+    spoken_of = land("spoken_of", new_rows.where("kind = 'range'").select(*on).distinct())
+    rows = earlier_rows.unionByName(new_rows)
+    trail = _trail(rows, rules, land, spoken_of)
+    tables = _audit(trail, _of(log, spoken_of), _of(bounds, spoken_of), rules, land)
+    starts = measures.window_starts(new_rows, length_ms=rules.window_ms)
+    windows = tables.windows.join(F.broadcast(starts), [*on, "window_start"], "left_semi")
+    return replace(tables, windows=windows.select(*WINDOWS_SCHEMA.names))
+
+
+def _of(frame: DataFrame, partitions: DataFrame) -> DataFrame:
+    return frame.join(F.broadcast(partitions), list(PARTITION), "left_semi")
+
+
+def _trail(rows: DataFrame, rules: AuditRules, land: Land, only: DataFrame | None = None) -> _Trail:
     pieces = land("pieces", proof.pieces(rows))
     trails = land("trails", proof.trails(pieces))
     judged = F.col("kind") == "range"
@@ -84,8 +117,10 @@ def _trail(rows: DataFrame, rules: AuditRules, land: Land) -> _Trail:
     if rules.to_ms is not None:
         judged &= F.col("last_acked_at") < rules.to_ms
     ranges = proof.each_once(rows.where(judged), pieces)
+    if only is not None:
+        ranges = _of(ranges, only)
     end = proof.audit_end(trails, read_at_ms=rules.read_at_ms, to_ms=rules.to_ms)
-    missing = proof.gaps(rows, pieces, trails)
+    missing = proof.gaps(rows, pieces, trails, has_begin=not rules.goes_on)
     unproven = proof.unproven(missing, proof.tails(trails, end), end, from_ms=rules.from_ms)
     cells = measures.cells(ranges, trails, length_ms=rules.window_ms, late_after_ms=rules.late_after_ms)
     return _Trail(
