@@ -18,7 +18,9 @@ from tests.support.trails import BEGAN_AT, Row, Trail, batch, bounds, bounds_fra
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
-SEEDS = range(first := int(os.environ.get("KPROXY_FIRST_SEED", "0")), first + int(os.environ.get("KPROXY_SEEDS", "150")))
+SEEDS = range(
+    first := int(os.environ.get("KPROXY_FIRST_SEED", "0")), first + int(os.environ.get("KPROXY_SEEDS", "150"))
+)
 WINDOW_MS = 10_000
 # Offsets go over several buckets.
 BUCKET_BITS = 4
@@ -72,6 +74,9 @@ def make(seed: int) -> tuple[Trail, History]:
                 [12, 1, 1, 1, 1],
             )[0]
             log.append(batch(topic, offset, count, **{**who, **more}))
+            if chance.random() < 0.1:
+                offset += count
+                log.append(batch(topic, offset, count, **who))
         offset += count
     if chance.random() < 0.3 and len(acked) > 1:
         # One row of several spans, where others wrote in between.

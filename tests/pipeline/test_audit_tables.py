@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -34,11 +34,10 @@ class Case(NamedTuple):
     tell: Callable[[Trail, str], None]
     log: list[tuple[Any, ...]]
     counts: dict[str, Any]
-    findings: list[dict[str, Any]] = []
+    findings: Sequence[dict[str, Any]] = ()
     end: int = 300
     start: int = 0
     compacted: bool = False
-    options: dict[int, dict[str, Any]] = {}
 
 
 def acked(*calls: dict[str, Any]) -> Callable[[Trail, str], None]:
@@ -57,7 +56,9 @@ def ack(*spans: int, **more: Any) -> dict[str, Any]:
 P = {"producer": 5}
 
 CASES: dict[str, Case] = {
-    "all-there": Case(acked(ack(0, 100), ack(100, 200, **P)), [(0, 100), (100, 200, P)], {"acked": 300, "present": 300}),
+    "all-there": Case(
+        acked(ack(0, 100), ack(100, 200, **P)), [(0, 100), (100, 200, P)], {"acked": 300, "present": 300}
+    ),
     "in-other-batches": Case(acked(ack(0, 300)), [(k * 10, 10) for k in range(30)], {"acked": 300, "present": 300}),
     "interleaved": Case(
         acked(ack(0, 10, 20, 10, 40, 10, producer=1), ack(10, 10, 30, 10, 50, 250, producer=2)),
@@ -194,7 +195,15 @@ CASES: dict[str, Case] = {
         acked(ack(0, 100, **P)),
         [(0, 100, P), (100, 100, P), (200, 100, {"producer": 5, "sequence": 100})],
         {"acked": 100, "present": 100, "duplicated": 100, "unclaimed": 200},
-        [{"kind": "duplicate", "first_offset": 100, "last_offset": 199, "producer_id": 5, "detail": "offset 0,"}],
+        [
+            {
+                "kind": "duplicate",
+                "first_offset": 100,
+                "last_offset": 199,
+                "producer_id": 5,
+                "detail": "stands at offset 0 already",
+            }
+        ],
     ),
     "same-sequence-a-lap-later": Case(
         acked(ack(0, 10, **P), ack(LAP, 10, **P)),
@@ -243,7 +252,9 @@ CASES: dict[str, Case] = {
         },
     ),
     "producers": Case(
-        acked(ack(0, 10, **P), ack(10, 10, connection=3), ack(20, 10, connection=4), ack(30, 10, producer=5, sequence=10)),
+        acked(
+            ack(0, 10, **P), ack(10, 10, connection=3), ack(20, 10, connection=4), ack(30, 10, producer=5, sequence=10)
+        ),
         [(0, 10, P), (10, 20), (30, 10, {"producer": 5, "sequence": 10})],
         {"acked": 40, "present": 40, "producers": 3},
     ),
@@ -303,11 +314,15 @@ def test_what_is_wrong_is_named_and_nothing_else_is(audited: Audited, name: str)
     expected = CASES[name].findings
     assert [row["kind"] for row in told] == [row["kind"] for row in expected]
     for row, wanted in zip(told, expected, strict=True):
-        assert wanted.pop("detail", "") in row["detail"]
-        assert {column: row[column] for column in wanted} == wanted
+        assert wanted.get("detail", "") in row["detail"]
+        columns = wanted.keys() - {"detail"}
+        assert {column: row[column] for column in columns} == {column: wanted[column] for column in columns}
 
 
-@pytest.mark.parametrize("name", sorted(set(CASES) - {"two-owners-of-one-offset", "one-owner-twice", "same-sequence-of-another-epoch"}))
+GIVEN_OUT_TWICE = {"two-owners-of-one-offset", "one-owner-twice", "same-sequence-of-another-epoch"}
+
+
+@pytest.mark.parametrize("name", sorted(CASES.keys() - GIVEN_OUT_TWICE))
 def test_windows_add_up_to_partitions_where_no_offset_was_given_out_twice(audited: Audited, name: str) -> None:
     told, windows = audited.partitions[name], audited.windows[name]
     for column in ("acked", "present", "lost", "removed", "late", "batches", "bytes", "ownership_changes"):
