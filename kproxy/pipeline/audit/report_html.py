@@ -1,0 +1,303 @@
+"""The report as one HTML file: the verdict first, then the numbers, the findings, the plots and the table.
+
+The file asks for nothing: style and drawings are in it, there is no script, and its own policy forbids requests.
+Whatever comes from outside (names of topics, of clients, of files) is escaped, and what is no letter is replaced.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kproxy.errors import StartupError
+from kproxy.pipeline.audit.report_axes import Plot
+from kproxy.pipeline.audit.report_facts import Facts, Finding, Partition, State, Sums, Verdict
+from kproxy.pipeline.audit.report_plots import plots
+from kproxy.pipeline.audit.report_style import STYLE
+from kproxy.pipeline.audit.report_words import (
+    GLOSSARY,
+    STATE_NAMES,
+    bytes_in_words,
+    counted,
+    duration,
+    headline,
+    kind_in_words,
+    kinds_counted,
+    owners_in_words,
+    particulars,
+    partition_verdict,
+    printable,
+    summary,
+    where,
+)
+from kproxy.pipeline.audit.schemas import GAP, TAIL
+
+POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+# As many as can be read at once; the others are there for who opens them.
+OPEN_FINDINGS: Final = 8
+# From here on a number is too long for its card's usual letters.
+MILLIARD: Final = 10**9
+_ICONS: Final = {
+    "good": '<path d="M14 25l8 8 14-17"/>',
+    "bad": '<path d="M16 16l16 16M32 16L16 32"/>',
+    "split": '<path d="M24 38V26L13 14M24 26l11-12M12 21v-8h8M36 21v-8h-8"/>',
+    "warn": '<path d="M18 19a6 6 0 1 1 8.500 5.500c-1.700.9-2.500 2-2.500 4.500M24 34.500v.2"/>',
+    "idle": '<path d="M15 24h18"/>',
+}
+
+
+def write_report(facts: Facts, path: Path) -> None:
+    """Write the report to `path`, whole or not at all. Raises StartupError where that is not possible."""
+    text = report_page(facts)
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        raise StartupError(
+            f"The report could not be written to {path} ({error.strerror}): name another file."
+        ) from error
+
+
+def report_page(facts: Facts) -> str:
+    """The HTML, the same for the same facts."""
+    parts = [
+        _verdict(facts.verdict),
+        "<main>",
+        _numbers(facts),
+        _findings(facts),
+        *[_plot(plot, facts) for plot in plots(facts)],
+        _partitions(facts),
+        _words(),
+        _about(facts),
+        "</main>",
+    ]
+    title = f"{headline(facts.verdict)} – kproxy audit"
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f'<link rel="icon" href="data:,"><title>{escaped(title)}</title><style>{STYLE}</style></head>\n<body>\n'
+        + "\n".join(part for part in parts if part)
+        + "\n</body></html>\n"
+    )
+
+
+def escaped(text: str) -> str:
+    return html.escape(printable(text))
+
+
+def _tone(verdict: Verdict) -> str:
+    if verdict.failed:
+        return "bad"
+    if verdict.unproven:
+        return "warn"
+    return "idle" if verdict.empty else "good"
+
+
+def _verdict(verdict: Verdict) -> str:
+    tone = _tone(verdict)
+    icon = "split" if verdict.sums.overlapped else tone
+    return (
+        f'<header class="verdict {tone}" data-verdict="{tone}"><div>'
+        '<svg viewBox="0 0 48 48" fill="none" stroke="currentColor" stroke-width="4" stroke-linecap="round" '
+        f'stroke-linejoin="round" aria-hidden="true"><circle cx="24" cy="24" r="21" stroke-width="3"/>'
+        f"{_ICONS[icon]}</svg>"
+        f"<h1>{escaped(headline(verdict))}</h1><p>{escaped(summary(verdict))}</p></div></header>"
+    )
+
+
+def _numbers(facts: Facts) -> str:
+    sums, holes = facts.sums, facts.verdict.trail_faults
+    in_holes = counted(holes, "hole") + " in the trails"
+    unproven = f"of {counted(sums.partitions, 'partition')}" + (f"; {in_holes}" if holes else "")
+    removed = f"and {sums.removed:,} removed by retention or compaction" if sums.removed else "of those acknowledged"
+    cards = [
+        (
+            "Acknowledged",
+            sums.acked,
+            f"in {counted(sums.batches, 'batch', 'batches')}, {bytes_in_words(sums.bytes)}",
+            "",
+        ),
+        ("In the log", sums.present, removed, ""),
+        ("Lost", sums.lost, "acknowledged and not in the log", "bad"),
+        ("Split brain", sums.overlapped, "given an offset that others had too", "bad"),
+        ("Duplicated", sums.duplicated, "in the log more than once", "bad"),
+        ("Unproven", sums.unproven or holes, unproven if sums.unproven or not holes else "holes in the trails", "warn"),
+    ]
+    cells = [
+        f'<div class="{f"is-{tone}" if tone and number else "is-plain"}"><dt>{name}</dt>'
+        f'<dd class="{"number" if number < MILLIARD else "number long"}">{number:,}</dd>'
+        f'<dd class="muted">{escaped(note)}</dd></div>'
+        for name, number, note, tone in cards
+    ]
+    return f'<dl class="numbers">{"".join(cells)}</dl>'
+
+
+def _findings(facts: Facts) -> str:
+    if not facts.finding_counts:
+        return ""
+    items = [_finding(finding) for finding in facts.findings]
+    first, others = "".join(items[:OPEN_FINDINGS]), "".join(items[OPEN_FINDINGS:])
+    listed = f'<ul class="findings">{first}</ul>'
+    if others:
+        said = counted(len(items) - OPEN_FINDINGS, "more finding")
+        listed += f'<details><summary>{said}</summary><ul class="findings">{others}</ul></details>'
+    hidden = facts.hidden_findings
+    more = ""
+    if hidden > 0:
+        more = f'<p class="muted">{counted(hidden, "finding")} besides these in the results, table “findings”.</p>'
+    return f'<h2>Findings</h2><p class="muted">{escaped(kinds_counted(facts))}</p>{listed}{more}'
+
+
+def _finding(finding: Finding) -> str:
+    tone = "warn" if finding.kind in (GAP, TAIL) else "bad"
+    known = "".join(
+        f"<div><dt>{escaped(label)}</dt><dd>{escaped(text)}</dd></div>" for label, text in particulars(finding)
+    )
+    return (
+        f'<li><span class="tag {tone}">{escaped(kind_in_words(finding.kind))}</span> '
+        f"<b>{escaped(where(finding))}</b><p>{escaped(finding.detail)}</p><dl>{known}</dl></li>"
+    )
+
+
+def _plot(plot: Plot, facts: Facts) -> str:
+    """Drawn for wide and for narrow screens, of which the page shows one. For who cannot see it, its text."""
+    drawings = "".join(
+        svg.replace("<svg ", f'<svg class="{size}" role="img" aria-label="{escaped(plot.alternative)}" ', 1)
+        for size, svg in (("wide", plot.wide), ("narrow", plot.narrow))
+    )
+    key = _key(facts) if plot.name == "completeness" else ""
+    return (
+        f'<h2 id="{plot.name}">{escaped(plot.title)}</h2><figure aria-labelledby="{plot.name}">'
+        f"<figcaption>{escaped(plot.caption)}</figcaption>{key}{drawings}</figure>"
+    )
+
+
+_KEY_MARKS: Final = {
+    State.LOST: '<path d="M4.500 4.500l7 7M11.500 4.500l-7 7" stroke="var(--paper)" stroke-width="2"/>',
+    State.OVERLAPPED: '<path d="M8 3.500L12.500 8L8 12.500L3.500 8z" fill="var(--paper)"/>',
+    State.DUPLICATED: '<path d="M8 3.500v9M3.500 8h9" stroke="var(--paper)" stroke-width="2"/>',
+    State.UNPROVEN: '<path d="M0 10L10 0M4 16L16 4M0 3L3 0M11 16L16 11" stroke="var(--hatch)" stroke-width="1.500"/>',
+}
+
+
+def _key(facts: Facts) -> str:
+    """What the completeness plot's colours and marks mean, of those that are in it."""
+    seen = {cell.state for cell in facts.cells} | ({State.UNPROVEN} if facts.trail_holes else set()) | {State.NOTHING}
+    items = []
+    for state in reversed([state for state in State if state in seen]):
+        box = '<rect y="7" width="16" height="2" fill="var(--line)"/>'
+        if state is not State.NOTHING:
+            box = f'<rect width="16" height="16" rx="2" fill="var(--{state.value})"/>'
+        mark = _KEY_MARKS.get(state, "")
+        items.append(
+            f'<li><svg viewBox="0 0 16 16" fill="none" aria-hidden="true">{box}{mark}</svg>{STATE_NAMES[state]}</li>'
+        )
+    return f'<ul class="key">{"".join(items)}</ul>'
+
+
+@dataclass(frozen=True, slots=True)
+class _Count:
+    """A column of the table. `rare`: left out where it is nought everywhere. `tone`: of what is not nought."""
+
+    name: str
+    title: str
+    rare: bool = False
+    tone: str = ""
+
+
+_COUNTS: Final = (
+    _Count("acked", "acked"),
+    _Count("present", "present"),
+    _Count("lost", "lost", tone="bad"),
+    _Count("overlapped", "overlapped", tone="bad"),
+    _Count("duplicated", "duplicated", tone="bad"),
+    _Count("removed", "removed", rare=True),
+    _Count("unclaimed", "unclaimed", rare=True),
+    _Count("late", "late", rare=True),
+)
+
+
+def _partitions(facts: Facts) -> str:
+    if not facts.partitions:
+        return ""
+    counts = [count for count in _COUNTS if not count.rare or getattr(facts.sums, count.name)]
+    titles = "".join(f'<th scope="col">{count.title}</th>' for count in counts)
+    head = (
+        '<tr><th scope="col" class="left">partition</th><th scope="col" class="left">verdict</th>'
+        f'{titles}<th scope="col" class="left">owners</th><th scope="col">producers</th>'
+        '<th scope="col">bytes</th><th scope="col">median</th><th scope="col">99 %</th><th scope="col">longest</th>'
+        '<th scope="col">log</th></tr>'
+    )
+    rows = "".join(_row(partition, counts) for partition in facts.partitions)
+    foot = ""
+    hidden = facts.rest
+    if hidden.partitions:
+        foot += _foot(f"{counted(hidden.partitions, 'more partition')}, together", hidden, counts)
+    if facts.sums.partitions > 1:
+        foot += _foot(f"all {counted(facts.sums.partitions, 'partition')}", facts.sums, counts)
+    order = f"The worst {len(facts.partitions):,} of {facts.sums.partitions:,}. " if hidden.partitions else ""
+    return (
+        f'<h2>Partitions</h2><div class="scroll" role="region" aria-label="Table of partitions" tabindex="0"><table>'
+        f"<caption>{order}{counted(facts.topics, 'topic')}. Counts are of records; times are until a request's "
+        f"acknowledgement.</caption><thead>{head}</thead><tbody>{rows}</tbody>"
+        f"{f'<tfoot>{foot}</tfoot>' if foot else ''}"
+        "</table></div>"
+    )
+
+
+def _row(partition: Partition, counts: Sequence[_Count]) -> str:
+    times = (partition.p50_ms, partition.p99_ms, partition.max_ms)
+    bounds = (partition.log_start_offset, partition.end_offset)
+    log = "not read" if None in bounds else f"{bounds[0]:,} to {bounds[1]:,}"
+    return (
+        f'<tr><th scope="row">{escaped(partition.name)}</th>{_verdict_cell(partition.sums)}'
+        f'{_counts(partition.sums, counts)}<td class="left owners">{_owners(partition)}</td>'
+        f"<td>{partition.producers:,}</td>"
+        f"<td>{bytes_in_words(partition.sums.bytes)}</td>"
+        + "".join(f"<td>{'–' if time is None else duration(time)}</td>" for time in times)
+        + f"<td>{log}</td></tr>"
+    )
+
+
+def _owners(partition: Partition) -> str:
+    changes = partition.sums.ownership_changes
+    said = f" ({counted(changes, 'change')})" if changes else ""
+    return escaped(owners_in_words(partition.owners) + said)
+
+
+def _foot(name: str, sums: Sums, counts: Sequence[_Count]) -> str:
+    return (
+        f'<tr><th scope="row">{name}</th>{_verdict_cell(sums)}{_counts(sums, counts)}<td></td>'
+        f"<td></td><td>{bytes_in_words(sums.bytes)}</td><td></td><td></td><td></td><td></td></tr>"
+    )
+
+
+def _verdict_cell(sums: Sums) -> str:
+    tone = "bad" if sums.failed else "warn" if sums.unproven else "good" if sums.acked else "idle"
+    return f'<td class="left"><span class="tag {tone}">{partition_verdict(sums)}</span></td>'
+
+
+def _counts(sums: Sums, counts: Sequence[_Count]) -> str:
+    cells = []
+    for count in counts:
+        number = getattr(sums, count.name)
+        tone = count.tone if number else "zero"
+        cells.append(f'<td class="{tone}">{number:,}</td>' if tone else f"<td>{number:,}</td>")
+    return "".join(cells)
+
+
+def _words() -> str:
+    items = "".join(f"<dt>{escaped(word)}</dt><dd>{escaped(meaning)}</dd>" for word, meaning in GLOSSARY.items())
+    return f'<h2>What the words mean</h2><dl class="words">{items}</dl>'
+
+
+def _about(facts: Facts) -> str:
+    items = "".join(f"<dt>{escaped(label)}</dt><dd>{escaped(text)}</dd>" for label, text in facts.about.items())
+    table = f'<dl class="words">{items}</dl>' if items else ""
+    return f'<footer><h2>What was audited</h2>{table}<p class="muted">All times are UTC.</p></footer>'

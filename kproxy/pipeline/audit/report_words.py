@@ -1,0 +1,236 @@
+"""The sentences of a report, the same on a terminal and in HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+
+from kproxy.pipeline.audit.report_facts import Facts, Finding, State, Sums, Verdict
+from kproxy.pipeline.audit.schemas import CORRUPT, DUPLICATE, FINDING_KINDS, GAP, LOST, OVERLAP, TAIL
+
+_EPOCH = datetime(1970, 1, 1)
+# One of them, and several.
+KIND_NAMES = {
+    LOST: ("loss", "losses"),
+    OVERLAP: ("split brain", "split brains"),
+    DUPLICATE: ("duplicate", "duplicates"),
+    CORRUPT: ("corrupt batch", "corrupt batches"),
+    GAP: ("gap in a trail", "gaps in trails"),
+    TAIL: ("trail without an end", "trails without an end"),
+}
+
+STATE_NAMES = {
+    State.NOTHING: "nothing acknowledged",
+    State.COMPLETE: "complete",
+    State.REMOVED: "removed by retention or compaction",
+    State.UNPROVEN: "unproven",
+    State.DUPLICATED: "duplicated",
+    State.OVERLAPPED: "split brain",
+    State.LOST: "lost",
+}
+GLOSSARY = {
+    "acked": "Records of which a producer was told that they are written, by a proxy that says so in its trail.",
+    "present": "Of these, in the log at the offsets that were acknowledged.",
+    "lost": "Of these, not in the log, though neither retention nor compaction can have removed them.",
+    "overlapped": "Given an offset that others had too: two brokers took themselves for the owner (split brain).",
+    "duplicated": "In the log more than once, by producer id and sequence number.",
+    "removed": "Acknowledged, and removed since by retention or compaction, as the topic's settings have it.",
+    "unproven": "A proxy's trail has a hole there or no end: what was acknowledged then is not known.",
+    "unclaimed": "In the log and in no trail: written past the proxies, with acks=0, or in an unproven time.",
+    "late": "Acknowledged in a window that was closed already when its part of the trail arrived.",
+}
+
+
+def headline(verdict: Verdict) -> str:
+    """One or two words in capitals' stead: what a person should know after a second."""
+    sums = verdict.sums
+    wrong = [
+        name
+        for name, count in (
+            ("loss", sums.lost),
+            ("split brain", sums.overlapped),
+            ("duplicates", sums.duplicated),
+            ("corrupt batches", verdict.corrupt),
+        )
+        if count
+    ]
+    if wrong:
+        return _listed(wrong).capitalize()
+    if verdict.unproven:
+        return "Unproven"
+    return "Nothing acknowledged" if verdict.empty else "Clean"
+
+
+def summary(verdict: Verdict) -> str:
+    """What the headline means, in one or two sentences with the numbers."""
+    sums = verdict.sums
+    if wrong := _wrong(verdict):
+        found = f"Of {counted(sums.acked, 'acknowledged record')} {_listed(wrong)}."
+    elif sums.acked:
+        found = f"{_there(sums)}{'' if verdict.unproven else ', once and at one offset'}."
+    else:
+        found = "The trail has no acknowledged record in this time and of these topics: there is nothing to look for."
+    return f"{found} {_unproven(verdict)}" if verdict.unproven else found
+
+
+def _wrong(verdict: Verdict) -> list[str]:
+    sums = verdict.sums
+    said = []
+    if sums.lost:
+        said.append(f"{sums.lost:,} {_are(sums.lost)} not in the log")
+    if sums.overlapped:
+        said.append(f"{sums.overlapped:,} {_were(sums.overlapped)} given an offset that others had too")
+    if sums.duplicated:
+        said.append(f"{sums.duplicated:,} {_are(sums.duplicated)} in the log more than once")
+    if verdict.corrupt:
+        said.append(f"{counted(verdict.corrupt, 'batch', 'batches')} in the log cannot be read")
+    return said
+
+
+def _there(sums: Sums) -> str:
+    if sums.removed:
+        return (
+            f"All {counted(sums.acked, 'acknowledged record')} are accounted for, {sums.removed:,} of them as "
+            f"removed by retention or compaction; {sums.present:,} {_are(sums.present)} in the log"
+        )
+    if sums.acked == 1:
+        return "The one acknowledged record is in the log"
+    return f"All {sums.acked:,} acknowledged records are in the log"
+
+
+def _unproven(verdict: Verdict) -> str:
+    """That something is not known, and that this is not the same as fine."""
+    known = []
+    if verdict.sums.unproven:
+        known.append(f"{counted(verdict.sums.unproven, 'partition')} concerned")
+    if verdict.trail_faults:
+        known.append(f"{counted(verdict.trail_faults, 'hole')} in the trails")
+    return f"Of some time the trail does not tell all ({', '.join(known)}): what was acknowledged then is unproven."
+
+
+def where(finding: Finding) -> str:
+    """The partition that a finding is about, else the proxy whose trail it is."""
+    if finding.topic is not None:
+        return finding.topic if finding.partition is None else f"{finding.topic}/{finding.partition}"
+    return "all topics" if finding.proxy is None else f"trail of {finding.proxy}"
+
+
+def particulars(finding: Finding) -> list[tuple[str, str]]:
+    """What is known of a finding, as label and value, in the order in which one asks."""
+    known: list[tuple[str, str]] = []
+    if finding.first_offset is not None:
+        last = finding.first_offset if finding.last_offset is None else finding.last_offset
+        known.append(
+            ("offsets", f"{finding.first_offset:,}" + (f" to {last:,}" if last != finding.first_offset else ""))
+        )
+    if finding.records is not None:
+        known.append(("records", f"{finding.records:,}"))
+    if finding.owner is not None:
+        known.append(("owner", owner_in_words(finding.owner, finding.revision)))
+    if finding.other_owner is not None:
+        known.append(("other owner", owner_in_words(finding.other_owner, finding.other_revision)))
+    if finding.proxy is not None:
+        known.append(("proxy", finding.proxy + (f", incarnation {finding.incarnation}" if finding.incarnation else "")))
+    if finding.producer_id is not None and finding.producer_id >= 0:
+        known.append(("producer", f"{finding.producer_id}, epoch {finding.producer_epoch}"))
+    if finding.sequence is not None and finding.sequence >= 0:
+        known.append(("sequence", str(finding.sequence)))
+    if finding.from_ms is not None and finding.to_ms is not None:
+        known.append(("time", span_in_words(finding.from_ms, finding.to_ms)))
+    return known
+
+
+def owner_in_words(owner: int, revision: int | None) -> str:
+    return f"broker {owner}" if revision is None or revision < 0 else f"broker {owner} at revision {revision}"
+
+
+def owners_in_words(owners: Sequence[int]) -> str:
+    """`1, 2, 3`; a dash for none."""
+    return ", ".join(str(owner) for owner in owners) or "–"
+
+
+def partition_verdict(sums: Sums) -> str:
+    """One word or two for a line of a table."""
+    wrong = [
+        name
+        for name, count in (("lost", sums.lost), ("split brain", sums.overlapped), ("duplicates", sums.duplicated))
+        if count
+    ]
+    if wrong:
+        return ", ".join(wrong)
+    if sums.unproven:
+        return "unproven"
+    return "clean" if sums.acked else "nothing"
+
+
+def kinds_counted(facts: Facts) -> str:
+    """`3 losses, 1 split brain`; "" without findings."""
+    counts = facts.finding_counts
+    kinds = [kind for kind in FINDING_KINDS if kind in counts]
+    kinds += sorted(set(counts) - set(FINDING_KINDS))
+    return ", ".join(counted(counts[kind].findings, *KIND_NAMES.get(kind, (kind, kind))) for kind in kinds)
+
+
+def kind_in_words(kind: str) -> str:
+    return KIND_NAMES.get(kind, (kind,))[0]
+
+
+def printable(text: str) -> str:
+    """`text` without what a terminal, a browser or a reader would take for more than letters."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+
+
+def counted(count: int, one: str, many: str = "") -> str:
+    """`1 record`, `2,000 records`."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+def utc(ms: int) -> str:
+    """A time to the millisecond, without its zone: who writes it says UTC."""
+    try:
+        return (_EPOCH + timedelta(milliseconds=ms)).isoformat(sep=" ", timespec="milliseconds")
+    except OverflowError:
+        return f"{ms:,} ms after 1970"
+
+
+def span_in_words(from_ms: int, to_ms: int) -> str:
+    """`2026-11-21 20:15:00.000 to 20:15:03.500 UTC`."""
+    begin, end = utc(from_ms), utc(to_ms)
+    same_day = begin[:10] == end[:10]
+    return f"{begin} to {end[11:] if same_day else end} UTC" if from_ms != to_ms else f"{begin} UTC"
+
+
+def duration(ms: float) -> str:
+    """`250 ms`, `5 s`, `3 min`, `2 h`, `1.5 d`: what a person would say."""
+    for unit, size in (("d", 86_400_000), ("h", 3_600_000), ("min", 60_000), ("s", 1000)):
+        if ms >= size:
+            return f"{ms / size:.3g} {unit}"
+    return f"{ms:.3g} ms"
+
+
+def bytes_in_words(count: float) -> str:
+    """`1.2 GB`, by powers of 1000."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def _listed(parts: list[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
+
+
+def _were(count: int) -> str:
+    return "was" if count == 1 else "were"
+
+
+def shortened(text: str, longest: int) -> str:
+    """`text`, or its beginning and its end, which of topics' names tell them apart."""
+    if len(text) <= longest:
+        return text
+    tail = longest // 2
+    return f"{text[: longest - tail - 1]}…{text[-tail:]}"

@@ -1,0 +1,218 @@
+"""However large an audit's tables, a report takes so many rows from them, the worst, and counts the rest."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from kproxy.errors import StartupError
+from kproxy.pipeline.audit.report_facts import Cell, Flow, Grid, Holding, Latency, State, Sums
+from kproxy.pipeline.audit.report_gather import Limits, gather
+from kproxy.pipeline.audit.report_html import report_page
+from kproxy.pipeline.audit.report_table import show_table
+from kproxy.pipeline.audit.results import NAMES, Tables, read_results, write_results
+from kproxy.pipeline.audit.schemas import (
+    FINDINGS_SCHEMA,
+    OWNERS_SCHEMA,
+    PARTITIONS_SCHEMA,
+    THROUGHPUT_SCHEMA,
+    WINDOWS_SCHEMA,
+)
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
+
+# 21 November 2026, 20:00 UTC, in seconds.
+START_S = 1_795_291_200
+SCHEMAS = {
+    "windows": WINDOWS_SCHEMA,
+    "partitions": PARTITIONS_SCHEMA,
+    "findings": FINDINGS_SCHEMA,
+    "owners": OWNERS_SCHEMA,
+    "throughput": THROUGHPUT_SCHEMA,
+}
+Rows = Sequence[dict[str, Any]]
+
+
+def _tables(spark: Any, **rows: Rows) -> Tables:
+    """Tables of these rows; columns that a row has not are null, times are in seconds of the epoch."""
+    made = {}
+    for name, schema in SCHEMAS.items():
+        values = [tuple(row.get(column) for column in schema.names) for row in rows.get(name, ())]
+        plain = ", ".join(
+            f"{field.name} {'long' if field.name.startswith('window_') else field.dataType.simpleString()}"
+            for field in schema
+        )
+        frame = spark.createDataFrame(values, plain)
+        for column in ("window_start", "window_end"):
+            if column in schema.names:
+                frame = frame.withColumn(column, frame[column].cast("timestamp"))
+        assert frame.schema.names == schema.names
+        made[name] = frame
+    return Tables(**made)
+
+
+def _window(topic: str, partition: int, minute: int, **counts: Any) -> dict[str, Any]:
+    start = START_S + minute * 60
+    nought = dict.fromkeys(("acked", "present", "lost", "removed", "duplicated", "overlapped", "late"), 0)
+    times = {"window_start": start, "window_end": start + 60}
+    return {"topic": topic, "partition": partition, **times, **nought, "unproven": False, **counts}
+
+
+def _partition(topic: str, partition: int, **counts: Any) -> dict[str, Any]:
+    nought = dict.fromkeys((name for name in Sums.__slots__ if name not in ("partitions", "unproven")), 0)
+    others = {"unproven": False, "owners": [1], "producers": 2, "log_start_offset": 0, "end_offset": 100}
+    return {"topic": topic, "partition": partition, **nought, **others, **counts}
+
+
+def test_each_table_comes_into_the_report_as_it_is(spark: Any) -> None:
+    start_ms = START_S * 1000
+    tables = _tables(
+        spark,
+        partitions=[
+            _partition("a", 0, acked=30, present=30, batches=3, bytes=300, p50_ms=1.5, p99_ms=9.0, max_ms=20.0),
+            _partition("a", 1, acked=10, present=8, lost=2, ownership_changes=1, owners=[1, 2]),
+            _partition("b", 0, acked=5, present=5, unproven=True, late=1, unclaimed=4),
+        ],
+        windows=[
+            _window("a", 0, 0, acked=20, p50_ms=1.0, p95_ms=2.0, p99_ms=3.0, max_ms=4.0),
+            _window("a", 0, 2, acked=10, removed=1, p50_ms=1.0, p95_ms=2.0, p99_ms=8.0, max_ms=9.0),
+            _window(
+                "a", 1, 0, acked=10, lost=2, overlapped=2, unproven=True, p50_ms=2.0, p95_ms=2.0, p99_ms=2.0, max_ms=2.0
+            ),
+            _window("b", 0, 1, acked=5, unproven=True),
+        ],
+        findings=[
+            {"kind": "tail", "proxy": "p:1", "incarnation": "0f", "from_ms": start_ms + 70_000, "detail": "No end."},
+            {"kind": "lost", "topic": "a", "partition": 1, "records": 2, "owner": 1, "revision": 7, "detail": "Gone."},
+            {"kind": "corrupt", "topic": "a", "partition": 0, "records": 9, "detail": "Broken."},
+        ],
+        owners=[
+            {"topic": "a", "partition": 1, "owner": owner, "revision": 6 + owner, "first_acked_at": start_ms + owner}
+            | {"last_acked_at": start_ms + owner + 10, "records": 5, "bytes": 50}
+            for owner in (2, 1)
+        ],
+        throughput=[
+            {"window_start": START_S + 60 * minute, "owner": 1, "records": 10 + minute, "bytes": 100}
+            for minute in (0, 2)
+        ],
+    )
+    facts = gather(tables, {"Bootstrap": "here"})
+    assert facts.sums == Sums(
+        *(3, 45, 43, 2, 0, 0, 0),
+        unclaimed=4,
+        late=1,
+        batches=3,
+        bytes=300,
+        ownership_changes=1,
+        unproven=1,
+    )
+    assert facts.topics == 2
+    assert [(one.name, one.owners, one.p50_ms) for one in facts.partitions] == [
+        *(("a/1", (1, 2), None), ("b/0", (1,), None), ("a/0", (1,), 1.5))
+    ]
+    assert facts.grid == Grid(start_ms, 60_000, 3, 1)
+    assert facts.cells == (
+        *(Cell("a", 0, 0, State.COMPLETE), Cell("a", 0, 2, State.REMOVED)),
+        *(Cell("a", 1, 0, State.LOST), Cell("b", 0, 1, State.UNPROVEN)),
+    )
+    # It has no end, so that all the time behind is unproven.
+    assert facts.trail_holes == (1, 2)
+    assert facts.holdings == (
+        Holding("a", 1, 1, 7, start_ms + 1, start_ms + 11, 5),
+        Holding("a", 1, 2, 8, start_ms + 2, start_ms + 12, 5),
+    )
+    assert facts.flows == (Flow(0, 1, 10, 100), Flow(2, 1, 12, 100))
+    assert facts.latencies == (Latency(0, 2.0, 2.0, 3.0, 4.0), Latency(2, 1.0, 2.0, 8.0, 9.0))
+    assert [(finding.kind, finding.detail) for finding in facts.findings] == [
+        *(("lost", "Gone."), ("corrupt", "Broken."), ("tail", "No end."))
+    ]
+    assert (facts.verdict.corrupt, facts.verdict.trail_faults) == (1, 1)
+    assert "Loss and corrupt batches" in report_page(facts)
+
+
+def test_of_many_the_worst_are_taken_and_the_others_counted(spark: Any) -> None:
+    """Within limits, in whatever dimension the tables grow: partitions, windows, findings, owners, changes of owner."""
+    partitions = [_partition("t", number, acked=100, present=100, owners=[*range(40)]) for number in range(200)]
+    partitions[150] |= {"lost": 1, "present": 99}
+    partitions[30] |= {"overlapped": 1}
+    windows = [_window("t", number, minute * 7, acked=1) for number in (150, 30, 0, 1) for minute in range(100)]
+    windows[3] |= {"lost": 1}
+    start_ms = START_S * 1000
+    tables = _tables(
+        spark,
+        partitions=partitions,
+        windows=windows,
+        findings=[
+            {"kind": "lost", "topic": "t", "partition": 150, "records": number, "detail": f"{number}"}
+            for number in range(300)
+        ],
+        owners=[
+            {"topic": "t", "partition": 150, "owner": turn % 5, "revision": turn, "first_acked_at": start_ms + turn}
+            | {"last_acked_at": start_ms + turn, "records": 1, "bytes": 1}
+            for turn in range(50)
+        ],
+        throughput=[
+            {"window_start": START_S + 420 * minute, "owner": owner, "records": owner, "bytes": 1}
+            for minute in range(100)
+            for owner in range(12)
+        ],
+    )
+    limits = Limits(partitions=10, drawn=3, columns=20, findings=5, holdings=4, owners=2)
+    facts = gather(tables, {}, limits)
+    assert facts.sums.partitions == 200
+    assert [one.partition for one in facts.partitions] == [150, 30, 0, 1, 2, 3, 4, 5, 6, 7]
+    assert len(facts.partitions[0].owners) == 16
+    assert facts.rest == Sums(190, 19_000, 19_000)
+    assert [finding.detail for finding in facts.findings] == ["299", "298", "297", "296", "295"]
+    assert facts.hidden_findings == 295
+    assert facts.grid is not None
+    # 694 windows of a minute, idle ones among them.
+    assert facts.grid == Grid(start_ms, 35 * 60_000, 20, 35)
+    assert {cell.partition for cell in facts.cells} == {150, 30, 0}
+    assert len(facts.cells) == 60
+    assert [cell.column for cell in facts.cells if cell.state is State.LOST] == [0]
+    assert [holding.revision for holding in facts.holdings] == [0, 1, 2, 3]
+    assert facts.hidden_holdings == 46
+    assert {flow.owner for flow in facts.flows} == {11, 10, None}
+    assert sum(flow.records for flow in facts.flows) == 100 * sum(range(12))
+    assert max(flow.column for flow in facts.flows) == 19
+    assert len(report_page(facts)) < 1_000_000
+
+
+def test_an_audit_of_nothing_has_a_report_too(spark: Any) -> None:
+    facts = gather(_tables(spark), {"Bootstrap": "here"})
+    assert (facts.sums, facts.grid, facts.cells, facts.partitions) == (Sums(), None, (), ())
+    assert "Nothing acknowledged" in report_page(facts)
+
+
+def test_results_on_disk_give_the_same_report(spark: Any, tmp_path: Path) -> None:
+    tables = _tables(
+        spark,
+        partitions=[_partition("t", 0, acked=3, present=3)],
+        windows=[_window("t", 0, 0, acked=3)],
+        throughput=[{"window_start": START_S, "owner": 1, "records": 3, "bytes": 30}],
+    )
+    about = {"Bootstrap": "here", "Windows": "1 min"}
+    directory = str(tmp_path / "results")
+    with pytest.raises(StartupError, match="has no audit's results"):
+        read_results(spark, directory)
+    # A second audit takes the place of the first.
+    for _ in range(2):
+        write_results(tables, directory, about)
+    assert sorted(path.name for path in (tmp_path / "results").iterdir()) == sorted([*NAMES, "about"])
+    read, told = read_results(spark, directory)
+    assert list(told.items()) == list(about.items())
+    assert {name: getattr(read, name).schema for name in NAMES} == {
+        name: getattr(tables, name).schema for name in NAMES
+    }
+    facts = gather(read, told)
+    assert facts.sums == Sums(1, 3, 3)
+    assert facts.flows == (Flow(0, 1, 3, 30),)
+    output = io.StringIO()
+    show_table(facts, Console(file=output, width=100))
+    assert output.getvalue().startswith("Clean. All 3 acknowledged records are in the log")

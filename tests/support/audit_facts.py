@@ -1,0 +1,285 @@
+"""What audits may come to, for tests of how it is shown: one cluster's hour, and what can go wrong in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from kproxy.pipeline.audit.report_facts import (
+    Cell,
+    Facts,
+    Finding,
+    FindingCount,
+    Flow,
+    Grid,
+    Holding,
+    Latency,
+    Partition,
+    State,
+    Sums,
+    Verdict,
+)
+
+# Saturday, 21 November 2026, 20:00 UTC.
+START_MS = 1_795_291_200_000
+STEP_MS = 60_000
+COLUMNS = 60
+OWNERS = (1, 2, 3)
+TAKEN_AT = 25
+HTML_TOPIC = "<script>alert('x')</script>&\"" + "very-long-" * 20 + "\x00\x1b[31mred"
+
+
+def clean() -> Facts:
+    """Twelve partitions of two topics on three brokers; broker 2's are taken over by broker 3 after 25 minutes."""
+    partitions = tuple(_partition(topic, number) for topic in ("orders", "payments") for number in range(6))
+    return _facts(partitions)
+
+
+def _partition(topic: str, number: int, *, acked: int = 120_000) -> Partition:
+    owner = OWNERS[number % 3]
+    owners = (2, 3) if owner == 2 else (owner,)
+    sums = Sums(
+        partitions=1,
+        acked=acked,
+        present=acked,
+        batches=acked // 100,
+        bytes=acked * 180,
+        ownership_changes=len(owners) - 1,
+    )
+    return Partition(topic, number, sums, owners, 4, 0, acked, 2.4, 11.8, 240.0)
+
+
+def _facts(partitions: tuple[Partition, ...]) -> Facts:
+    names = Sums.__slots__
+    sums = Sums(*(sum(getattr(one.sums, name) for one in partitions) for name in names))
+    return Facts(
+        verdict=Verdict(sums),
+        topics=len({one.topic for one in partitions}),
+        partitions=partitions,
+        findings=(),
+        finding_counts={},
+        grid=Grid(START_MS, STEP_MS, COLUMNS, 1),
+        cells=tuple(
+            Cell(one.topic, one.partition, column, State.COMPLETE)
+            for one in partitions[:40]
+            for column in range(COLUMNS)
+            if 2 in one.owners or column % 20 != 19
+        ),
+        holdings=tuple(holding for one in partitions[:40] for holding in _holdings(one)),
+        flows=tuple(_flow(column, owner) for column in range(COLUMNS) for owner in OWNERS),
+        latencies=tuple(
+            Latency(column, 2.0 + column % 3, 6.0 + column % 5, 9.0 + column % 7 * 2, 30.0 + column % 11 * 40)
+            for column in range(COLUMNS)
+        ),
+        about={
+            "Bootstrap": "127.0.0.1:9092",
+            "Trail": "topic __kproxy_audit, 3 proxies, 4 incarnations",
+            "Windows": "1 min",
+            "Audited at": "2026-11-21 21:00:04 UTC",
+        },
+    )
+
+
+def _holdings(one: Partition) -> list[Holding]:
+    taken = START_MS + TAKEN_AT * STEP_MS
+    end = START_MS + COLUMNS * STEP_MS
+    if 2 not in one.owners:
+        return [Holding(one.topic, one.partition, one.owners[0], 1041 + one.partition, START_MS, end, one.sums.acked)]
+    half = one.sums.acked // 2
+    return [
+        Holding(one.topic, one.partition, 2, 1041 + one.partition, START_MS, taken, half),
+        Holding(one.topic, one.partition, 3, 1190 + one.partition, taken + 9_000, end, half),
+    ]
+
+
+def _flow(column: int, owner: int) -> Flow:
+    base = 8_000 + column % 7 * 220
+    factor = {1: 1, 2: 1 if column < TAKEN_AT else 0, 3: 1 if column < TAKEN_AT else 2}[owner]
+    return Flow(column, owner, base * factor, base * factor * 180)
+
+
+def _with(facts: Facts, at: int, states: dict[int, State], *findings: Finding, **counts: int) -> Facts:
+    """`facts` with other numbers for the partition at place `at`, and what was found."""
+    changed = facts.partitions[at]
+    sums = replace(changed.sums, **counts)
+    partitions = [*facts.partitions]
+    partitions[at] = replace(changed, sums=sums)
+    cells = tuple(
+        replace(cell, state=states.get(cell.column, cell.state))
+        if (cell.topic, cell.partition) == (changed.topic, changed.partition)
+        else cell
+        for cell in facts.cells
+    )
+    names = Sums.__slots__
+    total = Sums(*(getattr(facts.sums, name) - getattr(changed.sums, name) + getattr(sums, name) for name in names))
+    both = (*facts.findings, *findings)
+    kinds = {kind: [found for found in both if found.kind == kind] for kind in {found.kind for found in both}}
+    return replace(
+        facts,
+        partitions=(partitions[at], *partitions[:at], *partitions[at + 1 :]),
+        cells=cells,
+        verdict=replace(facts.verdict, sums=total),
+        findings=both,
+        finding_counts={
+            kind: FindingCount(len(found), sum(one.records or 0 for one in found))
+            for kind, found in sorted(kinds.items())
+        },
+    )
+
+
+def loss() -> Facts:
+    finding = Finding(
+        "lost",
+        "50 records that broker 1 acknowledged at offsets 61,200 to 61,249 of orders/3 are not in the log.",
+        *("orders", 3, 61_200, 61_249, 50, 1, 1044, None, None, "127.0.0.1:9092", "9f3c1a2b4d5e6f70", 4001, 0, 812),
+        *(START_MS + 31 * STEP_MS, START_MS + 31 * STEP_MS + 900),
+    )
+    return _with(clean(), 3, {31: State.LOST}, finding, lost=50, present=119_950)
+
+
+def split_brain() -> Facts:
+    facts = clean()
+    taken = START_MS + TAKEN_AT * STEP_MS
+    finding = Finding(
+        "overlap",
+        "Offsets 50,000 to 50,399 of orders/1 were acknowledged by broker 2 under revision 1042 and by broker 3 under "
+        "revision 1191.",
+        *("orders", 1, 50_000, 50_399, 400, 2, 1042, 3, 1191, "127.0.0.1:9092", "9f3c1a2b4d5e6f70", 4001, 0, 640),
+        *(taken + 9_000, taken + 5 * STEP_MS),
+    )
+    states = dict.fromkeys(range(TAKEN_AT, TAKEN_AT + 5), State.OVERLAPPED)
+    facts = _with(facts, 1, states, finding, overlapped=400, lost=200, present=119_800)
+    holdings = tuple(
+        replace(holding, last_ms=taken + 5 * STEP_MS)
+        if (holding.topic, holding.partition, holding.owner) == ("orders", 1, 2)
+        else holding
+        for holding in facts.holdings
+    )
+    return replace(facts, holdings=holdings)
+
+
+def unproven() -> Facts:
+    begin, end = START_MS + 40 * STEP_MS, START_MS + 44 * STEP_MS
+    trail = {"proxy": "127.0.0.1:9092", "incarnation": "9f3c1a2b4d5e6f70"}
+    gap = Finding(
+        "gap",
+        "Rows 812 to 830 of the trail of 127.0.0.1:9092 are missing: what it acknowledged then is unproven.",
+        **trail,
+        sequence=812,
+        from_ms=START_MS + 10 * STEP_MS,
+        to_ms=START_MS + 12 * STEP_MS,
+    )
+    tail = Finding(
+        "tail",
+        "The trail of 127.0.0.1:9092 has no end: the proxy was killed, and what it acknowledged last is unproven.",
+        **trail,
+        sequence=1400,
+        from_ms=begin,
+        to_ms=end,
+    )
+    facts = clean()
+    for at in range(len(facts.partitions)):
+        columns = dict.fromkeys((10, 11, *range(40, 44)), State.UNPROVEN)
+        facts = _with(facts, at, columns, *((gap, tail) if at == 0 else ()), unproven=1)
+    return replace(facts, trail_holes=(10, 11, 40, 41, 42, 43), verdict=replace(facts.verdict, trail_faults=2))
+
+
+def huge() -> Facts:
+    """What is left of ten thousand partitions, a year of windows and a million findings, once cut to what is shown."""
+    states = list(State)
+    partitions = tuple(
+        replace(
+            _partition(f"team-{number % 7}.service-{number % 11}.events-of-a-rather-long-name.v{number % 3}", number),
+            sums=replace(
+                _partition("", number).sums,
+                lost=max(0, 20 - number),
+                removed=5_000,
+                unproven=number % 2,
+                unclaimed=7,
+                late=3,
+            ),
+            owners=tuple(range(number % 16 + 1)),
+        )
+        for number in range(60)
+    )
+    facts = _facts(partitions)
+    finding = loss().findings[0]
+    return replace(
+        facts,
+        verdict=Verdict(
+            replace(
+                facts.sums, partitions=10_000, acked=91_234_567_890, present=91_184_567_000, lost=890, overlapped=12
+            ),
+            corrupt=3,
+            trail_faults=40,
+        ),
+        topics=400,
+        findings=tuple(replace(finding, partition=number, records=50 - number) for number in range(50)),
+        finding_counts={"lost": FindingCount(1_000_000, 890), "gap": FindingCount(40, 0)},
+        grid=Grid(START_MS, 86_400_000 * 4, 96, 5760),
+        cells=tuple(
+            Cell(one.topic, one.partition, column, states[(column * 7 + row * 5 + column * row // 3) % 7])
+            for row, one in enumerate(partitions[:40])
+            for column in range(96)
+        ),
+        holdings=tuple(
+            Holding(
+                one.topic, one.partition, (one.partition + turn) % 9, 10_000 + turn, begin, begin + 86_400_000 * 9, 1000
+            )
+            for one in partitions[:40]
+            for turn in range(40)
+            for begin in (START_MS + turn * 86_400_000 * 9,)
+        ),
+        hidden_holdings=12_345,
+        flows=tuple(
+            Flow(column, owner, 10_000_000 * (1 + (owner or 9) % 4), 10**9)
+            for column in range(96)
+            for owner in (*range(8), None)
+        ),
+        latencies=tuple(Latency(column, 1.2, 80.0, 900.0, 61_000.0) for column in range(96)),
+    )
+
+
+def empty() -> Facts:
+    return Facts(Verdict(Sums()), 0, (), (), {}, about={"Bootstrap": "127.0.0.1:9092"})
+
+
+def tiny() -> Facts:
+    """One partition, one window, one record, no latency known."""
+    one = Partition("t", 0, Sums(1, 1, 1, batches=1, bytes=70), (1,), 1, 0, 1, None, None, None)
+    return replace(
+        _facts((one,)),
+        grid=Grid(START_MS, 1000, 1, 1),
+        cells=(Cell("t", 0, 0, State.COMPLETE),),
+        holdings=(Holding("t", 0, 1, 7, START_MS + 10, START_MS + 10, 1),),
+        flows=(Flow(0, 1, 1, 70),),
+        latencies=(Latency(0, 3.0, 3.0, 3.0, 3.0),),
+    )
+
+
+def hostile() -> Facts:
+    """A topic whose name would be markup, a terminal's escape sequence and a formula, were it let through."""
+    facts = loss()
+    name = HTML_TOPIC
+    return replace(
+        facts,
+        partitions=tuple(replace(one, topic=name) for one in facts.partitions[:6]),
+        cells=tuple(replace(cell, topic=name) for cell in facts.cells if cell.topic == "orders"),
+        holdings=tuple(replace(one, topic=name) for one in facts.holdings if one.topic == "orders"),
+        findings=tuple(
+            replace(one, topic=name, detail=f"{name} $x^2$ {{}}", proxy="<b>p</b>") for one in facts.findings
+        ),
+        about={"<i>label</i>": name},
+    )
+
+
+ALL: dict[str, Callable[[], Facts]] = {
+    "clean": clean,
+    "loss": loss,
+    "split_brain": split_brain,
+    "unproven": unproven,
+    "huge": huge,
+    "empty": empty,
+    "tiny": tiny,
+    "hostile": hostile,
+}
