@@ -90,6 +90,8 @@ def test_each_table_comes_into_the_report_as_it_is(spark: Any) -> None:
             {"kind": "tail", "proxy": "p:1", "incarnation": "0f", "from_ms": start_ms + 70_000, "detail": "No end."},
             {"kind": "lost", "topic": "a", "partition": 1, "records": 2, "owner": 1, "revision": 7, "detail": "Gone."},
             {"kind": "corrupt", "topic": "a", "partition": 0, "records": 9, "detail": "Broken."},
+            {"kind": "overlap", "topic": "a", "partition": 1, "owner": 1, "other_owner": 2, "detail": "Both."},
+            {"kind": "overlap", "topic": "a", "partition": 1, "owner": 1, "other_owner": 1, "detail": "Twice."},
         ],
         owners=[
             {"topic": "a", "partition": 1, "owner": owner, "revision": 6 + owner, "first_acked_at": start_ms + owner}
@@ -129,9 +131,9 @@ def test_each_table_comes_into_the_report_as_it_is(spark: Any) -> None:
     assert facts.flows == (Flow(0, 1, 10, 100), Flow(2, 1, 12, 100))
     assert facts.latencies == (Latency(0, 2.0, 2.0, 3.0, 4.0), Latency(2, 1.0, 2.0, 8.0, 9.0))
     assert [(finding.kind, finding.detail) for finding in facts.findings] == [
-        *(("lost", "Gone."), ("corrupt", "Broken."), ("tail", "No end."))
+        *(("lost", "Gone."), ("overlap", "Both."), ("overlap", "Twice."), ("corrupt", "Broken."), ("tail", "No end."))
     ]
-    assert (facts.verdict.corrupt, facts.verdict.trail_faults) == (1, 1)
+    assert (facts.verdict.corrupt, facts.verdict.trail_faults, facts.verdict.conflicts) == (1, 1, 1)
     assert "Loss and corrupt batches" in report_page(facts)
 
 

@@ -118,7 +118,7 @@ def _with(facts: Facts, at: int, states: dict[int, State], *findings: Finding, *
         facts,
         partitions=(partitions[at], *partitions[:at], *partitions[at + 1 :]),
         cells=cells,
-        verdict=replace(facts.verdict, sums=total),
+        verdict=replace(facts.verdict, sums=total, conflicts=sum(found.kind == "overlap" for found in findings)),
         findings=both,
         finding_counts={
             kind: FindingCount(len(found), sum(one.records or 0 for one in found))
@@ -130,7 +130,7 @@ def _with(facts: Facts, at: int, states: dict[int, State], *findings: Finding, *
 def loss() -> Facts:
     finding = Finding(
         "lost",
-        "50 records that broker 1 acknowledged at offsets 61,200 to 61,249 of orders/3 are not in the log.",
+        "Broker 1 acknowledged this at revision 1044, and the log does not have it.",
         *("orders", 3, 61_200, 61_249, 50, 1, 1044, None, None, "127.0.0.1:9092", "9f3c1a2b4d5e6f70", 4001, 0, 812),
         *(START_MS + 31 * STEP_MS, START_MS + 31 * STEP_MS + 900),
     )
@@ -142,8 +142,8 @@ def split_brain() -> Facts:
     taken = START_MS + TAKEN_AT * STEP_MS
     finding = Finding(
         "overlap",
-        "Offsets 50,000 to 50,399 of orders/1 were acknowledged by broker 2 under revision 1042 and by broker 3 under "
-        "revision 1191.",
+        "Broker 2 at revision 1042 and broker 3 at revision 1191 both gave out these offsets: of two records at one "
+        "offset the log has one at most.",
         *("orders", 1, 50_000, 50_399, 400, 2, 1042, 3, 1191, "127.0.0.1:9092", "9f3c1a2b4d5e6f70", 4001, 0, 640),
         *(taken + 9_000, taken + 5 * STEP_MS),
     )
@@ -211,6 +211,7 @@ def huge() -> Facts:
                 facts.sums, partitions=10_000, acked=91_234_567_890, present=91_184_567_000, lost=890, overlapped=12
             ),
             corrupt=3,
+            conflicts=1,
             trail_faults=40,
         ),
         topics=400,

@@ -147,9 +147,9 @@ def test_the_numbers_are_those_of_the_audit(pages: dict[str, str]) -> None:
     rows = re.findall(r'<tr><th scope="row">(.*?)</th>(.*?)</tr>', pages["split_brain"])
     cells = {name: re.findall(r"<td[^>]*>(?:<span[^>]*>)?(.*?)(?:</span>)?</td>", row) for name, row in rows}
     assert list(cells) == [*(one.name for one in facts.partitions), "all 12 partitions"]
-    assert cells["orders/1"][:6] == ["lost, split brain", "120,000", "119,800", "200", "400", "0"]
+    assert cells["orders/1"][:6] == ["lost, overlapped", "120,000", "119,800", "200", "400", "0"]
     assert cells["orders/0"][:6] == ["clean", "120,000", "120,000", "0", "0", "0"]
-    assert cells["all 12 partitions"][:6] == ["lost, split brain", "1,440,000", "1,439,800", "200", "400", "0"]
+    assert cells["all 12 partitions"][:6] == ["lost, overlapped", "1,440,000", "1,439,800", "200", "400", "0"]
     finding = facts.findings[0]
     for told in (
         finding.detail,
@@ -274,8 +274,8 @@ def test_the_terminal_tells_partitions_and_findings() -> None:
     text = "\n".join(_shown(audit_facts.split_brain()))
     row = next(line for line in text.splitlines() if "orders/1 " in line)
     cells = [cell.strip() for cell in row.strip("│ ").split("│")]
-    assert cells == ["orders/1", "120,000", "119,800", "200", "400", "0", "2, 3", "11.8 ms", "lost, split"]
-    assert "split brain orders/1: Offsets 50,000 to 50,399" in text
+    assert cells == ["orders/1", "120,000", "119,800", "200", "400", "0", "2, 3", "11.8 ms", "lost,"]
+    assert "split brain orders/1, offsets 50,000 to 50,399: Broker 2" in text
     assert "owner broker 2 at revision 1042; other owner broker 3 at revision 1191" in text
 
 
@@ -294,6 +294,7 @@ def test_a_narrow_terminal_has_fewer_columns_and_no_cut_numbers(width: int) -> N
         (Verdict(Sums(1, 5, 5)), 0, 0),
         (Verdict(Sums(1, 5, 4, lost=1)), 1, 1),
         (Verdict(Sums(1, 5, 5, overlapped=1)), 1, 1),
+        (Verdict(Sums(1, 5, 5, overlapped=1), conflicts=1), 1, 1),
         (Verdict(Sums(1, 5, 5, duplicated=1)), 1, 1),
         (Verdict(Sums(1, 5, 5), corrupt=1), 1, 1),
         (Verdict(Sums(1, 5, 2, removed=3)), 0, 0),
@@ -306,6 +307,14 @@ def test_the_exit_status_is_1_where_something_is_wrong(verdict: Verdict, status:
     assert verdict.exit_status() == status
     assert verdict.exit_status(strict=True) == strict
     assert verdict.clean == (headline(verdict) == "Clean")
+
+
+def test_one_owner_alone_makes_no_split_brain() -> None:
+    facts = audit_facts.split_brain()
+    alone = replace(facts.findings[0], other_owner=2)
+    facts = replace(facts, findings=(alone,), verdict=replace(facts.verdict, conflicts=0))
+    assert Page(report_page(facts)).texts("h1") == ["Loss and offsets given out twice"]
+    assert "overlap orders/1, offsets 50,000 to 50,399" in "\n".join(_shown(facts))
 
 
 def test_the_words_of_the_table_are_explained() -> None:

@@ -157,11 +157,16 @@ class FindingCount:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What it all comes to. `corrupt`: batches whose checksum is wrong; `trail_faults`: gaps and tails of trails."""
+    """What it all comes to.
+
+    `corrupt`: batches whose checksum is wrong. `trail_faults`: gaps and tails of trails. `conflicts`: findings of two
+    brokers that gave out the same offsets, which is a split brain; one that does so alone is overlapped, too.
+    """
 
     sums: Sums
     corrupt: int = 0
     trail_faults: int = 0
+    conflicts: int = 0
 
     @property
     def failed(self) -> bool:

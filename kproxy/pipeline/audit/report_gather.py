@@ -31,7 +31,7 @@ from kproxy.pipeline.audit.report_facts import (
     Verdict,
 )
 from kproxy.pipeline.audit.results import Tables
-from kproxy.pipeline.audit.schemas import CORRUPT, FINDING_KINDS, GAP, TAIL
+from kproxy.pipeline.audit.schemas import CORRUPT, FINDING_KINDS, GAP, OVERLAP, TAIL
 from kproxy.pipeline.spark import as_spark_failure
 
 # What these kinds of findings say is that something cannot be known; the others say that something is wrong.
@@ -67,7 +67,7 @@ class _Gathering:
 
     def facts(self, about: Mapping[str, str]) -> Facts:
         totals, topics = self._totals()
-        counts = self._finding_counts()
+        counts, conflicts = self._finding_counts()
         partitions = self._partitions()
         drawn = partitions[: self._limits.drawn]
         grid = self._grid()
@@ -75,7 +75,7 @@ class _Gathering:
         holes = sum(counts[kind].findings for kind in UNPROVEN_KINDS if kind in counts)
         corrupt = counts[CORRUPT].findings if CORRUPT in counts else 0
         return Facts(
-            verdict=Verdict(totals, corrupt=corrupt, trail_faults=holes),
+            verdict=Verdict(totals, corrupt=corrupt, trail_faults=holes, conflicts=conflicts),
             topics=topics,
             partitions=partitions,
             findings=self._findings(),
@@ -111,15 +111,21 @@ class _Gathering:
         )
         return tuple(_partition(row) for row in rows)
 
-    def _finding_counts(self) -> dict[str, FindingCount]:
+    def _finding_counts(self) -> tuple[dict[str, FindingCount], int]:
+        """By kind; and how many of them are two brokers that gave out the same offsets."""
         rows = (
             self._tables.findings.groupBy("kind")
-            .agg(F.count(F.lit(1)).alias("findings"), F.coalesce(F.sum("records"), F.lit(0)).alias("records"))
+            .agg(
+                F.count(F.lit(1)).alias("findings"),
+                F.coalesce(F.sum("records"), F.lit(0)).alias("records"),
+                F.count_if(F.col("owner") != F.col("other_owner")).alias("conflicts"),
+            )
             .orderBy("kind")
             .limit(KINDS_AT_MOST)
             .collect()
         )
-        return {row.kind: FindingCount(int(row.findings), int(row.records)) for row in rows}
+        counts = {row.kind: FindingCount(int(row.findings), int(row.records)) for row in rows}
+        return counts, sum(row.conflicts for row in rows if row.kind == OVERLAP)
 
     def _findings(self) -> tuple[Finding, ...]:
         kinds = F.array(*[F.lit(kind) for kind in FINDING_KINDS])

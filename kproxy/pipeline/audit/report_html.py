@@ -101,7 +101,7 @@ def _tone(verdict: Verdict) -> str:
 
 def _verdict(verdict: Verdict) -> str:
     tone = _tone(verdict)
-    icon = "split" if verdict.sums.overlapped else tone
+    icon = "split" if verdict.conflicts else tone
     return (
         f'<header class="verdict {tone}" data-verdict="{tone}"><div>'
         '<svg viewBox="0 0 48 48" fill="none" stroke="currentColor" stroke-width="4" stroke-linecap="round" '
@@ -125,7 +125,7 @@ def _numbers(facts: Facts) -> str:
         ),
         ("In the log", sums.present, removed, ""),
         ("Lost", sums.lost, "acknowledged and not in the log", "bad"),
-        ("Split brain", sums.overlapped, "given an offset that others had too", "bad"),
+        ("Overlapped", sums.overlapped, "given an offset that others had too", "bad"),
         ("Duplicated", sums.duplicated, "in the log more than once", "bad"),
         ("Unproven", sums.unproven or holes, unproven if sums.unproven or not holes else "holes in the trails", "warn"),
     ]
@@ -160,7 +160,7 @@ def _finding(finding: Finding) -> str:
         f"<div><dt>{escaped(label)}</dt><dd>{escaped(text)}</dd></div>" for label, text in particulars(finding)
     )
     return (
-        f'<li><span class="tag {tone}">{escaped(kind_in_words(finding.kind))}</span> '
+        f'<li><span class="tag {tone}">{escaped(kind_in_words(finding))}</span> '
         f"<b>{escaped(where(finding))}</b><p>{escaped(finding.detail)}</p><dl>{known}</dl></li>"
     )
 

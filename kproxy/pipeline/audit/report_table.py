@@ -40,7 +40,7 @@ _TITLES: Final = {
     "acked": "acked",
     "present": "present",
     "lost": "lost",
-    "overlapped": "overlap",
+    "overlapped": "overlapped",
     "duplicated": "dupl.",
     "removed": "removed",
     "unclaimed": "unclaimed",
@@ -132,7 +132,7 @@ def _show_findings(facts: Facts, console: Console) -> None:
     for finding in shown:
         style = "yellow" if finding.kind in (GAP, TAIL) else "bold red"
         told = printable(f" {where(finding)}: {finding.detail}")
-        console.print(Text.assemble("  ", (printable(kind_in_words(finding.kind)), style), told), soft_wrap=True)
+        console.print(Text.assemble("  ", (printable(kind_in_words(finding)), style), told), soft_wrap=True)
         if known := "; ".join(f"{label} {text}" for label, text in particulars(finding)):
             console.print(Text(printable(f"    {known}"), style="dim"), soft_wrap=True)
     if hidden > 0:

@@ -12,7 +12,7 @@ _EPOCH = datetime(1970, 1, 1)
 # One of them, and several.
 KIND_NAMES = {
     LOST: ("loss", "losses"),
-    OVERLAP: ("split brain", "split brains"),
+    OVERLAP: ("overlap", "overlaps"),
     DUPLICATE: ("duplicate", "duplicates"),
     CORRUPT: ("corrupt batch", "corrupt batches"),
     GAP: ("gap in a trail", "gaps in trails"),
@@ -25,7 +25,7 @@ STATE_NAMES = {
     State.REMOVED: "removed by retention or compaction",
     State.UNPROVEN: "unproven",
     State.DUPLICATED: "duplicated",
-    State.OVERLAPPED: "split brain",
+    State.OVERLAPPED: "overlapped",
     State.LOST: "lost",
 }
 GLOSSARY = {
@@ -37,7 +37,7 @@ GLOSSARY = {
     "removed": "Acknowledged, and removed since by retention or compaction, as the topic's settings have it.",
     "unproven": "A proxy's trail has a hole there or no end: what was acknowledged then is not known.",
     "unclaimed": "In the log and in no trail: written past the proxies, with acks=0, or in an unproven time.",
-    "late": "Acknowledged in a window that was closed already when its part of the trail arrived.",
+    "late": "Came to the trail later than the proxy promises. It counts all the same.",
 }
 
 
@@ -48,7 +48,7 @@ def headline(verdict: Verdict) -> str:
         name
         for name, count in (
             ("loss", sums.lost),
-            ("split brain", sums.overlapped),
+            ("split brain" if verdict.conflicts else "offsets given out twice", sums.overlapped),
             ("duplicates", sums.duplicated),
             ("corrupt batches", verdict.corrupt),
         )
@@ -109,20 +109,20 @@ def _unproven(verdict: Verdict) -> str:
 
 
 def where(finding: Finding) -> str:
-    """The partition that a finding is about, else the proxy whose trail it is."""
-    if finding.topic is not None:
-        return finding.topic if finding.partition is None else f"{finding.topic}/{finding.partition}"
-    return "all topics" if finding.proxy is None else f"trail of {finding.proxy}"
+    """The partition and the offsets that a finding is about, else the proxy whose trail it is."""
+    if finding.topic is None:
+        return "all topics" if finding.proxy is None else f"trail of {finding.proxy}"
+    place = finding.topic if finding.partition is None else f"{finding.topic}/{finding.partition}"
+    if finding.first_offset is None:
+        return place
+    if finding.last_offset in (None, finding.first_offset):
+        return f"{place}, offset {finding.first_offset:,}"
+    return f"{place}, offsets {finding.first_offset:,} to {finding.last_offset:,}"
 
 
 def particulars(finding: Finding) -> list[tuple[str, str]]:
     """What is known of a finding, as label and value, in the order in which one asks."""
     known: list[tuple[str, str]] = []
-    if finding.first_offset is not None:
-        last = finding.first_offset if finding.last_offset is None else finding.last_offset
-        known.append(
-            ("offsets", f"{finding.first_offset:,}" + (f" to {last:,}" if last != finding.first_offset else ""))
-        )
     if finding.records is not None:
         known.append(("records", f"{finding.records:,}"))
     if finding.owner is not None:
@@ -153,7 +153,7 @@ def partition_verdict(sums: Sums) -> str:
     """One word or two for a line of a table."""
     wrong = [
         name
-        for name, count in (("lost", sums.lost), ("split brain", sums.overlapped), ("duplicates", sums.duplicated))
+        for name, count in (("lost", sums.lost), ("overlapped", sums.overlapped), ("duplicates", sums.duplicated))
         if count
     ]
     if wrong:
@@ -164,15 +164,17 @@ def partition_verdict(sums: Sums) -> str:
 
 
 def kinds_counted(facts: Facts) -> str:
-    """`3 losses, 1 split brain`; "" without findings."""
+    """`3 losses, 1 overlap`; "" without findings."""
     counts = facts.finding_counts
     kinds = [kind for kind in FINDING_KINDS if kind in counts]
     kinds += sorted(set(counts) - set(FINDING_KINDS))
     return ", ".join(counted(counts[kind].findings, *KIND_NAMES.get(kind, (kind, kind))) for kind in kinds)
 
 
-def kind_in_words(kind: str) -> str:
-    return KIND_NAMES.get(kind, (kind,))[0]
+def kind_in_words(finding: Finding) -> str:
+    if finding.kind == OVERLAP and finding.owner != finding.other_owner:
+        return "split brain"
+    return KIND_NAMES.get(finding.kind, (finding.kind,))[0]
 
 
 def printable(text: str) -> str:
