@@ -143,6 +143,7 @@ class _Gathering:
         return tuple(Finding(**{name: row[name] for name in Finding.__slots__}) for row in rows)
 
     def _grid(self) -> Grid | None:
+        """All windows, and of the holes in the trails as much as does not make the windows too small to see."""
         begin, end = F.unix_millis("window_start"), F.unix_millis("window_end")
         row = self._tables.windows.agg(
             F.min(begin).alias("start"), F.max(end).alias("end"), F.max(end - begin).alias("window")
@@ -151,8 +152,16 @@ class _Gathering:
             return None
         window = max(1, row.window)
         windows = max(1, -(-(row.end - row.start) // window))
+        holes = self._holes().agg(F.min("from_ms").alias("begin"), F.max("to_ms").alias("end")).first()
+        most = max(1, windows // 4)
+        before = 0 if holes.begin is None else min(max(0, -(-(row.start - holes.begin) // window)), most)
+        behind = 0 if holes.end is None else min(max(0, -(-(holes.end - row.end) // window)), most)
+        windows += before + behind
         together = -(-windows // self._limits.columns)
-        return Grid(row.start, window * together, -(-windows // together), together)
+        return Grid(row.start - before * window, window * together, -(-windows // together), together)
+
+    def _holes(self) -> DataFrame:
+        return self._tables.findings.where(F.col("kind").isin(*UNPROVEN_KINDS) & F.col("from_ms").isNotNull())
 
     def _cells(self, grid: Grid, drawn: Sequence[Partition]) -> tuple[Cell, ...]:
         if not drawn:
@@ -182,10 +191,10 @@ class _Gathering:
 
     def _trail_holes(self, grid: Grid) -> tuple[int, ...]:
         """A hole concerns all topics, those too of which nothing is known to have been acknowledged then."""
-        holes = self._tables.findings.where(F.col("kind").isin(*UNPROVEN_KINDS) & F.col("from_ms").isNotNull())
         last = F.greatest(F.coalesce("to_ms", F.lit(grid.end_ms)), "from_ms")
         rows = (
-            holes.where((F.col("from_ms") < grid.end_ms) & (last >= grid.start_ms))
+            self._holes()
+            .where((F.col("from_ms") < grid.end_ms) & (last >= grid.start_ms))
             .select(F.explode(F.sequence(_column(grid, F.col("from_ms")), _column(grid, last))).alias("column"))
             .distinct()
             .orderBy("column")

@@ -68,13 +68,13 @@ figure .narrow { display: none; }
 .scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: .5rem; }
 .scroll:focus-visible { outline: 2px solid var(--ink); outline-offset: 2px; }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums; }
-caption { text-align: left; padding: .6rem .75rem; }
-th, td { padding: .4rem .6rem; text-align: right; border-top: 1px solid var(--line); white-space: nowrap; }
+caption { text-align: left; padding: .6rem .5rem; }
+th, td { padding: .4rem .5rem; text-align: right; border-top: 1px solid var(--line); white-space: nowrap; }
 thead th { color: var(--muted); font-weight: 600; vertical-align: bottom; }
 th.left, td.left { text-align: left; }
 tbody th, tfoot th { font-weight: 600; text-align: left; white-space: normal; overflow-wrap: anywhere;
-  min-width: 11rem; max-width: 22rem; }
-td.owners { white-space: normal; min-width: 8.5rem; }
+  min-width: 9rem; max-width: 22rem; }
+td.owners { white-space: normal; min-width: 7.5rem; }
 td.bad, td.warn { font-weight: 650; } td.zero { color: var(--muted); }
 tfoot td, tfoot th { background: var(--raised); }
 .words { display: grid; grid-template-columns: minmax(7rem, auto) 1fr; gap: .35rem 1.25rem; margin: .5rem 0; }
