@@ -8,6 +8,7 @@ from kproxy.cli import LazyGroup
 
 COMMANDS = {
     "ingest": ("kproxy.cli.pipeline_ingest", "Write files, a topic or a counter to a topic, through the proxy."),
+    "audit": ("kproxy.cli.pipeline_audit", "Check that what was acknowledged is in the logs, once, at one offset."),
     "path": ("kproxy.cli.pipeline_path", "Print the file to give to spark-submit."),
 }
 

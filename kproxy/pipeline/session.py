@@ -23,7 +23,7 @@ from typing import Any, Final
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.executors import package_archive
 from kproxy.pipeline.java import find_java
-from kproxy.pipeline.spark import SparkDriver, SparkFailed, as_spark_failure, pyspark_home
+from kproxy.pipeline.spark import SparkDriver, SparkFailed, as_spark_failure, pyspark_home, quiet_pyspark
 from kproxy.pipeline.spark_settings import in_one_process, kafka_connector
 
 # All cores: unlike the demo's, the jobs have the machine's brokers beside them only by chance.
@@ -72,6 +72,7 @@ def open_session(
             yield opened
         return
     session, ends_with_us = taken
+    quiet_pyspark()
     try:
         _apply(session, options)
         yield OpenSession(session)

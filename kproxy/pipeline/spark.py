@@ -48,13 +48,30 @@ class SparkFailed(Exception):
     """Spark could not do its work; the message is one line, its log has the rest."""
 
 
+def quiet_pyspark() -> None:
+    """Errors are raised and told by who catches them; pyspark logs them as well, hundreds of lines of JSON each."""
+    from pyspark.logger import PySparkLogger
+
+    PySparkLogger.getLogger("DataFrameQueryContextLogger").setLevel(logging.CRITICAL)
+
+
 def pyspark_home(extra: str = "pipeline") -> Path:
     """The installed pyspark, located without importing it. Raises StartupError, with our extra that has it."""
     spec = util.find_spec("pyspark")
     for location in (spec.submodule_search_locations or ()) if spec is not None else ():
         if (Path(location) / "bin" / "spark-submit").is_file():
             return Path(location)
-    raise StartupError(f"PySpark is not installed: run `pip install 'kproxy-kafka[{extra}]'`.")
+    raise _not_installed(extra)
+
+
+def require_pyspark() -> None:
+    """Raises StartupError where pyspark cannot be imported, be it pip's or that of spark-submit."""
+    if util.find_spec("pyspark") is None:
+        raise _not_installed("pipeline")
+
+
+def _not_installed(extra: str) -> StartupError:
+    return StartupError(f"PySpark is not installed: run `pip install 'kproxy-kafka[{extra}]'`.")
 
 
 class SparkDriver:
@@ -116,6 +133,7 @@ class SparkDriver:
         self._work_dir.mkdir(parents=True, exist_ok=True)
         self._hide_foreign_variables()
         logging.getLogger("py4j").setLevel(logging.CRITICAL)
+        quiet_pyspark()
         logging.getLogger().addFilter(_not_from_py4j)
         port, secret = self._launch(on_download)
         from pyspark import SparkContext

@@ -1,0 +1,104 @@
+"""`kproxy pipeline audit`: the proxies' trails against the logs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from kproxy.cli import start_logging
+from kproxy.cli.spark_flags import session_options, spark_flags
+from kproxy.cli.times import parse_duration_ms, parse_time_ms
+
+
+@click.command(
+    "audit",
+    epilog="Exit status 0 when nothing is wrong, 1 when records are lost, duplicated, corrupt or share an offset (with "
+    "--strict also when something is unproven), 2 when there is no verdict.",
+)
+@click.option("--bootstrap", metavar="H:P[,H:P...]", required=True, help="Where the logs are: a kproxy, or brokers.")
+@click.option(
+    "--trail",
+    metavar="PLACE",
+    default="topic",
+    show_default=True,
+    help="Where the proxies ship their trails: topic, topic:NAME, json:DIR or parquet:DIR.",
+)
+@click.option("--trail-bootstrap", metavar="H:P[,H:P...]", help="The cluster of the trail's topic. [--bootstrap]")
+@click.option("--topics", metavar="NAME[,NAME...]", help="Only these topics. [all that the trail speaks of]")
+@click.option("--from", "from_time", metavar="TIME", help="From when on: 2026-11-21T20:00 (UTC), or 2h for 2 h ago.")
+@click.option("--to", "to_time", metavar="TIME", help="Until when. [as far as the trails are whole]")
+@click.option("--window", metavar="DURATION", default="10s", show_default=True, help="The length of a window of time.")
+@click.option("--compacted", metavar="NAME[,NAME...]", help="Topics that are compacted. [the brokers are asked]")
+@click.option("--output", metavar="DIR", help="Keep the results there, as Parquet.")
+@click.option(
+    "--report",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write a report to look at, one HTML file.",
+)
+@click.option("--strict", is_flag=True, help="What is unproven counts as wrong.")
+@spark_flags
+@click.pass_context
+def command(
+    context: click.Context,
+    bootstrap: str,
+    trail: str,
+    trail_bootstrap: str | None,
+    topics: str | None,
+    from_time: str | None,
+    to_time: str | None,
+    window: str,
+    compacted: str | None,
+    output: str | None,
+    report: Path | None,
+    strict: bool,
+    master: str | None,
+    memory: str | None,
+    conf: tuple[str, ...],
+) -> int:
+    """Check that every acknowledged record is in its topic, once, at one offset.
+
+    Proxies with an audit sink write down what they acknowledge (kproxy serve --audit-sink topic; dev does by itself).
+    This reads these trails and the batch headers of the logs on Spark, and holds one against the other.
+
+    \b
+      kproxy pipeline audit --bootstrap 127.0.0.1:9092 --report audit.html
+      kproxy pipeline audit --bootstrap 127.0.0.1:9092 --trail json:/var/log/kproxy --from 2h --strict
+      spark-submit --master yarn $(kproxy pipeline path) audit --bootstrap 127.0.0.1:9092 --output hdfs:///audits/today
+    """
+    start_logging(context, default="warning")
+    from kproxy.pipeline.spark import SparkFailed, require_pyspark
+
+    require_pyspark()
+    from kproxy.pipeline.audit.job import NO_VERDICT, AuditJob, run_audit_job
+    from kproxy.pipeline.audit.log_connection import LogReadFailed
+    from kproxy.pipeline.audit.places import parse_trail
+    from kproxy.pipeline.audit.trail import TOPIC
+
+    now_ms = time.time_ns() // 1_000_000
+    place = parse_trail(trail)
+    job = AuditJob(
+        bootstrap=bootstrap,
+        trail=place,
+        trail_bootstrap=trail_bootstrap,
+        topics=_names(topics),
+        from_ms=None if from_time is None else parse_time_ms(from_time, "--from", now_ms),
+        to_ms=None if to_time is None else parse_time_ms(to_time, "--to", now_ms),
+        window_ms=parse_duration_ms(window, "--window"),
+        compacted=None if compacted is None else _names(compacted),
+        output=output,
+        report=report,
+        strict=strict,
+    )
+    spark = session_options("kproxy audit", master, memory, conf, kafka=place.kind == TOPIC)
+    try:
+        return run_audit_job(job, spark)
+    except (SparkFailed, LogReadFailed) as error:
+        click.echo(f"kproxy: {str(error).rstrip('.')}.", err=True)
+        return NO_VERDICT
+
+
+def _names(names: str | None) -> tuple[str, ...]:
+    return tuple(filter(None, (name.strip() for name in (names or "").split(","))))

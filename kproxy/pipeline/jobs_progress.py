@@ -1,0 +1,50 @@
+"""How far Spark is with what another thread has it do, told to a stage of the terminal's progress."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Any, Final, Self
+
+from kproxy.pipeline.report import Stage
+from kproxy.pipeline.spark import SparkFailed, as_spark_failure
+
+_POLL_S: Final = 0.5
+
+
+class JobsProgress:
+    """Tells `stage` of Spark's tasks twice a second, from a thread of its own, while the block lasts."""
+
+    def __init__(self, session: Any, stage: Stage) -> None:
+        self._session = session
+        self._stage = stage
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="spark-progress", daemon=True)
+        self._done: dict[int, int] = {}
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join(timeout=5)
+
+    def _follow(self) -> None:
+        try:
+            with as_spark_failure("Progress"):
+                tracker = self._session.sparkContext.statusTracker()
+                while not self._ended.wait(_POLL_S):
+                    self._tell(tracker)
+        except SparkFailed:
+            # Whoever waits for Spark hears of it by himself.
+            return
+
+    def _tell(self, tracker: Any) -> None:
+        stages = [info for info in map(tracker.getStageInfo, tracker.getActiveStageIds()) if info is not None]
+        total = sum(info.numTasks for info in stages)
+        if total:
+            done = sum(info.numCompletedTasks for info in stages)
+            self._stage.say(f"{stages[0].name.split(' at ')[0]}: {done:,} of {total:,} tasks")

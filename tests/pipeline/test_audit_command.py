@@ -1,0 +1,128 @@
+"""`kproxy pipeline audit`: what a person gets to see of it, from nothing to the exit status."""
+
+from __future__ import annotations
+
+import io
+import re
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+from rich.console import Console
+
+from kproxy.cli import main
+from kproxy.config.audit import DEFAULT_TOPIC
+from kproxy.observe.audit.rows import encode_page
+from kproxy.pipeline.audit.awaiting import await_trails
+from kproxy.pipeline.audit.job import AuditJob, run_audit_job
+from kproxy.pipeline.audit.places import parse_trail
+from kproxy.pipeline.report import Report
+from kproxy.pipeline.session import SessionOptions
+from tests.support.dev import KproxyProcess, run_kproxy
+from tests.support.java import require_java
+from tests.support.kafka_io import produce
+from tests.support.ports import free_port
+from tests.support.forged_trail import ForgedTrail, now_ms
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
+
+RECORDS = 300
+
+
+@pytest.fixture
+def topic(dev_cluster: KproxyProcess) -> str:
+    """With RECORDS records, written through the proxy."""
+    name = f"audited-{uuid.uuid4().hex[:10]}"
+    produce(dev_cluster.kafka, name, [b"value"] * RECORDS)
+    return name
+
+
+def test_a_clean_run_audits_clean_from_the_command_line(dev_cluster: KproxyProcess, topic: str, tmp_path: Path) -> None:
+    require_java()
+    assert await_trails(dev_cluster.kafka, DEFAULT_TOPIC, now_ms(), timeout_s=30)
+    output, report = tmp_path / "tables", tmp_path / "report.html"
+    arguments = ["--bootstrap", dev_cluster.kafka, "--topics", topic, "--master", "local[1]"]
+
+    done = run_kproxy(
+        "pipeline", "audit", *arguments, "--output", output, "--report", report, "--strict", timeout_s=280
+    )
+
+    assert done.status == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("Clean. "), done.stdout
+    assert f"{topic}/0" in done.stdout
+    assert done.stderr.splitlines()[-1] == f"Report: {report}"
+    assert "Clean" in report.read_text()
+    (partition,) = pyarrow.parquet.read_table(output / "partitions").to_pylist()
+    assert (partition["topic"], partition["acked"], partition["present"]) == (topic, RECORDS, RECORDS)
+    assert sorted(child.name for child in tmp_path.iterdir()) == ["report.html", "tables"]
+
+
+@pytest.mark.parametrize(
+    ("has_end", "more", "strict", "status", "headline"),
+    [
+        pytest.param(True, 7, False, 1, "Loss", id="more was acknowledged than is there"),
+        pytest.param(False, 0, True, 1, "Unproven", id="the proxy was killed"),
+    ],
+)
+def test_the_exit_status_tells_what_a_trail_in_files_comes_to(
+    dev_cluster: KproxyProcess,
+    topic: str,
+    tmp_path: Path,
+    spark: Any,
+    capsys: pytest.CaptureFixture[str],
+    has_end: bool,
+    more: int,
+    strict: bool,
+    status: int,
+    headline: str,
+) -> None:
+    trail = ForgedTrail("f" * 16)
+    rows = [trail.begin(), trail.acked(topic, 0, RECORDS + more)]
+    if has_end:
+        rows.append(trail.end())
+    (tmp_path / "trail").mkdir()
+    (tmp_path / "trail" / "kproxy-audit-1.jsonl").write_bytes(encode_page(rows) + b"\n")
+    place = parse_trail(f"json:{tmp_path / 'trail'}")
+    job = AuditJob(bootstrap=dev_cluster.kafka, trail=place, topics=(topic,), strict=strict)
+
+    said = Report(progress=Console(file=io.StringIO()))
+    assert run_audit_job(job, SessionOptions("audit", kafka=False), said=said) == status
+    assert capsys.readouterr().out.startswith(headline)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--bootstrap", "127.0.0.1"], "--bootstrap 127.0.0.1 is no address: give HOST:PORT"),
+        (["--bootstrap", "NOBODY"], "No Kafka answers at --bootstrap"),
+        (["--trail", "topic:nowhere"], "No audit trail: there is no topic nowhere"),
+        (["--trail", "json:/nonexistent"], "No audit trail: /nonexistent is no directory"),
+        (["--trail", "parquet:EMPTY"], r"has no file \*\.parquet"),
+        (["--trail", "disk"], "is no place of an audit trail"),
+        (["--topics", "nix,nada"], "There is no topic nada"),
+        (["--from", "1h", "--to", "2h"], "--from is not before --to"),
+        (["--window", "10"], "--window 10 is no duration"),
+        (["--report", "/nonexistent/report.html"], "There is no directory /nonexistent"),
+        (["--conf", "x=y"], "is no setting of Spark's"),
+    ],
+)
+def test_what_cannot_be_audited_is_said_in_a_sentence_before_spark_starts(
+    dev_cluster: KproxyProcess,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    sentence: str,
+) -> None:
+    def no_spark(*_: object) -> None:
+        raise AssertionError("Spark was asked for")
+
+    monkeypatch.setattr("kproxy.pipeline.audit.job.open_session", no_spark)
+    given = [each.replace("NOBODY", f"127.0.0.1:{free_port()}") for each in arguments]
+    given = [each.replace("EMPTY", str(tmp_path)) for each in given]
+    bootstrap = [] if "--bootstrap" in given else ["--bootstrap", dev_cluster.kafka]
+
+    assert main(["pipeline", "audit", *bootstrap, *given]) == 2
+    assert re.search(sentence, capsys.readouterr().err)
