@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml requirements.lock requirements-build.lock scripts/insta
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh scripts/install.sh
 	@touch $@
 
-demo: install  ## write 336,776 flights through the proxy with Spark, kill -9 an owner meanwhile, read them back, judge the run
+demo: install  ## write 336,776 flights through the proxy with Spark, kill -9 an owner meanwhile, read them back, judge and audit it
 	@$(BIN)/kproxy demo --kill-owner $(ARGS)
 
 test: install  ## run every test, in two lanes side by side; LANES=0 for one after the other

@@ -12,7 +12,8 @@ from kproxy.config import DEFAULT_PREFIX, split_list
 
 @click.command(
     "demo",
-    epilog="Exit status 0 when every row came back once and in order, 1 when not, 2 when it could not start.",
+    epilog="Exit status 0 when every row came back once and in order and the audit found nothing wrong, 1 when not, "
+    "2 when it could not start.",
 )
 @click.option("--rows", metavar="N", type=int, help="How many of the 336,776 flights. [all]")
 @click.option(
@@ -26,6 +27,14 @@ from kproxy.config import DEFAULT_PREFIX, split_list
 @click.option(
     "--data-dir", metavar="DIR", type=click.Path(path_type=Path), help="Where to work. [a temporary directory]"
 )
+@click.option(
+    "--report",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("kproxy-audit.html"),
+    show_default=True,
+    help="Where to leave the audit's report.",
+)
 @click.option("--keep", is_flag=True, help="Keep the run's data and logs; they are kept anyway when it fails.")
 @click.pass_context
 def command(
@@ -36,12 +45,14 @@ def command(
     etcd: str | None,
     prefix: str,
     data_dir: Path | None,
+    report: Path,
     keep: bool,
 ) -> int:
-    """Write real data with Spark through the proxy, read it back, judge it.
+    """Write real data with Spark through the proxy, read it back, judge it, audit it.
 
     Starts what `kproxy dev` starts, on free ports. A Spark Structured Streaming job writes the flights that left New
     York in 2013 to Spark's own Kafka sink, told nothing but the proxy's address; Spark's Kafka source reads them back.
+    In the end what the proxy acknowledged, by its own audit trail, is looked for in the brokers' logs.
     Needs the extra `demo`: pip install 'kproxy-kafka[demo]'.
 
     \b
@@ -61,5 +72,6 @@ def command(
             data_dir=data_dir,
             keep=keep,
             kill_owner=kill_owner,
+            report=report,
         )
     )

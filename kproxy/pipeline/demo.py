@@ -1,13 +1,13 @@
-"""`kproxy demo`: real data through Spark's unchanged Kafka sink and the proxy, read back by Spark's source, and judged.
+"""`kproxy demo`: real data through Spark's unchanged Kafka sink and the proxy, read back, judged, and audited.
 
 States: CHECKING (nothing started; StartupError leaves nothing behind) -> STARTING (cluster, Spark and data side by
-side) -> WRITING -> READING -> DONE. From each of them a failure or a signal leads to STOPPING and out.
+side) -> WRITING -> READING -> AUDITING -> DONE. From each of them a failure or a signal leads to STOPPING and out.
 
 Invariants
 1. When `run_demo` returns or raises, no process it started is left: Spark's JVM goes first, as it is the cluster's
    client, then the cluster.
 2. It deletes the directory it made for the run and nothing else; it keeps it where asked to, and where something went
-   wrong.
+   wrong. The audit's report lies elsewhere and stays.
 3. The job knows one address, the proxy's. Only the table's rows by owner come from etcd, after everything was judged,
    and with `kill_owner` what is told of the kill.
 """
@@ -34,6 +34,7 @@ from kproxy.dev.cluster import DEFAULT_LEASE_TTL_S, ChildEnded, DevCluster
 from kproxy.errors import StartupError
 from kproxy.ownership.etcd import EtcdError
 from kproxy.pipeline import flights, topic
+from kproxy.pipeline.demo_audit import audit_demo, check_report
 from kproxy.pipeline.java import Java, find_java
 from kproxy.pipeline.judge import Judge
 from kproxy.pipeline.owner_kill import MidStream, OwnerKill, OwnerNotKilled
@@ -63,7 +64,8 @@ U = TypeVar("U")
 class DemoOptions:
     """`rows` None means all. With `bootstrap` the demo uses what runs there, and `etcd` (URLs) tells it the owners.
 
-    `kill_owner`: kill -9 the owner of most partitions in mid-stream, and start it again.
+    `kill_owner`: kill -9 the owner of most partitions in mid-stream, and start it again. `report`: the file for the
+    audit's report, None for none.
     """
 
     rows: int | None = None
@@ -73,6 +75,7 @@ class DemoOptions:
     data_dir: Path | None = None
     keep: bool = False
     kill_owner: bool = False
+    report: Path | None = None
 
 
 class Target(NamedTuple):
@@ -90,6 +93,7 @@ def run_demo(options: DemoOptions, *, driver: SparkDriver | None = None, report:
     Raises StartupError where it cannot start. A `driver` that is passed in must be started and stays so.
     """
     archive, java = _check(options)
+    check_report(options.report)
     report = report or Report()
     work_dir = _make_work_dir(options.data_dir)
     keep = options.keep
@@ -103,7 +107,9 @@ def run_demo(options: DemoOptions, *, driver: SparkDriver | None = None, report:
             report.say("Stopped before the end; nothing is left running.")
             return outcome
         report.show(outcome)
-        keep = keep or not outcome.verdict.clean
+        keep = keep or outcome.exit_status != 0
+        if options.report is not None and outcome.audit is not None:
+            report.say(f"The audit's report is {options.report.resolve()}")
         return outcome.exit_status
     except (SparkFailed, topic.TopicNotCreated, EtcdError, ChildEnded, OwnerNotKilled) as error:
         keep = True
@@ -282,6 +288,7 @@ class _Run:
         data = await laid_down
         await spark
         written, killed = await self._write(target, data)
+        written_ms = time.time_ns() // 1_000_000
 
         # Not at the top: without the demo's extra there is no pyspark to import.
         from kproxy.pipeline import stream
@@ -297,6 +304,17 @@ class _Run:
         owners = None
         if target.etcd:
             owners = await topic.partition_owners(target.etcd, target.prefix, self._topic)
+        audit = await self._call(
+            lambda: audit_demo(
+                self._spark.session,
+                self._report,
+                bootstrap=target.bootstrap,
+                topic=self._topic,
+                written_ms=written_ms,
+                output=self._work_dir / "audit",
+                html=self._options.report,
+            )
+        )
         return Outcome(
             judge.verdict(sent=written.sent),
             owners,
@@ -305,6 +323,7 @@ class _Run:
             time.monotonic() - began,
             written.micro_batches,
             killed,
+            audit,
         )
 
     async def _write(self, target: Target, data: flights.Flights) -> tuple[Written, KilledOwner | None]:

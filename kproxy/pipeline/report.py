@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -18,6 +18,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kproxy.pipeline.judge import Fault, Verdict
+
+if TYPE_CHECKING:
+    from kproxy.pipeline.audit.report_facts import Facts
 
 NAME_WIDTH = 9
 BAR_WIDTH = 30
@@ -48,7 +51,10 @@ class KilledOwner:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A finished run. `owners` is broker id by partition, None where it could not be known; times in seconds."""
+    """A finished run. `owners` is broker id by partition, None where it could not be known; times in seconds.
+
+    `audit`: what the proxy's own trail says of the run; None where there is none.
+    """
 
     verdict: Verdict
     owners: Mapping[int, int] | None
@@ -57,10 +63,12 @@ class Outcome:
     whole_s: float
     micro_batches: int
     killed: KilledOwner | None = None
+    audit: Facts | None = None
 
     @property
     def exit_status(self) -> int:
-        return 0 if self.verdict.clean else 1
+        audited = self.audit is None or self.audit.verdict.exit_status() == 0
+        return 0 if self.verdict.clean and audited else 1
 
 
 class Stage:
@@ -131,6 +139,11 @@ class Report:
 
     def show(self, outcome: Outcome) -> None:
         self._output.print(_table(outcome))
+        if outcome.audit is not None:
+            # Not at the top: without the demo's extra there is no pyspark, and this is to say so.
+            from kproxy.pipeline.audit.report_table import show_table
+
+            show_table(outcome.audit, self._output)
 
 
 def _table(outcome: Outcome) -> Table:

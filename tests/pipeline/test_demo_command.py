@@ -30,9 +30,11 @@ class Demo:
 
     def __init__(self, directory: Path, *arguments: str, environment: dict[str, str] | None = None) -> None:
         self.directory = directory
+        self.report = directory.with_name("report.html")
         self._mark = uuid.uuid4().hex
+        paths = ["--report", str(self.report)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "kproxy", "demo", "--data-dir", str(directory), *arguments],
+            [sys.executable, "-m", "kproxy", "demo", "--data-dir", str(directory), *paths, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -98,6 +100,9 @@ def test_without_java_on_the_machine_it_takes_pips_and_with_an_owner_killed_ends
         assert any(line in row and " s │" in row for row in output.splitlines()), output
     assert any("without an owner" in row and "took over" in row for row in output.splitlines()), output
     assert "Every row arrived: once, unchanged and in order." in output
+    assert "Clean. All 2,000 acknowledged records are in the log, once and at one offset." in output
+    assert errors.splitlines()[-1] == f"The audit's report is {demo.report}"
+    assert "Clean" in demo.report.read_text()
     assert demo.living() == []
     assert list(demo.directory.iterdir()) == []
 
@@ -121,6 +126,7 @@ def test_a_signal_ends_it_and_all_it_started(tmp_path: Path, number: signal.Sign
 
     assert demo.process.returncode == status
     assert "Stopped before the end; nothing is left running." in errors
+    assert not demo.report.exists()
     assert demo.living() == []
     assert list(demo.directory.iterdir()) == []
 

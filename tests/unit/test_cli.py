@@ -21,7 +21,7 @@ FLAGS = {
     "broker": "node-id listen advertise replication-listen data-dir etcd prefix lease-ttl replication-factor "
     f"{ETCD_FLAGS}",
     "dev": "listen brokers data-dir admin lease-ttl writer-group",
-    "demo": "rows bootstrap etcd prefix data-dir keep",
+    "demo": "rows bootstrap etcd prefix data-dir report keep",
     "table": f"admin etcd prefix topic json watch {ETCD_FLAGS}",
     "pipeline": "",
     "own": "",

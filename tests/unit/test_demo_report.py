@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 
 import pytest
+from kproxy.pipeline.audit.report_facts import Facts, Sums, Verdict
 from rich.console import Console
 
 from kproxy.pipeline.judge import Judge
@@ -42,6 +44,23 @@ def _shown(outcome: Outcome) -> str:
 )
 def test_the_sentence_and_the_exit_status_say_the_same(seen: int, status: int, sentence: str) -> None:
     outcome = _outcome(seen)
+
+    assert sentence in _shown(outcome)
+    assert outcome.exit_status == status
+
+
+@pytest.mark.parametrize(
+    ("sums", "trail_faults", "status", "sentence"),
+    [
+        pytest.param(Sums(1, acked=2, present=2), 0, 0, "Clean. All 2 acknowledged records", id="clean"),
+        pytest.param(Sums(1, acked=2, present=1, lost=1), 0, 1, "Loss. Of 2 acknowledged records", id="loss"),
+        pytest.param(Sums(1, acked=2, present=2, overlapped=1), 0, 1, "Offsets given out twice. ", id="overlap"),
+        pytest.param(Sums(1, acked=2, present=2, unproven=1), 1, 0, "Unproven. ", id="unproven"),
+    ],
+)
+def test_what_the_audit_found_counts_as_well(sums: Sums, trail_faults: int, status: int, sentence: str) -> None:
+    facts = Facts(Verdict(sums, trail_faults=trail_faults), 1, (), (), {})
+    outcome = dataclasses.replace(_outcome(2), audit=facts)
 
     assert sentence in _shown(outcome)
     assert outcome.exit_status == status

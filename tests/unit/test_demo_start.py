@@ -13,6 +13,7 @@ import pytest
 import kproxy
 from kproxy.errors import StartupError
 from kproxy.pipeline.demo import DemoOptions, run_demo
+from kproxy.pipeline.demo_audit import check_report
 from kproxy.pipeline.java import Java
 from kproxy.pipeline.spark import cause_in, pyspark_home
 from kproxy.pipeline.spark_settings import spark_environment
@@ -88,6 +89,16 @@ def test_a_data_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None
 
     with pytest.raises(StartupError, match="give another --data-dir"):
         run_demo(DemoOptions(rows=1, data_dir=tmp_path / "file" / "below"))
+
+
+def test_a_report_that_could_not_be_written_in_the_end_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"The report cannot be written to .*: name another --report"):
+        check_report(tmp_path / "nowhere" / "report.html")
+
+    check_report(tmp_path / "report.html")
+    (tmp_path / "earlier.html").write_text("earlier")
+    check_report(tmp_path / "earlier.html")
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("earlier.html", "earlier")]
 
 
 def test_no_setting_of_another_spark_reaches_ours() -> None:
