@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import click
 
@@ -28,10 +31,9 @@ from kproxy.pipeline.ingest.options import (
 )
 from kproxy.pipeline.spark import SparkFailed, pyspark_home
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 MAX_SCHEMA_BYTES = 1 << 20
+INTERRUPTED = 130
+T = TypeVar("T")
 
 
 @click.command(
@@ -133,30 +135,40 @@ def command(context: click.Context, /, metrics: str | None, **given: Any) -> int
     if isinstance(options.source, KafkaSource):
         check_reachable(options.source.bootstrap, "--from-bootstrap")
     try:
-        _run(options, session_options("kproxy ingest", **spark), metrics)
+        return _run(options, session_options("kproxy ingest", **spark), metrics)
     except SparkFailed as error:
         click.echo(f"kproxy: the ingest failed: {str(error).rstrip('.')}.", err=True)
         return 1
-    return 0
 
 
-def _run(options: IngestOptions, session: Any, listen: str | None) -> None:
+def _run(options: IngestOptions, session: Any, listen: str | None) -> int:
     from kproxy.pipeline.ingest.metrics import Metrics, serving
+    from kproxy.pipeline.ingest.run import Stop, run, stopped_by_signals
     from kproxy.pipeline.report import Report
     from kproxy.pipeline.session import open_session
 
-    metrics, report = Metrics(), Report()
-    with serving(metrics, listen) as port, report:
+    metrics, report, stop = Metrics(), Report(), Stop()
+    with stopped_by_signals(stop), serving(metrics, listen) as port, report:
         if port:
             report.say(f"Metrics are at port {port} of {listen}")
         starting = report.stage("Spark", "starting")
-        with open_session(session, lambda jars: starting.say(f"first start: {jars} jars downloaded")) as opened:
+        opening = open_session(session, lambda jars: starting.say(f"first start: {jars} jars downloaded"))
+        with _opened_beside(opening) as opened:
+            if stop.wanted:
+                return INTERRUPTED
             starting.finish(f"version {opened.session.version}")
-            from kproxy.pipeline.ingest.run import Stop, run, stopped_by_signals
+            run(opened.session, options, report, metrics, stop)
+    return 0
 
-            stop = Stop()
-            with stopped_by_signals(stop):
-                run(opened.session, options, report, metrics, stop)
+
+@contextlib.contextmanager
+def _opened_beside(opening: contextlib.AbstractContextManager[T]) -> Iterator[T]:
+    """`opening`, entered on another thread: on the main one pyspark would put its handler of Ctrl-C over ours."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        opened = pool.submit(opening.__enter__).result()
+    with contextlib.ExitStack() as stack:
+        stack.push(opening)
+        yield opened
 
 
 def _options(

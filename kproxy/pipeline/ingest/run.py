@@ -115,7 +115,7 @@ def _watch(
 
 @contextlib.contextmanager
 def stopped_by_signals(stop: Stop) -> Iterator[None]:
-    """Have Ctrl-C and SIGTERM ask for the end. On the main thread; Spark has set handlers of its own before."""
+    """Have Ctrl-C and SIGTERM ask for the end. On the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,0 +1,363 @@
+"""An ingest on a real Spark, through a real proxy: each source, and what becomes of rows that do not fit."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import threading
+import urllib.request
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import confluent_kafka
+import pytest
+from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
+from rich.console import Console
+
+from kproxy.errors import StartupError
+from kproxy.pipeline.ingest.metrics import Metrics, serving
+from kproxy.pipeline.ingest.options import DeadLetters, FileSource, IngestOptions, KafkaSource, RateSource
+from kproxy.pipeline.ingest.run import Stop, run
+from kproxy.pipeline.report import Report
+from kproxy.pipeline.spark import SparkFailed
+from tests.support.dev import KproxyProcess
+from tests.support.kafka_io import Placed, read_topic
+from tests.support.real_kafka import RealKafka
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
+
+PARTITIONS = 3
+
+
+@dataclass
+class Job:
+    """An ingest to a topic of its own; each `run` is a start of the command without the command line."""
+
+    spark: Any
+    options: IngestOptions
+    metrics: Metrics
+    said: str = ""
+
+    def run(self, **changes: Any) -> str:
+        """To its end; what it said."""
+        return self.until(lambda _: False, **changes)
+
+    def until(self, enough: Callable[[float], bool], **changes: Any) -> str:
+        """To its end, or until `enough` of the rows that were written so far."""
+        said, stop = io.StringIO(), Stop()
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(0.05):
+                if enough(self.count("rows")):
+                    stop.ask()
+                    return
+
+        watching = threading.Thread(target=watch)
+        watching.start()
+        try:
+            with Report(progress=Console(file=said, width=200)) as report:
+                run(self.spark, replace(self.options, **changes), report, self.metrics, stop)
+        finally:
+            ended.set()
+            watching.join()
+            self.said = said.getvalue()
+        return self.said
+
+    def count(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(f"kproxy_ingest_{name}_total", labels) or 0.0
+
+    def written(self, topic: str | None = None, at_least: int = 1) -> list[Placed]:
+        return read_topic(self.options.bootstrap, topic or str(self.options.topic), PARTITIONS, at_least)
+
+
+@pytest.fixture
+def job(spark: Any, dev_cluster: KproxyProcess, tmp_path: Path) -> Job:
+    (tmp_path / "in").mkdir()
+    options = IngestOptions(
+        FileSource("csv", str(tmp_path / "in")),
+        str(tmp_path / "checkpoint"),
+        topic=f"ingest-{uuid.uuid4().hex[:8]}",
+        bootstrap=dev_cluster.kafka,
+        partitions=PARTITIONS,
+    )
+    return Job(spark, options, Metrics())
+
+
+def values(records: list[Placed]) -> list[Any]:
+    return [json.loads(record.value or b"null") for record in records]
+
+
+def header(record: Placed, name: str) -> bytes | None:
+    return dict(record.headers)[name]
+
+
+def write_csv(directory: Path, name: str, *lines: str) -> None:
+    # Where the source looks files are whole.
+    aside = directory.parent / name
+    aside.write_text("\n".join(["id,name,n", *lines, ""]))
+    aside.rename(directory / name)
+
+
+def test_files_go_once_with_the_schema_that_was_inferred_first_whatever_comes_later(job: Job, tmp_path: Path) -> None:
+    job.options = replace(job.options, key=("name",), row_header="row", batch_header="batch")
+    write_csv(tmp_path / "in", "one.csv", "1,a,10", "2,b,20", "3,a,30", "4,,40")
+    said = job.run()
+    assert "The schema, inferred once from the files that are there now" in said
+    assert "id INT, name STRING, n INT" in said
+    assert "Wrote 4 rows" in said
+
+    # By itself this one would make a text of `n`.
+    write_csv(tmp_path / "in", "two.csv", "5,a,fifty", "6,b,60")
+    letters = tmp_path / "dead"
+    said = job.run(dead_letters=DeadLetters("json", str(letters)))
+    assert "The schema that was inferred when the job first started: id INT, name STRING, n INT" in said
+    assert "Wrote 1 row to" in said
+    assert "1 dead letter (1 corrupt) went to json:" in said
+
+    records = job.written(at_least=5)
+    assert sorted(value["id"] for value in values(records)) == [1, 2, 3, 4, 6]
+    by_id = {json.loads(record.value or b"")["id"]: record for record in records}
+    assert by_id[4].value == b'{"id":4,"name":null,"n":40}'
+    assert {number: record.key for number, record in by_id.items()} == {1: b"a", 2: b"b", 3: b"a", 4: None, 6: b"b"}
+    assert by_id[1].partition == by_id[3].partition
+    assert by_id[1].offset < by_id[3].offset
+    assert (header(by_id[3], "row") or b"").endswith(b"/in/one.csv#0:2")
+    job_id = json.loads((tmp_path / "checkpoint" / "kproxy-ingest.json").read_text())["job_id"]
+    assert {number: header(record, "batch") for number, record in by_id.items()} == {
+        1: f"{job_id}/0".encode(),
+        2: f"{job_id}/0".encode(),
+        3: f"{job_id}/0".encode(),
+        4: f"{job_id}/0".encode(),
+        6: f"{job_id}/1".encode(),
+    }
+    (letter,) = job.spark.read.json(str(letters)).collect()
+    assert (letter["reason"], letter["record"], letter["micro_batch"]) == ("corrupt", "5,a,fifty", 1)
+    assert letter["row"].endswith("/in/two.csv#0:0")
+
+
+@pytest.mark.parametrize(
+    ("kind", "write"),
+    [
+        ("json", lambda table, path: table.write.json(path)),
+        ("parquet", lambda table, path: table.write.parquet(path)),
+    ],
+)
+def test_json_and_parquet_files_go_as_csv_does(
+    job: Job, tmp_path: Path, kind: str, write: Callable[[Any, str], None]
+) -> None:
+    table = job.spark.range(100).selectExpr("id", "named_struct('deep', cast(id as string)) as inner", "id % 7 as k")
+    write(table.coalesce(2), str(tmp_path / "in" / "part"))
+    source = FileSource(kind, str(tmp_path / "in" / "part"))
+    job.run(source=source, key=("k",), value_columns=("id", "inner"), constant_headers=(("kind", kind),))
+    records = job.written(at_least=100)
+    expected = [{"id": number, "inner": {"deep": str(number)}} for number in range(100)]
+    assert sorted(values(records), key=lambda value: value["id"]) == expected
+    assert {header(record, "kind") for record in records} == {kind.encode()}
+    assert len({(record.key, record.partition) for record in records}) == 7
+
+
+def test_few_files_make_a_micro_batch_and_what_is_left_is_known(job: Job, tmp_path: Path) -> None:
+    for number in range(5):
+        # Named against the order of their times.
+        write_csv(tmp_path / "in", f"{9 - number}.csv", f"{number},a,{number}")
+        os.utime(tmp_path / "in" / f"{9 - number}.csv", (number + 1, number + 1))
+    source = FileSource("csv", str(tmp_path / "in"), "id INT, name STRING, n INT", max_files=2)
+    with serving(job.metrics, "127.0.0.1:0") as port:
+        said = job.run(source=source, key=("name",))
+        page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
+    assert "Wrote 5 rows to" in said
+    assert "in 3 micro-batches" in said
+    assert "kproxy_ingest_rows_total 5.0" in page
+    assert 'kproxy_ingest_behind{unit="files"} 0.0' in page
+    assert "kproxy_ingest_micro_batch 2.0" in page
+    assert [value["id"] for value in values(job.written(at_least=5))] == [0, 1, 2, 3, 4], (
+        "not in the order of the files"
+    )
+
+
+def test_rows_that_cannot_be_written_go_to_a_topic_and_are_counted_by_reason(job: Job, tmp_path: Path) -> None:
+    dead = f"dead-{uuid.uuid4().hex[:8]}"
+    write_csv(tmp_path / "in", "a.csv", "1,a,1", "2,,2", "x,b,3", f"4,{'long' * 500},4", "5,b,5,6")
+    said = job.run(
+        source=FileSource("csv", str(tmp_path / "in"), "id INT, name STRING, n INT"),
+        key=("name",),
+        require_key=True,
+        max_message_bytes=1_000,
+        dead_letters=DeadLetters("topic", dead),
+    )
+    assert values(job.written()) == [{"id": 1, "name": "a", "n": 1}]
+    letters = sorted(values(job.written(dead, 4)), key=lambda letter: str(letter["row"]))
+    assert [letter["reason"] for letter in letters] == ["no key", "corrupt", "too large", "corrupt"]
+    assert [letter["record_cut"] for letter in letters] == [False, False, True, False]
+    assert json.loads(letters[0]["record"]) == {"id": 2, "name": None, "n": 2}
+    assert letters[1]["record"] == "x,b,3"
+    assert letters[2]["bytes"] > 4_000
+    assert "4 dead letters (2 corrupt, 1 no key, 1 too large) went to topic:" in said
+    assert {reason: job.count("dead_letters", reason=reason) for reason in ("corrupt", "no key", "too large")} == {
+        "corrupt": 2,
+        "no key": 1,
+        "too large": 1,
+    }
+
+
+def test_without_a_place_for_dead_letters_the_first_one_ends_the_job_and_it_goes_on_with_one(
+    job: Job, tmp_path: Path
+) -> None:
+    job.options = replace(job.options, source=FileSource("csv", str(tmp_path / "in"), "id INT, name STRING, n INT"))
+    job.options = replace(job.options, key=("name",))
+    write_csv(tmp_path / "in", "a.csv", "1,a,1", "2,b,x")
+    with pytest.raises(SparkFailed, match=r"a\.csv#0:1 cannot be written, as it cannot be parsed: give --dead-letters"):
+        job.run()
+    job.run(dead_letters=DeadLetters("json", str(tmp_path / "dead")))
+    assert values(job.written()) == [{"id": 1, "name": "a", "n": 1}]
+
+
+def test_counts_are_right_where_spark_does_not_tell_them(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kproxy.pipeline.ingest.sink._observed", lambda _: None)
+    write_csv(tmp_path / "in", "a.csv", "1,a,1", "2,b,x", "3,c,3")
+    source = FileSource("csv", str(tmp_path / "in"), "id INT, name STRING, n INT")
+    job.run(source=source, dead_letters=DeadLetters("json", str(tmp_path / "dead")))
+    assert (job.count("rows"), job.count("dead_letters", reason="corrupt")) == (2, 1)
+
+
+def test_another_kafka_clusters_topic_is_copied_with_keys_headers_and_bytes_as_they_are(
+    job: Job, real_kafka: RealKafka
+) -> None:
+    topic = real_kafka.create_topic(f"from-{uuid.uuid4().hex[:8]}", 2)
+    sent = [(n % 2, f"k{n % 5}".encode(), bytes([n, 0xFF]) if n % 10 else None) for n in range(40)]
+    producer = confluent_kafka.Producer({"bootstrap.servers": real_kafka.bootstrap})
+    for number, (partition, key, value) in enumerate(sent):
+        producer.produce(topic, value, key, partition, headers=[("n", str(number).encode()), ("none", None)])
+    assert producer.flush(30) == 0
+
+    source = KafkaSource(real_kafka.bootstrap, topic, max_offsets=15)
+    changes = {"source": source, "key": ("key",), "value_column": "value", "copy_headers": True, "row_header": "from"}
+    said = job.run(**changes)
+    assert "Wrote 40 rows" in said
+    assert "in 3 micro-batches" in said
+    assert job.metrics.registry.get_sample_value("kproxy_ingest_behind", {"unit": "records"}) == 0
+    records = job.written(at_least=40)
+    assert Counter((record.key, record.value) for record in records) == Counter((key, value) for _, key, value in sent)
+    # A key's records were in one partition of the source, or in both: each of these keeps its order.
+    for key in {key for _, key, _ in sent}:
+        for partition in (0, 1):
+            copied = [
+                int(header(record, "n") or b"")
+                for record in records
+                if record.key == key and (header(record, "from") or b"").startswith(f"{topic}/{partition}/".encode())
+            ]
+            assert copied == sorted(copied)
+            assert copied == [n for n, (where, theirs, _) in enumerate(sent) if where == partition and theirs == key]
+    assert {name for record in records for name, _ in record.headers} == {"n", "none", "from"}
+
+    make_topic(job.options.bootstrap, topic, 2)
+    with pytest.raises(StartupError, match="with another Kafka cluster behind --from-bootstrap"):
+        job.run(**{**changes, "source": replace(source, bootstrap=job.options.bootstrap)})
+
+
+def make_topic(bootstrap: str, name: str, partitions: int) -> None:
+    admin = AdminClient({"bootstrap.servers": bootstrap})
+    admin.create_topics([NewTopic(name, partitions)])[name].result(30)
+
+
+def test_values_of_a_topic_that_are_json_become_columns(job: Job) -> None:
+    topic = f"json-{uuid.uuid4().hex[:8]}"
+    producer = confluent_kafka.Producer({"bootstrap.servers": job.options.bootstrap})
+    make_topic(job.options.bootstrap, topic, 1)
+    for value in ('{"where": "%s", "n": 1}', '{"where": "%s", "n": 2}', "{", '{"where": "no topic", "n": 3}'):
+        producer.produce(topic, value.replace("%s", str(job.options.topic)), b"key")
+    assert producer.flush(30) == 0
+    # Made here, as there is nothing to make a topic for by a column.
+    make_topic(job.options.bootstrap, str(job.options.topic), PARTITIONS)
+    said = job.run(
+        source=KafkaSource(job.options.bootstrap, topic, "`where` STRING, n INT"),
+        topic=None,
+        topic_column="where",
+        key=("kafka.key",),
+        value_columns=("n",),
+        dead_letters=DeadLetters("topic", f"dead-{uuid.uuid4().hex[:8]}"),
+    )
+    assert "2 dead letters (1 corrupt, 1 no topic)" in said
+    assert [(record.key, record.value) for record in job.written(at_least=2)] == [
+        (b"key", b'{"n":1}'),
+        (b"key", b'{"n":2}'),
+    ]
+
+
+def test_numbers_are_written_until_it_is_stopped_and_go_on_from_there(job: Job) -> None:
+    job.options = replace(job.options, source=RateSource(200), processing_time="200 milliseconds", key=("value",))
+    said = job.until(lambda rows: rows > 0)
+    assert "Stopped before the end: start it again with the same --checkpoint to go on." in said
+    first = int(job.count("rows"))
+    job.until(lambda rows: rows > first)
+    numbers = [value["value"] for value in values(job.written(at_least=int(job.count("rows"))))]
+    assert sorted(numbers) == list(range(int(job.count("rows")))), "stopped between micro-batches nothing comes twice"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"key": ("nme",)}, r"there is no column nme: the source has id, name, n\."),
+        ({"value_columns": ("id", "x")}, "there is no column x"),
+        ({"headers": (("h", "x"),)}, "there is no column x"),
+        ({"topic": None, "topic_column": "x"}, "there is no column x"),
+        (
+            {"topic": "no-such-topic", "partitions": None},
+            "there is no topic no-such-topic at --bootstrap .* --partitions N",
+        ),
+        ({"bootstrap": "127.0.0.1:1"}, "nothing answers at --bootstrap 127.0.0.1:1"),
+        ({"source": FileSource("csv", "IN", "id INT,, n")}, "--schema cannot be read"),
+        ({"source": FileSource("csv", "IN", "_kproxy_row INT")}, "names that begin with _kproxy_ are taken"),
+        ({"source": KafkaSource("BOOTSTRAP", "no-such-topic")}, "there is no topic no-such-topic at --from-bootstrap"),
+        ({"source": FileSource("parquet", "EMPTY")}, "there are no files yet to infer a schema from: give --schema"),
+        ({"source": FileSource("csv", "NOWHERE")}, "there are no files yet to infer a schema from: give --schema"),
+    ],
+)
+def test_what_cannot_be_started_says_so_and_leaves_the_checkpoint_free(
+    job: Job, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    write_csv(tmp_path / "in", "a.csv", "1,a,1")
+    (tmp_path / "empty").mkdir()
+    places = {"IN": "in", "EMPTY": "empty", "NOWHERE": "nowhere"}
+    source = changes.get("source")
+    if isinstance(source, FileSource):
+        changes = {**changes, "source": replace(source, path=str(tmp_path / places[source.path]))}
+    if isinstance(source, KafkaSource):
+        changes = {**changes, "source": replace(source, bootstrap=job.options.bootstrap)}
+    with pytest.raises(StartupError, match=said):
+        job.run(**changes)
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def test_a_checkpoint_is_one_jobs_alone(job: Job, spark: Any, tmp_path: Path) -> None:
+    write_csv(tmp_path / "in", "a.csv", "1,a,1")
+    job.run()
+    for changes, said in (
+        ({"topic": "another"}, "belongs to a job that writes to topic ingest-.*, not topic another"),
+        ({"source": FileSource("csv", str(tmp_path))}, "belongs to a job that reads csv files in file:.*/in, not csv"),
+        ({"source": RateSource(), "processing_time": "1 second"}, "not numbers, 100 a second"),
+    ):
+        with pytest.raises(StartupError, match=said):
+            job.run(**changes)
+    foreign = tmp_path / "foreign"
+    stream = spark.readStream.format("rate").load().writeStream.format("noop")
+    query = stream.option("checkpointLocation", str(foreign)).start()
+    query.stop()
+    with pytest.raises(StartupError, match="belongs to another Spark job"):
+        job.run(checkpoint=str(foreign))
+
+
+def test_a_header_that_does_not_fit_the_schema_ends_the_job_and_does_not_mix_up_columns(
+    job: Job, tmp_path: Path
+) -> None:
+    write_csv(tmp_path / "in", "a.csv", "1,a,1")
+    with pytest.raises(SparkFailed, match="other columns in its header than the schema"):
+        job.run(source=FileSource("csv", str(tmp_path / "in"), "id INT, n INT, name STRING"))

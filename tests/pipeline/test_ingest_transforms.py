@@ -1,0 +1,222 @@
+"""What an ingest makes of its rows, on a real Spark and without Kafka."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kproxy.errors import StartupError
+from kproxy.pipeline.ingest import sources, transforms
+from kproxy.pipeline.ingest.options import FileSource, IngestOptions
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
+
+OPTIONS = IngestOptions(FileSource("csv", "in"), "ck", topic="flights")
+
+
+@pytest.fixture
+def rows(spark: Any) -> Any:
+    """Two rows as from the rate source, with a `value` to be placed by."""
+    data = [
+        (1, "a", b"\xff\x00", 0, ["x"], 10),
+        (2, None, None, None, None, 11),
+    ]
+    table = spark.createDataFrame(data, "id int, name string, raw binary, seconds int, tags array<string>, value long")
+    return table.selectExpr("id", "name", "raw", "timestamp_seconds(seconds) as at", "tags", "value")
+
+
+def encode(rows: Any, **changes: Any) -> list[Any]:
+    encoded = transforms.encoded(transforms.placed(rows), replace(OPTIONS, **changes), batch="job/7")
+    return list(encoded.orderBy(transforms.ORDER).collect())
+
+
+def column(rows: list[Any], name: str) -> list[Any]:
+    return [None if row[name] is None else bytes(row[name]) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ((), [None, None]),
+        (("id",), [b"1", b"2"]),
+        (("name",), [b"a", None]),
+        (("raw",), [b"\xff\x00", None]),
+        (("at",), [b"1970-01-01 00:00:00Z", None]),
+        (("tags",), [b'["x"]', None]),
+        (("id", "name"), [b'{"id":1,"name":"a"}', b'{"id":2,"name":null}']),
+        (("name", "raw"), [b'{"name":"a","raw":"/wA="}', None]),
+    ],
+)
+def test_a_key_is_a_columns_text_its_bytes_or_json_of_several(
+    rows: Any, key: tuple[str, ...], expected: list[bytes | None]
+) -> None:
+    assert column(encode(rows, key=key), transforms.KEY) == expected
+
+
+def test_times_are_told_in_utc_whatever_the_sessions_zone(spark: Any, rows: Any) -> None:
+    before = spark.conf.get("spark.sql.session.timeZone")
+    spark.conf.set("spark.sql.session.timeZone", "America/New_York")
+    try:
+        (first, _) = encode(rows, key=("at",), value_columns=("at",))
+    finally:
+        spark.conf.set("spark.sql.session.timeZone", before)
+    assert bytes(first[transforms.KEY]) == b"1970-01-01 00:00:00Z"
+    assert json.loads(first[transforms.VALUE]) == {"at": "1970-01-01T00:00:00.000Z"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"value_columns": ("name", "id")}, [b'{"name":"a","id":1}', b'{"name":null,"id":2}']),
+        ({"value_columns": ("name", "id"), "drop_nulls": True}, [b'{"name":"a","id":1}', b'{"id":2}']),
+        ({"value_column": "raw"}, [b"\xff\x00", None]),
+        ({"value_column": "name"}, [b"a", None]),
+    ],
+)
+def test_a_value_is_json_of_columns_or_one_as_it_is(
+    rows: Any, changes: dict[str, Any], expected: list[bytes | None]
+) -> None:
+    assert column(encode(rows, **changes), transforms.VALUE) == expected
+
+
+def test_without_a_word_the_value_is_all_columns_and_none_of_ours(rows: Any) -> None:
+    (first, _) = encode(rows)
+    assert list(json.loads(first[transforms.VALUE])) == ["id", "name", "raw", "at", "tags", "value"]
+
+
+def test_headers_are_constants_columns_and_what_tells_a_row_and_its_batch(rows: Any) -> None:
+    changes = {
+        "constant_headers": (("from", "here"),),
+        "headers": (("who", "name"),),
+        "batch_header": "batch",
+        "row_header": "row",
+    }
+    (_, second) = encode(rows, **changes)
+    told = {header["key"]: header["value"] and bytes(header["value"]) for header in second[transforms.HEADERS]}
+    assert told == {"from": b"here", "who": None, "batch": b"job/7", "row": b"11"}
+
+
+@pytest.mark.parametrize("name", ["nme", "name.first", "_kproxy_row", "id`", ""])
+def test_a_column_that_is_not_there_is_answered_with_those_that_are(rows: Any, name: str) -> None:
+    with pytest.raises(StartupError, match=r"there is no column .*: the source has id, name, raw, at, tags, value\."):
+        encode(rows, key=(name,))
+
+
+def test_a_column_may_have_any_name(spark: Any) -> None:
+    odd = spark.createDataFrame([(5, 1)], "`a.b``c` int, value long")
+    (row,) = encode(odd, key=("a.b`c",))
+    assert bytes(row[transforms.KEY]) == b"5"
+    assert json.loads(row[transforms.VALUE]) == {"a.b`c": 5, "value": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [None, None]),
+        ({"key": ("name",)}, [None, None]),
+        ({"key": ("name",), "require_key": True}, [None, "no key"]),
+        ({"topic": None, "topic_column": "name"}, [None, "no topic"]),
+        ({"topic": None, "topic_column": "at"}, ["no topic", "no topic"]),
+        ({"value_column": "raw", "max_message_bytes": 98}, ["too large", None]),
+        ({"value_column": "raw", "max_message_bytes": 99}, [None, None]),
+        ({"value_column": "raw", "key": ("id",), "max_message_bytes": 99}, ["too large", None]),
+        ({"value_column": "raw", "constant_headers": (("k", "v"),), "max_message_bytes": 110}, ["too large", None]),
+        ({"value_column": "raw", "constant_headers": (("k", "v"),), "max_message_bytes": 111}, [None, None]),
+    ],
+)
+def test_why_a_row_cannot_be_written(rows: Any, changes: dict[str, Any], expected: list[str | None]) -> None:
+    assert [row[transforms.REASON] for row in encode(rows, **changes)] == expected
+
+
+def test_a_dead_letter_has_all_of_its_row_and_is_no_message(rows: Any) -> None:
+    options = replace(OPTIONS, key=("name",), require_key=True)
+    encoded = transforms.encoded(transforms.placed(rows), options, batch="job/7")
+
+    (letter,) = transforms.dead_letters(encoded, batch="job/7").collect()
+    assert (letter["reason"], letter["row"], letter["batch"], letter["record_cut"]) == ("no key", "11", "job/7", False)
+    assert json.loads(letter["record"])["id"] == 2
+    (cut,) = transforms.dead_letters(encoded, batch="job/7", excerpt=8).collect()
+    assert (cut["record"], cut["record_cut"]) == (letter["record"][:8], True)
+    (message,) = transforms.messages(encoded, tasks=2, keyed=True, with_headers=False).collect()
+    assert bytes(message["key"]) == b"a"
+
+
+def test_json_that_cannot_be_parsed_is_kept_as_it_came(spark: Any) -> None:
+    values = ['{"id": 1}', '{"id": "x"}', "nonsense", "null", None]
+    records = spark.createDataFrame(
+        [(value, "t", 0, offset) for offset, value in enumerate(values)],
+        "value string, topic string, partition int, offset long",
+    )
+    parsed = transforms.parsed(records, sources.parse_schema("id int"))
+    rows = encode(parsed)
+    assert [row[transforms.REASON] for row in rows] == [None, "corrupt", "corrupt", "corrupt", "corrupt"]
+    assert [row[transforms.CORRUPT] for row in rows] == [None, '{"id": "x"}', "nonsense", "null", ""]
+    assert [row[transforms.ROW] for row in rows] == [f"t/0/{offset}" for offset in range(5)]
+    assert bytes(rows[0][transforms.VALUE]) == b'{"id":1}'
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 1_000)
+    return
+
+
+@pytest.mark.parametrize("cores_worth", ["1", "64"])
+@pytest.mark.usefixtures("small_blocks")
+def test_a_line_has_the_same_name_however_many_tasks_read(spark: Any, tmp_path: Path, cores_worth: str) -> None:
+    for name, lines in (("a", 300), ("b", 7), ("c", 1)):
+        (tmp_path / f"{name}.csv").write_text("n\n" + "".join(f"{name}-{n:05}\n" for n in range(lines)))
+    session = sources.own_session(spark)
+    # What Spark would go by if its blocks were not of a fixed size.
+    session.conf.set("spark.sql.files.minPartitionNum", cores_worth)
+    seen: list[Any] = []
+
+    def take(batch: Any, _: int) -> None:
+        seen.extend(transforms.placed(batch).orderBy(transforms.ORDER).collect())
+
+    options = replace(OPTIONS, source=FileSource("csv", str(tmp_path), "n string"))
+    stream = sources.read(session, options, sources.parse_schema("n string")).writeStream.foreachBatch(take)
+    query = stream.trigger(availableNow=True).start()
+    assert query.awaitTermination(120)
+
+    names = [row[transforms.ROW] for row in seen]
+    assert len(set(names)) == 308
+    by_file = [name.rpartition("/")[2] for name in names]
+    # 2,702 bytes of 8 a line: blocks of 1,000 bytes, and a line belongs to the block that it begins in.
+    assert [name for name in by_file if name.startswith("a.csv")][-1].startswith("a.csv#2000:")
+    assert {name.partition("#")[2].partition(":")[0] for name in by_file if name.startswith("a.csv")} == {
+        "0",
+        "1000",
+        "2000",
+    }
+    assert [name for name in by_file if name.startswith("b.csv")] == [f"b.csv#0:{n}" for n in range(7)]
+    of_a = [row["n"] for row in seen if row["n"].startswith("a")]
+    assert of_a == sorted(of_a), "the order of the lines is not that of the file"
+
+
+def test_all_rows_of_a_key_are_handed_over_by_one_task_in_order_and_rows_without_one_are_spread(spark: Any) -> None:
+    # Numbers from high to low, in several tasks: what arrives in order was put there.
+    table = spark.range(2_000, 0, -1, 6).selectExpr("id as value", "if(id % 2 = 0, cast(id % 10 as string), null) as k")
+    options = replace(OPTIONS, key=("k",), value_column="value")
+    encoded = transforms.encoded(transforms.placed(table), options, batch="b")
+    tasks = transforms.messages(encoded, tasks=4, keyed=True, with_headers=False).rdd.glom().collect()
+
+    home: dict[bytes, int] = {}
+    keyless = []
+    for number, task in enumerate(tasks):
+        numbers: dict[bytes, list[int]] = {}
+        for message in task:
+            if message["key"] is not None:
+                numbers.setdefault(bytes(message["key"]), []).append(int(message["value"]))
+        for key, values in numbers.items():
+            assert home.setdefault(key, number) == number
+            assert values == sorted(values)
+        keyless.append(sum(1 for message in task if message["key"] is None))
+    assert len(home) == 5
+    assert sum(map(len, tasks)) == 2_000
+    assert min(keyless) > 100

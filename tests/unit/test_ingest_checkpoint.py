@@ -1,0 +1,112 @@
+"""Whose checkpoint it is, how far behind a job is, and what is said of how it ended."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kproxy.errors import StartupError
+from kproxy.pipeline.ingest.behind import Behind, records_behind
+from kproxy.pipeline.ingest.checkpoint import Found, Job, settle
+from kproxy.pipeline.ingest.failures import why
+from kproxy.pipeline.ingest.options import FileSource, IngestOptions
+from kproxy.pipeline.ingest.progress import Tally, summary
+from kproxy.pipeline.ingest.sink import BatchDone
+
+KNOWN = Job("known", "csv files in file:/in", "topic flights", None, "cluster-1", '{"old": 1}', True)
+ASKED = Job("asked", "csv files in file:/in", "topic flights", None, "cluster-1")
+OPTIONS = IngestOptions(FileSource("csv", "/in"), "/ck", topic="flights")
+
+
+def test_a_free_checkpoint_becomes_the_jobs_own() -> None:
+    assert settle(None, Found.FREE, ASKED, "/ck") == ASKED
+
+
+def test_a_start_again_goes_on_as_the_same_job_with_the_schema_that_was_inferred() -> None:
+    assert settle(KNOWN, Found.OURS, ASKED, "/ck") == KNOWN
+
+
+def test_a_schema_that_is_given_later_takes_the_place_of_the_inferred_one() -> None:
+    given = replace(ASKED, schema='{"new": 1}')
+    assert settle(KNOWN, Found.OURS, given, "/ck") == replace(KNOWN, schema='{"new": 1}', schema_inferred=False)
+
+
+def test_a_cluster_that_does_not_say_which_it_is_is_not_compared() -> None:
+    assert settle(KNOWN, Found.OURS, replace(ASKED, target_cluster=None), "/ck") == KNOWN
+
+
+@pytest.mark.parametrize(
+    ("found", "known", "asked", "said"),
+    [
+        (Found.FOREIGN, None, ASKED, "--checkpoint /ck belongs to another Spark job"),
+        (Found.OURS, KNOWN, replace(ASKED, source="topic other"), "reads csv files in file:/in, not topic other"),
+        (Found.OURS, KNOWN, replace(ASKED, target="topic x"), "writes to topic flights, not topic x"),
+        (Found.OURS, KNOWN, replace(ASKED, target_cluster="cluster-2"), r"--bootstrap \(cluster-1, not cluster-2\)"),
+        (
+            Found.OURS,
+            replace(KNOWN, source_cluster="a"),
+            replace(ASKED, source_cluster="b"),
+            r"--from-bootstrap \(a, not b\)",
+        ),
+    ],
+)
+def test_anothers_checkpoint_is_refused(found: Found, known: Job | None, asked: Job, said: str) -> None:
+    with pytest.raises(StartupError, match=said):
+        settle(known, found, asked, "/ck")
+
+
+@pytest.mark.parametrize(
+    ("sources", "expected"),
+    [
+        ([{"latestOffset": {"a": {"0": 10, "1": 5}}, "endOffset": {"a": {"0": 7}}}], Behind(8, "records")),
+        ([{"latestOffset": '{"a":{"0":10}}', "endOffset": '{"a":{"0":10}}'}], Behind(0, "records")),
+        ([{"latestOffset": None, "endOffset": None}], None),
+        ([{"latestOffset": {"logOffset": 3}, "endOffset": {"logOffset": 2}}], None),
+        ([{"latestOffset": "17", "endOffset": "3"}], None),
+        ([], None),
+    ],
+)
+def test_records_behind_are_the_offsets_between(sources: list[dict[str, Any]], expected: Behind | None) -> None:
+    assert records_behind({"sources": sources}) == expected
+    assert records_behind(None) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            "[USER_RAISED_EXCEPTION] kproxy-refused-row|no key|file:/in/a.csv#0:7| SQLSTATE",
+            "file:/in/a.csv#0:7 cannot be",
+        ),
+        ("x\nCaused by: o.a.k.c.errors.RecordTooLargeException: y", "lower --max-message-bytes"),
+        (
+            "Topic flights not present in metadata after 60000 ms.",
+            "topic flights cannot be reached through 127.0.0.1:9092",
+        ),
+        ("IllegalArgumentException: CSV header does not conform to the schema.", "other columns in its header"),
+        ("Expiring 3 record(s) for flights-0:120000 ms has passed", "nothing is lost"),
+        (
+            "[CONCURRENT_STREAM_LOG_UPDATE] Concurrent update to the log.",
+            "another run of this job uses the checkpoint /ck",
+        ),
+        ("first\n\tat x\nCaused by: a.B: the very cause", "the very cause"),
+        ("", "RuntimeError"),
+    ],
+)
+def test_an_end_is_explained_in_one_sentence(error: str, said: str) -> None:
+    assert said in why(RuntimeError(error), OPTIONS)
+    assert "\n" not in why(RuntimeError(error), OPTIONS)
+
+
+def test_the_line_and_the_summary_tell_of_rows_dead_letters_and_what_is_left() -> None:
+    tally = Tally()
+    assert tally.line() == "first micro-batch"
+    tally.done(BatchDone(0, 10, 10, {}, 1.0))
+    tally.done(BatchDone(1, 1_003, 1_000, {"corrupt": 2, "no key": 1}, 0.5))
+    tally.behind = Behind(1, "files")
+    assert tally.line() == "micro-batch 1 · 1,010 rows · 2,000 rows/s · 1 file left · 3 dead letters"
+    assert summary(tally, OPTIONS) == (
+        "Wrote 1,010 rows to topic flights in 2 micro-batches.\n3 dead letters (2 corrupt, 1 no key) went to None."
+    )
