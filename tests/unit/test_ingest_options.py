@@ -109,6 +109,7 @@ def test_what_is_possible_passes(options: IngestOptions) -> None:
         ({"require_key": True}, "--require-key goes with --key"),
         ({"max_message_bytes": 10}, "--max-message-bytes 10"),
         ({"tasks": 0}, "--tasks 0"),
+        ({"kafka_options": {"acks": "1"}}, "--kafka-option acks=1 could lose rows"),
         ({"partitions": 0}, "--partitions 0"),
         ({"copy_headers": True}, "--copy-headers goes with --from kafka"),
         ({"dead_letters": DeadLetters("topic", "flights")}, "is the topic that is written to"),

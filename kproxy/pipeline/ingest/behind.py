@@ -15,7 +15,7 @@ from kproxy.pipeline.spark import SparkFailed, as_spark_failure
 
 # Files are listed for it, which may take as long as reading them does.
 LEAST_PAUSE_S: Final = 5.0
-PAUSE_FACTOR: Final = 20
+PAUSE_FACTOR: Final = 5
 
 
 class Behind(NamedTuple):

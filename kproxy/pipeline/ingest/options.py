@@ -143,6 +143,11 @@ class IngestOptions:
         if self.require_key and not self.key:
             raise StartupError("--require-key goes with --key: name the column or columns that the key is made of.")
         _within("--max-message-bytes", self.max_message_bytes, 1_000, MAX_MESSAGE_BYTES)
+        if self.kafka_options.get("acks", "all") not in ("all", "-1"):
+            raise StartupError(
+                f"--kafka-option acks={self.kafka_options['acks']} could lose rows that are taken for written: "
+                "leave it out."
+            )
         if self.tasks is not None:
             _within("--tasks", self.tasks, 1, 100_000)
 
