@@ -206,6 +206,30 @@ def test_rows_that_cannot_be_written_go_to_a_topic_and_are_counted_by_reason(job
     }
 
 
+def test_a_micro_batch_that_is_written_again_has_the_same_names_and_replaces_its_dead_letters(
+    job: Job, tmp_path: Path
+) -> None:
+    letters = tmp_path / "dead"
+    job.options = replace(
+        job.options,
+        source=FileSource("csv", str(tmp_path / "in"), "id INT, name STRING, n INT"),
+        key=("name",),
+        row_header="row",
+        batch_header="batch",
+        dead_letters=DeadLetters("json", str(letters)),
+    )
+    write_csv(tmp_path / "in", "a.csv", "1,a,1", "2,b,x", "3,c,3")
+    job.run()
+    # As if it had been killed after it had written, and before Spark knew.
+    for name in ("0", ".0.crc"):
+        (tmp_path / "checkpoint" / "commits" / name).unlink()
+    job.run(tasks=1)
+    records = job.written(at_least=4)
+    names = Counter((header(record, "row"), header(record, "batch"), record.value) for record in records)
+    assert sorted(names.values()) == [2, 2]
+    assert [row["record"] for row in job.spark.read.json(str(letters)).collect()] == ["2,b,x"]
+
+
 def test_without_a_place_for_dead_letters_the_first_one_ends_the_job_and_it_goes_on_with_one(
     job: Job, tmp_path: Path
 ) -> None:

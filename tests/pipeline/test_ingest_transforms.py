@@ -21,18 +21,18 @@ OPTIONS = IngestOptions(FileSource("csv", "in"), "ck", topic="flights")
 
 @pytest.fixture
 def rows(spark: Any) -> Any:
-    """Two rows as from the rate source, with a `value` to be placed by."""
-    data = [
-        (1, "a", b"\xff\x00", 0, ["x"], 10),
-        (2, None, None, None, None, 11),
-    ]
-    table = spark.createDataFrame(data, "id int, name string, raw binary, seconds int, tags array<string>, value long")
-    return table.selectExpr("id", "name", "raw", "timestamp_seconds(seconds) as at", "tags", "value")
+    """Two rows as from the rate source, with a `value` to be placed by. No task has to run for them."""
+    return spark.sql(
+        "select * from values"
+        " (1, 'a', X'ff00', timestamp_seconds(0), array('x'), 10L),"
+        " (2, null, null, null, null, 11L)"
+        " as t(id, name, raw, at, tags, value)"
+    )
 
 
 def encode(rows: Any, **changes: Any) -> list[Any]:
     encoded = transforms.encoded(transforms.placed(rows), replace(OPTIONS, **changes), batch="job/7")
-    return list(encoded.orderBy(transforms.ORDER).collect())
+    return sorted(encoded.collect(), key=lambda row: str(row[transforms.ROW]))
 
 
 def column(rows: list[Any], name: str) -> list[Any]:
@@ -108,7 +108,7 @@ def test_a_column_that_is_not_there_is_answered_with_those_that_are(rows: Any, n
 
 
 def test_a_column_may_have_any_name(spark: Any) -> None:
-    odd = spark.createDataFrame([(5, 1)], "`a.b``c` int, value long")
+    odd = spark.sql("select 5 as `a.b``c`, 1L as value")
     (row,) = encode(odd, key=("a.b`c",))
     assert bytes(row[transforms.KEY]) == b"5"
     assert json.loads(row[transforms.VALUE]) == {"a.b`c": 5, "value": 1}
@@ -161,9 +161,12 @@ def test_json_that_cannot_be_parsed_is_kept_as_it_came(spark: Any) -> None:
 
 
 @pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_blocks(spark: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """And a session that would give a task as many files as go into it."""
     monkeypatch.setattr(sources, "BLOCK_BYTES", 1_000)
-    return
+    spark.conf.set("spark.sql.files.openCostInBytes", "0")
+    yield
+    spark.conf.unset("spark.sql.files.openCostInBytes")
 
 
 @pytest.mark.parametrize("cores_worth", ["1", "64"])
