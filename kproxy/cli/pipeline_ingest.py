@@ -12,7 +12,7 @@ import click
 
 from kproxy.cli import start_logging
 from kproxy.cli.spark_flags import session_options, spark_flags
-from kproxy.config import DEFAULT_LISTEN
+from kproxy.config import DEFAULT_LISTEN, parse_address
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest.options import (
     DEFAULT_FILES,
@@ -150,7 +150,7 @@ def _run(options: IngestOptions, session: Any, listen: str | None) -> int:
     metrics, report, stop = Metrics(), Report(), Stop()
     with stopped_by_signals(stop), serving(metrics, listen) as port, report:
         if port:
-            report.say(f"Metrics are at port {port} of {listen}")
+            report.say(f"Metrics are at http://{parse_address(str(listen), '--metrics').host}:{port}/metrics")
         starting = report.stage("Spark", "starting")
         opening = open_session(session, lambda jars: starting.say(f"first start: {jars} jars downloaded"))
         with _opened_beside(opening) as opened:

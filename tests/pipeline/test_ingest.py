@@ -342,6 +342,7 @@ def test_numbers_are_written_until_it_is_stopped_and_go_on_from_there(job: Job) 
         ({"source": FileSource("csv", "IN", "_kproxy_row INT")}, "names that begin with _kproxy_ are taken"),
         ({"source": KafkaSource("BOOTSTRAP", "no-such-topic")}, "there is no topic no-such-topic at --from-bootstrap"),
         ({"source": FileSource("parquet", "EMPTY")}, "there are no files yet to infer a schema from: give --schema"),
+        ({"source": FileSource("csv", "NOWHERE", "id INT")}, "there is nothing at .*/nowhere: make the directory"),
         ({"source": FileSource("csv", "NOWHERE")}, "there are no files yet to infer a schema from: give --schema"),
     ],
 )

@@ -59,7 +59,8 @@ def start(
     with as_spark_failure("The rows cannot be made into messages"):
         # For its complaints: a column that there is not is found before anything is written.
         writer.encode(rows, 0).schema  # noqa: B018 - asking for it has Spark resolve every column
-    checkpoint.save(job)
+    if job != known:
+        checkpoint.save(job)
     if schema is not None:
         say(_about_schema(job, found, schema))
     with as_spark_failure("The job did not start"):

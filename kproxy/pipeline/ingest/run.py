@@ -26,7 +26,7 @@ from kproxy.pipeline.ingest.job import start
 from kproxy.pipeline.ingest.metrics import Metrics
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource
 from kproxy.pipeline.ingest.progress import Display, Tally, summary
-from kproxy.pipeline.ingest.sink import BatchDone
+from kproxy.pipeline.ingest.sink import BatchDone, Stopped
 from kproxy.pipeline.report import Report
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure
 
@@ -106,7 +106,7 @@ def _watch(
                 look()
             display.update()
     except PySparkException as error:
-        if not stop.wanted:
+        if Stopped.SAID not in str(error):
             return why(error, options)
     look(at_once=True)
     display.finish()

@@ -41,7 +41,12 @@ class BatchDone:
 
 
 class Stopped(Exception):
-    """The job is to end before this micro-batch, of which nothing has been written."""
+    """The job is to end before this micro-batch, of which nothing has been written. It comes back from Java as text."""
+
+    SAID: Final = "kproxy-stopped-before-a-micro-batch"
+
+    def __init__(self) -> None:
+        super().__init__(self.SAID)
 
 
 class BatchWriter:
@@ -139,8 +144,12 @@ def _counted(rows: DataFrame) -> dict[str, int]:
 
 
 def sink_options(options: IngestOptions) -> dict[str, str]:
-    """For Spark's Kafka sink. A producer has a limit of its own on what it sends, which must not be below the job's."""
-    own = {"max.request.size": str(max(options.max_message_bytes, 1 << 20)), **options.kafka_options}
+    """For Spark's Kafka sink. A producer has limits of its own on what it sends, which must not be below the job's."""
+    own = {
+        "max.request.size": str(max(options.max_message_bytes, 1 << 20)),
+        "buffer.memory": str(max(2 * options.max_message_bytes, 32 << 20)),
+        **options.kafka_options,
+    }
     return {f"kafka.{name}": value for name, value in {**own, "bootstrap.servers": options.bootstrap}.items()}
 
 

@@ -20,11 +20,12 @@ BLOCK_BYTES: Final = 128 << 20
 # A header that does not fit the schema is an error, and not columns that have changed places; a line is looked at as a
 # whole, and not only where a column is asked for.
 _READER_OPTIONS: Final = {
-    "csv": {"header": "true", "enforceSchema": "false", "columnPruning": "false", "columnNameOfCorruptRecord": CORRUPT},
-    "json": {"columnNameOfCorruptRecord": CORRUPT},
+    "csv": {"header": "true", "enforceSchema": "false", "columnPruning": "false"},
+    "json": {},
     "parquet": {},
 }
-_REQUIRED: Final = {"mode": "PERMISSIVE"}
+# What cannot be parsed is told, and told where it is looked for: nobody's options may have it become nulls.
+_REQUIRED: Final = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": CORRUPT}
 
 
 def own_session(session: SparkSession) -> SparkSession:
@@ -60,10 +61,7 @@ def parse_schema(text: str) -> StructType:
 
 def infer_schema(session: SparkSession, source: FileSource) -> StructType:
     """From the files that are there now, all of which are read for it. Raises StartupError where there are none."""
-    options = {**_READER_OPTIONS[source.format], **source.options}
-    # Spark's guess at CSV would have no column for it, and at JSON one of ours.
-    options.pop("columnNameOfCorruptRecord", None)
-    options.setdefault("inferSchema", "true")
+    options = {"inferSchema": "true", **_READER_OPTIONS[source.format], **source.options, **_REQUIRED}
     with_hint = f"give --schema, or put a file there that has the columns ({source.path})"
     try:
         with as_spark_failure("The schema could not be inferred"):
@@ -72,21 +70,32 @@ def infer_schema(session: SparkSession, source: FileSource) -> StructType:
         if any(known in str(error) for known in ("UNABLE_TO_INFER_SCHEMA", "PATH_NOT_FOUND")):
             raise StartupError(f"there are no files yet to infer a schema from: {with_hint}.") from error
         raise
-    schema = StructType([field for field in found.fields if field.name != "_corrupt_record"])
+    schema = StructType([field for field in found.fields if field.name != CORRUPT])
     if not schema.fields:
         raise StartupError(f"no column can be found in the files that are there: {with_hint}.")
     return schema
 
 
 def read(session: SparkSession, options: IngestOptions, schema: StructType | None) -> DataFrame:
-    """The stream of a source; files with the columns that `transforms.placed` needs. Raises SparkFailed."""
-    with as_spark_failure("The source cannot be read"):
-        if isinstance(options.source, FileSource):
-            assert schema is not None  # noqa: S101 - given or inferred by the caller
-            return _files(session, options.source, schema)
-        if isinstance(options.source, KafkaSource):
-            return _records(session, options.source, options.copy_headers)
-        return _numbers(session, options.source)
+    """The stream of a source; files with the columns that `transforms.placed` needs.
+
+    Raises StartupError where there is nothing at its path, SparkFailed for what else Spark has against it.
+    """
+    source = options.source
+    try:
+        with as_spark_failure("The source cannot be read"):
+            if isinstance(source, FileSource):
+                assert schema is not None  # noqa: S101 - given or inferred by the caller
+                return _files(session, source, schema)
+            if isinstance(source, KafkaSource):
+                return _records(session, source, options.copy_headers)
+            return _numbers(session, source)
+    except SparkFailed as error:
+        if isinstance(source, FileSource) and "PATH_NOT_FOUND" in str(error):
+            raise StartupError(
+                f"there is nothing at {source.path}: make the directory, files may come later."
+            ) from error
+        raise
 
 
 def _files(session: SparkSession, source: FileSource, schema: StructType) -> DataFrame:

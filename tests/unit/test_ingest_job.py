@@ -1,7 +1,9 @@
-"""Whose checkpoint it is, how far behind a job is, and what is said of how it ended."""
+"""Whose checkpoint it is, how far behind a job is, how it is stopped, and what is said of how it ended."""
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +15,7 @@ from kproxy.pipeline.ingest.checkpoint import Found, Job, settle
 from kproxy.pipeline.ingest.failures import why
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions
 from kproxy.pipeline.ingest.progress import Tally, summary
+from kproxy.pipeline.ingest.run import Stop, stopped_by_signals
 from kproxy.pipeline.ingest.sink import BatchDone
 
 KNOWN = Job("known", "csv files in file:/in", "topic flights", None, "cluster-1", '{"old": 1}', True)
@@ -110,3 +113,15 @@ def test_the_line_and_the_summary_tell_of_rows_dead_letters_and_what_is_left() -
     assert summary(tally, OPTIONS) == (
         "Wrote 1,010 rows to topic flights in 2 micro-batches.\n3 dead letters (2 corrupt, 1 no key) went to None."
     )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_first_signal_asks_for_the_end_and_a_second_does_not_wait(number: signal.Signals) -> None:
+    stop, before = Stop(), signal.getsignal(number)
+    with stopped_by_signals(stop):
+        assert (stop.wanted, stop.at_once) == (False, False)
+        os.kill(os.getpid(), number)
+        assert (stop.wanted, stop.at_once) == (True, False)
+        os.kill(os.getpid(), number)
+        assert (stop.wanted, stop.at_once) == (True, True)
+    assert signal.getsignal(number) is before
