@@ -21,10 +21,10 @@ from kproxy.pipeline.audit.places import parse_trail
 from kproxy.pipeline.report import Report
 from kproxy.pipeline.session import SessionOptions
 from tests.support.dev import KproxyProcess, run_kproxy
+from tests.support.forged_trail import ForgedTrail, now_ms
 from tests.support.java import require_java
 from tests.support.kafka_io import produce
 from tests.support.ports import free_port
-from tests.support.forged_trail import ForgedTrail, now_ms
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 

@@ -6,9 +6,9 @@ import dataclasses
 import io
 
 import pytest
-from kproxy.pipeline.audit.report_facts import Facts, Sums, Verdict
 from rich.console import Console
 
+from kproxy.pipeline.audit.report_facts import Facts, Sums, Verdict
 from kproxy.pipeline.judge import Judge
 from kproxy.pipeline.report import KilledOwner, Outcome, Report, brokers_in_words
 

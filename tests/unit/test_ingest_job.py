@@ -95,6 +95,7 @@ def test_records_behind_are_the_offsets_between(sources: list[dict[str, Any]], e
             "another run of this job uses the checkpoint /ck",
         ),
         ("first\n\tat x\nCaused by: a.B: the very cause", "the very cause"),
+        ('Reason: Traceback (most recent call last):\n  File "x"\nValueError: it broke\n\tat py4j.A\n', "it broke"),
         ("", "RuntimeError"),
     ],
 )

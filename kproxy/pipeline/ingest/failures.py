@@ -10,6 +10,7 @@ from kproxy.pipeline.ingest.sink import REFUSED
 from kproxy.pipeline.spark import cause_in
 
 _REFUSED: Final = re.compile(re.escape(REFUSED) + r"\|([^|]*)\|([^|]*)\|")
+_RAISED: Final = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Failed): (.+)$", re.MULTILINE)
 _REFUSALS: Final = {
     "corrupt": "it cannot be parsed",
     "no key": "its key is null",
@@ -36,7 +37,13 @@ def why(error: BaseException, options: IngestOptions) -> str:
                 checkpoint=options.checkpoint,
                 source=_source(options),
             )
-    return cause_in(text) or type(error).__name__
+    return _cause(text) or type(error).__name__
+
+
+def _cause(text: str) -> str:
+    """Java's innermost cause; else what Python raised in a micro-batch, which Java only quotes; else the first line."""
+    raised = _RAISED.findall(text)
+    return raised[-1].strip() if raised and "Caused by: " not in text else cause_in(text)
 
 
 def _source(options: IngestOptions) -> str:

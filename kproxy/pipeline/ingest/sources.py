@@ -35,6 +35,7 @@ def own_session(session: SparkSession) -> SparkSession:
         # So that neither the number of cores nor that of files has a say in where a block ends.
         ours.conf.set("spark.sql.files.maxPartitionBytes", str(BLOCK_BYTES))
         ours.conf.set("spark.sql.files.openCostInBytes", str(BLOCK_BYTES))
+        ours.conf.unset("spark.sql.files.maxPartitionNum")
         # Kafka's sink as Spark's streams use it: by its older interface it would tell nobody what it has counted.
         ours.conf.set("spark.sql.sources.useV1SourceList", "avro,csv,json,orc,parquet,text")
     return ours
