@@ -122,7 +122,7 @@ def gaps(rows: DataFrame, pieces: DataFrame, trails: DataFrame, *, has_begin: bo
     )
     within = _gaps_within(rows, pieces)
     earliest = trails.agg((F.min("first_at") - F.max("interval_ms")).alias("earliest"))
-    headless = trails.where("first > 0").crossJoin(F.broadcast(earliest)).select(
+    headless = trails.where(F.lit(has_begin) & (F.col("first") > 0)).crossJoin(F.broadcast(earliest)).select(
         *TRAIL,
         F.lit(0).cast("long").alias("sequence"),
         F.col("first").alias("behind"),

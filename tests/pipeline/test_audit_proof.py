@@ -1,0 +1,202 @@
+"""What a trail does not prove is told: missing rows, trails without an end, rows that cannot be read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kproxy.errors import StartupError
+from kproxy.pipeline.audit import proof
+from kproxy.pipeline.audit.trail import parse_place, read_files, rows_of
+from tests.support.trails import BEGAN_AT, INTERVAL_MS, SHIPPED_SCHEMA, Row, Trail, trail_frame
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+
+READ_AT = 1_000_000
+
+
+def long_trail(proxy: str, rows: int, *, ends: bool = True) -> Trail:
+    """A row a second, from second 1 on."""
+    trail = Trail(proxy, proxy)
+    for n in range(1, rows):
+        trail.acked("topic", n * 10, 10, at=n * 1000)
+    if ends:
+        trail.end(rows * 1000)
+    return trail
+
+
+def without(trail: Trail, *sequences: int) -> list[Row]:
+    return [row for row in trail.rows if row["sequence"] not in sequences]
+
+
+def seconds(*times: int) -> tuple[int, ...]:
+    return tuple(BEGAN_AT + time * 1000 for time in times)
+
+
+def gap(sequence: int, missing: int, begin: int, end: int) -> tuple[Any, ...]:
+    """From `begin` less what a row may keep, to `end`, in seconds."""
+    return ("gap", sequence, missing, BEGAN_AT + begin * 1000 - INTERVAL_MS, BEGAN_AT + end * 1000)
+
+
+def tail(sequence: int, begin_ms: int, end: int) -> tuple[Any, ...]:
+    return ("tail", sequence, 0, BEGAN_AT + begin_ms, BEGAN_AT + end * 1000)
+
+
+def second_life(first_end: bool) -> list[Row]:
+    first, second = Trail("twice", "1"), Trail("twice", "2", began=50_000)
+    first.acked("topic", 0, 10, at=20_000)
+    if first_end:
+        first.end(30_000)
+    second.end(60_000)
+    return first.rows + second.rows
+
+
+def marked(at: int) -> Trail:
+    trail = Trail("marked", "marked")
+    trail.acked("topic", 0, 10, at=1_000)
+    trail.mark(at)
+    return trail
+
+
+# Rows as they are read, and what they leave unproven.
+CASES: dict[str, tuple[list[Row], list[tuple[Any, ...]]]] = {
+    "whole": (long_trail("whole", 200).rows, []),
+    "one row missing": (without(long_trail("p", 200), 70), [gap(70, 1, 69, 71)]),
+    "rows at a boundary of pieces": (without(long_trail("p", 200), 63, 64, 65), [gap(63, 3, 62, 66)]),
+    "whole pieces missing": (without(long_trail("p", 400), *range(60, 333)), [gap(60, 273, 59, 333)]),
+    "several": (without(long_trail("p", 200), 5, 7, 150), [gap(5, 1, 4, 6), gap(7, 1, 6, 8), gap(150, 1, 149, 151)]),
+    "missing and there twice": (
+        without(long_trail("p", 200), 5) + long_trail("p", 200).rows[8:30],
+        [gap(5, 1, 4, 6)],
+    ),
+    "the head is missing": (without(long_trail("p", 200), 0, 1, 2), [("gap", 0, 3, *seconds(-6, 3))]),
+    "everything twice": (long_trail("p", 200).rows * 2, []),
+    "killed": (long_trail("p", 200, ends=False).rows, [tail(199, 199_000 - INTERVAL_MS, READ_AT // 1000)]),
+    "killed when idle": (marked(9_000).rows, [tail(2, 9_000, READ_AT // 1000)]),
+    "killed and started again": (second_life(first_end=False), [tail(1, 20_000 - INTERVAL_MS, 50)]),
+    "stopped and started again": (second_life(first_end=True), []),
+}
+
+# Those in which a proxy lives, which is how far everything else is judged as well.
+LIVING: dict[str, tuple[list[Row], list[tuple[Any, ...]]]] = {
+    "lives, heard of a moment ago": (marked(READ_AT - 9_000).rows, []),
+    "lives, and another was killed": (
+        marked(READ_AT - 9_000).rows + long_trail("p", 200, ends=False).rows,
+        [tail(199, 199_000 - INTERVAL_MS, READ_AT // 1000 - 9)],
+    ),
+}
+
+
+def unproven_of(rows: Any, **judged: Any) -> list[tuple[Any, ...]]:
+    pieces = proof.pieces(rows)
+    trails = proof.trails(pieces)
+    end = proof.audit_end(trails, read_at_ms=BEGAN_AT + READ_AT, to_ms=judged.get("to_ms"))
+    tails = proof.tails(trails, end)
+    found = proof.unproven(proof.gaps(rows, pieces, trails), tails, end, from_ms=judged.get("from_ms"))
+    columns = found.select("proxy", "kind", "sequence", "missing", "from_ms", "to_ms")
+    return sorted(tuple(row) for row in columns.collect())
+
+
+@pytest.fixture(scope="module")
+def unproven(spark: Any) -> dict[str, list[tuple[Any, ...]]]:
+    """Of all cases at once: a proxy's name begins with its case's."""
+    rows = [{**row, "proxy": f"{name}/{row['proxy']}"} for name, (told, _) in CASES.items() for row in told]
+    found: dict[str, list[tuple[Any, ...]]] = {name: [] for name in CASES}
+    for proxy, *what in unproven_of(trail_frame(spark, rows)):
+        found[proxy.partition("/")[0]].append(tuple(what))
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_missing_of_a_trail_is_unproven_for_as_long_as_it_may_have_told_of(
+    unproven: dict[str, list[tuple[Any, ...]]], name: str
+) -> None:
+    assert sorted(unproven[name]) == sorted(CASES[name][1])
+
+
+@pytest.mark.parametrize("name", LIVING)
+def test_what_lives_is_no_tail_and_the_rest_is_judged_as_far_as_it_is_known(spark: Any, name: str) -> None:
+    rows, expected = LIVING[name]
+    assert [tuple(what) for _, *what in unproven_of(trail_frame(spark, rows))] == expected
+
+
+def test_only_the_times_that_are_judged_are_unproven(spark: Any) -> None:
+    rows = trail_frame(spark, without(long_trail("p", 200, ends=False), 20, 100))
+    found = unproven_of(rows, from_ms=BEGAN_AT + 96_000, to_ms=BEGAN_AT + 300_000)
+    assert found == [("p", "gap", 100, 1, *seconds(96, 101)), ("p", "tail", 199, 0, *seconds(194, 300))]
+
+
+def test_rows_that_were_shipped_twice_count_once(spark: Any) -> None:
+    many = long_trail("p", 200)
+    rows = trail_frame(spark, many.rows + many.rows[10:90] + many.rows[150:151])
+    once = proof.each_once(rows, proof.pieces(rows))
+    assert sorted(row.sequence for row in once.collect()) == list(range(201))
+
+
+def page(rows: list[Row]) -> str:
+    return "\n".join(json.dumps({name: value for name, value in row.items() if value is not None}) for row in rows)
+
+
+def told(frame: Any) -> list[Row]:
+    return sorted((row.asDict() for row in frame.collect()), key=lambda row: row["sequence"])
+
+
+def whole(rows: list[Row]) -> list[Row]:
+    return [{name: row.get(name) for name in SHIPPED_SCHEMA.names} for row in rows]
+
+
+BAD = [
+    '{"kind":"range","proxy":"p","incarnation":"p","sequence":900,"at":1,"topic":"t","spans":[1]}',
+    '{"kind":"range","proxy":"p","incarnation":"p","sequence":901,"at":1}',
+    '{"kind":"begin","proxy":"p","sequence":902,"at":1}',
+    '{"kind":"other","proxy":"p","incarnation":"p","sequence":903,"at":1}',
+    '{"kind":"mark","proxy":"p","incarn',
+    "",
+]
+
+
+def test_files_of_json_are_read_and_what_is_torn_in_them_is_left_out(spark: Any, tmp_path: Path) -> None:
+    trail = long_trail("p", 5)
+    (tmp_path / "a.jsonl").write_text("\n".join([page(trail.rows), *BAD]))
+    (tmp_path / "a.jsonl.tmp").write_text(page(long_trail("q", 5).rows))
+    assert told(read_files(spark, parse_place(f"json:{tmp_path}"))) == whole(trail.rows)
+
+
+def test_files_of_parquet_are_read_with_whatever_width_their_numbers_have(spark: Any, tmp_path: Path) -> None:
+    trail = long_trail("p", 5)
+    narrow = trail_frame(spark, trail.rows).drop("shipped_at").withColumn("batches", trail_frame_column("batches"))
+    narrow.write.mode("overwrite").parquet(str(tmp_path / "trail"))
+    assert told(read_files(spark, parse_place(f"parquet:{tmp_path}/trail"))) == whole(trail.rows)
+
+
+def trail_frame_column(name: str) -> Any:
+    from pyspark.sql import functions
+
+    return functions.col(name).cast("int")
+
+
+def test_pages_of_a_topic_are_read_and_say_when_they_were_shipped(spark: Any) -> None:
+    trail = long_trail("p", 5)
+    messages = [(bytearray(page(trail.rows[:2]).encode()), 7.0), (bytearray("\n".join(BAD).encode()), 8.0)]
+    messages.append((bytearray(page(trail.rows[2:]).encode()), 9.5))
+    frame = spark.createDataFrame(messages, "value binary, seconds double").selectExpr(
+        "value", "timestamp_millis(cast(seconds * 1000 as long)) as timestamp"
+    )
+    shipped = [7_000, 7_000, 9_500, 9_500, 9_500, 9_500]
+    expected = [{**row, "shipped_at": at} for row, at in zip(whole(trail.rows), shipped, strict=True)]
+    assert told(rows_of(frame)) == expected
+
+
+@pytest.mark.parametrize("text", ["", "topic:", "json", "csv:/tmp"])
+def test_a_place_that_is_none_is_refused_in_one_sentence(text: str) -> None:
+    with pytest.raises(StartupError, match="give topic:NAME, json:DIR or parquet:DIR"):
+        parse_place(text)
+
+
+def test_a_directory_that_is_not_there_is_named(spark: Any, tmp_path: Path) -> None:
+    for kind in ("json", "parquet"):
+        with pytest.raises(StartupError, match=r"no audit trail in .*nowhere"):
+            read_files(spark, parse_place(f"{kind}:{tmp_path}/nowhere"))
