@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import uuid
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,16 @@ from tests.support.java import require_java
 from tests.support.kafka_io import produce
 from tests.support.ports import free_port
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
 RECORDS = 300
+# Of so little data Spark spends its time on planning and compiling.
+QUICK = (
+    "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+    "spark.sql.shuffle.partitions=2",
+    "spark.sql.adaptive.enabled=false",
+    "spark.sql.codegen.wholeStage=false",
+)
 
 
 @pytest.fixture
@@ -44,9 +52,10 @@ def test_a_clean_run_audits_clean_from_the_command_line(dev_cluster: KproxyProce
     assert await_trails(dev_cluster.kafka, DEFAULT_TOPIC, now_ms(), timeout_s=30)
     output, report = tmp_path / "tables", tmp_path / "report.html"
     arguments = ["--bootstrap", dev_cluster.kafka, "--topics", topic, "--master", "local[1]"]
+    arguments += chain.from_iterable(("--conf", setting) for setting in QUICK)
 
     done = run_kproxy(
-        "pipeline", "audit", *arguments, "--output", output, "--report", report, "--strict", timeout_s=280
+        "pipeline", "audit", *arguments, "--output", output, "--report", report, "--strict", timeout_s=580
     )
 
     assert done.status == 0, done.stderr[-2000:]
