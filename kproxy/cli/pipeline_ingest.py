@@ -29,7 +29,7 @@ from kproxy.pipeline.ingest.options import (
     parse_source,
     parse_trigger,
 )
-from kproxy.pipeline.spark import SparkFailed, pyspark_home
+from kproxy.pipeline.spark import SparkFailed, require_pyspark
 
 MAX_SCHEMA_BYTES = 1 << 20
 INTERRUPTED = 130
@@ -128,7 +128,7 @@ def command(context: click.Context, /, metrics: str | None, **given: Any) -> int
     spark = {name: given.pop(name) for name in ("master", "memory", "conf")}
     options = _options(**given)
     options.check()
-    pyspark_home()
+    require_pyspark()
     from kproxy.pipeline.ingest.target import check_reachable
 
     check_reachable(options.bootstrap, "--bootstrap")
