@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from confluent_kafka import KafkaException, TopicPartition
-from confluent_kafka.admin import NewTopic, OffsetSpec  # type: ignore[attr-defined]
+from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]
 
 from bench.processes import child, cpu_seconds, first_line
 from kproxy.pipeline.java import find_java
@@ -67,7 +66,7 @@ class Topic:
         wanted = NewTopic(self.name, PARTITIONS, 1, config={"file.delete.delay.ms": "100"})
         self._kafka.admin().create_topics([wanted])[self.name].result(ADMIN_TIMEOUT_S)
         deadline = time.monotonic() + ADMIN_TIMEOUT_S
-        while not self._is_open():
+        while not self._kafka.takes_writes(self.name, PARTITIONS):
             if time.monotonic() > deadline:
                 raise SystemExit(f"{self.name}: not every partition came to have a leader")
             time.sleep(0.05)
@@ -76,20 +75,6 @@ class Topic:
     def __exit__(self, *error: object) -> None:
         self._kafka.admin().delete_topics([self.name])[self.name].result(ADMIN_TIMEOUT_S)
 
-    def _is_open(self) -> bool:
-        """Whether every leader has its log.
-
-        A broker takes the second batch of a producer that it knows nothing of. Where the first one came before the log
-        was there, it has no place any more, and is refused until the producer gives up.
-        """
-        try:
-            return len(self._kafka.leaders(self.name)) == PARTITIONS and self.records() == 0
-        except KafkaException:
-            return False
-
     def records(self) -> int:
         """All that a reader is offered. Raises KafkaException."""
-        latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
-        asked = {TopicPartition(self.name, index): latest for index in range(PARTITIONS)}
-        ends = self._kafka.admin().list_offsets(asked).values()
-        return sum(int(each.result(ADMIN_TIMEOUT_S).offset) for each in ends)
+        return sum(self._kafka.end_offsets(self.name, PARTITIONS).values())

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import kafka
 import pytest
-from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
+from confluent_kafka import KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec  # type: ignore[attr-defined]
 
 from tests.support.java import java_executable
 from tests.support.kafka_jars import kafka_classpath
@@ -65,9 +66,13 @@ class RealBroker:
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
 
+    def log_directory(self, topic: str, partition: int) -> Path:
+        """Where this broker keeps a partition's segments."""
+        return self._data / f"{topic}-{partition}"
+
     def stored(self, topic: str, partition: int) -> bytes:
         """What lies on this broker's disk of a partition that it has never removed anything of."""
-        segments = sorted((self._data / f"{topic}-{partition}").glob("*.log"))
+        segments = sorted(self.log_directory(topic, partition).glob("*.log"))
         return b"".join(segment.read_bytes() for segment in segments)
 
     def format(self) -> None:
@@ -163,16 +168,39 @@ class RealKafka:
         return self._admin
 
     def create_topic(self, name: str, partitions: int, **config: str) -> str:
-        """A topic with a replica on every node, and a leader for each partition."""
+        """A topic with a replica on every node, and for each partition a leader that has its log."""
         topic = NewTopic(
             name, partitions, len(self.brokers), config={k.replace("_", "."): v for k, v in config.items()}
         )
         self.admin().create_topics([topic])[name].result(ADMIN_TIMEOUT_S)
         deadline = time.monotonic() + ADMIN_TIMEOUT_S
-        while len(self.leaders(name)) < partitions:
+        while not self.takes_writes(name, partitions):
             assert time.monotonic() < deadline, f"{name} has no leaders: {self.leaders(name)}"
             time.sleep(0.05)
         return name
+
+    def takes_writes(self, topic: str, partitions: int) -> bool:
+        """Whether all partitions have leaders, and these have their logs.
+
+        A broker takes the second batch of a producer that it knows nothing of. Where the first one came before the log
+        was there, it has no place any more, and is refused until the producer gives up.
+        """
+        try:
+            return len(self.leaders(topic)) == partitions and len(self.end_offsets(topic, partitions)) == partitions
+        except KafkaException:
+            return False
+
+    def end_offsets(self, topic: str, partitions: int) -> dict[int, int]:
+        """By partition, as the leaders tell. Raises KafkaException."""
+        latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
+        asked = {TopicPartition(topic, index): latest for index in range(partitions)}
+        ends = self.admin().list_offsets(asked)
+        return {place.partition: int(end.result(ADMIN_TIMEOUT_S).offset) for place, end in ends.items()}
+
+    def delete_records(self, topic: str, partition: int, before: int) -> None:
+        """As retention does: the log begins at that offset from here on."""
+        place = TopicPartition(topic, partition, before)
+        self.admin().delete_records([place])[place].result(ADMIN_TIMEOUT_S)
 
     def delete_topic(self, name: str) -> None:
         self.admin().delete_topics([name])[name].result(ADMIN_TIMEOUT_S)
