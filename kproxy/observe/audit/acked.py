@@ -5,7 +5,7 @@ where its producer's last one ended moves some numbers on here. Whatever else co
 
 States
   idle   nothing has come since the last look
-  open   a chunk is open: `batches` is not 0, and it says of itself what `Chunk` does
+  open   a chunk is open: `volume` is not 0
 
 Transitions
   idle -> open   `turn`, which wakes the trail
@@ -17,6 +17,7 @@ Invariants
 2. `spans` are those that are finished; the last one is from `first_offset` to before `next_offset`.
 3. While idle no batch goes on: no header has a `producer` that is empty.
 4. A chunk has at most MAX_SPANS spans.
+5. `volume` is the sum of the batches' sizes and of ONE_BATCH for each: one sum costs less than two.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from kproxy.observe.audit.trail import Trail
 
 MAX_SPANS: Final = 500
+# More than any chunk has bytes: what one connection sends between two looks.
+ONE_BATCH: Final = 1 << 48
 _NOBODY: Final = b""
 # magic, last_offset_delta, producer_id and producer_epoch together, base_sequence
 _HEAD = Struct(">16xb6xi16x10si")
@@ -47,8 +50,6 @@ class Acked:
 
     __slots__ = (
         "acks",
-        "batches",
-        "bytes",
         "chunks",
         "client",
         "counts_sequences",
@@ -66,6 +67,7 @@ class Acked:
         "topic_id",
         "trail",
         "unread",
+        "volume",
     )
 
     def __init__(
@@ -92,15 +94,14 @@ class Acked:
         self.first_offset = 0
         self.next_offset = 0
         self.spans: list[int] = []
-        self.batches = 0
-        self.bytes = 0
+        self.volume = 0
 
     def turn(self, exchange: Exchange, frame: memoryview, start: int, base_offset: int, size: int) -> None:
         """Take a batch that is not known to go on. Its header lies at `start` of the request's `frame`."""
         # A broker that had the batch long ago acknowledges it without an offset.
         if base_offset < 0:
             return
-        if not (self.batches or self.chunks or self.unread):
+        if not (self.volume or self.chunks or self.unread):
             self.trail.woken(self, exchange)
             self.acks = exchange.request.acks
         magic, delta, producer, sequence = _HEAD.unpack_from(frame, start)
@@ -123,8 +124,7 @@ class Acked:
             self.first_offset = base_offset
         self.next_offset = base_offset + count
         self.next_sequence = sequence + count if self.counts_sequences else sequence
-        self.batches += 1
-        self.bytes += size
+        self.volume += size + ONE_BATCH
 
     def take(self) -> tuple[list[Chunk], int, list[float]]:
         """All since the last look: chunks in the order of the answers, what could not be read, and latencies."""
@@ -134,18 +134,17 @@ class Acked:
         return taken
 
     def _finish(self) -> None:
-        if not self.batches:
+        if not self.volume:
             return
+        batches, size = divmod(self.volume, ONE_BATCH)
         spans, self.spans = [*self.spans, self.first_offset, self.next_offset - self.first_offset], []
         counts = spans[1::2]
         if min(counts) > 0:
             # Clients that are not idempotent write what they like where the sequence stands.
             first_sequence = self.first_sequence if self.counts_sequences else NO_SEQUENCE
             producer_id, producer_epoch = _PRODUCER.unpack(self.producer)
-            self.chunks.append(
-                Chunk(producer_id, producer_epoch, first_sequence, spans, sum(counts), self.batches, self.bytes)
-            )
+            self.chunks.append(Chunk(producer_id, producer_epoch, first_sequence, spans, sum(counts), batches, size))
         else:
-            self.unread += self.batches
+            self.unread += batches
         self.producer = _NOBODY
-        self.batches = self.bytes = 0
+        self.volume = 0

@@ -13,7 +13,7 @@ from codec.partitioned import PartitionedRequest, PlainAnswer
 from codec.primitives import INT64, Buffer
 from codec.produce import records_span
 from codec.record_batch import HEADER_BYTES
-from kproxy.observe.audit.acked import MAX_SPANS, Acked
+from kproxy.observe.audit.acked import MAX_SPANS, ONE_BATCH, Acked
 from kproxy.observe.audit.given_out import Giver
 from kproxy.routing.merge import Exchange
 from kproxy.routing.split import Entry, Selection
@@ -66,13 +66,14 @@ class NotedPart:
             topic = topics[topic_place]
             start, end = topic.starts[ordinal], topic.ends[ordinal]
             size = end - start
-            if size < _LEAST:
-                continue
-            if not flexible:
-                start += 8
-            elif _ONE < size <= _TWO:
+            # Nearly all are like this.
+            if flexible and _ONE < size <= _TWO:
                 start += 6
                 end -= 1
+            elif size < _LEAST:
+                continue
+            elif not flexible:
+                start += 8
             elif _TWO < size <= _THREE:
                 start += 7
                 end -= 1
@@ -91,8 +92,7 @@ class NotedPart:
                 acked.next_offset = base_offset + delta + 1
                 if acked.counts_sequences:
                     acked.next_sequence = sequence + delta + 1
-                acked.batches += 1
-                acked.bytes += end - start
+                acked.volume += end - start + ONE_BATCH
             else:
                 acked.turn(exchange, frame, start, base_offset, end - start)
 
