@@ -15,9 +15,10 @@ from kproxy.pipeline.audit.log_client import EARLIEST, LATEST, TopicPartition
 from kproxy.pipeline.audit.log_connection import LogReadFailed
 
 MAX_OFFSETS_PER_PARTITION: Final = 1_000_000
-LEAST_OFFSETS_PER_PARTITION: Final = 10_000
-# Where nothing is said of the size of a piece, there are at least so many of them, if the logs are long enough.
-LEAST_PIECES: Final = 32
+LEAST_OFFSETS_PER_PARTITION: Final = 50_000
+# Where nothing is said of the size of a piece, there are at least so many of them, if the logs are long enough: a task
+# costs about a tenth of a second, in which it reads some ten thousand batches.
+LEAST_PIECES: Final = 16
 NAMED: Final = {"earliest": EARLIEST, "latest": LATEST}
 
 Offsets = Mapping[TopicPartition, int]
