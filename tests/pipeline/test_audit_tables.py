@@ -26,6 +26,7 @@ WINDOW_MS = 10_000
 LAP = 1 << 31
 # Small, so that cases meet the boundaries of buckets.
 BUCKET_BITS = 6
+TOPIC_ID = "0f"
 
 
 class Case(NamedTuple):
@@ -223,6 +224,12 @@ CASES: dict[str, Case] = {
         [{"kind": "lost", "first_offset": 0, "last_offset": 299, "records": 300, "detail": "no log"}],
         end=-1,
     ),
+    "deleted-and-made-anew": Case(
+        acked(ack(0, 300, topic_id="aa"), ack(0, 100, topic_id=TOPIC_ID), ack(100, 100)),
+        [(0, 150)],
+        {"acked": 500, "present": 150, "removed": 300, "lost": 50},
+        [{"kind": "lost", "first_offset": 150, "last_offset": 199}],
+    ),
     "many-lost": Case(
         acked(ack(0, 300)),
         [(k * 10, 5) for k in range(30)],
@@ -280,7 +287,7 @@ def audited(spark: Any) -> Iterator[Audited]:
         for base, count, *more in case.log:
             log.append(batch(name, base, count, **(more[0] if more else {})))
         if case.end >= 0:
-            limits.append(bounds(name, case.end, start=case.start, is_compacted=case.compacted))
+            limits.append(bounds(name, case.end, start=case.start, is_compacted=case.compacted, topic_id=TOPIC_ID))
     rows = [row for trail in trails.values() for row in trail.rows]
     rules = AuditRules(read_at_ms=BEGAN_AT + 300_000, window_ms=WINDOW_MS, bucket_bits=BUCKET_BITS)
     tables = audit_tables(trail_frame(spark, rows), log_frame(spark, log), bounds_frame(spark, limits), rules)

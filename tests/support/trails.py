@@ -53,6 +53,7 @@ class Trail:
         shipped_at: int | None = None,
         connection: int = 1,
         latency_us: Sequence[int] = (),
+        topic_id: str | None = None,
     ) -> Row:
         """`spans`: offset, count, offset, count, …; `sequence`: the first one's, where there is a `producer`."""
         records = sum(spans[1::2])
@@ -60,6 +61,7 @@ class Trail:
             "range",
             at if closed_at is None else closed_at,
             topic=topic,
+            topic_id=topic_id,
             partition=partition,
             owner=owner,
             revision=revision,
@@ -114,13 +116,22 @@ def batch(
     }
 
 
-def bounds(topic: str, end: int, *, start: int = 0, partition: int = 0, is_compacted: bool = False) -> Row:
+def bounds(
+    topic: str,
+    end: int,
+    *,
+    start: int = 0,
+    partition: int = 0,
+    is_compacted: bool = False,
+    topic_id: str | None = None,
+) -> Row:
     return {
         "topic": topic,
         "partition": partition,
         "log_start_offset": start,
         "end_offset": end,
         "is_compacted": is_compacted,
+        "topic_id": topic_id,
     }
 
 

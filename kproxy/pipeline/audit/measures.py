@@ -54,6 +54,12 @@ def window_starts(rows: DataFrame, *, length_ms: int) -> DataFrame:
     return rows.where("kind = 'range'").select(*PARTITION, begin).distinct()
 
 
+def records(ranges: DataFrame, *, length_ms: int) -> DataFrame:
+    """How many, by topic, partition and window_ms, as `gone`."""
+    begin = window_ms(F.col("last_acked_at"), length_ms).alias("window_ms")
+    return ranges.groupBy(*PARTITION, begin).agg(F.sum("record_count").alias("gone"))
+
+
 def owners(cells: DataFrame) -> DataFrame:
     """OWNERS_SCHEMA."""
     return cells.groupBy(*_OWNERSHIP).agg(

@@ -89,7 +89,7 @@ LOG_SCHEMA: Final = _columns(
     }
 )
 
-# One row a partition, read after its log was.
+# One row a partition, read after its log was. `topic_id` in hex, null where brokers have none.
 BOUNDS_SCHEMA: Final = _columns(
     {
         "topic": _STRING,
@@ -97,6 +97,7 @@ BOUNDS_SCHEMA: Final = _columns(
         "log_start_offset": _LONG,
         "end_offset": _LONG,
         "is_compacted": _BOOL,
+        "topic_id": _STRING,
     }
 )
 

@@ -61,17 +61,21 @@ def audit_tables(rows: DataFrame, log: DataFrame, bounds: DataFrame, rules: Audi
 
 
 def _audit(trail: _Trail, log: DataFrame, bounds: DataFrame, rules: AuditRules, land: Land) -> Tables:
-    given_out = claims(trail.judged, length_ms=rules.window_ms, bits=rules.bucket_bits)
+    if "topic_id" not in bounds.columns:
+        bounds = bounds.withColumn("topic_id", F.lit(None).cast("string"))
+    here, elsewhere = _by_topic_id(trail.judged, bounds)
+    given_out = claims(here, length_ms=rules.window_ms, bits=rules.bucket_bits)
+    gone = land("gone", measures.records(elsewhere, length_ms=rules.window_ms))
     segments = land("segments", coverage.segments(given_out, held(log, bits=rules.bucket_bits), bounds, land))
     doubled = land("duplicates", findings.duplicates(log))
     owners = measures.owners(trail.cells)
     changes = measures.ownership_changes(owners, length_ms=rules.window_ms)
     by_log = trail.cells.select(*PARTITION).unionByName(bounds.select(*PARTITION)).distinct()
     logs = land("logs", by_log.withColumn("log_id", log_id()))
-    windows = _windows(trail, segments, doubled, given_out, changes, logs, rules)
+    windows = _windows(trail, segments, doubled, given_out, gone, changes, logs, rules)
     return Tables(
         windows=windows,
-        partitions=_partitions(trail, segments, doubled, changes, logs, bounds),
+        partitions=_partitions(trail, segments, doubled, gone, changes, logs, bounds),
         findings=_findings(trail, segments, doubled, given_out, logs, log, bounds, rules),
         owners=owners,
         throughput=measures.throughput(trail.cells),
@@ -100,6 +104,17 @@ def audit_increment(
     starts = measures.window_starts(new_rows, length_ms=rules.window_ms)
     windows = tables.windows.join(F.broadcast(starts), [*on, "window_start"], "left_semi")
     return replace(tables, windows=windows.select(*WINDOWS_SCHEMA.names))
+
+
+def _by_topic_id(ranges: DataFrame, bounds: DataFrame) -> tuple[DataFrame, DataFrame]:
+    """What was written to the topics that there are, and to ones of their names that were deleted before.
+
+    The offsets of one have nothing to do with those of the other. Rows that do not say are taken for the former.
+    """
+    ids = bounds.where("topic_id is not null").select("topic", F.col("topic_id").alias("now")).distinct()
+    known = ranges.join(F.broadcast(ids), "topic", "left")
+    is_other = F.coalesce(F.col("topic_id") != F.col("now"), F.lit(False))
+    return known.where(~is_other).drop("now"), known.where(is_other).drop("now")
 
 
 def _of(frame: DataFrame, partitions: DataFrame) -> DataFrame:
@@ -136,6 +151,7 @@ def _windows(
     segments: DataFrame,
     doubled: DataFrame,
     given_out: DataFrame,
+    gone: DataFrame,
     changes: DataFrame,
     logs: DataFrame,
     rules: AuditRules,
@@ -151,16 +167,22 @@ def _windows(
     amounts = measures.amounts(trail.cells, *_WINDOW)
     percentiles = measures.percentiles(trail.latencies, *_WINDOW)
     joined = amounts.join(counts, list(_WINDOW), "left").join(percentiles, list(_WINDOW), "left")
+    joined = joined.join(gone, list(_WINDOW), "left")
     joined = joined.join(changes, list(_WINDOW), "left").join(
         F.broadcast(_unproven_windows(trail, rules)), "window_ms", "left"
     )
-    complete = joined.select(
+    complete = _added_up(joined).select(
         "*",
         F.timestamp_millis("window_ms").alias("window_start"),
         F.timestamp_millis(F.col("window_ms") + rules.window_ms).alias("window_end"),
-        (F.col("present") + F.col("lost") + F.col("removed")).alias("acked"),
     )
     return _shaped(complete, WINDOWS_SCHEMA)
+
+
+def _added_up(counts: DataFrame) -> DataFrame:
+    """With `gone` in `removed`, and `acked`."""
+    present, lost, removed, gone = (F.coalesce(name, F.lit(0)) for name in ("present", "lost", "removed", "gone"))
+    return counts.withColumns({"removed": removed + gone, "acked": present + lost + removed + gone})
 
 
 def _unproven_windows(trail: _Trail, rules: AuditRules) -> DataFrame:
@@ -171,7 +193,13 @@ def _unproven_windows(trail: _Trail, rules: AuditRules) -> DataFrame:
 
 
 def _partitions(
-    trail: _Trail, segments: DataFrame, doubled: DataFrame, changes: DataFrame, logs: DataFrame, bounds: DataFrame
+    trail: _Trail,
+    segments: DataFrame,
+    doubled: DataFrame,
+    gone: DataFrame,
+    changes: DataFrame,
+    logs: DataFrame,
+    bounds: DataFrame,
 ) -> DataFrame:
     on = list(PARTITION)
     copies = doubled.groupBy(*on).agg(F.sum(F.col("record_count").cast("long")).alias("duplicated"))
@@ -179,14 +207,14 @@ def _partitions(
         logs.join(coverage.partition_counts(segments), "log_id", "left")
         .join(measures.amounts(trail.cells, *on), on, "left")
         .join(copies, on, "left")
+        .join(gone.groupBy(*on).agg(F.sum("gone").alias("gone")), on, "left")
         .join(measures.percentiles(trail.latencies, *on), on, "left")
         .join(changes.groupBy(*on).agg(F.sum("ownership_changes").alias("ownership_changes")), on, "left")
         .join(bounds, on, "left")
         # A trail does not say whose acknowledgements its missing rows have: they may be any partition's.
         .crossJoin(F.broadcast(trail.unproven.agg((F.count("*") > 0).alias("unproven"))))
     )
-    acked = F.col("present") + F.col("lost") + F.col("removed")
-    return _shaped(joined.withColumn("acked", acked), PARTITIONS_SCHEMA)
+    return _shaped(_added_up(joined), PARTITIONS_SCHEMA)
 
 
 _UNKNOWN = ("p50_ms", "p95_ms", "p99_ms", "max_ms", "log_start_offset", "end_offset")
