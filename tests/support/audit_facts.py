@@ -26,7 +26,7 @@ STEP_MS = 60_000
 COLUMNS = 60
 OWNERS = (1, 2, 3)
 TAKEN_AT = 25
-HTML_TOPIC = "<script>alert('x')</script>&\"" + "very-long-" * 20 + "\x00\x1b[31mred"
+HTML_TOPIC = "$x^2$<script>alert('x')</script>&\"" + "very-long-" * 20 + "\x00\x1b[31mred"
 
 
 def clean() -> Facts:

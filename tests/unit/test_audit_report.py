@@ -197,6 +197,8 @@ def test_what_topics_are_called_is_text_and_nothing_else(pages: dict[str, str]) 
     assert "\x00" not in text
     assert f"{printable(audit_facts.HTML_TOPIC)}/3" in page.words
     assert "<i>label</i>" in page.words
+    # Nothing in a drawing is taken for a formula.
+    assert any(label.startswith("$x^2$") for label in page.texts("text"))
     output = io.StringIO()
     show_table(audit_facts.hostile(), Console(file=output, width=200, force_terminal=False))
     assert "\x1b" not in output.getvalue()
@@ -207,7 +209,7 @@ def test_a_report_is_the_same_file_whenever_and_wherever_it_is_made(tmp_path: Pa
     """In another process, at another place, with another time zone and a matplotlib that is set up to be pink."""
     settings = tmp_path / "matplotlibrc"
     settings.write_text(
-        "lines.color: pink\nsvg.fonttype: path\naxes.facecolor: pink\nbackend: tkagg\ntimezone: Asia/Tokyo\n"
+        "svg.fonttype: path\naxes.facecolor: pink\nxtick.major.size: 20\nbackend: tkagg\ntimezone: Asia/Tokyo\n"
     )
     script = (
         "from kproxy.pipeline.audit.report_html import report_page; from tests.support import audit_facts; import sys; "
