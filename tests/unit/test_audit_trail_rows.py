@@ -427,6 +427,32 @@ def test_a_clock_that_is_set_back_does_not_make_times_fall() -> None:
     assert times == sorted(times)
 
 
+def test_a_clock_that_is_set_back_keeps_no_row_open_and_no_mark_from_coming() -> None:
+    site = Site()
+    site.look()
+    site.wall = -3_600.0
+    for base in range(12):
+        site.acknowledge(Given(base))
+        site.look()
+    assert len(site.ranges) >= 2
+    for _ in range(round(1.5 * MARK_S / LOOK_S)):
+        site.look()
+    assert sum(row.record_count for row in site.ranges) == 12
+    assert isinstance(site.rows[-1], Mark)
+
+
+def test_what_is_acknowledged_first_was_not_acknowledged_before_the_process_served() -> None:
+    site = Site(begun=False)
+    site.now += 300
+    site.trail.begin()
+    site.acknowledge(Given(0))
+    site.look()
+    site.trail.end()
+    begin, row, _ = site.rows
+    assert isinstance(row, Range)
+    assert row.first_acked_at >= begin.at
+
+
 def test_rows_that_nobody_closed_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trail_module, "MAX_OPEN_ROWS", 5)
     site = Site()

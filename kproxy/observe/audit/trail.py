@@ -14,7 +14,8 @@ Invariants
 2. It is in a row that is closed `interval_s` later at most; LATE_S is allowed for an event loop that is late.
 3. Sequence numbers are given in the order in which rows are closed, and each once. What cannot be told takes one as
    well and is not shipped: a gap says that something is missing, and nothing else may make one.
-4. While it runs a row comes every MARK_S at least, and a mark within `interval_s` of the last row.
+4. While it runs a row comes every MARK_S at least, and a mark within `interval_s` of the last row. How long that is
+   tells the clock that nobody sets; by the other one only the rows are dated.
 5. What is held here is bounded: MAX_OPEN_ROWS rows with twice MAX_SPANS each, and what comes between two looks.
 """
 
@@ -66,6 +67,7 @@ class _OpenRow:
     __slots__ = (
         "acks",
         "batches",
+        "began",
         "bytes",
         "first",
         "first_acked_at",
@@ -76,8 +78,10 @@ class _OpenRow:
         "spans",
     )
 
-    def __init__(self, acks: int, first: Chunk, first_acked_at: int, acked_at: int) -> None:
+    def __init__(self, acks: int, first: Chunk, first_acked_at: int, acked_at: int, began: float) -> None:
+        """`began` is by the trail's clock in seconds, and the times are by the other one, in milliseconds."""
         self.acks = acks
+        self.began = began
         self.first = first
         self.first_acked_at = first_acked_at
         self.last_acked_at = acked_at
@@ -134,7 +138,7 @@ class Trail:
         self._clock = clock
         self._wall_ms = wall_ms
         self._deadline_cap_ms = deadline_cap_ms
-        self._interval_ms = round(interval_s * 1000)
+        self._interval_s = interval_s
         self._offer = offer
         self._on_overlap = on_overlap
         self._given_out = GivenOut()
@@ -149,7 +153,8 @@ class Trail:
         self._running = False
         # Whether acknowledgements were told since the last mark.
         self._has_told = False
-        self._at = self._looked_at = self._told_at = wall_ms()
+        self._at = self._looked_at = wall_ms()
+        self._now = self._looked = self._told = clock()
 
     def connection(self, topology: Topology) -> ConnectionAcks:
         """For one more client connection."""
@@ -164,10 +169,12 @@ class Trail:
 
     def begin(self) -> None:
         """The process serves from now on."""
-        self._now()
+        self._tell_the_time()
+        # It may have been made long ago.
+        self._looked_at, self._looked = self._at, self._now
         self._running = True
         mark_ms = round(MARK_S * 1000)
-        promised_ms = self._interval_ms + round(LATE_S * 1000)
+        promised_ms = round((self._interval_s + LATE_S) * 1000)
         self._close(Begin(**self._stamp(), interval_ms=promised_ms, mark_ms=mark_ms))
         self._hand_on()
 
@@ -184,7 +191,7 @@ class Trail:
 
     def look(self) -> None:
         """Judge what was acknowledged since the last look, and close the rows whose time has come."""
-        self._now()
+        self._tell_the_time()
         woken, self._woken = self._woken, []
         for acked in woken:
             try:
@@ -195,7 +202,7 @@ class Trail:
         self._judge()
         self._close_due()
         self._mark()
-        self._looked_at = self._at
+        self._looked_at, self._looked = self._at, self._now
         self._hand_on()
 
     async def keep_looking(self) -> None:
@@ -210,21 +217,22 @@ class Trail:
 
     def _mark(self) -> None:
         """Say that there is nothing more to tell: soon after the last that there was, and then now and then."""
-        quiet_ms = self._interval_ms if self._has_told else round(MARK_S * 1000)
-        if self._running and not self._open and self._at - self._told_at >= quiet_ms:
+        quiet_s = self._interval_s if self._has_told else MARK_S
+        if self._running and not self._open and self._now - self._told >= quiet_s:
             self._close(Mark(**self._stamp()))
             self._has_told = False
 
     def _close_due(self) -> None:
         """Close the rows that would be too old at the next look; those that were begun first come first."""
-        due = self._at - self._interval_ms + round(LOOK_S * 1000)
+        due = self._now - self._interval_s + LOOK_S
         while self._open:
             acked, row = next(iter(self._open.items()))
-            if row.first_acked_at > due and len(self._open) <= MAX_OPEN_ROWS:
+            if row.began > due and len(self._open) <= MAX_OPEN_ROWS:
                 break
             self._close_row(acked)
 
-    def _now(self) -> None:
+    def _tell_the_time(self) -> None:
+        self._now = self._clock()
         # A clock that is set back must not make times fall within the trail.
         self._at = max(self._at, self._wall_ms())
 
@@ -248,7 +256,7 @@ class Trail:
             return
         if row is not None:
             self._close_row(acked)
-        self._open[acked] = _OpenRow(acked.acks, chunk, self._looked_at, self._at)
+        self._open[acked] = _OpenRow(acked.acks, chunk, self._looked_at, self._at, self._looked)
 
     def _judge(self) -> None:
         overlaps = self._given_out.judge()
@@ -304,7 +312,7 @@ class Trail:
         self._lines.append(line)
         self._page_bytes += len(line) + 1
         self._sequence += 1
-        self._told_at = self._at
+        self._told = self._now
 
     def _miss(self) -> None:
         """Something is not told: what is closed goes out, and the next row's sequence leaves a gap behind it."""
