@@ -149,6 +149,44 @@ def test_what_is_remembered_is_bounded_and_what_is_forgotten_is_not_judged(monke
     assert given.judge() == []
 
 
+def by_turns(producers: int, looks: int) -> list[list[tuple[Giver, Chunk]]]:
+    """Of each look a batch of each producer, on a connection of its own."""
+    return [
+        [
+            (
+                OLD._replace(connection=number),
+                chunk(look * producers + number, 1, producer_id=number, sequence=look),
+            )
+            for number in range(producers)
+        ]
+        for look in range(looks)
+    ]
+
+
+@pytest.mark.parametrize("producers", [20, 100])
+def test_a_batch_sent_again_is_known_though_many_others_wrote_meanwhile(producers: int) -> None:
+    looks = by_turns(producers, 100)
+    # The first one's last five; what it was told is lost, and the others go on.
+    for look in looks[50:]:
+        del look[0]
+    again = [(NEW._replace(owner=1), looks[number][0][1]) for number in range(45, 50)]
+    assert told(*looks, *([each] for each in again)) == []
+    assert told(*looks, [(NEW, chunk(45 * producers, 1, producer_id=999))]) == [(45 * producers, 45 * producers, 2, 1)]
+
+
+def test_what_is_remembered_of_producers_is_bounded() -> None:
+    given = GivenOut()
+    for look in by_turns(300, 100):
+        for giver, each in look:
+            given.add("t", TOPIC_ID, 0, giver, each)
+        given.judge()
+    (partition,) = given._partitions.values()
+    remembered = partition._remembered.values()
+    assert len(remembered) == given_out_module.MAX_REMEMBERED
+    spans_held = sum(len(each.spans) // 2 for each in remembered)
+    assert spans_held == partition._remembered_spans <= given_out_module.MAX_SPANS_TOGETHER
+
+
 def test_an_earlier_owner_that_is_not_remembered_is_said_to_be_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     many = [
         [(OLD._replace(connection=number), chunk(10 * number, 10))]

@@ -13,19 +13,22 @@ Invariants
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import pairwise
-from operator import add, le
+from operator import add, attrgetter, le
 from typing import Final, NamedTuple
 
 from codec.record_batch import NO_PRODUCER_ID
 from kproxy.observe.audit.chunks import Chunk, extend_spans
 
 MAX_INTERVALS: Final = 64
-# So many chunks are remembered of a partition, to name who had an offset first; and so many spans of each.
-MAX_REMEMBERED: Final = 16
+# What is remembered of a partition, to name who had an offset first and to know what is sent again: what so many
+# producers wrote last, so many spans of each. All together have fewer where they are many, but each the last few: a
+# producer sends at most five batches again, and what others wrote meanwhile must not let them be forgotten.
+MAX_REMEMBERED: Final = 128
 MAX_SPANS_REMEMBERED: Final = 64
+MAX_SPANS_TOGETHER: Final = 2048
+LEAST_SPANS_REMEMBERED: Final = 8
 # So many partitions are remembered; the one that was written to longest ago goes first.
 MAX_PARTITIONS: Final = 20_000
 _SEQUENCES = 1 << 31
@@ -55,24 +58,24 @@ class Overlap(NamedTuple):
 
 
 class _Remembered:
-    """A chunk that was noted, for as long as it may have to be named."""
+    """A chunk that was noted, and what went on with it, for as long as it may have to be named.
 
-    __slots__ = ("chunk", "giver", "next_sequence", "spans")
+    `number`: how many of the partition came before it.
+    """
 
-    def __init__(self, chunk: Chunk, giver: Giver) -> None:
-        self.chunk = chunk
+    __slots__ = ("giver", "next_sequence", "number", "producer", "spans")
+
+    def __init__(self, chunk: Chunk, giver: Giver, number: int = 0) -> None:
+        self.producer = (chunk.producer_id, chunk.producer_epoch)
         self.giver = giver
+        self.number = number
         self.spans = chunk.spans[-2 * MAX_SPANS_REMEMBERED :]
         self.next_sequence = chunk.next_sequence
 
-    def goes_on(self, chunk: Chunk, giver: Giver) -> bool:
-        """Whether a chunk is more of the same."""
-        return (
-            self.giver == giver
-            and self.chunk.producer_id == chunk.producer_id
-            and self.chunk.producer_epoch == chunk.producer_epoch
-            and (chunk.producer_id == NO_PRODUCER_ID or self.next_sequence == chunk.first_sequence)
-        )
+    @property
+    def key(self) -> Hashable:
+        """What a chunk begins with that is more of the same (`_key_of`)."""
+        return (self.giver, self.producer, self.next_sequence)
 
     def extend(self, chunk: Chunk) -> None:
         extend_spans(self.spans, chunk.spans)
@@ -84,7 +87,7 @@ class _Remembered:
 
     def shift(self, offset: int) -> int | None:
         """How far the sequence number is behind the offset there: the same for a batch and its resend. None: no id."""
-        if self.chunk.producer_id == NO_PRODUCER_ID:
+        if self.producer[0] == NO_PRODUCER_ID:
             return None
         # Counted from the end, as the first spans may be forgotten.
         sequence = self.next_sequence
@@ -133,7 +136,10 @@ class _Partition:
         self.floor = 0
         self._starts: list[int] = []
         self._ends: list[int] = []
-        self._remembered: deque[_Remembered] = deque(maxlen=MAX_REMEMBERED)
+        # By what goes on with each; the one that was written to last comes last.
+        self._remembered: dict[Hashable, _Remembered] = {}
+        self._remembered_spans = 0
+        self._number = 0
         self._added: list[tuple[Chunk, Giver]] = []
 
     @property
@@ -213,7 +219,11 @@ class _Partition:
         low = bisect_right(self._ends, first)
         high = bisect_left(self._starts, end)
         pairs = zip(self._starts[low:high], self._ends[low:high], strict=True)
-        cuts = [first, *(edge for each in self._remembered for edge in _edges(each.spans) if first < edge < end), end]
+        cuts = [
+            first,
+            *(edge for each in self._remembered.values() for edge in _edges(each.spans) if first < edge < end),
+            end,
+        ]
         parts = []
         for start, stop in ((max(first, start), min(end, stop)) for start, stop in pairs):
             inner = sorted({start, stop, *(cut for cut in cuts if start < cut < stop)})
@@ -222,16 +232,12 @@ class _Partition:
 
     def _first_had(self, offset: int, now: _Remembered) -> Giver | None:
         """Who was given the offset before; None where it was this very batch, and _NOBODY where it is not known."""
-        holders = [each for each in self._remembered if each.covers(offset)]
+        holders = [each for each in self._remembered.values() if each.covers(offset)]
         shift = now.shift(offset)
         for each in holders:
-            is_same = (each.chunk.producer_id, each.chunk.producer_epoch) == (
-                now.chunk.producer_id,
-                now.chunk.producer_epoch,
-            )
-            if shift is not None and is_same and each.shift(offset) == shift:
+            if shift is not None and each.producer == now.producer and each.shift(offset) == shift:
                 return None
-        return holders[0].giver if holders else _NOBODY
+        return min(holders, key=attrgetter("number")).giver if holders else _NOBODY
 
     def _cover(self, first: int, end: int) -> None:
         low = bisect_left(self._ends, first)
@@ -243,11 +249,39 @@ class _Partition:
         self._ends[low:high] = [end]
 
     def _remember(self, chunk: Chunk, giver: Giver) -> None:
-        for each in self._remembered:
-            if each.goes_on(chunk, giver):
-                each.extend(chunk)
+        each = self._take_out(_key_of(chunk, giver))
+        if each is None:
+            self._number += 1
+            each = _Remembered(chunk, giver, self._number)
+        else:
+            each.extend(chunk)
+        # The same once more, sent again and ending alike, takes the first one's place.
+        self._take_out(each.key)
+        if len(self._remembered) >= MAX_REMEMBERED:
+            self._take_out(next(iter(self._remembered)))
+        self._remembered[each.key] = each
+        self._remembered_spans += len(each.spans) // 2
+        if self._remembered_spans > MAX_SPANS_TOGETHER:
+            self._shorten()
+
+    def _take_out(self, key: Hashable) -> _Remembered | None:
+        each = self._remembered.pop(key, None)
+        if each is not None:
+            self._remembered_spans -= len(each.spans) // 2
+        return each
+
+    def _shorten(self) -> None:
+        """Of those that were written to longest ago the first spans are forgotten, until half of all are left."""
+        for each in self._remembered.values():
+            before = len(each.spans)
+            del each.spans[: -2 * LEAST_SPANS_REMEMBERED]
+            self._remembered_spans -= (before - len(each.spans)) // 2
+            if self._remembered_spans <= MAX_SPANS_TOGETHER // 2:
                 return
-        self._remembered.append(_Remembered(chunk, giver))
+
+
+def _key_of(chunk: Chunk, giver: Giver) -> Hashable:
+    return (giver, (chunk.producer_id, chunk.producer_epoch), chunk.first_sequence)
 
 
 _NOBODY = Giver(-1, 0, 0, "")
