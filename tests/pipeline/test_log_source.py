@@ -16,9 +16,11 @@ from typing import Any
 import confluent_kafka
 import pytest
 
+from codec.partitioned import TOPIC_ID_BYTES
 from kproxy.pipeline.audit import log_source
 from kproxy.pipeline.audit.executors import package_archive
 from kproxy.pipeline.audit.log_connection import LogReadFailed
+from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
 from kproxy.pipeline.topic import create_topic
 from tests.support.dev import KproxyProcess
 from tests.support.java import require_java
@@ -52,7 +54,7 @@ def test_each_batch_is_a_row_whatever_task_reads_it(spark: Any, dev_cluster: Kpr
     produce(dev_cluster.kafka, topic, [b"later"], partition=1)
     # Pieces of 12 offsets: their borders lie within batches.
     log = log_source.read_log(spark, dev_cluster.kafka, topics=[topic], end_offsets=ends, offsets_per_partition=12)
-    assert log.schema.simpleString() == f"struct<{_simple(log_source.LOG_SCHEMA)}>"
+    assert log.schema == LOG_SCHEMA
     rows = log.collect()
     assert log.rdd.getNumPartitions() == 7
     found = sorted((row.partition, row.base_offset, row.last_offset, row.record_count) for row in rows)
@@ -68,10 +70,12 @@ def test_where_logs_begin_and_end_is_asked_when_it_is_read(spark: Any, dev_clust
     name = f"bounds-{uuid.uuid4().hex[:10]}"
     create_topic(dev_cluster.kafka, name, 2)
     bounds = log_source.read_bounds(spark, dev_cluster.kafka, pattern=f"{name}.*", compacted=[name])
-    assert bounds.schema.simpleString() == f"struct<{_simple(log_source.BOUNDS_SCHEMA)}>"
+    assert bounds.schema == BOUNDS_SCHEMA
     produce(dev_cluster.kafka, name, [b"value"] * 3, partition=1)
     rows = sorted(map(tuple, bounds.collect()))
-    assert rows == [(name, 0, 0, 0, True), (name, 1, 0, 3, True)]
+    topic_id = rows[0][-1]
+    assert rows == [(name, 0, 0, 0, True, topic_id), (name, 1, 0, 3, True, topic_id)]
+    assert len(bytes.fromhex(topic_id)) == TOPIC_ID_BYTES
 
 
 def test_a_topic_that_is_not_there_is_named_by_the_driver_and_by_spark(spark: Any, dev_cluster: KproxyProcess) -> None:
@@ -87,10 +91,6 @@ def test_a_topic_that_is_not_there_is_named_by_the_driver_and_by_spark(spark: An
 def test_options_are_judged_before_spark_sees_them(spark: Any) -> None:
     with pytest.raises(LogReadFailed, match="Say what to read"):
         log_source.read_log(spark, f"127.0.0.1:{free_port()}")
-
-
-def _simple(schema: str) -> str:
-    return ",".join(":".join(column.split()) for column in schema.replace("long", "bigint").split(", "))
 
 
 # The driver finds this package as ever; its workers and executors are started without any installed package but those
@@ -142,7 +142,9 @@ def test_executors_need_the_archive_and_what_spark_needs(dev_cluster: KproxyProc
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PYTHONPATH": repository()},
     )
     # Without crc32c nobody has looked at the CRC.
-    assert done.stdout.splitlines() == ["[(0, 0, None)]", f"[('{name}', 0, 0, 3, False)]"], done.stderr[-3000:]
+    log, bounds = done.stdout.splitlines() or ("", "")
+    assert log == "[(0, 0, None)]", done.stderr[-3000:]
+    assert bounds.startswith(f"[('{name}', 0, 0, 3, False, '")
 
 
 def repository() -> str:

@@ -89,7 +89,7 @@ class Patience:
 
 
 class LogClient:
-    """Not for concurrent use. Times are in seconds."""
+    """Not for concurrent use. Times are in seconds. `topic_ids` are of topics that were asked about, in hex."""
 
     def __init__(
         self,
@@ -106,6 +106,7 @@ class LogClient:
         self._clock = clock
         self._sleep = sleep
         self._connections: dict[Address, LogConnection] = {}
+        self.topic_ids: dict[str, str | None] = {}
         self._brokers: dict[int, Address] = {}
         self._leaders: dict[TopicPartition, Address] = {}
 
@@ -291,6 +292,7 @@ class LogClient:
                 patience.pause(str(error))
                 continue
             self._brokers = {node_id: Address(host, port) for node_id, host, port in reader.brokers}
+            self.topic_ids |= {_name(each): each.topic_id.hex() if each.topic_id else None for each in reader.topics}
             return reader.topics
 
     @contextmanager

@@ -17,12 +17,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
+from pyspark.sql.types import StructType
 
 from kproxy.pipeline.audit.log_client import EARLIEST, LATEST, TopicPartition
 from kproxy.pipeline.audit.log_connection import LogReadFailed
 from kproxy.pipeline.audit.log_options import LogOptions, read_options, written
 from kproxy.pipeline.audit.log_plan import LogRange, Offsets, cut, expect_partitions, offsets_as_json, parse_offsets
 from kproxy.pipeline.audit.log_reader import CheckCrc, RangeReader, Row
+from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
 from kproxy.routing.topology import Address
 
 __all__ = ["BOUNDS_SCHEMA", "LOG_SCHEMA", "LogReadFailed", "fix_ends", "read_bounds", "read_log", "register"]
@@ -31,12 +33,6 @@ LOG_FORMAT: Final = "kproxy_log"
 BOUNDS_FORMAT: Final = "kproxy_bounds"
 # Whoever starts a job waits for this.
 FIRST_PATIENCE_MS: Final = 10_000
-LOG_SCHEMA: Final = (
-    "topic string, partition int, base_offset long, last_offset long, record_count int, producer_id long, "
-    "producer_epoch int, base_sequence int, leader_epoch int, max_timestamp long, bytes int, is_control boolean, "
-    "is_transactional boolean, crc_ok boolean"
-)
-BOUNDS_SCHEMA: Final = "topic string, partition int, log_start_offset long, end_offset long, is_compacted boolean"
 
 
 def register(session: Any) -> None:
@@ -118,7 +114,7 @@ class LogDataSource(DataSource):  # type: ignore[misc]
     def name(cls) -> str:
         return LOG_FORMAT
 
-    def schema(self) -> str:
+    def schema(self) -> StructType:
         return LOG_SCHEMA
 
     def reader(self, schema: Any) -> LogDataSourceReader:
@@ -164,7 +160,7 @@ class BoundsDataSource(DataSource):  # type: ignore[misc]
     def name(cls) -> str:
         return BOUNDS_FORMAT
 
-    def schema(self) -> str:
+    def schema(self) -> StructType:
         return BOUNDS_SCHEMA
 
     def reader(self, schema: Any) -> BoundsDataSourceReader:
@@ -180,7 +176,7 @@ class BoundsDataSourceReader(DataSourceReader):  # type: ignore[misc]
     def partitions(self) -> list[InputPartition]:
         return [InputPartition(0)]
 
-    def read(self, partition: Any) -> Iterator[tuple[str, int, int, int, bool]]:
+    def read(self, partition: Any) -> Iterator[tuple[str, int, int, int, bool, str | None]]:
         """Raises LogReadFailed."""
         options = self._options
         with options.client() as client:
@@ -190,8 +186,10 @@ class BoundsDataSourceReader(DataSourceReader):  # type: ignore[misc]
             compacted = client.compacted(topics) if told is None else set(told)
             ends = client.list_offsets(partitions, LATEST)
             starts = client.list_offsets(partitions, EARLIEST)
+            topic_ids = client.topic_ids
         for which in partitions:
-            yield which.topic, which.partition, starts[which], ends[which], which.topic in compacted
+            topic, partition = which
+            yield topic, partition, starts[which], ends[which], topic in compacted, topic_ids.get(topic)
 
 
 def _resolve(text: str, option: str, earliest: Offsets, latest: Offsets) -> dict[TopicPartition, int]:
@@ -231,4 +229,4 @@ def _as_arrow(which: TopicPartition, rows: Sequence[Row]) -> Any:
     return pa.RecordBatch.from_arrays(columns, names=_COLUMNS)
 
 
-_COLUMNS: Final = [column.split()[0] for column in LOG_SCHEMA.split(", ")]
+_COLUMNS: Final = LOG_SCHEMA.names
