@@ -39,6 +39,16 @@ from kproxy.cli.times import parse_duration_ms, parse_time_ms
     help="Write a report to look at, one HTML file.",
 )
 @click.option("--strict", is_flag=True, help="What is unproven counts as wrong.")
+@click.option("--follow", is_flag=True, help="Stay: audit what comes as it comes, until interrupted. Needs --output.")
+@click.option("--checkpoint", metavar="DIR", help="With --follow: keeps how far it is. [DIR of --output/checkpoint]")
+@click.option("--every", metavar="DURATION", default="5s", show_default=True, help="With --follow: how often.")
+@click.option(
+    "--horizon",
+    metavar="DURATION",
+    default="10m",
+    show_default=True,
+    help="With --follow: offsets given out twice are found within so much time.",
+)
 @spark_flags
 @click.pass_context
 def command(
@@ -54,6 +64,10 @@ def command(
     output: str | None,
     report: Path | None,
     strict: bool,
+    follow: bool,
+    checkpoint: str | None,
+    every: str,
+    horizon: str,
     master: str | None,
     memory: str | None,
     conf: tuple[str, ...],
@@ -61,11 +75,13 @@ def command(
     """Check that every acknowledged record is in its topic, once, at one offset.
 
     Proxies with an audit sink write down what they acknowledge (kproxy serve --audit-sink topic; dev does by itself).
-    This reads these trails and the batch headers of the logs on Spark, and holds one against the other.
+    This reads these trails and the batch headers of the logs on Spark, and holds one against the other. With --follow
+    it stays, and tells of what is wrong within seconds.
 
     \b
       kproxy pipeline audit --bootstrap 127.0.0.1:9092 --report audit.html
       kproxy pipeline audit --bootstrap 127.0.0.1:9092 --trail json:/var/log/kproxy --from 2h --strict
+      kproxy pipeline audit --bootstrap 127.0.0.1:9092 --follow --output audit/
       spark-submit --master yarn $(kproxy pipeline path) audit --bootstrap 127.0.0.1:9092 --output hdfs:///audits/today
     """
     start_logging(context, default="warning")
@@ -94,7 +110,17 @@ def command(
     )
     spark = session_options("kproxy audit", master, memory, conf, kafka=place.kind == TOPIC)
     try:
-        return run_audit_job(job, spark)
+        if not follow:
+            return run_audit_job(job, spark)
+        from kproxy.pipeline.audit.follow import Following
+        from kproxy.pipeline.audit.follow_job import run_follow_job
+
+        following = Following(
+            checkpoint=checkpoint or f"{(output or '').rstrip('/')}/checkpoint",
+            every_ms=parse_duration_ms(every, "--every"),
+            horizon_ms=parse_duration_ms(horizon, "--horizon"),
+        )
+        return run_follow_job(job, following, spark)
     except (SparkFailed, LogReadFailed) as error:
         click.echo(f"kproxy: {str(error).rstrip('.')}.", err=True)
         return NO_VERDICT

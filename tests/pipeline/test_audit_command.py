@@ -115,6 +115,9 @@ def test_the_exit_status_tells_what_a_trail_in_files_comes_to(
         (["--window", "10"], "--window 10 is no duration"),
         (["--report", "/nonexistent/report.html"], "There is no directory /nonexistent"),
         (["--conf", "x=y"], "is no setting of Spark's"),
+        (["--follow"], "give --output DIR"),
+        (["--follow", "--output", "x", "--to", "1h"], "--follow has no end"),
+        (["--follow", "--output", "x", "--trail", "json:EMPTY"], "needs files that are whole when they appear"),
     ],
 )
 def test_what_cannot_be_audited_is_said_in_a_sentence_before_spark_starts(
@@ -129,6 +132,7 @@ def test_what_cannot_be_audited_is_said_in_a_sentence_before_spark_starts(
         raise AssertionError("Spark was asked for")
 
     monkeypatch.setattr("kproxy.pipeline.audit.job.open_session", no_spark)
+    monkeypatch.setattr("kproxy.pipeline.audit.follow_job.open_session", no_spark)
     given = [each.replace("NOBODY", f"127.0.0.1:{free_port()}") for each in arguments]
     given = [each.replace("EMPTY", str(tmp_path)) for each in given]
     bootstrap = [] if "--bootstrap" in given else ["--bootstrap", dev_cluster.kafka]

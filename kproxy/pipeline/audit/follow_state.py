@@ -1,0 +1,141 @@
+"""What a following audit knows between two micro-batches, and where that is kept: beside Spark's own checkpoint.
+
+One file a micro-batch, written when all of its results are, and the file of the batch before it is read again where the
+batch has to be repeated: so a repeated batch gives the same results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from kproxy.pipeline.spark import as_spark_failure
+
+# Of what was told already so much is remembered, so that nothing is told twice.
+TOLD_AT_MOST: Final = 10_000
+_KEPT_FILES: Final = 3
+
+
+class Kept(msgspec.Struct):
+    """A micro-batch whose rows and headers are still looked at.
+
+    `until_ms`: when its last record was acknowledged. `last`: the last sequence number by trail ("proxy incarnation").
+    """
+
+    batch: int
+    until_ms: int
+    last: dict[str, int]
+
+
+class FollowState(msgspec.Struct):
+    """`read_to`: by topic and partition up to which offset logs were read. `settled_ms`: windows before it are written.
+
+    `forgotten`: by trail how many of its first rows are not looked at any more. The sums are of all batches.
+    """
+
+    batch: int = -1
+    kept: list[Kept] = []
+    read_to: dict[str, dict[str, int]] = {}
+    forgotten: dict[str, int] = {}
+    settled_ms: int = 0
+    told: list[str] = []
+    acked: int = 0
+    failures: int = 0
+    unproven: int = 0
+
+    def tell_once(self, key: str) -> bool:
+        """Whether it was not told before."""
+        if key in self.told:
+            return False
+        self.told = [*self.told[-TOLD_AT_MOST + 1 :], key]
+        return True
+
+
+class Place:
+    """A directory, of this machine or any that Spark can write to."""
+
+    def __init__(self, session: Any, path: str) -> None:
+        self.path = path.rstrip("/")
+        self._session = session
+
+    def below(self, name: str) -> str:
+        return f"{self.path}/{name}"
+
+    def has(self, path: str) -> bool:
+        """Whether there is such a file or directory, by its whole path. Raises SparkFailed."""
+        with as_spark_failure(f"{path} could not be looked for"):
+            found, files = self._at(path)
+            return bool(files.exists(found))
+
+    def read(self, name: str) -> bytes | None:
+        """None where there is no such file. Raises SparkFailed."""
+        with as_spark_failure(f"{self.below(name)} could not be read"):
+            path, files = self._files(name)
+            if not files.exists(path):
+                return None
+            stream = files.open(path)
+            try:
+                return bytes(stream.readAllBytes())
+            finally:
+                stream.close()
+
+    def write(self, name: str, content: bytes) -> None:
+        """Whole or not at all. Raises SparkFailed."""
+        with as_spark_failure(f"{self.below(name)} could not be written"):
+            unfinished, files = self._files(f"{name}.unfinished")
+            stream = files.create(unfinished, True)
+            try:
+                stream.write(bytearray(content))
+            finally:
+                stream.close()
+            path, _ = self._files(name)
+            files.delete(path, False)
+            files.rename(unfinished, path)
+
+    def delete(self, name: str) -> None:
+        """With all that is in it; nothing where it is not there. Raises SparkFailed."""
+        with as_spark_failure(f"{self.below(name)} could not be deleted"):
+            path, files = self._files(name)
+            files.delete(path, True)
+
+    def _files(self, name: str) -> tuple[Any, Any]:
+        return self._at(self.below(name))
+
+    def _at(self, path: str) -> tuple[Any, Any]:
+        """As Hadoop knows it, and the file system that it is in."""
+        context = self._session.sparkContext
+        found = context._jvm.org.apache.hadoop.fs.Path(path)
+        return found, found.getFileSystem(context._jsc.hadoopConfiguration())
+
+
+class StateFiles:
+    """The states of the last micro-batches."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    def before(self, batch: int) -> FollowState:
+        """The state in which `batch` begins. Raises SparkFailed."""
+        if batch == 0:
+            return FollowState()
+        content = self._place.read(_name(batch - 1))
+        return FollowState() if content is None else msgspec.json.decode(content, type=FollowState)
+
+    def save(self, state: FollowState) -> None:
+        self._place.write(_name(state.batch), msgspec.json.encode(state))
+        if state.batch >= _KEPT_FILES:
+            self._place.delete(_name(state.batch - _KEPT_FILES))
+
+
+def _name(batch: int) -> str:
+    return f"state-{batch}.json"
+
+
+def trail_key(proxy: str, incarnation: str) -> str:
+    return f"{proxy} {incarnation}"
+
+
+Alarm = Callable[[str, bool], None]
+"""Told of each finding in a sentence, and whether it is a failure or only unproven."""
