@@ -9,6 +9,7 @@ from rich.console import Console
 from bench.acks import REPLICATION_FACTOR, acks
 from bench.own import own
 from bench.pipeline import pipeline
+from bench.pipeline_audit import RANGES
 from bench.quick import quick
 from bench.table import PARTITIONS, table
 
@@ -18,6 +19,7 @@ def main() -> None:
     parser.add_argument("sections", metavar="SECTION", nargs="*", help="quick, table, acks, own, pipeline")
     parser.add_argument("--partitions", type=int, default=PARTITIONS, help="of the section `table`")
     parser.add_argument("--replication-factor", type=int, default=REPLICATION_FACTOR, help="of the section `acks`")
+    parser.add_argument("--ranges", type=int, default=RANGES, help="of the section `pipeline`, for its audit")
     arguments = parser.parse_args()
     console = Console(width=max(100, Console().width))
     sections = {
@@ -25,7 +27,7 @@ def main() -> None:
         "table": lambda: table(console, arguments.partitions),
         "acks": lambda: acks(console, arguments.replication_factor),
         "own": lambda: own(console),
-        "pipeline": lambda: pipeline(console),
+        "pipeline": lambda: pipeline(console, arguments.ranges),
     }
     for section in arguments.sections or sections:
         if section not in sections:

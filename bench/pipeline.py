@@ -1,7 +1,7 @@
 """`make bench SECTION=pipeline`: what jobs on Spark get through the proxy, and what its audit trail costs.
 
-Spark's Kafka sink through the proxy and past it (`bench.pipeline_sink`), and the trail's share of a produce request's
-CPU (`bench.pipeline_trail`).
+The trail's share of a produce request's CPU (`bench.pipeline_trail`), Spark's Kafka sink through the proxy and past it
+(`bench.pipeline_sink`), and an audit of ten million ranges (`bench.pipeline_audit`).
 """
 
 from __future__ import annotations
@@ -12,17 +12,23 @@ from pathlib import Path
 
 from rich.console import Console
 
+from bench.pipeline_audit import RANGES, audit
 from bench.pipeline_sink import sink
 from bench.pipeline_trail import trail
 from kproxy.errors import StartupError
 
 
-def pipeline(console: Console) -> None:
-    """Measure, and print the tables. SystemExit where there is no Java, no Spark, no etcd or none of Kafka's jars."""
+def pipeline(console: Console, ranges: int = RANGES) -> None:
+    """Measure, and print the tables; `ranges` are for the audit.
+
+    SystemExit where there is no Java, no Spark, no etcd or none of Kafka's jars.
+    """
     try:
         with tempfile.TemporaryDirectory(prefix="kproxy-bench-") as directory:
             asyncio.run(trail(console, Path(directory)))
         with tempfile.TemporaryDirectory(prefix="kproxy-bench-") as directory:
             sink(console, Path(directory))
+        with tempfile.TemporaryDirectory(prefix="kproxy-bench-") as directory:
+            audit(console, Path(directory), ranges)
     except StartupError as error:
         raise SystemExit(str(error)) from error

@@ -1,0 +1,140 @@
+"""The audit over ten million ranges, in Spark's local mode: how long it takes, and with how much memory.
+
+The trail, the logs' batch headers and where the logs begin and end are made up inside Spark and laid down as Parquet
+files: reading them from a cluster is not what is measured. One batch is taken out of the log, so that it shows whether
+the audit has looked at all of it.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from bench.processes import peak_resident_bytes
+from bench.table import judged
+from kproxy.pipeline.audit.results import read_results, write_results
+from kproxy.pipeline.audit.schemas import LOST
+from kproxy.pipeline.audit.synthetic import BEGAN_AT, Shape, synthetic_bounds, synthetic_log, synthetic_trail
+from kproxy.pipeline.audit.tables import AuditRules, audit_tables
+from kproxy.pipeline.java import find_java
+from kproxy.pipeline.spark import SparkDriver
+
+RANGES = 10_000_000
+HEAP = "2g"
+# Long after the last range was acknowledged.
+READ_AT_MS = BEGAN_AT + 10**9
+_KIB = 1 << 10
+_MIB = 1 << 20
+
+
+class _Found(NamedTuple):
+    """`missing` are the records that the audit says are lost; `taken_out` are those that are."""
+
+    shape: Shape
+    made_s: float
+    seconds: float
+    acked: int
+    missing: list[tuple[str, int, int, int]]
+    taken_out: tuple[str, int, int, int]
+    kinds: set[str]
+
+    @property
+    def is_right(self) -> bool:
+        """Whether it has found what there is to find, and nothing else."""
+        shape = self.shape
+        acked = shape.ranges * shape.spans * shape.batches * shape.records
+        return self.acked == acked and self.missing == [self.taken_out] and self.kinds == {LOST}
+
+
+def _works(ranges: int) -> dict[str, Shape]:
+    return {
+        "each of one span": Shape(ranges=ranges),
+        "a quarter as many, of four spans between those of three others": Shape(
+            ranges=ranges // 4, producers=4, spans=4
+        ),
+    }
+
+
+def _audit(session: Any, shape: Shape, directory: Path) -> _Found:
+    def land(name: str, frame: Any) -> Any:
+        place = str(directory / name)
+        frame.write.mode("overwrite").parquet(place)
+        return session.read.schema(frame.schema).parquet(place)
+
+    began = time.monotonic()
+    rows, log, bounds, taken_out = _made(session, shape, land)
+    made = time.monotonic()
+    tables = audit_tables(rows, log, bounds, AuditRules(read_at_ms=READ_AT_MS), land)
+    write_results(tables, str(directory / "results"), {})
+    seconds = time.monotonic() - made
+    written, _ = read_results(session, str(directory / "results"))
+    findings = written.findings.collect()
+    missing = [(row.topic, row.partition, row.first_offset, row.records) for row in findings if row.kind == LOST]
+    (acked,) = written.partitions.selectExpr("sum(acked)").first()
+    kinds = {row.kind for row in findings}
+    return _Found(shape, made - began, seconds, acked, missing, taken_out, kinds)
+
+
+def _made(
+    session: Any, shape: Shape, land: Callable[[str, Any], Any]
+) -> tuple[Any, Any, Any, tuple[str, int, int, int]]:
+    """Trail, log and bounds, and the batch that is not in the log: topic, partition, offset and number of records."""
+    rows = land("made-trail", synthetic_trail(session, shape).selectExpr("*", "cast(null as long) as shipped_at"))
+    log = synthetic_log(session, shape)
+    middle = shape.ranges // shape.logs // 2 * shape.records
+    taken_out = ("topic-1", 1, middle, shape.records)
+    is_it = f"topic = 'topic-1' and partition = 1 and base_offset = {middle}"
+    return (
+        rows,
+        land("made-log", log.where(f"not ({is_it})")),
+        land("made-bounds", synthetic_bounds(session, shape)),
+        taken_out,
+    )
+
+
+def audit(console: Console, directory: Path, ranges: int = RANGES) -> None:
+    """Measure, and print the table. Raises StartupError where there is no Java or no Spark."""
+    driver = SparkDriver(find_java(), directory / "spark", settings={"spark.driver.memory": HEAP})
+    try:
+        driver.start()
+        found = {
+            name: _audit(driver.session, shape, directory / str(number))
+            for number, (name, shape) in enumerate(_works(ranges).items())
+        }
+        jvm = peak_resident_bytes(driver.pid) if driver.pid is not None else None
+        console.print(_table(found))
+    finally:
+        driver.stop()
+    console.print(f"- Spark in local mode on {psutil.cpu_count()} cores, with a heap of {HEAP}.", highlight=False)
+    console.print(f"- At their peaks: the JVM {_mib(jvm)}, Python {_mib(_own_peak_bytes())}.", highlight=False)
+
+
+def _own_peak_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * _KIB
+
+
+def _mib(count: int | None) -> str:
+    return "not known here" if count is None else f"{count / _MIB:,.0f} MiB"
+
+
+def _table(found: dict[str, _Found]) -> Table:
+    table = Table(title="An audit of what was made up, one batch of it missing in the log", title_style="")
+    table.add_column("ranges")
+    for column in ("ranges", "batches in logs", "audit", "ranges a second", "finds"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, each in found.items():
+        shape = each.shape
+        batches = shape.ranges * shape.spans * shape.batches
+        verdict = judged("that one" if each.is_right else "something else", met=each.is_right)
+        rate = f"{shape.ranges / each.seconds:,.0f}"
+        table.add_row(name, f"{shape.ranges:,}", f"{batches - 1:,}", f"{each.seconds:,.0f} s", rate, verdict)
+    return table
