@@ -5,19 +5,24 @@ stops_at_marks=1       it stops itself in the midst of a write that carries a ma
                        hypervisor may hold it for longer than its lease lives.
 replication_at=PORT    followers are told this port and not the one that it listens on: what the test put in between
                        may cut them off.
+unfenced=1             from SIGUSR1 on, which it answers with UNFENCED in its log, it fences itself off from nothing:
+                       what it leads it leads for ever, whatever etcd says, and whoever else does.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from kproxy.broker import server
 from kproxy.broker.keys import BrokerValue
+from kproxy.broker.leases import PartitionLeaseManager
 from kproxy.broker.log import Log
 from kproxy.broker.partition import Partition
+from kproxy.ownership.etcd.lease_fence import LeaseFence
 
 # The fence has been looked at; nothing is written.
 BEFORE_THE_WRITE = b"[stop before the write]"
@@ -25,6 +30,7 @@ BEFORE_THE_WRITE = b"[stop before the write]"
 AFTER_THE_WRITE = b"[stop after the write]"
 # The batch is appended for good as far as the leader goes; nobody else has it and nobody is answered.
 AFTER_THE_APPEND = b"[stop after the append]"
+UNFENCED = "nothing fences this broker off any more"
 
 
 def _stop_at_marks(_: int) -> None:
@@ -54,4 +60,18 @@ def _replicate_at(port: int) -> None:
     vars(server)["BrokerValue"] = made
 
 
-HOOKS: dict[str, Callable[[int], None]] = {"stops_at_marks": _stop_at_marks, "replication_at": _replicate_at}
+def _unfence_at_signal(_: int) -> None:
+    def unfence(*_: object) -> None:
+        LeaseFence.is_live = lambda self: True  # type: ignore[method-assign]
+        PartitionLeaseManager._drop = lambda self, key, reason: None  # type: ignore[method-assign]
+        sys.stderr.write(f"{UNFENCED}\n")
+        sys.stderr.flush()
+
+    signal.signal(signal.SIGUSR1, unfence)
+
+
+HOOKS: dict[str, Callable[[int], None]] = {
+    "stops_at_marks": _stop_at_marks,
+    "replication_at": _replicate_at,
+    "unfenced": _unfence_at_signal,
+}

@@ -1,0 +1,136 @@
+"""Where audits are put to the test: clusters whose logs can be tampered with, and proxies whose trails go to files.
+
+Spark writes through the proxies, as it does through any. What else is needed to forge something is done to the brokers.
+"""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+import urllib.request
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
+
+from kproxy.pipeline.audit.report_gather import gather
+from kproxy.pipeline.audit.results import Tables
+from kproxy.pipeline.audit.run import AuditOptions, run_audit
+from tests.support.broker_hooks import UNFENCED
+from tests.support.dev import KproxyProcess, serving
+from tests.support.reference_broker import RawClient, start_brokers, wait_for
+
+PREFIX = "/audited"
+TTL_S = 3
+VALUE_BYTES = 400
+ADMIN_TIMEOUT_S = 30.0
+
+
+class AuditedProxies:
+    """Proxies of one cluster: `ownership` are the flags that tell whose brokers they are before."""
+
+    def __init__(self, directory: Path, ownership: Sequence[str], stack: ExitStack) -> None:
+        self.trail = directory / "trail"
+        self._directory = directory
+        self._ownership = ownership
+        self._stack = stack
+        self._started = 0
+
+    def start(self, *, interval_s: float, listen: str = "127.0.0.1:0") -> KproxyProcess:
+        self._started += 1
+        # A broker that sleeps over its lease is not to be given up before it wakes.
+        config = self._directory / "proxy.toml"
+        config.write_text(f"[limits]\nprobe_timeout_s = {ADMIN_TIMEOUT_S}\n")
+        where = ["serve", "--config", config, *self._ownership, "--listen", listen, "--admin", "127.0.0.1:0"]
+        audit = ["--audit-sink", f"json:{self.trail}", "--audit-interval-s", str(interval_s)]
+        return self._stack.enter_context(serving([*where, *audit], self._directory / f"proxy-{self._started}.stderr"))
+
+
+class ForgeableCluster:
+    """Two reference brokers: `sleeper`, 1, forgets to fence itself off, `forged`, 2, has the logs that are forged."""
+
+    def __init__(self, directory: Path, etcd: str, stack: ExitStack) -> None:
+        directory.mkdir()
+        # Either could; one is told to.
+        options = {"lease_ttl_s": TTL_S, "unfenced": 1}
+        self.sleeper, self.forged = stack.enter_context(start_brokers((1, 2), directory, etcd, PREFIX, **options))
+
+    def create(self, replicas: Mapping[str, list[list[int]]]) -> None:
+        """Topics whose partitions are led by the first of their replicas."""
+        admin = AdminClient({"bootstrap.servers": self.forged.address, "log_level": 0})
+        topics = [NewTopic(topic, len(each), replica_assignment=each) for topic, each in replicas.items()]
+        for made in admin.create_topics(topics).values():
+            made.result(ADMIN_TIMEOUT_S)
+        wait_for(
+            lambda: all(
+                self.leaders(topic) == {index: brokers[0] for index, brokers in enumerate(each)}
+                for topic, each in replicas.items()
+            ),
+            ADMIN_TIMEOUT_S,
+            "those lead that are to",
+        )
+
+    def leaders(self, topic: str) -> dict[int, int]:
+        with self.forged.client() as client:
+            return client.leaders(topic)
+
+    def log(self, topic: str, partition: int) -> Path:
+        """Where broker 2 has it."""
+        return self.forged.data_dir / f"{topic}-{partition}"
+
+    def put_to_sleep(self) -> None:
+        """What is sent to broker 1 from here on waits in its sockets; when it wakes it takes it that it leads still."""
+        self.sleeper.signal(signal.SIGUSR1)
+        wait_for(lambda: UNFENCED in self.sleeper.log(), what="broker 1 is unfenced")
+        self.sleeper.signal(signal.SIGSTOP)
+
+    def wake(self) -> None:
+        self.sleeper.signal(signal.SIGCONT)
+
+
+def raw_client(proxy: KproxyProcess) -> RawClient:
+    host, _, port = proxy.kafka.rpartition(":")
+    return RawClient(host, int(port), timeout_s=2 * ADMIN_TIMEOUT_S)
+
+
+def write(session: Any, bootstrap: str, rows: Mapping[tuple[str, int], int], **settings: object) -> None:
+    """So many rows to each topic's partition, by one job, some dozens of them a batch."""
+    places = [(topic, partition, count) for (topic, partition), count in rows.items()]
+    frame = session.createDataFrame(places, "topic string, partition int, count int")
+    messages = frame.selectExpr("topic", "partition", "explode(sequence(1, count)) as n").selectExpr(
+        "topic", "partition", f"lpad(cast(n as string), {VALUE_BYTES}, '.') as value"
+    )
+    options = {f"kafka.{name.replace('_', '.')}": str(value) for name, value in settings.items()}
+    messages.write.format("kafka").options(**options, **{"kafka.bootstrap.servers": bootstrap}).save()
+
+
+def metrics(proxy: KproxyProcess) -> dict[str, float]:
+    """By name, of those without labels."""
+    with urllib.request.urlopen(f"http://{proxy.fields['admin']}/metrics", timeout=10) as page:
+        lines = page.read().decode().splitlines()
+    return {name: float(value) for name, _, value in (line.partition(" ") for line in lines) if name[0] not in "#{"}
+
+
+class Audited:
+    """What an audit came to: its findings, and what it tells of partitions."""
+
+    def __init__(self, tables: Tables) -> None:
+        self.findings = tables.findings.collect()
+        self._partitions = {(row.topic, row.partition): row for row in tables.partitions.collect()}
+        self.exit_status = gather(tables, {}).verdict.exit_status()
+
+    def of(self, kind: str, topic: str | None = None, partition: int | None = None) -> list[Any]:
+        wanted = (kind, topic, partition)
+        return [row for row in self.findings if (row.kind, row.topic, row.partition) == wanted]
+
+    def partition(self, topic: str, partition: int) -> Any:
+        return self._partitions[topic, partition]
+
+
+def audit(session: Any, bootstrap: str, trail: Path, topics: Sequence[str]) -> Audited:
+    """An audit of these topics by that trail. Its tables are gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="kproxy-audit-") as output:
+        options = AuditOptions(bootstrap=bootstrap, trail=f"json:{trail}", output=output, topics=tuple(topics))
+        return Audited(run_audit(session, options).tables)
