@@ -16,6 +16,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from random import Random
 
+import structlog
+
 from kproxy.config import ProxyConfig
 from kproxy.observe.audit.given_out import Overlap
 from kproxy.observe.audit.shipper import Shipper, ShipperVitals
@@ -24,6 +26,8 @@ from kproxy.observe.audit.trail import Trail
 from kproxy.proxy.tasks import cancel
 
 SHIP_REST_S = 5.0
+
+log = structlog.get_logger(__name__)
 
 
 class Audit:
@@ -79,7 +83,10 @@ class Audit:
             yield
         finally:
             await cancel(looking)
-            self.trail.end()
+            try:
+                self.trail.end()
+            except Exception:  # the boundary: what there is of it goes out, and that it has no end tells of this
+                log.exception("the audit trail could not be ended")
             if self._shipper is not None:
                 await self._shipper.close(SHIP_REST_S)
 

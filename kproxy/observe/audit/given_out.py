@@ -123,9 +123,10 @@ class GivenOut:
     def judge(self) -> list[Overlap]:
         """What of all that was added was given out before."""
         overlaps: list[Overlap] = []
-        for partition in self._added:
+        # Taken out first: what goes wrong with one of them must not do so again at every look.
+        added, self._added = self._added, {}
+        for partition in added:
             overlaps += partition.judge()
-        self._added.clear()
         return overlaps
 
 
