@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from struct import Struct
 from typing import NamedTuple
@@ -413,6 +414,48 @@ async def test_a_look_that_goes_wrong_leaves_a_gap_and_the_next_goes_on(monkeypa
     looking.cancel()
     site.trail.end()
     assert site.sequences == [0, 2, 3]
+
+
+async def test_a_look_lets_clients_be_served_and_forgets_nothing_where_it_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trail_module, "LOOK_S", 0.001)
+    monkeypatch.setattr(trail_module, "MAX_STEP", 2)
+    site = Site()
+    for partition in range(9):
+        site.acknowledge(Given(0), partition=partition)
+    looking = asyncio.create_task(site.trail.keep_looking())
+    while len(site.trail._taking) not in range(1, 8):
+        await asyncio.sleep(0)
+    # In the midst of a look; the first of these was taken already, and nothing says that all is told.
+    site.now += 20
+    for partition in (0, 8):
+        site.acknowledge(Given(1), partition=partition)
+    while site.trail._taking:
+        await asyncio.sleep(0)
+    assert not any(isinstance(row, Mark) for row in site.rows)
+    site.acknowledge(*(Given(number) for number in (2, 3)), partition=1)
+    looking.cancel()
+    site.trail.end()
+    told = Counter[int]()
+    for row in site.ranges:
+        told[row.partition] += row.record_count
+    assert told == {0: 2, 1: 3, 8: 2} | dict.fromkeys(range(2, 8), 1)
+    assert site.sequences == list(range(len(site.rows)))
+
+
+async def test_what_a_cancelled_look_has_not_taken_is_told_by_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trail_module, "LOOK_S", 0.001)
+    monkeypatch.setattr(trail_module, "MAX_STEP", 2)
+    site = Site()
+    for partition in range(9):
+        site.acknowledge(Given(0), partition=partition)
+    looking = asyncio.create_task(site.trail.keep_looking())
+    while not site.trail._taking:
+        await asyncio.sleep(0)
+    looking.cancel()
+    site.trail.end()
+    assert sorted(row.partition for row in site.ranges) == list(range(9))
 
 
 def test_a_clock_that_is_set_back_does_not_make_times_fall() -> None:

@@ -22,7 +22,8 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
 from typing import Final, TypedDict
 
 import structlog
@@ -46,6 +47,8 @@ MAX_OPEN_ROWS: Final = 20_000
 MAX_LATENCIES: Final = 32
 # A page is a record; brokers take 1 MiB at least.
 MAX_PAGE_BYTES: Final = 256 << 10
+# So many partitions or rows are looked at before clients are served again: some milliseconds.
+MAX_STEP: Final = 200
 # Of so many overlaps in one look each has a line in the log.
 MAX_OVERLAPS_LOGGED: Final = 20
 _MICROS: Final = 1_000_000
@@ -144,6 +147,8 @@ class Trail:
         self._given_out = GivenOut()
         self._connections = 0
         self._woken: list[Acked] = []
+        # What a look that has begun has not taken yet.
+        self._taking: deque[Acked] = deque()
         self._open: dict[Acked, _OpenRow] = {}
         # The lines of a page to come, how long they are together, and the first one's sequence.
         self._lines: list[bytes] = []
@@ -191,45 +196,68 @@ class Trail:
 
     def look(self) -> None:
         """Judge what was acknowledged since the last look, and close the rows whose time has come."""
+        for _ in self._look():
+            pass
+
+    async def keep_looking(self) -> None:
+        """Look every LOOK_S, until cancelled; clients are served in between where there is much to look at."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                for _ in self._look():
+                    await asyncio.sleep(0)
+            except Exception:  # the boundary: the next look may do better, and the gap tells of this one
+                log.exception("the audit trail could not be looked after")
+                self._miss()
+
+    def _look(self) -> Iterator[None]:
+        """In steps; where it is left before its end, the next look has the rest as well."""
         self._tell_the_time()
-        woken, self._woken = self._woken, []
-        for acked in woken:
+        looked_at, looked = self._at, self._now
+        self._taking += self._woken
+        self._woken = []
+        while self._taking:
+            self._take_some()
+            if self._taking:
+                yield
+        self._tell_the_time()
+        self._judge()
+        while self._close_some():
+            yield
+        self._mark()
+        # What comes during a look was acknowledged after it began.
+        self._looked_at, self._looked = looked_at, looked
+        self._hand_on()
+
+    def _take_some(self) -> None:
+        self._tell_the_time()
+        for _ in range(min(MAX_STEP, len(self._taking))):
+            acked = self._taking.popleft()
             try:
                 self._take(acked)
             except Exception:  # the boundary: whatever is wrong here must not reach the clients; the gap tells of it
                 log.exception("acknowledgements could not be noted", topic=acked.topic, partition=acked.partition)
                 self._miss()
-        self._judge()
-        self._close_due()
-        self._mark()
-        self._looked_at, self._looked = self._at, self._now
-        self._hand_on()
-
-    async def keep_looking(self) -> None:
-        """Look every LOOK_S, until cancelled."""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            try:
-                self.look()
-            except Exception:  # the boundary: the next look may do better, and the gap tells of this one
-                log.exception("the audit trail could not be looked after")
-                self._miss()
 
     def _mark(self) -> None:
         """Say that there is nothing more to tell: soon after the last that there was, and then now and then."""
+        if self._woken:
+            return
         quiet_s = self._interval_s if self._has_told else MARK_S
         if self._running and not self._open and self._now - self._told >= quiet_s:
             self._close(Mark(**self._stamp()))
             self._has_told = False
 
-    def _close_due(self) -> None:
-        """Close the rows that would be too old at the next look; those that were begun first come first."""
+    def _close_some(self) -> bool:
+        """Close rows that would be too old at the next look, those that were begun first; whether there may be more."""
+        self._tell_the_time()
         due = self._now - self._interval_s + LOOK_S
-        while self._open:
-            acked, row = next(iter(self._open.items()))
-            if row.began > due and len(self._open) <= MAX_OPEN_ROWS:
-                break
+        for _ in range(MAX_STEP):
+            acked, row = next(iter(self._open.items()), (None, None))
+            if acked is None or row is None or (row.began > due and len(self._open) <= MAX_OPEN_ROWS):
+                return False
             self._close_row(acked)
+        return True
 
     def _tell_the_time(self) -> None:
         self._now = self._clock()
