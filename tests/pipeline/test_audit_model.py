@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
 
+from kproxy.pipeline.audit.results import Tables
+from kproxy.pipeline.audit.run import work_in
 from kproxy.pipeline.audit.tables import AuditRules, audit_tables
 from tests.support.trails import BEGAN_AT, Row, Trail, batch, bounds, bounds_frame, log_frame, trail_frame
 
@@ -173,7 +174,9 @@ def histories() -> dict[int, tuple[Trail, History]]:
 
 
 @pytest.fixture(scope="module")
-def audited(spark: Any, histories: dict[int, tuple[Trail, History]]) -> Iterator[Audited]:
+def audited(
+    spark: Any, histories: dict[int, tuple[Trail, History]], tmp_path_factory: pytest.TempPathFactory
+) -> Audited:
     rows: list[Row] = []
     for trail, _ in histories.values():
         trail.end(1_000_000)
@@ -186,7 +189,12 @@ def audited(spark: Any, histories: dict[int, tuple[Trail, History]]) -> Iterator
     rules = AuditRules(
         read_at_ms=BEGAN_AT + 2_000_000, window_ms=WINDOW_MS, bucket_bits=BUCKET_BITS, max_findings=100_000
     )
-    tables = audit_tables(trail_frame(spark, rows), log_frame(spark, log), bounds_frame(spark, limits), rules)
+    frames = trail_frame(spark, rows), log_frame(spark, log), bounds_frame(spark, limits)
+    with work_in(spark, str(tmp_path_factory.mktemp("work"))) as land:
+        return collected(audit_tables(*frames, rules, land))
+
+
+def collected(tables: Tables) -> Audited:
     partitions = {row.topic: row.asDict() for row in tables.partitions.collect()}
     windows: dict[str, dict[int, Row]] = defaultdict(dict)
     for row in tables.windows.collect():
@@ -194,8 +202,7 @@ def audited(spark: Any, histories: dict[int, tuple[Trail, History]]) -> Iterator
     findings: dict[str, list[Row]] = defaultdict(list)
     for row in tables.findings.collect():
         findings[row.topic].append(row.asDict())
-    yield Audited(partitions, windows, findings)
-    spark.catalog.clearCache()
+    return Audited(partitions, windows, findings)
 
 
 def test_histories_are_of_every_kind(histories: dict[int, tuple[Trail, History]]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 
+from kproxy.pipeline.audit.results import Tables
+from kproxy.pipeline.audit.run import work_in
 from kproxy.pipeline.audit.schemas import FINDINGS_SCHEMA, OWNERS_SCHEMA, PARTITIONS_SCHEMA, WINDOWS_SCHEMA
 from kproxy.pipeline.audit.tables import AuditRules, audit_tables
 from tests.support.trails import (
@@ -277,7 +279,7 @@ class Audited(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def audited(spark: Any) -> Iterator[Audited]:
+def audited(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> Audited:
     trails = {name: Trail(proxy=f"{name}:9092", incarnation=name) for name in CASES}
     log: list[Row] = []
     limits: list[Row] = []
@@ -290,7 +292,12 @@ def audited(spark: Any) -> Iterator[Audited]:
             limits.append(bounds(name, case.end, start=case.start, is_compacted=case.compacted, topic_id=TOPIC_ID))
     rows = [row for trail in trails.values() for row in trail.rows]
     rules = AuditRules(read_at_ms=BEGAN_AT + 300_000, window_ms=WINDOW_MS, bucket_bits=BUCKET_BITS)
-    tables = audit_tables(trail_frame(spark, rows), log_frame(spark, log), bounds_frame(spark, limits), rules)
+    frames = trail_frame(spark, rows), log_frame(spark, log), bounds_frame(spark, limits)
+    with work_in(spark, str(tmp_path_factory.mktemp("work"))) as land:
+        return collected(audit_tables(*frames, rules, land))
+
+
+def collected(tables: Tables) -> Audited:
     assert tables.windows.schema.names == WINDOWS_SCHEMA.names
     assert tables.partitions.schema.names == PARTITIONS_SCHEMA.names
     assert tables.findings.schema.names == FINDINGS_SCHEMA.names
@@ -303,8 +310,7 @@ def audited(spark: Any) -> Iterator[Audited]:
         return grouped
 
     partitions = {topic: rows[0] for topic, rows in by_topic(tables.partitions).items()}
-    yield Audited(partitions, by_topic(tables.windows), by_topic(tables.findings), by_topic(tables.owners))
-    spark.catalog.clearCache()
+    return Audited(partitions, by_topic(tables.windows), by_topic(tables.findings), by_topic(tables.owners))
 
 
 @pytest.mark.parametrize("name", CASES)

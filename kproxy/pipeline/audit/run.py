@@ -74,7 +74,7 @@ def run_audit(
     `about` is kept with the results, for who reads them. What is worked out on the way is in a directory beside them
     until the end.
     """
-    with as_spark_failure("The audit failed"), _work_in(session, f"{options.output.rstrip('/')}/{_WORK}") as land:
+    with as_spark_failure("The audit failed"), work_in(session, f"{options.output.rstrip('/')}/{_WORK}") as land:
         # Before its end is fixed: reading may take longer than a proxy that lives is silent.
         read_at_ms = int(clock() * 1000)
         rows = land("rows", _read_trail(session, options))
@@ -143,7 +143,7 @@ def _read_logs(
 
 
 @contextmanager
-def _work_in(session: Any, directory: str) -> Iterator[Callable[[str, DataFrame], DataFrame]]:
+def work_in(session: Any, directory: str) -> Iterator[Callable[[str, DataFrame], DataFrame]]:
     """Tables in Parquet files, which take no memory and of which only those columns are read that are asked for."""
 
     def land(name: str, frame: DataFrame) -> DataFrame:

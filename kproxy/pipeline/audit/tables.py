@@ -36,11 +36,6 @@ class AuditRules:
     bucket_bits: int = BUCKET_BITS
 
 
-def keep(name: str, frame: DataFrame) -> DataFrame:
-    """Where tables are kept that are small: in Spark's memory, and on its disks what does not fit."""
-    return frame.persist()
-
-
 @dataclass(frozen=True, slots=True)
 class _Trail:
     """What is made of the trail before the log comes in."""
@@ -51,7 +46,7 @@ class _Trail:
     unproven: DataFrame
 
 
-def audit_tables(rows: DataFrame, log: DataFrame, bounds: DataFrame, rules: AuditRules, land: Land = keep) -> Tables:
+def audit_tables(rows: DataFrame, log: DataFrame, bounds: DataFrame, rules: AuditRules, land: Land) -> Tables:
     """The audit's results. `rows` are TRAIL_SCHEMA and `shipped_at`, as they came; `log` and `bounds` as their schemas.
 
     All three are read several times. `land` is given a name and a table that will be read several times as well, and
@@ -88,7 +83,7 @@ def audit_increment(
     log: DataFrame,
     bounds: DataFrame,
     rules: AuditRules,
-    land: Land = keep,
+    land: Land,
 ) -> Tables:
     """What `new_rows` add to audits of `earlier_rows`: the tables of those partitions and windows that they speak of.
 
