@@ -66,7 +66,14 @@ class Ingest:
         arguments += ["--batch-header", "batch", "--row-header", "row", "--master", "local[2]"]
         arguments += [each for option in SLOWLY for each in ("--kafka-option", option)]
         with self.said.open("wb") as said:
-            self.process = subprocess.Popen([*KPROXY, *arguments], stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+            # What the killed one cannot clear away goes with the test's directory.
+            self.process = subprocess.Popen(
+                [*KPROXY, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                env={**os.environ, "TMPDIR": str(directory)},
+            )
 
     def kill(self) -> None:
         """kill -9 of the command and of its Java, one right after the other."""
