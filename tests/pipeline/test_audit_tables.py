@@ -162,6 +162,14 @@ CASES: dict[str, Case] = {
         {"acked": 300, "present": 300, "overlapped": 10},
         [{"kind": "overlap", "first_offset": 100, "last_offset": 109, "owner": 1, "other_owner": 1, "detail": "twice"}],
     ),
+    "twice-in-one-row": Case(
+        acked(ack(0, 200, 200, 100, 200, 100)),
+        [(0, 300)],
+        {"acked": 300, "present": 300, "overlapped": 100},
+        [
+            {"kind": "overlap", "first_offset": 200, "last_offset": 299, "owner": 1, "other_owner": 1},
+        ],
+    ),
     "sent-again": Case(
         acked(ack(0, 300, **P), ack(100, 50, producer=5, sequence=100, owner=2, revision=9)),
         [(0, 300, P)],
@@ -332,7 +340,7 @@ def test_what_is_wrong_is_named_and_nothing_else_is(audited: Audited, name: str)
         assert {column: row[column] for column in columns} == {column: wanted[column] for column in columns}
 
 
-GIVEN_OUT_TWICE = {"two-owners-of-one-offset", "one-owner-twice", "same-sequence-of-another-epoch"}
+GIVEN_OUT_TWICE = {"two-owners-of-one-offset", "one-owner-twice", "twice-in-one-row", "same-sequence-of-another-epoch"}
 
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - GIVEN_OUT_TWICE))

@@ -66,7 +66,8 @@ def claims(rows: DataFrame, *, length_ms: int, bits: int = BUCKET_BITS) -> DataF
     """What the trail's rows say was acknowledged, an interval a span.
 
     `same` is alike for two intervals where the same offset in both of them is the same record: a batch that was sent
-    again and got its first offset. That takes a producer id; without one no two acknowledgements are of one record.
+    again and got its first offset. That takes a producer id; without one no two acknowledgements are of one record,
+    not even two in one row.
     `identity` is the same for what the log holds; 0 where there is none.
     """
     spans = rows.where("kind = 'range'").select(
@@ -89,7 +90,7 @@ def claims(rows: DataFrame, *, length_ms: int, bits: int = BUCKET_BITS) -> DataF
         "*",
         log_id().alias("log_id"),
         window_ms(F.col("last_acked_at"), length_ms).alias("window_ms"),
-        F.when(is_idempotent, record).otherwise(F.xxhash64(*ROW_KEY, start)).alias("same"),
+        F.when(is_idempotent, record).otherwise(F.xxhash64(*ROW_KEY, "span.before", start)).alias("same"),
         F.when(is_idempotent, _short(record)).otherwise(0).alias("identity"),
         start.alias("start"),
         (start + F.col("span.count")).alias("end"),
