@@ -67,7 +67,9 @@ def each_once(rows: DataFrame, pieces: DataFrame) -> DataFrame:
 def trails(pieces: DataFrame) -> DataFrame:
     """One row a trail. `whole_until`: up to when its last row says everything; null where it ended in order.
 
-    `next_begin`: when the proxy's next incarnation began; `previous_at`: when the one before was last heard of.
+    `next_begin`: when the proxy's next incarnation began; `previous_at`: when the one before was last heard of. Where
+    incarnations overlap both are null: proxies share a name, or the old one still answers its clients while the new one
+    serves, and neither's time ends or begins with the other's.
     """
     whole = pieces.groupBy(*TRAIL).agg(
         F.min("first").alias("first"),
@@ -81,12 +83,14 @@ def trails(pieces: DataFrame) -> DataFrame:
         F.max("end").alias("end"),
     )
     by_time = Window.partitionBy("proxy").orderBy(F.coalesce("begin_at", "first_at"), "incarnation")
+    next_begin = F.lead(F.coalesce("begin_at", "first_at")).over(by_time)
+    previous_at = F.lag("last_at").over(by_time)
     known = F.when(F.col("last_mark") == F.col("last"), F.col("last_at"))
     return whole.select(
         "*",
         F.when(F.col("end").isNull(), F.coalesce(known, F.col("last_at") - F.col("interval_ms"))).alias("whole_until"),
-        F.lead(F.coalesce("begin_at", "first_at")).over(by_time).alias("next_begin"),
-        F.lag("last_at").over(by_time).alias("previous_at"),
+        F.when(next_begin > F.col("last_at"), next_begin).alias("next_begin"),
+        F.when(previous_at < F.col("first_at"), previous_at).alias("previous_at"),
     )
 
 

@@ -19,10 +19,21 @@ TOPIC: Final = "topic"
 JSON: Final = "json"
 PARQUET: Final = "parquet"
 _KINDS: Final = ("begin", "range", "mark", "end")
-_NEEDED: Final = ("proxy", "incarnation", "sequence", "at")
-_NEEDED_OF_RANGE: Final = (
-    "topic", "partition", "owner", "revision", "producer_id", "record_count", "first_acked_at", "last_acked_at",
-)  # fmt: skip
+_NEEDED_OF_RANGE: Final = ("topic", "partition", "owner", "revision", "producer_id")
+# Far beyond what there is, and far from where sums of it overflow.
+_LAST_MS: Final = 1 << 47
+_MOST_OFFSETS: Final = 1 << 60
+_MOST_RECORDS: Final = 1 << 36
+_MOST_BYTES: Final = 1 << 48
+_AMOUNTS: Final = {
+    "record_count": _MOST_RECORDS,
+    "batches": _MOST_RECORDS,
+    "bytes": _MOST_BYTES,
+    "first_acked_at": _LAST_MS,
+    "last_acked_at": _LAST_MS,
+}
+# A row has at most four times kproxy.observe.audit.acked.MAX_SPANS numbers.
+_MOST_IN_SPANS: Final = 10_000
 
 
 class TrailPlace(NamedTuple):
@@ -86,13 +97,34 @@ def rows_of(messages: DataFrame) -> DataFrame:
 
 
 def only_rows(rows: DataFrame) -> DataFrame:
-    """Of what was read the rows that can be understood."""
+    """Of what was read the rows that can be understood.
+
+    Whoever may write to the topic can say anything there. What no proxy says must not make the audit fail, by numbers
+    that cannot be reckoned with or that stand for more than there is room for: it is left out as what is torn is.
+    """
+    is_row = F.col("kind").isin(*_KINDS) & F.col("proxy").isNotNull() & F.col("incarnation").isNotNull()
+    is_row &= _is_within("sequence", _MOST_OFFSETS) & _is_within("at", _LAST_MS)
+    for name in ("interval_ms", "mark_ms"):
+        is_row &= F.col(name).isNull() | _is_within(name, _LAST_MS)
+    return rows.where(is_row & ((F.col("kind") != "range") | F.coalesce(_is_range(), F.lit(False))))
+
+
+def _is_range() -> Column:
     spans = F.col("spans")
-    is_range = F.size(spans) >= 2
-    is_range &= (F.size(spans) % 2 == 0) & (F.array_min(spans) >= 0)
+    length = F.size(spans)
+    fits = (length >= 2) & (length % 2 == 0) & (length <= _MOST_IN_SPANS)
+    # Nulls are neither least nor greatest.
+    fits &= F.size(F.array_compact(spans)) == length
+    fits &= (F.array_min(spans) >= 0) & (F.array_max(spans) <= _MOST_OFFSETS)
+    # Lambdas are not compiled: the many rows that have one span go without.
+    counts = F.filter(spans, lambda each, place: place % 2 == 1)
+    fits &= F.when(length == 2, F.get(spans, F.lit(1))).otherwise(F.array_max(counts)) <= _MOST_RECORDS
     for name in _NEEDED_OF_RANGE:
-        is_range &= F.col(name).isNotNull()
-    is_row = F.col("kind").isin(*_KINDS)
-    for name in _NEEDED:
-        is_row &= F.col(name).isNotNull()
-    return rows.where(is_row & ((F.col("kind") != "range") | F.coalesce(is_range, F.lit(False))))
+        fits &= F.col(name).isNotNull()
+    for name, most in _AMOUNTS.items():
+        fits &= _is_within(name, most)
+    return fits & ((F.col("producer_id") < 0) | (F.col("producer_epoch").isNotNull() & (F.col("first_sequence") >= 0)))
+
+
+def _is_within(name: str, most: int) -> Column:
+    return F.coalesce(F.col(name).between(0, most), F.lit(False))

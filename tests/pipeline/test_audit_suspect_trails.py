@@ -1,0 +1,103 @@
+"""Trails that are not as they should be: proxies that share a name, and rows that no proxy wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kproxy.pipeline.audit.tables import AuditRules, audit_tables
+from kproxy.pipeline.audit.trail import rows_of
+from tests.support.trails import BEGAN_AT, Row, Trail, batch, bounds, bounds_frame, log_frame, trail_frame
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+
+READ_AT = BEGAN_AT + 500_000
+
+
+@pytest.fixture
+def clean_up(spark: Any) -> Iterator[None]:
+    yield
+    spark.catalog.clearCache()
+
+
+def shared_names() -> list[Row]:
+    """Of two proxies that share a name the one that began first goes on: killed, or with its first row lost."""
+    killed, other = Trail("killed:9092", "a"), Trail("killed:9092", "b", began=10_000)
+    killed.acked("t", 0, 10, at=20_000)
+    other.end(30_000)
+    headless, before = Trail("headless:9092", "b", began=20_000), Trail("headless:9092", "a")
+    headless.acked("t", 10, 10, at=25_000)
+    headless.end(26_000)
+    before.end(40_000)
+    restarted, again = Trail("restarted:9092", "a"), Trail("restarted:9092", "b", began=50_000)
+    restarted.acked("t", 20, 10, at=20_000)
+    again.end(60_000)
+    del headless.rows[0]
+    trails = (killed, other, headless, before, restarted, again)
+    return [row for trail in trails for row in trail.rows]
+
+
+@pytest.mark.usefixtures("clean_up")
+def test_what_another_proxy_of_the_same_name_tells_hides_no_hole(spark: Any) -> None:
+    tables = audit_tables(
+        trail_frame(spark, shared_names()),
+        log_frame(spark, [batch("t", 0, 30)]),
+        bounds_frame(spark, [bounds("t", 30)]),
+        AuditRules(read_at_ms=READ_AT),
+    )
+    told = {(row.kind, row.proxy, row.from_ms - BEGAN_AT, row.to_ms - BEGAN_AT) for row in tables.findings.collect()}
+    assert told == {
+        ("tail", "killed:9092", 15_000, 500_000),
+        ("tail", "restarted:9092", 15_000, 50_000),
+        ("gap", "headless:9092", -6_000, 25_000),
+    }
+
+
+def good_row() -> dict[str, Any]:
+    trail = Trail("p:9092", "a")
+    return {name: value for name, value in trail.acked("t", 0, 10).items() if name != "shipped_at"}
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "more offsets than there is room for": {"spans": [0, 1 << 62]},
+    "and in a later span": {"spans": [0, 1, 5, 1 << 62]},
+    "offsets that overflow": {"spans": [(1 << 63) - 1, 5]},
+    "very many spans": {"spans": [0, 1] * 20_000},
+    "a span without its count": {"spans": [0, None]},
+    "half a span": {"spans": [0, 10, 20]},
+    "times that overflow": {"at": (1 << 63) - 1, "first_acked_at": (1 << 63) - 1, "last_acked_at": (1 << 63) - 1},
+    "a time before there was any": {"at": -(1 << 63)},
+    "counts that overflow": {"record_count": (1 << 63) - 1, "bytes": (1 << 63) - 1, "batches": (1 << 63) - 1},
+    "a number that overflows": {"sequence": (1 << 63) - 1},
+    "a producer without sequence numbers": {"producer_id": 5, "first_sequence": None},
+    "a begin whose promise overflows": {"kind": "begin", "interval_ms": (1 << 63) - 1, "mark_ms": (1 << 63) - 1},
+    "no kind of row": {"kind": "other"},
+    "another type": {"spans": "many"},
+}
+
+
+@pytest.mark.usefixtures("clean_up")
+def test_rows_that_no_proxy_wrote_do_not_make_an_audit_fail(spark: Any) -> None:
+    whole = Trail("p:9092", "a")
+    whole.acked("t", 0, 10)
+    whole.end(5_000)
+    own = [{name: value for name, value in row.items() if name != "shipped_at"} for row in whole.rows]
+    # Each of them would fail it by itself, as it would twice.
+    forged = [good_row() | {"incarnation": "b"} | more for more in HOSTILE.values()] * 2
+    lines = [json.dumps(row) for row in (*own, *forged)]
+    lines += ["", "{", "null", "[1]", '"x"', "\x00\xff", '{"kind":"range","spans":[1', lines[1][:-20]]
+    message = "struct<value: binary, timestamp: timestamp>"
+    pages = spark.createDataFrame([(bytearray("\n".join(lines), "utf-8"), None), (None, None)], message)
+    rows = rows_of(pages)
+    assert rows.count() == len(own)
+    tables = audit_tables(
+        rows,
+        log_frame(spark, [batch("t", 0, 10)]),
+        bounds_frame(spark, [bounds("t", 10)]),
+        AuditRules(read_at_ms=READ_AT),
+    )
+    assert [(row.acked, row.present, row.unproven) for row in tables.partitions.collect()] == [(10, 10, False)]
+    assert tables.findings.count() == 0
