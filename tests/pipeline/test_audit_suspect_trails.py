@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kproxy.pipeline.audit.coverage import Land
+from kproxy.pipeline.audit.run import work_in
 from kproxy.pipeline.audit.tables import AuditRules, audit_tables
 from kproxy.pipeline.audit.trail import rows_of
 from tests.support.trails import BEGAN_AT, Row, Trail, batch, bounds, bounds_frame, log_frame, trail_frame
@@ -18,9 +21,9 @@ READ_AT = BEGAN_AT + 500_000
 
 
 @pytest.fixture
-def clean_up(spark: Any) -> Iterator[None]:
-    yield
-    spark.catalog.clearCache()
+def land(spark: Any, tmp_path: Path) -> Iterator[Land]:
+    with work_in(spark, str(tmp_path)) as land:
+        yield land
 
 
 def shared_names() -> list[Row]:
@@ -40,13 +43,13 @@ def shared_names() -> list[Row]:
     return [row for trail in trails for row in trail.rows]
 
 
-@pytest.mark.usefixtures("clean_up")
-def test_what_another_proxy_of_the_same_name_tells_hides_no_hole(spark: Any) -> None:
+def test_what_another_proxy_of_the_same_name_tells_hides_no_hole(spark: Any, land: Land) -> None:
     tables = audit_tables(
         trail_frame(spark, shared_names()),
         log_frame(spark, [batch("t", 0, 30)]),
         bounds_frame(spark, [bounds("t", 30)]),
         AuditRules(read_at_ms=READ_AT),
+        land,
     )
     told = {(row.kind, row.proxy, row.from_ms - BEGAN_AT, row.to_ms - BEGAN_AT) for row in tables.findings.collect()}
     assert told == {
@@ -79,8 +82,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.usefixtures("clean_up")
-def test_rows_that_no_proxy_wrote_do_not_make_an_audit_fail(spark: Any) -> None:
+def test_rows_that_no_proxy_wrote_do_not_make_an_audit_fail(spark: Any, land: Land) -> None:
     whole = Trail("p:9092", "a")
     whole.acked("t", 0, 10)
     whole.end(5_000)
@@ -98,6 +100,7 @@ def test_rows_that_no_proxy_wrote_do_not_make_an_audit_fail(spark: Any) -> None:
         log_frame(spark, [batch("t", 0, 10)]),
         bounds_frame(spark, [bounds("t", 10)]),
         AuditRules(read_at_ms=READ_AT),
+        land,
     )
     assert [(row.acked, row.present, row.unproven) for row in tables.partitions.collect()] == [(10, 10, False)]
     assert tables.findings.count() == 0
