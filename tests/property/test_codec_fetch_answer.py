@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,15 +9,9 @@ from hypothesis import strategies as st
 from codec.api_keys import FETCH
 from codec.errors import CodecError, InvalidField, UnsupportedVersion
 from codec.fetch_answer import MAX_VERSION, read_fetch_answer
-from tests.support.messages import read_by_kafka_python, response_body, response_frame, responses, sample_response
+from tests.support.messages import read_by_kafka_python, response_body, response_frame, sample_response
 
 VERSIONS = range(4, MAX_VERSION + 1)
-
-
-def one_partition(version: int) -> st.SearchStrategy[dict[str, Any]]:
-    return responses(FETCH, version).filter(
-        lambda each: len(each["responses"]) == 1 and len(each["responses"][0]["partitions"]) == 1
-    )
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -71,7 +71,7 @@ def _audit(trail: _Trail, log: DataFrame, bounds: DataFrame, rules: AuditRules, 
     return Tables(
         windows=windows,
         partitions=_partitions(trail, segments, doubled, gone, changes, logs, bounds),
-        findings=_findings(trail, segments, doubled, given_out, logs, log, bounds, rules),
+        findings=_findings(trail, segments, doubled, given_out, log, bounds, rules),
         owners=owners,
         throughput=measures.throughput(trail.cells),
     )
@@ -235,7 +235,6 @@ def _findings(
     segments: DataFrame,
     doubled: DataFrame,
     given_out: DataFrame,
-    logs: DataFrame,
     log: DataFrame,
     bounds: DataFrame,
     rules: AuditRules,
