@@ -112,11 +112,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, click.Abort):
         return 130
     except Exception as error:  # noqa: BLE001 - the outermost boundary: a person reads this
-        if _wants_traceback(arguments):
-            traceback.print_exc()
-        else:
-            click.echo(f"kproxy: unexpected {_named(error)} (--debug before the command shows where).", err=True)
+        tell_unexpected(error, arguments)
         return 1
+
+
+def tell_unexpected(error: Exception, arguments: Sequence[str] | None = None) -> None:
+    """In one line, or with where it came from: to be called where it is handled."""
+    if _wants_traceback(arguments):
+        traceback.print_exception(error)
+    else:
+        click.echo(f"kproxy: unexpected {_named(error)} (--debug before the command shows where).", err=True)
 
 
 def _wants_traceback(arguments: Sequence[str] | None) -> bool:

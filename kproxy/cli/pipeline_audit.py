@@ -7,9 +7,10 @@ from pathlib import Path
 
 import click
 
-from kproxy.cli import start_logging
+from kproxy.cli import start_logging, tell_unexpected
 from kproxy.cli.spark_flags import session_options, spark_flags
 from kproxy.cli.times import parse_duration_ms, parse_time_ms
+from kproxy.errors import StartupError
 
 
 @click.command(
@@ -123,6 +124,11 @@ def command(
         return run_follow_job(job, following, spark)
     except (SparkFailed, LogReadFailed) as error:
         click.echo(f"kproxy: {str(error).rstrip('.')}.", err=True)
+        return NO_VERDICT
+    except StartupError:
+        raise
+    except Exception as error:  # noqa: BLE001 - elsewhere status 1 is for this; here it says that records are lost
+        tell_unexpected(error)
         return NO_VERDICT
 
 

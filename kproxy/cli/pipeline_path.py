@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from kproxy.errors import StartupError
+
 
 @click.command("path")
 @click.option(
@@ -30,5 +32,11 @@ def command(py_files: Path | None) -> None:
         return
     from kproxy.pipeline.audit.executors import package_archive
 
-    py_files.mkdir(parents=True, exist_ok=True)
-    click.echo(str(package_archive(py_files)))
+    try:
+        py_files.mkdir(parents=True, exist_ok=True)
+        archive = package_archive(py_files)
+    except OSError as error:
+        raise StartupError(
+            f"--py-files: nothing can be written to {py_files} ({error.strerror or error}): name another directory."
+        ) from error
+    click.echo(str(archive))

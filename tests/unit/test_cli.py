@@ -96,6 +96,25 @@ def test_an_unexpected_error_is_one_line_unless_debug_is_on(
         assert said.count("\n") == 1
 
 
+def test_an_audit_that_breaks_down_does_not_say_by_its_status_that_records_are_lost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def break_down(*_: object, **__: object) -> None:
+        raise ValueError("seven")
+
+    monkeypatch.setattr("kproxy.pipeline.audit.job.run_audit_job", break_down)
+    assert main(["pipeline", "audit", "--bootstrap", "127.0.0.1:1"]) == 2
+    assert capsys.readouterr().err.startswith("kproxy: unexpected ValueError: seven (")
+
+
+def test_where_executors_archive_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(["pipeline", "path", "--py-files", str(tmp_path / "file" / "below")]) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path}/file/below (Not a directory)" in said
+    assert "name another directory" in said
+
+
 @pytest.mark.parametrize("name", ["serve", "broker", "dev", "demo"])
 def test_windows_gets_a_clear_word(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
