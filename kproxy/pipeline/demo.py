@@ -34,7 +34,8 @@ from kproxy.dev.cluster import DEFAULT_LEASE_TTL_S, ChildEnded, DevCluster
 from kproxy.errors import StartupError
 from kproxy.ownership.etcd import EtcdError
 from kproxy.pipeline import flights, topic
-from kproxy.pipeline.demo_audit import audit_demo, check_report
+from kproxy.pipeline.audit.report_place import check_report
+from kproxy.pipeline.demo_audit import audit_demo
 from kproxy.pipeline.java import Java, find_java
 from kproxy.pipeline.judge import Judge
 from kproxy.pipeline.owner_kill import MidStream, OwnerKill, OwnerNotKilled

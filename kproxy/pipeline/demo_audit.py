@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kproxy.config.audit import DEFAULT_TOPIC
-from kproxy.errors import StartupError
 from kproxy.pipeline.report import Report
 
 if TYPE_CHECKING:
@@ -20,21 +19,6 @@ _SETTINGS: Final = {
     "spark.sql.adaptive.enabled": "false",
     "spark.sql.codegen.wholeStage": "false",
 }
-
-
-def check_report(path: Path | None) -> None:
-    """Raises StartupError where the report could not be written in the end."""
-    if path is None:
-        return
-    try:
-        created = not path.exists()
-        path.open("ab").close()
-    except OSError as error:
-        raise StartupError(
-            f"The report cannot be written to {path} ({error.strerror}): name another --report."
-        ) from error
-    if created:
-        path.unlink()
 
 
 def audit_demo(

@@ -12,8 +12,8 @@ import pytest
 
 import kproxy
 from kproxy.errors import StartupError
+from kproxy.pipeline.audit.report_place import check_report
 from kproxy.pipeline.demo import DemoOptions, run_demo
-from kproxy.pipeline.demo_audit import check_report
 from kproxy.pipeline.java import Java
 from kproxy.pipeline.spark import cause_in, pyspark_home
 from kproxy.pipeline.spark_settings import spark_environment

@@ -23,6 +23,7 @@ from kproxy.pipeline.audit.places import check_places
 from kproxy.pipeline.audit.report_facts import Facts
 from kproxy.pipeline.audit.report_gather import gather
 from kproxy.pipeline.audit.report_html import write_report
+from kproxy.pipeline.audit.report_place import check_report
 from kproxy.pipeline.audit.report_table import show_table
 from kproxy.pipeline.audit.run import AuditOptions, run_audit
 from kproxy.pipeline.audit.trail import TrailPlace
@@ -82,8 +83,7 @@ def check(job: AuditJob) -> None:
     """All that can be known before Spark is started. Raises StartupError."""
     if job.from_ms is not None and job.to_ms is not None and job.from_ms >= job.to_ms:
         raise StartupError("--from is not before --to: nothing lies between them.")
-    if job.report is not None and not job.report.resolve().parent.is_dir():
-        raise StartupError(f"There is no directory {job.report.resolve().parent} for --report: make it first.")
+    check_report(job.report)
     check_places(job.bootstrap, job.trail, job.trail_bootstrap or job.bootstrap, job.topics)
 
 
