@@ -121,14 +121,14 @@ async def test_pages_are_gathered_for_a_sink_that_wants_many() -> None:
 
 
 async def test_pages_are_not_gathered_for_longer_than_the_sink_wants() -> None:
-    sink = Scripted(Appetite(100 * COST, seconds=0.3))
+    sink = Scripted(Appetite(100 * COST, seconds=2))
     async with shipping(sink) as (shipper, _):
         began = time.monotonic()
         shipper.offer(page(0), 0, 0)
         await asyncio.sleep(0.1)
         shipper.offer(page(1), 1, 1)
         await eventually(lambda: len(sink.taken) == 2)
-        assert time.monotonic() - began >= 0.3
+        assert time.monotonic() - began >= 2
         assert len(sink.tried) == 1
 
 
@@ -167,5 +167,7 @@ async def test_how_long_nothing_was_taken_is_known() -> None:
         shipper.offer(page(0), 0, 0)
         await asyncio.sleep(0.3)
         assert shipper.vitals.age_s >= 0.3
+        opened = time.monotonic()
         sink.open.set()
-        await eventually(lambda: shipper.vitals.age_s < 0.2)
+        # However late anybody looks.
+        await eventually(lambda: shipper.vitals.age_s <= time.monotonic() - opened)
