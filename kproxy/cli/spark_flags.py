@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from kproxy.pipeline.session import SessionOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
+_MASTER: Final = re.compile(r"local(\[[^]]+\])?|local-cluster\[[^]]+\]|yarn|[a-z0-9]+://.+")
+_MEMORY: Final = re.compile(r"[1-9]\d{0,11}[kmgt]", re.IGNORECASE)
 
 
 def spark_flags(function: F) -> F:
@@ -35,9 +38,13 @@ def spark_flags(function: F) -> F:
 def session_options(
     app_name: str, master: str | None, memory: str | None, conf: tuple[str, ...], *, kafka: bool = True
 ) -> SessionOptions:
-    """Raises StartupError for a setting that is none."""
+    """Raises StartupError for what Spark's Java would end with, saying nothing but that it did."""
     from kproxy.pipeline.session import SessionOptions
 
+    if master is not None and _MASTER.fullmatch(master) is None:
+        raise StartupError(f"--master {master} is no master of Spark's: give local[N], spark://H:P, yarn or k8s://URL.")
+    if memory is not None and _MEMORY.fullmatch(memory) is None:
+        raise StartupError(f"--memory {memory} is no size: write a number and k, m or g, as in 512m or 2g.")
     settings = {}
     for setting in conf:
         name, equals, value = setting.partition("=")
