@@ -99,7 +99,7 @@ def test_what_is_possible_passes(options: IngestOptions) -> None:
     ("changes", "said"),
     [
         ({"topic": None}, "--topic NAME, or --topic-column"),
-        ({"topic_column": "where"}, "--topic NAME, or --topic-column"),
+        ({"topic_column": "where"}, "row by row: give one"),
         ({"topic": "no topic"}, "is no name of a topic"),
         ({"topic": ".."}, "is no name of a topic"),
         ({"topic": "x" * 250}, "is no name of a topic"),

@@ -152,7 +152,9 @@ class IngestOptions:
             _within("--tasks", self.tasks, 1, 100_000)
 
     def _check_target(self) -> None:
-        if (self.topic is None) == (self.topic_column is None):
+        if self.topic is not None and self.topic_column is not None:
+            raise StartupError("--topic is one topic for all rows and --topic-column names it row by row: give one.")
+        if self.topic is None and self.topic_column is None:
             raise StartupError("say where to write: --topic NAME, or --topic-column COLUMN that names it row by row.")
         if self.topic is not None:
             check_topic(self.topic, "--topic")
