@@ -30,6 +30,7 @@ def audit_demo(
     """
     from kproxy.pipeline.audit.awaiting import await_trails
     from kproxy.pipeline.audit.job import AuditJob, audit
+    from kproxy.pipeline.audit.report_html import write_report
     from kproxy.pipeline.audit.trail import TOPIC, TrailPlace
 
     stage = report.stage("trail", "waiting for the last of it")
@@ -48,7 +49,10 @@ def audit_demo(
         to_ms=written_ms,
         window_ms=1_000,
         output=str(output),
-        report=html,
     )
     facts = audit(session, job, report)
-    return None if facts.verdict.empty else facts
+    if facts.verdict.empty:
+        return None
+    if html is not None:
+        write_report(facts, html)
+    return facts

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kproxy.errors import StartupError
+from kproxy.pipeline.artifacts import Artifacts
 from kproxy.pipeline.cache import user_cache_dir
 from kproxy.pipeline.java import Java
 from kproxy.pipeline.spark_settings import (
@@ -108,6 +109,7 @@ class SparkDriver:
         self._stopped = False
         self._gateway: Any = None
         self._session: Any = None
+        self._artifacts = Artifacts()
 
     @property
     def session(self) -> Any:
@@ -233,6 +235,7 @@ class SparkDriver:
         if process.poll() is not None:
             if self._ended_by_itself is None and not already_stopped:
                 self._ended_by_itself = process.returncode
+            self._artifacts.remove()
             return
         for number in (first, signal.SIGKILL):
             # Not yet waited for, so the group is still ours.
@@ -244,6 +247,7 @@ class SparkDriver:
         if process.stdin is not None:
             with contextlib.suppress(OSError):
                 process.stdin.close()
+        self._artifacts.remove()
 
     def _hide_foreign_variables(self) -> None:
         """pyspark itself reads them too, SPARK_REMOTE among them, which turns every session into a remote one."""

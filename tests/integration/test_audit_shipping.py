@@ -28,7 +28,7 @@ from tests.support.worker_processes import worker_pids
 
 pytestmark = pytest.mark.timeout(120)
 # Far below any time-out of the sink, far above what a record takes.
-SOON_S = 5.0
+SOON_S = 20.0
 # What is left of a trail is shipped for so long, when the proxy stops.
 SHIP_REST_S = 5.0
 

@@ -98,6 +98,8 @@ async def test_what_could_not_be_written_is_written_when_the_owner_is_back(tmp_p
             await asyncio.to_thread(wait_for, lambda: shipped() >= 2, 30, "a range")
             await asyncio.to_thread(produce, process.kafka, "t", [b"v"] * 10)
             await cluster.kill_broker(1)
+            # What it had taken may not have been counted yet.
+            await asyncio.sleep(1)
             before = shipped()
             await asyncio.sleep(3)
             assert shipped() == before

@@ -97,7 +97,7 @@ async def test_a_sink_that_hangs_costs_those_who_offer_nothing(number: int) -> N
         assert shipper.vitals.waiting_bytes <= 50 * COST
         began = time.monotonic()
         await shipper.close(0.2)
-        assert 0.2 <= time.monotonic() - began < 5
+        assert 0.19 <= time.monotonic() - began < 20
         assert sink.closed
         assert counters["audit.rows_dropped"] == number
         shipper.offer(PAGE, number, number)
@@ -128,7 +128,7 @@ async def test_pages_are_not_gathered_for_longer_than_the_sink_wants() -> None:
         await asyncio.sleep(0.1)
         shipper.offer(page(1), 1, 1)
         await eventually(lambda: len(sink.taken) == 2)
-        assert time.monotonic() - began >= 2
+        assert time.monotonic() - began >= 1.9
         assert len(sink.tried) == 1
 
 

@@ -116,9 +116,12 @@ class Follower:
         self._output = Place(session, job.output)
         self._states = StateFiles(self._place)
         self._landings = 0
+        self._read_at_ms = 0
 
     def judge(self, pages: DataFrame, batch: int) -> None:
         """For foreachBatch. What goes wrong is kept in `error` and ends the query."""
+        # Working through a micro-batch may take longer than a proxy that lives is silent.
+        self._read_at_ms = time.time_ns() // 1_000_000
         try:
             if self.state.batch != batch - 1:
                 self.state = self._states.before(batch)
@@ -219,7 +222,7 @@ class Follower:
             self._land("log", newest.select("header.*")),
             self._land("bounds", bounds),
             AuditRules(
-                read_at_ms=time.time_ns() // 1_000_000,
+                read_at_ms=self._read_at_ms,
                 topics=self._job.topics,
                 from_ms=self._job.from_ms,
                 window_ms=self._job.window_ms,

@@ -71,7 +71,10 @@ def run_audit_job(job: AuditJob, spark: SessionOptions, *, said: Report | None =
                     f"On a cluster ({where}) the tables need a place that all its machines reach: give --output DIR."
                 )
             facts = audit(session, job, said)
+    # First what was found, and then what may fail yet.
     show_table(facts, Console(highlight=False))
+    if job.report is not None:
+        write_report(facts, job.report)
     if job.output is not None:
         said.say(f"Tables: {job.output}")
     if job.report is not None:
@@ -88,7 +91,7 @@ def check(job: AuditJob) -> None:
 
 
 def audit(session: Any, job: AuditJob, said: Report) -> Facts:
-    """Audit in a session that is there, and write the report where one is wanted. Raises SparkFailed, StartupError."""
+    """Audit in a session that is there. Raises SparkFailed, StartupError."""
     with ExitStack() as stack:
         output = job.output
         if output is None:
@@ -114,8 +117,6 @@ def audit(session: Any, job: AuditJob, said: Report) -> Facts:
             )
             facts = gather(result.tables, words)
         stage.finish(f"{facts.sums.acked:,} acknowledged records")
-        if job.report is not None:
-            write_report(facts, job.report)
         return facts
 
 
