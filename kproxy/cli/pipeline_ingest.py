@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -33,7 +31,6 @@ from kproxy.pipeline.spark import SparkFailed, require_pyspark
 
 MAX_SCHEMA_BYTES = 1 << 20
 INTERRUPTED = 130
-T = TypeVar("T")
 
 
 @click.command(
@@ -152,23 +149,12 @@ def _run(options: IngestOptions, session: Any, listen: str | None) -> int:
         if port:
             report.say(f"Metrics are at http://{parse_address(str(listen), '--metrics').host}:{port}/metrics")
         starting = report.stage("Spark", "starting")
-        opening = open_session(session, lambda jars: starting.say(f"first start: {jars} jars downloaded"))
-        with _opened_beside(opening) as opened:
+        with open_session(session, lambda jars: starting.say(f"first start: {jars} jars downloaded")) as opened:
             if stop.wanted:
                 return INTERRUPTED
             starting.finish(f"version {opened.session.version}")
             run(opened.session, options, report, metrics, stop)
     return 0
-
-
-@contextlib.contextmanager
-def _opened_beside(opening: contextlib.AbstractContextManager[T]) -> Iterator[T]:
-    """`opening`, entered on another thread: on the main one pyspark would put its handler of Ctrl-C over ours."""
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        opened = pool.submit(opening.__enter__).result()
-    with contextlib.ExitStack() as stack:
-        stack.push(opening)
-        yield opened
 
 
 def _options(

@@ -16,9 +16,10 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.executors import package_archive
@@ -28,6 +29,7 @@ from kproxy.pipeline.spark_settings import in_one_process, kafka_connector
 
 # All cores: unlike the demo's, the jobs have the machine's brokers beside them only by chance.
 DEFAULT_MASTER: Final = "local[*]"
+T = TypeVar("T")
 _CONNECTOR_CLASS: Final = "org.apache.spark.sql.kafka010.KafkaSourceProvider"
 
 
@@ -103,7 +105,20 @@ def _submitted_session(options: SessionOptions) -> tuple[Any, bool] | None:
 
     with as_spark_failure("Spark did not start"):
         # Named here, and not by spark-submit, it would be named after its file.
-        return SparkSession.builder.appName(options.app_name).getOrCreate(), True
+        return _beside(SparkSession.builder.appName(options.app_name).getOrCreate), True
+
+
+def _beside(start: Callable[[], T], give_up: Callable[[], None] = lambda: None) -> T:
+    """What `start` returns, called on another thread: on the main one pyspark would put its handler of Ctrl-C over
+    ours, and a job that is interrupted would say that Spark had failed. `give_up` ends it where nobody waits any more.
+    """
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        starting = pool.submit(start)
+        try:
+            return starting.result()
+        except KeyboardInterrupt:
+            give_up()
+            raise
 
 
 def _apply(session: Any, options: SessionOptions) -> None:
@@ -159,7 +174,7 @@ def _own_session(options: SessionOptions, on_download: Callable[[int], None]) ->
     )
     keep = False
     try:
-        driver.start(on_download)
+        _beside(lambda: driver.start(on_download), driver.kill)
         if not in_one_process(master):
             _ship_package(driver.session)
         yield OpenSession(driver.session, driver)
