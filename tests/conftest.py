@@ -21,6 +21,14 @@ pytest_plugins = [
 ]
 
 
+@pytest.fixture(autouse=True, scope="session")
+def logging_is_nobodys() -> Iterator[None]:
+    """A command that runs in this process must not have all that comes after it log to the stderr of its own test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kproxy.observe.logging.configure_logging", lambda level: None)
+        yield
+
+
 @pytest.fixture(scope="session")
 def dev_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KproxyProcess]:
     """One `kproxy dev` for the whole run, for tests that only use it: etcd, three brokers and the proxy."""

@@ -35,6 +35,7 @@ from kproxy.config import DEFAULT_PREFIX, split_list
     show_default=True,
     help="Where to leave the audit's report.",
 )
+@click.option("--no-audit", is_flag=True, help="Leave out the audit of what the proxy acknowledged.")
 @click.option("--keep", is_flag=True, help="Keep the run's data and logs; they are kept anyway when it fails.")
 @click.pass_context
 def command(
@@ -46,6 +47,7 @@ def command(
     prefix: str,
     data_dir: Path | None,
     report: Path,
+    no_audit: bool,
     keep: bool,
 ) -> int:
     """Write real data with Spark through the proxy, read it back, judge it, audit it.
@@ -70,6 +72,7 @@ def command(
             etcd=() if etcd is None else split_list(etcd, "--etcd"),
             prefix=prefix,
             data_dir=data_dir,
+            audit=not no_audit,
             keep=keep,
             kill_owner=kill_owner,
             report=report,

@@ -43,6 +43,7 @@ from kproxy.pipeline.report import KilledOwner, Outcome, Report
 from kproxy.pipeline.spark import SparkDriver, SparkFailed, pyspark_home
 
 if TYPE_CHECKING:
+    from kproxy.pipeline.audit.report_facts import Facts
     from kproxy.pipeline.stream import Written
 
 PARTITIONS: Final = 12
@@ -66,7 +67,7 @@ class DemoOptions:
     """`rows` None means all. With `bootstrap` the demo uses what runs there, and `etcd` (URLs) tells it the owners.
 
     `kill_owner`: kill -9 the owner of most partitions in mid-stream, and start it again. `report`: the file for the
-    audit's report, None for none.
+    audit's report, None for none; without `audit` there is none to report on.
     """
 
     rows: int | None = None
@@ -76,6 +77,7 @@ class DemoOptions:
     data_dir: Path | None = None
     keep: bool = False
     kill_owner: bool = False
+    audit: bool = True
     report: Path | None = None
 
 
@@ -305,17 +307,7 @@ class _Run:
         owners = None
         if target.etcd:
             owners = await topic.partition_owners(target.etcd, target.prefix, self._topic)
-        audit = await self._call(
-            lambda: audit_demo(
-                self._spark.session,
-                self._report,
-                bootstrap=target.bootstrap,
-                topic=self._topic,
-                written_ms=written_ms,
-                output=self._work_dir / "audit",
-                html=self._options.report,
-            )
-        )
+        audit = await self._call(lambda: self._audit(target, written_ms)) if self._options.audit else None
         return Outcome(
             judge.verdict(sent=written.sent),
             owners,
@@ -325,6 +317,17 @@ class _Run:
             written.micro_batches,
             killed,
             audit,
+        )
+
+    def _audit(self, target: Target, written_ms: int) -> Facts | None:
+        return audit_demo(
+            self._spark.session,
+            self._report,
+            bootstrap=target.bootstrap,
+            topic=self._topic,
+            written_ms=written_ms,
+            output=self._work_dir / "audit",
+            html=self._options.report,
         )
 
     async def _write(self, target: Target, data: flights.Flights) -> tuple[Written, KilledOwner | None]:

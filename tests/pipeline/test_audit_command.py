@@ -113,7 +113,7 @@ def test_the_exit_status_tells_what_a_trail_in_files_comes_to(
         (["--topics", "nix,nada"], "There is no topic nada"),
         (["--from", "1h", "--to", "2h"], "--from is not before --to"),
         (["--window", "10"], "--window 10 is no duration"),
-        (["--report", "/nonexistent/report.html"], "cannot be written to /nonexistent/report.html (No such file"),
+        (["--report", "/nonexistent/report.html"], "cannot be written to /nonexistent/report.html .No such file"),
         (["--conf", "x=y"], "is no setting of Spark's"),
         (["--follow"], "give --output DIR"),
         (["--follow", "--output", "x", "--to", "1h"], "--follow has no end"),

@@ -93,19 +93,6 @@ def following(followed: Followed) -> Iterator[Run]:
         run.end()
 
 
-@pytest.fixture
-def quick(spark: Any) -> Iterator[None]:
-    """Spark without what takes longer than so few rows do."""
-    settings = {"spark.sql.adaptive.enabled": "false", "spark.sql.codegen.wholeStage": "false"}
-    before = {name: spark.conf.get(name) for name in settings}
-    for name, value in settings.items():
-        spark.conf.set(name, value)
-    yield
-    for name, value in before.items():
-        spark.conf.set(name, value)
-
-
-@pytest.mark.usefixtures("quick")
 def test_what_is_wrong_is_told_as_it_comes_and_once_also_over_a_restart(
     dev_cluster: KproxyProcess, tmp_path: Path, spark: Any
 ) -> None:

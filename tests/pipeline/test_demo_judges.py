@@ -103,7 +103,9 @@ def test_one_record_lost_doubled_or_swapped_on_the_wire_is_found_and_the_exit_st
 ) -> None:
     course.relay.tamper = tamper = None if change is None else Tamper(change)
     requests_before = course.relay.produce_requests
-    options = DemoOptions(rows=ROWS, bootstrap=course.relay.address, etcd=(course.etcd,), data_dir=tmp_path)
+    options = DemoOptions(
+        rows=ROWS, bootstrap=course.relay.address, etcd=(course.etcd,), data_dir=tmp_path, audit=False
+    )
     shown = io.StringIO()
     report = Report(progress=Console(file=io.StringIO()), output=Console(file=shown, width=120))
 
@@ -145,7 +147,7 @@ def test_with_an_owner_killed_in_mid_stream_what_is_wrong_is_still_found(
     said, shown = io.StringIO(), io.StringIO()
     report = Report(progress=Console(file=said), output=Console(file=shown, width=120))
     try:
-        options = DemoOptions(rows=ROWS, kill_owner=True, data_dir=tmp_path)
+        options = DemoOptions(rows=ROWS, kill_owner=True, data_dir=tmp_path, audit=False)
         status = run_demo(options, driver=course.spark, report=report)
     finally:
         course.beside.run(relay.stop())

@@ -18,6 +18,10 @@ SETTINGS: Final = {
     "spark.kafka.consumer.cache.timeout": "2s",
     "spark.kafka.consumer.cache.evictorThreadRunInterval": "1s",
     "spark.sql.shuffle.partitions": "4",
+    # Of what tests ask for each is asked once: to compile it costs more than to interpret it.
+    "spark.sql.adaptive.enabled": "false",
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
 }
 
 
