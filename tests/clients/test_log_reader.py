@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -147,8 +148,11 @@ def test_transactions_are_told_whether_committed_or_not(real_kafka: RealKafka, c
             producer.produce(which.topic, b"v", partition=0)
         producer.flush(TIMEOUT_S)
         ends(TIMEOUT_S)
+    # The coordinator writes the marker after it has answered.
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(rows := list(reading(client, which))) < 4 and time.monotonic() < deadline:
+        time.sleep(0.1)
     # base_offset, record_count, is_control, is_transactional
-    rows = list(reading(client, which))
     found = [(row[0], row[2], *row[9:11]) for row in rows]
     assert found == [(0, 3, False, True), (3, 1, True, True), (4, 3, False, True), (7, 1, True, True)]
     assert len({row[3] for row in rows}) == 1, "one producer id"

@@ -60,7 +60,10 @@ class IdempotentWriter(ThreadedClient):
         assert self._waiting == 0, f"{self._waiting} never acknowledged"
         count = len(self.acked[partition])
         assert [value for _, value in log] == [b"%d" % number for number in range(count)]
-        assert {int(value): offset for offset, value in log} == self.acked[partition]
+        has = {int(value): offset for offset, value in log}
+        told = self.acked[partition]
+        wrong = {number: (told.get(number), offset) for number, offset in has.items() if told.get(number) != offset}
+        assert wrong == {}, "told another offset than it has: number: (told, has)"
 
     def _count(self) -> int:
         return sum(map(len, list(self.acked.values())))
