@@ -149,6 +149,18 @@ def test_a_batch_without_an_offset_is_not_told_of(first: list[Given]) -> None:
     assert [chunk.spans for chunk in one.acked.take()[0]] == [[3, 1]] * len(first)
 
 
+def test_an_entry_without_records_is_passed_over_however_much_stands_behind_it() -> None:
+    """Null records and tagged fields, at the very end of a request: there is no header to be read there."""
+    tags = b"\x01\x09" + bytes([70]) + bytes(70)
+    partitions = b"\x02" + bytes(4) + b"\x00" + tags
+    body = b"\x00" + bytes(2) + bytes(4) + b"\x02" + b"\x02t" + partitions + b"\x00" + b"\x00"
+    frame = request_frame(PRODUCE, 9, body)
+    exchange = Exchange(PRODUCE_API, parse_produce(frame, head_of(frame)), 1, DEADLINE)
+    one = place()
+    one.part.note(exchange, memoryview(bytes(8)))
+    assert one.acked.take() == ([], 0, [])
+
+
 def test_counts_that_make_no_sense_are_not_told_of() -> None:
     """A batch that goes on by its sequence, and says that it has less than no record."""
     one = place()

@@ -78,7 +78,10 @@ class NotedPart:
                 start += 7
                 end -= 1
             else:
+                # What is no header's length may be tagged fields: nothing says how much of the frame lies behind it.
                 start, end = records_span(request, topic, ordinal)
+                if end - start < HEADER_BYTES:
+                    continue
             delta, producer, sequence = _head(frame, start)
             base_offset = _base(answer, place)[0]
             if sequence == acked.next_sequence and producer == acked.producer:
