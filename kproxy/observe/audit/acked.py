@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from kproxy.observe.audit.trail import Trail
 
 MAX_SPANS: Final = 500
+# As long as `spans` may be with one more that is open: two numbers each.
+MOST_FINISHED: Final = 2 * (MAX_SPANS - 1)
 # More than any chunk has bytes: what one connection sends between two looks.
 ONE_BATCH: Final = 1 << 48
 _NOBODY: Final = b""
@@ -112,7 +114,7 @@ class Acked:
         goes_on = (
             producer == self.producer
             and sequence == add_sequence(self.next_sequence, 0)
-            and len(self.spans) < 2 * (MAX_SPANS - 1)
+            and len(self.spans) < MOST_FINISHED
         )
         if not goes_on:
             self._finish()

@@ -13,7 +13,7 @@ from codec.partitioned import PartitionedRequest, PlainAnswer
 from codec.primitives import INT64, Buffer
 from codec.produce import records_span
 from codec.record_batch import HEADER_BYTES
-from kproxy.observe.audit.acked import MAX_SPANS, ONE_BATCH, Acked
+from kproxy.observe.audit.acked import MOST_FINISHED, ONE_BATCH, Acked
 from kproxy.observe.audit.given_out import Giver
 from kproxy.routing.merge import Exchange
 from kproxy.routing.split import Entry, Selection
@@ -36,8 +36,6 @@ _LEAST = 4 + 4 + HEADER_BYTES
 _ONE = 4 + 1 + (1 << 7) - 2 + 1
 _TWO = 4 + 2 + (1 << 14) - 2 + 1
 _THREE = 4 + 3 + (1 << 21) - 2 + 1
-# One more span than these, with the one that is open, is one too many.
-_MANY = 2 * (MAX_SPANS - 1)
 # last_offset_delta, producer_id and producer_epoch together, base_sequence
 _head = Struct(">23xi16x10si").unpack_from
 _base = INT64.unpack_from
@@ -87,7 +85,7 @@ class NotedPart:
             if sequence == acked.next_sequence and producer == acked.producer:
                 if base_offset != acked.next_offset:
                     spans = acked.spans
-                    if base_offset < 0 or len(spans) >= _MANY:
+                    if base_offset < 0 or len(spans) >= MOST_FINISHED:
                         acked.turn(exchange, frame, start, base_offset, end - start)
                         continue
                     spans += (acked.first_offset, acked.next_offset - acked.first_offset)

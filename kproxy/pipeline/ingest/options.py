@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from kproxy.config import DEFAULT_LISTEN, parse_address, split_list
+from kproxy.config.topic_name import is_topic_name
 from kproxy.errors import StartupError
 
 FILE_FORMATS: Final = ("csv", "json", "parquet")
@@ -22,7 +23,6 @@ MAX_MESSAGE_BYTES: Final = 1 << 30
 # The longest header name and the longest topic name; Kafka's own limit is the latter.
 MAX_NAME: Final = 249
 
-_TOPIC: Final = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 _DURATION: Final = re.compile(r"(\d+) ?(ms|s|m|h)")
 _UNITS: Final = {"ms": "milliseconds", "s": "seconds", "m": "minutes", "h": "hours"}
 
@@ -231,7 +231,7 @@ def parse_pair(text: str, flag: str) -> tuple[str, str]:
 
 def check_topic(name: str, flag: str) -> None:
     """Raises StartupError where Kafka would not have a topic of that name."""
-    if _TOPIC.fullmatch(name) is None or name in (".", ".."):
+    if not is_topic_name(name):
         raise StartupError(
             f"{flag} {name} is no name of a topic: take letters, digits, '.', '_' and '-', at most {MAX_NAME}."
         )
