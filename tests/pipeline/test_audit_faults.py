@@ -99,10 +99,11 @@ def story(spark: Any, etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFacto
 def _acknowledged_late(cluster: ForgeableCluster, clients: Sequence[RawClient]) -> list[Offsets]:
     """Broker 1 sleeps over its lease with a batch for each partition in its sockets, and acknowledges them as it wakes.
 
-    By then broker 2 owns both partitions, and has nothing of that.
+    By then broker 2 owns both partitions, and has nothing of that; but all that went before, which it has acknowledged
+    itself (acks=all), or what broker 2 gives out would begin anywhere.
     """
     for partition, client in enumerate(clients):
-        client.produce("split", partition, build_batch([b"before"] * BEFORE), acks=1)
+        client.produce("split", partition, build_batch([b"before"] * BEFORE), acks=-1)
     cluster.put_to_sleep()
     for partition, client in enumerate(clients):
         client.send_produce("split", partition, build_batch([b"late"] * LATE), acks=1, timeout_ms=60_000)
