@@ -37,7 +37,7 @@ from codec.partitioned import (
 )
 from codec.primitives import Buffer
 from kproxy.fencing.settlement import Settlement
-from kproxy.observe.audit.noted import ConnectionAcks, NotedPart
+from kproxy.observe.audit.noted import ConnectionAcks, Noted
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.lane_timer import LaneTimer
@@ -84,7 +84,7 @@ class Fanout:
         self._busy_lanes = self._lanes.table
         # What of its acknowledgements is noted, where the proxy keeps a trail of them.
         self.acks = context.trail.connection(context.topology) if context.trail is not None else None
-        self._routes: Routes[Upstream, NotedPart] = Routes(
+        self._routes: Routes[Upstream, Noted] = Routes(
             context.topology, self.acks.part if self.acks is not None else None
         )
         # What lanes let go in the course of an event; it is sent at the event's end.
@@ -217,7 +217,7 @@ class Fanout:
         *,
         share: int,
         plain: PlainAnswer | None = None,
-        noted: NotedPart | None = None,
+        noted: Noted | None = None,
     ) -> None:
         correlation_id = upstream.next_correlation_id()
         buffers = exchange.splitter(share).part(selection, correlation_id)

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable
 from typing import Protocol
 
 from codec.partitioned import PlainAnswer
-from kproxy.observe.audit.noted import NotedPart
+from kproxy.observe.audit.noted import Noted
 from kproxy.proxy.upstream import Upstream
 from kproxy.routing import retry
 from kproxy.routing.identity import lane_key
@@ -50,7 +50,7 @@ class Piece:
         part: Selection | None,
         routed_at: int,
         plain: PlainAnswer | None = None,
-        noted: NotedPart | None = None,
+        noted: Noted | None = None,
     ) -> None:
         self.keeper = keeper
         self.exchange = exchange

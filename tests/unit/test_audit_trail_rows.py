@@ -21,7 +21,7 @@ from kproxy.observe.audit import trail as trail_module
 from kproxy.observe.audit.acked import MAX_SPANS, Acked
 from kproxy.observe.audit.chunks import Chunk
 from kproxy.observe.audit.given_out import Giver, Overlap
-from kproxy.observe.audit.noted import ConnectionAcks, NotedPart
+from kproxy.observe.audit.noted import ConnectionAcks, NotedEntry
 from kproxy.observe.audit.rows import Begin, End, Mark, Range, Row, decode_page
 from kproxy.observe.audit.trail import LOOK_S, MARK_S, Trail
 from kproxy.routing.merge import Exchange
@@ -50,7 +50,7 @@ class Place(NamedTuple):
 
     trail: Trail
     acked: Acked
-    part: NotedPart
+    part: NotedEntry
 
 
 def place(topology: Topology | None = None) -> Place:
@@ -58,7 +58,7 @@ def place(topology: Topology | None = None) -> Place:
         "p", "i", clock=lambda: 0.0, wall_ms=lambda: 0, deadline_cap_ms=1_000, interval_s=1.0, offer=lambda *page: None
     )
     acked = Acked(trail, b"t", None, 0, Giver(1, 1, 1, ""), "", "")
-    return Place(trail, acked, NotedPart([(acked, 0, 0, 0)]))
+    return Place(trail, acked, NotedEntry(acked, 0, 0, 0))
 
 
 @functools.lru_cache
@@ -69,7 +69,7 @@ def _frame(topic: str, acks: int, size: int) -> bytes:
     return bytes(request_frame(PRODUCE, 9, request_body(PRODUCE, 9, request)))
 
 
-def note(part: NotedPart, batch: Given, *, magic: int = 2, acks: int = -1, topic: str = "t") -> None:
+def note(part: NotedEntry, batch: Given, *, magic: int = 2, acks: int = -1, topic: str = "t") -> None:
     """As when a broker has answered a request that holds this batch alone."""
     frame = bytearray(_frame(topic, acks, batch.size))
     ids = batch.producer_id, batch.epoch, batch.sequence
@@ -243,7 +243,7 @@ class Site:
         acked = self.connection._find(_request(topic), topic.encode(), partition, 3, 1 << 62)
         if acked is not None:
             for each in batches:
-                note(NotedPart([(acked, 0, 0, 0)]), each, magic=magic, acks=acks, topic=topic)
+                note(NotedEntry(acked, 0, 0, 0), each, magic=magic, acks=acks, topic=topic)
 
     def look(self, after_s: float = LOOK_S) -> None:
         self.now += after_s

@@ -1,7 +1,7 @@
 """Batches of one client connection that one owner of a partition has acknowledged, put together as they come.
 
-On the path of a request nearly all of it happens in `NotedPart.note` (kproxy.observe.audit.noted): a batch that goes on
-where its producer's last one ended moves some numbers on here. Whatever else comes takes a `turn`.
+On the path of a request nearly all of it happens in `NotedEntry.note` (kproxy.observe.audit.noted): a batch that goes
+on where its producer's last one ended moves some numbers on here. Whatever else comes takes a `turn`.
 
 States
   idle   nothing has come since the last look

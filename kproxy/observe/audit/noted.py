@@ -47,55 +47,82 @@ class Connection(Protocol):
     owner: int
 
 
-class NotedPart:
-    """What there is to note of the answers to one part of a plan (kproxy.routing.routes): where each entry lies."""
-
-    __slots__ = ("_places",)
-
-    def __init__(self, places: Sequence[tuple[Acked, int, int, int]]) -> None:
-        """Of each entry: its partition's, topic's place, ordinal, and where its base_offset stands in the answer."""
-        self._places = tuple(places)
+class Noted(Protocol):
+    """What there is to note of the answers to one part of a plan (kproxy.routing.routes)."""
 
     def note(self, exchange: Exchange, answer: memoryview) -> None:
         """All of the part was acknowledged, by this plain answer."""
+        ...
+
+
+class NotedEntry:
+    """A part of one entry, or one of several."""
+
+    __slots__ = ("_acked", "_ordinal", "_place", "_topic_place")
+
+    def __init__(self, acked: Acked, topic_place: int, ordinal: int, place: int) -> None:
+        """Where the entry lies: in the request, and where its base_offset stands in the answer."""
+        self._acked = acked
+        self._topic_place = topic_place
+        self._ordinal = ordinal
+        self._place = place
+
+    def note(self, exchange: Exchange, answer: memoryview) -> None:
         request = exchange.request
-        frame, topics, flexible = request.frame, request.topics, request.flexible
-        for acked, topic_place, ordinal, place in self._places:
-            topic = topics[topic_place]
-            start, end = topic.starts[ordinal], topic.ends[ordinal]
+        frame = request.frame
+        topic = request.topics[self._topic_place]
+        start = topic.starts[self._ordinal]
+        size = topic.ends[self._ordinal] - start
+        flexible = request.flexible
+        # Nearly all are like this.
+        if flexible and _ONE < size <= _TWO:
+            start += 6
+            size -= 7
+        elif size < _LEAST:
+            return
+        elif not flexible:
+            start += 8
+            size -= 8
+        elif _TWO < size <= _THREE:
+            start += 7
+            size -= 8
+        else:
+            # What is no header's length may be tagged fields: nothing says how much of the frame lies behind it.
+            start, end = records_span(request, topic, self._ordinal)
             size = end - start
-            # Nearly all are like this.
-            if flexible and _ONE < size <= _TWO:
-                start += 6
-                end -= 1
-            elif size < _LEAST:
-                continue
-            elif not flexible:
-                start += 8
-            elif _TWO < size <= _THREE:
-                start += 7
-                end -= 1
-            else:
-                # What is no header's length may be tagged fields: nothing says how much of the frame lies behind it.
-                start, end = records_span(request, topic, ordinal)
-                if end - start < HEADER_BYTES:
-                    continue
-            delta, producer, sequence = _head(frame, start)
-            base_offset = _base(answer, place)[0]
-            if sequence == acked.next_sequence and producer == acked.producer:
-                if base_offset != acked.next_offset:
-                    spans = acked.spans
-                    if base_offset < 0 or len(spans) >= MOST_FINISHED:
-                        acked.turn(exchange, frame, start, base_offset, end - start)
-                        continue
-                    spans += (acked.first_offset, acked.next_offset - acked.first_offset)
-                    acked.first_offset = base_offset
-                acked.next_offset = base_offset + delta + 1
-                if acked.counts_sequences:
-                    acked.next_sequence = sequence + delta + 1
-                acked.volume += end - start + ONE_BATCH
-            else:
-                acked.turn(exchange, frame, start, base_offset, end - start)
+            if size < HEADER_BYTES:
+                return
+        delta, producer, sequence = _head(frame, start)
+        (base_offset,) = _base(answer, self._place)
+        acked = self._acked
+        if sequence == acked.next_sequence and producer == acked.producer:
+            count = delta + 1
+            if base_offset != acked.next_offset:
+                spans = acked.spans
+                if base_offset < 0 or len(spans) >= MOST_FINISHED:
+                    acked.turn(exchange, frame, start, base_offset, size)
+                    return
+                spans += (acked.first_offset, acked.next_offset - acked.first_offset)
+                acked.first_offset = base_offset
+            acked.next_offset = base_offset + count
+            if acked.counts_sequences:
+                acked.next_sequence = sequence + count
+            acked.volume += size + ONE_BATCH
+        else:
+            acked.turn(exchange, frame, start, base_offset, size)
+
+
+class NotedEntries:
+    """A part of several entries, each of which may be told by itself."""
+
+    __slots__ = ("_entries",)
+
+    def __init__(self, entries: Sequence[NotedEntry]) -> None:
+        self._entries = tuple(entries)
+
+    def note(self, exchange: Exchange, answer: memoryview) -> None:
+        for entry in self._entries:
+            entry.note(exchange, answer)
 
 
 class ConnectionAcks:
@@ -115,7 +142,7 @@ class ConnectionAcks:
         selection: Selection,
         plain: PlainAnswer | None,
         routed_at: int = _NOW,
-    ) -> NotedPart | None:
+    ) -> Noted | None:
         """What is to be noted of this part of every request of this form; None where there is nothing.
 
         `routed_at` is the table's revision when it was sent. What the owner's own was then is known where it is not
@@ -123,7 +150,7 @@ class ConnectionAcks:
         """
         if plain is None:
             return None
-        places = []
+        entries = []
         following = iter(plain.gaps)
         for topic_place, ordinals in selection:
             topic = request.topics[topic_place]
@@ -132,8 +159,10 @@ class ConnectionAcks:
                 partition = topic.partitions[ordinal]
                 acked = self._find(request, topic.name, partition, connection.owner, routed_at)
                 if acked is not None:
-                    places.append((acked, topic_place, ordinal, place))
-        return NotedPart(places) if places else None
+                    entries.append(NotedEntry(acked, topic_place, ordinal, place))
+        if len(entries) == 1:
+            return entries[0]
+        return NotedEntries(entries) if entries else None
 
     def note(self, exchange: Exchange, entry: Entry, owner: int, routed_at: int, result: Buffer) -> None:
         """One entry was acknowledged; `result` is its part of the answer, `routed_at` as in `part`."""
