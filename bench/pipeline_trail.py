@@ -2,18 +2,17 @@
 
 Proxies before the same three null brokers: two that have no trail, one that looks for offsets given out twice and ships
 nothing, as `kproxy serve` does by default, and two that ship, to files and to a topic of another cluster. They take
-turns, each round beginning with the next of them, and what one costs is compared with the first one in the same round:
-the median over the rounds counts. The second one without a trail is there to tell what the machine's noise comes to.
+turns, each round beginning with the next of them, and as in `bench.quick` the least of a proxy's runs counts, the least
+disturbed. The second one without a trail is there to tell what the machine's noise comes to all the same.
 
-Clients are idempotent producers, as Spark's, Java's and franz-go's are by default. The CPU of a run counts until its
-last acknowledgement has been shipped.
+Clients are idempotent producers, as Spark's, Java's and franz-go's are by default, all to the same partitions. A run
+goes on for a second or two, and its CPU counts until its last acknowledgement has been shipped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -34,6 +33,8 @@ from kproxy.dev.embedded_etcd import EmbeddedEtcd
 
 GOAL_PERCENT = 3.0
 ROUNDS = 10
+# Of each shape's requests: rows are closed and shipped several times in a run.
+TIMES = 4
 # A fifth of the default: rows are closed, and shipped, five times as often.
 INTERVAL_S = 1.0
 SHIPPED_S = 0.7
@@ -50,15 +51,14 @@ class _Proxy(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """By way: the CPU µs for a request, round by round."""
+    """By way: the CPU µs for a request, run by run."""
 
     shape: Shape
     cost: dict[str, list[float]]
 
     def percent(self, way: str) -> float:
-        """What it costs more than without a trail, the median of the rounds."""
-        pairs = zip(self.cost[way], self.cost[NONE], strict=True)
-        return statistics.median(100 * (cost / none - 1) for cost, none in pairs)
+        """What it costs more than without a trail."""
+        return 100 * (min(self.cost[way]) / min(self.cost[NONE]) - 1)
 
 
 @contextlib.contextmanager
@@ -89,23 +89,23 @@ async def _load(port: int, shape: Shape, requests: int) -> None:
     await send(await open_all(port, [ProducerFrames(shape) for _ in range(CONNECTIONS)], requests))
 
 
-def _round(proxies: dict[str, _Proxy], ways: Sequence[str], shape: Shape, requests: int) -> dict[str, float]:
-    """CPU µs for a request by way, until it is in the trail and that is shipped."""
-    before = {way: cpu_seconds(proxies[way].pid) for way in ways}
-    for way in ways:
-        uvloop.run(_load(proxies[way].port, shape, requests))
+def _cost(proxy: _Proxy, shape: Shape, requests: int) -> float:
+    """CPU µs for a request, until it is in the trail and that is shipped."""
+    before = cpu_seconds(proxy.pid)
+    uvloop.run(_load(proxy.port, shape, requests))
     time.sleep(INTERVAL_S + SHIPPED_S)
-    return {way: (cpu_seconds(proxies[way].pid) - before[way]) / (requests * CONNECTIONS) * 1e6 for way in ways}
+    return (cpu_seconds(proxy.pid) - before) / (requests * CONNECTIONS) * 1e6
 
 
 def _measure(proxies: dict[str, _Proxy], shape: Shape) -> _Found:
     found = _Found(shape, {way: [] for way in proxies})
     ways = list(proxies)
-    _round(proxies, ways, shape, WARM_UP_REQUESTS)
+    for way in ways:
+        _cost(proxies[way], shape, WARM_UP_REQUESTS)
     for number in range(ROUNDS):
         first = number % len(ways)
-        for way, cost in _round(proxies, [*ways[first:], *ways[:first]], shape, shape.requests).items():
-            found.cost[way].append(cost)
+        for way in [*ways[first:], *ways[:first]]:
+            found.cost[way].append(_cost(proxies[way], shape, TIMES * shape.requests))
     return found
 
 
@@ -126,10 +126,8 @@ def _trail(console: Console, etcd: EmbeddedEtcd, directory: Path) -> None:
 
 
 def _table(found: Sequence[_Found]) -> Table:
-    table = Table(
-        title=f"CPU of the proxy process; {CONNECTIONS} idempotent producers, {IN_FLIGHT} in flight, {ROUNDS} rounds",
-        title_style="",
-    )
+    load = f"{CONNECTIONS} idempotent producers, {IN_FLIGHT} in flight"
+    table = Table(title=f"CPU of the proxy process; {load}, least of {ROUNDS} runs", title_style="")
     table.add_column("trail")
     table.add_column("goal", justify="right", no_wrap=True)
     for each in found:
@@ -138,7 +136,7 @@ def _table(found: Sequence[_Found]) -> Table:
     for way in (NONE, NONE_AGAIN, CHECK, FILES, TOPIC):
         cells = []
         for each in found:
-            cells.append(f"{statistics.median(each.cost[way]):.2f}")
+            cells.append(f"{min(each.cost[way]):.2f}")
             percent = each.percent(way)
             met = way not in GOALS or percent <= GOAL_PERCENT
             cells.append("" if way == NONE else judged(f"{percent:+.1f} %", met=met))
