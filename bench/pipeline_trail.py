@@ -1,21 +1,24 @@
 """What the audit trail costs on the path of produce requests, in the proxy's CPU.
 
-Proxies before the same three null brokers: two that have no trail, one that looks for offsets given out twice and ships
-nothing, as `kproxy serve` does by default, and two that ship, to files and to a topic of another cluster. They take
-turns, each round beginning with the next of them, and as in `bench.quick` the least of a proxy's runs counts, the least
-disturbed. The second one without a trail is there to tell what the machine's noise comes to all the same.
+Proxies before the same three null brokers: one that looks for offsets given out twice and ships nothing, as `kproxy
+serve` does by default, and two that ship, to files and to a topic of another cluster. Each keeps a trail of one run's
+connections and none of the next one's, by turns: two processes of the same program differ by more than the trail costs.
+Two kinds of run without a trail say what the machine's noise comes to. As in `bench.quick` the least of the runs
+counts, the least disturbed.
 
-Clients are idempotent producers, as Spark's, Java's and franz-go's are by default, all to the same partitions. A run
-goes on for a second or two, and its CPU counts until its last acknowledgement has been shipped.
+Clients are idempotent producers, as Spark's, Java's and franz-go's are by default, all to the same partitions. The CPU
+of a run counts until its last acknowledgement has been shipped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,33 +35,37 @@ from bench.table import judged
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 
 GOAL_PERCENT = 3.0
-ROUNDS = 10
-# Of each shape's requests: rows are closed and shipped several times in a run.
-TIMES = 4
-# A fifth of the default: rows are closed, and shipped, five times as often.
-INTERVAL_S = 1.0
-SHIPPED_S = 0.7
+PAIRS = 16
+# A tenth of the default: rows are closed, and shipped, ten times as often.
+INTERVAL_S = 0.5
+# Until what was acknowledged last is judged; shipped, that much after INTERVAL_S.
+LOOKED_S = 0.7
+SWITCHED_S = 0.1
+IDLE_S = 10.0
 MEASURED = SHAPES[:3]
-_DEFAULT, _NO_TRAIL = "kproxy", "bench.no_trail"
-NONE, NONE_AGAIN = "no trail", "no trail, once more"
 CHECK, FILES, TOPIC = "the on-line check alone", "shipped to JSON files", "shipped to a topic"
+NOISE = "none in either"
 GOALS = (FILES, TOPIC)
 
 
 class _Proxy(NamedTuple):
+    """`rest_s`: how long it has to do with what was acknowledged last."""
+
     pid: int
     port: int
+    rest_s: float
 
 
 class _Found(NamedTuple):
-    """By way: the CPU µs for a request, run by run."""
+    """Of one proxy and shape: CPU µs for a request, run by run, without a trail and with it."""
 
-    shape: Shape
-    cost: dict[str, list[float]]
+    without: list[float]
+    cost: list[float]
 
-    def percent(self, way: str) -> float:
-        """What it costs more than without a trail."""
-        return 100 * (min(self.cost[way]) / min(self.cost[NONE]) - 1)
+    @property
+    def percent(self) -> float:
+        """What it costs more."""
+        return 100 * (min(self.cost) / min(self.without) - 1)
 
 
 @contextlib.contextmanager
@@ -71,42 +78,48 @@ def _proxies(table: Path, directory: Path, cluster: str) -> Iterator[dict[str, _
         TOPIC: ("--audit-sink", "topic", "--audit-bootstrap", cluster, *every),
     }
     with contextlib.ExitStack() as stack:
-        found = {way: stack.enter_context(_proxy(_NO_TRAIL, table)) for way in (NONE, NONE_AGAIN)}
-        for way, more in flags.items():
-            found[way] = stack.enter_context(_proxy(_DEFAULT, table, *more))
-        yield found
+        yield {way: stack.enter_context(_proxy(table, *more)) for way, more in flags.items()}
 
 
 @contextlib.contextmanager
-def _proxy(module: str, table: Path, *flags: str) -> Iterator[_Proxy]:
+def _proxy(table: Path, *flags: str) -> Iterator[_Proxy]:
     arguments = ("--ownership", "static", "--table", str(table), "--listen", "127.0.0.1:0", *flags)
-    with child(sys.executable, "-m", module, "--log-level", "error", "serve", *arguments) as process:
+    with child(sys.executable, "-m", "bench.switched_trail", "--log-level", "error", "serve", *arguments) as process:
         address = first_line(process).partition("kafka=")[2].split()[0]
-        yield _Proxy(process.pid, int(address.rpartition(":")[2]))
+        yield _Proxy(process.pid, int(address.rpartition(":")[2]), LOOKED_S + (INTERVAL_S if flags else 0))
 
 
 async def _load(port: int, shape: Shape, requests: int) -> None:
     await send(await open_all(port, [ProducerFrames(shape) for _ in range(CONNECTIONS)], requests))
 
 
-def _cost(proxy: _Proxy, shape: Shape, requests: int) -> float:
+def _cost(proxy: _Proxy, shape: Shape, requests: int, *, trail: bool) -> float:
     """CPU µs for a request, until it is in the trail and that is shipped."""
+    os.kill(proxy.pid, signal.SIGUSR2 if trail else signal.SIGUSR1)
+    time.sleep(SWITCHED_S)
     before = cpu_seconds(proxy.pid)
     uvloop.run(_load(proxy.port, shape, requests))
-    time.sleep(INTERVAL_S + SHIPPED_S)
+    time.sleep(proxy.rest_s)
     return (cpu_seconds(proxy.pid) - before) / (requests * CONNECTIONS) * 1e6
 
 
-def _measure(proxies: dict[str, _Proxy], shape: Shape) -> _Found:
-    found = _Found(shape, {way: [] for way in proxies})
-    ways = list(proxies)
-    for way in ways:
-        _cost(proxies[way], shape, WARM_UP_REQUESTS)
-    for number in range(ROUNDS):
-        first = number % len(ways)
-        for way in [*ways[first:], *ways[:first]]:
-            found.cost[way].append(_cost(proxies[way], shape, TIMES * shape.requests))
+def _measure(proxy: _Proxy, shape: Shape, *, trail: bool) -> _Found:
+    """Pairs of runs, the second of each with the trail that is asked for; by turns it comes first."""
+    found = _Found([], [])
+    for way in (False, trail):
+        _cost(proxy, shape, WARM_UP_REQUESTS, trail=way)
+    for number in range(PAIRS):
+        runs = [(found.without, False), (found.cost, trail)]
+        for costs, way in reversed(runs) if number % 2 else runs:
+            costs.append(_cost(proxy, shape, shape.requests, trail=way))
     return found
+
+
+def _idle(proxy: _Proxy) -> float:
+    """CPU ms a second where there is nothing to do."""
+    before = cpu_seconds(proxy.pid)
+    time.sleep(IDLE_S)
+    return (cpu_seconds(proxy.pid) - before) / IDLE_S * 1000
 
 
 async def trail(console: Console, directory: Path) -> None:
@@ -122,23 +135,33 @@ def _trail(console: Console, etcd: EmbeddedEtcd, directory: Path) -> None:
         table = write_table([int(first_line(broker)) for broker in null_brokers], directory)
         cluster = stack.enter_context(brokers(etcd, directory))
         proxies = stack.enter_context(_proxies(table, directory, cluster.addresses))
-        console.print(_table([_measure(proxies, shape) for shape in MEASURED]))
+        found = {NOISE: [_measure(proxies[CHECK], shape, trail=False) for shape in MEASURED]}
+        for way, proxy in proxies.items():
+            found[way] = [_measure(proxy, shape, trail=True) for shape in MEASURED]
+        idle = {way: _idle(proxy) for way, proxy in proxies.items()}
+        console.print(_table(found))
+        console.print(_told(idle), highlight=False)
 
 
-def _table(found: Sequence[_Found]) -> Table:
+def _table(found: Mapping[str, Sequence[_Found]]) -> Table:
     load = f"{CONNECTIONS} idempotent producers, {IN_FLIGHT} in flight"
-    table = Table(title=f"CPU of the proxy process; {load}, least of {ROUNDS} runs", title_style="")
+    table = Table(title=f"CPU of the proxy process; {load}, least of {PAIRS} runs each", title_style="")
     table.add_column("trail")
     table.add_column("goal", justify="right", no_wrap=True)
-    for each in found:
-        table.add_column(f"{each.shape.name}\nµs/req", justify="right")
+    for shape in MEASURED:
+        table.add_column(f"{shape.name}\nµs without", justify="right")
+        table.add_column("\nwith", justify="right")
         table.add_column("\nmore", justify="right")
-    for way in (NONE, NONE_AGAIN, CHECK, FILES, TOPIC):
+    for way, each in found.items():
         cells = []
-        for each in found:
-            cells.append(f"{min(each.cost[way]):.2f}")
-            percent = each.percent(way)
-            met = way not in GOALS or percent <= GOAL_PERCENT
-            cells.append("" if way == NONE else judged(f"{percent:+.1f} %", met=met))
+        for one in each:
+            cells += [f"{min(costs):.2f}" for costs in one]
+            met = way not in GOALS or one.percent <= GOAL_PERCENT
+            cells.append(judged(f"{one.percent:+.1f} %", met=met))
         table.add_row(way, f"≤ {GOAL_PERCENT:g} %" if way in GOALS else "", *cells)
     return table
+
+
+def _told(idle: Mapping[str, float]) -> str:
+    each = ", ".join(f"{way} {cost:.1f}" for way, cost in idle.items())
+    return f"- CPU ms a second of a proxy that nobody asks anything: {each}."
