@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Hashable, Iterable
+from typing import Final, Protocol
 
 from codec.partitioned import PlainAnswer
 from kproxy.observe.audit.noted import Noted
@@ -15,6 +15,7 @@ from kproxy.routing.split import Entry, Selection, split_whole
 
 UnderWay = dict[Hashable, set[int]]
 """By lane: the sequences of the exchanges that are unanswered there."""
+NOTHING_UNDER_WAY: Final[UnderWay] = {}
 
 
 class PieceKeeper(Protocol):
@@ -104,3 +105,13 @@ def under_way(upstreams: Iterable[Upstream]) -> UnderWay:
             for entry in piece.entries():
                 found.setdefault(lane_key(piece.exchange, entry), set()).add(piece.exchange.sequence)
     return found
+
+
+def withdraw(upstreams: Iterable[Upstream], is_meant: Callable[[Piece], bool]) -> list[Piece]:
+    """Take back pieces that no broker has seen."""
+    return [
+        ticket
+        for upstream in upstreams
+        for ticket in upstream.withdraw(lambda ticket: isinstance(ticket, Piece) and is_meant(ticket))
+        if isinstance(ticket, Piece)
+    ]

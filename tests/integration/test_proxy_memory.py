@@ -16,7 +16,7 @@ TIMED_OUT = 7
 def kept(proxy: RunningProxy) -> list[int]:
     """The sizes of the buffers that open requests keep, and of what unanswered pieces keep."""
     requests = [
-        exchange.request for session in proxy.listener._sessions for exchange, _ in session._fanout._open.values()
+        exchange.request for session in proxy.listener._sessions for exchange in session._fanout._exchanges.all()
     ]
     waiting = [
         ticket.exchange.request  # type: ignore[attr-defined]

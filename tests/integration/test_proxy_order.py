@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import uvloop
 
-from kproxy.proxy.fanout import Fanout
+from kproxy.proxy.dispatcher import Dispatcher
+from kproxy.proxy.following import Following
+from kproxy.proxy.order import Order
 from tests.support.moving_cluster import NOT_LEADER, OUT_OF_ORDER, MovingCluster, disorder
 from tests.support.raw_client import RawClient, batch, produce_frame
 from tests.support.running_proxy import both_loops, run_on, running_proxy
@@ -113,30 +115,31 @@ async def test_nothing_is_lost_doubled_or_reordered_while_ownership_moves(
     assert producer.failures < batches / 4
 
 
-def nothing_is_held(self: Fanout, exchange: Any) -> set[tuple[int, int]]:
+def nothing_is_held(self: Order, exchange: Any) -> set[tuple[int, int]]:
     return set()
 
 
-def no_route_is_probed(self: Fanout, *_: Any) -> None:
+def no_route_is_probed(self: Dispatcher, *_: Any) -> None:
     pass
 
 
-def strays_are_not_looked_for(self: Fanout) -> None:
-    self._seen_version = self._topology.version
+def strays_are_not_looked_for(self: Following) -> None:
+    self.version = self._topology.version
     self._routes.forget_outdated(None)
 
 
-RULES: dict[str, dict[str, Callable[..., Any]]] = {
-    "nothing overtakes a batch that waits": {"_hold_back": nothing_is_held, "_probe_new_routes": no_route_is_probed},
-    "on a new route one goes first": {"_probe_new_routes": no_route_is_probed},
-    "later ones wait for the former owner": {"_follow_topology": strays_are_not_looked_for},
+HOLDS_BACK, PROBES, CATCHES_UP = (Order, "hold_back"), (Dispatcher, "_probe_new_routes"), (Following, "catch_up")
+RULES: dict[str, dict[tuple[type, str], Callable[..., Any]]] = {
+    "nothing overtakes a batch that waits": {HOLDS_BACK: nothing_is_held, PROBES: no_route_is_probed},
+    "on a new route one goes first": {PROBES: no_route_is_probed},
+    "later ones wait for the former owner": {CATCHES_UP: strays_are_not_looked_for},
 }
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_without_a_rule_the_same_check_finds_disorder(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, replacement in RULES[rule].items():
-        monkeypatch.setattr(Fanout, name, replacement)
+    for (part, name), replacement in RULES[rule].items():
+        monkeypatch.setattr(part, name, replacement)
     cluster = MovingCluster(PARTITIONS, seed=11, rebuilds=False)
 
     async def work() -> None:
