@@ -9,7 +9,7 @@ import click
 
 from kproxy.cli import start_logging, tell_unexpected
 from kproxy.cli.spark_flags import session_options, spark_flags
-from kproxy.cli.times import parse_duration_ms, parse_time_ms
+from kproxy.config.times import parse_duration_ms, parse_time_ms
 from kproxy.errors import StartupError
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from kproxy.config import DEFAULT_LISTEN, parse_address, split_list
+from kproxy.config.times import duration_ms
 from kproxy.config.topic_name import is_topic_name
 from kproxy.errors import StartupError
 
@@ -22,9 +22,6 @@ DEFAULT_MESSAGE_BYTES: Final = 1 << 20
 MAX_MESSAGE_BYTES: Final = 1 << 30
 # The longest header name and the longest topic name; Kafka's own limit is the latter.
 MAX_NAME: Final = 249
-
-_DURATION: Final = re.compile(r"(\d+) ?(ms|s|m|h)")
-_UNITS: Final = {"ms": "milliseconds", "s": "seconds", "m": "minutes", "h": "hours"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,10 +212,10 @@ def parse_trigger(text: str) -> str | None:
     """The processing time as Spark writes it; None for `available-now`. Raises StartupError."""
     if text == "available-now":
         return None
-    match = _DURATION.fullmatch(text)
-    if match is None:
+    every_ms = duration_ms(text)
+    if every_ms is None:
         raise StartupError(f"--trigger {text}: give available-now, or how often, for example 500ms, 10s, 5m or 1h.")
-    return f"{match[1]} {_UNITS[match[2]]}"
+    return f"{every_ms} milliseconds"
 
 
 def parse_pair(text: str, flag: str) -> tuple[str, str]:
