@@ -27,6 +27,7 @@ from kproxy.pipeline.ingest.options import (
     parse_source,
     parse_trigger,
 )
+from kproxy.pipeline.reachable import check_reachable
 from kproxy.pipeline.spark import SparkFailed, require_pyspark
 
 MAX_SCHEMA_BYTES = 1 << 20
@@ -126,8 +127,6 @@ def command(context: click.Context, /, metrics: str | None, **given: Any) -> int
     options = _options(**given)
     options.check()
     require_pyspark()
-    from kproxy.pipeline.ingest.target import check_reachable
-
     check_reachable(options.bootstrap, "--bootstrap")
     if isinstance(options.source, KafkaSource):
         check_reachable(options.source.bootstrap, "--from-bootstrap")

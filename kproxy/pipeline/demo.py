@@ -39,6 +39,7 @@ from kproxy.pipeline.demo_audit import audit_demo
 from kproxy.pipeline.java import Java, find_java
 from kproxy.pipeline.judge import Judge
 from kproxy.pipeline.owner_kill import MidStream, OwnerKill, OwnerNotKilled
+from kproxy.pipeline.reachable import check_reachable
 from kproxy.pipeline.report import KilledOwner, Outcome, Report
 from kproxy.pipeline.spark import SparkDriver, SparkFailed, pyspark_home
 
@@ -154,7 +155,7 @@ def _check(options: DemoOptions) -> tuple[Path, Java]:
     archive = flights.locate_archive()
     java = find_java()
     if options.bootstrap is not None:
-        topic.check_reachable(options.bootstrap)
+        check_reachable(options.bootstrap, "--bootstrap", "leave it out")
     return archive, java
 
 

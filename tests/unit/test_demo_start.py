@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
 import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
 
 import kproxy
 from kproxy.errors import StartupError
+from kproxy.pipeline import topic
 from kproxy.pipeline.audit.report_place import check_report
 from kproxy.pipeline.demo import DemoOptions, run_demo
 from kproxy.pipeline.java import Java
+from kproxy.pipeline.reachable import check_reachable
 from kproxy.pipeline.spark import cause_in, pyspark_home
 from kproxy.pipeline.spark_settings import spark_environment
-from kproxy.pipeline.topic import check_reachable
 
 JAVA = Java(Path("/jvm/17"), Path("/jvm/17/bin/java"), 17, "PATH")
 
@@ -63,10 +66,10 @@ def test_no_java_is_said_before_anything_is_started(monkeypatch: pytest.MonkeyPa
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("bootstrap", ["9092", "host:", ":9092", "host:kafka", "host:0", "host:65536", ""])
+@pytest.mark.parametrize("bootstrap", ["9092", "host:", ":9092", "host:kafka", "host:65536", ""])
 def test_a_bootstrap_that_is_no_address_is_refused(bootstrap: str) -> None:
-    with pytest.raises(StartupError, match="is no address: give HOST:PORT"):
-        check_reachable(bootstrap)
+    with pytest.raises(StartupError, match=f"--bootstrap: '{bootstrap}'"):
+        check_reachable(bootstrap, "--bootstrap")
 
 
 def test_a_bootstrap_where_nobody_listens_is_refused() -> None:
@@ -74,14 +77,32 @@ def test_a_bootstrap_where_nobody_listens_is_refused() -> None:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         address = f"127.0.0.1:{taken.getsockname()[1]}"
 
-        with pytest.raises(StartupError, match=f"Nothing answers at --bootstrap {address} .*`kproxy dev`"):
-            check_reachable(address)
+        with pytest.raises(StartupError, match=f"nothing answers at --bootstrap {address} .*`kproxy dev`"):
+            check_reachable(address, "--bootstrap")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_a_bootstrap_where_somebody_listens_is_taken(host: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        check_reachable(f"{host}:{server.getsockname()[1]}")
+        check_reachable(f"127.0.0.1:1,{host}:{server.getsockname()[1]}", "--bootstrap")
+
+
+def test_a_topic_that_cannot_be_made_leaves_no_socket_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topic, "REQUEST_TIMEOUT_MS", 200)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        bootstrap = f"127.0.0.1:{taken.getsockname()[1]}"
+        gc.collect()
+        # The collector may come late.
+        gc.disable()
+        try:
+            descriptors = psutil.Process().num_fds()
+            for _ in range(3):
+                with pytest.raises(topic.TopicNotCreated, match=f"through {bootstrap}"):
+                    topic.create_topic(bootstrap, "flights", 1)
+            assert psutil.Process().num_fds() <= descriptors
+        finally:
+            gc.enable()
 
 
 def test_a_data_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

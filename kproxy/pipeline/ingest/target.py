@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from pyspark.sql import SparkSession
 
-from kproxy.config import parse_address, split_list
 from kproxy.errors import StartupError
+from kproxy.pipeline.reachable import check_reachable
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure
 
-CONNECT_TIMEOUT_S: Final = 5.0
 REQUEST_TIMEOUT_S: Final = 20
 LEADERS_TIMEOUT_S: Final = 30.0
 _POLL_S: Final = 0.1
-
-
-def check_reachable(bootstrap: str, flag: str) -> None:
-    """Raises StartupError where nobody listens at any of the addresses. No Spark is needed."""
-    why = ""
-    for text in split_list(bootstrap, flag):
-        address = parse_address(text, flag)
-        try:
-            with socket.create_connection((address.host, address.port), timeout=CONNECT_TIMEOUT_S):
-                return
-        except OSError as error:
-            why = error.strerror or str(error)
-    raise StartupError(f"nothing answers at {flag} {bootstrap} ({why}): start it (`kproxy dev`), or give its address.")
 
 
 class Cluster:

@@ -15,7 +15,6 @@ Invariants
 
 from __future__ import annotations
 
-import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -23,20 +22,16 @@ from typing import Any
 
 from kafka import KafkaProducer
 from kafka.admin import KafkaAdminClient
-from kafka.errors import KafkaConnectionError, KafkaError, TopicAlreadyExistsError
-from kafka.net.compat import KafkaNetClient
-from kafka.net.transport import KafkaTCPTransport
+from kafka.errors import KafkaError, TopicAlreadyExistsError
 
 from kproxy.observe.audit.sinks.sink import Appetite, SinkFailed, on_thread
+from kproxy.observe.kafka_python import connected, create_topic, over_the_network
 
 PARTITIONS = 3
-# As the cluster has it configured.
-DEFAULT_REPLICATION = -1
 WRITE_BYTES = 1 << 20
 CLIENT_ID = "kproxy-audit"
 # A name for what `dial` reaches; nobody resolves it.
 INSIDE = "kproxy.invalid:9092"
-CONNECT_S = 3.0
 BOOTSTRAP_MS = 5_000
 REQUEST_MS = 10_000
 DELIVERY_MS = 20_000
@@ -54,8 +49,6 @@ class TopicSink:
         bootstrap: Sequence[str] = (),
         dial: Callable[[], socket.socket] | None = None,
     ) -> None:
-        # It logs what it also raises.
-        logging.getLogger("kafka").setLevel(logging.CRITICAL)
         self.appetite = Appetite(WRITE_BYTES)
         self._topic = topic
         self._key = incarnation.encode()
@@ -65,7 +58,7 @@ class TopicSink:
             "bootstrap_timeout_ms": BOOTSTRAP_MS,
             "request_timeout_ms": REQUEST_MS,
         }
-        self._connect = _over_the_network if dial is None else lambda host, port: dial()
+        self._connect = over_the_network if dial is None else lambda host, port: dial()
         self._producer: Any = None
         # Why the topic could not be made, in case it is missing.
         self._not_made = ""
@@ -92,12 +85,9 @@ class TopicSink:
 
     def _open(self) -> Any:
         self._not_made = ""
-        admin = self._connected(KafkaAdminClient)
+        admin = connected(KafkaAdminClient, self._connect, **self._client)
         try:
-            admin.create_topics(
-                {self._topic: {"num_partitions": PARTITIONS, "replication_factor": DEFAULT_REPLICATION}},
-                wait_for_metadata=True,
-            )
+            create_topic(admin, self._topic, PARTITIONS)
         except TopicAlreadyExistsError:
             pass
         except KafkaError as error:
@@ -105,29 +95,16 @@ class TopicSink:
             self._not_made = str(error) or type(error).__name__
         finally:
             admin.close()
-        return self._connected(
+        return connected(
             KafkaProducer,
+            self._connect,
+            **self._client,
             acks="all",
             enable_idempotence=True,
             max_block_ms=REQUEST_MS,
             delivery_timeout_ms=DELIVERY_MS,
             metrics_enabled=False,
         )
-
-    def _connected(self, kind: Callable[..., Any], **configs: Any) -> Any:
-        """A client of that kind. One that fails as it is made leaves nothing behind: sockets, and a thread."""
-        made: list[Any] = []
-
-        def make_client(**given: Any) -> Any:
-            made.append(_client(self._connect, **given))
-            return made[-1]
-
-        try:
-            return kind(**self._client, kafka_client=make_client, **configs)
-        except BaseException:
-            for client in made:
-                client.close()
-            raise
 
     def _send(self, producer: Any, pages: Sequence[bytes]) -> None:
         until = time.monotonic() + (DELIVERY_MS + REQUEST_MS) / 1000
@@ -144,29 +121,3 @@ def _close(producer: Any) -> None:
     except KafkaError:
         # It gives up where it cannot send all, and would go on trying in the background.
         producer._sender.force_close()
-
-
-def _over_the_network(host: str, port: int) -> socket.socket:
-    connected = socket.create_connection((host, port), CONNECT_S)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    return connected
-
-
-def _client(connect: Callable[[str, int], socket.socket], **configs: Any) -> Any:
-    """A client of kafka-python all of whose connections are made by `connect`.
-
-    Its own way leaves sockets that could not connect to the garbage collector, which looks for them seldom.
-    """
-    client = KafkaNetClient(**configs)
-
-    async def build_transport(node: Any, timeout_at: float | None = None) -> Any:
-        try:
-            connected = connect(node.host, node.port)
-        except OSError as error:
-            raise KafkaConnectionError(f"no connection to {node.host}:{node.port}: {error}") from error
-        connected.setblocking(False)
-        return KafkaTCPTransport(client._net, connected, host=node.host)
-
-    client._manager._build_transport = build_transport
-    return client

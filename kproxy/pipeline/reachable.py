@@ -1,0 +1,24 @@
+"""Whether anybody listens where a command is told that a cluster is; asked before anything is started."""
+
+from __future__ import annotations
+
+import socket
+from typing import Final
+
+from kproxy.config import parse_address, split_list
+from kproxy.errors import StartupError
+
+CONNECT_TIMEOUT_S: Final = 5.0
+
+
+def check_reachable(bootstrap: str, flag: str, way_out: str = "give its address") -> None:
+    """Raises StartupError where nobody listens at any of the addresses."""
+    why = ""
+    for text in split_list(bootstrap, flag):
+        address = parse_address(text, flag)
+        try:
+            with socket.create_connection((address.host, address.port), timeout=CONNECT_TIMEOUT_S):
+                return
+        except OSError as error:
+            why = error.strerror or str(error)
+    raise StartupError(f"nothing answers at {flag} {bootstrap} ({why}): start it (`kproxy dev`), or {way_out}.")
