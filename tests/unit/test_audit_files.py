@@ -116,6 +116,28 @@ async def test_a_full_disk_spoils_nothing_and_all_is_there_once_there_is_room(tm
         assert read(disk.path) == rows
 
 
+def test_what_a_killed_process_left_half_written_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    other = "kproxy-audit-1000000000000-0123"
+    long_ago, lately = BEGAN_MS / 1000 - 3700, BEGAN_MS / 1000 - 60
+    for name, changed in {
+        f"{other}-000001.parquet.tmp": long_ago,
+        f"{other}-000000.parquet": long_ago,
+        f"{other}-000000.jsonl": long_ago,
+        "kproxy-audit-1999999999999-4567-000000.parquet.tmp": lately,
+        "somebody-else.parquet.tmp": long_ago,
+    }.items():
+        (tmp_path / name).write_bytes(b"PAR1")
+        os.utime(tmp_path / name, (changed, changed))
+    made = make_sink(AuditOptions(sink="parquet", directory=tmp_path), INCARNATION, BEGAN_MS, _nothing_to_dial)
+    assert isinstance(made, ParquetSink)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"{other}-000000.jsonl",
+        f"{other}-000000.parquet",
+        "kproxy-audit-1999999999999-4567-000000.parquet.tmp",
+        "somebody-else.parquet.tmp",
+    ]
+
+
 async def test_a_directory_that_goes_away_is_a_failure_and_no_more(tmp_path: Path) -> None:
     for make, read in SINKS.values():
         directory = tmp_path / "trail"

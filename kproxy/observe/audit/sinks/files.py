@@ -7,6 +7,7 @@ write to one file.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -14,6 +15,11 @@ from kproxy.errors import StartupError
 
 # Who writes where and when is not everybody's business.
 FILE_MODE = 0o640
+PREFIX = "kproxy-audit-"
+# Behind the name of a file that is not whole yet.
+UNFINISHED = ".tmp"
+# A file is written within seconds. Processes share directories, and their clocks may differ from the disk's.
+LEFT_BEHIND_S = 3600.0
 
 
 class TrailFiles:
@@ -21,7 +27,7 @@ class TrailFiles:
 
     def __init__(self, directory: Path, incarnation: str, began_ms: int, kind: str) -> None:
         self._directory = directory
-        self._stem = f"kproxy-audit-{began_ms:013d}-{incarnation}"
+        self._stem = f"{PREFIX}{began_ms:013d}-{incarnation}"
         self._kind = kind
         self._number = 0
 
@@ -53,6 +59,15 @@ def prepare(directory: Path) -> None:
         ) from error
     if not os.access(directory, os.W_OK | os.X_OK):
         raise StartupError(f"audit.sink: {directory} cannot be written to: name another, or grant the right.")
+
+
+def remove_left_behind(directory: Path, now_ms: int) -> None:
+    """Remove what killed processes left half written: nobody reads it, and nobody else removes it."""
+    for path in directory.glob(f"{PREFIX}*{UNFINISHED}"):
+        # Another process may be quicker, or it is somebody else's: it does no harm there.
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < now_ms / 1000 - LEFT_BEHIND_S:
+                path.unlink()
 
 
 def write_all(descriptor: int, data: bytes) -> None:

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable
 
 from kproxy.config import AuditOptions
-from kproxy.observe.audit.sinks.files import prepare
+from kproxy.observe.audit.sinks.files import prepare, remove_left_behind
 from kproxy.observe.audit.sinks.sink import Sink
 
 
@@ -21,6 +21,7 @@ def make_sink(options: AuditOptions, incarnation: str, began_ms: int, dial: Call
     if options.directory is None:
         return None
     prepare(options.directory)
+    remove_left_behind(options.directory, began_ms)
     if options.sink == "json":
         from kproxy.observe.audit.sinks.json_lines import JsonSink
 

@@ -16,7 +16,7 @@ import pyarrow
 import pyarrow.json
 import pyarrow.parquet
 
-from kproxy.observe.audit.sinks.files import FILE_MODE, TrailFiles
+from kproxy.observe.audit.sinks.files import FILE_MODE, UNFINISHED, TrailFiles
 from kproxy.observe.audit.sinks.sink import Appetite, SinkFailed, on_thread
 
 FILE_BYTES = 8 << 20
@@ -76,7 +76,7 @@ class ParquetSink:
             pyarrow.json.ParseOptions(explicit_schema=SCHEMA, unexpected_field_behavior="ignore"),
         )
         path = self._files.next()
-        unfinished = path.with_suffix(".parquet.tmp")
+        unfinished = path.with_name(path.name + UNFINISHED)
         try:
             with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, FILE_MODE), "wb") as file:
                 pyarrow.parquet.write_table(rows, file, compression="zstd")
