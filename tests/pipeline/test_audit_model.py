@@ -26,6 +26,7 @@ WINDOW_MS = 10_000
 # Offsets go over several buckets.
 BUCKET_BITS = 4
 OFFSETS = 80
+END = OFFSETS - 5
 JUDGED = ("present", "lost", "removed", "overlapped")
 
 
@@ -113,7 +114,8 @@ def judge(history: History) -> Judged:
         record = next(iter(by_record))
         is_there = offset in held and (len(by_record) > 1 or held[offset] == (None if record[0] == -1 else record))
         if not is_there:
-            what = ["removed" if history.is_compacted or offset < history.start else "lost"]
+            is_compacted = history.is_compacted and offset < END and offset not in held
+            what = ["removed" if is_compacted or offset < history.start else "lost"]
         if len(by_record) > 1:
             what.append("overlapped")
         told.lost.update({offset} if "lost" in what else ())
@@ -183,7 +185,7 @@ def audited(
         rows += trail.rows
     log = [header for _, history in histories.values() for header in history.log]
     limits = [
-        bounds(topic_of(seed), OFFSETS + 20, start=history.start, is_compacted=history.is_compacted)
+        bounds(topic_of(seed), END, start=history.start, is_compacted=history.is_compacted)
         for seed, (_, history) in histories.items()
     ]
     rules = AuditRules(

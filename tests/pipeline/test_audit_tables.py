@@ -116,6 +116,30 @@ CASES: dict[str, Case] = {
         {"acked": 300, "present": 140, "removed": 160},
         compacted=True,
     ),
+    # Compaction takes nothing from where a log ends, and never puts another record in a place.
+    "compacted-and-cut-off": Case(
+        acked(ack(0, 300)),
+        [(0, 100), (200, 50)],
+        {"acked": 300, "present": 150, "removed": 100, "lost": 50},
+        [{"kind": "lost", "first_offset": 250, "last_offset": 299, "records": 50, "detail": "the log ends before"}],
+        end=250,
+        compacted=True,
+    ),
+    "compacted-and-cut-off-before-all-of-it": Case(
+        acked(ack(100, 50)),
+        [],
+        {"acked": 50, "lost": 50},
+        [{"kind": "lost", "first_offset": 100, "last_offset": 149}],
+        end=100,
+        compacted=True,
+    ),
+    "compacted-with-another-record-in-its-place": Case(
+        acked(ack(0, 100, **P)),
+        [(0, 40, P), (60, 30, {"producer": 6}), (90, 10, {"producer": 5, "sequence": 90})],
+        {"acked": 100, "present": 50, "removed": 20, "lost": 30},
+        [{"kind": "lost", "first_offset": 60, "last_offset": 89, "detail": "something else"}],
+        compacted=True,
+    ),
     "fewer-records-than-offsets": Case(
         acked(ack(0, 300)),
         [(0, 300, {"records": 299})],

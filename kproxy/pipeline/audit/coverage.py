@@ -105,7 +105,7 @@ def _without_cancelled(endpoints: DataFrame) -> DataFrame:
 
 def _judged(swept: DataFrame, bounds: DataFrame) -> DataFrame:
     """Of a partition without bounds nothing is left, so all that was acknowledged in it is lost."""
-    limits = bounds.select(log_id().alias("log_id"), "log_start_offset", "is_compacted")
+    limits = bounds.select(log_id().alias("log_id"), "log_start_offset", "end_offset", "is_compacted")
     length = F.col("end") - F.col("offset")
     acked, held, overlapped = F.col("acked") > 0, F.col("held") > 0, F.col("acked") > 1
     # Where two acknowledged an offset, one record is not there, and nobody knows which.
@@ -113,8 +113,10 @@ def _judged(swept: DataFrame, bounds: DataFrame) -> DataFrame:
     absent = acked & ~present
     # Spark's least and greatest pass over nulls: with no bounds nothing is known to be removed.
     start = F.coalesce("log_start_offset", F.lit(0))
-    below = F.greatest(F.lit(0), F.least(F.col("end"), start) - F.col("offset"))
-    gone = F.when(F.coalesce("is_compacted", F.lit(False)), length).otherwise(below)
+    # Compaction leaves holes, but takes nothing from behind a log's end and puts no other record in a place.
+    leaves_holes = F.coalesce("is_compacted", F.lit(False)) & ~held
+    reach = F.when(leaves_holes, F.greatest(start, "end_offset")).otherwise(start)
+    gone = F.greatest(F.lit(0), F.least(F.col("end"), reach) - F.col("offset"))
     judged = swept.join(F.broadcast(limits), "log_id", "left").select(
         *swept.columns,
         _where(present, length).alias("present"),
