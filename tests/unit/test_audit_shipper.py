@@ -104,9 +104,27 @@ async def test_a_sink_that_hangs_costs_those_who_offer_nothing(number: int) -> N
         assert shipper.vitals.waiting_bytes == 0
 
 
+async def test_the_first_page_is_not_kept_back_for_others() -> None:
+    sink = Scripted(Appetite(4 * COST, seconds=600))
+    async with shipping(sink) as (shipper, _):
+        shipper.offer(page(0), 0, 0)
+        await eventually(lambda: sink.taken == [page(0)])
+
+
+@asynccontextmanager
+async def under_way(sink: Scripted) -> AsyncIterator[Shipper]:
+    """Something has been shipped, and is forgotten here."""
+    async with shipping(sink) as (shipper, _):
+        shipper.offer(PAGE, 0, 0)
+        await eventually(lambda: len(sink.taken) == 1)
+        sink.tried.clear()
+        sink.taken.clear()
+        yield shipper
+
+
 async def test_pages_are_gathered_for_a_sink_that_wants_many() -> None:
     sink = Scripted(Appetite(4 * COST, seconds=60))
-    async with shipping(sink) as (shipper, _):
+    async with under_way(sink) as shipper:
         for number in range(3):
             shipper.offer(page(number), number, number)
         await asyncio.sleep(0.2)
@@ -122,7 +140,7 @@ async def test_pages_are_gathered_for_a_sink_that_wants_many() -> None:
 
 async def test_pages_are_not_gathered_for_longer_than_the_sink_wants() -> None:
     sink = Scripted(Appetite(100 * COST, seconds=2))
-    async with shipping(sink) as (shipper, _):
+    async with under_way(sink) as shipper:
         began = time.monotonic()
         shipper.offer(page(0), 0, 0)
         await asyncio.sleep(0.1)

@@ -1,7 +1,7 @@
 """What carries the pages of a trail to their sink: a queue of bounded size, and one task that empties it.
 
 States
-  shipping   pages are written as they come, or are gathered until the sink wants them
+  shipping   pages are written as they come, or, from the second write on, are gathered until the sink wants them
   failing    the last write failed: it is tried again after a pause that grows up to MAX_PAUSE_S
   closing    what is queued is written at once, without gathering and with short pauses, until none or no time is left
   closed     nothing is taken any more
@@ -12,7 +12,8 @@ Invariants
    written again after a failure: at least once.
 3. What is queued costs at most `max_bytes`. A page for which there is no room is dropped whole, and counted: its rows'
    numbers are missing from the trail then, and whoever reads it sees that.
-4. No failure is silent: each episode has a line in the log when it begins, when pages are dropped, and when it is over.
+4. The first page is not kept back for others: a process of which the sink has nothing is one that no audit knows of.
+5. No failure is silent: each episode has a line in the log when it begins, when pages are dropped, and when it is over.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class Shipper:
         self._closed = False
         self._task: asyncio.Task[None] | None = None
         self._shipped_at = clock()
+        self._has_shipped = False
         self._failures = 0
         self._drops = 0
 
@@ -157,7 +159,8 @@ class Shipper:
             self._changed.clear()
             patience_s: float | None = None
             if self._queue:
-                patience_s = self._queue[0].came_at + appetite.seconds - self._clock()
+                gathering_s = appetite.seconds if self._has_shipped else 0.0
+                patience_s = self._queue[0].came_at + gathering_s - self._clock()
                 if patience_s <= 0 or self._queued_bytes >= appetite.bytes or self._failures:
                     return
             try:
@@ -183,6 +186,7 @@ class Shipper:
             self._queued_bytes -= page.cost
             self._counters["audit.rows_shipped"] += page.rows
         self._shipped_at = self._clock()
+        self._has_shipped = True
         if self._failures or (self._drops and not self._queue):
             log.warning("the audit sink takes rows again", failures=self._failures, pages_dropped=self._drops)
             # Of one that is merely slow, not with every page.
