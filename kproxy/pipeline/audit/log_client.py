@@ -56,6 +56,7 @@ PASSING: Final = frozenset(
         error_codes.UNKNOWN_SERVER_ERROR,
     }
 )
+_NO_SUCH_TOPIC: Final = frozenset({error_codes.UNKNOWN_TOPIC_OR_PARTITION, error_codes.INVALID_TOPIC_EXCEPTION})
 
 
 class TopicPartition(NamedTuple):
@@ -141,24 +142,35 @@ class LogClient:
 
         Raises LogReadFailed where nobody answers, or there is no such topic.
         """
+        known = self.partitions_if_any(topics)
+        missing = min(set(topics or ()) - known.keys(), default=None)
+        if missing is not None:
+            raise LogReadFailed(f"There is no topic {missing} at {self._bootstrap_text()}.")
+        return known
+
+    def partitions_if_any(self, topics: Collection[str] | None) -> dict[str, int]:
+        """As `partitions`, of those that there are: brokers must say of the others that there are none.
+
+        Raises LogReadFailed where they say something else, that they may not be seen for one.
+        """
         patience = self.patience()
         tries = UNKNOWN_TOPIC_TRIES
         while True:
             found = self._ask_metadata(topics, patience)
             known = {_name(each): each.partition_count for each in found if each.partition_count}
-            missing = sorted(set(topics or ()) - known.keys())
-            if not missing:
-                return known
             reasons = {_name(each): each.error_code for each in found}
+            missing = {
+                topic: reasons.get(topic, error_codes.UNKNOWN_TOPIC_OR_PARTITION)
+                for topic in sorted(set(topics or ()) - known.keys())
+            }
             tries -= 1
-            for topic in missing:
-                code = reasons.get(topic, error_codes.UNKNOWN_TOPIC_OR_PARTITION)
-                is_unknown = code in (error_codes.UNKNOWN_TOPIC_OR_PARTITION, error_codes.INVALID_TOPIC_EXCEPTION)
-                if is_unknown and not tries:
-                    raise LogReadFailed(f"There is no topic {topic} at {self._bootstrap_text()}.")
-                if not is_unknown and code not in PASSING:
-                    raise LogReadFailed(f"Topic {topic} cannot be read: {error_codes.name_of(code)}.")
-            patience.pause(f"Metadata of {', '.join(missing)} is not to be had")
+            pending = [topic for topic, code in missing.items() if code not in _NO_SUCH_TOPIC or tries > 0]
+            if not pending:
+                return known
+            for topic in pending:
+                if missing[topic] not in PASSING | _NO_SUCH_TOPIC:
+                    raise LogReadFailed(f"Topic {topic} cannot be read: {error_codes.name_of(missing[topic])}.")
+            patience.pause(f"Metadata of {', '.join(pending)} is not to be had")
 
     def list_offsets(self, partitions: Iterable[TopicPartition], timestamp: int) -> dict[TopicPartition, int]:
         """Where logs begin (EARLIEST) or what is behind their last record (LATEST: the high watermark).

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Final
 
 from kproxy.config.audit import DEFAULT_TOPIC
+from kproxy.config.topic_name import is_topic_name
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.log_client import EARLIEST, LATEST, LogClient, TopicPartition
 from kproxy.pipeline.audit.log_connection import LogReadFailed
@@ -32,6 +33,20 @@ def check_places(bootstrap: str, trail: TrailPlace, trail_bootstrap: str, topics
         _check_topic(trail.name, trail_bootstrap)
     elif "://" not in trail.name:
         _check_files(trail)
+
+
+def existing(bootstrap: str, topics: Collection[str]) -> tuple[str, ...]:
+    """Those of `topics` that there are, in order.
+
+    One that is not told of may be hidden: brokers are asked for it by name, and must say that there is no such topic.
+    Raises LogReadFailed, where one may not be read for instance.
+    """
+    with LogClient(parse_bootstrap(bootstrap), timeout_s=PATIENCE_S, patience_s=2 * PATIENCE_S) as client:
+        there = set(topics) & client.partitions(None).keys()
+        hidden = [topic for topic in topics if topic not in there and is_topic_name(topic)]
+        if hidden:
+            there |= client.partitions_if_any(hidden).keys()
+    return tuple(sorted(there))
 
 
 def _check_topic(name: str, bootstrap: str) -> None:

@@ -16,8 +16,8 @@ from pyspark.sql import DataFrame
 
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.log_connection import LogReadFailed
-from kproxy.pipeline.audit.log_options import read_options
 from kproxy.pipeline.audit.log_source import fix_ends, read_bounds, read_log
+from kproxy.pipeline.audit.places import existing
 from kproxy.pipeline.audit.results import Tables, read_results, write_results
 from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
 from kproxy.pipeline.audit.tables import AuditRules, audit_tables
@@ -125,9 +125,8 @@ def _read_trail(session: Any, options: AuditOptions) -> DataFrame:
 
 def _topics_of(rows: DataFrame, bootstrap: str) -> tuple[str, ...]:
     """The topics of the trail as far as there are any such."""
-    named = {row.topic for row in rows.where("topic is not null").select("topic").distinct().collect()}
-    with read_options({"bootstrap": bootstrap, "topicPattern": ".*"}).client() as client:
-        return tuple(sorted(named & client.partitions(None).keys()))
+    named = rows.where("topic is not null").select("topic").distinct().collect()
+    return existing(bootstrap, {row.topic for row in named})
 
 
 def _read_logs(
