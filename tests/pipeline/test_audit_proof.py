@@ -10,7 +10,7 @@ import pytest
 
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit import proof
-from kproxy.pipeline.audit.trail import parse_place, read_files, rows_of
+from kproxy.pipeline.audit.trail import SHIPPING_MS, parse_place, read_files, rows_of
 from tests.support.trails import BEGAN_AT, INTERVAL_MS, SHIPPED_SCHEMA, Row, Trail, trail_frame
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
@@ -54,6 +54,32 @@ def second_life(first_end: bool) -> list[Row]:
     return first.rows + second.rows
 
 
+def replicas() -> list[Row]:
+    """Three proxies behind one address: the second was killed, and when the third began that was no restart."""
+    first, second, third = (
+        Trail("shared", "1"),
+        Trail("shared", "2", began=10_000),
+        Trail("shared", "3", began=850_000),
+    )
+    second.mark(800_000)
+    first.end(900_000)
+    third.end(950_000)
+    return first.rows + second.rows + third.rows
+
+
+def handed_over() -> list[Row]:
+    """The first one still answers its clients when the second one serves already; the third is a restart."""
+    first, second, third = (
+        Trail("handed", "1"),
+        Trail("handed", "2", began=90_000),
+        Trail("handed", "3", began=300_000),
+    )
+    first.end(100_000)
+    second.mark(200_000)
+    third.end(310_000)
+    return first.rows + second.rows + third.rows
+
+
 def marked(at: int) -> Trail:
     trail = Trail("marked", "marked")
     trail.acked("topic", 0, 10, at=1_000)
@@ -72,12 +98,19 @@ CASES: dict[str, tuple[list[Row], list[tuple[Any, ...]]]] = {
         without(long_trail("p", 200), 5) + long_trail("p", 200).rows[8:30],
         [gap(5, 1, 4, 6)],
     ),
-    "the head is missing": (without(long_trail("p", 200), 0, 1, 2), [("gap", 0, 3, *seconds(-6, 3))]),
+    "the head is missing": (without(long_trail("p", 200), 0, 1, 2), [("gap", 0, 3, *seconds(-61, 3))]),
     "everything twice": (long_trail("p", 200).rows * 2, []),
     "killed": (long_trail("p", 200, ends=False).rows, [tail(199, 199_000 - INTERVAL_MS, READ_AT // 1000)]),
     "killed when idle": (marked(9_000).rows, [tail(2, 9_000, READ_AT // 1000)]),
     "killed and started again": (second_life(first_end=False), [tail(1, 20_000 - INTERVAL_MS, 50)]),
     "stopped and started again": (second_life(first_end=True), []),
+    "killed, of several that share a name": (replicas(), [tail(1, 800_000, READ_AT // 1000)]),
+    "killed after it was handed over to": (handed_over(), [tail(1, 200_000, 300)]),
+    # Nobody knows any more how long it kept what it had to tell.
+    "killed, and its begin is lost": (
+        without(long_trail("p", 200, ends=False), 0),
+        [("gap", 0, 1, *seconds(-61, 1)), tail(199, 199_000 - 61_000, READ_AT // 1000)],
+    ),
 }
 
 # Those in which a proxy lives, which is how far everything else is judged as well.
@@ -93,7 +126,12 @@ LIVING: dict[str, tuple[list[Row], list[tuple[Any, ...]]]] = {
 def unproven_of(rows: Any, **judged: Any) -> list[tuple[Any, ...]]:
     pieces = proof.pieces(rows)
     trails = proof.trails(pieces)
-    end = proof.audit_end(trails, read_at_ms=BEGAN_AT + READ_AT, to_ms=judged.get("to_ms"))
+    end = proof.audit_end(
+        trails,
+        read_at_ms=BEGAN_AT + READ_AT,
+        to_ms=judged.get("to_ms"),
+        shipping_ms=judged.get("shipping_ms", SHIPPING_MS),
+    )
     tails = proof.tails(trails, end)
     found = proof.unproven(proof.gaps(rows, pieces, trails), tails, end, from_ms=judged.get("from_ms"))
     columns = found.select("proxy", "kind", "sequence", "missing", "from_ms", "to_ms")
@@ -121,6 +159,12 @@ def test_what_is_missing_of_a_trail_is_unproven_for_as_long_as_it_may_have_told_
 def test_what_lives_is_no_tail_and_the_rest_is_judged_as_far_as_it_is_known(spark: Any, name: str) -> None:
     rows, expected = LIVING[name]
     assert [tuple(what) for _, *what in unproven_of(trail_frame(spark, rows))] == expected
+
+
+def test_what_fills_a_file_before_it_ships_lives_for_as_long(spark: Any) -> None:
+    rows = trail_frame(spark, marked(READ_AT - 70_000).rows)
+    assert len(unproven_of(rows)) == 1
+    assert unproven_of(rows, shipping_ms=parse_place("parquet:/trail").shipping_ms) == []
 
 
 def test_only_the_times_that_are_judged_are_unproven(spark: Any) -> None:

@@ -55,7 +55,7 @@ def test_what_another_proxy_of_the_same_name_tells_hides_no_hole(spark: Any, lan
     assert told == {
         ("tail", "killed:9092", 15_000, 500_000),
         ("tail", "restarted:9092", 15_000, 50_000),
-        ("gap", "headless:9092", -6_000, 25_000),
+        ("gap", "headless:9092", -61_000, 25_000),
     }
 
 

@@ -12,13 +12,15 @@ from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 
 from kproxy.pipeline.audit.schemas import GAP, TAIL
+from kproxy.pipeline.audit.trail import SHIPPING_MS
 
 TRAIL: Final = ("proxy", "incarnation")
-# A trail whose begin is lost does not say how long it keeps what it has to tell: what `kproxy serve` promises.
-_INTERVAL_MS: Final = 6_000
+# A trail whose begin is lost does not say how long it keeps what it has to tell: the longest that can be configured
+# (audit.interval_s), with what a proxy may be late.
+_INTERVAL_MS: Final = 61_000
 _MARK_MS: Final = 10_000
-# What a row may take from being closed to being read.
-_SHIPPING_MS: Final = 5_000
+# Longer than a proxy that is replaced while it serves takes to let go of its last clients.
+_HANDOVER_MS: Final = 600_000
 _PIECE_BITS: Final = 6
 # Rows are looked at one by one in blocks of so many pieces.
 _BLOCK_BITS: Final = 16
@@ -68,8 +70,9 @@ def trails(pieces: DataFrame) -> DataFrame:
     """One row a trail. `whole_until`: up to when its last row says everything; null where it ended in order.
 
     `next_begin`: when the proxy's next incarnation began; `previous_at`: when the one before was last heard of. Where
-    incarnations overlap both are null: proxies share a name, or the old one still answers its clients while the new one
-    serves, and neither's time ends or begins with the other's.
+    incarnations overlap both are null: the old one still answers its clients while the new one serves, and neither's
+    time ends or begins with the other's. Where any of a name have done so for long, that is the name of several proxies
+    (behind one address, say), and none of them is known to be another one's next.
     """
     whole = pieces.groupBy(*TRAIL).agg(
         F.min("first").alias("first"),
@@ -85,22 +88,30 @@ def trails(pieces: DataFrame) -> DataFrame:
     by_time = Window.partitionBy("proxy").orderBy(F.coalesce("begin_at", "first_at"), "incarnation")
     next_begin = F.lead(F.coalesce("begin_at", "first_at")).over(by_time)
     previous_at = F.lag("last_at").over(by_time)
+    heard_before = F.max("last_at").over(by_time.rowsBetween(Window.unboundedPreceding, -1))
+    together_ms = F.least("last_at", heard_before) - F.coalesce("begin_at", "first_at")
     known = F.when(F.col("last_mark") == F.col("last"), F.col("last_at"))
-    return whole.select(
+    followed = whole.select(
         "*",
         F.when(F.col("end").isNull(), F.coalesce(known, F.col("last_at") - F.col("interval_ms"))).alias("whole_until"),
         F.when(next_begin > F.col("last_at"), next_begin).alias("next_begin"),
         F.when(previous_at < F.col("first_at"), previous_at).alias("previous_at"),
+        F.when(heard_before.isNotNull(), together_ms).alias("together_ms"),
     )
+    # Null where there is but one.
+    is_shared = F.coalesce(F.max("together_ms").over(Window.partitionBy("proxy")) > _HANDOVER_MS, F.lit(False))
+    neighbours = {name: F.when(~is_shared, F.col(name)) for name in ("next_begin", "previous_at")}
+    return followed.withColumns(neighbours).drop("together_ms")
 
 
-def audit_end(trails: DataFrame, *, read_at_ms: int, to_ms: int | None) -> DataFrame:
+def audit_end(trails: DataFrame, *, read_at_ms: int, to_ms: int | None, shipping_ms: int = SHIPPING_MS) -> DataFrame:
     """One row, `end_ms`: up to when the audit judges.
 
     Unless `to_ms` says so, that is when the trail was read; but where proxies still write their trails it is up to when
-    all of them are known whole. Else the last seconds of everything that lives were unproven every time.
+    all of them are known whole. Else the last seconds of everything that lives were unproven every time. `shipping_ms`
+    is what a row may take from being closed to being read.
     """
-    heard_of = F.lit(read_at_ms) - F.col("mark_ms") - F.col("interval_ms") - _SHIPPING_MS
+    heard_of = F.lit(read_at_ms) - F.col("mark_ms") - F.col("interval_ms") - shipping_ms
     lives = F.col("end").isNull() & (F.col("last_at") >= heard_of) & F.col("next_begin").isNull()
     until = F.min(F.when(lives, F.col("whole_until")))
     return trails.agg(

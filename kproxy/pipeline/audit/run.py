@@ -87,6 +87,7 @@ def run_audit(
             to_ms=options.to_ms,
             window_ms=options.window_ms,
             late_after_ms=options.late_after_ms,
+            shipping_ms=parse_place(options.trail).shipping_ms,
             max_findings=options.max_findings,
         )
         with enough_partitions(session, rows.count() + log.count()):

@@ -12,6 +12,7 @@ from kproxy.pipeline.audit.coverage import Land
 from kproxy.pipeline.audit.results import Tables
 from kproxy.pipeline.audit.schemas import FINDINGS_SCHEMA, GAP, PARTITIONS_SCHEMA, TAIL, WINDOWS_SCHEMA
 from kproxy.pipeline.audit.spans import BUCKET_BITS, PARTITION, claims, held, log_id
+from kproxy.pipeline.audit.trail import SHIPPING_MS
 
 _WINDOW = (*PARTITION, "window_ms")
 
@@ -20,9 +21,10 @@ _WINDOW = (*PARTITION, "window_ms")
 class AuditRules:
     """`read_at_ms`: when the trail was read. What was acknowledged from `from_ms` to before `to_ms` is judged.
 
-    `topics`: which ones, () for all that the trail has. `window_ms`: the length of a window. `late_after_ms`: how long
-    a row may take to the trail. Of each kind of finding at most `max_findings` are listed; the counts are of all.
-    `goes_on`: rows before these were audited before, and are not missing.
+    `topics`: which ones, () for all that the trail has. `window_ms`: the length of a window. A row that takes longer
+    than `late_after_ms` to the trail is late; a proxy's rows take up to `shipping_ms` to where they are read while it
+    lives. Of each kind of finding at most `max_findings` are listed; the counts are of all. `goes_on`: rows before
+    these were audited before, and are not missing.
     """
 
     read_at_ms: int
@@ -31,6 +33,7 @@ class AuditRules:
     to_ms: int | None = None
     window_ms: int = 10_000
     late_after_ms: int = 60_000
+    shipping_ms: int = SHIPPING_MS
     max_findings: int = 1_000
     goes_on: bool = False
     bucket_bits: int = BUCKET_BITS
@@ -129,7 +132,7 @@ def _trail(rows: DataFrame, rules: AuditRules, land: Land, only: DataFrame | Non
     ranges = proof.each_once(rows.where(judged), pieces)
     if only is not None:
         ranges = _of(ranges, only)
-    end = proof.audit_end(trails, read_at_ms=rules.read_at_ms, to_ms=rules.to_ms)
+    end = proof.audit_end(trails, read_at_ms=rules.read_at_ms, to_ms=rules.to_ms, shipping_ms=rules.shipping_ms)
     missing = proof.gaps(rows, pieces, trails, has_begin=not rules.goes_on)
     unproven = proof.unproven(missing, proof.tails(trails, end), end, from_ms=rules.from_ms)
     cells = measures.cells(ranges, trails, length_ms=rules.window_ms, late_after_ms=rules.late_after_ms)

@@ -13,6 +13,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 
 from kproxy.errors import StartupError
+from kproxy.observe.audit.sinks.parquet import FILE_S
 from kproxy.pipeline.audit.schemas import TRAIL_SCHEMA
 
 TOPIC: Final = "topic"
@@ -20,6 +21,9 @@ JSON: Final = "json"
 PARQUET: Final = "parquet"
 _KINDS: Final = ("begin", "range", "mark", "end")
 _NEEDED_OF_RANGE: Final = ("topic", "partition", "owner", "revision", "producer_id")
+# What a row may take from being closed to being read: some seconds, and in Parquet a file is filled first.
+SHIPPING_MS: Final = 5_000
+_GATHERING_MS: Final = round(FILE_S * 1000)
 # Far beyond what there is, and far from where sums of it overflow.
 _LAST_MS: Final = 1 << 47
 _MOST_OFFSETS: Final = 1 << 60
@@ -41,6 +45,11 @@ class TrailPlace(NamedTuple):
 
     kind: str
     name: str
+
+    @property
+    def shipping_ms(self) -> int:
+        """What a row may take there from being closed to being read."""
+        return SHIPPING_MS + (_GATHERING_MS if self.kind == PARQUET else 0)
 
 
 def parse_place(text: str) -> TrailPlace:
