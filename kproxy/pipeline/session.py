@@ -150,9 +150,13 @@ def _has_class(session: Any, name: str) -> bool:
 
 
 def _ship_package(session: Any) -> None:
-    with tempfile.TemporaryDirectory(prefix="kproxy-archive-") as directory, as_spark_failure("Spark took no archive"):
-        # Spark keeps a copy of its own.
-        session.sparkContext.addPyFile(str(package_archive(Path(directory))))
+    """Executors fetch it when they first have something to do, whenever that is: it lives as long as Spark does."""
+    from pyspark import SparkFiles
+
+    # Spark's own directory for what executors are given, which it removes when it stops; beside its copy, not over it.
+    directory = Path(SparkFiles.getRootDirectory()) / "kproxy"
+    with as_spark_failure("Spark took no archive"):
+        session.sparkContext.addPyFile(str(package_archive(directory)))
 
 
 @contextlib.contextmanager

@@ -1,16 +1,8 @@
-"""The formats "kproxy_log" and "kproxy_bounds" in a real Spark, through a real proxy.
-
-Also on executors that have nothing of this project but the archive that it packs for them.
-"""
+"""The formats "kproxy_log" and "kproxy_bounds" in a real Spark, through a real proxy."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import uuid
-from importlib import util
-from pathlib import Path
 from typing import Any
 
 import confluent_kafka
@@ -18,12 +10,10 @@ import pytest
 
 from codec.partitioned import TOPIC_ID_BYTES
 from kproxy.pipeline.audit import log_source
-from kproxy.pipeline.audit.executors import package_archive
 from kproxy.pipeline.audit.log_connection import LogReadFailed
 from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
 from kproxy.pipeline.topic import create_topic
 from tests.support.dev import KproxyProcess
-from tests.support.java import require_java
 from tests.support.kafka_io import TIMEOUT_S, produce
 from tests.support.ports import free_port
 
@@ -91,77 +81,3 @@ def test_a_topic_that_is_not_there_is_named_by_the_driver_and_by_spark(spark: An
 def test_options_are_judged_before_spark_sees_them(spark: Any) -> None:
     with pytest.raises(LogReadFailed, match="Say what to read"):
         log_source.read_log(spark, f"127.0.0.1:{free_port()}")
-
-
-# The driver finds this package as ever; its workers and executors are started without any installed package but those
-# that Spark needs for a source in Python, and the archive.
-CLUSTER_JOB = """
-import sys
-from pathlib import Path
-
-import kproxy.pipeline.spark as spark
-from kproxy.pipeline.audit import log_source
-from kproxy.pipeline.java import find_java
-
-directory, archive, python, bootstrap, topic = sys.argv[1:]
-settings = {"spark.master": "local-cluster[1,1,512]", "spark.executor.memory": "512m", "spark.submit.pyFiles": archive}
-driver = spark.SparkDriver(find_java(), Path(directory), settings=settings)
-spark._PACKAGE_ROOT = Path(directory)
-try:
-    driver.start()
-    driver.session.sparkContext.pythonExec = python
-    log = log_source.read_log(driver.session, bootstrap, topics=[topic])
-    print(sorted((row.partition, row.base_offset, row.crc_ok) for row in log.collect()))
-    print(sorted(map(tuple, log_source.read_bounds(driver.session, bootstrap, topics=[topic]).collect())))
-finally:
-    driver.stop()
-"""
-
-
-def test_executors_need_the_archive_and_what_spark_needs(dev_cluster: KproxyProcess, tmp_path: Path) -> None:
-    require_java()
-    name = f"cluster-{uuid.uuid4().hex[:10]}"
-    create_topic(dev_cluster.kafka, name, 1)
-    produce(dev_cluster.kafka, name, [b"value"] * 3)
-    archive = package_archive(tmp_path / "archive")
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            CLUSTER_JOB,
-            tmp_path / "spark",
-            archive,
-            bare_python(tmp_path),
-            dev_cluster.kafka,
-            name,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PYTHONPATH": repository()},
-    )
-    # Without crc32c nobody has looked at the CRC.
-    log, bounds = done.stdout.splitlines() or ("", "")
-    assert log == "[(0, 0, None)]", done.stderr[-3000:]
-    assert bounds.startswith(f"[('{name}', 0, 0, 3, False, '")
-
-
-def repository() -> str:
-    return str(Path(log_source.__file__).parents[3])
-
-
-def bare_python(directory: Path) -> Path:
-    """This interpreter without its installed packages, but for what Spark wants of its workers."""
-    packages = directory / "packages"
-    packages.mkdir()
-    for name in ("pyarrow", "numpy", "pandas"):
-        spec = util.find_spec(name)
-        if spec is not None and spec.origin is not None:
-            root = Path(spec.origin).parent
-            for found in [root, *root.parent.glob(f"{name}.libs")]:
-                (packages / found.name).symlink_to(found)
-    python = directory / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{packages}" exec {sys.executable} -S "$@"\n')
-    python.chmod(0o755)
-    return python

@@ -1,0 +1,71 @@
+"""Both jobs on a real Spark cluster: a master, a worker, and executors that find nothing of ours but what is sent."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+
+from tests.support.dev import KproxyProcess
+from tests.support.java import require_java
+from tests.support.spark_cluster import bare_python, spark_cluster
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+
+ROWS = 200
+# One application for both: an executor takes seconds to start. The jobs take the session that is there.
+APPLICATION = """
+import sys
+import time
+
+from kproxy.cli import main
+from kproxy.config.audit import DEFAULT_TOPIC
+from kproxy.pipeline.audit.awaiting import await_trails
+from kproxy.pipeline.session import SessionOptions, open_session
+
+master, bootstrap, topic, directory = sys.argv[1:]
+settings = {
+    "spark.executor.memory": "512m",
+    "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+    "spark.driver.host": "127.0.0.1",
+    "spark.sql.shuffle.partitions": "2",
+    "spark.sql.adaptive.enabled": "false",
+    "spark.sql.codegen.wholeStage": "false",
+}
+ingest = ["--from", f"csv:{directory}/in", "--schema", "id INT, name STRING", "--key", "name", "--partitions", "2"]
+ingest += ["--topic", topic, "--checkpoint", f"{directory}/checkpoint"]
+audit = ["--topics", topic, "--output", f"{directory}/tables", "--strict"]
+with open_session(SessionOptions("both jobs", master=master, settings=settings)):
+    status = main(["pipeline", "ingest", "--bootstrap", bootstrap, *ingest])
+    assert await_trails(bootstrap, DEFAULT_TOPIC, time.time_ns() // 1_000_000, timeout_s=30)
+    sys.exit(status or main(["pipeline", "audit", "--bootstrap", bootstrap, *audit]))
+"""
+
+
+def test_both_jobs_run_on_a_cluster_that_has_but_spark_and_pyarrow(dev_cluster: KproxyProcess, tmp_path: Path) -> None:
+    topic = f"cluster-{uuid.uuid4().hex[:10]}"
+    (tmp_path / "in").mkdir()
+    lines = ["id,name", *(f"{number},name {number % 7}" for number in range(ROWS))]
+    (tmp_path / "in" / "rows.csv").write_text("\n".join(lines) + "\n")
+    python = bare_python(tmp_path)
+    with spark_cluster(require_java(), tmp_path, python) as master:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", APPLICATION, master, dev_cluster.kafka, topic, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            timeout=540,
+            check=False,
+            env={**os.environ, "PYSPARK_PYTHON": str(python)},
+        )
+
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"Wrote {ROWS} rows to topic {topic}" in done.stderr
+    assert done.stdout.startswith("Clean. "), done.stdout
+    partitions = pyarrow.parquet.read_table(tmp_path / "tables" / "partitions").to_pylist()
+    assert sum(each["present"] for each in partitions) == ROWS
