@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from kproxy.cli import start_logging, tell_unexpected
-from kproxy.cli.spark_flags import session_options, spark_flags
+from kproxy.cli.spark_flags import check_master, session_options, spark_flags
 from kproxy.config.times import parse_duration_ms, parse_time_ms
 from kproxy.errors import StartupError
 
@@ -110,6 +110,7 @@ def command(
         strict=strict,
     )
     spark = session_options("kproxy audit", master, memory, conf, kafka=place.kind == TOPIC)
+    check_master(spark)
     try:
         if not follow:
             return run_audit_job(job, spark)

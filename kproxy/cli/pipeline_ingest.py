@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from kproxy.cli import start_logging
-from kproxy.cli.spark_flags import session_options, spark_flags
+from kproxy.cli.spark_flags import check_master, session_options, spark_flags
 from kproxy.config import DEFAULT_LISTEN, parse_address
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest.options import (
@@ -130,8 +130,10 @@ def command(context: click.Context, /, metrics: str | None, **given: Any) -> int
     check_reachable(options.bootstrap, "--bootstrap")
     if isinstance(options.source, KafkaSource):
         check_reachable(options.source.bootstrap, "--from-bootstrap")
+    session = session_options("kproxy ingest", **spark)
+    check_master(session)
     try:
-        return _run(options, session_options("kproxy ingest", **spark), metrics)
+        return _run(options, session, metrics)
     except SparkFailed as error:
         click.echo(f"kproxy: the ingest failed: {str(error).rstrip('.')}.", err=True)
         return 1

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MASTER: Final = re.compile(r"local(\[[^]]+\])?|local-cluster\[[^]]+\]|yarn|[a-z0-9]+://.+")
+_STANDALONE: Final = "spark://"
 _MEMORY: Final = re.compile(r"[1-9]\d{0,11}[kmgt]", re.IGNORECASE)
 
 
@@ -52,3 +53,13 @@ def session_options(
             raise StartupError(f"--conf {setting} is no setting of Spark's: give --conf spark.some.name=VALUE.")
         settings[name] = value
     return SessionOptions(app_name=app_name, master=master, memory=memory, settings=settings, kafka=kafka)
+
+
+def check_master(options: SessionOptions) -> None:
+    """Raises StartupError where no standalone master listens: Spark would ask for it for a minute, and say little."""
+    if options.master is None or not options.master.startswith(_STANDALONE):
+        return
+    from kproxy.pipeline.reachable import check_reachable
+
+    addresses = options.master.removeprefix(_STANDALONE)
+    check_reachable(addresses, "--master", "give the address that the master's own page shows, spark://HOST:PORT")

@@ -155,7 +155,7 @@ def _check(options: DemoOptions) -> tuple[Path, Java]:
     archive = flights.locate_archive()
     java = find_java()
     if options.bootstrap is not None:
-        check_reachable(options.bootstrap, "--bootstrap", "leave it out")
+        check_reachable(options.bootstrap, "--bootstrap", "start it (`kproxy dev`), or leave it out")
     return archive, java
 
 

@@ -9,9 +9,10 @@ from kproxy.config import parse_address, split_list
 from kproxy.errors import StartupError
 
 CONNECT_TIMEOUT_S: Final = 5.0
+START_OR_ADDRESS: Final = "start it (`kproxy dev`), or give its address"
 
 
-def check_reachable(bootstrap: str, flag: str, way_out: str = "give its address") -> None:
+def check_reachable(bootstrap: str, flag: str, way_out: str = START_OR_ADDRESS) -> None:
     """Raises StartupError where nobody listens at any of the addresses."""
     why = ""
     for text in split_list(bootstrap, flag):
@@ -21,4 +22,4 @@ def check_reachable(bootstrap: str, flag: str, way_out: str = "give its address"
                 return
         except OSError as error:
             why = error.strerror or str(error)
-    raise StartupError(f"nothing answers at {flag} {bootstrap} ({why}): start it (`kproxy dev`), or {way_out}.")
+    raise StartupError(f"nothing answers at {flag} {bootstrap} ({why}): {way_out}.")

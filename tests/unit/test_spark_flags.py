@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
-from kproxy.cli.spark_flags import session_options
+from kproxy.cli import main
+from kproxy.cli.spark_flags import check_master, session_options
 from kproxy.errors import StartupError
+from tests.support.ports import free_port
 
 
 @pytest.mark.parametrize(
@@ -29,3 +33,25 @@ def test_what_spark_takes_passes(master: str | None, memory: str | None) -> None
 def test_what_it_does_not_take_is_named(master: str | None, memory: str | None, said: str) -> None:
     with pytest.raises(StartupError, match=said):
         session_options("job", master, memory, ())
+
+
+@pytest.mark.parametrize("job", [["audit"], ["ingest", "--from", "rate", "--topic", "t", "--checkpoint", "c"]])
+def test_a_master_that_nobody_is_at_is_named_before_spark_asks_for_it(
+    job: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    master = f"spark://127.0.0.1:{free_port()}"
+    with socket.create_server(("127.0.0.1", 0)) as kafka:
+        bootstrap = f"127.0.0.1:{kafka.getsockname()[1]}"
+        assert main(["pipeline", *job, "--bootstrap", bootstrap, "--master", master]) == 2
+
+    said = capsys.readouterr().err
+    assert said.startswith(
+        f"kproxy: nothing answers at --master {master.removeprefix('spark://')} (Connection refused)"
+    )
+    assert said.count("\n") == 1
+
+
+def test_one_of_several_masters_is_enough() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as standby:
+        masters = f"spark://127.0.0.1:{free_port()},127.0.0.1:{standby.getsockname()[1]}"
+        check_master(session_options("job", masters, None, ()))
