@@ -5,12 +5,15 @@
 2. No test leaves a process behind. All processes inherit a mark of this run in their environment; those that still have
    it when every fixture is torn down are named, ended by their ids, and fail the run.
 3. Coroutines run on uvloop, as the product does; KPROXY_TEST_LOOP=asyncio takes asyncio's own loop.
+4. Ctrl-C reaches what tests start, also where who started the tests ignores it, as shells do for what they put aside.
+5. What hundreds of processes run is compiled once, also where the environment says that nothing compiled is kept.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 import uuid
 from collections.abc import Generator, Iterator
@@ -22,10 +25,13 @@ REQUIRE = "KPROXY_TEST_REQUIRE"
 LOOP = "KPROXY_TEST_LOOP"
 RUN_MARK = "KPROXY_TEST_RUN"
 # A process that was told to end may take a moment to be gone.
-LEFT_BEHIND_GRACE_S = 5.0
+LEFT_BEHIND_GRACE_S = 30.0
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     wanted = os.environ.get(LOOP, "uvloop")
     if wanted not in ("uvloop", "asyncio"):
         raise pytest.UsageError(f"{LOOP} is uvloop or asyncio, not {wanted!r}")
