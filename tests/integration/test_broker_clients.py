@@ -213,7 +213,7 @@ def test_a_librdkafka_group_is_refused_with_the_reason(cluster: Cluster, topic: 
         {"bootstrap.servers": cluster.bootstrap, "group.id": "g", "error_cb": errors.append}
     )
     consumer.subscribe([topic])
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 25
     while not errors and time.monotonic() < deadline:
         message = consumer.poll(0.2)
         if message is not None and message.error() is not None:
@@ -229,18 +229,18 @@ def test_a_kafka_python_group_is_refused(cluster: Cluster, topic: str) -> None:
     started = time.monotonic()
     try:
         with pytest.raises(kafka.errors.InvalidRequestError):
-            consumer.poll(timeout_ms=10_000)
+            consumer.poll(timeout_ms=60_000)
     finally:
         consumer.close(autocommit=False)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 25
 
 
 def test_librdkafka_transactions_are_refused(cluster: Cluster) -> None:
     producer = confluent_kafka.Producer({"bootstrap.servers": cluster.bootstrap, "transactional.id": "t"})
     started = time.monotonic()
     with pytest.raises(confluent_kafka.KafkaException) as raised:
-        producer.init_transactions(10)
-    assert time.monotonic() - started < 5
+        producer.init_transactions(60)
+    assert time.monotonic() - started < 25
     assert "transactions are not offered" in str(raised.value)
 
 
@@ -249,7 +249,7 @@ def test_kafka_python_transactions_are_refused(cluster: Cluster) -> None:
     started = time.monotonic()
     with pytest.raises(kafka.errors.KafkaError):
         producer.init_transactions()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 25
     producer.close(timeout=1)
 
 

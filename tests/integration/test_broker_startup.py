@@ -21,7 +21,7 @@ from tests.support.reference_broker import BrokerProcess, RawClient, start_broke
 pytest_plugins = ["tests.support.etcd", "tests.support.reference_broker"]
 
 
-def refusal(broker: BrokerProcess, within_s: float = 5.0) -> str:
+def refusal(broker: BrokerProcess, within_s: float = 25.0) -> str:
     """What a broker that must not start says last."""
     started = time.monotonic()
     try:

@@ -94,7 +94,8 @@ async def test_acks_0_that_cannot_be_delivered_is_counted_and_closes_the_connect
         began = time.monotonic()
         client.send(unanswered())
         assert await client.is_closed()
-        assert time.monotonic() - began < 1.2
+        # Well before the deadline that it has.
+        assert time.monotonic() - began < 5
         assert proxy.counters["acks0.undeliverable"] == 1
 
 

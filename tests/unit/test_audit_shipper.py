@@ -161,7 +161,7 @@ async def test_what_is_left_is_shipped_at_the_end_even_if_the_sink_has_just_fail
         shipper.offer(page(1), 5, 9)
         began = time.monotonic()
         await shipper.close(30)
-        assert time.monotonic() - began < 4
+        assert time.monotonic() - began < 20
         assert sink.taken == [page(0), page(1)]
         assert counters["audit.rows_dropped"] == 0
 

@@ -309,10 +309,14 @@ def test_what_was_inflated_is_refused_at_once(api_key: int, version: int) -> Non
     topics_offset = {PRODUCE: 7 if flexible else 8, FETCH: 25 if version >= 7 else 17, LIST_OFFSETS: 4 + (version >= 2)}
     start = topics_offset[api_key]
     hostile = body[:start] + count + one * 200_000 + body[start + (1 if flexible else 4) :]
-    begin = time.thread_time()
-    with pytest.raises(InvalidField):
-        _parse(api_key, version, hostile)
-    assert time.thread_time() - begin < 0.1
+    took = []
+    # Garbage may be collected in one of them.
+    for _ in range(3):
+        begin = time.thread_time()
+        with pytest.raises(InvalidField):
+            _parse(api_key, version, hostile)
+        took.append(time.thread_time() - begin)
+    assert min(took) < 0.1
 
 
 @pytest.mark.parametrize("size", [None, 0, 1, 126, 127, 128, 16_382, 16_383, 16_384, 2_097_150, 2_097_151, 2_097_152])

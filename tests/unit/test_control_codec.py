@@ -155,12 +155,12 @@ def test_null_is_read_where_the_schema_allows_it() -> None:
 
 
 def test_an_endless_varint_is_refused_at_once() -> None:
-    started = time.perf_counter()
+    started = time.thread_time()
     with pytest.raises(InvalidField, match="in a row"):
         control.decode_request(api_keys.METADATA, 12, b"\xff" * (1 << 20))
     with pytest.raises(CodecError):
         control.decode_request(api_keys.METADATA, 12, b"\xff" * 4096)
-    assert time.perf_counter() - started < 1.0, "the varint loop ran over the whole message"
+    assert time.thread_time() - started < 1.0, "the varint loop ran over the whole message"
 
 
 def test_a_huge_array_length_costs_nothing() -> None:
