@@ -20,6 +20,7 @@ from tests.support.dev import KproxyProcess, serving
 from tests.support.etcd_cluster import EtcdCluster
 from tests.support.faulty_site import FaultySite, faulty_site
 from tests.support.idempotent_writers import IdempotentWriter
+from tests.support.reference_broker import wait_for
 from tests.support.served import port_of
 
 TTL_S = 2
@@ -152,10 +153,13 @@ async def test_a_leader_cut_off_from_its_followers_alone_acknowledges_nothing_th
         await trio.site.in_sync(topic, 0, [1])
         await asyncio.sleep(0.5)
         assert await trio.site.owner(topic) == 1, "the leadership moved"
+
+        def codes() -> set[int | None]:
+            return {each.error_code for each in list(writer.attempts) if each.sent_at > cut_at}
+
+        await asyncio.to_thread(wait_for, lambda: error_codes.NOT_ENOUGH_REPLICAS in codes())
         assert not [each for each in writer.acked if each.sent_at > cut_at]
-        codes = {each.error_code for each in writer.attempts if each.sent_at > cut_at}
-        assert error_codes.NOT_ENOUGH_REPLICAS in codes
-        assert codes - {None} <= {*NO_ACK, error_codes.NOT_LEADER_OR_FOLLOWER}, "6 is what the others say"
+        assert codes() - {None} <= {*NO_ACK, error_codes.NOT_LEADER_OR_FOLLOWER}, "6 is what the others say"
         assert (await acked_since(hasty, time.monotonic())).offset > 0, "acks=1 asks nobody"
         await leader.heal()
         await acked_since(writer, time.monotonic())

@@ -82,6 +82,8 @@ def test_a_process_left_behind_fails_the_run_and_is_ended(tmp_path: Path) -> Non
     # In a session of its own and orphaned: no walk over children would find it.
     test = (
         "import subprocess, pathlib\n"
+        "from tests.support import rules\n"
+        "rules.LEFT_BEHIND_GRACE_S = 0.5\n"
         "def test_it():\n"
         "    done = subprocess.run(['sh', '-c', 'sleep 600 </dev/null >/dev/null 2>&1 & echo $!'],\n"
         "                          start_new_session=True, capture_output=True, text=True)\n"
