@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import socket
 from collections.abc import Iterator
@@ -10,8 +11,13 @@ from contextlib import ExitStack, suppress
 
 HOST = "127.0.0.1"
 # Below those that the system gives to whoever asks for any, be it to listen or to connect: some seconds lie between
-# choosing one and listening on it, and it has to stay free while its server is down. None is given twice.
-_PORTS = range(10_000, 32_000)
+# choosing one and listening on it, and it has to stay free while its server is down. None is given twice, nor by two
+# processes that run tests side by side.
+_PORTS = range(
+    10_000 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]),
+    32_000,
+    int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")),
+)
 _ports: Iterator[int] = itertools.cycle(random.SystemRandom().sample(_PORTS, len(_PORTS)))
 
 
