@@ -31,6 +31,7 @@ WITH_KAFKA = (
     "tests/integration/test_own_unfenced.py",
     "tests/integration/test_several_proxies.py",
     "tests/integration/test_transactions.py",
+    "tests/unit/test_java_truststore.py",
 )
 # By the initials of files, and so that none of them is much longer than others.
 INTEGRATION_LANES = ("abcd", "efghijkl", "mno", "pq", "rstuvwxyz")
