@@ -15,10 +15,11 @@ import pytest
 from rich.console import Console
 
 from kproxy.observe.audit.rows import Row, encode_page
-from kproxy.pipeline.audit.follow import Following
+from kproxy.pipeline.audit.follow import Follower, Following, Stretch
 from kproxy.pipeline.audit.follow_job import run_follow_job
 from kproxy.pipeline.audit.job import AuditJob
 from kproxy.pipeline.audit.places import parse_trail
+from kproxy.pipeline.audit.trail import rows_of
 from kproxy.pipeline.ingest.run import Stop
 from kproxy.pipeline.report import Report
 from kproxy.pipeline.session import SessionOptions
@@ -124,3 +125,70 @@ def test_what_is_wrong_is_told_as_it_comes_and_once_also_over_a_restart(
     assert f"ALARM lost: {followed.topic}/0 offsets 100 to 104" in again.said
     kinds = {row.kind for row in spark.read.parquet(str(tmp_path / "tables" / "findings")).collect()}
     assert {"overlap", "lost", "gap"} <= kinds
+
+
+class Fed:
+    """A follower that is given its micro-batches by hand, at the times that the test says."""
+
+    def __init__(self, spark: Any, followed: Followed, most: int = 100) -> None:
+        from pyspark.sql import functions
+
+        self.said: list[str] = []
+        self.now_ms = now_ms()
+        self._spark = spark
+        self.follower = Follower(
+            spark,
+            followed.job,
+            Following(checkpoint=str(followed.directory / "checkpoint")),
+            rows_of,
+            Stretch(most, functions.count(functions.lit(1))),
+            alarm=lambda sentence, fails: self.said.append(sentence),
+            told=lambda state: None,
+            wall_ms=lambda: self.now_ms,
+        )
+
+    def feed(self, *rows: Row) -> list[str]:
+        """A micro-batch of one page; what was said of it."""
+        message = "struct<value: binary, timestamp: timestamp>"
+        pages = self._spark.createDataFrame([(bytearray(encode_page(rows)), None)], message)
+        self.follower.judge(pages, self.follower.state.batch + 1)
+        return self._heard()
+
+    def look_again(self) -> list[str]:
+        self.follower.look_again()
+        return self._heard()
+
+    def _heard(self) -> list[str]:
+        said, self.said[:] = list(self.said), []
+        return said
+
+
+def test_who_falls_silent_is_told_of_though_nothing_comes_any_more(
+    dev_cluster: KproxyProcess, tmp_path: Path, spark: Any
+) -> None:
+    """The proxy's name has blanks in it, and its topic has been deleted."""
+    followed = Followed(dev_cluster.kafka, tmp_path)
+    fed = Fed(spark, followed)
+    trail = ForgedTrail("b" * 16, proxy="no address:9092", began_ms=fed.now_ms)
+    (lost,) = fed.feed(trail.begin(), trail.acked("gone", 0, 5))
+    assert "gone/0" in lost
+    assert "there is no log of this partition" in lost
+    # The command is started again meanwhile.
+    again = Fed(spark, followed)
+    assert again.follower.state == fed.follower.state
+    again.now_ms += 60_000
+    (killed,) = again.look_again()
+    assert "The trail of no address:9092 has no end" in killed
+    # It was cut off from its sink for longer than anything is kept: what is forgotten is not missing.
+    again.now_ms += 3_600_000
+    other = ForgedTrail("c" * 16, proxy="other:9092", began_ms=again.now_ms - 5_000)
+    assert again.feed(other.begin(), other.mark()) == []
+    assert len(again.follower.state.kept) == 1
+    trail.began_ms = again.now_ms - 10_000
+    assert again.feed(trail.mark()) == []
+
+
+def test_what_is_not_read_yet_is_no_silence(dev_cluster: KproxyProcess, tmp_path: Path, spark: Any) -> None:
+    fed = Fed(spark, Followed(dev_cluster.kafka, tmp_path), most=1)
+    trail = ForgedTrail("d" * 16, began_ms=fed.now_ms - 3_600_000)
+    assert fed.feed(trail.begin(), trail.mark()) == []

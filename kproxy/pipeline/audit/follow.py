@@ -1,7 +1,8 @@
 """The audit that stays: each micro-batch of the trail is judged as it comes, and what is wrong is told at once.
 
-States: RUNNING --stop--> ENDED; a failure of Spark's, or of the brokers for longer than the log source has patience,
-ends it too. Started again with its checkpoint it goes on where it was.
+States: RUNNING --nothing comes for a while--> SILENT --a micro-batch--> RUNNING; --stop--> ENDED. A failure of
+Spark's, or of the brokers for longer than the log source has patience, ends it too. Started again with its checkpoint
+it goes on where it was.
 
 Invariants
 1. A micro-batch's rows are on disk before logs are read, and logs are read up to where they end after that: what is
@@ -12,26 +13,29 @@ Invariants
 4. A repeated micro-batch writes its results over those of the first attempt.
 5. Windows of time are written once, when `SETTLE_MS` have passed since their end. What comes later is in no window; it
    is looked for in the logs all the same.
+6. Proxies that fall silent have no micro-batch that tells of it: while none comes, and at the end, what is known is
+   judged by the time that it is then. What is known to be unread yet is not taken for silence.
 """
 
 from __future__ import annotations
 
-import json
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from pyspark.errors import PySparkException
-from pyspark.sql import DataFrame
+from pyspark.sql import Column, DataFrame, Observation
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 
+from kproxy.pipeline.audit.follow_looked_at import LookedAt
 from kproxy.pipeline.audit.follow_state import Alarm, FollowState, Kept, Place, StateFiles, trail_key
 from kproxy.pipeline.audit.job import AuditJob
-from kproxy.pipeline.audit.log_source import LogReadFailed, fix_ends, read_bounds, read_log
+from kproxy.pipeline.audit.log_source import LogReadFailed
 from kproxy.pipeline.audit.results import Tables
 from kproxy.pipeline.audit.schemas import FINDINGS_SCHEMA, GAP, LOST, TAIL
-from kproxy.pipeline.audit.tables import AuditRules, audit_tables
+from kproxy.pipeline.audit.tables import AuditRules
 from kproxy.pipeline.ingest.run import Stop
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure
 
@@ -40,8 +44,13 @@ SETTLE_MS: Final = 30_000
 SECOND_LOOK_S: Final = 3.0
 # Of each kind so many findings are told of a micro-batch; the counts are of all.
 TOLD_OF_A_BATCH: Final = 100
-PAGES_PER_BATCH: Final = 5_000
-_FIRST_OFFSET: Final = "array_min(filter(spans, (each, index) -> index % 2 = 0))"
+# Nothing came for so long beyond what a row takes: a proxy that lives would have told a mark.
+SILENCE_S: Final = 30.0
+# Shorter than a proxy is silent before it is missed.
+SILENCE_AT_END_S: Final = 10.0
+# Trails of which rows are read from some time on have a row so soon after it, or were not there yet: a mark is due.
+_FIRST_ROW_MS: Final = 71_000
+_UNPROVEN: Final = (GAP, TAIL)
 _POLL_S: Final = 0.25
 
 
@@ -54,6 +63,14 @@ class Following:
     horizon_ms: int = 600_000
 
 
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Of what a micro-batch has at most `most`, as Spark bounds it, and how many of them pages are: `counted`."""
+
+    most: int
+    counted: Column
+
+
 def follow(
     session: Any,
     pages: DataFrame,
@@ -61,17 +78,18 @@ def follow(
     following: Following,
     *,
     parse: Callable[[DataFrame], DataFrame],
+    stretch: Stretch,
     alarm: Alarm,
     told: Callable[[FollowState], None],
     stop: Stop,
 ) -> FollowState:
-    """Audit the streaming `pages` until it is to `stop`; the state at the end. Raises SparkFailed.
+    """Audit the streaming `pages` until it is to `stop`; the state at the end. Raises SparkFailed, LogReadFailed.
 
-    `parse` makes the trail's rows of a micro-batch of pages. `alarm` hears of each finding, `told` of each micro-batch,
-    both on another thread.
+    `parse` makes the trail's rows of a micro-batch of pages, which is bounded as `stretch` says. `alarm` hears of each
+    finding, `told` of each micro-batch, both on any thread.
     """
     assert job.output is not None  # noqa: S101 - the command has seen to it
-    follower = Follower(session, job, following, parse, alarm, told)
+    follower = Follower(session, job, following, parse, stretch, alarm, told)
     with as_spark_failure("The audit ended"):
         query = (
             pages.writeStream.foreachBatch(follower.judge)
@@ -83,11 +101,14 @@ def follow(
             while not query.awaitTermination(_POLL_S):
                 if stop.at_once or (stop.wanted and not query.status["isTriggerActive"]):
                     break
+                follower.mind_silence()
         except PySparkException as error:
             # What came of Python code went through Java, and says so at length; this is what was raised.
             raise follower.error or error from error
         finally:
             query.stop()
+        if not stop.at_once:
+            follower.mind_silence(is_end=True)
     return follower.state
 
 
@@ -100,51 +121,90 @@ class Follower:
         job: AuditJob,
         following: Following,
         parse: Callable[[DataFrame], DataFrame],
+        stretch: Stretch,
         alarm: Alarm,
         told: Callable[[FollowState], None],
+        wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
     ) -> None:
         assert job.output is not None  # noqa: S101 - as above
-        self.state = FollowState()
         self.error: SparkFailed | None = None
         self._session = session
         self._job = job
         self._following = following
         self._parse = parse
+        self._stretch = stretch
+        self._wall_ms = wall_ms
         self._alarm = alarm
         self._told = told
-        self._place = Place(session, following.checkpoint)
+        place = Place(session, following.checkpoint)
+        self._looked_at = LookedAt(session, job, place)
         self._output = Place(session, job.output)
-        self._states = StateFiles(self._place)
-        self._landings = 0
+        self._states = StateFiles(place)
+        # What was found before counts at the end, also where nothing comes any more.
+        self.state = self._states.newest()
         self._read_at_ms = 0
+        # Micro-batches are judged on Spark's thread, silence on the caller's.
+        self._judging = threading.Lock()
+        # Not while a micro-batch is judged, nor after that failed: the next attempt begins where this one began.
+        self._is_whole = True
+        self._looked = time.monotonic()
+        self._silence_s = self._patience_s = SILENCE_S + job.trail.shipping_ms / 1000
 
     def judge(self, pages: DataFrame, batch: int) -> None:
         """For foreachBatch. What goes wrong is kept in `error` and ends the query."""
-        # Working through a micro-batch may take longer than a proxy that lives is silent.
-        self._read_at_ms = time.time_ns() // 1_000_000
-        try:
-            if self.state.batch != batch - 1:
-                self.state = self._states.before(batch)
-            self._judge(pages, batch)
-        except (SparkFailed, LogReadFailed) as error:
-            self.error = SparkFailed(str(error))
-            raise
+        with self._judging:
+            # Working through a micro-batch may take longer than a proxy that lives is silent.
+            self._read_at_ms = self._wall_ms()
+            self._is_whole = False
+            try:
+                if self.state.batch != batch - 1:
+                    self.state = self._states.before(batch)
+                self._judge(pages, batch)
+            except (SparkFailed, LogReadFailed) as error:
+                self.error = SparkFailed(str(error))
+                raise
+            self._is_whole = True
+            self._looked, self._silence_s = time.monotonic(), self._patience_s
+
+    def mind_silence(self, *, is_end: bool = False) -> None:
+        """Look again where nothing has come for a while, and ever less often while nothing does."""
+        silence_s = min(self._silence_s, SILENCE_AT_END_S) if is_end else self._silence_s
+        if self._judging.locked() or time.monotonic() - self._looked < silence_s:
+            return
+        self.look_again()
+        self._silence_s *= 2
+
+    def look_again(self) -> None:
+        """Judge what is known by the time that it is now: who was heard of when it came may be silent since."""
+        with self._judging:
+            self._looked = time.monotonic()
+            if not self._is_whole or not self.state.kept:
+                return
+            self._read_at_ms = self._wall_ms()
+            self._tell([row for row in self._findings(self._tables()) if row["kind"] in _UNPROVEN], "append")
+            self._looked_at.tidy()
+            self._states.save(self.state)
+            self._told(self.state)
 
     def _judge(self, pages: DataFrame, batch: int) -> None:
         state = self.state
         with as_spark_failure("The trail could not be read"):
-            self._parse(pages).write.mode("overwrite").parquet(self._place.below(f"rows/batch={batch}"))
-            new = self._session.read.parquet(self._place.below(f"rows/batch={batch}"))
+            seen = Observation()
+            observed = pages.observe(seen, self._stretch.counted.alias("pages"))
+            new = self._looked_at.take(self._parse(observed), batch)
+            # Spark divides what it takes at most among partitions, and rounds.
+            state.is_behind = seen.get["pages"] >= self._stretch.most * 0.9
             self._note(new, batch)
         tables = self._tables()
         findings = self._findings(tables)
         if any(finding["kind"] == LOST for finding in findings):
             time.sleep(SECOND_LOOK_S)
-            self._read_log(new, batch)
+            self._looked_at.read_log(state, new, batch)
             tables = self._tables()
             findings = self._findings(tables)
-        self._write(tables, findings, batch)
-        self._place.delete("work")
+        self._tell(findings, "overwrite")
+        self._write(tables, batch)
+        self._looked_at.tidy()
         self._forget()
         state.batch = batch
         self._states.save(state)
@@ -156,111 +216,47 @@ class Follower:
             new.dropDuplicates(["proxy", "incarnation", "sequence"])
             .groupBy("proxy", "incarnation")
             .agg(
+                F.min("sequence").alias("first"),
+                F.min("at").alias("first_at"),
                 F.max("sequence").alias("last"),
                 F.max(F.coalesce("last_acked_at", "at")).alias("until"),
                 F.coalesce(F.sum("record_count"), F.lit(0)).alias("records"),
             )
             .collect()
         )
-        until_ms = max((row["until"] for row in trails), default=0)
+        # What comes from the future, by whatever clock, must not have all forgotten that there is.
+        until_ms = min(max((row["until"] for row in trails), default=0), self._read_at_ms)
+        self._pass_over_what_is_not_asked_for(trails)
         last = {trail_key(row["proxy"], row["incarnation"]): row["last"] for row in trails}
         self.state.kept = [*self.state.kept, Kept(batch, until_ms, last)]
         self.state.acked += sum(row["records"] for row in trails)
-        self._read_log(new, batch)
+        self._looked_at.read_log(self.state, new, batch)
 
-    def _read_log(self, new: DataFrame, batch: int) -> None:
-        """The headers from the first record of the batch on, or from where logs were read to; to where they end now."""
-        ranges = new.where("kind = 'range'")
-        if self._job.topics:
-            ranges = ranges.where(F.col("topic").isin(*self._job.topics))
-        needed: dict[str, dict[str, int]] = {}
-        firsts = ranges.groupBy("topic", "partition").agg(F.min(F.expr(_FIRST_OFFSET)).alias("first"))
-        for row in firsts.collect():
-            needed.setdefault(row["topic"], {})[str(row["partition"])] = row["first"]
-        if not needed:
-            self._place.delete(f"log/batch={batch}")
+    def _pass_over_what_is_not_asked_for(self, trails: list[Any]) -> None:
+        """Of a trail that is read from some time on the rows before that are not missing."""
+        if self._job.from_ms is None:
             return
-        ends = _decode(fix_ends(self._job.bootstrap, topics=sorted(needed)))
-        # Of partitions that the batch does not speak of nothing is read.
-        starts = {topic: {**ends[topic], **self._starts(topic, needed[topic], ends[topic])} for topic in needed}
-        log = read_log(
-            self._session,
-            self._job.bootstrap,
-            topics=sorted(needed),
-            start_offsets=_encode(starts),
-            end_offsets=_encode(ends),
+        for row in trails:
+            key = trail_key(row["proxy"], row["incarnation"])
+            if key not in self.state.forgotten and row["first_at"] <= self._job.from_ms + _FIRST_ROW_MS:
+                self.state.forget(key, row["first"])
+
+    def _tables(self) -> Tables:
+        rules = AuditRules(
+            read_at_ms=self._read_at_ms,
+            topics=self._job.topics,
+            from_ms=self._job.from_ms,
+            window_ms=self._job.window_ms,
+            shipping_ms=self._job.trail.shipping_ms,
+            max_findings=TOLD_OF_A_BATCH,
+            is_all=not self.state.is_behind,
         )
-        with as_spark_failure("The logs could not be read"):
-            log.write.mode("overwrite").parquet(self._place.below(f"log/batch={batch}"))
-        for topic, firsts_needed in needed.items():
-            read = {partition: ends[topic][partition] for partition in firsts_needed if partition in ends[topic]}
-            self.state.read_to[topic] = {**self.state.read_to.get(topic, {}), **read}
-
-    def _starts(self, topic: str, needed: Mapping[str, int], ends: Mapping[str, int]) -> dict[str, int]:
-        """Where to begin: no later than where logs were read to, so that nothing in between is passed over."""
-        read_to = self.state.read_to.get(topic, {})
-        return {
-            partition: min(first, read_to.get(partition, first), ends[partition])
-            for partition, first in needed.items()
-            if partition in ends
-        }
-
-    def _tables(self) -> Tables | None:
-        """Of all that is looked at; None where there is nothing but what proxies say of themselves."""
-        batches = [kept.batch for kept in self.state.kept]
-        rows, log = self._kept("rows", batches), self._kept("log", batches)
-        if rows is None or log is None:
-            return None
-        # Where a log was read twice the later one counts.
-        newest = log.groupBy("topic", "partition", "base_offset").agg(
-            F.max_by(F.struct(*(name for name in log.columns if name != "batch")), "batch").alias("header")
-        )
-        topics = [row["topic"] for row in newest.select("header.topic").distinct().collect()]
-        bounds = read_bounds(self._session, self._job.bootstrap, topics=sorted(topics), compacted=self._job.compacted)
-        return audit_tables(
-            self._numbered(rows.drop("batch")),
-            self._land("log", newest.select("header.*")),
-            self._land("bounds", bounds),
-            AuditRules(
-                read_at_ms=self._read_at_ms,
-                topics=self._job.topics,
-                from_ms=self._job.from_ms,
-                window_ms=self._job.window_ms,
-                max_findings=TOLD_OF_A_BATCH,
-            ),
-            self._land,
-        )
-
-    def _land(self, name: str, frame: DataFrame) -> DataFrame:
-        """Kept on disk until the next micro-batch, or the next look: what Spark plans stays small."""
-        self._landings += 1
-        place = self._place.below(f"work/{self._landings}-{name}")
-        frame.write.mode("overwrite").parquet(place)
-        return self._session.read.schema(frame.schema).parquet(place)
-
-    def _kept(self, name: str, batches: list[int]) -> DataFrame | None:
-        places = [self._place.below(f"{name}/batch={batch}") for batch in batches]
-        there = [place for place in places if self._place.has(place)]
-        if not there:
-            return None
-        return self._session.read.option("basePath", self._place.below(name)).parquet(*there)
-
-    def _numbered(self, rows: DataFrame) -> DataFrame:
-        """Rows numbered as if those that are forgotten had never been: they are not missing."""
-        if not self.state.forgotten:
-            return rows
-        forgotten = [(*key.split(" "), count) for key, count in self.state.forgotten.items()]
-        before = self._session.createDataFrame(forgotten, "proxy string, incarnation string, forgotten long")
-        joined = rows.join(F.broadcast(before), ["proxy", "incarnation"], "left")
-        sequence = F.col("sequence") - F.coalesce("forgotten", F.lit(0))
-        return joined.withColumn("sequence", sequence).drop("forgotten").where("sequence >= 0")
+        return self._looked_at.audited(self.state, rules)
 
     # What comes of it
 
-    def _findings(self, tables: Tables | None) -> list[dict[str, Any]]:
+    def _findings(self, tables: Tables) -> list[dict[str, Any]]:
         """Those that were not told before."""
-        if tables is None:
-            return []
         with as_spark_failure("The audit failed"):
             rows = [row.asDict() for row in tables.findings.collect()]
         for row in rows:
@@ -269,21 +265,26 @@ class Follower:
                 row["sequence"] += self.state.forgotten.get(key, 0)
         return [row for row in rows if _told_as(row) not in self.state.told]
 
-    def _write(self, tables: Tables | None, findings: list[dict[str, Any]], batch: int) -> None:
+    def _tell(self, findings: list[dict[str, Any]], mode: str) -> None:
         state = self.state
         for row in findings:
             if state.tell_once(_told_as(row)):
-                fails = row["kind"] not in (GAP, TAIL)
+                fails = row["kind"] not in _UNPROVEN
                 state.failures += fails
                 state.unproven += not fails
                 self._alarm(f"{_where(row)}{row['detail']}", fails)
-        with as_spark_failure(f"The results could not be written to {self._output.path}"):
-            if findings:
+        if findings:
+            place = self._output.below(f"findings/batch={state.kept[-1].batch}")
+            with as_spark_failure(f"The results could not be written to {self._output.path}"):
                 told = self._session.createDataFrame(findings, FINDINGS_SCHEMA)
-                told.coalesce(1).write.mode("overwrite").parquet(self._output.below(f"findings/batch={batch}"))
+                told.coalesce(1).write.mode(mode).parquet(place)
+
+    def _write(self, tables: Tables, batch: int) -> None:
+        state = self.state
+        with as_spark_failure(f"The results could not be written to {self._output.path}"):
             settled_ms = max((kept.until_ms for kept in state.kept), default=0) - SETTLE_MS
             settled_ms -= settled_ms % self._job.window_ms
-            if tables is not None and settled_ms > state.settled_ms:
+            if settled_ms > state.settled_ms:
                 start = F.unix_millis("window_start")
                 for name in ("windows", "throughput"):
                     settled = getattr(tables, name).where((start >= state.settled_ms) & (start < settled_ms))
@@ -298,12 +299,8 @@ class Follower:
         while state.kept and state.kept[0].until_ms < until_ms:
             forgotten, *state.kept = state.kept
             for key, last in forgotten.last.items():
-                # Only what is still spoken of: a trail that ended has nothing to be numbered.
-                state.forgotten[key] = max(last + 1, state.forgotten.get(key, 0))
-            self._place.delete(f"rows/batch={forgotten.batch}")
-            self._place.delete(f"log/batch={forgotten.batch}")
-        spoken_of = {key for kept in state.kept for key in kept.last}
-        state.forgotten = {key: count for key, count in state.forgotten.items() if key in spoken_of}
+                state.forget(key, last + 1)
+            self._looked_at.forget(forgotten.batch)
 
 
 def _told_as(row: Mapping[str, Any]) -> str:
@@ -315,12 +312,3 @@ def _where(row: Mapping[str, Any]) -> str:
     if row["topic"] is None:
         return ""
     return f"{row['kind']}: {row['topic']}/{row['partition']} offsets {row['first_offset']} to {row['last_offset']}: "
-
-
-def _encode(offsets: Mapping[str, Mapping[str, int]]) -> str:
-    return json.dumps(offsets, separators=(",", ":"))
-
-
-def _decode(offsets: str) -> dict[str, dict[str, int]]:
-    decoded: dict[str, dict[str, int]] = json.loads(offsets)
-    return decoded

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.audit.follow import PAGES_PER_BATCH, Following, follow
+from kproxy.pipeline.audit.follow import Following, Stretch, follow
 from kproxy.pipeline.audit.follow_state import FollowState
 from kproxy.pipeline.audit.job import AuditJob, check
 from kproxy.pipeline.audit.schemas import TRAIL_SCHEMA
@@ -21,6 +21,7 @@ from kproxy.pipeline.ingest.run import Stop, stopped_by_signals
 from kproxy.pipeline.report import Report
 from kproxy.pipeline.session import SessionOptions, open_session
 
+PAGES_PER_BATCH: Final = 5_000
 FILES_PER_BATCH: Final = 100
 
 
@@ -57,6 +58,7 @@ def run_follow_job(
                     job,
                     following,
                     parse=_parser(job),
+                    stretch=_stretch(job),
                     alarm=lines.alarm,
                     told=lambda state: stage.say(_progress(state)),
                     stop=stop,
@@ -80,6 +82,12 @@ def _pages(session: Any, job: AuditJob) -> DataFrame:
     if job.from_ms is not None:
         options |= {"startingTimestamp": str(job.from_ms), "startingOffsetsByTimestampStrategy": "latest"}
     return session.readStream.format("kafka").options(**options).load()
+
+
+def _stretch(job: AuditJob) -> Stretch:
+    if job.trail.kind == TOPIC:
+        return Stretch(PAGES_PER_BATCH, F.count(F.lit(1)))
+    return Stretch(FILES_PER_BATCH, F.approx_count_distinct(F.input_file_name()))
 
 
 def _parser(job: AuditJob) -> Callable[[DataFrame], DataFrame]:

@@ -6,6 +6,7 @@ batch has to be repeated: so a repeated batch gives the same results.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -15,13 +16,16 @@ from kproxy.pipeline.spark import as_spark_failure
 
 # Of what was told already so much is remembered, so that nothing is told twice.
 TOLD_AT_MOST: Final = 10_000
+# So many trails are remembered of which rows were forgotten.
+TRAILS_AT_MOST: Final = 10_000
 _KEPT_FILES: Final = 3
+_STATE: Final = re.compile(r"state-(\d+)\.json")
 
 
 class Kept(msgspec.Struct):
     """A micro-batch whose rows and headers are still looked at.
 
-    `until_ms`: when its last record was acknowledged. `last`: the last sequence number by trail ("proxy incarnation").
+    `until_ms`: when its last record was acknowledged. `last`: the last sequence number by trail (`trail_key`).
     """
 
     batch: int
@@ -32,7 +36,8 @@ class Kept(msgspec.Struct):
 class FollowState(msgspec.Struct):
     """`read_to`: by topic and partition up to which offset logs were read. `settled_ms`: windows before it are written.
 
-    `forgotten`: by trail how many of its first rows are not looked at any more. The sums are of all batches.
+    `forgotten`: by trail how many of its first rows are not looked at any more. `is_behind`: there is more to be read
+    already. The sums are of all batches.
     """
 
     batch: int = -1
@@ -40,6 +45,7 @@ class FollowState(msgspec.Struct):
     read_to: dict[str, dict[str, int]] = {}
     forgotten: dict[str, int] = {}
     settled_ms: int = 0
+    is_behind: bool = False
     told: list[str] = []
     acked: int = 0
     failures: int = 0
@@ -51,6 +57,15 @@ class FollowState(msgspec.Struct):
             return False
         self.told = [*self.told[-TOLD_AT_MOST + 1 :], key]
         return True
+
+    def forget(self, key: str, count: int) -> None:
+        """So many of a trail's first rows are not looked at any more.
+
+        It may be heard of again long after: what was forgotten of it is no gap then.
+        """
+        self.forgotten[key] = max(count, self.forgotten.pop(key, 0))
+        while len(self.forgotten) > TRAILS_AT_MOST:
+            del self.forgotten[next(iter(self.forgotten))]
 
 
 class Place:
@@ -68,6 +83,12 @@ class Place:
         with as_spark_failure(f"{path} could not be looked for"):
             found, files = self._at(path)
             return bool(files.exists(found))
+
+    def names(self) -> list[str]:
+        """Of what is in the directory; none where there is none. Raises SparkFailed."""
+        with as_spark_failure(f"{self.path} could not be read"):
+            path, files = self._at(self.path)
+            return [each.getPath().getName() for each in files.listStatus(path)] if files.exists(path) else []
 
     def read(self, name: str) -> bytes | None:
         """None where there is no such file. Raises SparkFailed."""
@@ -123,6 +144,11 @@ class StateFiles:
         content = self._place.read(_name(batch - 1))
         return FollowState() if content is None else msgspec.json.decode(content, type=FollowState)
 
+    def newest(self) -> FollowState:
+        """Where the run before ended. Raises SparkFailed."""
+        batches = [int(found[1]) for found in map(_STATE.fullmatch, self._place.names()) if found]
+        return self.before(max(batches) + 1) if batches else FollowState()
+
     def save(self, state: FollowState) -> None:
         self._place.write(_name(state.batch), msgspec.json.encode(state))
         if state.batch >= _KEPT_FILES:
@@ -134,7 +160,13 @@ def _name(batch: int) -> str:
 
 
 def trail_key(proxy: str, incarnation: str) -> str:
-    return f"{proxy} {incarnation}"
+    """A trail as one text, whatever characters its proxy's name has."""
+    return msgspec.json.encode((proxy, incarnation)).decode()
+
+
+def trail_of(key: str) -> tuple[str, str]:
+    """Proxy and incarnation."""
+    return msgspec.json.decode(key, type=tuple[str, str])
 
 
 Alarm = Callable[[str, bool], None]

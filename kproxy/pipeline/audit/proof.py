@@ -175,10 +175,13 @@ def _gaps_within(rows: DataFrame, pieces: DataFrame) -> DataFrame:
     )
 
 
-def tails(trails: DataFrame, end: DataFrame) -> DataFrame:
-    """Trails without an end: proxy, incarnation, `sequence` of the last row, from_ms, to_ms."""
+def tails(trails: DataFrame, end: DataFrame, *, is_all: bool = True) -> DataFrame:
+    """Trails without an end: proxy, incarnation, `sequence` of the last row, from_ms, to_ms.
+
+    `is_all`: whether all has been read that there is. Else only those are over that another incarnation came after.
+    """
     return (
-        trails.where("end is null")
+        trails.where(F.col("end").isNull() & (F.lit(is_all) | F.col("next_begin").isNotNull()))
         .crossJoin(F.broadcast(end))
         .select(
             *TRAIL,

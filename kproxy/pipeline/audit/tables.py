@@ -24,7 +24,7 @@ class AuditRules:
     `topics`: which ones, () for all that the trail has. `window_ms`: the length of a window. A row that takes longer
     than `late_after_ms` to the trail is late; a proxy's rows take up to `shipping_ms` to where they are read while it
     lives. Of each kind of finding at most `max_findings` are listed; the counts are of all. `goes_on`: rows before
-    these were audited before, and are not missing.
+    these were audited before, and are not missing; `is_all` False: there are later ones, which are not either.
     """
 
     read_at_ms: int
@@ -36,6 +36,7 @@ class AuditRules:
     shipping_ms: int = SHIPPING_MS
     max_findings: int = 1_000
     goes_on: bool = False
+    is_all: bool = True
     bucket_bits: int = BUCKET_BITS
 
 
@@ -134,7 +135,7 @@ def _trail(rows: DataFrame, rules: AuditRules, land: Land, only: DataFrame | Non
         ranges = _of(ranges, only)
     end = proof.audit_end(trails, read_at_ms=rules.read_at_ms, to_ms=rules.to_ms, shipping_ms=rules.shipping_ms)
     missing = proof.gaps(rows, pieces, trails, has_begin=not rules.goes_on)
-    unproven = proof.unproven(missing, proof.tails(trails, end), end, from_ms=rules.from_ms)
+    unproven = proof.unproven(missing, proof.tails(trails, end, is_all=rules.is_all), end, from_ms=rules.from_ms)
     cells = measures.cells(ranges, trails, length_ms=rules.window_ms, late_after_ms=rules.late_after_ms)
     return _Trail(
         judged=ranges,

@@ -1,0 +1,147 @@
+"""What a following audit looks at: the rows of the micro-batches that are kept, and the logs' headers beside them.
+
+All of it is on disk, below the checkpoint: `rows/batch=N` and `log/batch=N`, and `work` for as long as it is judged.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
+
+from kproxy.pipeline.audit.follow_state import FollowState, Place, trail_of
+from kproxy.pipeline.audit.job import AuditJob
+from kproxy.pipeline.audit.log_source import fix_ends, read_bounds, read_log
+from kproxy.pipeline.audit.places import existing
+from kproxy.pipeline.audit.results import Tables
+from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
+from kproxy.pipeline.audit.tables import AuditRules, audit_tables
+from kproxy.pipeline.spark import as_spark_failure
+
+_FIRST_OFFSET: Final = "array_min(filter(spans, (each, index) -> index % 2 = 0))"
+
+
+class LookedAt:
+    """Not for concurrent use. What it does raises SparkFailed, or LogReadFailed."""
+
+    def __init__(self, session: Any, job: AuditJob, place: Place) -> None:
+        self._session = session
+        self._job = job
+        self._place = place
+        self._landings = 0
+
+    def take(self, rows: DataFrame, batch: int) -> DataFrame:
+        """Keep a micro-batch's rows; read from where they are kept."""
+        place = self._place.below(f"rows/batch={batch}")
+        rows.write.mode("overwrite").parquet(place)
+        return self._session.read.parquet(place)
+
+    def read_log(self, state: FollowState, new: DataFrame, batch: int) -> None:
+        """The headers from the first record of the batch on, or from where logs were read to; to where they end now."""
+        ranges = self._judged(new)
+        needed: dict[str, dict[str, int]] = {}
+        firsts = ranges.groupBy("topic", "partition").agg(F.min(F.expr(_FIRST_OFFSET)).alias("first"))
+        for row in firsts.collect():
+            needed.setdefault(row["topic"], {})[str(row["partition"])] = row["first"]
+        # Of topics that are gone since there is no log.
+        there = existing(self._job.bootstrap, needed) if needed else ()
+        needed = {topic: needed[topic] for topic in there}
+        if not needed:
+            self._place.delete(f"log/batch={batch}")
+            return
+        ends = _decode(fix_ends(self._job.bootstrap, topics=sorted(needed)))
+        # Of partitions that the batch does not speak of nothing is read.
+        starts = {
+            topic: {**ends[topic], **_starts(state.read_to.get(topic, {}), needed[topic], ends[topic])}
+            for topic in needed
+        }
+        log = read_log(
+            self._session,
+            self._job.bootstrap,
+            topics=sorted(needed),
+            start_offsets=_encode(starts),
+            end_offsets=_encode(ends),
+        )
+        with as_spark_failure("The logs could not be read"):
+            log.write.mode("overwrite").parquet(self._place.below(f"log/batch={batch}"))
+        for topic, firsts_needed in needed.items():
+            read = {partition: ends[topic][partition] for partition in firsts_needed if partition in ends[topic]}
+            state.read_to[topic] = {**state.read_to.get(topic, {}), **read}
+
+    def audited(self, state: FollowState, rules: AuditRules) -> Tables:
+        """An audit of all that is looked at."""
+        batches = [kept.batch for kept in state.kept]
+        # There are rows of every batch that is kept.
+        rows = self._numbered(state, self._kept("rows", batches).drop("batch"))
+        log = self._land("log", self._newest_of_log(batches))
+        return audit_tables(rows, log, self._land("bounds", self._bounds(rows)), rules, self._land)
+
+    def tidy(self) -> None:
+        """What was made on the way is not needed any more."""
+        self._place.delete("work")
+
+    def forget(self, batch: int) -> None:
+        self._place.delete(f"rows/batch={batch}")
+        self._place.delete(f"log/batch={batch}")
+
+    def _newest_of_log(self, batches: list[int]) -> DataFrame:
+        """Where a log was read twice the later one counts."""
+        there = [batch for batch in batches if self._place.has(self._place.below(f"log/batch={batch}"))]
+        if not there:
+            return self._session.createDataFrame([], LOG_SCHEMA)
+        header = F.max_by(F.struct(*LOG_SCHEMA.names), "batch").alias("header")
+        return self._kept("log", there).groupBy("topic", "partition", "base_offset").agg(header).select("header.*")
+
+    def _bounds(self, rows: DataFrame) -> DataFrame:
+        """Of all topics that the rows speak of and that there are: a log without a batch in it has bounds as well."""
+        named = {row["topic"] for row in self._judged(rows).select("topic").distinct().collect()}
+        topics = existing(self._job.bootstrap, named) if named else ()
+        if not topics:
+            return self._session.createDataFrame([], BOUNDS_SCHEMA)
+        return read_bounds(self._session, self._job.bootstrap, topics=topics, compacted=self._job.compacted)
+
+    def _judged(self, rows: DataFrame) -> DataFrame:
+        ranges = rows.where("kind = 'range'")
+        return ranges.where(F.col("topic").isin(*self._job.topics)) if self._job.topics else ranges
+
+    def _land(self, name: str, frame: DataFrame) -> DataFrame:
+        """Kept on disk until the next micro-batch, or the next look: what Spark plans stays small."""
+        self._landings += 1
+        place = self._place.below(f"work/{self._landings}-{name}")
+        frame.write.mode("overwrite").parquet(place)
+        return self._session.read.schema(frame.schema).parquet(place)
+
+    def _kept(self, name: str, batches: list[int]) -> DataFrame:
+        places = [self._place.below(f"{name}/batch={batch}") for batch in batches]
+        return self._session.read.option("basePath", self._place.below(name)).parquet(*places)
+
+    def _numbered(self, state: FollowState, rows: DataFrame) -> DataFrame:
+        """Rows numbered as if those that are forgotten had never been: they are not missing."""
+        if not state.forgotten:
+            return rows
+        forgotten = [(*trail_of(key), count) for key, count in state.forgotten.items()]
+        before = self._session.createDataFrame(forgotten, "proxy string, incarnation string, forgotten long")
+        joined = rows.join(F.broadcast(before), ["proxy", "incarnation"], "left")
+        sequence = F.col("sequence") - F.coalesce("forgotten", F.lit(0))
+        return joined.withColumn("sequence", sequence).drop("forgotten").where("sequence >= 0")
+
+
+def _starts(read_to: Mapping[str, int], needed: Mapping[str, int], ends: Mapping[str, int]) -> dict[str, int]:
+    """Where to begin: no later than where logs were read to, so that nothing in between is passed over."""
+    return {
+        partition: min(first, read_to.get(partition, first), ends[partition])
+        for partition, first in needed.items()
+        if partition in ends
+    }
+
+
+def _encode(offsets: Mapping[str, Mapping[str, int]]) -> str:
+    return json.dumps(offsets, separators=(",", ":"))
+
+
+def _decode(offsets: str) -> dict[str, dict[str, int]]:
+    decoded: dict[str, dict[str, int]] = json.loads(offsets)
+    return decoded
