@@ -26,6 +26,7 @@ from kproxy.pipeline.audit.report_html import write_report
 from kproxy.pipeline.audit.report_place import check_report
 from kproxy.pipeline.audit.report_table import show_table
 from kproxy.pipeline.audit.run import AuditOptions, run_audit
+from kproxy.pipeline.audit.tables import WINDOW_MS
 from kproxy.pipeline.audit.trail import TrailPlace
 from kproxy.pipeline.jobs_progress import JobsProgress
 from kproxy.pipeline.report import Report
@@ -49,7 +50,7 @@ class AuditJob:
     topics: tuple[str, ...] = ()
     from_ms: int | None = None
     to_ms: int | None = None
-    window_ms: int = 10_000
+    window_ms: int = WINDOW_MS
     compacted: tuple[str, ...] | None = None
     output: str | None = None
     report: Path | None = None

@@ -20,7 +20,7 @@ from kproxy.pipeline.audit.log_source import fix_ends, read_bounds, read_log
 from kproxy.pipeline.audit.places import existing
 from kproxy.pipeline.audit.results import Tables, read_results, write_results
 from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
-from kproxy.pipeline.audit.tables import AuditRules, audit_tables
+from kproxy.pipeline.audit.tables import LATE_AFTER_MS, MAX_FINDINGS, WINDOW_MS, AuditRules, audit_tables
 from kproxy.pipeline.audit.trail import TOPIC, parse_place, read_files, read_topic
 from kproxy.pipeline.spark import as_spark_failure
 
@@ -48,9 +48,9 @@ class AuditOptions:
     topics: tuple[str, ...] = ()
     from_ms: int | None = None
     to_ms: int | None = None
-    window_ms: int = 10_000
-    late_after_ms: int = 60_000
-    max_findings: int = 1_000
+    window_ms: int = WINDOW_MS
+    late_after_ms: int = LATE_AFTER_MS
+    max_findings: int = MAX_FINDINGS
     compacted: tuple[str, ...] | None = None
 
 

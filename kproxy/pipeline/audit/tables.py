@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
@@ -15,6 +16,11 @@ from kproxy.pipeline.audit.spans import BUCKET_BITS, PARTITION, claims, held, lo
 from kproxy.pipeline.audit.trail import SHIPPING_MS
 
 _WINDOW = (*PARTITION, "window_ms")
+
+# Where nobody says otherwise.
+WINDOW_MS: Final = 10_000
+LATE_AFTER_MS: Final = 60_000
+MAX_FINDINGS: Final = 1_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +37,10 @@ class AuditRules:
     topics: tuple[str, ...] = ()
     from_ms: int | None = None
     to_ms: int | None = None
-    window_ms: int = 10_000
-    late_after_ms: int = 60_000
+    window_ms: int = WINDOW_MS
+    late_after_ms: int = LATE_AFTER_MS
     shipping_ms: int = SHIPPING_MS
-    max_findings: int = 1_000
+    max_findings: int = MAX_FINDINGS
     goes_on: bool = False
     is_all: bool = True
     bucket_bits: int = BUCKET_BITS
