@@ -11,11 +11,9 @@ Transitions
   draining -> closed     the last answer is written, or the time for draining is over
 
 Invariants
-1. Answers leave in the order of their requests: each request that has an answer takes a slot, and a slot is written
-   when it is filled and all before it are written.
+1. Answers leave in the order of their requests (kproxy.proxy.answer_order).
 2. In-flight bytes and open requests are bounded: past a bound, or while the client or a broker reads too slowly,
-   nothing more is begun or read. In flight are the bytes of requests, with acks=0 until they are sent or confirmed, and
-   what reads may bring. What one read brings beyond a bound waits in `_backlog`.
+   nothing more is begun or read. What one read brings beyond a bound waits in `_backlog`.
 3. Nothing is begun in the midst of an answer or a failure: the fan-out finishes one event before the next.
 4. What all connections hold together is bounded as well (kproxy.proxy.budget), and what is counted there of this one
    is taken off again when it ends.
@@ -25,67 +23,38 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import cast
 
 import structlog
 
 from codec import api_keys
 from codec.api_keys import PRODUCE
-from codec.errors import CodecError, FrameTooLarge, UnsupportedVersion
+from codec.errors import CodecError
 from codec.framing import FrameReader
-from codec.headers import RequestHeader, client_id, parse_request_header
-from codec.primitives import Buffer
-from kproxy.observe.tally import OTHER_VERSION, PRODUCE_BOUNDS_S, VERSION_BITS
+from codec.headers import parse_request_header
+from kproxy.observe.tally import VERSION_BITS
+from kproxy.proxy.answer_order import AnswerOrder, Slot
 from kproxy.proxy.arrival import Arrival
 from kproxy.proxy.breaker import Waiting
 from kproxy.proxy.budget import LAST_READ_BYTES, Budget
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
-from kproxy.proxy.control import ControlPlane, Unanswerable
+from kproxy.proxy.control import Unanswerable
+from kproxy.proxy.control_requests import ControlRequests
 from kproxy.proxy.fanout import Fanout
 from kproxy.proxy.outbox import Outbox
-from kproxy.proxy.owning import MAX_CLIENT_BYTES, Owning
 from kproxy.proxy.produce import produce
 from kproxy.proxy.reads import fetch, list_offsets
 from kproxy.proxy.sockets import keep_alive
 from kproxy.proxy.upstream import FLUSH_S
-from kproxy.proxy.versions import NOT_SERVED, Ranges, covers
+from kproxy.proxy.versions import NOT_SERVED, Ranges, check_served, covers
 from kproxy.routing.topology import Address
 
 log = structlog.get_logger(__name__)
 
 _PARTITIONED = {api_keys.PRODUCE: produce, api_keys.FETCH: fetch, api_keys.LIST_OFFSETS: list_offsets}
-
-
-class Slot:
-    """The place of one answer in the order of answers.
-
-    `weight` is its share of the connection's bytes in flight, `frame_bytes` the request's of what is held in all.
-    `is_allowed` is asked when the answer's turn comes, for one that may be nobody's to have by then.
-    """
-
-    __slots__ = ("began", "buffers", "frame_bytes", "is_allowed", "session", "weight")
-
-    def __init__(self, session: ClientSession, weight: int, began: float) -> None:
-        self.session = session
-        self.weight = weight
-        self.frame_bytes = weight
-        # When the first byte of a produce request came; other requests take as long as they are told to, and have 0.
-        self.began = began
-        self.buffers: list[Buffer] | None = None
-        self.is_allowed: Callable[[], bool] | None = None
-
-    def fill(self, buffers: list[Buffer], is_allowed: Callable[[], bool] | None = None) -> None:
-        """The whole answer, its length prefix first; nothing for a request that has none and is done with."""
-        if buffers:
-            self.buffers = buffers
-            self.is_allowed = is_allowed
-            self.session.flush()
-        else:
-            self.session.unload(self)
 
 
 class ClientSession(asyncio.BufferedProtocol):
@@ -99,9 +68,12 @@ class ClientSession(asyncio.BufferedProtocol):
         self._on_closed = on_closed
         self._reader = FrameReader(context.limits.max_request_bytes, context.arena)
         self._transport: asyncio.Transport | None = None
-        self._outbox: Outbox | None = None
-        self._peer = "?"
-        self._slots: deque[Slot] = deque()
+        self.peer = "?"
+        self._answers = AnswerOrder(
+            context,
+            on_room=self._go_on,
+            on_forbidden=lambda: self.sever("what it was reading was claimed by another"),
+        )
         # Requests that wait to be begun, each with the time of its first byte.
         self._backlog: deque[tuple[memoryview, float]] = deque()
         self._takes_backlog = False
@@ -112,29 +84,24 @@ class ClientSession(asyncio.BufferedProtocol):
         self._arrival = Arrival()
         # Whether it has waited for room in all and has since then completed no frame.
         self._is_let_go = False
-        self._in_flight_bytes = 0
         self._max_bytes = context.limits.max_in_flight_bytes
         self._max_requests = context.limits.max_open_requests
-        # Open requests that have no answer (acks=0), and so no slot.
-        self._silent = 0
         self._connections = Connections(context, self._on_broker_pressure)
         self._broker_pressure = 0
         self._client_pressure = False
         self._reading = True
         self._draining = False
         self.closed = False
-        self._tasks: set[asyncio.Task[None]] = set()
         self._gone = asyncio.get_running_loop().create_future()
         self._fanout = Fanout(context, self._connections, self._undeliverable)
-        self._control = ControlPlane(context, self._on_broker_pressure, self._offered)
+        self._control = ControlRequests(
+            context, self, self._connections, self._fanout, self._on_broker_pressure, self._offered
+        )
         self._waiting = Waiting(context.breakers)
         # What may be sent here: what an ApiVersions answer has named or, before any, what is offered at the moment.
         self._ranges = context.versions.offered.ranges
         self._negotiated = False
         self._lingers = False
-        # What is claimed on this connection; made for its first Own request, of which one at a time is being served.
-        self._owning: Owning | None = None
-        self._claims = False
 
     # The connection
 
@@ -142,11 +109,11 @@ class ClientSession(asyncio.BufferedProtocol):
         # uvloop's transports have the methods of asyncio.Transport but not its class.
         self._transport = cast(asyncio.Transport, transport)
         keep_alive(transport)
-        self._outbox = Outbox(asyncio.get_running_loop(), self._transport)
+        self._answers.outbox = Outbox(asyncio.get_running_loop(), self._transport)
         peer = transport.get_extra_info("peername")
-        self._peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else str(peer)
+        self.peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else str(peer)
         if self._fanout.acks is not None:
-            self._fanout.acks.peer = self._peer
+            self._fanout.acks.peer = self.peer
 
     def get_buffer(self, sizehint: int) -> memoryview:
         budget = self._budget
@@ -171,7 +138,7 @@ class ClientSession(asyncio.BufferedProtocol):
                     self._budget.held += len(frame)
                 first_byte_at = now
         except CodecError as error:
-            self._refuse(error)
+            self.refuse(error)
             return
         budget = self._budget
         if frames and self._is_let_go:
@@ -180,7 +147,7 @@ class ClientSession(asyncio.BufferedProtocol):
         if self._arriving_bytes or self._reader.pending_bytes:
             self._spend(budget)
         if budget.held >= budget.limit:
-            self._adjust_reading()
+            self.adjust_reading()
 
     def _spend(self, budget: Budget) -> None:
         """Count the frame that is arriving among what is held in all."""
@@ -195,34 +162,29 @@ class ClientSession(asyncio.BufferedProtocol):
         api_key, api_version = header.api_key, header.api_version
         lowest, highest = self._ranges.get(api_key, NOT_SERVED)
         if not lowest <= api_version <= highest:
-            self._check_unserved(header)
-        weight = len(frame)
-        slot = Slot(self, weight, first_byte_at if api_key == PRODUCE else 0.0)
+            check_served(header, self._ranges)
+        weight, answers = len(frame), self._answers
+        slot = Slot(answers, weight, first_byte_at if api_key == PRODUCE else 0.0)
         # The slot is taken before anything is sent: an answer may come within this very step.
-        self._slots.append(slot)
-        self._in_flight_bytes += weight
+        answers.slots.append(slot)
+        answers.in_flight_bytes += weight
         self._budget.held += weight
         handler = _PARTITIONED.get(api_key)
         if handler is None:
-            if api_key == api_keys.OWN and api_key in self._ranges:
-                # What comes behind it is to see what became of it.
-                self._claims = True
-            self._start_control(frame, header, slot)
-            if self._claims:
-                self._adjust_reading()
+            self._control.start(frame, header, slot, self._ranges)
         else:
             answer_bytes = handler(self._context, self._fanout, frame, header, first_byte_at, slot.fill)
             self._tally.requests[api_key << VERSION_BITS | api_version] += 1
             if answer_bytes is None:
                 # No answer, and so no place among the answers; the last slot is this one.
-                self._silent += 1
+                answers.silent += 1
                 if not self.closed:
-                    self._slots.pop()
+                    answers.slots.pop()
             elif answer_bytes and slot.buffers is None and not self.closed:
                 slot.weight += answer_bytes
-                self._in_flight_bytes += answer_bytes
-        if self._in_flight_bytes >= self._max_bytes or len(self._slots) + self._silent >= self._max_requests:
-            self._adjust_reading()
+                answers.in_flight_bytes += answer_bytes
+        if answers.in_flight_bytes >= self._max_bytes or len(answers.slots) + answers.silent >= self._max_requests:
+            self.adjust_reading()
 
     def _take_backlog(self) -> None:
         """Begin what waits, as far as there is room; an event of its own."""
@@ -232,76 +194,11 @@ class ClientSession(asyncio.BufferedProtocol):
                 self._budget.held -= len(frame)
                 self._take(frame, first_byte_at)
         except CodecError as error:
-            self._refuse(error)
+            self.refuse(error)
         self._takes_backlog = False
-        self._adjust_reading()
-        self._end_if_drained()
-
-    def _start_control(self, frame: memoryview, header: RequestHeader, slot: Slot) -> None:
-        if len(frame) > self._context.limits.max_control_request_bytes:
-            raise FrameTooLarge(
-                f"a {api_keys.name_of(header.api_key)} request of {len(frame)} bytes; "
-                f"at most {self._context.limits.max_control_request_bytes} are admitted"
-            )
-        lowest, highest = self._ranges.get(header.api_key, NOT_SERVED)
-        version = header.api_version if lowest <= header.api_version <= highest else OTHER_VERSION
-        self._tally.requests[header.api_key << VERSION_BITS | version] += 1
-        self._start(self._answer_control(frame, header, slot))
-
-    async def _answer_control(self, frame: memoryview, header: RequestHeader, slot: Slot) -> None:
-        try:
-            if header.api_key == api_keys.OWN:
-                slot.fill(await self._own(frame, header))
-            else:
-                slot.fill(await self._control.answer(frame, header))
-        except (CodecError, Unanswerable) as error:
-            self._refuse(error)
-        except Exception:  # the boundary: a request without an answer would hold up all that follow it
-            log.exception("a request could not be answered", request=api_keys.name_of(header.api_key))
-            self.abandon()
-
-    async def _own(self, frame: memoryview, header: RequestHeader) -> list[Buffer]:
-        """The answer to a claim. Raises CodecError, Unanswerable."""
-        own = self._context.own
-        if own is None:
-            raise Unanswerable("there is nothing that keeps claims")
-        if self._owning is None:
-            # It stands in every claim, and a client may call itself anything.
-            called = (client_id(frame) or b"")[:MAX_CLIENT_BYTES].decode(errors="replace")
-            self._owning = Owning(self._context, own, self._connections, f"{called}@{self._peer}", self.sever)
-            self._fanout.owning = self._owning
-        try:
-            return await self._owning.answer(frame, header)
-        finally:
-            self._claims = False
-            self._adjust_reading()
-
-    def sever(self, reason: str) -> None:
-        """What this connection had claimed is another's: nothing more of it may be written or read."""
-        if self.closed:
-            return
-        log.warning("client connection severed", client=self._peer, reason=reason)
-        self._end()
-        self._fanout.part(severed=True)
-        if self._context.versions.fenced:
-            self._connections.drop_all()
-
-    def _start(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._go_on()
 
     # Versions
-
-    def _check_unserved(self, header: RequestHeader) -> None:
-        """A request outside of what is offered ends the connection, but for ApiVersions (KIP-511)."""
-        if header.api_key == api_keys.API_VERSIONS:
-            return
-        name = api_keys.name_of(header.api_key)
-        if header.api_key not in self._ranges:
-            raise UnsupportedVersion(f"{name} is not offered")
-        lowest, highest = self._ranges[header.api_key]
-        raise UnsupportedVersion(f"{name} v{header.api_version}: versions {lowest} to {highest} are offered")
 
     def _offered(self, ranges: Ranges) -> None:
         """An ApiVersions answer names these: from now on they hold for this connection."""
@@ -313,72 +210,40 @@ class ClientSession(asyncio.BufferedProtocol):
         if not self._negotiated:
             self._ranges = ranges
         elif not self._draining and not covers(ranges, self._ranges):
-            log.info("client connection drained: a broker serves less than it was offered", client=self._peer)
+            log.info("client connection drained: a broker serves less than it was offered", client=self.peer)
             self._lingers = True
             self.drain()
-
-    # Answers
-
-    def flush(self) -> None:
-        """Write every answer whose turn has come."""
-        if self._outbox is None or self.closed:
-            return
-        slots, budget, tally = self._slots, self._budget, self._tally
-        while slots and (buffers := slots[0].buffers) is not None:
-            slot = slots[0]
-            if slot.is_allowed is not None and not slot.is_allowed():
-                self.sever("what it was reading was claimed by another")
-                return
-            slots.popleft()
-            self._in_flight_bytes -= slot.weight
-            budget.held -= slot.frame_bytes
-            if slot.began:
-                elapsed = self._clock() - slot.began
-                tally.produce_seconds += elapsed
-                tally.produce_buckets[bisect_left(PRODUCE_BOUNDS_S, elapsed)] += 1
-            self._outbox.put(buffers)
-        if budget.waiting:
-            budget.wake()
-        if not self._reading:
-            self._adjust_reading()
-            self._end_if_drained()
-
-    def unload(self, slot: Slot) -> None:
-        """A request that has no answer is on its way or lost."""
-        self._in_flight_bytes -= slot.weight
-        self._budget.held -= slot.frame_bytes
-        slot.frame_bytes = 0
-        self._silent -= 1
-        if self._budget.waiting:
-            self._budget.wake()
-        if not self._reading:
-            self._adjust_reading()
-            self._end_if_drained()
 
     # Back-pressure
 
     def pause_writing(self) -> None:
         self._client_pressure = True
-        self._adjust_reading()
+        self.adjust_reading()
 
     def resume_writing(self) -> None:
         self._client_pressure = False
-        self._adjust_reading()
+        self.adjust_reading()
 
     def _on_broker_pressure(self, slow: bool) -> None:
         self._broker_pressure += 1 if slow else -1
-        self._adjust_reading()
+        self.adjust_reading()
 
     def _has_room(self) -> bool:
         return (
-            self._in_flight_bytes < self._max_bytes
-            and len(self._slots) + self._silent < self._max_requests
+            self._answers.in_flight_bytes < self._max_bytes
+            and self._answers.open_count < self._max_requests
             and not self._client_pressure
             and not self._broker_pressure
-            and not self._claims
+            and not self._control.claims
         )
 
-    def _adjust_reading(self) -> None:
+    def _go_on(self) -> None:
+        """There may be room for more, or nothing left to answer."""
+        self.adjust_reading()
+        self._end_if_drained()
+
+    def adjust_reading(self) -> None:
+        """Read while there is room, and only then; what waits to be begun comes first."""
         if self._transport is None or self.closed:
             return
         has_room = self._has_room()
@@ -392,6 +257,7 @@ class ClientSession(asyncio.BufferedProtocol):
         if may_read is self._reading:
             return
         self._reading = may_read
+        self._answers.is_waited_for = not may_read
         if may_read:
             self._transport.resume_reading()
         else:
@@ -411,7 +277,7 @@ class ClientSession(asyncio.BufferedProtocol):
     def read_on(self) -> None:
         """There is room in all again, or this session may read on without."""
         self._is_let_go = True
-        self._adjust_reading()
+        self.adjust_reading()
         if not self._reading:
             # Something else keeps it from reading.
             self._budget.leave(self)
@@ -424,14 +290,14 @@ class ClientSession(asyncio.BufferedProtocol):
         self._control.give_up_broker(address)
         if loses_unanswered:
             self._context.counters["acks0.undeliverable"] += 1
-            self._refuse(Unanswerable("acks=0 batches were on their way to a broker that hangs"))
+            self.refuse(Unanswerable("acks=0 batches were on their way to a broker that hangs"))
 
     def _undeliverable(self, topic: bytes, error_code: int) -> None:
         """An acks=0 part is lost: count it and, as Kafka does, close the connection so that the client learns of it."""
         self._context.counters["acks0.undeliverable"] += 1
         name = self._context.topology.name_of(topic) or topic
         self._tally.drop(name, error_code)
-        self._refuse(
+        self.refuse(
             Unanswerable(f"an acks=0 batch for {name.decode(errors='backslashreplace')} met error {error_code}")
         )
 
@@ -440,12 +306,12 @@ class ClientSession(asyncio.BufferedProtocol):
     @property
     def open_requests(self) -> int:
         """Requests that wait to be answered, or with acks=0 to be sent."""
-        return self._fanout.open_count + len(self._tasks)
+        return self._fanout.open_count + len(self._control.tasks)
 
     @property
     def sent_bytes(self) -> int:
         """Bytes sent to the client, until it has been closed; from then on they are in the tally."""
-        return 0 if self.closed or self._outbox is None else self._outbox.written_bytes
+        return 0 if self._answers.outbox is None else self._answers.outbox.written_bytes
 
     @property
     def upstream_count(self) -> int:
@@ -472,18 +338,29 @@ class ClientSession(asyncio.BufferedProtocol):
         if self._arrival.is_too_slow(
             now, began=self._first_byte_at, arrived=arrived, pauses=self._pauses, pressed=self._budget.presses
         ):
-            self._refuse(Unanswerable(f"a request arrives too slowly: {arrived} bytes of it by now"))
+            self.refuse(Unanswerable(f"a request arrives too slowly: {arrived} bytes of it by now"))
 
-    def _refuse(self, error: Exception) -> None:
+    def refuse(self, error: Exception) -> None:
+        """Close because of what the client sent, or because it can have no answer."""
         if not self.closed:
-            log.warning("client connection closed", client=self._peer, reason=str(error))
+            log.warning("client connection closed", client=self.peer, reason=str(error))
             self._context.counters["clients.refused"] += 1
             self._end()
 
+    def sever(self, reason: str) -> None:
+        """What this connection had claimed is another's: nothing more of it may be written or read."""
+        if self.closed:
+            return
+        log.warning("client connection severed", client=self.peer, reason=reason)
+        self._end()
+        self._fanout.part(severed=True)
+        if self._context.versions.fenced:
+            self._connections.drop_all()
+
     def abandon(self) -> None:
         """Close without waiting for answers."""
-        if not self.closed and self._slots:
-            log.warning("client connection closed unanswered", client=self._peer, requests=len(self._slots))
+        if not self.closed and self._answers.slots:
+            log.warning("client connection closed unanswered", client=self.peer, requests=len(self._answers.slots))
         self._end()
         self._fanout.hurry()
 
@@ -491,12 +368,12 @@ class ClientSession(asyncio.BufferedProtocol):
         """Read no more; close once everything in flight is answered."""
         self._draining = True
         # A client that waits for an answer may well be sending the next request, which nobody reads.
-        self._lingers = self._lingers or bool(self._slots or self._backlog)
-        self._adjust_reading()
+        self._lingers = self._lingers or bool(self._answers.slots or self._backlog)
+        self.adjust_reading()
         self._end_if_drained()
 
     def _end_if_drained(self) -> None:
-        if self._draining and not self._slots and not self._backlog and not self._fanout.has_open_exchanges:
+        if self._draining and not self._answers.slots and not self._backlog and not self._fanout.has_open_exchanges:
             self._end(lingers=self._lingers)
 
     def eof_received(self) -> bool:
@@ -517,14 +394,14 @@ class ClientSession(asyncio.BufferedProtocol):
         if self.closed:
             return
         self.closed = True
-        if self._transport is not None and self._outbox is not None:
-            self._outbox.flush()
-            self._tally.sent_bytes += self._outbox.written_bytes
+        outbox, self._answers.outbox = self._answers.outbox, None
+        if self._transport is not None and outbox is not None:
+            outbox.flush()
+            self._tally.sent_bytes += outbox.written_bytes
             if not (lingers and self._half_close(self._transport)):
                 self._transport.close()
         self._fanout.part()
-        if self._owning is not None:
-            self._owning.end()
+        self._control.end()
         self._let_go()
         self._on_closed(self)
 
@@ -543,12 +420,8 @@ class ClientSession(asyncio.BufferedProtocol):
     def _let_go(self) -> None:
         """Of all but requests with acks=0, which live on until they are settled."""
         self._budget.arriving -= self._arriving_bytes
-        held = self._arriving_bytes + sum(len(frame) for frame, _ in self._backlog)
-        for slot in self._slots:
-            held += slot.frame_bytes
-            slot.frame_bytes = 0
+        held = self._arriving_bytes + sum(len(frame) for frame, _ in self._backlog) + self._answers.let_go()
         self._arriving_bytes = 0
-        self._slots.clear()
         self._backlog.clear()
         self._budget.held -= held
         self._budget.leave(self)
@@ -567,8 +440,5 @@ class ClientSession(asyncio.BufferedProtocol):
 
     async def _close_brokers(self) -> None:
         await self._fanout.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._control.close()
         await self._connections.close()

@@ -20,6 +20,8 @@ from typing import Final, NamedTuple
 
 from codec import api_keys as keys
 from codec import fetch, list_offsets, own, produce
+from codec.errors import UnsupportedVersion
+from codec.headers import RequestHeader
 
 
 class Handling(Enum):
@@ -201,6 +203,17 @@ def _cap(features: dict[str, Range], highest: int) -> bool:
     else:
         features[TRANSACTION_VERSION] = (min(level[0], highest), highest)
     return True
+
+
+def check_served(header: RequestHeader, ranges: Ranges) -> None:
+    """Raises UnsupportedVersion for a request outside of what is served, but for ApiVersions (KIP-511)."""
+    lowest, highest = ranges.get(header.api_key, NOT_SERVED)
+    if lowest <= header.api_version <= highest or header.api_key == keys.API_VERSIONS:
+        return
+    name = keys.name_of(header.api_key)
+    if header.api_key not in ranges:
+        raise UnsupportedVersion(f"{name} is not offered")
+    raise UnsupportedVersion(f"{name} v{header.api_version}: versions {lowest} to {highest} are offered")
 
 
 def covers(offered: Ranges, wanted: Ranges) -> bool:

@@ -14,16 +14,16 @@ def what_is_left(proxy: RunningProxy) -> list[str]:
 def _left_in(session: ClientSession) -> list[str]:
     fanout = session._fanout
     held = {
-        "answers": len(session._slots),
+        "answers": len(session._answers.slots),
         "backlog": len(session._backlog),
-        "bytes in flight": session._in_flight_bytes,
+        "bytes in flight": session._answers.in_flight_bytes,
         "exchanges": fanout.open_count,
         "lanes": len(fanout._order.lanes),
         "released": len(fanout._order._released),
         "looks": len(fanout._exchanges.looks.waiting),
         "refreshes": len(fanout._failures.lookups._tasks),
-        "tasks": len(session._tasks),
+        "tasks": len(session._control.tasks),
         "pauses": session._broker_pressure + session._client_pressure + (not session._reading),
         "unanswered": sum(len(upstream.unanswered()) for upstream in session._connections.by_broker.values()),
     }
-    return [f"{session._peer}: {count} {what}" for what, count in held.items() if count]
+    return [f"{session.peer}: {count} {what}" for what, count in held.items() if count]

@@ -1,0 +1,123 @@
+"""The answers of one client connection, written in the order of their requests, and what of requests is in flight.
+
+States of a slot, the place of one answer
+  empty    its answer is not known
+  filled   it is, and waits for those before it
+  gone     it is written, or its connection has ended; one for a request without an answer (acks=0) leaves the order at
+           once, and counts until that is on its way or lost
+
+Invariants
+1. Each request that has an answer takes a slot before anything is sent; a slot is written when it is filled and all
+   before it are written.
+2. In flight are the bytes of requests, with acks=0 until they are sent or confirmed, and what reads may bring. They
+   count here until the slot is gone, and what of them is held in all counts in the budget as well.
+3. Without an `outbox`, before the connection is made and once it has ended, nothing is written.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable
+
+from codec.primitives import Buffer
+from kproxy.observe.tally import PRODUCE_BOUNDS_S
+from kproxy.proxy.context import ProxyContext
+from kproxy.proxy.outbox import Outbox
+
+
+class Slot:
+    """The place of one answer in the order of answers.
+
+    `weight` is its share of the connection's bytes in flight, `frame_bytes` the request's of what is held in all.
+    `is_allowed` is asked when the answer's turn comes, for one that may be nobody's to have by then.
+    """
+
+    __slots__ = ("began", "buffers", "frame_bytes", "is_allowed", "order", "weight")
+
+    def __init__(self, order: AnswerOrder, weight: int, began: float) -> None:
+        self.order = order
+        self.weight = weight
+        self.frame_bytes = weight
+        # When the first byte of a produce request came; other requests take as long as they are told to, and have 0.
+        self.began = began
+        self.buffers: list[Buffer] | None = None
+        self.is_allowed: Callable[[], bool] | None = None
+
+    def fill(self, buffers: list[Buffer], is_allowed: Callable[[], bool] | None = None) -> None:
+        """The whole answer, its length prefix first; nothing for a request that has none and is done with."""
+        if buffers:
+            self.buffers = buffers
+            self.is_allowed = is_allowed
+            self.order.flush()
+        else:
+            self.order.unload(self)
+
+
+class AnswerOrder:
+    """`on_room` is called when there is less in flight, while `is_waited_for`; `on_forbidden` where an answer is not to
+    be had any more when its turn comes.
+
+    `slots`, `silent` and `in_flight_bytes` are added to by who begins requests: by name, for a call costs more.
+    """
+
+    def __init__(self, context: ProxyContext, on_room: Callable[[], None], on_forbidden: Callable[[], None]) -> None:
+        self._clock = context.clock
+        self._tally = context.tally
+        self._budget = context.budget
+        self._on_room = on_room
+        self._on_forbidden = on_forbidden
+        self.outbox: Outbox | None = None
+        self.slots: deque[Slot] = deque()
+        # Open requests that have no answer (acks=0), and so no slot.
+        self.silent = 0
+        self.in_flight_bytes = 0
+        self.is_waited_for = False
+
+    @property
+    def open_count(self) -> int:
+        """Requests that are not answered yet, or with acks=0 not sent."""
+        return len(self.slots) + self.silent
+
+    def flush(self) -> None:
+        """Write every answer whose turn has come."""
+        if self.outbox is None:
+            return
+        slots, budget, tally = self.slots, self._budget, self._tally
+        while slots and (buffers := slots[0].buffers) is not None:
+            slot = slots[0]
+            if slot.is_allowed is not None and not slot.is_allowed():
+                self._on_forbidden()
+                return
+            slots.popleft()
+            self.in_flight_bytes -= slot.weight
+            budget.held -= slot.frame_bytes
+            if slot.began:
+                elapsed = self._clock() - slot.began
+                tally.produce_seconds += elapsed
+                tally.produce_buckets[bisect_left(PRODUCE_BOUNDS_S, elapsed)] += 1
+            self.outbox.put(buffers)
+        if budget.waiting:
+            budget.wake()
+        if self.is_waited_for:
+            self._on_room()
+
+    def unload(self, slot: Slot) -> None:
+        """A request that has no answer is on its way or lost."""
+        self.in_flight_bytes -= slot.weight
+        self._budget.held -= slot.frame_bytes
+        slot.frame_bytes = 0
+        self.silent -= 1
+        if self._budget.waiting:
+            self._budget.wake()
+        if self.is_waited_for:
+            self._on_room()
+
+    def let_go(self) -> int:
+        """Nobody waits for answers any more; the bytes that are held in all for want of them."""
+        held = 0
+        for slot in self.slots:
+            held += slot.frame_bytes
+            slot.frame_bytes = 0
+        self.slots.clear()
+        return held

@@ -1,0 +1,142 @@
+"""What one client asks beside Produce, Fetch and ListOffsets: about the cluster, groups and transactions, and claims.
+
+Each such request is a task until it is answered; how many there are is bounded by who reads them. Whatever goes wrong
+with one closes the client's connection, for a request without an answer would hold up all that follow it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+import structlog
+
+from codec import api_keys
+from codec.errors import CodecError, FrameTooLarge
+from codec.headers import RequestHeader, client_id
+from codec.primitives import Buffer
+from kproxy.observe.tally import OTHER_VERSION, VERSION_BITS
+from kproxy.proxy.answer_order import Slot
+from kproxy.proxy.connections import Connections
+from kproxy.proxy.context import ProxyContext
+from kproxy.proxy.control import ControlPlane, Unanswerable
+from kproxy.proxy.fanout import Fanout
+from kproxy.proxy.owning import MAX_CLIENT_BYTES, Owning
+from kproxy.proxy.versions import NOT_SERVED, Ranges
+from kproxy.routing.topology import Address
+
+log = structlog.get_logger(__name__)
+
+
+class Client(Protocol):
+    """The connection that the requests came on."""
+
+    peer: str
+
+    def refuse(self, error: Exception) -> None:
+        """What it asks cannot be answered: close it."""
+        ...
+
+    def abandon(self) -> None:
+        """Close it without waiting for answers."""
+        ...
+
+    def sever(self, reason: str) -> None:
+        """What it had claimed is another's."""
+        ...
+
+    def adjust_reading(self) -> None:
+        """More, or less, of it may be read than before."""
+        ...
+
+
+class ControlRequests:
+    """Of one `client`; what it claims holds on `connections`, for what `fanout` sends."""
+
+    def __init__(
+        self,
+        context: ProxyContext,
+        client: Client,
+        connections: Connections,
+        fanout: Fanout,
+        on_pressure: Callable[[bool], None],
+        on_offered: Callable[[Ranges], None],
+    ) -> None:
+        self._context = context
+        self._client = client
+        self._connections = connections
+        self._fanout = fanout
+        self._plane = ControlPlane(context, on_pressure, on_offered)
+        self._owning: Owning | None = None
+        # Whether a claim is being served; there is one at a time, and what comes behind it is to see what became of it.
+        self.claims = False
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, frame: memoryview, header: RequestHeader, slot: Slot, ranges: Ranges) -> None:
+        """Serve one request, whose answer goes to `slot`; `ranges` are served. Raises FrameTooLarge."""
+        if header.api_key == api_keys.OWN and api_keys.OWN in ranges:
+            self.claims = True
+        max_bytes = self._context.limits.max_control_request_bytes
+        if len(frame) > max_bytes:
+            raise FrameTooLarge(
+                f"a {api_keys.name_of(header.api_key)} request of {len(frame)} bytes; at most {max_bytes} are admitted"
+            )
+        lowest, highest = ranges.get(header.api_key, NOT_SERVED)
+        version = header.api_version if lowest <= header.api_version <= highest else OTHER_VERSION
+        self._context.tally.requests[header.api_key << VERSION_BITS | version] += 1
+        task = asyncio.get_running_loop().create_task(self._answer(frame, header, slot))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        if self.claims:
+            self._client.adjust_reading()
+
+    async def _answer(self, frame: memoryview, header: RequestHeader, slot: Slot) -> None:
+        try:
+            if header.api_key == api_keys.OWN:
+                slot.fill(await self._own(frame, header))
+            else:
+                slot.fill(await self._plane.answer(frame, header))
+        except (CodecError, Unanswerable) as error:
+            self._client.refuse(error)
+        except Exception:  # the boundary: a request without an answer would hold up all that follow it
+            log.exception("a request could not be answered", request=api_keys.name_of(header.api_key))
+            self._client.abandon()
+
+    async def _own(self, frame: memoryview, header: RequestHeader) -> list[Buffer]:
+        """The answer to a claim. Raises CodecError, Unanswerable."""
+        own = self._context.own
+        if own is None:
+            raise Unanswerable("there is nothing that keeps claims")
+        if self._owning is None:
+            # It stands in every claim, and a client may call itself anything.
+            called = (client_id(frame) or b"")[:MAX_CLIENT_BYTES].decode(errors="replace")
+            client = f"{called}@{self._client.peer}"
+            self._owning = Owning(self._context, own, self._connections, client, self._client.sever)
+            self._fanout.owning = self._owning
+        try:
+            return await self._owning.answer(frame, header)
+        finally:
+            self.claims = False
+            self._client.adjust_reading()
+
+    def give_up_broker(self, address: Address) -> None:
+        """The broker there hangs."""
+        self._plane.give_up_broker(address)
+
+    @property
+    def upstream_count(self) -> int:
+        """Open connections to brokers."""
+        return self._plane.upstream_count
+
+    def end(self) -> None:
+        """The client is gone, and what it had claimed is free."""
+        if self._owning is not None:
+            self._owning.end()
+
+    async def close(self) -> None:
+        """Nobody waits for answers any more."""
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self._plane.close()
