@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -142,7 +143,7 @@ class SparkDriver:
         from pyspark.java_gateway import launch_gateway
         from pyspark.sql import SparkSession
 
-        with as_spark_failure("Spark did not start"):
+        with self._told_of_no_master(), as_spark_failure("Spark did not start"):
             with _environment(PYSPARK_GATEWAY_PORT=str(port), PYSPARK_GATEWAY_SECRET=secret):
                 self._gateway = launch_gateway()
             context = SparkContext(gateway=self._gateway)
@@ -199,6 +200,16 @@ class SparkDriver:
             if downloads:
                 on_download(downloads)
             time.sleep(_POLL_S)
+
+    @contextlib.contextmanager
+    def _told_of_no_master(self) -> Iterator[None]:
+        try:
+            yield
+        except SparkFailed as error:
+            told = no_master(self.log_path.read_text(errors="replace"), self.master)
+            if told is not None:
+                raise told from error
+            raise
 
     def _why_not(self) -> Exception:
         if self._stopped:
@@ -293,10 +304,43 @@ def as_spark_failure(what: str) -> Iterator[None]:
 
 
 def cause_in(text: str) -> str:
-    """Of an error with Java's stack trace in it the innermost cause, else its first line; "" where it says nothing."""
+    """Of an error with Java's stack trace in it the innermost cause, else what it says first; "" where it says nothing.
+
+    Where the Python of Spark's workers is not what a job needs, the way out is told as well.
+    """
+    for pattern, sentence in _WORKERS_PYTHON:
+        if found := re.search(pattern, text):
+            return f"{sentence.format(found[1])}: {_NAME_A_PYTHON}"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     causes = [line.removeprefix("Caused by: ") for line in lines if line.startswith("Caused by: ")]
+    if not causes and len(lines) > 1 and lines[0].startswith(_PY4J):
+        # Which of Java's methods was called is of no use to anybody.
+        return lines[1].removeprefix(": ")
     return (causes or lines or [""])[-1 if causes else 0]
+
+
+_PY4J: Final = "An error occurred while calling "
+_NAME_A_PYTHON: Final = (
+    "install it there, or name a Python that the driver's and the executors' machines have with PYSPARK_PYTHON"
+)
+_WORKERS_PYTHON: Final = (
+    (r"ModuleNotFoundError: No module named '(\w+)", "the Python of Spark's workers has no {}"),
+    (r"Cannot run program \"([^\"]*python[^\"]*)\"", "there is no {} to run Spark's workers with"),
+    (
+        r"Python in worker has different version:? (.{1,20}?) than that in driver",
+        "Spark's workers have another Python ({}) than the driver",
+    ),
+)
+
+
+def no_master(log: str, master: str) -> StartupError | None:
+    """What to tell where Spark's `log` says that it gave up asking for a standalone cluster's master."""
+    if "All masters are unresponsive" not in log:
+        return None
+    return StartupError(
+        f"No Spark master answers at --master {master}: give the address that its own page shows, spark://HOST:PORT, "
+        "of a cluster of the same version of Spark."
+    )
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from kproxy.pipeline.audit.report_place import check_report
 from kproxy.pipeline.demo import DemoOptions, run_demo
 from kproxy.pipeline.java import Java
 from kproxy.pipeline.reachable import check_reachable
-from kproxy.pipeline.spark import cause_in, pyspark_home
+from kproxy.pipeline.spark import cause_in, no_master, pyspark_home
 from kproxy.pipeline.spark_settings import spark_environment
 
 JAVA = Java(Path("/jvm/17"), Path("/jvm/17/bin/java"), 17, "PATH")
@@ -163,7 +163,35 @@ def test_pyspark_is_found_where_it_is_installed() -> None:
         ("\n first \n second", "first"),
         ("Outer\n\tat a.B\nCaused by: inner\n\tat c.D\nCaused by: innermost\n\t... 3 more", "innermost"),
         ("", ""),
+        ("An error occurred while calling o622.parquet.\n: a.b.Failed: no room\n\tat a.B", "a.b.Failed: no room"),
     ],
 )
 def test_of_javas_stack_trace_the_innermost_cause_is_told(text: str, cause: str) -> None:
     assert cause_in(text) == cause
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (
+            "SparkException: \nError from python worker:\n  ModuleNotFoundError: No module named 'pyarrow'",
+            "has no pyarrow",
+        ),
+        ('Cannot run program "python3": error=2, No such file or directory', "there is no python3 to run"),
+        ("[PYTHON_VERSION_MISMATCH] Python in worker has different version: 3.9 than that in driver: 3.11", "(3.9)"),
+    ],
+)
+def test_where_workers_have_not_the_python_that_is_needed_the_way_out_is_told(said: str, told: str) -> None:
+    sentence = cause_in(f"An error occurred while calling o622.parquet.\n: {said}\nCaused by: java.io.EOFException")
+
+    assert told in sentence
+    assert sentence.endswith("with PYSPARK_PYTHON")
+
+
+def test_a_master_that_does_not_answer_is_named() -> None:
+    log = (
+        "26/11/22 ERROR StandaloneSchedulerBackend: Application has been killed. Reason: All masters are unresponsive!"
+    )
+
+    assert "--master spark://a:1:" in str(no_master(log, "spark://a:1"))
+    assert no_master("Java heap space", "spark://a:1") is None
