@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from kproxy.pipeline.report import Stage
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure
+
+if TYPE_CHECKING:
+    from pyspark import SparkStageInfo
 
 _POLL_S: Final = 0.5
 
@@ -43,8 +47,17 @@ class JobsProgress:
             return
 
     def _tell(self, tracker: Any) -> None:
-        stages = [info for info in map(tracker.getStageInfo, tracker.getActiveStageIds()) if info is not None]
-        total = sum(info.numTasks for info in stages)
-        if total:
-            done = sum(info.numCompletedTasks for info in stages)
-            self._stage.say(f"{stages[0].name.split(' at ')[0]}: {done:,} of {total:,} tasks")
+        if sentence := in_words([info for info in map(tracker.getStageInfo, tracker.getActiveStageIds()) if info]):
+            self._stage.say(sentence)
+
+
+def in_words(stages: Sequence[SparkStageInfo]) -> str:
+    """How far the stages are that Spark is at; "" where there are none."""
+    total = sum(info.numTasks for info in stages)
+    if not total:
+        return ""
+    done = sum(info.numCompletedTasks for info in stages)
+    if not done and not any(info.numActiveTasks for info in stages):
+        # On a cluster that has no room it stays like this until somebody makes some.
+        return f"waiting for an executor to run the first of {total:,} tasks"
+    return f"{stages[0].name.split(' at ')[0]}: {done:,} of {total:,} tasks"
