@@ -76,8 +76,18 @@ def pages() -> dict[str, str]:
     [
         ("clean", "good", "Clean", "All 1,440,000 acknowledged records are in the log, once and at one offset."),
         ("loss", "bad", "Loss", "Of 1,440,000 acknowledged records 50 are not in the log."),
-        ("split_brain", "bad", "Loss and split brain", "400 were given an offset that others had too."),
-        ("unproven", "warn", "Unproven", "(12 partitions concerned, 2 holes in the trails)"),
+        (
+            "split_brain",
+            "bad",
+            "Loss and split brain",
+            "400 were given an offset that another broker gave out as well.",
+        ),
+        (
+            "unproven",
+            "warn",
+            "Unproven",
+            "The trails have 2 holes: what else was acknowledged then nobody knows (12 of 12",
+        ),
         ("huge", "bad", "Loss, split brain and corrupt batches", "3 batches in the log cannot be read"),
         ("empty", "idle", "Nothing acknowledged", "there is nothing to look for"),
         ("tiny", "good", "Clean", "The one acknowledged record is in the log"),

@@ -79,7 +79,8 @@ def _wrong(verdict: Verdict) -> list[str]:
     if sums.lost:
         said.append(f"{sums.lost:,} {_are(sums.lost)} not in the log")
     if sums.overlapped:
-        said.append(f"{sums.overlapped:,} {_were(sums.overlapped)} given an offset that others had too")
+        others = "another broker gave out as well" if verdict.conflicts else "others had too"
+        said.append(f"{sums.overlapped:,} {_were(sums.overlapped)} given an offset that {others}")
     if sums.duplicated:
         said.append(f"{sums.duplicated:,} {_are(sums.duplicated)} in the log more than once")
     if verdict.corrupt:
@@ -100,12 +101,10 @@ def _there(sums: Sums) -> str:
 
 def _unproven(verdict: Verdict) -> str:
     """That something is not known, and that this is not the same as fine."""
-    known = []
-    if verdict.sums.unproven:
-        known.append(f"{counted(verdict.sums.unproven, 'partition')} concerned")
-    if verdict.trail_faults:
-        known.append(f"{counted(verdict.trail_faults, 'hole')} in the trails")
-    return f"Of some time the trail does not tell all ({', '.join(known)}): what was acknowledged then is unproven."
+    sums, holes = verdict.sums, verdict.trail_faults
+    what = f"The trails have {counted(holes, 'hole')}" if holes else "The trails do not tell all of some time"
+    concerned = f" ({sums.unproven:,} of {counted(sums.partitions, 'partition')} concerned)" if sums.unproven else ""
+    return f"{what}: what else was acknowledged then nobody knows{concerned}."
 
 
 def where(finding: Finding) -> str:
