@@ -20,10 +20,10 @@ from rich.table import Table
 
 from bench.processes import peak_resident_bytes
 from bench.table import judged
-from kproxy.pipeline.audit.results import read_results, write_results
+from kproxy.pipeline.audit.run import judge
 from kproxy.pipeline.audit.schemas import LOST
 from kproxy.pipeline.audit.synthetic import BEGAN_AT, Shape, synthetic_bounds, synthetic_log, synthetic_trail
-from kproxy.pipeline.audit.tables import AuditRules, audit_tables
+from kproxy.pipeline.audit.tables import AuditRules
 from kproxy.pipeline.java import find_java
 from kproxy.pipeline.spark import SparkDriver
 
@@ -72,10 +72,10 @@ def _audit(session: Any, shape: Shape, directory: Path) -> _Found:
     began = time.monotonic()
     rows, log, bounds, taken_out = _made(session, shape, land)
     made = time.monotonic()
-    tables = audit_tables(rows, log, bounds, AuditRules(read_at_ms=READ_AT_MS), land)
-    write_results(tables, str(directory / "results"), {})
+    _, written = judge(
+        session, rows, log, bounds, AuditRules(read_at_ms=READ_AT_MS), land, str(directory / "results"), {}
+    )
     seconds = time.monotonic() - made
-    written, _ = read_results(session, str(directory / "results"))
     findings = written.findings.collect()
     missing = [(row.topic, row.partition, row.first_offset, row.records) for row in findings if row.kind == LOST]
     (acked,) = written.partitions.selectExpr("sum(acked)").first()

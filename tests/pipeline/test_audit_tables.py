@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kproxy.pipeline.audit.results import Tables
-from kproxy.pipeline.audit.run import work_in
+from kproxy.pipeline.audit.scale import fitted, keep
 from kproxy.pipeline.audit.schemas import FINDINGS_SCHEMA, OWNERS_SCHEMA, PARTITIONS_SCHEMA, WINDOWS_SCHEMA
 from kproxy.pipeline.audit.tables import AuditRules, audit_tables
 from tests.support.trails import (
@@ -311,7 +311,7 @@ class Audited(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def audited(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> Audited:
+def audited(spark: Any) -> Audited:
     trails = {name: Trail(proxy=f"{name}:9092", incarnation=name) for name in CASES}
     log: list[Row] = []
     limits: list[Row] = []
@@ -325,8 +325,9 @@ def audited(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> Audited:
     rows = [row for trail in trails.values() for row in trail.rows]
     rules = AuditRules(read_at_ms=BEGAN_AT + 300_000, window_ms=WINDOW_MS, bucket_bits=BUCKET_BITS)
     frames = trail_frame(spark, rows), log_frame(spark, log), bounds_frame(spark, limits)
-    with work_in(spark, str(tmp_path_factory.mktemp("work"))) as land:
-        return collected(audit_tables(*frames, rules, land))
+    with fitted(spark, len(rows)):
+        trail, headers, ends = (keep("", frame) for frame in frames)
+        return collected(audit_tables(trail, headers, ends, rules, keep))
 
 
 def collected(tables: Tables) -> Audited:

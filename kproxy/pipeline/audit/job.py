@@ -26,6 +26,7 @@ from kproxy.pipeline.audit.report_html import write_report
 from kproxy.pipeline.audit.report_place import check_report
 from kproxy.pipeline.audit.report_table import show_table
 from kproxy.pipeline.audit.run import AuditOptions, run_audit
+from kproxy.pipeline.audit.scale import fitted
 from kproxy.pipeline.audit.tables import WINDOW_MS
 from kproxy.pipeline.audit.trail import TrailPlace
 from kproxy.pipeline.jobs_progress import JobsProgress
@@ -116,7 +117,8 @@ def audit(session: Any, job: AuditJob, said: Report) -> Facts:
                 ),
                 about=words,
             )
-            facts = gather(result.tables, words)
+            with fitted(session, result.rows):
+                facts = gather(result.tables, words)
         stage.finish(f"{facts.sums.acked:,} acknowledged records")
         return facts
 

@@ -27,7 +27,16 @@ from kproxy.pipeline.audit.log_reader import CheckCrc, RangeReader, Row
 from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
 from kproxy.routing.topology import Address
 
-__all__ = ["BOUNDS_SCHEMA", "LOG_SCHEMA", "LogReadFailed", "fix_ends", "read_bounds", "read_log", "register"]
+__all__ = [
+    "BOUNDS_SCHEMA",
+    "LOG_SCHEMA",
+    "LogReadFailed",
+    "bounds_now",
+    "fix_ends",
+    "read_bounds",
+    "read_log",
+    "register",
+]
 
 LOG_FORMAT: Final = "kproxy_log"
 BOUNDS_FORMAT: Final = "kproxy_bounds"
@@ -79,6 +88,14 @@ def read_bounds(
     """
     more = {"compactedTopics": None if compacted is None else ",".join(compacted)}
     return _read(session, BOUNDS_FORMAT, written(bootstrap, topics, pattern, more))
+
+
+def bounds_now(
+    bootstrap: str, *, topics: Sequence[str], compacted: Sequence[str] | None = None
+) -> list[tuple[str, int, int, int, bool, str | None]]:
+    """Rows of BOUNDS_SCHEMA, asked from here, without Spark, as `fix_ends` asks. Raises LogReadFailed."""
+    more = {"compactedTopics": None if compacted is None else ",".join(compacted)}
+    return list(BoundsDataSourceReader(read_options(written(bootstrap, topics, None, more))).read(None))
 
 
 def fix_ends(bootstrap: str, *, topics: Sequence[str] = (), pattern: str | None = None) -> str:

@@ -205,18 +205,19 @@ class _Gathering:
     def _holdings(self, drawn: Sequence[Partition]) -> tuple[tuple[Holding, ...], int]:
         if not drawn:
             return (), 0
-        theirs = _of(self._tables.owners, drawn)
         order = ["first_acked_at", "revision", "owner"]
-        by_partition = Window.partitionBy("topic", "partition").orderBy(*order)
+        by_partition = Window.partitionBy("topic", "partition")
         rows = (
-            theirs.withColumn("place", F.row_number().over(by_partition))
+            _of(self._tables.owners, drawn)
+            .withColumn("place", F.row_number().over(by_partition.orderBy(*order)))
+            .withColumn("all", F.count(F.lit(1)).over(by_partition))
             .where(F.col("place") <= self._limits.holdings)
             .orderBy("topic", "partition", *order)
             .collect()
         )
         columns = ("topic", "partition", "owner", "revision", "first_acked_at", "last_acked_at", "records")
         holdings = tuple(Holding(*[row[name] for name in columns]) for row in rows)
-        return holdings, theirs.count() - len(holdings)
+        return holdings, sum(row["all"] for row in rows if row.place == 1) - len(holdings)
 
     def _flows(self, grid: Grid) -> tuple[Flow, ...]:
         table = self._tables.throughput

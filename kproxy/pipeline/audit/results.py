@@ -8,11 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Final
 
 from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
 
 from kproxy.errors import StartupError
+from kproxy.pipeline.audit.schemas import (
+    FINDINGS_SCHEMA,
+    OWNERS_SCHEMA,
+    PARTITIONS_SCHEMA,
+    THROUGHPUT_SCHEMA,
+    WINDOWS_SCHEMA,
+)
 from kproxy.pipeline.spark import as_spark_failure
 
 # What was audited, as label and text; one row each. Last to be written: a directory that has it is whole.
@@ -37,6 +45,13 @@ class Tables:
 
 
 NAMES = tuple(field.name for field in fields(Tables))
+SCHEMAS: Final = {
+    "windows": WINDOWS_SCHEMA,
+    "partitions": PARTITIONS_SCHEMA,
+    "findings": FINDINGS_SCHEMA,
+    "owners": OWNERS_SCHEMA,
+    "throughput": THROUGHPUT_SCHEMA,
+}
 
 
 def write_results(tables: Tables, directory: str, about: Mapping[str, str]) -> None:
@@ -57,8 +72,9 @@ def write_results(tables: Tables, directory: str, about: Mapping[str, str]) -> N
 def read_results(session: SparkSession, directory: str) -> tuple[Tables, dict[str, str]]:
     """The tables in `directory`, and what they are about. Raises StartupError where they are not all there."""
     try:
-        read = {name: session.read.parquet(_place(directory, name)) for name in NAMES}
-        about = session.read.parquet(_place(directory, ABOUT)).collect()
+        # By the files themselves Spark would read one of each table first.
+        read = {name: session.read.schema(SCHEMAS[name]).parquet(_place(directory, name)) for name in NAMES}
+        about = session.read.schema(_ABOUT_SCHEMA).parquet(_place(directory, ABOUT)).collect()
     except AnalysisException as error:
         raise StartupError(
             f"{directory} has no audit's results: give a directory that `kproxy pipeline audit --output` wrote to."

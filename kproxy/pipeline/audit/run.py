@@ -15,10 +15,12 @@ from typing import Any
 from pyspark.sql import DataFrame
 
 from kproxy.errors import StartupError
+from kproxy.pipeline.audit.coverage import Land
 from kproxy.pipeline.audit.log_connection import LogReadFailed
-from kproxy.pipeline.audit.log_source import fix_ends, read_bounds, read_log
+from kproxy.pipeline.audit.log_source import bounds_now, fix_ends, read_log
 from kproxy.pipeline.audit.places import existing
-from kproxy.pipeline.audit.results import Tables, read_results, write_results
+from kproxy.pipeline.audit.results import NAMES, Tables, read_results, write_results
+from kproxy.pipeline.audit.scale import fitted, keep, stays_in_memory
 from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
 from kproxy.pipeline.audit.tables import LATE_AFTER_MS, MAX_FINDINGS, WINDOW_MS, AuditRules, audit_tables
 from kproxy.pipeline.audit.trail import TOPIC, parse_place, read_files, read_topic
@@ -26,10 +28,6 @@ from kproxy.pipeline.spark import as_spark_failure
 
 # Spark's readers pass over names that begin so: whoever reads the results does not read what they were made from.
 _WORK = "_work"
-_SHUFFLE_PARTITIONS = "spark.sql.shuffle.partitions"
-# Some 60 MB, with two endpoints each.
-_INTERVALS_PER_TASK = 300_000
-_MAX_PARTITIONS = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +54,11 @@ class AuditOptions:
 
 @dataclass(frozen=True, slots=True)
 class AuditResult:
-    """The tables, as they were written; `read_at_ms`: when the trail was read."""
+    """The tables, as they were written; `read_at_ms`: when the trail was read. `rows`: how many were looked at."""
 
     tables: Tables
     read_at_ms: int
+    rows: int
 
 
 def run_audit(
@@ -90,26 +89,32 @@ def run_audit(
             shipping_ms=parse_place(options.trail).shipping_ms,
             max_findings=options.max_findings,
         )
-        with enough_partitions(session, rows.count() + log.count()):
-            tables = audit_tables(rows, log, bounds, rules, land)
-            write_results(tables, options.output, about or {})
-    written, _ = read_results(session, options.output)
-    return AuditResult(written, read_at_ms)
+        amount, tables = judge(session, rows, log, bounds, rules, land, options.output, about or {})
+    return AuditResult(tables, read_at_ms, amount)
 
 
-@contextmanager
-def enough_partitions(session: Any, intervals: int) -> Iterator[None]:
-    """Shuffles in so many partitions that a task has no more than it can put together in memory.
-
-    Spark puts small partitions together by itself, but never divides large ones. What the session has is the least.
-    """
-    before = session.conf.get(_SHUFFLE_PARTITIONS)
-    needed = min(intervals // _INTERVALS_PER_TASK, _MAX_PARTITIONS)
-    session.conf.set(_SHUFFLE_PARTITIONS, str(max(int(before), needed)))
-    try:
-        yield
-    finally:
-        session.conf.set(_SHUFFLE_PARTITIONS, before)
+def judge(
+    session: Any,
+    rows: DataFrame,
+    log: DataFrame,
+    bounds: DataFrame,
+    rules: AuditRules,
+    land: Land,
+    output: str,
+    about: Mapping[str, str],
+) -> tuple[int, Tables]:
+    """Audit what was landed, and write the tables to `output`: the number of rows that was of, and the tables."""
+    inputs = (rows, log, bounds)
+    amount = rows.count() + log.count()
+    in_memory = stays_in_memory(session, amount)
+    with fitted(session, amount):
+        if in_memory:
+            rows, log, bounds = (keep("", frame) for frame in inputs)
+        tables = audit_tables(rows, log, bounds, rules, keep if in_memory else land)
+        if in_memory:
+            tables = Tables(*(keep(name, getattr(tables, name)) for name in NAMES))
+        write_results(tables, output, about)
+    return amount, tables if in_memory else read_results(session, output)[0]
 
 
 def _read_trail(session: Any, options: AuditOptions) -> DataFrame:
@@ -130,20 +135,18 @@ def _topics_of(rows: DataFrame, bootstrap: str) -> tuple[str, ...]:
     return existing(bootstrap, {row.topic for row in named})
 
 
-def _read_logs(
-    session: Any, options: AuditOptions, topics: tuple[str, ...], land: Callable[[str, DataFrame], DataFrame]
-) -> tuple[DataFrame, DataFrame]:
+def _read_logs(session: Any, options: AuditOptions, topics: tuple[str, ...], land: Land) -> tuple[DataFrame, DataFrame]:
     """The logs' headers and bounds; topics that are gone since the trail was written have none."""
     if not topics:
         return session.createDataFrame([], LOG_SCHEMA), session.createDataFrame([], BOUNDS_SCHEMA)
     ends = fix_ends(options.bootstrap, topics=topics)
     log = land("log", read_log(session, options.bootstrap, topics=topics, end_offsets=ends))
-    bounds = land("bounds", read_bounds(session, options.bootstrap, topics=topics, compacted=options.compacted))
-    return log, bounds
+    bounds = bounds_now(options.bootstrap, topics=topics, compacted=options.compacted)
+    return log, session.createDataFrame(bounds, BOUNDS_SCHEMA)
 
 
 @contextmanager
-def work_in(session: Any, directory: str) -> Iterator[Callable[[str, DataFrame], DataFrame]]:
+def work_in(session: Any, directory: str) -> Iterator[Land]:
     """Tables in Parquet files, which take no memory and of which only those columns are read that are asked for."""
 
     def land(name: str, frame: DataFrame) -> DataFrame:

@@ -1,0 +1,66 @@
+"""Little is audited in memory and much is audited in files, with the same result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kproxy.pipeline.audit import run
+from kproxy.pipeline.audit.results import NAMES, Tables, read_results
+from kproxy.pipeline.audit.run import judge, work_in
+from kproxy.pipeline.audit.scale import FEW, fitted
+from kproxy.pipeline.audit.schemas import LOST
+from kproxy.pipeline.audit.tables import AuditRules
+from tests.support.trails import BEGAN_AT, Trail, batch, bounds, bounds_frame, log_frame, trail_frame
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
+
+PARTITIONS, ADAPTIVE = "spark.sql.shuffle.partitions", "spark.sql.adaptive.enabled"
+
+
+@pytest.mark.parametrize(
+    ("rows", "partitions"), [(0, "1"), (FEW, "1"), (FEW + 1, "4"), (1_200_000, "4"), (3_000_000, "10")]
+)
+def test_settings_are_by_how_much_there_is_and_set_back(spark: Any, rows: int, partitions: str) -> None:
+    before = spark.conf.get(PARTITIONS), spark.conf.get(ADAPTIVE)
+    assert before[0] == "4"
+    with fitted(spark, rows):
+        assert spark.conf.get(PARTITIONS) == partitions
+    assert (spark.conf.get(PARTITIONS), spark.conf.get(ADAPTIVE)) == before
+
+
+def test_in_memory_and_in_files_an_audit_comes_to_the_same(
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trail = Trail()
+    trail.acked("t", 0, 100, at=11_000)
+    trail.acked("t", 50, 100, at=12_000, owner=2, revision=9)
+    trail.end(60_000)
+    rules = AuditRules(read_at_ms=BEGAN_AT + 70_000)
+    frames = (
+        trail_frame(spark, trail.rows),
+        log_frame(spark, [batch("t", 0, 140)]),
+        bounds_frame(spark, [bounds("t", 140)]),
+    )
+
+    def judged(place: str) -> dict[str, list[Any]]:
+        output = str(tmp_path / place)
+        with work_in(spark, f"{output}/work") as land:
+            rows, log, limits = (land(str(number), frame) for number, frame in enumerate(frames))
+            amount, tables = judge(spark, rows, log, limits, rules, land, output, {"made": "now"})
+        assert amount == len(trail.rows) + 1
+        written, about = read_results(spark, output)
+        assert about == {"made": "now"}
+        assert collected(tables) == collected(written)
+        return collected(tables)
+
+    in_memory = judged("memory")
+    assert [row.kind for row in in_memory["findings"]] == [LOST, "overlap"]
+    monkeypatch.setattr(run, "stays_in_memory", lambda session, rows: False)
+    assert judged("files") == in_memory
+
+
+def collected(tables: Tables) -> dict[str, list[Any]]:
+    return {name: sorted(getattr(tables, name).collect(), key=str) for name in NAMES}
