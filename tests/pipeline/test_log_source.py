@@ -12,6 +12,7 @@ from codec.partitioned import TOPIC_ID_BYTES
 from kproxy.pipeline.audit import log_source
 from kproxy.pipeline.audit.log_connection import LogReadFailed
 from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
+from kproxy.pipeline.audit.short_logs import read_short_log
 from kproxy.pipeline.topic import create_topic
 from tests.support.dev import KproxyProcess
 from tests.support.kafka_io import TIMEOUT_S, produce
@@ -54,6 +55,30 @@ def test_each_batch_is_a_row_whatever_task_reads_it(spark: Any, dev_cluster: Kpr
     }
     assert all(row.base_sequence == row.base_offset and row.crc_ok and row.bytes > 61 for row in rows)
     assert len({row.producer_id for row in rows}) == 1
+
+
+def test_a_short_log_is_read_without_spark_and_is_the_same(spark: Any, dev_cluster: KproxyProcess, topic: str) -> None:
+    ends = f'{{"{topic}":{{"0":40,"1":0,"2":25}}}}'
+    log = log_source.read_log(spark, dev_cluster.kafka, topics=[topic], end_offsets=ends)
+    size = sum(row.bytes for row in log.collect())
+
+    def read(end_offsets: str = ends, *, most_batches: int = 13, most_bytes: int = size) -> Any:
+        return read_short_log(
+            spark,
+            dev_cluster.kafka,
+            topics=[topic],
+            end_offsets=end_offsets,
+            most_batches=most_batches,
+            most_bytes=most_bytes,
+        )
+
+    short = read()
+    assert short.schema == LOG_SCHEMA
+    assert sorted(short.collect()) == sorted(log.collect())
+    assert read(most_batches=12) is None
+    assert read(most_bytes=size - 1) is None
+    nothing = read(f'{{"{topic}":{{"0":0,"1":0,"2":0}}}}')
+    assert (nothing.schema, nothing.count()) == (LOG_SCHEMA, 0)
 
 
 def test_where_logs_begin_and_end_is_asked_when_it_is_read(spark: Any, dev_cluster: KproxyProcess) -> None:

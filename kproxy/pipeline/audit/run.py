@@ -22,6 +22,7 @@ from kproxy.pipeline.audit.places import existing
 from kproxy.pipeline.audit.results import NAMES, Tables, read_results, write_results
 from kproxy.pipeline.audit.scale import fitted, keep, stays_in_memory
 from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
+from kproxy.pipeline.audit.short_logs import read_short_log
 from kproxy.pipeline.audit.tables import LATE_AFTER_MS, MAX_FINDINGS, WINDOW_MS, AuditRules, audit_tables
 from kproxy.pipeline.audit.trail import TOPIC, parse_place, read_files, read_topic
 from kproxy.pipeline.spark import as_spark_failure
@@ -140,7 +141,9 @@ def _read_logs(session: Any, options: AuditOptions, topics: tuple[str, ...], lan
     if not topics:
         return session.createDataFrame([], LOG_SCHEMA), session.createDataFrame([], BOUNDS_SCHEMA)
     ends = fix_ends(options.bootstrap, topics=topics)
-    log = land("log", read_log(session, options.bootstrap, topics=topics, end_offsets=ends))
+    log = read_short_log(session, options.bootstrap, topics=topics, end_offsets=ends)
+    if log is None:
+        log = land("log", read_log(session, options.bootstrap, topics=topics, end_offsets=ends))
     bounds = bounds_now(options.bootstrap, topics=topics, compacted=options.compacted)
     return log, session.createDataFrame(bounds, BOUNDS_SCHEMA)
 
