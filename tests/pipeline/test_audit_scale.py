@@ -1,4 +1,4 @@
-"""Little is audited in memory and much is audited in files, with the same result."""
+"""How an audit goes about it: little in memory and much in files, with the same result; and for what it waits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kproxy.pipeline.audit import run
+from kproxy.pipeline.audit.log_ends import acknowledged_by_one
 from kproxy.pipeline.audit.results import NAMES, Tables, read_results
 from kproxy.pipeline.audit.run import judge, work_in
 from kproxy.pipeline.audit.scale import FEW, fitted
@@ -60,6 +61,17 @@ def test_in_memory_and_in_files_an_audit_comes_to_the_same(
     assert [row.kind for row in in_memory["findings"]] == [LOST, "overlap"]
     monkeypatch.setattr(run, "stays_in_memory", lambda session, rows: False)
     assert judged("files") == in_memory
+
+
+def test_what_one_replica_alone_acknowledged_is_told_by_partition(spark: Any) -> None:
+    trail = Trail()
+    trail.acked("t", 0, 100, acks=1)
+    trail.acked("t", 100, 5, 110, 10, acks=1)
+    trail.acked("t", 120, 10)
+    trail.acked("t", 7, 1, partition=1, acks=1)
+    trail.acked("by-all", 0, 10)
+    trail.end(60_000)
+    assert acknowledged_by_one(trail_frame(spark, trail.rows)) == {("t", 0): 120, ("t", 1): 8}
 
 
 def collected(tables: Tables) -> dict[str, list[Any]]:

@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.audit.report_facts import Facts, Grid, State, Sums, Verdict
+from kproxy.pipeline.audit.report_facts import TRAIL_READ, Facts, Grid, State, Sums, Verdict
 from kproxy.pipeline.audit.report_html import report_page, write_report
 from kproxy.pipeline.audit.report_table import show_table
 from kproxy.pipeline.audit.report_words import GLOSSARY, headline, printable, shortened, summary, utc
@@ -272,6 +272,14 @@ def _shown(facts: Facts, width: int = 200) -> list[str]:
     output = io.StringIO()
     show_table(facts, Console(file=output, width=width, force_terminal=False))
     return output.getvalue().splitlines()
+
+
+def test_it_is_said_up_to_when_there_was_anything_to_judge() -> None:
+    facts = audit_facts.loss()
+    read_at = "2026-11-21 21:00:04.000 UTC"
+    facts = replace(facts, about={**facts.about, TRAIL_READ: read_at})
+    assert _shown(facts)[-1] == f"The trail was read at {read_at}: of what came later nothing is said."
+    assert read_at in Page(report_page(facts)).words
 
 
 @pytest.mark.parametrize("name", audit_facts.ALL)

@@ -99,7 +99,6 @@ def audit(session: Any, job: AuditJob, said: Report) -> Facts:
         if output is None:
             output = tempfile.mkdtemp(prefix="kproxy-audit-")
             stack.callback(shutil.rmtree, output, ignore_errors=True)
-        words = about(job)
         stage = said.stage("audit", "reading the trail")
         with JobsProgress(session, stage):
             result = run_audit(
@@ -115,10 +114,10 @@ def audit(session: Any, job: AuditJob, said: Report) -> Facts:
                     compacted=job.compacted,
                     output=output,
                 ),
-                about=words,
+                about=about(job),
             )
             with fitted(session, result.rows):
-                facts = gather(result.tables, words)
+                facts = gather(result.tables, result.about)
         stage.finish(f"{facts.sums.acked:,} acknowledged records")
         return facts
 

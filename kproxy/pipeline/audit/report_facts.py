@@ -8,6 +8,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
+
+# Among what a report is about: when the trail was read, which is up to when it can tell of anything.
+TRAIL_READ: Final = "trail read"
 
 
 class State(enum.Enum):

@@ -10,7 +10,7 @@ from rich.measure import Measurement
 from rich.table import Column, Table
 from rich.text import Text
 
-from kproxy.pipeline.audit.report_facts import Facts, Partition, Sums
+from kproxy.pipeline.audit.report_facts import TRAIL_READ, Facts, Partition, Sums
 from kproxy.pipeline.audit.report_words import (
     counted,
     duration,
@@ -62,6 +62,9 @@ def show_table(facts: Facts, console: Console) -> None:
         console.print(_partitions(facts, console))
     if facts.findings:
         _show_findings(facts, console)
+    if TRAIL_READ in facts.about:
+        read_at = f"The trail was read at {facts.about[TRAIL_READ]}: of what came later nothing is said."
+        console.print(read_at, style="dim", soft_wrap=True)
 
 
 def _partitions(facts: Facts, console: Console) -> Table:

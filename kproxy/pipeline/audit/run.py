@@ -1,7 +1,8 @@
 """A whole audit, once: the trail is read, then the logs, then where the logs begin; the tables are written.
 
 The order matters. What the trail has up to its end was acknowledged before the ends of the logs are looked up, so it
-must be there; and what retention takes meanwhile is known, because the beginnings are looked up last.
+must be there (what acks=1 acknowledged is given some seconds to be replicated); and what retention takes meanwhile is
+known, because the beginnings are looked up last.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from pyspark.sql import DataFrame
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.coverage import Land
 from kproxy.pipeline.audit.log_connection import LogReadFailed
+from kproxy.pipeline.audit.log_ends import acknowledged_by_one, ends_behind
 from kproxy.pipeline.audit.log_source import bounds_now, fix_ends, read_log
 from kproxy.pipeline.audit.places import existing
+from kproxy.pipeline.audit.report_facts import TRAIL_READ
+from kproxy.pipeline.audit.report_words import utc
 from kproxy.pipeline.audit.results import NAMES, Tables, read_results, write_results
 from kproxy.pipeline.audit.scale import fitted, keep, stays_in_memory
 from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
@@ -55,10 +59,10 @@ class AuditOptions:
 
 @dataclass(frozen=True, slots=True)
 class AuditResult:
-    """The tables, as they were written; `read_at_ms`: when the trail was read. `rows`: how many were looked at."""
+    """The tables and what they are about, as they were written. `rows`: how many were looked at."""
 
     tables: Tables
-    read_at_ms: int
+    about: Mapping[str, str]
     rows: int
 
 
@@ -79,7 +83,7 @@ def run_audit(
         read_at_ms = int(clock() * 1000)
         rows = land("rows", _read_trail(session, options))
         topics = options.topics or _topics_of(rows, options.bootstrap)
-        log, bounds = _read_logs(session, options, topics, land)
+        log, bounds = _read_logs(session, options, topics, rows, land)
         rules = AuditRules(
             read_at_ms=read_at_ms,
             topics=options.topics,
@@ -90,8 +94,9 @@ def run_audit(
             shipping_ms=parse_place(options.trail).shipping_ms,
             max_findings=options.max_findings,
         )
-        amount, tables = judge(session, rows, log, bounds, rules, land, options.output, about or {})
-    return AuditResult(tables, read_at_ms, amount)
+        words = {**(about or {}), TRAIL_READ: f"{utc(read_at_ms)} UTC"}
+        amount, tables = judge(session, rows, log, bounds, rules, land, options.output, words)
+    return AuditResult(tables, words, amount)
 
 
 def judge(
@@ -136,11 +141,14 @@ def _topics_of(rows: DataFrame, bootstrap: str) -> tuple[str, ...]:
     return existing(bootstrap, {row.topic for row in named})
 
 
-def _read_logs(session: Any, options: AuditOptions, topics: tuple[str, ...], land: Land) -> tuple[DataFrame, DataFrame]:
+def _read_logs(
+    session: Any, options: AuditOptions, topics: tuple[str, ...], rows: DataFrame, land: Land
+) -> tuple[DataFrame, DataFrame]:
     """The logs' headers and bounds; topics that are gone since the trail was written have none."""
     if not topics:
         return session.createDataFrame([], LOG_SCHEMA), session.createDataFrame([], BOUNDS_SCHEMA)
-    ends = fix_ends(options.bootstrap, topics=topics)
+    told = acknowledged_by_one(rows)
+    ends = ends_behind(told, lambda: fix_ends(options.bootstrap, topics=topics))
     log = read_short_log(session, options.bootstrap, topics=topics, end_offsets=ends)
     if log is None:
         log = land("log", read_log(session, options.bootstrap, topics=topics, end_offsets=ends))

@@ -1,0 +1,56 @@
+"""An audit asks again where logs end, while what was acknowledged by one replica is not shown to readers yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from kproxy.pipeline.audit.log_client import TopicPartition
+from kproxy.pipeline.audit.log_ends import PATIENCE_S, ends_behind
+from kproxy.pipeline.audit.log_plan import offsets_as_json
+
+ZERO, ONE, OTHER = TopicPartition("t", 0), TopicPartition("t", 1), TopicPartition("gone", 0)
+
+
+class Site:
+    """Answers one after the other, the last one for ever; its time passes in sleep alone."""
+
+    def __init__(self, answers: Sequence[Mapping[TopicPartition, int]]) -> None:
+        self._answers = answers
+        self.asked = 0
+        self.now = 100.0
+
+    def ask(self) -> str:
+        self.asked += 1
+        return offsets_as_json(self._answers[min(self.asked, len(self._answers)) - 1])
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def ends(self, told: Mapping[TopicPartition, int]) -> str:
+        return ends_behind(told, self.ask, clock=lambda: self.now, sleep=self.sleep)
+
+
+@pytest.mark.parametrize(
+    ("told", "answers", "asked"),
+    [
+        pytest.param({}, [{ZERO: 5}], 1, id="nothing by one replica alone"),
+        pytest.param({ZERO: 5}, [{ZERO: 5}], 1, id="all of it is shown"),
+        pytest.param({ZERO: 5}, [{ZERO: 3}, {ZERO: 4}, {ZERO: 6}], 3, id="shown by and by"),
+        pytest.param({ZERO: 5, ONE: 2}, [{ZERO: 5, ONE: 1}, {ZERO: 5, ONE: 2}], 2, id="each partition counts"),
+        pytest.param({OTHER: 5}, [{ZERO: 5}], 1, id="of a topic that is not read"),
+    ],
+)
+def test_ends_are_asked_for_until_readers_are_shown_what_was_acknowledged(
+    told: Mapping[TopicPartition, int], answers: Sequence[Mapping[TopicPartition, int]], asked: int
+) -> None:
+    site = Site(answers)
+    assert site.ends(told) == offsets_as_json(answers[-1])
+    assert site.asked == asked
+
+
+def test_what_does_not_come_is_awaited_for_some_seconds_and_no_longer() -> None:
+    site = Site([{ZERO: 3}])
+    assert site.ends({ZERO: 5}) == offsets_as_json({ZERO: 3})
+    assert PATIENCE_S <= site.now - 100.0 < PATIENCE_S + 1
