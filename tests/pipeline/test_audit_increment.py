@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kproxy.pipeline.audit.results import Tables
-from kproxy.pipeline.audit.run import work_in
+from kproxy.pipeline.audit.scale import fitted, keep
 from kproxy.pipeline.audit.tables import AuditRules, audit_increment
 from tests.support.trails import BEGAN_AT, Row, Trail, batch, bounds, bounds_frame, log_frame, trail_frame
 
@@ -20,15 +19,15 @@ WINDOW_MS = 10_000
 
 
 @contextmanager
-def audited(spark: Any, tmp_path: Path, new: list[Row], earlier: list[Row], log: list[Row]) -> Iterator[Tables]:
+def audited(spark: Any, new: list[Row], earlier: list[Row], log: list[Row]) -> Iterator[Tables]:
     limits = [bounds("busy", 500), bounds("idle", 500)]
     frames = trail_frame(spark, new), trail_frame(spark, earlier), log_frame(spark, log), bounds_frame(spark, limits)
     rules = AuditRules(read_at_ms=BEGAN_AT + 70_000, window_ms=WINDOW_MS, goes_on=True)
-    with work_in(spark, str(tmp_path / "work")) as land:
-        yield audit_increment(*frames, rules, land)
+    with fitted(spark, 0):
+        yield audit_increment(*frames, rules, keep)
 
 
-def test_new_rows_are_judged_with_the_earlier_ones_of_their_partitions(spark: Any, tmp_path: Path) -> None:
+def test_new_rows_are_judged_with_the_earlier_ones_of_their_partitions(spark: Any) -> None:
     trail = Trail()
     trail.acked("busy", 0, 100, at=11_000)
     trail.acked("idle", 0, 100, at=12_000)
@@ -42,7 +41,7 @@ def test_new_rows_are_judged_with_the_earlier_ones_of_their_partitions(spark: An
     # The begin was seen long ago; of the log there is nothing of the other topic, and nobody asks.
     earlier, new = trail.rows[1:split], trail.rows[split:]
     log = [batch("busy", 0, 300)]
-    with audited(spark, tmp_path, [*new, earlier[-1]], earlier, log) as tables:
+    with audited(spark, [*new, earlier[-1]], earlier, log) as tables:
         windows = [(row.window_start.timestamp(), row.acked, row.lost) for row in tables.windows.collect()]
         (partition,) = tables.partitions.collect()
         found = [(row.kind, row.first_offset, row.last_offset) for row in tables.findings.collect()]
@@ -52,11 +51,11 @@ def test_new_rows_are_judged_with_the_earlier_ones_of_their_partitions(spark: An
     assert sorted(found) == [("lost", 300, 349), ("overlap", 50, 59)]
 
 
-def test_a_row_that_is_missing_between_earlier_and_new_ones_is_a_gap(spark: Any, tmp_path: Path) -> None:
+def test_a_row_that_is_missing_between_earlier_and_new_ones_is_a_gap(spark: Any) -> None:
     trail = Trail()
     for n in range(6):
         trail.acked("busy", n * 10, 10, at=10_000 + n * 1000)
     trail.end(60_000)
-    with audited(spark, tmp_path, trail.rows[4:], trail.rows[1:3], [batch("busy", 0, 60)]) as tables:
+    with audited(spark, trail.rows[4:], trail.rows[1:3], [batch("busy", 0, 60)]) as tables:
         (found,) = tables.findings.collect()
     assert (found.kind, found.sequence, found.to_ms) == ("gap", 3, BEGAN_AT + 13_000)

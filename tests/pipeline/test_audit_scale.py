@@ -10,8 +10,8 @@ import pytest
 from kproxy.pipeline.audit import run
 from kproxy.pipeline.audit.log_ends import acknowledged_by_one
 from kproxy.pipeline.audit.results import NAMES, Tables, read_results
-from kproxy.pipeline.audit.run import judge, work_in
-from kproxy.pipeline.audit.scale import FEW, fitted
+from kproxy.pipeline.audit.run import judge
+from kproxy.pipeline.audit.scale import FEW, fitted, keep
 from kproxy.pipeline.audit.schemas import LOST
 from kproxy.pipeline.audit.tables import AuditRules
 from tests.support.trails import BEGAN_AT, Trail, batch, bounds, bounds_frame, log_frame, trail_frame
@@ -22,17 +22,16 @@ PARTITIONS, ADAPTIVE = "spark.sql.shuffle.partitions", "spark.sql.adaptive.enabl
 
 
 @pytest.mark.parametrize(
-    ("rows", "partitions"), [(0, "1"), (FEW, "1"), (FEW + 1, "4"), (1_200_000, "4"), (3_000_000, "10")]
+    ("rows", "partitions"), [(0, "1"), (FEW, "1"), (FEW + 1, None), (299_999, None), (30_000_000, "100")]
 )
-def test_settings_are_by_how_much_there_is_and_set_back(spark: Any, rows: int, partitions: str) -> None:
+def test_settings_are_by_how_much_there_is_and_set_back(spark: Any, rows: int, partitions: str | None) -> None:
     before = spark.conf.get(PARTITIONS), spark.conf.get(ADAPTIVE)
-    assert before[0] == "4"
     with fitted(spark, rows):
-        assert spark.conf.get(PARTITIONS) == partitions
+        assert spark.conf.get(PARTITIONS) == (partitions or before[0])
     assert (spark.conf.get(PARTITIONS), spark.conf.get(ADAPTIVE)) == before
 
 
-def test_in_memory_and_in_files_an_audit_comes_to_the_same(
+def test_results_are_the_same_from_memory_and_from_their_files(
     spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trail = Trail()
@@ -45,12 +44,11 @@ def test_in_memory_and_in_files_an_audit_comes_to_the_same(
         log_frame(spark, [batch("t", 0, 140)]),
         bounds_frame(spark, [bounds("t", 140)]),
     )
+    rows, log, limits = (keep("", frame) for frame in frames)
 
     def judged(place: str) -> dict[str, list[Any]]:
         output = str(tmp_path / place)
-        with work_in(spark, f"{output}/work") as land:
-            rows, log, limits = (land(str(number), frame) for number, frame in enumerate(frames))
-            amount, tables = judge(spark, rows, log, limits, rules, land, output, {"made": "now"})
+        amount, tables = judge(spark, rows, log, limits, rules, keep, output, {"made": "now"})
         assert amount == len(trail.rows) + 1
         written, about = read_results(spark, output)
         assert about == {"made": "now"}

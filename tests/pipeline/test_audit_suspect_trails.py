@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kproxy.pipeline.audit.coverage import Land
-from kproxy.pipeline.audit.run import work_in
+from kproxy.pipeline.audit.scale import fitted, keep
 from kproxy.pipeline.audit.tables import AuditRules, audit_tables
 from kproxy.pipeline.audit.trail import rows_of
 from tests.support.trails import BEGAN_AT, Row, Trail, batch, bounds, bounds_frame, log_frame, trail_frame
@@ -21,9 +20,9 @@ READ_AT = BEGAN_AT + 500_000
 
 
 @pytest.fixture
-def land(spark: Any, tmp_path: Path) -> Iterator[Land]:
-    with work_in(spark, str(tmp_path)) as land:
-        yield land
+def land(spark: Any) -> Iterator[Land]:
+    with fitted(spark, 0):
+        yield keep
 
 
 def shared_names() -> list[Row]:
