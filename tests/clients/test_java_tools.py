@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.dev import KproxyProcess
-from tests.support.java import java_executable
+from tests.support.java import SHORT_JAVA, java_executable
 from tests.support.kafka_io import read_partition
 from tests.support.kafka_jars import kafka_classpath
 
@@ -25,7 +25,7 @@ RECORD_BYTES = 300
 def run_java(main_class: str, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """Run one of Kafka's tools to its end."""
     return subprocess.run(
-        [java_executable(), "-Xmx256m", "-cp", kafka_classpath(), main_class, *arguments],
+        [java_executable(), *SHORT_JAVA, "-cp", kafka_classpath(), main_class, *arguments],
         input=stdin,
         capture_output=True,
         text=True,

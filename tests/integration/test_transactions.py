@@ -15,7 +15,7 @@ import kafka
 import pytest
 
 from tests.support.dev import KproxyProcess
-from tests.support.java import java_executable
+from tests.support.java import SHORT_JAVA, java_executable
 from tests.support.kafka_io import produce
 from tests.support.kafka_jars import kafka_classpath
 from tests.support.real_kafka import RealKafka
@@ -29,7 +29,7 @@ RECORDS = 60
 FATES = ["commit", "abort", "commit", "abort"]
 TIMEOUT_S = 60.0
 # A producer that waits for what never comes gives up after 60 s.
-AT_ONCE_S = 10.0
+AT_ONCE_S = 45.0
 Run = Callable[..., str]
 JAVA_SOURCE = Path(__file__).parents[1] / "support" / "TransactionalClient.java"
 COMMITTED = sorted(f"commit {number} {record}" for number in (0, 2) for record in range(RECORDS))
@@ -49,7 +49,16 @@ def topic(real_kafka: RealKafka) -> str:
 
 def run_java(bootstrap: str, topic: str, *fates: str) -> str:
     """What the Java producer says in the end."""
-    command = [java_executable(), "-cp", kafka_classpath(), str(JAVA_SOURCE), bootstrap, topic, f"java-{topic}"]
+    command = [
+        java_executable(),
+        *SHORT_JAVA,
+        "-cp",
+        kafka_classpath(),
+        str(JAVA_SOURCE),
+        bootstrap,
+        topic,
+        f"java-{topic}",
+    ]
     command += [str(PARTITIONS), str(RECORDS), *fates]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3 * TIMEOUT_S, check=False)
     return done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr
@@ -250,7 +259,13 @@ def consume_with_kafka_python(bootstrap: str, topic: str, count: int) -> list[st
 
 
 def consume_with_java(bootstrap: str, topic: str, count: int) -> list[str]:
-    command = [java_executable(), "-cp", kafka_classpath(), "org.apache.kafka.tools.consumer.ConsoleConsumer"]
+    command = [
+        java_executable(),
+        *SHORT_JAVA,
+        "-cp",
+        kafka_classpath(),
+        "org.apache.kafka.tools.consumer.ConsoleConsumer",
+    ]
     command += ["--bootstrap-server", bootstrap, "--topic", topic, "--group", f"java-{topic}"]
     command += ["--command-property", "auto.offset.reset=earliest", "--max-messages", str(count)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)

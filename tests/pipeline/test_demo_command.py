@@ -51,7 +51,7 @@ class Demo:
                 return
         pytest.fail(f"it ended before {stage}: {''.join(said)}")
 
-    def living(self, grace_s: float = 2) -> list[str]:
+    def living(self, grace_s: float = 15) -> list[str]:
         """The processes of this run that still live after `grace_s`."""
         deadline = time.monotonic() + grace_s
         while (found := list(self._living())) and time.monotonic() < deadline:
@@ -120,7 +120,7 @@ def test_a_signal_ends_it_and_all_it_started(tmp_path: Path, number: signal.Sign
     try:
         demo.wait_for(stage)
         demo.process.send_signal(number)
-        _, errors = demo.process.communicate(timeout=30)
+        _, errors = demo.process.communicate(timeout=120)
     finally:
         demo.end()
 

@@ -24,12 +24,13 @@ from kproxy.pipeline.topic import create_topic, partition_owners
 from tests.support.dev import KPROXY, asyncios_own_loop
 from tests.support.java import require_java
 from tests.support.kafka_io import Placed, read_topic
+from tests.support.spark import QUICK
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
 TOPIC = "killed"
 PARTITIONS = 6
-FILES, FILES_PER_BATCH, ROWS_PER_FILE = 9, 3, 250
+FILES, FILES_PER_BATCH, ROWS_PER_FILE = 9, 3, 200
 ROWS = FILES * ROWS_PER_FILE
 ROWS_PER_BATCH = FILES_PER_BATCH * ROWS_PER_FILE
 KEYS = 17
@@ -65,6 +66,7 @@ class Ingest:
         arguments += ["--bootstrap", bootstrap, "--checkpoint", str(directory / "checkpoint")]
         arguments += ["--batch-header", "batch", "--row-header", "row", "--master", "local[2]"]
         arguments += [each for option in SLOWLY for each in ("--kafka-option", option)]
+        arguments += [each for setting in QUICK for each in ("--conf", setting)]
         with self.said.open("wb") as said:
             # What the killed one cannot clear away goes with the test's directory.
             self.process = subprocess.Popen(
@@ -80,8 +82,8 @@ class Ingest:
         processes = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
         for process in processes:
             process.kill()
-        psutil.wait_procs(processes[1:], timeout=10)
-        self.process.wait(10)
+        psutil.wait_procs(processes[1:], timeout=60)
+        self.process.wait(60)
 
     async def ended(self) -> int:
         async with asyncio.timeout(STEP_TIMEOUT_S):

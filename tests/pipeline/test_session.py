@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from kproxy.pipeline.session import SessionOptions, open_session
 from kproxy.pipeline.spark import pyspark_home
 from kproxy.pipeline.spark_settings import LOCAL_MASTER, spark_environment
 from tests.support.java import require_java
+from tests.support.spark import QUICK
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 
@@ -30,7 +32,7 @@ def add(rows):
     yield sum(rows), sys.executable
 
 def main():
-    options = SessionOptions("summing", master={master!r}, kafka=False, settings={{"spark.sql.ansi.enabled": "false"}})
+    options = SessionOptions("summing", master={master!r}, kafka=False, settings={settings})
     with open_session(options) as spark:
         session = spark.session
         numbers = session.sparkContext.parallelize(range(10), 2).mapPartitions(add).collect()
@@ -65,7 +67,7 @@ def test_what_is_settled_when_spark_starts_is_refused_later(spark: Any) -> None:
 def test_a_job_starts_a_spark_of_its_own_and_leaves_nothing(tmp_path: Path) -> None:
     require_java()
     script = tmp_path / "job.py"
-    script.write_text(JOB.format(master="local[1]"))
+    script.write_text(JOB.format(master="local[1]", settings=dict(each.split("=", 1) for each in QUICK)))
 
     done = _run([sys.executable, str(script)], TMPDIR=str(tmp_path), PYSPARK_PYTHON="/nonexistent")
 
@@ -75,16 +77,17 @@ def test_a_job_starts_a_spark_of_its_own_and_leaves_nothing(tmp_path: Path) -> N
 
 def test_under_spark_submit_a_job_takes_the_session_that_it_was_given(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
-    script.write_text(JOB.format(master=None))
+    script.write_text(JOB.format(master=None, settings={"spark.sql.ansi.enabled": "false"}))
 
-    done = _submit(tmp_path, str(script), ["--master", "local[1]"])
+    settings = chain.from_iterable(("--conf", setting) for setting in QUICK)
+    done = _submit(tmp_path, str(script), ["--master", "local[1]", *settings])
 
     assert done.stdout.splitlines()[-1] == f"RESULT summing UTC 45 {{{sys.executable!r}}} True", done.stderr[-2000:]
 
 
 def test_under_spark_submit_a_master_for_the_job_is_refused(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
-    script.write_text(JOB.format(master="yarn"))
+    script.write_text(JOB.format(master="yarn", settings={}))
 
     # Said before Spark is asked for anything.
     done = _run([sys.executable, str(script)], PYSPARK_GATEWAY_PORT="1")

@@ -9,6 +9,9 @@ import pytest
 from kproxy.errors import StartupError
 from kproxy.pipeline.java import Java, find_java
 
+# For a program that runs for seconds: optimising the code and collecting in parallel cost it more than they give.
+SHORT_JAVA = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-Xmx256m")
+
 
 @functools.cache
 def _java() -> Java | str:

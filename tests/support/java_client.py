@@ -7,13 +7,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tests.support.client_process import ClientRun, run_client
-from tests.support.java import java_executable
+from tests.support.java import SHORT_JAVA, java_executable
 from tests.support.kafka_io import Record
 from tests.support.kafka_jars import pyspark_jars
 
 _SOURCE = Path(__file__).with_name("JavaClient.java")
-# Short runs: the first of its two compilers, no collector threads, no more memory than it needs.
-_OPTIONS = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-Xmx256m")
 
 
 def run_java_client(
@@ -21,7 +19,7 @@ def run_java_client(
 ) -> ClientRun:
     """Write all of `records`; with `read_back`, the topic's number of partitions, read as many by the same client."""
     compiler = pyspark_jars("janino-*.jar", "commons-compiler-*.jar")
-    command: list[str | Path] = [java_executable(), *_OPTIONS, "-cp", f"{compiler}{os.pathsep}{classpath}"]
+    command: list[str | Path] = [java_executable(), *SHORT_JAVA, "-cp", f"{compiler}{os.pathsep}{classpath}"]
     command += ["org.codehaus.janino.SimpleCompiler", _SOURCE, "JavaClient"]
     command += ["both" if read_back else "produce", topic, str(read_back)]
     return run_client([*command, *(f"{name}={value}" for name, value in settings.items())], records)
