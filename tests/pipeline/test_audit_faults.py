@@ -74,8 +74,11 @@ def story(spark: Any, etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFacto
         cluster.sleeper.stop()
         # Through the same proxy to partition 0, to partition 1 through another; all in one batch each.
         for partition, proxy in enumerate((one, other)):
-            write(spark, proxy.kafka, {("split", partition): AFTER}, acks=1, linger_ms=500)
-        wait_for(lambda: metrics(one)["kproxy_audit_overlaps_total"], 10, "the proxy that saw both owners tells")
+            write(spark, proxy.kafka, {("split", partition): AFTER}, acks=1, linger_ms=10_000)
+        wait_for(
+            lambda: metrics(one)["kproxy_audit_overlapping_records_total"] == LATE,
+            what="the proxy that saw both owners tells",
+        )
         overlaps = [metrics(proxy)["kproxy_audit_overlapping_records_total"] for proxy in (one, other)]
         assert [one.stop(), other.stop()] == [0, 0]
         clean = audit(spark, cluster.forged.address, proxies.trail, ["clean"])
@@ -90,7 +93,7 @@ def story(spark: Any, etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFacto
         doubled = append_again(cluster.log("twice", 0), 1)
         cluster.forged.start()
         topics = ["cut", "twice", "split", "unsent"]
-        wait_for(lambda: all(OTHER in cluster.leaders(topic).values() for topic in topics), 20, "broker 2 leads")
+        wait_for(lambda: all(OTHER in cluster.leaders(topic).values() for topic in topics), what="broker 2 leads")
         forged = audit(spark, cluster.forged.address, proxies.trail, topics)
         alarms = [line for line in one.stderr().splitlines() if "offsets given out twice" in line]
         yield Story(clean, forged, overlaps, alarms, late, cut, doubled, killed.kafka, proxies.trail)
@@ -107,7 +110,7 @@ def _acknowledged_late(cluster: ForgeableCluster, clients: Sequence[RawClient]) 
     cluster.put_to_sleep()
     for partition, client in enumerate(clients):
         client.send_produce("split", partition, build_batch([b"late"] * LATE), acks=1, timeout_ms=60_000)
-    wait_for(lambda: cluster.leaders("split") == {0: OTHER, 1: OTHER}, 30, "broker 2 takes over")
+    wait_for(lambda: cluster.leaders("split") == {0: OTHER, 1: OTHER}, 60, "broker 2 takes over")
     cluster.wake()
     answers = [client.produced() for client in clients]
     assert [answer.error_code for answer in answers] == [0, 0], "it fenced itself off"
