@@ -21,8 +21,8 @@ from tests.support.served import counted, kafka_proxy
 pytestmark = [pytest.mark.java, pytest.mark.timeout(900)]
 
 # At least, and for as long as it takes until the leaders have moved so often.
-RECORDS = 60_000
-RECORDS_PER_S = 5_000
+RECORDS = 200_000
+RECORDS_PER_S = 10_000
 LEAST_MOVES = 10
 READ_TIMEOUT_S = 60.0
 # Of /metrics.
@@ -42,7 +42,7 @@ def proxy(real_kafka: RealKafka, tmp_path_factory: pytest.TempPathFactory) -> It
     ("client", "partitions", "batches"),
     [
         ("java", 6, {"batch.size": 500}),
-        ("librdkafka", 3, {"batch.num.messages": 50, "queue.buffering.max.messages": 200_000}),
+        ("librdkafka", 3, {"batch.num.messages": 50, "queue.buffering.max.messages": RECORDS}),
     ],
     ids=["java", "librdkafka"],
 )
