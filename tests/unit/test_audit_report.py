@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 from rich.console import Console
 
 from kproxy.errors import StartupError
+from kproxy.pipeline.audit.report_axes import time_axis
 from kproxy.pipeline.audit.report_facts import TRAIL_READ, Facts, Grid, State, Sums, Verdict
 from kproxy.pipeline.audit.report_html import report_page, write_report
 from kproxy.pipeline.audit.report_table import show_table
@@ -266,6 +268,19 @@ def test_clocks_that_are_far_off_spoil_no_report(grid: Grid) -> None:
     holdings = tuple(replace(one, first_ms=grid.start_ms, last_ms=grid.end_ms) for one in facts.holdings)
     finding = replace(audit_facts.loss().findings[0], from_ms=grid.start_ms, to_ms=grid.end_ms, topic="t", partition=0)
     assert Page(report_page(replace(facts, grid=grid, holdings=holdings, findings=(finding,)))).texts("h1") == ["Clean"]
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_times_of_any_length_have_few_ticks_and_no_warning(wide: bool) -> None:
+    from matplotlib.figure import Figure
+
+    begin_ms = 1_763_000_000_000
+    axes = Figure().subplots()
+    for seconds in (5, 70, 100, 170, 200, 4_000, 9_000, 100_000, 200_000, 6_000_000, 7_500_000, 60_000_000, 90_000_000):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            time_axis(axes, begin_ms, begin_ms + seconds * 1000, wide=wide)
+            assert 1 <= len(axes.get_xticks()) <= 12, seconds
 
 
 def _shown(facts: Facts, width: int = 200) -> list[str]:

@@ -57,7 +57,7 @@ def axes_on(figure: Figure, *, left_in: float, top_in: float = 0.15, bottom_in: 
 
 def time_axis(axes: Axes, begin_ms: int, end_ms: int, *, wide: bool) -> None:
     """Of times in days since the epoch: clock or date, whichever tells the ticks apart. In UTC, as its label says."""
-    from matplotlib.dates import AutoDateLocator
+    from matplotlib.dates import DAILY, HOURLY, MINUTELY, MONTHLY, SECONDLY, AutoDateLocator
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     end_ms = max(end_ms, begin_ms + 1)
@@ -67,7 +67,11 @@ def time_axis(axes: Axes, begin_ms: int, end_ms: int, *, wide: bool) -> None:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda days, _: duration(days * DAY_MS - begin_ms)))
         axes.set_xlabel(f"since {utc(begin_ms)} UTC")
         return
-    axes.xaxis.set_major_locator(AutoDateLocator(tz="UTC", minticks=3, maxticks=8 if wide else 4))  # type: ignore[no-untyped-call]
+    locator = AutoDateLocator(tz="UTC", minticks=3, maxticks=8 if wide else 4)  # type: ignore[no-untyped-call]
+    # Its steps end at half a minute and the like, which are too many ticks for what is not yet three minutes long.
+    for unit, next_unit in ((SECONDLY, 60), (MINUTELY, 60), (HOURLY, 24), (DAILY, 31), (MONTHLY, 12)):
+        locator.intervald[unit] = [*locator.intervald[unit], next_unit]
+    axes.xaxis.set_major_locator(locator)
     part = next(part for longest_ms, part in _SHOWN if end_ms - begin_ms <= longest_ms)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda days, _: utc(round(days * DAY_MS))[part]))
     day, last_day = utc(begin_ms)[:10], utc(max(begin_ms, end_ms - 1))[:10]
