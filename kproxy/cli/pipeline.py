@@ -25,8 +25,11 @@ def command() -> None:
 
     \b
       kproxy pipeline audit --bootstrap 127.0.0.1:9092
-      kproxy pipeline audit --bootstrap 127.0.0.1:9092 --master spark://spark:7077
-      spark-submit --master yarn $(kproxy pipeline path) audit --bootstrap 127.0.0.1:9092
+      kproxy pipeline audit --bootstrap 127.0.0.1:9092 --master spark://spark:7077 --output /mnt/shared/audit
+      spark-submit --master yarn $(kproxy pipeline path) audit --bootstrap 127.0.0.1:9092 --output hdfs:///audit
 
-    Need the extra `pipeline` and Java 17 or 21: pip install 'kproxy-kafka[pipeline]'.
+    Need Java 17 or 21, and the extra `pipeline`:
+
+    \b
+      pip install 'kproxy-kafka[pipeline]'
     """

@@ -91,6 +91,7 @@ def test_what_the_trail_of_a_killed_proxy_leaves_unproven_ends_with_1_where_one_
         (["--window", "10"], "--window 10 is no duration"),
         (["--report", "/nonexistent/report.html"], "cannot be written to /nonexistent/report.html .No such file"),
         (["--conf", "x=y"], "is no setting of Spark's"),
+        (["--master", "yarn"], r"On a cluster \(yarn\) the tables need a place .* give --output DIR"),
         (["--follow"], "give --output DIR"),
         (["--follow", "--output", "x", "--to", "1h"], "--follow has no end"),
         (["--follow", "--output", "x", "--trail", "json:EMPTY"], "needs files that are whole when they appear"),

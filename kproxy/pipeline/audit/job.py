@@ -60,6 +60,8 @@ class AuditJob:
 
 def run_audit_job(job: AuditJob, spark: SessionOptions, *, said: Report | None = None) -> int:
     """Run it; the exit status. Raises StartupError where it cannot start, SparkFailed where Spark fails."""
+    if spark.master is not None:
+        _check_output(job, spark.master)
     check(job)
     said = said or Report()
     with said:
@@ -68,10 +70,7 @@ def run_audit_job(job: AuditJob, spark: SessionOptions, *, said: Report | None =
             session = opened.session
             where = session.sparkContext.master
             stage.finish(f"version {session.version}, {where}")
-            if job.output is None and not on_this_machine(where):
-                raise StartupError(
-                    f"On a cluster ({where}) the tables need a place that all its machines reach: give --output DIR."
-                )
+            _check_output(job, where)
             facts = audit(session, job, said)
     # First what was found, and then what may fail yet.
     show_table(facts, Console(highlight=False))
@@ -82,6 +81,13 @@ def run_audit_job(job: AuditJob, spark: SessionOptions, *, said: Report | None =
     if job.report is not None:
         said.say(f"Report: {job.report.resolve()}")
     return facts.verdict.exit_status(strict=job.strict)
+
+
+def _check_output(job: AuditJob, master: str) -> None:
+    if job.output is None and not on_this_machine(master):
+        raise StartupError(
+            f"On a cluster ({master}) the tables need a place that all its machines reach: give --output DIR."
+        )
 
 
 def check(job: AuditJob) -> None:
