@@ -223,3 +223,8 @@ def test_all_rows_of_a_key_are_handed_over_by_one_task_in_order_and_rows_without
     assert len(home) == 5
     assert sum(map(len, tasks)) == 2_000
     assert min(keyless) > 100
+
+
+def test_what_is_wrong_with_a_schema_is_told(spark: Any) -> None:
+    with pytest.raises(StartupError, match=r"--schema cannot be read \(\[\w+\] .+\): give DDL"):
+        sources.parse_schema("id INT, name")

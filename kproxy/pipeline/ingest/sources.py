@@ -12,7 +12,7 @@ from pyspark.sql.types import StringType, StructType
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource, RateSource
 from kproxy.pipeline.ingest.transforms import BLOCK, CORRUPT, FILE, MODIFIED
-from kproxy.pipeline.spark import SparkFailed, as_spark_failure
+from kproxy.pipeline.spark import SparkFailed, as_spark_failure, cause_in
 
 # A block is what one task reads; lines are counted within it (`transforms.placed`), so it may not depend on how many
 # cores there are. Files below this size are a block each.
@@ -48,9 +48,8 @@ def parse_schema(text: str) -> StructType:
     try:
         schema = StructType.fromJson(json.loads(text)) if text.lstrip().startswith("{") else StructType.fromDDL(text)
     except (PySparkException, ValueError, KeyError, TypeError) as error:
-        why = next(iter(str(error).splitlines()), "")
         raise StartupError(
-            f"--schema cannot be read ({why}): give DDL, as in 'id INT, name STRING', or Spark's JSON."
+            f"--schema cannot be read ({cause_in(str(error))}): give DDL, as in 'id INT, name STRING', or Spark's JSON."
         ) from error
     if not isinstance(schema, StructType) or not schema.fields:
         raise StartupError("--schema has no columns: give DDL, as in 'id INT, name STRING', or Spark's JSON.")
