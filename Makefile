@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 UV     ?= uv
 ARGS   ?=
-LANES  ?= 3
+LANES  ?= 2
 SECTION ?=
 MINUTES ?= 10
 SEED   ?= 1
@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml requirements.lock requirements-build.lock scripts/insta
 demo: install  ## write 336,776 flights through the proxy with Spark, kill -9 an owner meanwhile, read them back, judge and audit it
 	@$(BIN)/kproxy demo --kill-owner $(ARGS)
 
-test: install  ## run every test, three at a time; LANES=0 for one after the other
+test: install  ## run every test, two at a time; LANES=0 for one after the other
 	@$(BIN)/python -m pytest -n $(LANES) $(ARGS)
 
 chaos: install  ## kill, stop and cut off members of etcd at random for MINUTES=10, from SEED=1, and judge the table

@@ -35,7 +35,7 @@ from bench.table import judged
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 
 GOAL_PERCENT = 3.0
-PAIRS = 16
+PAIRS = 8
 # A tenth of the default: rows are closed, and shipped, ten times as often.
 INTERVAL_S = 0.5
 # Until what was acknowledged last is judged; shipped, that much after INTERVAL_S.

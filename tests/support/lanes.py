@@ -1,4 +1,4 @@
-"""Lanes of tests, run side by side by as many processes as there are: a pytest plugin, in force with `pytest -n 3`.
+"""Lanes of tests, run side by side by as many processes as there are: a pytest plugin, in force with `pytest -n 2`.
 
 Most of tests/integration waits, for leases above all; what uses Java computes. Neither keeps two processors busy, so
 they run beside each other. A process takes one lane after another, as it becomes free, in the order of the collection.
