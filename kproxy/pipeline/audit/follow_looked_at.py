@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from pyspark.sql import DataFrame
@@ -14,10 +15,12 @@ from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own docu
 
 from kproxy.pipeline.audit.follow_state import FollowState, Place, trail_of
 from kproxy.pipeline.audit.job import AuditJob
-from kproxy.pipeline.audit.log_source import fix_ends, read_bounds, read_log
+from kproxy.pipeline.audit.log_source import bounds_now, fix_ends, read_log
 from kproxy.pipeline.audit.places import existing
 from kproxy.pipeline.audit.results import Tables
+from kproxy.pipeline.audit.scale import fitted, keep, stays_in_memory
 from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
+from kproxy.pipeline.audit.short_logs import read_short_log
 from kproxy.pipeline.audit.tables import AuditRules, audit_tables
 from kproxy.pipeline.spark import as_spark_failure
 
@@ -58,18 +61,16 @@ class LookedAt:
             topic: {**ends[topic], **_starts(state.read_to.get(topic, {}), needed[topic], ends[topic])}
             for topic in needed
         }
-        log = read_log(
-            self._session,
-            self._job.bootstrap,
-            topics=sorted(needed),
-            start_offsets=_encode(starts),
-            end_offsets=_encode(ends),
-        )
+        topics, begin, end = sorted(needed), _encode(starts), _encode(ends)
+        read = (self._session, self._job.bootstrap)
+        log = read_short_log(*read, topics=topics, start_offsets=begin, end_offsets=end)
+        if log is None:
+            log = read_log(*read, topics=topics, start_offsets=begin, end_offsets=end)
         with as_spark_failure("The logs could not be read"):
             log.write.mode("overwrite").parquet(self._place.below(f"log/batch={batch}"))
         for topic, firsts_needed in needed.items():
-            read = {partition: ends[topic][partition] for partition in firsts_needed if partition in ends[topic]}
-            state.read_to[topic] = {**state.read_to.get(topic, {}), **read}
+            read_to = {partition: ends[topic][partition] for partition in firsts_needed if partition in ends[topic]}
+            state.read_to[topic] = {**state.read_to.get(topic, {}), **read_to}
 
     def audited(self, state: FollowState, rules: AuditRules) -> Tables:
         """An audit of all that is looked at."""
@@ -77,7 +78,17 @@ class LookedAt:
         # There are rows of every batch that is kept.
         rows = self._numbered(state, self._kept("rows", batches).drop("batch"))
         log = self._land("log", self._newest_of_log(batches))
-        return audit_tables(rows, log, self._land("bounds", self._bounds(rows)), rules, self._land)
+        bounds = self._bounds(rows)
+        amount = rows.count() + log.count()
+        with fitted(self._session, amount):
+            if not stays_in_memory(self._session, amount):
+                return audit_tables(rows, log, bounds, rules, self._land)
+            tables = audit_tables(keep("rows", rows), keep("log", log), keep("bounds", bounds), rules, keep)
+            # Worked out while the settings are in force. Of the others a following audit makes nothing.
+            windows, findings, throughput = (
+                keep(name, getattr(tables, name)) for name in ("windows", "findings", "throughput")
+            )
+            return replace(tables, windows=windows, findings=findings, throughput=throughput)
 
     def tidy(self) -> None:
         """What was made on the way is not needed any more."""
@@ -101,7 +112,8 @@ class LookedAt:
         topics = existing(self._job.bootstrap, named) if named else ()
         if not topics:
             return self._session.createDataFrame([], BOUNDS_SCHEMA)
-        return read_bounds(self._session, self._job.bootstrap, topics=topics, compacted=self._job.compacted)
+        bounds = bounds_now(self._job.bootstrap, topics=topics, compacted=self._job.compacted)
+        return self._session.createDataFrame(bounds, BOUNDS_SCHEMA)
 
     def _judged(self, rows: DataFrame) -> DataFrame:
         ranges = rows.where("kind = 'range'")

@@ -24,11 +24,13 @@ def read_short_log(
     *,
     topics: Sequence[str],
     end_offsets: str,
+    start_offsets: str | None = None,
     most_batches: int = MOST_BATCHES,
     most_bytes: int = MOST_BYTES,
 ) -> Any | None:
     """As `log_source.read_log`, what was read; None where there is more than is the driver's. Raises LogReadFailed."""
-    reader = LogDataSourceReader(read_options(written(bootstrap, topics, None, {"endOffsets": end_offsets})))
+    offsets = {"startOffsets": start_offsets, "endOffsets": end_offsets}
+    reader = LogDataSourceReader(read_options(written(bootstrap, topics, None, offsets)))
     read: list[Any] = []
     room, room_bytes = most_batches, most_bytes
     for piece in reader.partitions():
