@@ -29,6 +29,7 @@ from rich.table import Table
 
 from bench.brokers import brokers
 from bench.load import CONNECTIONS, IN_FLIGHT, SHAPES, ProducerFrames, Shape, open_all, send
+from bench.pipeline_noting import PRODUCERS, cost
 from bench.processes import child, cpu_seconds, first_line
 from bench.quick import BROKERS, WARM_UP_REQUESTS, write_table
 from bench.table import judged
@@ -141,6 +142,13 @@ def _trail(console: Console, etcd: EmbeddedEtcd, directory: Path) -> None:
         idle = {way: _idle(proxy) for way, proxy in proxies.items()}
         console.print(_table(found))
         console.print(_told(idle), highlight=False)
+    for writes, shared in (("a partition each", False), ("all to one partition", True)):
+        noted = cost(shared=shared)
+        console.print(
+            f"- Without a proxy around it, {PRODUCERS} producers, {writes}: {noted.note:.0f} ns to note a batch, "
+            f"{noted.judge:.0f} ns to judge it and to close its row.",
+            highlight=False,
+        )
 
 
 def _table(found: Mapping[str, Sequence[_Found]]) -> Table:
