@@ -14,8 +14,8 @@ from kproxy.pipeline.audit.log_source import LogDataSourceReader
 from kproxy.pipeline.audit.schemas import LOG_SCHEMA
 
 MOST_BATCHES: Final = 20_000
-# Batches are fetched whole, and their checksums reckoned. A second's work, or two.
-MOST_BYTES: Final = 64 << 20
+# Batches are fetched whole, and their checksums reckoned. Some seconds of work.
+MOST_BYTES: Final = 256 << 20
 
 
 def read_short_log(
