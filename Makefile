@@ -53,7 +53,7 @@ check: install  ## lint, types, dependency direction, generated files; runs no t
 	@echo "import-linter"; $(BIN)/lint-imports
 	@echo "generated";    $(BIN)/python -m kproxy.ownership.etcd.generate --check
 
-bench: install  ## every measurement, or one: make bench SECTION=quick, SECTION=table, SECTION=acks, SECTION=own, SECTION=pipeline
+bench: install  ## every measurement, or one: make bench SECTION=quick, SECTION=table, SECTION=acks, SECTION=acks0, SECTION=own, SECTION=pipeline
 	@$(BIN)/python -m bench $(SECTION)
 
 bench-quick: install  ## what the proxy costs in CPU, beside haproxy where it is installed; about a minute

@@ -7,6 +7,7 @@ import argparse
 from rich.console import Console
 
 from bench.acks import REPLICATION_FACTOR, acks
+from bench.acks0 import acks0
 from bench.own import own
 from bench.pipeline import pipeline
 from bench.pipeline_audit import RANGES
@@ -16,7 +17,7 @@ from bench.table import PARTITIONS, table
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("sections", metavar="SECTION", nargs="*", help="quick, table, acks, own, pipeline")
+    parser.add_argument("sections", metavar="SECTION", nargs="*", help="quick, table, acks, acks0, own, pipeline")
     parser.add_argument("--partitions", type=int, default=PARTITIONS, help="of the section `table`")
     parser.add_argument("--replication-factor", type=int, default=REPLICATION_FACTOR, help="of the section `acks`")
     parser.add_argument("--ranges", type=int, default=RANGES, help="of the section `pipeline`, for its audit")
@@ -26,6 +27,7 @@ def main() -> None:
         "quick": lambda: quick(console),
         "table": lambda: table(console, arguments.partitions),
         "acks": lambda: acks(console, arguments.replication_factor),
+        "acks0": lambda: acks0(console),
         "own": lambda: own(console),
         "pipeline": lambda: pipeline(console, arguments.ranges),
     }

@@ -60,15 +60,15 @@ SHAPES = (
 )
 
 
-def produce_frame(shape: Shape, first: int = 0) -> bytes:
+def produce_frame(shape: Shape, first: int = 0, acks: int = -1) -> bytes:
     """One produce request of this shape, to partitions from `first` on, length prefix included."""
-    return _frame(shape, first)[0]
+    return _frame(shape, first, acks)[0]
 
 
-def _frame(shape: Shape, first: int) -> tuple[bytes, list[int]]:
+def _frame(shape: Shape, first: int, acks: int = -1) -> tuple[bytes, list[int]]:
     """The request, and where in it each batch begins."""
     tags = encode_tagged_fields([])
-    body = encode_count(-1, compact=True) + INT16.pack(-1) + INT32.pack(30_000)
+    body = encode_count(-1, compact=True) + INT16.pack(acks) + INT32.pack(30_000)
     body += encode_count(1, compact=True) + encode_count(len(TOPIC), compact=True) + TOPIC
     body += encode_count(shape.partitions, compact=True)
     header = INT32.pack(0) + request_header(api_keys.PRODUCE, VERSION, 0, b"bench")

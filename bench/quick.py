@@ -40,10 +40,10 @@ def write_table(ports: list[int], directory: Path) -> Path:
 
 
 @contextlib.contextmanager
-def kproxy(ports: list[int], directory: Path) -> Iterator[tuple[int, int]]:
+def kproxy(ports: list[int], directory: Path, *flags: str) -> Iterator[tuple[int, int]]:
     """(pid, port) of kproxy in front of the brokers."""
     table = write_table(ports, directory)
-    arguments = ("--ownership", "static", "--table", str(table), "--listen", "127.0.0.1:0")
+    arguments = ("--ownership", "static", "--table", str(table), "--listen", "127.0.0.1:0", *flags)
     with child(sys.executable, "-m", "kproxy", "serve", *arguments) as process:
         address = first_line(process).partition("kafka=")[2].split()[0]
         yield process.pid, int(address.rpartition(":")[2])

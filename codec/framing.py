@@ -23,7 +23,7 @@ Invariants
 3. Bytes are moved only when a frame is unfinished and the rest does not fit behind it, or another connection came
    between, or the chunk is full and others go on with the next.
 4. An unfinished frame keeps no more memory than its own bytes and what was made for it alone, once the chunk that it
-   began in is left.
+   began in is left. What its owner gave it instead (`move_to`) is its owner's affair.
 """
 
 from __future__ import annotations
@@ -108,14 +108,20 @@ def _is_unreferenced(chunk: bytearray) -> bool:
 class FrameReader:
     """Cuts one connection's bytes into frames; shaped for asyncio.BufferedProtocol.
 
-    Every frame handed out is a writable memoryview of the whole frame, its 4-byte length prefix included.
+    Every frame handed out is a writable memoryview of the whole frame, its 4-byte length prefix included. At most
+    `most_shared` bytes are read into the chunk at a time, so that no longer frame is whole before it is known to come.
+    `announced` is the length of the frame that is arriving, its prefix included, where that is known; else 0.
     """
 
-    __slots__ = ("_arena", "_end", "_max_frame_bytes", "_own", "_start", "_view")
+    __slots__ = ("_arena", "_end", "_max_frame_bytes", "_most_shared", "_own", "_start", "_view", "announced")
 
-    def __init__(self, max_frame_bytes: int, arena: ReceiveArena | None = None) -> None:
+    def __init__(
+        self, max_frame_bytes: int, arena: ReceiveArena | None = None, *, most_shared: int = CHUNK_BYTES
+    ) -> None:
         self._arena = arena if arena is not None else ReceiveArena()
         self._max_frame_bytes = max_frame_bytes
+        self._most_shared = most_shared
+        self.announced = 0
         self._view: memoryview | None = None  # the chunk that holds the unfinished frame
         self._own = False  # whether that chunk is this reader's alone
         self._start = 0
@@ -148,7 +154,7 @@ class FrameReader:
         if view is None:
             if CHUNK_BYTES - arena.position < LEAST_FREE_BYTES:
                 arena.renew()
-            return arena.view[arena.position :]
+            return arena.view[arena.position : arena.position + self._most_shared]
         announced = LENGTH_BYTES
         if self._end - self._start >= LENGTH_BYTES:
             announced += _LENGTH.unpack_from(view, self._start)[0]
@@ -157,7 +163,7 @@ class FrameReader:
             if self._end < len(view):
                 return view[self._end : self._start + announced]
         elif fits and view is arena.view and self._end == arena.position:
-            return view[self._end :]
+            return view[self._end : self._end + self._most_shared]
         return self._move(view[self._start : self._end], announced, lean)
 
     def _move(self, held: memoryview, announced: int, lean: bool) -> memoryview:
@@ -177,7 +183,25 @@ class FrameReader:
         end = start + len(held)
         view[start:end] = held
         self._view, self._start, self._end = view, start, end
-        return view[end:]
+        return view[end:] if self._own else view[end : end + self._most_shared]
+
+    @property
+    def has_own(self) -> bool:
+        """Whether the frame that is arriving has a buffer of its own."""
+        return self._own
+
+    def move_to(self, buffer: bytearray) -> None:
+        """Let the frame that is arriving be read into `buffer`, which is as long as it is `announced`."""
+        if self._view is None:
+            raise ValueError("no frame is arriving")
+        held = self._view[self._start : self._end]
+        buffer[: len(held)] = held
+        self._view, self._start, self._end, self._own = memoryview(buffer), 0, len(held), True
+
+    def drop(self) -> None:
+        """Forget the frame that is arriving. Nothing more is to be read."""
+        self._max_frame_bytes = _BROKEN
+        self._let_go()
 
     def buffer_updated(self, nbytes: int) -> list[memoryview]:
         """The frames that `nbytes` more bytes complete, in order.
@@ -195,6 +219,7 @@ class FrameReader:
             if not self._own:
                 arena.position = end
         frames: list[memoryview] = []
+        frame_end = start
         while end - start >= LENGTH_BYTES:
             length = _LENGTH.unpack_from(view, start)[0]
             if not 0 <= length <= self._max_frame_bytes:
@@ -208,6 +233,7 @@ class FrameReader:
             self._let_go()
         else:
             self._view, self._start, self._end = view, start, end
+            self.announced = frame_end - start
             if not self._own:
                 arena.leave(self)
         return frames
@@ -219,7 +245,7 @@ class FrameReader:
             self._view, self._start, self._end = memoryview(held), 0, len(held)
 
     def _let_go(self) -> None:
-        self._view, self._start, self._end, self._own = None, 0, 0, False
+        self._view, self._start, self._end, self._own, self.announced = None, 0, 0, False, 0
 
     def _break(self, length: int) -> InvalidField | FrameTooLarge:
         """What is wrong with `length`. No length at all is legal from here on: whatever follows is not at a frame's
@@ -231,4 +257,6 @@ class FrameReader:
             return InvalidField("bytes follow an illegal length; where the next frame begins is not known")
         if length < 0:
             return InvalidField(f"a frame announces a negative length ({length})")
-        return FrameTooLarge(f"a frame announces {length} bytes; at most {admitted} are admitted here")
+        return FrameTooLarge(
+            f"a frame announces {length} bytes; at most {admitted} are admitted here", _LENGTH.pack(length)
+        )

@@ -28,6 +28,9 @@ from codec.primitives import (
 )
 
 MAX_PARTITIONS = 4096
+"""A request for more partitions, or more topics, is not served: each gets an error."""
+MAX_READ_PARTITIONS = 8 * MAX_PARTITIONS
+"""A message with more of them is not even read."""
 # Behind length and correlation_id.
 _RESPONSE_BODY_OFFSET = LENGTH_BYTES + 4
 TOPIC_ID_BYTES = 16
@@ -94,6 +97,11 @@ class PartitionedRequest:
         # Produce's own; -1 (all) and 0 for the others, which always have an answer.
         self.acks = -1
         self.timeout_ms = 0
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether it asks for more than is served at a time; topics without partitions cost something as well."""
+        return self.partition_count > MAX_PARTITIONS or len(self.topics) > MAX_PARTITIONS
 
     @property
     def partition_count(self) -> int:
@@ -241,7 +249,7 @@ def parse_topics(
     else:
         topic_count, offset = read_topic_count(frame, offset, limit, flexible=flexible)
     topics: list[TopicSpan] = []
-    partitions_left = MAX_PARTITIONS
+    partitions_left = MAX_READ_PARTITIONS
     while topic_count > 0:
         topic_count -= 1
         if by_id:
@@ -250,7 +258,7 @@ def parse_topics(
             topic, count, offset = begin_topic(frame, offset, limit, flexible, least_bytes)
         partitions_left -= count
         if partitions_left < 0:
-            raise InvalidField(f"more than {MAX_PARTITIONS} partitions in one message")
+            raise InvalidField(f"more than {MAX_READ_PARTITIONS} partitions in one message")
         topic.tail_start = offset = read_entries(frame, offset, limit, topic, count)
         if flexible:
             offset = offset + 1 if offset < limit and frame[offset] == 0 else skip_tagged_fields(frame, offset, limit)
@@ -278,8 +286,8 @@ def read_topic_count(frame: memoryview, offset: int, limit: int, *, flexible: bo
     three bytes of the sender's and hundreds of ours.
     """
     count, offset = read_count(frame, offset, limit, compact=flexible, least_bytes=2)
-    if count > MAX_PARTITIONS:
-        raise InvalidField(f"{count} topics in one message; at most {MAX_PARTITIONS} are read")
+    if count > MAX_READ_PARTITIONS:
+        raise InvalidField(f"{count} topics in one message; at most {MAX_READ_PARTITIONS} are read")
     return count, offset
 
 

@@ -181,3 +181,12 @@ def encode_tagged_fields(fields: list[tuple[int, bytes]]) -> bytes:
     for tag, value in fields:
         out += encode_uvarint(tag) + encode_uvarint(len(value)) + value
     return bytes(out)
+
+
+def encode_string(value: bytes | None, *, compact: bool) -> bytes:
+    """A string, or null, in its length's old or compact form."""
+    if value is None:
+        return b"\x00" if compact else b"\xff\xff"
+    if len(value) > MAX_STRING_BYTES:
+        raise InvalidField(f"a string of {len(value)} bytes; at most {MAX_STRING_BYTES} are written")
+    return (encode_uvarint(len(value) + 1) if compact else INT16.pack(len(value))) + value

@@ -41,6 +41,7 @@ from codec.produce import MAX_VERSION, MIN_VERSION, TOPIC_IDS_FROM, parse_produc
 # partition_index, error_code, base_offset, log_append_time_ms
 _ENTRY = Struct(">ihqq")
 _INDEX_AND_ERROR_CODE = Struct(">ih")
+_BASE_OFFSET = Struct(">q")
 # No record errors, no message, no tagged fields.
 _PLAIN_END = b"\x01\x00\x00"
 _PLAIN_END_V8 = b"\x00\x00\x00\x00\xff\xff"
@@ -107,6 +108,12 @@ def _skip_rest(frame: memoryview, offset: int, limit: int, api_version: int) -> 
         _, _, offset = skip_string(frame, offset, limit, compact=flexible, nullable=True)
     if flexible:
         offset = blank_current_leader(frame, offset, limit, _CURRENT_LEADER_TAG)
+    return offset
+
+
+def base_offset_of(entry: Buffer) -> int:
+    """The base offset in one partition's entry of an answer, as it stands on the wire; -1 for none."""
+    offset: int = _BASE_OFFSET.unpack_from(entry, _INDEX_AND_ERROR_CODE.size)[0]
     return offset
 
 

@@ -27,6 +27,7 @@ from typing import cast
 import structlog
 
 from codec.errors import CodecError
+from codec.foreign import foreign_protocol
 from codec.framing import FrameReader, ReceiveArena
 from codec.headers import parse_request_header, response_header
 from codec.primitives import INT32
@@ -55,15 +56,18 @@ class ClientConnection(asyncio.BufferedProtocol):
         on_opened: Callable[[ClientConnection], bool],
         on_closed: Callable[[ClientConnection], None],
         on_queued: Callable[[], None] = lambda: None,
+        *,
+        advises: bool = True,
     ) -> None:
         """`on_opened` may say no by returning False: the connection is closed at once. `on_queued` is called when a
-        request arrives behind one that is being served.
+        request arrives behind one that is being served. `advises`: who speaks another protocol is told of it.
         """
         self._serve = serve
         self._reader = FrameReader(max_frame_bytes, arena)
         self._on_opened = on_opened
         self._on_closed = on_closed
         self._on_queued = on_queued
+        self._advises = advises
         self.bindings: Bindings = {}
         self._transport: asyncio.Transport | None = None
         self._peer = ""
@@ -101,7 +105,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         try:
             frames = self._reader.buffer_updated(nbytes)
         except CodecError as error:
-            self.refuse(str(error))
+            self._refuse_bytes(error)
             return
         for frame in frames:
             if self._closing:
@@ -213,6 +217,17 @@ class ClientConnection(asyncio.BufferedProtocol):
             self._transport.writelines(parts)
 
     # Ending
+
+    def _refuse_bytes(self, error: CodecError) -> None:
+        """Close for what cannot be a request; who speaks another protocol is told in a way that it understands."""
+        stranger = foreign_protocol(error) if self._advises else None
+        if stranger is None or self._closing or self._transport is None:
+            self.refuse(str(error))
+            return
+        _logger.warning(f"client speaks {stranger.protocol}", most_a_minute=1, peer=self._peer, reason=str(stranger))
+        if stranger.reply and self._task is None and self._writable is None:
+            self._transport.write(stranger.reply)
+        self.close()
 
     def refuse(self, reason: str) -> None:
         """Close for a reason that is logged, once."""

@@ -7,7 +7,8 @@ States
              lease is revoked
 
 Invariants
-1. Whatever stops the start is a StartupError, within bounded time, and leaves nothing behind.
+1. Whatever stops the start is a StartupError, within bounded time, and leaves nothing behind. An etcd that does not
+   answer stops nothing: it is waited for, and that is said.
 2. The lease is revoked last of all that matters: what was acknowledged is on the disk, and the whole log with those in
    sync, before another may own.
 3. Every task is owned here or by the part that started it, and awaited before `run_broker` returns.
@@ -18,10 +19,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import sys
+import time
 import uuid
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
@@ -42,20 +44,22 @@ from kproxy.broker.listening import bind, bound_port
 from kproxy.broker.log_keeper import LogKeeper
 from kproxy.broker.log_options import LogOptions
 from kproxy.broker.partition import ReplicaSettings
-from kproxy.broker.process import allow_many_files, stop_signals
+from kproxy.broker.process import stop_signals
 from kproxy.broker.replication.fetchers import ReplicaFetchers
 from kproxy.broker.replication.isr_keeper import IsrKeeper
 from kproxy.broker.replication.listener import ReplicationListener
 from kproxy.broker.replication.secret import SharedSecret
 from kproxy.broker.topics import TopicAdmin
 from kproxy.errors import StartupError
-from kproxy.ownership.etcd import EtcdClient, EtcdError, EtcdMisused, IdBlocks, PrefixMirror
+from kproxy.open_files import raise_limit
+from kproxy.ownership.etcd import EtcdClient, EtcdError, EtcdMisused, EtcdUnavailable, IdBlocks, PrefixMirror
 from kproxy.ownership.etcd.clock import lease_clock
 from kproxy.ownership.etcd.lease_fence import LeaseFence
+from kproxy.waiting import Reminders, say_waiting
 
 __all__ = ["BrokerConfig", "run_broker"]
 
-SYNC_TIMEOUT_S = 10.0
+SYNC_PATIENCE_S = 5.0
 OWN_PARTITIONS_TIMEOUT_S = 10.0
 # Beyond its TTL, for etcd's own slack in expiring a predecessor's lease.
 PREDECESSOR_SLACK_S = 2.0
@@ -63,13 +67,14 @@ DRAIN_TIMEOUT_S = 3.0
 LINGER_TIMEOUT_S = 1.0
 CHECKPOINT_TIMEOUT_S = 5.0
 RECLAIM_PAUSE_S = 1.0
+T = TypeVar("T")
 _logger = structlog.get_logger(__name__)
 
 
 async def run_broker(config: BrokerConfig) -> None:
     """Run a reference broker until SIGTERM or SIGINT. Raises StartupError."""
     _check(config)
-    allow_many_files()
+    raise_limit()
     data_dir = DataDir.open(config.data_dir, config.node_id, log_options=config.log_options)
     client = EtcdClient(config.etcd, config.etcd_options, timeout_s=config.etcd_timeout_s)
     try:
@@ -140,6 +145,7 @@ class _Server:
         self._leases.replicas.on_leaders_changed = self._fetchers.wake
         self._view.subscribe(self._on_change)
         self._tasks: list[asyncio.Task[None]] = []
+        self._reminders = Reminders(time.monotonic)
 
     async def run(self) -> None:
         """From start to stop."""
@@ -168,7 +174,7 @@ class _Server:
         host, port = self._advertised(listener)
         replication_port = await self._replication.bind(self._config.replication_listen or (self._config.listen[0], 0))
         try:
-            await self._client.connect()
+            await self._when_etcd_answers(self._client.connect)
             self._lease = BrokerLease(
                 self._client,
                 self._keys,
@@ -177,21 +183,18 @@ class _Server:
                 clock=lease_clock,
                 on_claimed=self._on_claimed,
             )
-            fence = await self._lease.establish(self._config.lease_ttl_s + PREDECESSOR_SLACK_S)
-            self._tasks += [asyncio.create_task(self._hold(self._lease)), asyncio.create_task(self._mirror.run())]
-            async with asyncio.timeout(SYNC_TIMEOUT_S):
-                await self._mirror.wait_synced()
-            self._broker = self._assemble(await self._cluster_id())
-            await self._secret.load()
+            lease = self._lease
+            patience_s = self._config.lease_ttl_s + PREDECESSOR_SLACK_S
+            await self._when_etcd_answers(lambda: lease.establish(patience_s))
+            mirroring = asyncio.create_task(self._mirror.run())
+            self._tasks += [asyncio.create_task(self._hold(lease)), mirroring]
+            await self._synced(mirroring)
+            self._broker = self._assemble(await self._when_etcd_answers(self._cluster_id))
+            await self._when_etcd_answers(self._secret.load)
         except IdInUse as error:
             raise StartupError(
                 f"another broker with --node-id {self._config.node_id} is alive ({error.address}): "
                 f"stop it or give another --node-id"
-            ) from error
-        except TimeoutError as error:
-            where = f"etcd at {self._client.endpoints}"
-            raise StartupError(
-                f"{where} answers, but what it holds of the cluster could not be read in time"
             ) from error
         except EtcdMisused as error:
             raise StartupError(str(error)) from error
@@ -199,7 +202,9 @@ class _Server:
             raise StartupError(f"{str(error).rstrip('.')}; --etcd names it") from error
         await self._tell_of_leftovers()
         await self._replication.start(self._broker)
-        self._leases.begin(fence)
+        if lease.fence is not None:
+            # Lost while the start waited for etcd: whoever regains it begins.
+            self._leases.begin(lease.fence)
         self._tasks += [
             asyncio.create_task(self._leases.run()),
             asyncio.create_task(self._isr_keeper.run()),
@@ -210,6 +215,36 @@ class _Server:
         await listener.start_serving()
         sys.stdout.write(f"ready kafka={self._config.listen[0]}:{bound_port(listener)} etcd={self._client.endpoints}\n")
         sys.stdout.flush()
+
+    async def _when_etcd_answers(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Ask until there is an answer. Raises what waiting does not mend: EtcdError, IdInUse, StartupError."""
+        while True:
+            try:
+                return await ask()
+            except EtcdMisused:
+                raise
+            except EtcdUnavailable as error:
+                self._wait(str(error))
+                await asyncio.sleep(RECLAIM_PAUSE_S)
+
+    async def _synced(self, mirroring: asyncio.Task[None]) -> None:
+        """Until what etcd holds of the cluster has been read; what the mirror fails with is raised."""
+        synced = asyncio.create_task(self._mirror.wait_synced())
+        try:
+            while not synced.done():
+                await asyncio.wait((synced, mirroring), timeout=SYNC_PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
+                if mirroring.done():
+                    mirroring.result()
+                if not synced.done():
+                    why = f" ({self._mirror.last_error})" if self._mirror.last_error is not None else ""
+                    where = f"etcd at {self._client.endpoints}"
+                    self._wait(f"What {where} holds of the cluster could not be read yet{why}.")
+        finally:
+            await _cancel([synced])
+
+    def _wait(self, sentence: str) -> None:
+        if self._reminders.is_due(sentence):
+            say_waiting(f"{sentence} Start etcd, or give its address with --etcd.")
 
     async def _tell_of_leftovers(self) -> None:
         """Topics may have been deleted while we were away. Their logs stay: an etcd that was emptied looks the same."""

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import click
 
 from kproxy.errors import StartupError
+from kproxy.interrupts import INTERRUPTED, interruptible
 
 # name -> module, the line in `kproxy --help`
 COMMANDS = {
@@ -26,11 +27,13 @@ COMMANDS = {
     "table": ("kproxy.cli.table", "Show which broker owns which partition."),
     "pipeline": ("kproxy.cli.pipeline", "Jobs on Spark: bring data in, and audit what was acknowledged."),
     "own": ("kproxy.cli.own", "Show who owns what by the Own API, claim, and free."),
-    "doctor": ("kproxy.cli.doctor", "Look at etcd and at a proxy, and say what is not as it should be."),
+    "doctor": ("kproxy.cli.doctor", "Look at etcd, a proxy and Kafka, and say what is not as it should be."),
     "check-config": ("kproxy.cli.check_config", "Check a configuration and show what is in force."),
 }
 # What commands start and people do not.
 INTERNAL = {"worker": "kproxy.cli.worker"}
+# They do not run by `run_async`, and have something to stop from the beginning.
+RUN_BY_THEMSELVES = ("demo", "pipeline")
 NEEDS_POSIX = ("serve", "broker", "dev", "demo", "pipeline")
 
 
@@ -90,6 +93,8 @@ def cli(context: click.Context, debug: bool, log_level: str | None) -> None:
     Any Kafka client uses it as its only bootstrap server. It learns from etcd which broker owns which partition, splits
     what a client produces by owner, and answers as one broker.
     """
+    if context.invoked_subcommand in RUN_BY_THEMSELVES:
+        interruptible()
     if context.invoked_subcommand in NEEDS_POSIX and sys.platform == "win32":
         raise StartupError(
             f"kproxy {context.invoked_subcommand} runs on Linux and macOS: on Windows run it in WSL 2 (wsl --install)."
@@ -110,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         click.echo(f"kproxy: {sentence if sentence.endswith(('.', '?', '!')) else f'{sentence}.'}", err=True)
         return 2
     except (KeyboardInterrupt, click.Abort):
-        return 130
+        return INTERRUPTED
     except Exception as error:  # noqa: BLE001 - the outermost boundary: a person reads this
         tell_unexpected(error, arguments)
         return 1
@@ -150,6 +155,9 @@ def run_async(make: Callable[[], Coroutine[Any, Any, int | None]], *, uvloop_wan
         else:
             factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
+        runner.get_loop()
+        # An interrupt before this ends the process at once; from here on it cancels what runs.
+        interruptible()
         return runner.run(make()) or 0
 
 

@@ -8,7 +8,7 @@ import click
 
 from kproxy.broker.log_options import FLUSH_POLICIES, FlushPolicy
 from kproxy.cli import run_async, start_logging
-from kproxy.cli.etcd_flags import etcd_flags
+from kproxy.cli.options import etcd_flags
 from kproxy.config import DEFAULT_PREFIX, advertised, parse_address, split_list
 from kproxy.config.etcd import etcd_options_from
 

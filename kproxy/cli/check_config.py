@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
 from msgspec import UNSET
 
-from kproxy.config import Owners, build_proxy_config, load_settings
+from kproxy.config import Owners, Setting, build_proxy_config, load_settings
 from kproxy.config.etcd import SECRETS
 from kproxy.config.owners import TABLE_ROOMS
 from kproxy.config.proxy import OF_ONE_SOURCE
+from kproxy.errors import StartupError
+
+# What an option is, in JSON.
+SET, NOT_SET, NOT_SHOWN, NOT_USED = "set", "not_set", "not_shown", "not_used"
 
 
 @click.command("check-config")
 @click.option("--config", metavar="FILE", type=click.Path(path_type=Path), help="The TOML file. [environment alone]")
-def command(config: Path | None) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(config: Path | None, as_json: bool) -> None:
     """Check a configuration and show what is in force.
 
     Reads the file and the environment as `kproxy serve` would and prints every option with where it comes from, as TOML
@@ -24,9 +30,31 @@ def command(config: Path | None) -> None:
 
     \b
       kproxy check-config --config kproxy.toml
+      kproxy check-config --config kproxy.toml --json | jq '.settings["limits.max_connections"]'
     """
-    settings = load_settings(config)
-    owners = build_proxy_config(settings).owners
+    try:
+        settings = load_settings(config)
+        owners = build_proxy_config(settings).owners
+    except StartupError as error:
+        if as_json:
+            _echo_json({"ok": False, "problem": str(error), "settings": {}, "owners": None})
+        raise
+    if as_json:
+        _echo_json({"ok": True, "problem": None, "settings": _as_json(settings), "owners": _owners_as_json(owners)})
+    else:
+        _echo_toml(settings, owners)
+
+
+def _state(setting: Setting, settings: Mapping[str, Setting]) -> str:
+    if setting.value is UNSET:
+        return NOT_SET
+    if setting.path in SECRETS:
+        return NOT_SHOWN
+    ownership = settings["ownership.ownership"].value
+    return SET if OF_ONE_SOURCE.get(setting.path, ownership) == ownership else NOT_USED
+
+
+def _echo_toml(settings: Mapping[str, Setting], owners: Owners | None) -> None:
     room = ""
     for path, setting in settings.items():
         if path in TABLE_ROOMS:
@@ -35,11 +63,12 @@ def command(config: Path | None) -> None:
         if of_room != room:
             click.echo(f"{'' if not room else chr(10)}[{of_room}]")
             room = of_room
-        if setting.value is UNSET:
+        state = _state(setting, settings)
+        if state == NOT_SET:
             click.echo(f"# {key} is not set")
-        elif path in SECRETS:
+        elif state == NOT_SHOWN:
             click.echo(f"{f'# {key} is set and not shown':<48}# {setting.source}")
-        elif OF_ONE_SOURCE.get(path, settings["ownership.ownership"].value) != settings["ownership.ownership"].value:
+        elif state == NOT_USED:
             click.echo(f"# {key} is for --ownership {OF_ONE_SOURCE[path]}")
         else:
             # JSON's strings, numbers and lists are TOML's too.
@@ -57,3 +86,26 @@ def _echo_owners(owners: Owners, file: str) -> None:
         click.echo(f"{mark}{number} = {json.dumps(str(address))}")
     for topic in owners.topics:
         click.echo(f"\n{mark}[[topics]]\n{mark}name = {json.dumps(topic.name)}\n{mark}owners = {list(topic.owners)}")
+
+
+def _as_json(settings: Mapping[str, Setting]) -> dict[str, object]:
+    told: dict[str, object] = {}
+    for path, setting in settings.items():
+        if path not in TABLE_ROOMS:
+            state = _state(setting, settings)
+            value = None if state in (NOT_SET, NOT_SHOWN) else setting.value
+            told[path] = {"value": value, "state": state, "source": setting.source}
+    return told
+
+
+def _owners_as_json(owners: Owners | None) -> dict[str, object] | None:
+    if owners is None:
+        return None
+    return {
+        "brokers": {str(number): str(address) for number, address in sorted(owners.brokers.items())},
+        "topics": [{"name": topic.name, "owners": list(topic.owners)} for topic in owners.topics],
+    }
+
+
+def _echo_json(told: Mapping[str, object]) -> None:
+    click.echo(json.dumps(told, indent=2))

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import click
 
 from kproxy.cli import run_async, start_logging
-from kproxy.cli.writer_group_flag import writer_group_flag
-from kproxy.config import DEFAULT_ADMIN, DEFAULT_LISTEN
+from kproxy.cli.options import writer_group_flag
+from kproxy.config import DEFAULT_ADMIN, DEFAULT_LISTEN, Limits
+from kproxy.open_files import raise_limit
 
 if TYPE_CHECKING:
     from kproxy.dev.cluster import DevCluster
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     help="How long a dead broker's partitions stay its own.",
 )
 @writer_group_flag
+@click.option("--no-restart", is_flag=True, help="Leave brokers and etcd dead when they end; end with the proxy.")
 @click.option("--no-audit", is_flag=True, help="Keep no audit trail in the topic __kproxy_audit.")
 @click.pass_context
 def command(
@@ -59,11 +61,13 @@ def command(
     admin: str,
     lease_ttl: int,
     writer_group: list[str] | None,
+    no_restart: bool,
     no_audit: bool,
 ) -> int:
     """Run everything on this machine: etcd, reference brokers and the proxy.
 
-    Topics are made when first written to. They and their records are there again at the next start.
+    Topics are created when first written to. They and their records are there again at the next start. Kill any process
+    by its pid: the others go on, and `kproxy dev` says what has died and starts it again.
 
     \b
       kproxy dev
@@ -72,13 +76,13 @@ def command(
     """
     # What the parts log goes to their files.
     start_logging(context, default="warning")
+    max_connections = _max_connections(raise_limit())
     from kproxy.dev.cluster import DEFAULT_REPLICATION_FACTOR, DevCluster
     from kproxy.dev.data_dir import default_data_dir
     from kproxy.dev.orphan import end_with_parent
 
     end_with_parent()
     directory = data_dir or default_data_dir()
-    _say(f"kproxy dev: data in {directory}")
     cluster = DevCluster(
         directory,
         brokers=brokers,
@@ -88,24 +92,33 @@ def command(
         lease_ttl_s=lease_ttl,
         writer_groups=writer_group or (),
         audit=not no_audit,
+        max_connections=max_connections,
         on_step=lambda part: _say(f"  {part}"),
     )
+    _say(f"kproxy dev: data in {directory}")
     if replication_factor is None and cluster.replication_factor < DEFAULT_REPLICATION_FACTOR:
         _say(
             f"  replicas  {cluster.replication_factor} of each new partition, not {DEFAULT_REPLICATION_FACTOR}: "
             f"there {'is 1 broker' if brokers == 1 else f'are {brokers} brokers'}."
         )
     # asyncio's own loop: there is nothing here to be fast at.
-    return run_async(lambda: _run(cluster), uvloop_wanted=False)
+    return run_async(lambda: _run(cluster, restart=not no_restart), uvloop_wanted=False)
 
 
-async def _run(cluster: DevCluster) -> int:
+def _max_connections(open_files: int | None) -> int | None:
+    """As many clients as that limit of open files does for, where these are fewer than by default."""
+    from kproxy.proxy.descriptors import most_clients
+
+    return None if open_files is None else max(1, min(most_clients(open_files), Limits().max_connections))
+
+
+async def _run(cluster: DevCluster, *, restart: bool) -> int:
     from kproxy.dev.cluster import ChildEnded
 
     stop = asyncio.Event()
     with _stop_signals(stop):
         stopping = asyncio.ensure_future(stop.wait())
-        running = asyncio.ensure_future(_start_and_wait(cluster))
+        running = asyncio.ensure_future(_start_and_keep(cluster, restart=restart))
         try:
             await asyncio.wait((stopping, running), return_when=asyncio.FIRST_COMPLETED)
             if running.done():
@@ -124,14 +137,16 @@ async def _run(cluster: DevCluster) -> int:
             await cluster.stop()
 
 
-async def _start_and_wait(cluster: DevCluster) -> None:
-    """Until a part of the cluster ends by itself: ChildEnded."""
+async def _start_and_keep(cluster: DevCluster, *, restart: bool) -> None:
+    """Until the cluster is of no use any more: ChildEnded."""
+    from kproxy.dev.keeper import Keeper
+
     await cluster.start()
     _say(f"Point any Kafka client at {cluster.kafka}. `kproxy table --admin {cluster.admin}` shows who owns what.")
     _say("Ctrl-C stops everything; topics and records stay.")
     sys.stdout.write(f"ready kafka={cluster.kafka} admin={cluster.admin} etcd={cluster.etcd}\n")
     sys.stdout.flush()
-    await cluster.wait()
+    await Keeper(cluster, lambda line: _say(f"kproxy dev: {line}"), restart=restart).keep()
 
 
 def _say(line: str) -> None:

@@ -1,45 +1,130 @@
-"""`kproxy doctor`: is etcd fit for kproxy, and does a proxy serve?"""
+"""`kproxy doctor`: is etcd fit for kproxy, does a proxy serve, can a client write and read?"""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import click
 
 from kproxy.cli import run_async
-from kproxy.cli.etcd_flags import etcd_flags
-from kproxy.config import DEFAULT_ADMIN, DEFAULT_PREFIX, Address, parse_address, split_list
-from kproxy.config.etcd import EtcdOptions, etcd_options_from
+from kproxy.cli.options import (
+    ADMIN_VARIABLE,
+    Asked,
+    EtcdPlace,
+    admin_option,
+    bootstrap_option,
+    etcd_flags,
+    etcd_place,
+)
+from kproxy.config import DEFAULT_ADMIN, DEFAULT_PREFIX, Address, parse_address
 from kproxy.errors import StartupError
+
+if TYPE_CHECKING:
+    from kproxy.cli.doctor_checks import Finding
+
+PROBE_TOPIC = "kproxy-doctor"
+_COLOURS = {"ok": "green", "warn": "yellow", "FAIL": "bold red"}
 
 
 @click.command("doctor", epilog="Exit status: 0 where all is well or only warned of, 1 where something fails.")
+@bootstrap_option(
+    "Look at Kafka here as a client does: who is named, can each be reached; write a record and read it back.",
+    default=None,
+    otherwise="not looked at",
+)
+@click.option("--topic", metavar="NAME", help=f"With --bootstrap: where to write that record. [{PROBE_TOPIC}]")
+@click.option("--no-write", is_flag=True, help="With --bootstrap: only look; write no record and create no topic.")
+@admin_option(
+    "Look at the proxy with this admin page.", default=None, otherwise=f"{DEFAULT_ADMIN} if nothing else is looked at"
+)
 @click.option("--etcd", metavar="URL[,URL...]", help="Look at this etcd, each member by itself.")
 @etcd_flags
 @click.option("--prefix", default=DEFAULT_PREFIX, show_default=True, help="With --etcd: the root of the keys.")
-@click.option("--admin", metavar="H:P", help=f"Look at the proxy with this admin page. [{DEFAULT_ADMIN}, if no --etcd]")
-def command(etcd: str | None, prefix: str, admin: str | None, **etcd_access: str | None) -> int:
-    """Look at etcd and at a proxy, and say what is not as it should be.
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    bootstrap: Asked | None,
+    topic: str | None,
+    no_write: bool,
+    admin: Asked | None,
+    etcd: str | None,
+    prefix: str,
+    as_json: bool,
+    **etcd_access: str | None,
+) -> int:
+    """Look at etcd, at a proxy and at Kafka, and say what is not as it should be.
 
-    One line for each finding, which begins with `ok`, `warn` or `FAIL`.
+    One line for each finding, which begins with `ok`, `warn` or `FAIL`. Where a flag names a place, the places that
+    the environment names are left alone.
 
     \b
       kproxy doctor
-      kproxy doctor --etcd https://etcd-0:2379,https://etcd-1:2379 --etcd-ca ca.pem --admin 127.0.0.1:9644
+      kproxy doctor --bootstrap 127.0.0.1:9092
+      kproxy doctor --etcd https://etcd-0:2379 --etcd-ca ca.pem
     """
-    if etcd is None and any(value is not None for value in etcd_access.values()):
-        raise StartupError("the flags --etcd-... say how to ask etcd: name it with --etcd URL.")
-    endpoints = () if etcd is None else split_list(etcd, "--etcd")
-    options = EtcdOptions() if etcd is None else etcd_options_from(etcd_access)
-    page = parse_address(admin or DEFAULT_ADMIN, "--admin") if admin is not None or not endpoints else None
-    return run_async(lambda: _examine(endpoints, options, prefix, page))
+    place = etcd_place(etcd, prefix, etcd_access)
+    if place is not None or any(asked is not None and asked.rank == 2 for asked in (bootstrap, admin)):
+        bootstrap, admin = (asked if asked and asked.rank == 2 else None for asked in (bootstrap, admin))
+    if bootstrap is None and (topic is not None or no_write):
+        flag = "--no-write" if topic is None else "--topic"
+        raise StartupError(f"{flag} is about the record that is written to Kafka: name that with --bootstrap H:P.")
+    page = admin.address() if admin is not None else None
+    if admin is None and bootstrap is None and place is None:
+        page = parse_address(DEFAULT_ADMIN, ADMIN_VARIABLE)
+    brokers = bootstrap.addresses() if bootstrap is not None else ()
+    written = None if no_write else topic or PROBE_TOPIC
+    return run_async(lambda: _examine(place, page, brokers, written, as_json))
 
 
-async def _examine(endpoints: tuple[str, ...], options: EtcdOptions, prefix: str, page: Address | None) -> int:
-    from kproxy.cli.doctor_checks import examine_etcd, examine_proxy
+async def _examine(
+    etcd: EtcdPlace | None, page: Address | None, brokers: Sequence[Address], topic: str | None, as_json: bool
+) -> int:
+    from kproxy.cli.doctor_checks import examine_etcd, examine_kafka, examine_proxy
     from kproxy.observe.logging import configure_logging
 
     configure_logging("error")
-    findings = await examine_etcd(endpoints, options, prefix) if endpoints else []
-    findings += await examine_proxy(page) if page is not None else []
+    findings: list[Finding] = []
+
+    def take(found: Sequence[Finding]) -> None:
+        findings.extend(found)
+        if not as_json:
+            _show(found)
+
+    if etcd is not None:
+        take(await examine_etcd(*etcd))
+    if page is not None:
+        take(await examine_proxy(page))
+    if brokers:
+        take(await examine_kafka(brokers, topic))
+    failed = any(finding.mark == "FAIL" for finding in findings)
+    if as_json:
+        _show_json(findings, failed)
+    return int(failed)
+
+
+def _show(findings: Sequence[Finding]) -> None:
+    """A line for each; on a terminal as many as it takes, one below the other."""
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        for finding in findings:
+            grid.add_row(Text(f"{finding.mark:<4}", style=_COLOURS[finding.mark]), Text(finding.text))
+        Console().print(grid)
+        return
     for finding in findings:
         click.echo(f"{finding.mark:<4}  {finding.text}")
-    return int(any(finding.mark == "FAIL" for finding in findings))
+    sys.stdout.flush()
+
+
+def _show_json(findings: Sequence[Finding], failed: bool) -> None:
+    import msgspec
+
+    told = [
+        {"result": each.mark.lower(), "check": each.check, "at": each.at, "text": each.text, "facts": dict(each.facts)}
+        for each in findings
+    ]
+    click.echo(msgspec.json.format(msgspec.json.encode({"ok": not failed, "findings": told}), indent=2).decode())

@@ -5,17 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import email.utils
+import json
 import re
 import ssl
 import time
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from types import MappingProxyType
 from typing import NamedTuple
 
+from kafka.record.default_records import DefaultRecordBatchBuilder
+
+from codec import api_keys as keys
+from codec import error_codes as codes
+from codec.control import Message
+from codec.errors import CodecError
+from codec.record_batch import iterate_batches
 from kproxy.config import Address
 from kproxy.config.etcd import EtcdOptions, tls_context
+from kproxy.config.topic_name import RULE as TOPIC_RULE
 from kproxy.errors import StartupError
 from kproxy.ownership.etcd import EtcdClient, EtcdDenied, EtcdError, EtcdStatus
 from kproxy.ownership.etcd.target import parse_endpoints
+from kproxy.ownership.kafka_client import BrokerConnection, BrokerUnreachable
+from kproxy.routing import topology
 
 # The first releases without the known faults in leases: revoked early (before 3.5.13), renewals confirmed of leases
 # that had been revoked (before 3.5.23, 3.6.5), and what was mended since.
@@ -27,12 +41,52 @@ CLOCK_TOLERANCE_S = 5.0
 CLOCK_GRAIN_S = 1.0
 MAX_ANSWER_BYTES = 64 << 10
 
+# One step at a Kafka broker: to connect, to be answered, to be no longer refused.
+STEP_S = 3.0
+PAUSE_S = 0.2
+# What the leader waits for the others, in a produce request.
+TIMEOUT_MS = 2_000
+# Brokers that are named and tried.
+MAX_NAMED = 64
+CLIENT_ID = b"kproxy-doctor"
+PROBE_KEY = b"kproxy-doctor"
+HIGHEST = 1 << 15
+# Topics are named in these versions of Metadata, Produce and Fetch, as people do.
+WITHOUT_TOPIC_IDS = 12
+_NOT_YET = (codes.UNKNOWN_TOPIC_OR_PARTITION, codes.LEADER_NOT_AVAILABLE)
+_REFUSED_FOR_NOW = (*_NOT_YET, codes.NOT_LEADER_OR_FOLLOWER, codes.NOT_ENOUGH_REPLICAS)
+_WAYS_OUT = {
+    codes.NOT_LEADER_OR_FOLLOWER: (
+        "its owner has died or is changing; what a dead broker owned is free when its lease has ended (--lease-ttl, "
+        "10 s): try again in some seconds"
+    ),
+    codes.NOT_ENOUGH_REPLICAS: "too few replicas are in sync (min.insync.replicas): start the brokers that are down",
+    codes.NOT_ENOUGH_REPLICAS_AFTER_APPEND: "too few replicas are in sync: start the brokers that are down",
+    codes.REQUEST_TIMED_OUT: "it was not confirmed in time, and may be there or not: see which brokers hang",
+    codes.LEADER_NOT_AVAILABLE: "it has no leader yet: see which brokers are down, and try again in some seconds",
+    codes.POLICY_VIOLATION: (
+        "only its owner writes to it (--writer-group), or the cluster has a rule against it: name another topic with "
+        "--topic"
+    ),
+    codes.TOPIC_AUTHORIZATION_FAILED: "allow it to clients without a name, or name another topic with --topic",
+    codes.CLUSTER_AUTHORIZATION_FAILED: "allow it to clients without a name",
+    codes.INVALID_TOPIC_EXCEPTION: f"give --topic a name that may be: {TOPIC_RULE}",
+    codes.KAFKA_STORAGE_ERROR: "the broker's disk is full or broken: see its log",
+}
+
 
 class Finding(NamedTuple):
-    """One line: `mark` is ok, warn or FAIL."""
+    """One line: `mark` is ok, warn or FAIL.
+
+    For programs: the name of the check, `at` the URL or address it looked at (several with commas between), and
+    numbers and names that stand in `text`.
+    """
 
     mark: str
     text: str
+    check: str
+    at: str
+    facts: Mapping[str, object] = MappingProxyType({})
 
 
 async def examine_etcd(endpoints: Sequence[str], options: EtcdOptions, prefix: str) -> list[Finding]:
@@ -40,21 +94,20 @@ async def examine_etcd(endpoints: Sequence[str], options: EtcdOptions, prefix: s
     try:
         parse_endpoints(endpoints)
     except EtcdError as error:
-        return [Finding("FAIL", str(error))]
+        return [Finding("FAIL", str(error), "etcd.members", ",".join(endpoints))]
     looked = await asyncio.gather(*(_member(endpoint, options, prefix) for endpoint in endpoints))
     findings = [finding for found, _ in looked for finding in found]
     statuses = [status for _, status in looked if status is not None]
+    of_all: list[tuple[str, str]] = []
     if len({status.cluster_id for status in statuses}) > 1:
-        findings.append(Finding("FAIL", "the members named belong to different clusters: name those of one."))
+        of_all.append(("FAIL", "the members named belong to different clusters: name those of one."))
     if len({status.member_id for status in statuses}) < len(statuses):
-        findings.append(Finding("warn", "one member is named twice: name each once, or its loss counts for two."))
+        of_all.append(("warn", "one member is named twice: name each once, or its loss counts for two."))
     if len(endpoints) < 3:
-        findings.append(
-            Finding("warn", f"{len(endpoints)} of etcd's members named: with three, any one of them may fail.")
-        )
+        of_all.append(("warn", f"{len(endpoints)} of etcd's members named: with three, any one of them may fail."))
     elif 2 * len(statuses) <= len(endpoints):
-        findings.append(Finding("FAIL", "no majority of the members answers: owners cannot change."))
-    return findings
+        of_all.append(("FAIL", "no majority of the members answers: owners cannot change."))
+    return findings + [Finding(*each, "etcd.members", ",".join(endpoints)) for each in of_all]
 
 
 async def _member(endpoint: str, options: EtcdOptions, prefix: str) -> tuple[list[Finding], EtcdStatus | None]:
@@ -65,16 +118,22 @@ async def _member(endpoint: str, options: EtcdOptions, prefix: str) -> tuple[lis
         permitted = await _may_read(client, f"{prefix}/")
         took_ms = (time.monotonic() - began) * 1000
     except EtcdError as error:
-        return [Finding("FAIL", str(error))], None
+        return [Finding("FAIL", str(error), "etcd.member", endpoint)], None
     finally:
         await client.close()
     tls = "TLS" if endpoint.strip().lower().startswith("https") else "no TLS"
     user = f"user {options.username}" if options.username else "no user"
     role = "leads" if status.leader_id == status.member_id else "follows"
+    answers = f"{endpoint}: etcd {status.version}, {tls}, {user}, {role}, answers in {took_ms:.0f} ms"
+    facts = {"version": status.version, "ms": round(took_ms, 1)}
+    denied = Finding("FAIL", f"{endpoint}: this user may not read the keys under {prefix}/.", "etcd.access", endpoint)
     findings = [
-        Finding("ok", f"{endpoint}: etcd {status.version}, {tls}, {user}, {role}, answers in {took_ms:.0f} ms"),
-        *([] if permitted else [Finding("FAIL", f"{endpoint}: this user may not read the keys under {prefix}/.")]),
-        *(Finding("FAIL", f"{endpoint}: etcd raises an alarm: {alarm}.") for alarm in status.errors),
+        Finding("ok", answers, "etcd.member", endpoint, facts),
+        *([] if permitted else [denied]),
+        *(
+            Finding("FAIL", f"{endpoint}: etcd raises an alarm: {alarm}.", "etcd.alarm", endpoint)
+            for alarm in status.errors
+        ),
         *_about_version(endpoint, status.version),
         *await _about_clock(endpoint, options),
     ]
@@ -92,12 +151,13 @@ async def _may_read(client: EtcdClient, prefix: str) -> bool:
 def _about_version(endpoint: str, version: str) -> list[Finding]:
     numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
     if numbers is None:
-        return [Finding("warn", f"{endpoint}: {version!r} is no version that is known here.")]
+        return [Finding("warn", f"{endpoint}: {version!r} is no version that is known here.", "etcd.version", endpoint)]
     major, minor, patch = map(int, numbers.groups())
     if (major, minor) > max(FIT) or patch >= FIT.get((major, minor), patch + 1):
         return []
     wanted = " or ".join(f"{major}.{minor}.{patch}" for (major, minor), patch in FIT.items())
-    return [Finding("warn", f"{endpoint}: etcd {version} has known faults in its leases: use {wanted} or later.")]
+    text = f"{endpoint}: etcd {version} has known faults in its leases: use {wanted} or later."
+    return [Finding("warn", text, "etcd.version", endpoint)]
 
 
 async def _about_clock(endpoint: str, options: EtcdOptions, clock: Callable[[], float] = time.time) -> list[Finding]:
@@ -108,7 +168,7 @@ async def _about_clock(endpoint: str, options: EtcdOptions, clock: Callable[[], 
         name = (options.server_name or parsed.host) if parsed.tls else None
         _, head = await _get(Address(parsed.host, parsed.port), "/version", context, name)
     except (OSError, TimeoutError, StartupError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-        return [Finding("warn", f"{endpoint}: the member's clock could not be read.")]
+        return [Finding("warn", f"{endpoint}: the member's clock could not be read.", "etcd.clock", endpoint)]
     told = re.search(r"(?im)^date: *(.+?)\r?$", head)
     if told is None:
         return []
@@ -117,27 +177,330 @@ async def _about_clock(endpoint: str, options: EtcdOptions, clock: Callable[[], 
         return []
     which = "ahead of" if ahead_s > 0 else "behind"
     text = f"{endpoint}: its clock is {abs(ahead_s):.0f} s {which} this machine's: certificates and logs go by it."
-    return [Finding("warn", text)]
+    return [Finding("warn", text, "etcd.clock", endpoint)]
 
 
 async def examine_proxy(address: Address) -> list[Finding]:
     """What a proxy says of itself on its admin page."""
+    mark, text = await _about_page(address)
+    return [Finding(mark, text, "proxy.ready", str(address))]
+
+
+async def _about_page(address: Address) -> tuple[str, str]:
     try:
         status, text = await _get(address, "/readyz")
     except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
         reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__).lower()
-        return [
-            Finding(
-                "FAIL",
-                f"no admin page answers at {address} ({reason}): start kproxy, or name its page with --admin H:P.",
-            )
-        ]
+        way_out = "start kproxy, or name its page with --admin H:P"
+        return "FAIL", f"no admin page answers at {address} ({reason}): {way_out}."
     said = text.partition("\r\n\r\n")[2].strip().splitlines() or [""]
     if status == 200:
-        return [Finding("ok" if said[0] == "ready" else "warn", f"the proxy at {address}: {said[0][:500]}")]
+        return "ok" if said[0] == "ready" else "warn", f"the proxy at {address}: {said[0][:500]}"
     if status == 503:
-        return [Finding("FAIL", f"the proxy at {address} is not ready: {said[0][:500]}")]
-    return [Finding("FAIL", f"what answers at {address} is no admin page of kproxy (status {status}).")]
+        return "FAIL", f"the proxy at {address} is not ready: {said[0][:500]}"
+    return "FAIL", f"what answers at {address} is no admin page of kproxy (status {status})."
+
+
+async def examine_kafka(addresses: Sequence[Address], topic: str | None) -> list[Finding]:
+    """What a client meets that has `addresses` for its bootstrap servers; None for a topic writes nothing.
+
+    A client keeps to what it is told: it connects to the brokers that metadata names, by the addresses that stand
+    there. So each of these is tried from here. Each step takes STEP_S at most, or so.
+    """
+    async with AsyncExitStack() as stack:
+        dialled = await asyncio.gather(*(_bootstrap(stack, address) for address in dict.fromkeys(addresses)))
+        findings = [finding for finding, _ in dialled]
+        told = [each for _, each in dialled if each is not None]
+        if not told:
+            return findings
+        findings += await _about_named(told)
+        if len({each.cluster_id for each in told}) > 1:
+            text = "the addresses belong to different clusters: name those of one."
+            findings.append(Finding("FAIL", text, "kafka.cluster", ",".join(map(str, addresses))))
+        if topic is not None:
+            findings += await _Probe(stack, told[0], topic).run()
+        return findings
+
+
+class _Told(NamedTuple):
+    """What is said at one of the bootstrap addresses: who the brokers are, by id."""
+
+    address: Address
+    connection: BrokerConnection
+    brokers: dict[int, Address]
+    cluster_id: str | None
+
+
+async def _bootstrap(stack: AsyncExitStack, address: Address) -> tuple[Finding, _Told | None]:
+    began = time.monotonic()
+    try:
+        told = await _ask_who(stack, address)
+    except BrokerUnreachable as error:
+        text = f"{error}: start what is to serve there, or name another address with --bootstrap H:P."
+        return Finding("FAIL", text, "kafka.bootstrap", str(address)), None
+    took_ms = _ms_since(began)
+    count = len(told.brokers)
+    named = f"names {count} {'broker' if count == 1 else 'brokers'}"
+    facts = {"brokers": {str(number): str(each) for number, each in sorted(told.brokers.items())}, "ms": took_ms}
+    if not told.brokers:
+        text = f"{address}: speaks Kafka, but names no broker at all, so no client can do anything: see its log."
+        return Finding("FAIL", text, "kafka.bootstrap", str(address), facts), None
+    text = f"{address}: speaks Kafka, {named} ({took_ms} ms)"
+    return Finding("ok", text, "kafka.bootstrap", str(address), facts), told
+
+
+async def _ask_who(stack: AsyncExitStack, address: Address) -> _Told:
+    """Raises BrokerUnreachable."""
+    connection = await BrokerConnection.open(topology.Address(*address), STEP_S, CLIENT_ID)
+    stack.push_async_callback(connection.close)
+    answer = await connection.ask(keys.METADATA, HIGHEST, topics=[], allow_auto_topic_creation=False)
+    brokers = {each.node_id: Address(each.host, each.port) for each in answer.brokers}
+    return _Told(address, connection, brokers, getattr(answer, "cluster_id", None))
+
+
+async def _about_named(told: Sequence[_Told]) -> list[Finding]:
+    """Whether clients that stand here reach what they are told to connect to, and meet the same cluster there."""
+    named: dict[Address, tuple[int, _Told]] = {}
+    for each in told:
+        for number, address in each.brokers.items():
+            named.setdefault(address, (number, each))
+    looked_at = list(named.items())[:MAX_NAMED]
+    findings = await asyncio.gather(*(_about_one(address, *by) for address, by in looked_at))
+    if len(named) > MAX_NAMED:
+        text = f"{len(named) - MAX_NAMED} more brokers are named, which were not tried."
+        findings.append(Finding("warn", text, "kafka.named", str(told[0].address)))
+    return findings
+
+
+async def _about_one(address: Address, number: int, by: _Told) -> Finding:
+    at = str(address)
+    began = time.monotonic()
+    try:
+        async with AsyncExitStack() as stack:
+            met = await _ask_who(stack, address)
+    except BrokerUnreachable as error:
+        text = (
+            f"{error}, but {by.address} tells clients to connect to it, as broker {number}: start it if it is down; "
+            f"otherwise mend what it advertises (--advertise of kproxy, advertised.listeners of Kafka)."
+        )
+        return Finding("FAIL", text, "kafka.named", at, {"broker": number})
+    took_ms = _ms_since(began)
+    facts = {"broker": number, "ms": took_ms}
+    if met.cluster_id != by.cluster_id:
+        text = (
+            f"{at}: {by.address} tells clients to connect to it, as broker {number}, but it belongs to another cluster "
+            f"({met.cluster_id}, not {by.cluster_id}): mend what broker {number} advertises."
+        )
+        return Finding("FAIL", text, "kafka.named", at, facts)
+    text = f"{at}: clients are told of it, as broker {number}, and reach it from here ({took_ms} ms)"
+    return Finding("ok", text, "kafka.named", at, facts)
+
+
+class _Failed(Exception):
+    """The probe goes no further; a sentence says why and what to do."""
+
+
+class _Probe:
+    """One record, written with acks=all as clients with default settings do, and read back."""
+
+    def __init__(self, stack: AsyncExitStack, told: _Told, topic: str) -> None:
+        self._stack = stack
+        self._told = told
+        self._topic = topic
+        self._mark = uuid.uuid4().hex
+        self._connections = {told.address: told.connection}
+        self._findings: list[Finding] = []
+        # What is under way, and where.
+        self._check, self._at = "kafka.topic", told.address
+
+    async def run(self) -> list[Finding]:
+        try:
+            leaders = await self._find_leaders()
+            leader, partition, offset = await self._write(leaders)
+            await self._read(leader, partition, offset)
+        except _Failed as error:
+            self._tell("FAIL", str(error))
+        except BrokerUnreachable as error:
+            self._tell("FAIL", f"{error}: see its log, and whether it has too much to do.")
+        return self._findings
+
+    def _tell(self, mark: str, text: str, **facts: object) -> None:
+        facts = {"topic": self._topic, **facts}
+        self._findings.append(Finding(mark, text, self._check, str(self._at), facts))
+
+    async def _find_leaders(self) -> dict[int, Address]:
+        """Of the partitions that have one. The topic is created where brokers do so for whoever asks for it."""
+        topic = await self._ask_topic(create=False)
+        created = topic.error_code == codes.UNKNOWN_TOPIC_OR_PARTITION
+        deadline = time.monotonic() + STEP_S
+        while topic.error_code in (codes.NONE, *_NOT_YET) and not self._led(topic) and time.monotonic() < deadline:
+            topic = await self._ask_topic(create=True)
+            if not self._led(topic):
+                await asyncio.sleep(PAUSE_S)
+        if topic.error_code == codes.UNKNOWN_TOPIC_OR_PARTITION:
+            raise _Failed(
+                f"there is no topic {self._topic}, and the brokers create none by themselves: create it, or name one "
+                f"that is there with --topic."
+            )
+        if topic.error_code != codes.NONE:
+            raise _Failed(self._why(f"topic {self._topic} cannot be used", topic.error_code))
+        leaders, count = self._led(topic), len(topic.partitions)
+        partitions = f"{count} {'partition' if count == 1 else 'partitions'}"
+        if not leaders:
+            raise _Failed(f"none of the {partitions} of topic {self._topic} has a leader: see which brokers are down.")
+        if len(leaders) < count:
+            text = f"topic {self._topic}: {count - len(leaders)} of {partitions} without a leader: see who is down."
+            self._tell("warn", text, partitions=count, created=created)
+        else:
+            text = f"topic {self._topic}: {partitions}{', created just now' if created else ''}"
+            self._tell("ok", text, partitions=count, created=created)
+        return leaders
+
+    async def _ask_topic(self, *, create: bool) -> Message:
+        asked = [{"name": self._topic}]
+        answer = await self._told.connection.ask(
+            keys.METADATA, WITHOUT_TOPIC_IDS, topics=asked, allow_auto_topic_creation=create
+        )
+        self._told.brokers.update({each.node_id: Address(each.host, each.port) for each in answer.brokers})
+        if not answer.topics:
+            raise _Failed(f"{self._told.address} says nothing of topic {self._topic} when asked for it: see its log.")
+        return answer.topics[0]
+
+    def _led(self, topic: Message) -> dict[int, Address]:
+        brokers = self._told.brokers
+        return {
+            each.partition_index: brokers[each.leader_id]
+            for each in sorted(topic.partitions, key=lambda each: each.partition_index)
+            if each.leader_id in brokers
+        }
+
+    async def _write(self, leaders: dict[int, Address]) -> tuple[BrokerConnection, int, int]:
+        """Its leader, partition and offset. What was refused is tried again for a while, as clients do."""
+        self._check = "kafka.write"
+        began = time.monotonic()
+        refused = codes.NONE
+        while True:
+            partition, self._at = next(iter(leaders.items()))
+            leader = await self._dial(self._at, partition)
+            sent = time.monotonic()
+            answer = await self._produce(leader, partition)
+            if answer.error_code == codes.NONE:
+                break
+            refused = answer.error_code
+            if refused not in _REFUSED_FOR_NOW or time.monotonic() - began > STEP_S:
+                raise _Failed(
+                    self._why(f"nothing was written to {self._topic}, partition {partition}", refused, answer)
+                )
+            await asyncio.sleep(PAUSE_S)
+            leaders = self._led(await self._ask_topic(create=False)) or leaders
+        took_ms = _ms_since(sent)
+        text = f"wrote a record to {self._topic}, partition {partition}, offset {answer.base_offset} ({took_ms} ms)"
+        if refused != codes.NONE:
+            text += f", after {sent - began:.1f} s in which it was refused with {codes.name_of(refused)}"
+        mark = "ok" if refused == codes.NONE else "warn"
+        self._tell(mark, text, partition=partition, offset=answer.base_offset, ms=took_ms)
+        return leader, partition, answer.base_offset
+
+    async def _dial(self, address: Address, partition: int) -> BrokerConnection:
+        if address in self._connections:
+            return self._connections[address]
+        try:
+            connection = await BrokerConnection.open(topology.Address(*address), STEP_S, CLIENT_ID)
+        except BrokerUnreachable as error:
+            raise _Failed(
+                f"nothing was written to {self._topic}, partition {partition}: {error}, and clients are told to write "
+                f"there: start it, or mend what it advertises."
+            ) from error
+        self._stack.push_async_callback(connection.close)
+        self._connections[address] = connection
+        return connection
+
+    async def _produce(self, leader: BrokerConnection, partition: int) -> Message:
+        written = [{"index": partition, "records": _batch(self._mark)}]
+        try:
+            answer = await leader.ask(
+                keys.PRODUCE,
+                WITHOUT_TOPIC_IDS,
+                transactional_id=None,
+                acks=-1,
+                timeout_ms=TIMEOUT_MS,
+                topic_data=[{"name": self._topic, "partition_data": written}],
+            )
+        except BrokerUnreachable as error:
+            raise _Failed(
+                f"{error}: the record for {self._topic}, partition {partition}, may be there or not; see which brokers "
+                f"hang, and their logs."
+            ) from error
+        if not answer.responses or not answer.responses[0].partition_responses:
+            raise _Failed(f"{self._at} answers a Produce with nothing: see its log.")
+        return answer.responses[0].partition_responses[0]
+
+    async def _read(self, leader: BrokerConnection, partition: int, offset: int) -> None:
+        self._check = "kafka.read"
+        began = time.monotonic()
+        fetched = await self._fetch(leader, partition, offset)
+        while fetched.error_code in (codes.NONE, codes.OFFSET_NOT_AVAILABLE) and not fetched.records:
+            if time.monotonic() - began > STEP_S:
+                raise _Failed(
+                    f"what was written to {self._topic}, partition {partition}, offset {offset} was acknowledged, and "
+                    f"readers do not see it: see whether the brokers replicate."
+                )
+            await asyncio.sleep(PAUSE_S)
+            fetched = await self._fetch(leader, partition, offset)
+        if fetched.error_code != codes.NONE:
+            what = f"{self._topic}, partition {partition}, offset {offset} cannot be read"
+            raise _Failed(self._why(what, fetched.error_code))
+        if not _holds(fetched.records, offset, self._mark):
+            raise _Failed(
+                f"something else stands at {self._topic}, partition {partition}, offset {offset}, where a record was "
+                f"acknowledged: see `kproxy pipeline audit`."
+            )
+        took_ms = _ms_since(began)
+        self._tell("ok", f"read it back ({took_ms} ms)", partition=partition, offset=offset, ms=took_ms)
+
+    async def _fetch(self, leader: BrokerConnection, partition: int, offset: int) -> Message:
+        asked = {"partition": partition, "fetch_offset": offset, "partition_max_bytes": MAX_ANSWER_BYTES}
+        answer = await leader.ask(
+            keys.FETCH,
+            WITHOUT_TOPIC_IDS,
+            replica_id=-1,
+            max_wait_ms=int(PAUSE_S * 1000),
+            min_bytes=1,
+            max_bytes=MAX_ANSWER_BYTES,
+            topics=[{"topic": self._topic, "partitions": [asked]}],
+        )
+        if not answer.responses or not answer.responses[0].partitions:
+            raise _Failed(f"{self._at} answers a Fetch with {codes.name_of(answer.error_code)}: see its log.")
+        return answer.responses[0].partitions[0]
+
+    def _why(self, what: str, error_code: int, answer: Message = None) -> str:
+        said = f"{getattr(answer, 'error_message', None) or ''}".rstrip(".")
+        way_out = _WAYS_OUT.get(error_code, "see the broker's log, or name another topic with --topic")
+        return f"{what}: {self._at} says {codes.name_of(error_code)}{f' ({said[:200]})' if said else ''}: {way_out}."
+
+
+def _batch(mark: str) -> bytes:
+    # What is compacted takes no record without a key.
+    value = json.dumps({"written by": "kproxy doctor", "id": mark}).encode()
+    builder = DefaultRecordBatchBuilder(2, 0, False, -1, -1, -1, 1 << 16)
+    builder.append(0, timestamp=time.time_ns() // 1_000_000, key=PROBE_KEY, value=value, headers=[])
+    return bytes(builder.build())
+
+
+def _holds(records: bytes, offset: int, mark: str) -> bool:
+    """Whether the record with that mark stands at `offset`; where a broker has compressed it, a record with any."""
+    try:
+        for batch in iterate_batches(records):
+            if batch.base_offset <= offset <= batch.last_offset:
+                return bool(batch.compression) or mark.encode() in records[batch.position : batch.end]
+    except CodecError:
+        # Cut short in the midst of a later batch, or nothing that is read here.
+        return False
+    return False
+
+
+def _ms_since(began: float) -> float:
+    return round((time.monotonic() - began) * 1000, 1)
 
 
 async def _get(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,7 @@ import click
 import msgspec
 
 from kproxy.cli import run_async, start_logging
-from kproxy.cli.etcd_flags import etcd_flags
-from kproxy.config import DEFAULT_ADMIN, DEFAULT_LISTEN, DEFAULT_PREFIX, parse_address, split_list
-from kproxy.config.etcd import etcd_options_from
+from kproxy.cli.options import Asked, EtcdPlace, asked_place, asks_proxy_or_etcd, bootstrap_option
 from kproxy.errors import StartupError
 
 if TYPE_CHECKING:
@@ -38,24 +36,12 @@ def command() -> None:
     """
 
 
-def _asks(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the flags that say whom to ask."""
-    command = click.option(
-        "--prefix", default=DEFAULT_PREFIX, show_default=True, help="With --etcd: root of the keys."
-    )(command)
-    command = etcd_flags(command)
-    command = click.option("--etcd", metavar="URL[,URL...]", help="Ask etcd itself instead of a proxy.")(command)
-    return click.option("--admin", metavar="H:P", help=f"Ask the proxy with this admin page. [{DEFAULT_ADMIN}]")(
-        command
-    )
-
-
 @command.command("list")
 @click.option("--group", metavar="NAME", help="Only this group.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@_asks
+@asks_proxy_or_etcd
 @click.pass_context
-def list_command(context: click.Context, /, group: str | None, as_json: bool, **where: str | None) -> int:
+def list_command(context: click.Context, /, group: str | None, as_json: bool, **where: Any) -> int:
     """Show who owns what.
 
     Asks the proxy on this machine by default. What nobody owns is not in the table.
@@ -82,9 +68,9 @@ def list_command(context: click.Context, /, group: str | None, as_json: bool, **
 @click.argument("group")
 @click.argument("resources", metavar="[RESOURCE[=GENERATION]]...", nargs=-1)
 @click.option("--all", "whole", is_flag=True, help="Claim the whole group.")
-@click.option("--proxy", metavar="H:P", help=f"The proxy to claim through. [{DEFAULT_LISTEN}]")
+@bootstrap_option("Where to claim: a proxy; of several the first that answers.", old_names=["--proxy"])
 @click.option("--client-id", metavar="NAME", default="kproxy-own", show_default=True, help="The name shown to others.")
-@_asks
+@asks_proxy_or_etcd
 @click.pass_context
 def claim_command(
     context: click.Context,
@@ -92,9 +78,9 @@ def claim_command(
     group: str,
     resources: tuple[str, ...],
     whole: bool,
-    proxy: str | None,
+    bootstrap: Asked,
     client_id: str,
-    **where: str | None,
+    **where: Any,
 ) -> int:
     """Claim something and hold it until Ctrl-C.
 
@@ -105,17 +91,17 @@ def claim_command(
     \b
       kproxy own claim writers orders/0
       kproxy own claim writers orders/0=2 orders/1=2
-      kproxy own claim writers --all --proxy 127.0.0.1:9092
+      kproxy own claim writers --all --bootstrap 127.0.0.1:9092
     """
     from kproxy.cli.own_claim import claim, parse_wanted
 
     wanted = parse_wanted(group, resources, whole)
-    address = parse_address(proxy or DEFAULT_LISTEN, "--proxy")
-    # Another proxy's neighbours are not known by the default page.
-    may_ask = proxy is None or where["admin"] is not None or where["etcd"] is not None
+    proxies = bootstrap.addresses()
+    # A page that nobody has named beside this proxy may be of another proxy, which knows other claims.
+    may_ask = where["etcd"] is not None or where["admin"].rank >= bootstrap.rank
     known = _claims(context, where) if may_ask else None
     try:
-        return run_async(lambda: claim(address, wanted, client_id, known))
+        return run_async(lambda: claim(proxies, wanted, client_id, known))
     except KeyboardInterrupt:
         return 0
 
@@ -125,10 +111,10 @@ def claim_command(
 @click.argument("resources", metavar="[RESOURCE]...", nargs=-1)
 @click.option("--all", "whole", is_flag=True, help="Free all that is owned in the group.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@_asks
+@asks_proxy_or_etcd
 @click.pass_context
 def free_command(
-    context: click.Context, /, group: str, resources: tuple[str, ...], whole: bool, as_json: bool, **where: str | None
+    context: click.Context, /, group: str, resources: tuple[str, ...], whole: bool, as_json: bool, **where: Any
 ) -> int:
     """Free what somebody owns: the connection that owns it is severed.
 
@@ -159,9 +145,9 @@ def free_command(
 @command.command("watch")
 @click.option("--group", metavar="NAME", help="Only this group.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, a line for each change.")
-@_asks
+@asks_proxy_or_etcd
 @click.pass_context
-def watch_command(context: click.Context, /, group: str | None, as_json: bool, **where: str | None) -> int:
+def watch_command(context: click.Context, /, group: str | None, as_json: bool, **where: Any) -> int:
     """Show who owns what, and then each change as it comes; Ctrl-C ends it.
 
     A proxy is asked once a second; --etcd tells of everything that happens.
@@ -177,20 +163,15 @@ def watch_command(context: click.Context, /, group: str | None, as_json: bool, *
         return 0
 
 
-def _claims(context: click.Context, where: Mapping[str, str | None]) -> Claims:
+def _claims(context: click.Context, where: Mapping[str, Any]) -> Claims:
     """Whom the flags say to ask. Raises StartupError."""
     from kproxy.cli.own_sources import AdminClaims, EtcdClaims
 
-    admin, etcd, prefix = where["admin"], where["etcd"], where["prefix"]
-    etcd_access = {flag: value for flag, value in where.items() if flag.startswith("etcd_")}
-    if admin is not None and etcd is not None:
-        raise StartupError("--admin asks a proxy and --etcd asks etcd: give one of them.")
-    if etcd is None:
-        if any(value is not None for value in etcd_access.values()):
-            raise StartupError("the flags --etcd-... say how to ask etcd: name it with --etcd URL.")
-        return AdminClaims(parse_address(admin or DEFAULT_ADMIN, "--admin"))
+    place = asked_place(**where)
+    if not isinstance(place, EtcdPlace):
+        return AdminClaims(place)
     start_logging(context, "error")
-    return EtcdClaims(split_list(etcd, "--etcd"), etcd_options_from(etcd_access), prefix or DEFAULT_PREFIX)
+    return EtcdClaims(*place)
 
 
 async def _follow(claims: Claims, group: str | None, as_json: bool) -> None:

@@ -42,7 +42,7 @@ from kproxy.cli.own_view import printable, resource_text, who
 from kproxy.config import Address
 from kproxy.errors import StartupError
 from kproxy.observe.claims import ClaimRow
-from kproxy.ownership.kafka_client import BrokerConnection, BrokerUnreachable
+from kproxy.ownership.kafka_client import BrokerConnection, BrokerUnreachable, open_any
 from kproxy.routing import topology
 
 SEVERED: Final = 3
@@ -90,24 +90,28 @@ def _parse_resource(text: str) -> OwnResource:
     return OwnResource(resource, int(generation))
 
 
-async def claim(proxy: Address, wanted: Wanted, client_id: str, known: Claims | None) -> int:
-    """Claim and hold; the exit status. `known`: where to ask who has what is refused or lost."""
+async def claim(proxies: Sequence[Address], wanted: Wanted, client_id: str, known: Claims | None) -> int:
+    """Claim and hold, at the first proxy that answers; the exit status.
+
+    `known`: where to ask who has what is refused or lost.
+    """
+    addresses = [topology.Address(*proxy) for proxy in proxies]
     try:
-        connection = await BrokerConnection.open(topology.Address(*proxy), CONNECT_TIMEOUT_S, client_id.encode())
+        connection = await open_any(addresses, CONNECT_TIMEOUT_S, client_id.encode())
     except BrokerUnreachable as error:
         raise StartupError(
-            f"{error}: start `kproxy dev`, or name where a proxy's clients connect with --proxy H:P."
+            f"{error}: start `kproxy dev`, or name where a proxy's clients connect with --bootstrap H:P."
         ) from error
     try:
-        return await _Claimant(connection, proxy, wanted, known).run()
+        return await _Claimant(connection, wanted, known).run()
     finally:
         await connection.close()
 
 
 class _Claimant:
-    def __init__(self, connection: BrokerConnection, address: Address, wanted: Wanted, known: Claims | None) -> None:
+    def __init__(self, connection: BrokerConnection, wanted: Wanted, known: Claims | None) -> None:
         self._connection = connection
-        self._address = address
+        self._address = address = Address(*connection.address)
         self._wanted = wanted
         self._known = known
         self._granted: list[OwnedResource] = []

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from kproxy.cli import start_logging, tell_unexpected
+from kproxy.cli.options import Asked, bootstrap_option
 from kproxy.cli.spark_flags import check_master, session_options, spark_flags
 from kproxy.config.times import parse_duration_ms, parse_time_ms
 from kproxy.errors import StartupError
@@ -18,7 +19,7 @@ from kproxy.errors import StartupError
     epilog="Exit status 0 when nothing is wrong, 1 when records are lost, duplicated, corrupt or share an offset (with "
     "--strict also when something is unproven), 2 when there is no verdict.",
 )
-@click.option("--bootstrap", metavar="H:P[,H:P...]", required=True, help="Where the logs are: a kproxy, or brokers.")
+@bootstrap_option("Where the logs are: a kproxy, or brokers.")
 @click.option(
     "--trail",
     metavar="PLACE",
@@ -54,7 +55,7 @@ from kproxy.errors import StartupError
 @click.pass_context
 def command(
     context: click.Context,
-    bootstrap: str,
+    bootstrap: Asked,
     trail: str,
     trail_bootstrap: str | None,
     topics: str | None,
@@ -94,10 +95,11 @@ def command(
     from kproxy.pipeline.audit.places import parse_trail
     from kproxy.pipeline.audit.trail import TOPIC
 
+    bootstrap.addresses()
     now_ms = time.time_ns() // 1_000_000
     place = parse_trail(trail)
     job = AuditJob(
-        bootstrap=bootstrap,
+        bootstrap=bootstrap.text,
         trail=place,
         trail_bootstrap=trail_bootstrap,
         topics=_names(topics),

@@ -9,8 +9,9 @@ from typing import Any
 import click
 
 from kproxy.cli import start_logging
+from kproxy.cli.options import Asked, bootstrap_option
 from kproxy.cli.spark_flags import check_master, session_options, spark_flags
-from kproxy.config import DEFAULT_LISTEN, parse_address
+from kproxy.config import parse_address
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest.options import (
     DEFAULT_FILES,
@@ -44,7 +45,7 @@ INTERRUPTED = 130
 @click.option("--topic", metavar="NAME", help="The topic to write to.")
 @click.option("--topic-column", metavar="COLUMN", help="Or: the column that names it, row by row.")
 @click.option("--checkpoint", metavar="DIR", required=True, help="Keeps how far the job is; a directory of its own.")
-@click.option("--bootstrap", metavar="H:P[,H:P...]", default=DEFAULT_LISTEN, show_default=True, help="The proxy.")
+@bootstrap_option("Where to write: the proxy.")
 @click.option("--partitions", metavar="N", type=int, help="Create what topics are missing, with so many partitions.")
 @click.option("--key", metavar="COLUMN[,COLUMN...]", help="The key: a column as text, or several as JSON. [no key]")
 @click.option("--require-key", is_flag=True, help="A row without a key is a dead letter.")
@@ -107,7 +108,7 @@ INTERRUPTED = 130
 @click.option("--metrics", metavar="H:P", help="Serve metrics for Prometheus there.")
 @spark_flags
 @click.pass_context
-def command(context: click.Context, /, metrics: str | None, **given: Any) -> int:
+def command(context: click.Context, /, bootstrap: Asked, metrics: str | None, **given: Any) -> int:
     """Write files, a topic or a counter to a topic, through the proxy.
 
     A Structured Streaming job: started again with the same --checkpoint it goes on where it was. Nothing is lost then.
@@ -124,10 +125,11 @@ def command(context: click.Context, /, metrics: str | None, **given: Any) -> int
     """
     start_logging(context, default="warning")
     spark = {name: given.pop(name) for name in ("master", "memory", "conf")}
-    options = _options(**given)
+    bootstrap.addresses()
+    options = _options(bootstrap=bootstrap.text, **given)
     options.check()
     require_pyspark()
-    check_reachable(options.bootstrap, "--bootstrap")
+    check_reachable(options.bootstrap, bootstrap.source)
     if isinstance(options.source, KafkaSource):
         check_reachable(options.source.bootstrap, "--from-bootstrap")
     session = session_options("kproxy ingest", **spark)

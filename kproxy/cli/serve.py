@@ -8,10 +8,9 @@ from pathlib import Path
 import click
 
 from kproxy.cli import run_async, start_logging
-from kproxy.cli.audit_flags import audit_flags
-from kproxy.cli.etcd_flags import etcd_flags
-from kproxy.cli.writer_group_flag import writer_group_flag
+from kproxy.cli.options import audit_flags, etcd_flags, writer_group_flag
 from kproxy.config import DEFAULT_LISTEN, DEFAULT_PREFIX, ProxyConfig, load_proxy_config
+from kproxy.open_files import raise_limit
 
 
 @click.command(
@@ -36,10 +35,9 @@ from kproxy.config import DEFAULT_LISTEN, DEFAULT_PREFIX, ProxyConfig, load_prox
 @click.option("--lease-ttl", metavar="SECONDS", type=int, help="How long a proxy that died is still named. [10]")
 @click.option("--admin", metavar="H:P", help="Where to serve the admin page: /table, /metrics, /livez, /readyz. [none]")
 @click.option(
-    "--confirm-acks0",
-    is_flag=True,
+    "--confirm-acks0/--no-confirm-acks0",
     default=None,
-    help="Send acks=0 upstream as acks=1; clients still get no answer. [off]",
+    help="Send acks=0 upstream as acks=1, so that none is lost to a move; clients still get no answer. [on]",
 )
 @writer_group_flag
 @audit_flags
@@ -63,6 +61,7 @@ def command(
       kproxy serve --config kproxy.toml --listen 0.0.0.0:9092 --advertise kafka.example.org:9092
     """
     start_logging(context)
+    raise_limit()
     options = load_proxy_config(config, flags=flags)
     from kproxy.dev.orphan import end_with_parent
 

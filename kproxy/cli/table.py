@@ -5,40 +5,26 @@ from __future__ import annotations
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 import click
 import msgspec
 
 from kproxy.cli import run_async, start_logging
-from kproxy.cli.etcd_flags import etcd_flags
+from kproxy.cli.options import EtcdPlace, asked_place, asks_proxy_or_etcd
 from kproxy.cli.table_sources import Unanswered, tables_from_admin, tables_from_etcd
 from kproxy.cli.table_view import LiveTable, describe_changes, show
-from kproxy.config import DEFAULT_ADMIN, DEFAULT_PREFIX, parse_address, split_list
-from kproxy.config.etcd import etcd_options_from
 from kproxy.errors import StartupError
 from kproxy.observe.table import TablePage
 
 
 @click.command("table")
-@click.option("--admin", metavar="H:P", help=f"Ask the proxy with this admin page. [{DEFAULT_ADMIN}]")
-@click.option("--etcd", metavar="URL[,URL...]", help="Ask etcd itself instead of a proxy.")
-@etcd_flags
-@click.option("--prefix", default=DEFAULT_PREFIX, show_default=True, help="With --etcd: the root of the keys.")
+@asks_proxy_or_etcd
 @click.option("--topic", metavar="NAME", help="Only this topic.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with --watch one line for each change.")
 @click.option("--watch", is_flag=True, help="Stay and show changes as they come; Ctrl-C ends it.")
 @click.pass_context
-def command(
-    context: click.Context,
-    /,
-    admin: str | None,
-    etcd: str | None,
-    prefix: str,
-    topic: str | None,
-    as_json: bool,
-    watch: bool,
-    **etcd_access: str | None,
-) -> int:
+def command(context: click.Context, /, topic: str | None, as_json: bool, watch: bool, **where: Any) -> int:
     """Show which broker owns which partition.
 
     Asks the proxy on this machine by default. A partition that nobody owns at the moment is not in the table.
@@ -49,16 +35,13 @@ def command(
       kproxy table --json | jq '.topics[].partitions[].owner'
       kproxy table --etcd http://127.0.0.1:2379 --prefix /kafscale
     """
-    if admin is not None and etcd is not None:
-        raise StartupError("--admin asks a proxy and --etcd asks etcd: give one of them.")
-    if etcd is None:
-        if any(value is not None for value in etcd_access.values()):
-            raise StartupError("the flags --etcd-... say how to ask etcd: name it with --etcd URL.")
-        tables = tables_from_admin(parse_address(admin or DEFAULT_ADMIN, "--admin"), topic)
-    else:
+    place = asked_place(**where)
+    if isinstance(place, EtcdPlace):
         # What goes wrong is said by the table: it grows old.
         start_logging(context, "error")
-        tables = tables_from_etcd(split_list(etcd, "--etcd"), etcd_options_from(etcd_access), prefix, topic)
+        tables = tables_from_etcd(*place, topic)
+    else:
+        tables = tables_from_admin(place, topic)
     if not watch:
         return run_async(lambda: _show_once(tables, as_json))
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -15,7 +15,6 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kproxy.cli.columns import echo_columns
 from kproxy.observe.table import TablePage
 
 # Rich lays out every cell before the first is seen; a longer table comes as plain columns.
@@ -55,6 +54,14 @@ def show(table: TablePage) -> None:
     if table.proxies:
         click.echo(f"# {proxies_line(table)}")
     echo_columns(HEADINGS, rows)
+
+
+def echo_columns(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print rows under their headings, each column as wide as it must be."""
+    cells = [tuple(headings), *(tuple(str(cell) for cell in row) for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(headings))]
+    for row in cells:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def headline(table: TablePage) -> str:

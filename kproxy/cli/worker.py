@@ -6,6 +6,7 @@ import click
 import structlog
 
 from kproxy.cli import run_async, start_logging
+from kproxy.open_files import raise_limit
 
 
 @click.command("worker")
@@ -15,6 +16,7 @@ from kproxy.cli import run_async, start_logging
 def command(context: click.Context, number: int, channel: int) -> int:
     """Serve as `kproxy serve --workers` says, which starts this."""
     start_logging(context)
+    raise_limit()
     structlog.contextvars.bind_contextvars(worker=number)
     from kproxy.dev.orphan import end_with_parent
     from kproxy.proxy.workers.worker import run_worker

@@ -57,7 +57,7 @@ class _Fleet(msgspec.Struct, kw_only=True):
 
 
 class _Produce(msgspec.Struct, kw_only=True):
-    confirm_acks0: bool = False
+    confirm_acks0: bool = True
 
 
 class _Own(msgspec.Struct, kw_only=True):

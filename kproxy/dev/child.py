@@ -47,13 +47,24 @@ class ParentPipe:
 
 
 class Child:
-    """`name` is for people; `arguments` follow `python -m kproxy`; `log_path` is where its stderr goes."""
+    """`name` is for people; `arguments` follow `python -m kproxy`; `log_path` is where its stderr goes.
 
-    def __init__(self, name: str, arguments: Sequence[str], log_path: Path, parent: ParentPipe) -> None:
+    `configuration` is for options without a flag: environment variables by name.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        log_path: Path,
+        parent: ParentPipe,
+        configuration: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
         self.log_path = log_path
         self._arguments = tuple(arguments)
         self._parent = parent
+        self._configuration = dict(configuration or {})
         self._process: asyncio.subprocess.Process | None = None
         self._tail = bytearray()
         self._log_problem: OSError | None = None
@@ -66,6 +77,11 @@ class Child:
         """Its process id; 0 before it was started."""
         return self._process.pid if self._process is not None else 0
 
+    @property
+    def runs(self) -> bool:
+        """Whether its process is there; one that is stopped (SIGSTOP) is."""
+        return self._process is not None and self._process.returncode is None
+
     async def start(self) -> None:
         """Start the process; it is not ready yet."""
         self._log_size = self.log_path.stat().st_size if self.log_path.exists() else 0
@@ -77,7 +93,7 @@ class Child:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env=_environment(os.environ) | {PARENT_FD: str(self._parent.read_fd)},
+            env=_environment(os.environ) | self._configuration | {PARENT_FD: str(self._parent.read_fd)},
             pass_fds=(self._parent.read_fd,),
             start_new_session=True,
             limit=MAX_READY_LINE_BYTES,
@@ -159,7 +175,10 @@ class Child:
         said = self.last_lines(1)
         if status == 2 and said:
             return StartupError(f"the {self.name} did not start: {said[0].removeprefix('kproxy: ')}")
-        return StartupError(f"the {self.name} ended while it started (status {status}): its log is {self.log_path}.")
+        line = f"its last line is: {said[0]}; " if said else ""
+        return StartupError(
+            f"the {self.name} ended while it started (status {status}): {line}its log is {self.log_path}."
+        )
 
     async def _read_stderr(self) -> None:
         if self._process is None or self._process.stderr is None:
@@ -185,5 +204,5 @@ class Child:
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Without what configures a `kproxy serve` of the user's own: a child is told all by flags."""
+    """Without the variables that configure a `kproxy serve` of the user's own: a child gets its options from us."""
     return {name: value for name, value in environ.items() if not (name.startswith("KPROXY_") and "__" in name)}

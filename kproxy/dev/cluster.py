@@ -2,15 +2,17 @@
 
 States: STOPPED --start()--> RUNNING --a process ends by itself--> BROKEN (which `wait` reports) --stop()--> STOPPED.
 A `start` that fails has stopped all it started before it raises. A RUNNING cluster of which `kill_broker` took a broker
-away is RUNNING still, and `restart_broker` brings that one back.
+away is RUNNING still, and `restart_broker` brings that one back. A BROKEN one is RUNNING again once what has ended was
+started anew by `restart` (kproxy.dev.keeper).
 
 Invariants
 1. Start order is etcd, brokers, proxy; stop order is the reverse: whoever still has work finds what it needs.
 2. The addresses for clients are tried before anything is started, so that a taken port leaves no trace.
 3. Topics and records are in `data_dir` and are there again at the next start; ports may differ. The replication factor
    is that of topics yet to be made: one that exists keeps the replicas it was made with.
-4. A broker is in `_brokers` while its end would be an accident, and in `_down` from just before we kill it until it is
-   ready again.
+4. A broker is in `_brokers` while its end would be an accident, and in `_down` from just before we kill it, or start it
+   again after an accident, until it is ready.
+5. A part whose restart failed has no process.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, NamedTuple, Self
 
 from kproxy.config import DEFAULT_PREFIX, WILDCARDS, Address, parse_address, parse_writer_groups
 from kproxy.dev.child import Child, ParentPipe
@@ -37,6 +39,7 @@ READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
 # Who tries things out does not want to wait for what the audit says of them.
 AUDIT_INTERVAL_S = 1.0
+LAST_LINES = 10
 
 
 class ChildEnded(Exception):
@@ -48,13 +51,32 @@ class ChildEnded(Exception):
         self.last_lines = last_lines
 
 
+class Part(NamedTuple):
+    """One process of the cluster; `node_id` is a broker's."""
+
+    kind: Literal["etcd", "broker", "proxy"]
+    node_id: int = 0
+
+    def __str__(self) -> str:
+        return {"etcd": "etcd", "broker": f"broker {self.node_id}", "proxy": "the proxy"}[self.kind]
+
+
+class End(NamedTuple):
+    """How a process ended: its exit status, negative for a signal, and the end of its log, without colours."""
+
+    status: int
+    pid: int
+    log_path: Path
+    last_lines: list[str]
+
+
 class DevCluster:
     """`brokers` reference brokers behind one proxy. Use as `async with`; what fails to start is a StartupError.
 
     `listen` and `admin` are `HOST:PORT`, port 0 any free one, `admin` None no admin page; `lease_ttl_s` in seconds.
     `replication_factor` None is 3, or as many as there are brokers. `writer_groups`: `TOPIC=GROUP` each, the topics
-    that only owners write to. `audit`: ship the proxy's audit trail to its topic. `on_step` is told of each part that
-    has come up.
+    that only owners write to. `audit`: ship the proxy's audit trail to its topic. `max_connections`: how many clients
+    the proxy admits, None for the default. `on_step` is told of each part that has come up.
     After the start: `kafka` and `admin` (`HOST:PORT`), `etcd` (URL), `proxy_pid`, and of the brokers that are not
     killed `broker_pids` and `broker_addresses` by node id.
     """
@@ -70,6 +92,7 @@ class DevCluster:
         lease_ttl_s: int = DEFAULT_LEASE_TTL_S,
         writer_groups: Sequence[str] = (),
         audit: bool = True,
+        max_connections: int | None = None,
         on_step: Callable[[str], None] | None = None,
     ) -> None:
         if not 1 <= brokers <= MAX_BROKERS:
@@ -94,6 +117,7 @@ class DevCluster:
         self._admin = parse_address(admin, "--admin") if admin is not None else None
         self._writer_groups = parse_writer_groups(writer_groups, "--writer-group")
         self._audit = audit
+        self._max_connections = max_connections
         self._on_step = on_step or (lambda _: None)
         self._dir: ClusterDir | None = None
         self._pipe: ParentPipe | None = None
@@ -159,6 +183,45 @@ class DevCluster:
                 if task in done and ended in expected_to_live:
                     raise _child_ended(ended, task.result())
 
+    @property
+    def parts(self) -> list[Part]:
+        """In the order in which they are started."""
+        brokers = (Part("broker", node_id) for node_id in range(1, self._brokers_wanted + 1))
+        return [Part("etcd"), *brokers, Part("proxy")]
+
+    async def ended(self, part: Part) -> End:
+        """Until its process ends, however it does."""
+        process = self._process_of(part)
+        status = await process.wait()
+        last_lines = process.last_lines(LAST_LINES) if isinstance(process, Child) else []
+        return End(status, process.pid, process.log_path, last_lines)
+
+    async def restart(self, part: Part) -> str:
+        """Start again what has ended: etcd and the proxy at the address they had, all with their data.
+
+        Where it is, as on_step is told, once it is ready. StartupError where it does not come to that.
+        """
+        if part.kind == "broker":
+            await self.restart_broker(part.node_id)
+        elif part.kind == "etcd":
+            if self._etcd is None:
+                raise RuntimeError("this cluster has not been started")
+            await self._etcd.stop()
+            await self._etcd.start()
+        else:
+            await self._restart_proxy()
+        return self._where(part)
+
+    def _process_of(self, part: Part) -> Child | EmbeddedEtcd:
+        process = {"etcd": self._etcd, "broker": self._brokers.get(part.node_id), "proxy": self._proxy}[part.kind]
+        if process is None:
+            raise RuntimeError(f"{part} does not run")
+        return process
+
+    def _where(self, part: Part) -> str:
+        address = {"etcd": self.etcd, "broker": self.broker_addresses.get(part.node_id), "proxy": self.kafka}
+        return f"{address[part.kind]} (pid {self._process_of(part).pid})"
+
     async def kill_broker(self, node_id: int) -> None:
         """kill -9, which `wait` does not report; done when the process is gone. Its data stays."""
         self._down[node_id] = child = self._brokers.pop(node_id)
@@ -167,15 +230,24 @@ class DevCluster:
         await child.kill()
 
     async def restart_broker(self, node_id: int) -> None:
-        """Start a killed broker again, with its id and its data, perhaps at another port; done when it serves.
+        """Start a broker again that has ended, with its id and its data, perhaps at another port; done when it serves.
 
         That takes as long as its predecessor's lease has yet to run. StartupError where it ends before.
         """
-        if self._pipe is None or node_id not in self._down:
-            raise RuntimeError(f"broker {node_id} has not been killed")
+        if self._pipe is None:
+            raise RuntimeError("this cluster has not been started")
+        if node_id in self._brokers and self._brokers[node_id].runs:
+            raise RuntimeError(f"broker {node_id} has not ended")
+        self._brokers.pop(node_id, None)
+        self.broker_addresses.pop(node_id, None)
         self._down[node_id] = child = self._broker(node_id, self._pipe)
         await child.start()
-        await self._broker_ready(node_id, child)
+        try:
+            await self._broker_ready(node_id, child)
+        except StartupError:
+            # It may still be there, and wait for what does not come.
+            await child.stop(STOP_TIMEOUT_S)
+            raise
         self._brokers[node_id] = self._down.pop(node_id)
         self._children_changed.set()
 
@@ -207,7 +279,7 @@ class DevCluster:
         self._etcd = EmbeddedEtcd(self.data_dir / "etcd")
         await self._etcd.start()
         self.etcd = self._etcd.endpoint
-        self._on_step(f"etcd      {self.etcd}")
+        self._on_step(f"etcd      {self._where(Part('etcd'))}")
 
     async def _start_brokers(self, pipe: ParentPipe) -> None:
         for node_id in range(1, self._brokers_wanted + 1):
@@ -224,7 +296,7 @@ class DevCluster:
                 waiting.cancel()
             await asyncio.gather(*ready, return_exceptions=True)
         for node_id in self._brokers:
-            self._on_step(f"broker {node_id:<2} {self.broker_addresses[node_id]}")
+            self._on_step(f"broker {node_id:<2} {self._where(Part('broker', node_id))}")
 
     def _broker(self, node_id: int, pipe: ParentPipe) -> Child:
         arguments = ["broker", "--node-id", str(node_id), "--listen", "127.0.0.1:0", "--etcd", self.etcd]
@@ -234,21 +306,39 @@ class DevCluster:
         return self._child(f"broker {node_id}", arguments, f"broker-{node_id}", pipe)
 
     async def _broker_ready(self, node_id: int, child: Child) -> None:
-        fields = await child.wait_ready(READY_TIMEOUT_S)
+        # It may have a predecessor whose lease has yet to run out.
+        fields = await child.wait_ready(READY_TIMEOUT_S + self.lease_ttl_s)
         self.broker_addresses[node_id] = fields["kafka"]
 
     async def _start_proxy(self, pipe: ParentPipe) -> None:
-        self._proxy = self._child("proxy", self._proxy_arguments(), "proxy", pipe)
+        self._proxy = self._proxy_child(self._listen, self._admin, pipe)
         await self._proxy.start()
         fields = await self._proxy.wait_ready(READY_TIMEOUT_S)
         self.kafka, self.admin = fields["kafka"], fields.get("admin", "")
-        self._on_step(f"proxy     {self.kafka}")
+        self._on_step(f"proxy     {self._where(Part('proxy'))}")
 
-    def _proxy_arguments(self) -> list[str]:
-        arguments = ["serve", "--listen", str(self._listen), "--etcd", self.etcd, "--prefix", DEFAULT_PREFIX]
+    async def _restart_proxy(self) -> None:
+        if self._pipe is None:
+            raise RuntimeError("this cluster has not been started")
+        listen = Address(self._listen.host, _port_of(self.kafka))
+        admin = Address(self._admin.host, _port_of(self.admin)) if self._admin is not None else None
+        self._proxy = self._proxy_child(listen, admin, self._pipe)
+        await self._proxy.start()
+        try:
+            await self._proxy.wait_ready(READY_TIMEOUT_S)
+        except StartupError:
+            await self._proxy.stop(STOP_TIMEOUT_S)
+            raise
+
+    def _proxy_child(self, listen: Address, admin: Address | None, pipe: ParentPipe) -> Child:
+        limits = {} if self._max_connections is None else {"KPROXY_LIMITS__MAX_CONNECTIONS": str(self._max_connections)}
+        return Child("proxy", self._proxy_arguments(listen, admin), self._log_path("proxy"), pipe, limits)
+
+    def _proxy_arguments(self, listen: Address, admin: Address | None) -> list[str]:
+        arguments = ["serve", "--listen", str(listen), "--etcd", self.etcd, "--prefix", DEFAULT_PREFIX]
         arguments += ["--lease-ttl", str(self.lease_ttl_s)]
-        if self._admin is not None:
-            arguments += ["--admin", str(self._admin)]
+        if admin is not None:
+            arguments += ["--admin", str(admin)]
         if self._audit:
             arguments += ["--audit-sink", "topic", "--audit-interval-s", str(AUDIT_INTERVAL_S)]
         for topic, group in self._writer_groups.items():
@@ -256,13 +346,20 @@ class DevCluster:
         return arguments
 
     def _child(self, name: str, arguments: list[str], log_name: str, pipe: ParentPipe) -> Child:
-        return Child(name, arguments, self.data_dir / "logs" / f"{log_name}.log", pipe)
+        return Child(name, arguments, self._log_path(log_name), pipe)
+
+    def _log_path(self, log_name: str) -> Path:
+        return self.data_dir / "logs" / f"{log_name}.log"
 
 
 def _child_ended(ended: Child | EmbeddedEtcd, status: int) -> ChildEnded:
     if isinstance(ended, EmbeddedEtcd):
         return ChildEnded("etcd", status, ended.log_path, [])
-    return ChildEnded(ended.name, status, ended.log_path, ended.last_lines(10))
+    return ChildEnded(ended.name, status, ended.log_path, ended.last_lines(LAST_LINES))
+
+
+def _port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
 
 
 async def check_free(address: Address, flag: str) -> None:

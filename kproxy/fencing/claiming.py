@@ -12,8 +12,9 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Final, NamedTuple
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
 
 import structlog
 
@@ -96,19 +97,22 @@ class Claiming:
         self._changes = changes
         self._wall_clock = wall_clock
         self._slots = asyncio.Semaphore(CONCURRENT_TRANSACTIONS)
-        self._deletion_slots = asyncio.Semaphore(CONCURRENT_TRANSACTIONS)
+        # What is to be deleted: group, resource, fence, and this process's name when that was said.
+        self._to_delete: deque[tuple[str, str, int, str]] = deque()
+        self._deleting = 0
         self._deletions: set[asyncio.Task[None]] = set()
 
     async def take_all(self, holdings: Holdings, wanted: Sequence[OwnResource], deadline: float) -> dict[str, Outcome]:
         """What comes of each resource of one request; no resource is wanted twice."""
-        slots = asyncio.Semaphore(OF_ONE_REQUEST)
+        outcomes: dict[str, Outcome] = {}
+        left = iter(wanted)
 
-        async def take(resource: str, generation: int) -> Outcome:
-            async with slots:
-                return await self.take(holdings, resource, generation, deadline)
+        async def take_some() -> None:
+            for resource, generation in left:
+                outcomes[resource] = await self.take(holdings, resource, generation, deadline)
 
-        outcomes = await asyncio.gather(*(take(*each) for each in wanted))
-        return {each.resource: outcome for each, outcome in zip(wanted, outcomes, strict=True)}
+        await asyncio.gather(*(take_some() for _ in range(min(OF_ONE_REQUEST, len(wanted)))))
+        return outcomes
 
     async def take(self, holdings: Holdings, resource: str, generation: int, deadline: float) -> Outcome:
         """Decide on one resource, WHOLE_GROUP for all, and carry it out, by the deadline (the event loop's clock)."""
@@ -186,23 +190,29 @@ class Claiming:
 
     def delete(self, group: str, resource: str, fence: int) -> None:
         """Have the claim that was put at `fence` deleted, as often as it takes; with the lease it goes by itself."""
-        deletion = self._delete(self._keys.claim(group, resource), fence, self._member.name)
-        self._start(deletion)
+        self._to_delete.append((group, resource, fence, self._member.name))
+        if self._deleting < CONCURRENT_TRANSACTIONS:
+            self._deleting += 1
+            task = asyncio.get_running_loop().create_task(self._delete_some())
+            self._deletions.add(task)
+            task.add_done_callback(self._deletions.discard)
 
-    async def _delete(self, key: str, fence: int, member: str) -> None:
+    async def _delete_some(self) -> None:
+        try:
+            while self._to_delete:
+                await self._delete(*self._to_delete.popleft())
+        finally:
+            self._deleting -= 1
+
+    async def _delete(self, group: str, resource: str, fence: int, member: str) -> None:
+        key = self._keys.claim(group, resource)
         while member and member == self._member.name:
             try:
-                async with self._deletion_slots:
-                    await self._client.txn([mod_revision_is(key, fence)], [delete_op(key)])
+                await self._client.txn([mod_revision_is(key, fence)], [delete_op(key)])
                 return
             except EtcdError as error:
                 log.warning("own_not_freed", key=key, reason=str(error))
                 await asyncio.sleep(DELETE_PAUSE_S)
-
-    def _start(self, deletion: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(deletion)
-        self._deletions.add(task)
-        task.add_done_callback(self._deletions.discard)
 
     async def all_deleted(self, timeout_s: float) -> None:
         """Until what was to be deleted is, or the time is over."""
@@ -211,6 +221,7 @@ class Claiming:
 
     async def close(self) -> None:
         """Delete nothing more."""
+        self._to_delete.clear()
         deletions = list(self._deletions)
         for deletion in deletions:
             deletion.cancel()

@@ -23,8 +23,15 @@ _GROWING = ("counter", "histogram")
 class Gauge(GaugeMetricFamily):
     """A gauge that knows what becomes of it across processes."""
 
-    def __init__(self, name: str, documentation: str, value: float, across: Across = "sum") -> None:
-        super().__init__(name, documentation, value=value)
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        value: float | None = None,
+        across: Across = "sum",
+        labels: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(name, documentation, value=value, labels=labels)
         self.across: Across = across
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
@@ -19,13 +19,16 @@ from codec import api_keys, error_codes
 from kproxy.observe.audit.shipper import ShipperVitals
 from kproxy.observe.families import Across, Gauge
 from kproxy.observe.table import TableView
-from kproxy.observe.tally import DELAY_BOUNDS_S, OTHER_VERSION, PRODUCE_BOUNDS_S, VERSION_BITS, Tally
+from kproxy.observe.tally import DELAY_BOUNDS_S, OTHER_BROKERS, OTHER_VERSION, PRODUCE_BOUNDS_S, VERSION_BITS, Tally
 from kproxy.routing.retry import event_name
+from kproxy.routing.topology import NO_OWNER
 
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
     """What holds at this moment. `sent_bytes` are those of connections that are still open.
+
+    `brokers`: by id whether each can be used, as far as is known.
 
     `own_claims` are held by clients of this process, `own_members` are the processes that can hold some, and
     `own_unsettled` the partitions of which claims have to wait, because of what earlier owners wrote through this one.
@@ -38,6 +41,7 @@ class Vitals:
     in_flight_bytes: int = 0
     sent_bytes: int = 0
     hung_brokers: int = 0
+    brokers: Mapping[int, bool] = field(default_factory=dict)
     draining: bool = False
     own_claims: int = 0
     own_members: int = 0
@@ -45,7 +49,7 @@ class Vitals:
 
 
 class ProxyCollector(Collector):
-    """What this process counts. `counters` are named events: `splits`, `deadlines`, `retries.{event}` and so on."""
+    """What this process counts. `counters` are named events: `splits`, `deadlines` and so on."""
 
     def __init__(
         self,
@@ -139,7 +143,9 @@ def _traffic(tally: Tally, vitals: Vitals) -> Iterable[Metric]:
     yield _counter("kproxy_client_sent_bytes", "Bytes sent to clients.", tally.sent_bytes + vitals.sent_bytes)
     yield _gauge("kproxy_in_flight_requests", "Requests that are not answered yet.", vitals.in_flight_requests)
     yield _gauge(
-        "kproxy_in_flight_bytes", "Bytes of requests that are arriving or not answered yet.", vitals.in_flight_bytes
+        "kproxy_in_flight_bytes",
+        "Bytes of requests that are arriving or not answered yet, and of answers that clients have not taken.",
+        vitals.in_flight_bytes,
     )
     yield _histogram(
         "kproxy_produce_duration_seconds",
@@ -159,16 +165,20 @@ def _traffic(tally: Tally, vitals: Vitals) -> Iterable[Metric]:
 
 def _outcomes(tally: Tally, counters: Mapping[str, int]) -> Iterable[Metric]:
     errors = CounterMetricFamily(
-        "kproxy_errors", "Partitions answered with an error code, by the code's name.", labels=["api", "error"]
+        "kproxy_errors",
+        "Partitions answered with an error code, by its name and the broker they were sent to last.",
+        labels=["api", "error", "broker"],
     )
-    for (api_key, error_code), count in sorted(tally.errors.items()):
-        errors.add_metric([api_keys.name_of(api_key), error_codes.name_of(error_code)], count)
+    for (api_key, error_code, broker), count in sorted(tally.errors.items()):
+        errors.add_metric([api_keys.name_of(api_key), error_codes.name_of(error_code), _broker(broker)], count)
     yield errors
-    retries = CounterMetricFamily("kproxy_retries", "Partitions to be sent again, by cause.", labels=["cause"])
-    for name, count in sorted(counters.items()):
-        event = name.removeprefix("retries.")
-        if event != name:
-            retries.add_metric([event_name(int(event))], count)
+    retries = CounterMetricFamily(
+        "kproxy_retries",
+        "Partitions to be sent again, by cause and broker.",
+        labels=["cause", "broker"],
+    )
+    for (event, broker), count in sorted(tally.retries.items()):
+        retries.add_metric([event_name(event), _broker(broker)], count)
     yield retries
     yield _counter("kproxy_split_requests", "Requests that went to more than one broker.", counters.get("splits", 0))
     yield _counter("kproxy_deadlines", "Requests that were answered at their deadline.", counters.get("deadlines", 0))
@@ -177,6 +187,19 @@ def _outcomes(tally: Tally, counters: Mapping[str, int]) -> Iterable[Metric]:
         for error_code, count in reasons.items():
             drops.add_metric([topic.decode("utf-8", "backslashreplace"), error_codes.name_of(error_code)], count)
     yield drops
+    unconfirmed = CounterMetricFamily(
+        "kproxy_acks0_unconfirmed",
+        "acks=0 batches sent in the last moments before a broker's connection ended: nobody knows what became of them.",
+        labels=["topic"],
+    )
+    for topic, count in sorted(tally.unconfirmed.items()):
+        unconfirmed.add_metric([topic.decode("utf-8", "backslashreplace")], count)
+    yield unconfirmed
+
+
+def _broker(broker: int) -> str:
+    """The label for a broker: empty for none."""
+    return "other" if broker == OTHER_BROKERS else "" if broker == NO_OWNER else str(broker)
 
 
 def _connections(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric]:
@@ -188,11 +211,15 @@ def _connections(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric
     )
     yield _gauge("kproxy_upstream_connections", "Connections to brokers.", vitals.upstream_connections)
     yield _gauge("kproxy_hung_brokers", "Brokers that hang: nothing is sent to them.", vitals.hung_brokers, "max")
+    up = Gauge("kproxy_broker_up", "1 while a broker can be reached and answers.", across="min", labels=["broker"])
+    for broker, is_up in sorted(vitals.brokers.items()):
+        up.add_metric([str(broker)], int(is_up))
+    yield up
     yield _counter("kproxy_hangs", "Brokers found to hang.", counters.get("breaker.opened", 0))
     yield _counter("kproxy_client_connections_accepted", "Client connections.", counters.get("clients.accepted", 0))
     yield _counter(
         "kproxy_client_connections_refused",
-        "Client connections closed at once: there were too many.",
+        "Client connections closed at once: there were too many, or too few open files.",
         counters.get("clients.too_many", 0),
     )
     yield _counter(

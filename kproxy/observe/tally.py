@@ -10,6 +10,8 @@ from bisect import bisect_left
 from collections import Counter
 from typing import Final
 
+from kproxy.routing.topology import NO_OWNER
+
 PRODUCE_BOUNDS_S: Final = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25),
     *(0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0),
@@ -19,6 +21,9 @@ DELAY_BOUNDS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1
 """The same for how late this process gets to what is due: the proxy's own share of a latency."""
 MAX_DROP_TOPICS: Final = 100
 OTHER_TOPICS: Final = b"other"
+MAX_BROKERS: Final = 1_000
+OTHER_BROKERS: Final = -2
+"""In the place of a broker's id, beside NO_OWNER for none at all."""
 VERSION_BITS: Final = 8
 OTHER_VERSION: Final = (1 << VERSION_BITS) - 1
 """In the place of a version that is not offered: what clients may invent must not become a label."""
@@ -28,6 +33,7 @@ class Tally:
     """Counts since the process began."""
 
     __slots__ = (
+        "_brokers",
         "delay_buckets",
         "delay_seconds",
         "drops",
@@ -36,14 +42,19 @@ class Tally:
         "produce_seconds",
         "received_bytes",
         "requests",
+        "retries",
         "sent_bytes",
+        "unconfirmed",
     )
 
     def __init__(self) -> None:
         # By api_key << VERSION_BITS | api_version.
         self.requests: Counter[int] = Counter()
-        # By (api_key, error_code): partitions that were answered with it.
-        self.errors: Counter[tuple[int, int]] = Counter()
+        # By (api_key, error_code, broker): partitions that were answered with it.
+        self.errors: Counter[tuple[int, int, int]] = Counter()
+        # By (event of kproxy.routing.retry, broker): partitions to be sent again.
+        self.retries: Counter[tuple[int, int]] = Counter()
+        self._brokers: set[int] = set()
         # On client connections; those of open ones are with their sessions.
         self.received_bytes = 0
         self.sent_bytes = 0
@@ -53,14 +64,38 @@ class Tally:
         self.delay_seconds = 0.0
         # By topic and error_code: acks=0 batches that were lost.
         self.drops: dict[bytes, Counter[int]] = {}
+        # By topic: acks=0 batches that had left when a broker's connection ended.
+        self.unconfirmed: Counter[bytes] = Counter()
 
     def delayed(self, seconds: float) -> None:
         """What was due came so late."""
         self.delay_buckets[bisect_left(DELAY_BOUNDS_S, seconds)] += 1
         self.delay_seconds += seconds
 
+    def error(self, api_key: int, error_code: int, broker: int = NO_OWNER, partitions: int = 1) -> None:
+        """Partitions are answered with an error; `broker` is where they were sent last."""
+        self.errors[api_key, error_code, self._counted(broker)] += partitions
+
+    def retry(self, event: int, broker: int) -> None:
+        """A partition that was sent to `broker` is to be sent again."""
+        self.retries[event, self._counted(broker)] += 1
+
+    def _counted(self, broker: int) -> int:
+        """Beyond MAX_BROKERS brokers, more than any cluster has at a time, all others are one: ids may be made anew."""
+        if broker not in self._brokers and broker != NO_OWNER:
+            if len(self._brokers) >= MAX_BROKERS:
+                return OTHER_BROKERS
+            self._brokers.add(broker)
+        return broker
+
     def drop(self, topic: bytes, error_code: int) -> None:
         """An acks=0 batch is lost. Beyond MAX_DROP_TOPICS topics all others are one: clients choose the names."""
         if topic not in self.drops and len(self.drops) >= MAX_DROP_TOPICS:
             topic = OTHER_TOPICS
         self.drops.setdefault(topic, Counter())[error_code] += 1
+
+    def leave_unconfirmed(self, topic: bytes, batches: int) -> None:
+        """Of so many acks=0 batches nobody knows whether they were appended; topics are bounded as in `drop`."""
+        if topic not in self.unconfirmed and len(self.unconfirmed) >= MAX_DROP_TOPICS:
+            topic = OTHER_TOPICS
+        self.unconfirmed[topic] += batches

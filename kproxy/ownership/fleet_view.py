@@ -12,6 +12,7 @@ Invariants
 2. Before it ever had an id it names the others. A fleet of nobody is this one alone, as `FIRST_NODE_ID`.
 3. An address is named once, under the lowest of its ids; at most MAX_PROXIES are named, those of the lowest ids.
 4. A key or value that makes no sense is passed over, counted by reason, and logged once a key.
+5. What is logged of changes is about the others.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from kproxy.routing.fleet import FIRST_NODE_ID, Fleet, Proxy
 
 MAX_PROXIES = 1_000
 MAX_LOGGED_KEYS = 100
+# In one line.
+MAX_LOGGED_PROXIES = 10
 
 log = structlog.get_logger(__name__)
 
@@ -121,10 +124,23 @@ class FleetView:
             self._named.set()
         elif self._mine is not None and not self._leaving and all(each.node_id != self._mine.node_id for each in named):
             named.append(self._mine)
-        before = set(self._fleet.proxies)
-        if self._fleet.replace(named or [self._mine or self._alone]):
-            now = set(self._fleet.proxies)
-            log.info("proxies_changed", count=len(now), come=sorted(now - before), gone=sorted(before - now))
+        before = set(self._others())
+        self._fleet.replace(named or [self._mine or self._alone])
+        now = set(self._others())
+        changes = {"come": _in_words(now - before), "gone": _in_words(before - now)}
+        if now != before:
+            log.info("proxies_changed", others=len(now), **{what: who for what, who in changes.items() if who})
+
+    def _others(self) -> Iterable[Proxy]:
+        """Of this proxy's own entry the registrar tells."""
+        return (proxy for proxy in self._fleet.proxies if proxy.address != self._alone.address)
+
+
+def _in_words(proxies: Iterable[Proxy]) -> str:
+    ordered = sorted(proxies)
+    words = [f"{proxy.node_id} at {proxy.host}:{proxy.port}" for proxy in ordered[:MAX_LOGGED_PROXIES]]
+    more = len(ordered) - len(words)
+    return ", ".join(words) + (f" and {more} more" if more else "")
 
 
 async def named_in(client: EtcdClient, prefix: str) -> list[Proxy]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from codec.control import Message, build_request, decode_response, encode_reques
 from codec.errors import CodecError, FrameTooLarge, UnsupportedVersion
 from codec.headers import frame_message, request_header, response_body_offset, response_correlation_id
 from codec.primitives import INT32
+from kproxy.resolver import dial
 from kproxy.routing.topology import Address
 
 MAX_ANSWER_BYTES = 64 << 20
@@ -19,6 +21,8 @@ CLIENT_ID = b"kproxy"
 # What a broker is given before the next one is asked as well, in seconds.
 HEAD_START_S = 0.25
 _PREFIX_BYTES = 4
+# How answers of something else begin; as lengths they would be beyond any bound.
+_NOT_KAFKA = {b"HTTP": "HTTP, not Kafka", b"\x15\x03": "TLS, which is not spoken here", b"SSH-": "SSH, not Kafka"}
 
 
 class BrokerUnreachable(Exception):
@@ -53,7 +57,7 @@ class BrokerConnection:
         """Dial and learn what the broker serves. Raises BrokerUnreachable."""
         try:
             async with asyncio.timeout(timeout_s):
-                reader, writer = await asyncio.open_connection(*address)
+                reader, writer = await dial(asyncio.open_connection, *address)
         except (OSError, TimeoutError) as error:
             raise BrokerUnreachable(f"{address.host}:{address.port} cannot be reached ({_why(error)})") from error
         connection = cls(address, reader, writer, timeout_s, client_id)
@@ -124,6 +128,9 @@ class BrokerConnection:
 
     async def _frame(self) -> memoryview:
         prefix = await self._reader.readexactly(_PREFIX_BYTES)
+        for beginning, spoken in _NOT_KAFKA.items():
+            if prefix.startswith(beginning):
+                raise CodecError(f"it speaks {spoken}")
         length = INT32.unpack(prefix)[0]
         if not 0 <= length <= MAX_ANSWER_BYTES:
             raise FrameTooLarge(f"an answer of {length} bytes")
@@ -147,7 +154,7 @@ class BrokerConnection:
             await self._writer.wait_closed()
 
 
-async def open_any(addresses: Sequence[Address], timeout_s: float) -> BrokerConnection:
+async def open_any(addresses: Sequence[Address], timeout_s: float, client_id: bytes = CLIENT_ID) -> BrokerConnection:
     """A connection to the first of `addresses` that answers. Raises BrokerUnreachable that names them all.
 
     They are tried in their order; one that has not answered after HEAD_START_S is not waited for alone (as RFC 8305
@@ -160,7 +167,7 @@ async def open_any(addresses: Sequence[Address], timeout_s: float) -> BrokerConn
     try:
         while winner is None and (untried or trying):
             if untried:
-                trying.add(asyncio.create_task(BrokerConnection.open(untried.pop(0), timeout_s)))
+                trying.add(asyncio.create_task(BrokerConnection.open(untried.pop(0), timeout_s, client_id)))
             head_start_s = HEAD_START_S if untried else None
             done, _ = await asyncio.wait(trying, timeout=head_start_s, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -187,4 +194,7 @@ async def _abandon(trying: set[asyncio.Task[BrokerConnection]]) -> None:
 
 
 def _why(error: BaseException) -> str:
-    return "no answer in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    # People read the words of an OSError, without the number before them.
+    return re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from codec.primitives import Buffer
 from kproxy.observe.tally import PRODUCE_BOUNDS_S
 from kproxy.proxy.context import ProxyContext
-from kproxy.proxy.outbox import Outbox
+from kproxy.proxy.outbox import PacedOutbox
 
 
 class Slot:
@@ -67,7 +67,7 @@ class AnswerOrder:
         self._budget = context.budget
         self._on_room = on_room
         self._on_forbidden = on_forbidden
-        self.outbox: Outbox | None = None
+        self.outbox: PacedOutbox | None = None
         self.slots: deque[Slot] = deque()
         # Open requests that have no answer (acks=0), and so no slot.
         self.silent = 0

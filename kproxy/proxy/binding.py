@@ -77,6 +77,9 @@ class _BoundBefore:
     def sent(self) -> None:
         """Never said: it has an answer."""
 
+    def unconfirmed(self) -> None:
+        """Never said, for the same reason."""
+
     def answered(self, frame: memoryview) -> None:
         _note(self._upstream, self._bindings, _codes(self._upstream, frame))
 

@@ -13,13 +13,16 @@ Transitions
 
 Invariants
 1. `offered` is what `versions.offer` makes of the last words of the brokers in the topology, as of the latest answer,
-   `look` or `current`. Each change of its ranges is told to `on_change` once, after it stands.
+   `look` or `current`. Each change of its ranges is told to `on_change` once, after it stands; it is logged when all
+   brokers known at first have been asked once, and from then on as it happens.
 2. An unknown broker does not count. It cannot be told from one that serves everything, and a broker that never comes up
    must not stop the others; once it answers, what it does not serve is withdrawn as when a broker joins.
-3. Each broker is asked once at a time, by one task, whoever wants to know; `close` ends them all.
+3. Each broker is asked once at a time, by one task, whoever wants to know; `close` ends them all. One that hangs is not
+   asked.
 4. A broker that could not be asked is doubted (kproxy.routing.topology) until it answers.
 5. At most MAX_REMEMBERED brokers that are not in the topology are remembered.
-6. No word is taken for fences (the Own API's): a broker that has not spoken yet may well have none.
+6. No word is taken for fences (the Own API's): a broker that has not spoken yet may well have none. Neither is it for
+   knowing a batch again: what such a broker may have appended is not sent to it a second time.
 7. `on_lost` is told of each broker of the topology that was known and is outdated, and of each vain attempt at one: no
    other connection may be open to notice that it has gone.
 """
@@ -42,6 +45,8 @@ from codec.headers import request_header, response_body_offset
 from codec.own import BIND_FENCES_VERSION
 from codec.partitioned import with_length
 from kproxy.config import Limits
+from kproxy.proxy.broker_health import BrokerHealth
+from kproxy.proxy.dialling import Turn
 from kproxy.proxy.question import Lost, ask
 from kproxy.proxy.upstream import Upstream
 from kproxy.proxy.versions import NO_CAPS, Offered, Ranges, Serves, covers, offer
@@ -57,6 +62,7 @@ MAX_REMEMBERED: Final = 1000
 # Version 4 tells of all features; older brokers answer it in version 0 with an error (KIP-511), or close.
 _ASKED_VERSIONS: Final = (4, 0)
 _CLIENT_ID: Final = b"kproxy-versions"
+_PRODUCER_IDS: Final[Ranges] = {keys.INIT_PRODUCER_ID: (0, 0)}
 _FENCES: Final[Ranges] = {keys.BIND_FENCES: (BIND_FENCES_VERSION, BIND_FENCES_VERSION)}
 _SOFTWARE: Final = {"client_software_name": "kproxy", "client_software_version": "1"}
 
@@ -73,6 +79,7 @@ class BrokerVersions:
         limits: Limits,
         clock: Callable[[], float],
         arena: ReceiveArena,
+        health: BrokerHealth,
         caps: Mapping[int, int] = NO_CAPS,
         can_answer: Collection[int] = (),
     ) -> None:
@@ -80,6 +87,7 @@ class BrokerVersions:
         self._limits = limits
         self._clock = clock
         self._arena = arena
+        self._health = health
         self._caps = caps
         self._can_answer = can_answer
         # What brokers were found not to serve although they say so.
@@ -91,8 +99,13 @@ class BrokerVersions:
         self._asking: dict[int, asyncio.Task[None]] = {}
         self._not_before: dict[tuple[int, Address], float] = {}
         self._seen_version = -1
+        # The topology's version, and whether its brokers know batches again.
+        self._know_again: tuple[int, bool] | None = None
         self._closed = False
         self.offered = offer([], caps, can_answer)
+        # As it was logged last; not before the first round of asking is over.
+        self._told = self.offered
+        self._asked_once = False
         self.on_change: Callable[[Ranges], None] = lambda ranges: None
         self.on_lost: Callable[[], None] = lambda: None
 
@@ -108,6 +121,16 @@ class BrokerVersions:
         """Whether a broker of the topology keeps fences (BindFences), by its last word; None where it has said none."""
         serves = self._said.get(broker) if broker in self._topology.brokers else None
         return None if serves is None else covers(serves.ranges, _FENCES)
+
+    @property
+    def know_batches_again(self) -> bool:
+        """Whether the brokers give out producer ids, and so keep producer state: all that answer have said so."""
+        version = self._topology.version
+        if self._know_again is None or self._know_again[0] != version:
+            said = [self._said.get(broker) for broker in self._topology.takers]
+            knows = bool(said) and all(serves is not None and covers(serves.ranges, _PRODUCER_IDS) for serves in said)
+            self._know_again = (version, knows and keys.INIT_PRODUCER_ID not in self._disproved)
+        return self._know_again[1]
 
     @property
     def fenced(self) -> bool:
@@ -136,7 +159,7 @@ class BrokerVersions:
             return []
         now = self._clock()
         for broker, address in self._topology.brokers.items():
-            if self._is_known(broker, address) or broker in self._asking:
+            if self._is_known(broker, address) or broker in self._asking or self._health.is_open(address):
                 continue
             if now >= self._not_before.get((broker, address), -inf):
                 if broker in self._known or (broker, address) in self._not_before:
@@ -165,13 +188,17 @@ class BrokerVersions:
             self._pause(broker, address, SILENT_FOR_S)
         finally:
             del self._asking[broker]
+            if not self._asked_once and not self._asking and not self._closed:
+                self._asked_once = True
+                self._tell()
 
     async def _ask_each_version(self, broker: int, address: Address) -> Serves | None:
         for version in _ASKED_VERSIONS:
             connection = await self._connection(broker, address)
             try:
                 async with asyncio.timeout(ASK_TIMEOUT_S):
-                    return await _ask_versions(connection, version)
+                    with self._health.wondering(broker, address):
+                        return await _ask_versions(connection, version)
             except TimeoutError:
                 connection.give_up("it does not say what it serves")
                 self._pause(broker, address, SILENT_FOR_S)
@@ -195,6 +222,8 @@ class BrokerVersions:
         connection = self._connections[broker] = Upstream(
             broker,
             address,
+            dialler=self._health.dialler,
+            turn=Turn.NEXT,
             arena=self._arena,
             max_answer_bytes=self._limits.max_control_request_bytes,
             connect_timeout_s=self._limits.connect_timeout_s,
@@ -220,16 +249,26 @@ class BrokerVersions:
             if not self._connections[broker].closed:
                 self._connections[broker].give_up("its broker has left")
             self._known.pop(broker, None)
+        self._know_again = None
         said = [self._said[broker] for broker in self._topology.brokers if broker in self._said]
         if self._disproved:
             said = [serves.without(self._disproved) for serves in said]
         offered = offer(said, self._caps, self._can_answer)
         before, self.offered = self.offered, offered
-        if offered.native != before.native:
-            log.info("what the proxy answers itself has changed", apis=sorted(map(keys.name_of, offered.native)))
         if offered.ranges != before.ranges:
-            log.info("what is offered has changed", brokers=len(said), changes=_changes(before.ranges, offered.ranges))
             self.on_change(offered.ranges)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Log what has changed since the last time; nothing before all brokers have been asked once."""
+        if not self._asked_once:
+            return
+        before, self._told = self._told, self.offered
+        if self._told.native != before.native:
+            log.info("APIs answered by the proxy itself changed", apis=sorted(map(keys.name_of, self._told.native)))
+        if self._told.ranges != before.ranges:
+            brokers = sum(broker in self._said for broker in self._topology.brokers)
+            log.info("APIs offered to clients changed", brokers=brokers, **_changes(before.ranges, self._told.ranges))
 
     def disprove(self, api_key: int) -> None:
         """A broker that says it serves an API does not; nothing it says of it is believed any more."""
@@ -277,6 +316,8 @@ def _serves(message: Message, version: int) -> Serves:
 
 
 def _changes(before: Ranges, after: Ranges) -> dict[str, str]:
-    """By name of the API: the versions offered now."""
-    changed = {key for key in {*before, *after} if before.get(key) != after.get(key)}
-    return {keys.name_of(key): "{}-{}".format(*after[key]) if key in after else "none" for key in sorted(changed)}
+    """In words: the APIs that are `withdrawn`, and the `versions` of those that are offered otherwise than before."""
+    withdrawn = ", ".join(keys.name_of(key) for key in sorted(before) if key not in after)
+    changed = [key for key in sorted(after) if before.get(key) != after[key]]
+    versions = ", ".join("{} {}-{}".format(keys.name_of(key), *after[key]) for key in changed)
+    return {what: words for what, words in (("withdrawn", withdrawn), ("versions", versions)) if words}

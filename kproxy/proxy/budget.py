@@ -1,5 +1,7 @@
 """How much of clients' requests is held at a time in all: the bound of one process, kept by not reading.
 
+It is `limit`, what brokers' answers leave of `total` (kproxy.proxy.answer_room), a half of it at least.
+
 Counted are the buffers of frames that are arriving, whole frames that wait to be begun, and requests that are not
 answered yet. The sum is one integer that sessions add to; while it is at its limit they read nothing, but for what they
 have begun to read in that moment (LAST_READ_BYTES).
@@ -61,10 +63,11 @@ class Waiter(Protocol):
 class Budget:
     """`held` of `limit` bytes, `arriving` of them by frames that are not whole; sessions change both themselves."""
 
-    __slots__ = ("_is_waking", "_pass_timer", "arriving", "held", "limit", "passing", "waiting")
+    __slots__ = ("_is_waking", "_pass_timer", "arriving", "held", "limit", "passing", "total", "waiting")
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.limit = total
         self.held = 0
         self.arriving = 0
         # In the order of their coming.
@@ -77,6 +80,12 @@ class Budget:
     def presses(self) -> bool:
         """Whether there is no room and somebody wants some."""
         return self.held >= self.limit and bool(self.waiting)
+
+    def leave_to_requests(self, limit: int) -> None:
+        """Answers leave so much from now on."""
+        grows, self.limit = limit > self.limit, limit
+        if grows and self.waiting:
+            self.wake()
 
     def wait(self, waiter: Waiter, *, again: bool) -> None:
         """`waiter` does not read any more; `again` where it has been let go and its frame is still not whole."""

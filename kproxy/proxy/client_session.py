@@ -13,38 +13,47 @@ Transitions
 Invariants
 1. Answers leave in the order of their requests (kproxy.proxy.answer_order).
 2. In-flight bytes and open requests are bounded: past a bound, or while the client or a broker reads too slowly,
-   nothing more is begun or read. What one read brings beyond a bound waits in `_backlog`.
+   nothing more is begun or read. What one read brings beyond a bound waits in `_backlog`. So does what cannot be begun
+   within TURN_S: others have their turn first.
 3. Nothing is begun in the midst of an answer or a failure: the fan-out finishes one event before the next.
 4. What all connections hold together is bounded as well (kproxy.proxy.budget), and what is counted there of this one
-   is taken off again when it ends.
+   is taken off again when it ends. So is what it holds of brokers' answers (kproxy.proxy.answer_room).
 5. Whatever goes wrong here closes this connection and no other, with one line in the log.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
+from itertools import chain
 from typing import cast
 
 import structlog
 
 from codec import api_keys
 from codec.api_keys import PRODUCE
+from codec.error_codes import NOT_LEADER_OR_FOLLOWER
 from codec.errors import CodecError
+from codec.foreign import foreign_protocol
 from codec.framing import FrameReader
 from codec.headers import parse_request_header
+from codec.partitioned import PartitionedRequest
+from codec.produce import parse_produce
 from kproxy.observe.tally import VERSION_BITS
 from kproxy.proxy.answer_order import AnswerOrder, Slot
+from kproxy.proxy.answer_room import Share
 from kproxy.proxy.arrival import Arrival
-from kproxy.proxy.breaker import Waiting
+from kproxy.proxy.broker_health import Waiting
 from kproxy.proxy.budget import LAST_READ_BYTES, Budget
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.control import Unanswerable
 from kproxy.proxy.control_requests import ControlRequests
 from kproxy.proxy.fanout import Fanout
-from kproxy.proxy.outbox import Outbox
+from kproxy.proxy.open_exchanges import NoRoom
+from kproxy.proxy.outbox import PacedOutbox
 from kproxy.proxy.produce import produce
 from kproxy.proxy.reads import fetch, list_offsets
 from kproxy.proxy.sockets import keep_alive
@@ -53,6 +62,9 @@ from kproxy.proxy.versions import NOT_SERVED, Ranges, check_served, covers
 from kproxy.routing.topology import Address
 
 log = structlog.get_logger(__name__)
+
+# Of one turn of the event loop: what a client sends is begun for so long, in seconds, and one request more.
+TURN_S = 0.01
 
 _PARTITIONED = {api_keys.PRODUCE: produce, api_keys.FETCH: fetch, api_keys.LIST_OFFSETS: list_offsets}
 
@@ -77,6 +89,10 @@ class ClientSession(asyncio.BufferedProtocol):
         # Requests that wait to be begun, each with the time of its first byte.
         self._backlog: deque[tuple[memoryview, float]] = deque()
         self._takes_backlog = False
+        # How many partitions the first of them asks for, where that is what it waits for.
+        self._wanted_partitions = 0
+        # Whether others have their turn of the event loop before more is begun.
+        self._rests = False
         self._first_byte_at = 0.0
         # What the frame that is arriving costs; and how often reading was stopped.
         self._arriving_bytes = 0
@@ -86,7 +102,8 @@ class ClientSession(asyncio.BufferedProtocol):
         self._is_let_go = False
         self._max_bytes = context.limits.max_in_flight_bytes
         self._max_requests = context.limits.max_open_requests
-        self._connections = Connections(context, self._on_broker_pressure)
+        self._share = Share(context.answer_room, lambda holds: self._connections.hold_back(holds))
+        self._connections = Connections(context, self._on_broker_pressure, self._share)
         self._broker_pressure = 0
         self._client_pressure = False
         self._reading = True
@@ -97,7 +114,7 @@ class ClientSession(asyncio.BufferedProtocol):
         self._control = ControlRequests(
             context, self, self._connections, self._fanout, self._on_broker_pressure, self._offered
         )
-        self._waiting = Waiting(context.breakers)
+        self._waiting = Waiting(context.health)
         # What may be sent here: what an ApiVersions answer has named or, before any, what is offered at the moment.
         self._ranges = context.versions.offered.ranges
         self._negotiated = False
@@ -109,7 +126,7 @@ class ClientSession(asyncio.BufferedProtocol):
         # uvloop's transports have the methods of asyncio.Transport but not its class.
         self._transport = cast(asyncio.Transport, transport)
         keep_alive(transport)
-        self._answers.outbox = Outbox(asyncio.get_running_loop(), self._transport)
+        self._answers.outbox = PacedOutbox(asyncio.get_running_loop(), self._transport, self._share)
         peer = transport.get_extra_info("peername")
         self.peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else str(peer)
         if self._fanout.acks is not None:
@@ -128,11 +145,17 @@ class ClientSession(asyncio.BufferedProtocol):
         try:
             frames = self._reader.buffer_updated(nbytes)
             self._first_byte_at = now if frames else first_byte_at
-            for frame in frames:
+            coming = iter(frames)
+            for frame in coming:
                 if self.closed:
+                    if frame is not frames[0]:
+                        # One before it has closed the connection; the rest is counted with the backlog.
+                        self._backlog.extend((each, now) for each in (frame, *coming))
                     return
                 if self._reading:
                     self._take(frame, first_byte_at)
+                    if len(frames) > 1 and self._clock() - now > TURN_S:
+                        self._rest()
                 else:
                     self._backlog.append((frame, first_byte_at))
                     self._budget.held += len(frame)
@@ -173,7 +196,11 @@ class ClientSession(asyncio.BufferedProtocol):
         if handler is None:
             self._control.start(frame, header, slot, self._ranges)
         else:
-            answer_bytes = handler(self._context, self._fanout, frame, header, first_byte_at, slot.fill)
+            try:
+                answer_bytes = handler(self._context, self._fanout, frame, header, first_byte_at, slot.fill)
+            except NoRoom as full:
+                self._put_back(frame, first_byte_at, full.partitions)
+                return
             self._tally.requests[api_key << VERSION_BITS | api_version] += 1
             if answer_bytes is None:
                 # No answer, and so no place among the answers; the last slot is this one.
@@ -186,12 +213,32 @@ class ClientSession(asyncio.BufferedProtocol):
         if answers.in_flight_bytes >= self._max_bytes or len(answers.slots) + answers.silent >= self._max_requests:
             self.adjust_reading()
 
+    def _put_back(self, frame: memoryview, first_byte_at: float, partitions: int) -> None:
+        """The latest request waits until others are answered; what was counted for it counts for the backlog now."""
+        self._answers.slots.pop()
+        self._answers.in_flight_bytes -= len(frame)
+        self._backlog.appendleft((frame, first_byte_at))
+        self._wanted_partitions = partitions
+        self.adjust_reading()
+
+    def _rest(self) -> None:
+        """Begin no more in this turn of the event loop."""
+        self._rests = True
+        self.adjust_reading()
+        asyncio.get_running_loop().call_soon(self._rest_is_over)
+
+    def _rest_is_over(self) -> None:
+        self._rests = False
+        self._go_on()
+
     def _take_backlog(self) -> None:
         """Begin what waits, as far as there is room; an event of its own."""
+        began = self._clock()
         try:
-            while self._backlog and self._has_room() and not self.closed:
+            while self._backlog and self._has_room() and not self.closed and self._clock() - began <= TURN_S:
                 frame, first_byte_at = self._backlog.popleft()
                 self._budget.held -= len(frame)
+                self._wanted_partitions = 0
                 self._take(frame, first_byte_at)
         except CodecError as error:
             self.refuse(error)
@@ -218,10 +265,14 @@ class ClientSession(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         self._client_pressure = True
+        if self._answers.outbox is not None:
+            self._answers.outbox.pause()
         self.adjust_reading()
 
     def resume_writing(self) -> None:
         self._client_pressure = False
+        if self._answers.outbox is not None:
+            self._answers.outbox.resume()
         self.adjust_reading()
 
     def _on_broker_pressure(self, slow: bool) -> None:
@@ -235,6 +286,8 @@ class ClientSession(asyncio.BufferedProtocol):
             and not self._client_pressure
             and not self._broker_pressure
             and not self._control.claims
+            and not self._rests
+            and not (self._wanted_partitions and not self._fanout.has_room_for(self._wanted_partitions))
         )
 
     def _go_on(self) -> None:
@@ -286,11 +339,8 @@ class ClientSession(asyncio.BufferedProtocol):
 
     def give_up_broker(self, address: Address) -> None:
         """The broker there hangs: what waits for it is answered now, and what is sent to it is refused."""
-        loses_unanswered = self._connections.give_up_at(address)
+        self._connections.give_up_at(address)
         self._control.give_up_broker(address)
-        if loses_unanswered:
-            self._context.counters["acks0.undeliverable"] += 1
-            self.refuse(Unanswerable("acks=0 batches were on their way to a broker that hangs"))
 
     def _undeliverable(self, topic: bytes, error_code: int) -> None:
         """An acks=0 part is lost: count it and, as Kafka does, close the connection so that the client learns of it."""
@@ -326,12 +376,15 @@ class ClientSession(asyncio.BufferedProtocol):
 
         `is_late`: this process has not run for a while. What came meanwhile waits in the kernel and is not judged yet.
         """
-        if self._fanout.has_open_exchanges or self._broker_pressure:
-            self._waiting.look(self._connections.by_broker.values(), now)
+        waits = self._fanout.has_open_exchanges or self._broker_pressure or self._control.tasks
+        if waits or self._waiting.watches:
+            self._waiting.look(chain(self._connections.by_broker.values(), self._control.upstreams), now)
             self._fanout.take_out()
             self._fanout.expire(now)
         if self._arriving_bytes and self._reading and not self.closed and not is_late:
             self._judge_arrival(now)
+        if self._share.held and not self.closed and not is_late:
+            self._judge_taking(now)
 
     def _judge_arrival(self, now: float) -> None:
         arrived = self._reader.pending_bytes
@@ -340,12 +393,30 @@ class ClientSession(asyncio.BufferedProtocol):
         ):
             self.refuse(Unanswerable(f"a request arrives too slowly: {arrived} bytes of it by now"))
 
+    def _judge_taking(self, now: float) -> None:
+        """Close where answers stand still in memory that others wait for."""
+        outbox = self._answers.outbox
+        if outbox is None or self._transport is None or not self._share.is_stuck(now, outbox.taken_bytes):
+            return
+        held = self._share.held
+        outbox.discard()
+        self._transport.abort()
+        self.refuse(Unanswerable(f"{held} bytes of answers do not move, and others wait for the room that they take"))
+
     def refuse(self, error: Exception) -> None:
         """Close because of what the client sent, or because it can have no answer."""
-        if not self.closed:
+        if self.closed:
+            return
+        self._context.counters["clients.refused"] += 1
+        stranger = foreign_protocol(error)
+        if stranger is None:
             log.warning("client connection closed", client=self.peer, reason=str(error))
-            self._context.counters["clients.refused"] += 1
             self._end()
+            return
+        log.warning(f"client speaks {stranger.protocol}", most_a_minute=1, client=self.peer, reason=str(stranger))
+        if stranger.reply and self._answers.outbox is not None and not self._answers.slots:
+            self._answers.outbox.put_one(stranger.reply)
+        self._end(lingers=True)
 
     def sever(self, reason: str) -> None:
         """What this connection had claimed is another's: nothing more of it may be written or read."""
@@ -396,7 +467,7 @@ class ClientSession(asyncio.BufferedProtocol):
         self.closed = True
         outbox, self._answers.outbox = self._answers.outbox, None
         if self._transport is not None and outbox is not None:
-            outbox.flush()
+            outbox.flush_all()
             self._tally.sent_bytes += outbox.written_bytes
             if not (lingers and self._half_close(self._transport)):
                 self._transport.close()
@@ -422,14 +493,36 @@ class ClientSession(asyncio.BufferedProtocol):
         self._budget.arriving -= self._arriving_bytes
         held = self._arriving_bytes + sum(len(frame) for frame, _ in self._backlog) + self._answers.let_go()
         self._arriving_bytes = 0
-        self._backlog.clear()
         self._budget.held -= held
         self._budget.leave(self)
+
+    async def _count_lost(self) -> None:
+        """What is left of the backlog is not begun. A client that wants no answer (acks=0) takes it for sent."""
+        began = self._clock()
+        while self._backlog:
+            frame, _ = self._backlog.popleft()
+            # A CodecError: it would have been refused.
+            with contextlib.suppress(CodecError):
+                header = parse_request_header(frame)
+                lowest, highest = self._ranges.get(header.api_key, NOT_SERVED)
+                if header.api_key == PRODUCE and lowest <= header.api_version <= highest:
+                    self._count_if_silent(parse_produce(frame, header))
+            if self._clock() - began > TURN_S:
+                await asyncio.sleep(0)
+                began = self._clock()
+
+    def _count_if_silent(self, request: PartitionedRequest) -> None:
+        if request.acks == 0:
+            for topic in request.topics:
+                name = self._context.topology.name_of(topic.name) or topic.name
+                for _ in topic.partitions:
+                    self._context.counters["acks0.undeliverable"] += 1
+                    self._tally.drop(name, NOT_LEADER_OR_FOLLOWER)
 
     async def close(self) -> None:
         """Let go of everything this connection holds; whole acks=0 frames are still sent."""
         self._end()
-        await asyncio.gather(self._close_client(), self._close_brokers())
+        await asyncio.gather(self._close_client(), self._close_brokers(), self._count_lost())
 
     async def _close_client(self) -> None:
         """A client that does not read what is still to be written to it is not waited for any longer than FLUSH_S."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from kproxy.proxy.answer_room import Share
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.upstream import Upstream
 from kproxy.routing.topology import Address
@@ -21,12 +22,14 @@ class NoAddress(Exception):
 class Connections:
     """`by_broker` has them all, closed ones too until they are replaced; treat it as read-only.
 
-    `on_pressure` is told when one of them takes no more for now, and when it does again.
+    `on_pressure` is told when one of them takes no more for now, and when it does again. With a `share` their large
+    answers wait for room.
     """
 
-    def __init__(self, context: ProxyContext, on_pressure: Callable[[bool], None]) -> None:
+    def __init__(self, context: ProxyContext, on_pressure: Callable[[bool], None], share: Share | None = None) -> None:
         self._context = context
         self._on_pressure = on_pressure
+        self._share = share
         self.by_broker: dict[int, Upstream] = {}
         # As in `Upstream`, for all of them.
         self.before_open: Callable[[], object] = lambda: None
@@ -48,13 +51,20 @@ class Connections:
         return Upstream(
             broker,
             address,
+            dialler=self._context.dialler,
             arena=self._context.arena,
             max_answer_bytes=self._context.limits.max_answer_bytes,
             connect_timeout_s=self._context.limits.connect_timeout_s,
             on_pressure=self._on_pressure,
-            dials=not self._context.breakers.is_open(address),
+            dials=not self._context.health.refuses(address),
             before_open=lambda: self.before_open(),
+            share=self._share,
         )
+
+    def hold_back(self, holds: bool) -> None:
+        """Read none of them any more, or all of them again."""
+        for upstream in self.by_broker.values():
+            upstream.hold_back(holds)
 
     def give_up_moved(self) -> None:
         """Give up what leads to where a broker no longer is; one that has left may still answer."""
@@ -63,14 +73,11 @@ class Connections:
             if address is not None:
                 _give_up_unless_at(address, upstream)
 
-    def give_up_at(self, address: Address) -> bool:
-        """Give up what leads to a broker that hangs; whether something without an answer (acks=0) is lost by it."""
-        loses_unanswered = False
+    def give_up_at(self, address: Address) -> None:
+        """Give up what leads to a broker that hangs."""
         for upstream in list(self.by_broker.values()):
             if upstream.address == address and not upstream.closed:
-                loses_unanswered |= upstream.holds_unanswered
                 upstream.give_up("its broker hangs")
-        return loses_unanswered
 
     def drop_all(self) -> None:
         """Nothing more is to be sent or answered, for a reason of the client's."""

@@ -10,14 +10,18 @@ from typing import Protocol
 
 from codec.api_keys import FIND_COORDINATOR, INIT_PRODUCER_ID, OWN
 from codec.framing import ReceiveArena
+from codec.primitives import Buffer
 from kproxy.config import Limits
 from kproxy.fencing.service import OwnService
 from kproxy.observe.audit.trail import Trail
 from kproxy.observe.tally import Tally
-from kproxy.proxy.breaker import Breakers
+from kproxy.proxy.answer_room import AnswerRoom
+from kproxy.proxy.broker_health import BrokerHealth
 from kproxy.proxy.broker_versions import BrokerVersions
 from kproxy.proxy.budget import Budget
 from kproxy.proxy.coordinators import Coordinators, LeasedCoordinators
+from kproxy.proxy.dialling import Dialler
+from kproxy.proxy.portions import Portions, Shared
 from kproxy.proxy.versions import NO_CAPS
 from kproxy.routing.fleet import Fleet
 from kproxy.routing.retry import LEASED, Conduct
@@ -50,6 +54,7 @@ class ProxyContext:
     limits: Limits
     clock: Callable[[], float]
     random: Random
+    dialler: Dialler = field(default_factory=Dialler)
     arena: ReceiveArena = field(default_factory=ReceiveArena)
     counters: Counter[str] = field(default_factory=Counter)
     tally: Tally = field(default_factory=Tally)
@@ -65,9 +70,13 @@ class ProxyContext:
     own: OwnService | None = None
     # What is acknowledged is noted here; None: it is not.
     trail: Trail | None = None
+    portions: Portions = field(default_factory=Portions)
+    # Bodies of answers to Metadata requests for all topics; None where no broker has answered.
+    all_topics: Shared[Buffer | None] = field(default_factory=Shared)
     versions: BrokerVersions = field(init=False)
-    breakers: Breakers = field(init=False)
+    health: BrokerHealth = field(init=False)
     budget: Budget = field(init=False)
+    answer_room: AnswerRoom = field(init=False)
 
     def __post_init__(self) -> None:
         can_answer = set[int]()
@@ -77,13 +86,17 @@ class ProxyContext:
             can_answer.add(FIND_COORDINATOR)
         if self.own is not None:
             can_answer.add(OWN)
+        self.health = BrokerHealth(self.topology, self.limits, self.clock, self.arena, self.counters, self.dialler)
         self.versions = BrokerVersions(
-            self.topology, self.limits, self.clock, self.arena, self.version_caps, can_answer
+            self.topology, self.limits, self.clock, self.arena, self.health, self.version_caps, can_answer
         )
-        self.breakers = Breakers(self.topology, self.limits, self.clock, self.arena, self.counters)
         self.budget = Budget(self.limits.max_in_flight_bytes_total)
+        self.answer_room = AnswerRoom(self.budget, self.clock)
 
     @property
     def knows_batches_again(self) -> bool:
-        """As in `retry.Conduct`; never of brokers whose producer ids come from here: they do not look at them."""
-        return self.conduct.knows_batches_again and INIT_PRODUCER_ID not in self.versions.offered.native
+        """As in `retry.Conduct`, of brokers that have said that they give out producer ids.
+
+        Others do not look at the ids, which come from this proxy.
+        """
+        return self.conduct.knows_batches_again and self.versions.know_batches_again

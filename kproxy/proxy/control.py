@@ -9,18 +9,21 @@ which is what the client would have seen of the broker.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable
+from itertools import chain
+from typing import Any, Final, TypeVar
 
 from codec import api_keys as keys
-from codec.control import (
-    Message,
-    build_request,
-    build_response,
-    decode_request,
-    decode_response,
-    encode_request,
-    encode_response,
+from codec.api_keys import is_flexible
+from codec.cluster import Named, asks_for_all_topics, leaderless_metadata, rename_brokers
+from codec.control import Message, build_request, build_response, encode_request, encode_response
+from codec.coordination import (
+    BATCHED_FROM,
+    KEY_TYPES_FROM,
+    Found,
+    coordination_key,
+    parse_find_coordinator,
+    replace_coordinators,
 )
 from codec.error_codes import UNSUPPORTED_VERSION
 from codec.errors import CodecError
@@ -33,22 +36,27 @@ from codec.headers import (
 )
 from codec.partitioned import set_correlation_id, set_response_correlation_id, with_length
 from codec.primitives import Buffer
+from codec.walk import Walk
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
-from kproxy.proxy.coordination import Coordination, coordination_key
-from kproxy.proxy.coordinators import BATCHED_FROM, KEY_TYPES_FROM
-from kproxy.proxy.naming import metadata_without_brokers, rename, rename_coordinators
-from kproxy.proxy.naming_claimants import Claimants
+from kproxy.proxy.coordination import Coordination
+from kproxy.proxy.naming import named, renamed
 from kproxy.proxy.native import answer_natively, lacks_producer_id
 from kproxy.proxy.question import Lost, ask
 from kproxy.proxy.upstream import Upstream
-from kproxy.proxy.versions import OFFERS, Handling, Offer, Offered, Ranges
+from kproxy.proxy.versions import OFFERS, Handling, Offered, Ranges
 from kproxy.routing.rendezvous import preferred
 from kproxy.routing.topology import Address
 
 # Up to this version of ApiVersions a feature that is supported from level 0 cannot be said (KIP-1022).
 _NO_LEVEL_0_TO = 3
 _FEATURES_FROM = 3
+# Requests for all topics that many may ask alike are a few bytes long.
+_MAX_SHARED_BYTES: Final = 64
+
+Result = TypeVar("Result")
+# What is made of the answer to a request, given that, the request and its header.
+Take = Callable[[memoryview, memoryview, RequestHeader], Awaitable[Result]]
 
 
 class Unanswerable(Exception):
@@ -70,7 +78,6 @@ class ControlPlane:
         # A request to a coordinator may wait for others; nothing else must wait behind it.
         self._coordinators = Connections(context, on_pressure)
         self._coordination = Coordination(context, self._coordinators, self._find_coordinator)
-        self._claimants = Claimants(context.own, context.fleet)
         # Spreads the control planes of many connections over the brokers.
         self._key = context.random.randbytes(8)
         # Brokers that gave no answer when they were asked last: they are asked after the others.
@@ -80,34 +87,59 @@ class ControlPlane:
         """The whole answer to a request. Raises CodecError for one that is malformed, Unanswerable where none comes."""
         if header.api_key == keys.API_VERSIONS:
             return _framed(header, encode_response(await self._api_versions(frame, header)))
-        offer = OFFERS[header.api_key]
+        offer, body = OFFERS[header.api_key], frame[header.body_offset :]
         if offer.handling is Handling.COORDINATED or header.api_key == keys.FIND_COORDINATOR:
-            request = decode_request(header.api_key, header.api_version, frame[header.body_offset :])
-            refusal = self._coordination.refuses(header, request)
+            refusal = await self._coordination.refuses(header, body)
             if refusal is not None:
                 return refusal
-            if offer.handling is Handling.COORDINATED and coordination_key(header, request):
-                return await self._coordination.answer(frame, header, request)
+            if offer.handling is Handling.COORDINATED:
+                key = coordination_key(header.api_key, header.api_version, body)
+                if key:
+                    return await self._coordination.answer(frame, header, key)
             if header.api_key in self._context.versions.offered.native:
-                return _framed(header, encode_response(await answer_natively(self._context, header, request)))
+                return _framed(header, await answer_natively(self._context, header, body))
         try:
             async with asyncio.timeout(self._context.limits.control_timeout_s):
-                answer = await self._ask_any(frame, header, offer)
+                if offer.handling is Handling.REWRITTEN:
+                    return _framed(header, await self._rewritten(frame, header))
+                answer = await self._ask_any(frame, header, self._forwarded)
         except (TimeoutError, Unanswerable) as error:
             if header.api_key != keys.METADATA:
                 raise Unanswerable(f"no broker answered {keys.name_of(header.api_key)}: {error}") from error
-            message = metadata_without_brokers(header.api_version, frame[header.body_offset :], self._context.fleet)
-            return _framed(header, encode_response(message))
+            nobody_leads = leaderless_metadata(header.api_version, body, self._named())
+            return _framed(header, await self._context.portions.of(nobody_leads, len(body)))
         if header.api_key == keys.INIT_PRODUCER_ID and self._context.producer_ids and lacks_producer_id(header, answer):
             self._context.versions.disprove(keys.INIT_PRODUCER_ID)
-            return _framed(header, encode_response(await answer_natively(self._context, header, request)))
+            return _framed(header, await answer_natively(self._context, header, body))
         return answer
 
-    async def _ask_any(self, frame: memoryview, header: RequestHeader, offer: Offer) -> list[Buffer]:
-        """The answer, from one broker; they are tried in this connection's own order, each once."""
+    async def _rewritten(self, frame: memoryview, header: RequestHeader) -> Buffer:
+        """The body of an answer that names proxies alone."""
+        body = frame[header.body_offset :]
+        if not (
+            header.api_key == keys.METADATA
+            and len(body) <= _MAX_SHARED_BYTES
+            and asks_for_all_topics(header.api_version, body)
+        ):
+            return await self._ask_any(frame, header, self._without_brokers)
+        same = header.api_version, bytes(body)
+        answer = await self._context.all_topics.ask(same, lambda: self._all_topics(frame, header))
+        if answer is None:
+            raise Unanswerable("no broker can be reached")
+        return answer
+
+    async def _all_topics(self, frame: memoryview, header: RequestHeader) -> Buffer | None:
+        try:
+            return await self._ask_any(frame, header, self._without_brokers)
+        except Unanswerable:
+            return None
+
+    async def _ask_any(self, frame: memoryview, header: RequestHeader, take: Take[Result]) -> Result:
+        """What `take` makes of the answer of one broker; they are tried in this connection's own order, each once."""
+        offer = OFFERS[header.api_key]
         untried = set(self._context.topology.brokers)
         while untried:
-            broker = preferred(self._key, untried - self._doubted or untried)
+            broker = preferred(self._key, self._likeliest(untried))
             if broker is None:
                 break
             untried.discard(broker)
@@ -117,9 +149,11 @@ class ControlPlane:
             upstream = self._connections.to(broker)
             try:
                 async with asyncio.timeout(self._context.limits.control_attempt_s if offer.repeatable else None):
-                    answer = self._read(await self._ask(upstream, frame), frame, header)
+                    answer = await self._ask(upstream, frame)
+                # Not within the broker's time: this may have to wait for its turn.
+                taken = await take(answer, frame, header)
                 self._doubted.discard(broker)
-                return answer
+                return taken
             except Lost as lost:
                 if lost.written and not offer.repeatable:
                     raise Unanswerable("the broker's connection ended before it answered") from lost
@@ -131,20 +165,35 @@ class ControlPlane:
             self._doubted.add(broker)
         raise Unanswerable("no broker can be reached")
 
-    def _read(self, answer: memoryview, frame: memoryview, header: RequestHeader) -> list[Buffer]:
-        """A broker's answer to `frame` as the client gets it. Raises CodecError."""
-        if OFFERS[header.api_key].handling is not Handling.REWRITTEN:
-            set_response_correlation_id(answer, header.correlation_id)
-            return [answer]
-        body = answer[response_body_offset(answer, header.api_key, header.api_version) :]
-        message = decode_response(header.api_key, header.api_version, body)
-        if header.api_key == keys.FIND_COORDINATOR:
-            asked = decode_request(header.api_key, header.api_version, frame[header.body_offset :])
-            self._context.coordinators.take(asked, message)
-            rename_coordinators(asked, message, self._context.fleet)
+    def _likeliest(self, untried: set[int]) -> set[int]:
+        """Those that nothing speaks against, as far as this connection and the others know; all, where all are bad."""
+        health, brokers = self._context.health, self._context.topology.brokers
+        likely = untried - self._doubted
+        if not health.all_well:
+            likely = {broker for broker in likely if broker in brokers and health.is_well(brokers[broker])}
+        return likely or untried - self._doubted or untried
+
+    async def _forwarded(self, answer: memoryview, frame: memoryview, header: RequestHeader) -> list[Buffer]:
+        set_response_correlation_id(answer, header.correlation_id)
+        return [answer]
+
+    async def _without_brokers(self, answer: memoryview, frame: memoryview, header: RequestHeader) -> Buffer:
+        """The body of a broker's answer to `frame` as the client gets it. Raises CodecError."""
+        key, version = header.api_key, header.api_version
+        body = answer[response_body_offset(answer, key, version) :]
+        if key == keys.FIND_COORDINATOR:
+            asked = parse_find_coordinator(version, frame[header.body_offset :])
+            work = replace_coordinators(version, asked, body, self._learn)
         else:
-            rename(header.api_key, message, self._context.fleet, self._claimants.leaders)
-        return _framed(header, encode_response(message))
+            work = rename_brokers(key, version, body, self._named())
+        return await self._context.portions.of(work, len(body))
+
+    def _named(self) -> Named:
+        return named(self._context.fleet, self._context.own)
+
+    def _learn(self, key_type: int, found: Found) -> Found:
+        self._context.coordinators.take(key_type, found)
+        return renamed(self._context.fleet, key_type, found)
 
     async def _ask(self, upstream: Upstream, frame: memoryview) -> memoryview:
         correlation_id = upstream.next_correlation_id()
@@ -161,7 +210,7 @@ class ControlPlane:
         frame = memoryview(bytearray(b"".join(with_length([head, body]))))
         try:
             async with asyncio.timeout(self._context.limits.control_timeout_s):
-                await self._ask_any(frame, parse_request_header(frame), OFFERS[keys.FIND_COORDINATOR])
+                await self._ask_any(frame, parse_request_header(frame), self._without_brokers)
         except (TimeoutError, Unanswerable):
             self._context.counters["coordinators.not_found"] += 1
 
@@ -177,12 +226,17 @@ class ControlPlane:
         if not lowest <= header.api_version <= highest:
             # KIP-511: in version 0, with what would have been understood.
             mine = {"api_key": keys.API_VERSIONS, "min_version": lowest, "max_version": highest}
-            self._context.tally.errors[keys.API_VERSIONS, UNSUPPORTED_VERSION] += 1
+            self._context.tally.error(keys.API_VERSIONS, UNSUPPORTED_VERSION)
             return build_response(keys.API_VERSIONS, 0, error_code=UNSUPPORTED_VERSION, api_keys=[mine])
-        decode_request(keys.API_VERSIONS, header.api_version, frame[header.body_offset :])
+        _check_api_versions(header, frame)
         offered = await self._context.versions.current()
         self._on_offered(offered.ranges)
         return _api_versions_response(header.api_version, offered)
+
+    @property
+    def upstreams(self) -> Iterable[Upstream]:
+        """Connections to brokers, open or closed."""
+        return chain(self._connections.by_broker.values(), self._coordinators.by_broker.values())
 
     @property
     def upstream_count(self) -> int:
@@ -193,7 +247,16 @@ class ControlPlane:
         await asyncio.gather(self._connections.close(), self._coordinators.close())
 
 
-def _framed(header: RequestHeader, body: bytes) -> list[Buffer]:
+def _check_api_versions(header: RequestHeader, frame: memoryview) -> None:
+    """Raises CodecError for what is no such request; what it says of the client's software is not asked for."""
+    walk = Walk(frame[header.body_offset :], compact=is_flexible(keys.API_VERSIONS, header.api_version))
+    if walk.compact:
+        walk.text()
+        walk.text()
+    walk.end()
+
+
+def _framed(header: RequestHeader, body: Buffer) -> list[Buffer]:
     return with_length([response_header(header.api_key, header.api_version, header.correlation_id), body])
 
 

@@ -1,14 +1,16 @@
 """What one client asks beside Produce, Fetch and ListOffsets: about the cluster, groups and transactions, and claims.
 
-Each such request is a task until it is answered; how many there are is bounded by who reads them. Whatever goes wrong
-with one closes the client's connection, for a request without an answer would hold up all that follow it.
+Each such request is a task until it is answered; how many there are is bounded by who reads them. AT_ONCE of them are
+served at a time, the rest wait in the order in which they came (a Kafka broker serves one at a time of a connection):
+not all that a client pipelines is held as answers. Whatever goes wrong with one closes the client's connection, for a
+request without an answer would hold up all that follow it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import Final, Protocol
 
 import structlog
 
@@ -23,8 +25,11 @@ from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.control import ControlPlane, Unanswerable
 from kproxy.proxy.fanout import Fanout
 from kproxy.proxy.owning import MAX_CLIENT_BYTES, Owning
+from kproxy.proxy.upstream import Upstream
 from kproxy.proxy.versions import NOT_SERVED, Ranges
 from kproxy.routing.topology import Address
+
+AT_ONCE: Final = 8
 
 log = structlog.get_logger(__name__)
 
@@ -71,6 +76,7 @@ class ControlRequests:
         self._owning: Owning | None = None
         # Whether a claim is being served; there is one at a time, and what comes behind it is to see what became of it.
         self.claims = False
+        self._places = asyncio.Semaphore(AT_ONCE)
         self.tasks: set[asyncio.Task[None]] = set()
 
     def start(self, frame: memoryview, header: RequestHeader, slot: Slot, ranges: Ranges) -> None:
@@ -93,10 +99,12 @@ class ControlRequests:
 
     async def _answer(self, frame: memoryview, header: RequestHeader, slot: Slot) -> None:
         try:
-            if header.api_key == api_keys.OWN:
-                slot.fill(await self._own(frame, header))
-            else:
-                slot.fill(await self._plane.answer(frame, header))
+            async with self._places:
+                if header.api_key == api_keys.OWN:
+                    answer = await self._own(frame, header)
+                else:
+                    answer = await self._plane.answer(frame, header)
+            slot.fill(answer)
         except (CodecError, Unanswerable) as error:
             self._client.refuse(error)
         except Exception:  # the boundary: a request without an answer would hold up all that follow it
@@ -123,6 +131,11 @@ class ControlRequests:
     def give_up_broker(self, address: Address) -> None:
         """The broker there hangs."""
         self._plane.give_up_broker(address)
+
+    @property
+    def upstreams(self) -> Iterable[Upstream]:
+        """Connections to brokers, open or closed."""
+        return self._plane.upstreams
 
     @property
     def upstream_count(self) -> int:

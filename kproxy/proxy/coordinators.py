@@ -15,19 +15,13 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
-from codec.control import Message
+from codec.coordination import GROUP, Found
 from codec.error_codes import NONE
 from kproxy.routing.rendezvous import preferred
 from kproxy.routing.topology import Topology
 
 MAX_REMEMBERED: Final = 10_000
 MAX_KEY_LENGTH: Final = 1_000
-# FindCoordinator's key types; version 0 knows groups alone.
-GROUP: Final = 0
-TRANSACTION: Final = 1
-KEY_TYPES_FROM: Final = 1
-# From this version FindCoordinator asks and answers for several keys at once (KIP-699).
-BATCHED_FROM: Final = 4
 
 
 class Coordinators:
@@ -58,15 +52,12 @@ class Coordinators:
     def forget(self, key_type: int, key: str) -> None:
         self._brokers.pop((key_type, key), None)
 
-    def take(self, request: Message, answer: Message) -> None:
-        """Learn from a broker's answer to FindCoordinator, before the proxy is put into it."""
-        batched = answer.version >= BATCHED_FROM
-        for found in answer.coordinators if batched else [answer]:
-            key = found.key if batched else request.key
-            if found.error_code == NONE:
-                self.remember(key_type_of(request), key, found.node_id)
-            else:
-                self.forget(key_type_of(request), key)
+    def take(self, key_type: int, found: Found) -> None:
+        """Learn from a broker's answer to FindCoordinator."""
+        if found.error_code == NONE:
+            self.remember(key_type, found.key, found.node_id)
+        else:
+            self.forget(key_type, found.key)
 
 
 class Holders(Protocol):
@@ -115,10 +106,5 @@ class LeasedCoordinators:
     def forget(self, key_type: int, key: str) -> None:
         """It is not for the proxy to say."""
 
-    def take(self, request: Message, answer: Message) -> None:
+    def take(self, key_type: int, found: Found) -> None:
         """Nothing is learned from brokers."""
-
-
-def key_type_of(request: Message) -> int:
-    """What a FindCoordinator request asks for."""
-    return int(request.key_type) if request.version >= KEY_TYPES_FROM else GROUP

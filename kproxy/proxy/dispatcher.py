@@ -22,7 +22,7 @@ from kproxy.proxy.following import Following
 from kproxy.proxy.open_exchanges import OpenExchanges
 from kproxy.proxy.order import Order
 from kproxy.proxy.owning import NOTHING_REFUSED
-from kproxy.proxy.pieces import NOTHING_UNDER_WAY, Piece, PieceKeeper, entries_of
+from kproxy.proxy.pieces import Piece, PieceKeeper, UnderWay, entries_of
 from kproxy.proxy.standing import Standing
 from kproxy.proxy.upstream import Upstream
 from kproxy.routing import retry
@@ -45,6 +45,7 @@ class Dispatcher:
         connections: Connections,
         exchanges: OpenExchanges,
         order: Order,
+        under_way: UnderWay,
         routes: Routes[Upstream, Noted],
         standing: Standing,
         failures: Failures,
@@ -57,11 +58,12 @@ class Dispatcher:
         self._order = order
         self._lanes = order.lanes
         self._busy_lanes = order.lanes.table
+        self._under_way = under_way
         self._routes = routes
         self._standing = standing
         self._failures = failures
         self._keeper = keeper
-        self.following = Following(context, connections, exchanges, order.lanes, routes)
+        self.following = Following(context, connections, exchanges, order.lanes, under_way, routes)
 
     def dispatch(self, exchange: Exchange, refused: Mapping[Entry, int] = NOTHING_REFUSED) -> None:
         """Send all of an exchange that is not `refused`, or let it wait its turn."""
@@ -96,6 +98,8 @@ class Dispatcher:
         if len(plan) == 1:
             upstream, _, plain, noted = plan[0]
             piece = Piece(self._keeper, exchange, upstream, None, self._topology.revision, plain, noted)
+            if self._under_way.sequences is not None:
+                self._under_way.add(piece)
             upstream.forward(piece, exchange.request.frame)
             return True
         self._context.counters["splits"] += 1
@@ -111,7 +115,7 @@ class Dispatcher:
             for entry in entries_of(selection):
                 is_nameless = exchange.request.is_nameless(exchange.topic(entry))
                 event = UNKNOWN_TOPIC_ID if is_nameless else retry.NOT_WRITTEN
-                self._failures.failed(exchange, entry, event, self._topology.revision, NOTHING_UNDER_WAY)
+                self._failures.failed(exchange, entry, event, self._topology.revision)
             return
         upstream = self._connections.to(owner)
         owning = self._standing.owning
@@ -123,6 +127,7 @@ class Dispatcher:
             self._probe_new_routes(exchange, upstream, selection)
         if whole:
             piece = Piece(self._keeper, exchange, upstream, None, self._topology.revision)
+            self._under_way.add(piece)
             upstream.forward(piece, exchange.request.frame)
         else:
             self._send_part(exchange, upstream, selection, share=share)
@@ -143,6 +148,7 @@ class Dispatcher:
         correlation_id = upstream.next_correlation_id()
         buffers = exchange.splitter(share).part(selection, correlation_id)
         piece = Piece(self._keeper, exchange, upstream, selection, self._topology.revision, plain, noted)
+        self._under_way.add(piece)
         upstream.send(piece, correlation_id, buffers)
 
     def _probe_new_routes(self, exchange: Exchange, upstream: Upstream, selection: Selection) -> None:

@@ -36,10 +36,10 @@ from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.dispatcher import Dispatcher
 from kproxy.proxy.failures import Failures
 from kproxy.proxy.last_writes import LastWrites, note_lost
-from kproxy.proxy.open_exchanges import OpenExchanges
+from kproxy.proxy.open_exchanges import NoRoom, OpenExchanges
 from kproxy.proxy.order import Order
 from kproxy.proxy.owning import NOTHING_REFUSED, Owning, Respond
-from kproxy.proxy.pieces import Piece, UnderWay, ordered_pieces, under_way, withdraw
+from kproxy.proxy.pieces import Piece, UnderWay, ordered_pieces, pieces_of, withdraw
 from kproxy.proxy.standing import Standing
 from kproxy.proxy.upstream import FLUSH_S, Upstream
 from kproxy.routing.identity import lane_key
@@ -71,11 +71,13 @@ class Fanout:
         self._standing = Standing(context)
         self._exchanges = OpenExchanges(context, self._look_again, on_undeliverable)
         self._order = Order(context, self._exchanges, self._wake)
-        self._failures = Failures(context, self._exchanges, self._order, self._standing)
+        self._under_way = UnderWay(self._upstreams)
+        self._failures = Failures(context, self._exchanges, self._order, self._under_way, self._standing)
         self._answers = Answers(
-            self._upstreams,
+            context,
             self._exchanges,
             self._order,
+            self._under_way,
             routes,
             self._standing,
             self._failures,
@@ -87,6 +89,7 @@ class Fanout:
             connections,
             self._exchanges,
             self._order,
+            self._under_way,
             routes,
             self._standing,
             self._failures,
@@ -120,12 +123,24 @@ class Fanout:
             exchange.look_until = look_until
         if silent:
             exchange.is_silent = silent
+        elif deadline <= self._context.clock():
+            self._end_unsent(exchange)
+            return
         self._dispatcher.dispatch(exchange, refused)
         # What is under way first: with acks=0 a refusal ends the connection.
         for entry, error_code in refused.items():
             self._exchanges.conclude(exchange, entry, error_code)
         if refused:
             self._exchanges.finish_if_complete(exchange)
+
+    def admit(self, request: PartitionedRequest) -> None:
+        """Raises NoRoom where a request has to wait; to be called before anything of it is changed."""
+        if self._exchanges.open_partitions and not self._exchanges.has_room_for(request.partition_count):
+            raise NoRoom(request.partition_count)
+
+    def has_room_for(self, partitions: int) -> bool:
+        """Whether a request that had to wait may be begun."""
+        return self._exchanges.has_room_for(partitions)
 
     def name_topics(self, request: PartitionedRequest) -> None:
         """Put names in the place of topic ids."""
@@ -176,9 +191,17 @@ class Fanout:
                 upstream.give_up("it does not answer")
         self._end_event()
 
+    def _end_unsent(self, exchange: Exchange) -> None:
+        """Its deadline was over before it could be begun: no broker gets anything of it."""
+        self._context.counters["deadlines"] += 1
+        self._end_one(exchange, {(exchange.sequence, entry) for entry in exchange.open_entries()})
+        self._end_event()
+
     def take_out(self) -> None:
         """Called now and then: what has waited since the last call keeps no receive buffer from being used again."""
         self._exchanges.take_out()
+        if not self._order.lanes:
+            self._under_way.forget()
 
     def _end(self, due: list[Exchange]) -> None:
         """Answer what of these exchanges is still open; their pieces that no broker has seen are taken back."""
@@ -186,21 +209,25 @@ class Fanout:
             return
         sequences = {exchange.sequence for exchange in due}
         withdrawn = withdraw(self._upstreams.values(), lambda piece: piece.exchange.sequence in sequences)
+        for piece in (*withdrawn, *pieces_of(self._upstreams.values(), sequences)):
+            for entry in piece.entries():
+                piece.exchange.note_sent(entry, piece.upstream.owner)
         unwritten = {(piece.exchange.sequence, entry) for piece in withdrawn for entry in piece.entries()}
-        unanswered = under_way(self._upstreams.values())
+        for piece in withdrawn:
+            self._under_way.remove(piece)
         for exchange in due:
             # It may have been answered with another one, whose end gave up what waited behind it.
             if exchange in self._exchanges:
-                self._end_one(exchange, unwritten, unanswered)
+                self._end_one(exchange, unwritten)
         self._order.settle_pieces(withdrawn)
 
-    def _end_one(self, exchange: Exchange, unwritten: set[tuple[int, Entry]], unanswered: UnderWay) -> None:
+    def _end_one(self, exchange: Exchange, unwritten: set[tuple[int, Entry]]) -> None:
         exchanges, lanes = self._exchanges, self._order.lanes
         exchanges.looks.stop(exchange)
         written = self._failures.unanswered_code(exchange)
         for entry in exchange.open_entries():
             key = lane_key(exchange, entry)
-            exchanges.give_up(lanes.give_up(key, exchange.sequence, exchanges.newest, unanswered.get(key, ())))
+            exchanges.give_up(lanes.give_up(key, exchange.sequence, exchanges.newest, self._under_way.of(key)))
             if exchange.is_open(entry):
                 never_written = (exchange.sequence, entry) in unwritten
                 exchanges.conclude(exchange, entry, NOT_LEADER_OR_FOLLOWER if never_written else written)
@@ -228,6 +255,7 @@ class Fanout:
             if any(is_over(exchange, entry) for entry in exchange.open_entries()):
                 self._part_from(exchange, sent)
         self._order.settle_pieces(withdrawn)
+        self._under_way.forget()
 
     def _hold(self, settlement: Settlement, written: list[Piece]) -> None:
         if self._context.versions.fenced:
@@ -263,6 +291,7 @@ class Fanout:
                 self._exchanges.drop(exchange)
         self._order.lanes.drop(lambda exchange: not exchange.is_silent)
         self._order.settle_pieces(withdraw(self._upstreams.values(), lambda piece: not piece.exchange.is_silent))
+        self._under_way.forget()
         self._end_event()
         if self._last_writes is not None:
             await self._last_writes.settle(self._context.limits.own_unsettled_s)

@@ -16,7 +16,7 @@ from kproxy.observe.audit.noted import Noted
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.open_exchanges import OpenExchanges
-from kproxy.proxy.pieces import ordered_pieces
+from kproxy.proxy.pieces import UnderWay, ordered_pieces
 from kproxy.proxy.upstream import Upstream
 from kproxy.routing.identity import lane_key
 from kproxy.routing.lanes import Lanes
@@ -32,6 +32,7 @@ class Following:
         connections: Connections,
         exchanges: OpenExchanges,
         lanes: Lanes,
+        under_way: UnderWay,
         routes: Routes[Upstream, Noted],
     ) -> None:
         self._topology = context.topology
@@ -40,6 +41,7 @@ class Following:
         self._upstreams: Mapping[int, Upstream] = connections.by_broker
         self._exchanges = exchanges
         self._lanes = lanes
+        self._under_way = under_way
         self._routes = routes
         self.version = -1
         # Topic ids that were asked for before anybody knew the topic's name.
@@ -88,6 +90,7 @@ class Following:
         if not names:
             return
         self._nameless -= names.keys()
+        self._under_way.forget()
         waiting = [piece.exchange for upstream in self._upstreams.values() for piece in ordered_pieces(upstream)]
         for exchange in (*waiting, *self._exchanges.all()):
             for topic in exchange.request.topics:

@@ -21,6 +21,7 @@ from kproxy.observe.families import Family, family_of
 from kproxy.observe.metrics import ProxyCollector, Vitals, own_process, render
 from kproxy.observe.table import TableQuery, TableView, table_page
 from kproxy.observe.tally import Tally
+from kproxy.waiting import say_waiting
 
 
 class OwnPages:
@@ -79,7 +80,7 @@ class Front(Protocol):
         ...
 
     def waits(self, sentence: str) -> None:
-        """Say what is waited for; it is called again only when that changes."""
+        """Say what is waited for; it is called again when that changes, and now and then."""
         ...
 
     def ready(self, kafka: str, source: str) -> None:
@@ -120,12 +121,6 @@ async def start_admin(admin: AdminPage, address: Address) -> tuple[AdminPage, st
     """The page, started, and what the ready line says of it. Raises StartupError."""
     host, port = address
     return admin, f" admin={host}:{await admin.start(host, port)}"
-
-
-def say_waiting(sentence: str) -> None:
-    """On stderr: what keeps it from serving."""
-    sys.stderr.write(f"kproxy: {sentence} Waiting for it.\n")
-    sys.stderr.flush()
 
 
 def say_ready(kafka: str, admin: str, source: str) -> None:

@@ -10,6 +10,8 @@ from kproxy.routing.lanes import Item, Lanes, Pause
 from kproxy.routing.retry import Attempts
 from kproxy.routing.topology import NO_OWNER
 
+TIMER_STEP_S = 0.001
+
 
 class LaneTimer:
     """The timer of one client connection's lanes: `wake` is called when one of them may be due."""
@@ -38,7 +40,8 @@ class LaneTimer:
             self._handle.cancel()
         loop = asyncio.get_running_loop()
         self._due = due
-        self._handle = loop.call_later(max(0.0, due - self._context.clock()), self._ring)
+        # Timers are counted in milliseconds and may ring a part of one early, when nothing is due yet.
+        self._handle = loop.call_later(max(0.0, due - self._context.clock()) + TIMER_STEP_S, self._ring)
 
     def pause(self, item: Item, attempts: Attempts, routed_at: int) -> Pause:
         """How long an item waits that was sent in vain at the topology's revision `routed_at`."""

@@ -65,6 +65,9 @@ class LastWrites:
     def sent(self, piece: Piece) -> None:
         self._keeper.sent(piece)
 
+    def unconfirmed(self, piece: Piece) -> None:
+        self._keeper.unconfirmed(piece)
+
     def answered(self, piece: Piece, frame: memoryview) -> None:
         try:
             self._keeper.answered(piece, frame)

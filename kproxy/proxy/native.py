@@ -10,34 +10,38 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 import structlog
 
 from codec import api_keys as keys
-from codec.control import Message, build_response, decode_response
+from codec.control import build_response, encode_response
+from codec.coordination import GROUP, Found, answer_find_coordinator
 from codec.error_codes import COORDINATOR_NOT_AVAILABLE, INVALID_REQUEST, NONE
-from codec.errors import CodecError
 from codec.headers import RequestHeader, response_body_offset
-from codec.primitives import Buffer
+from codec.primitives import INT16, INT32, INT64, Buffer
 from kproxy.ownership.etcd import EtcdError
 from kproxy.proxy.context import ProxyContext
-from kproxy.proxy.coordinators import BATCHED_FROM, GROUP, key_type_of
-from kproxy.proxy.naming import rename_coordinators
+from kproxy.proxy.naming import renamed
 
 log = structlog.get_logger(__name__)
 
 _NO_PRODUCER_ID = -1
+# In the body of an answer to InitProducerId, behind throttle_time_ms.
+_ERROR_CODE_AT = INT32.size
+_PRODUCER_ID_AT = _ERROR_CODE_AT + INT16.size
 
 
-async def answer_natively(context: ProxyContext, header: RequestHeader, request: Message) -> Message:
-    """The answer to a request of an API in NATIVE."""
+async def answer_natively(context: ProxyContext, header: RequestHeader, body: memoryview) -> Buffer:
+    """The body of the answer to a request of an API in NATIVE. Raises CodecError."""
     if header.api_key == keys.FIND_COORDINATOR:
-        return _find_coordinator(context, header, request)
+        answer = answer_find_coordinator(
+            header.api_version, body, lambda key_type, key: _coordinator(context, key_type, key)
+        )
+        return await context.portions.of(answer, len(body))
     return await _init_producer_id(context, header)
 
 
-async def _init_producer_id(context: ProxyContext, header: RequestHeader) -> Message:
+async def _init_producer_id(context: ProxyContext, header: RequestHeader) -> Buffer:
     producer_id, error_code = _NO_PRODUCER_ID, NONE
     try:
         if context.producer_ids is None:
@@ -51,7 +55,7 @@ async def _init_producer_id(context: ProxyContext, header: RequestHeader) -> Mes
         error_code = COORDINATOR_NOT_AVAILABLE
     epoch = 0 if error_code == NONE else _NO_PRODUCER_ID
     fields = {"error_code": error_code, "producer_id": producer_id, "producer_epoch": epoch}
-    return build_response(keys.INIT_PRODUCER_ID, header.api_version, **fields)
+    return encode_response(build_response(keys.INIT_PRODUCER_ID, header.api_version, **fields))
 
 
 def lacks_producer_id(header: RequestHeader, answer: Sequence[Buffer]) -> bool:
@@ -60,20 +64,14 @@ def lacks_producer_id(header: RequestHeader, answer: Sequence[Buffer]) -> bool:
     Its brokers answer what they do not serve with the defaults of every field.
     """
     [frame] = answer
-    try:
-        body = memoryview(frame)[response_body_offset(frame, header.api_key, header.api_version) :]
-        message = decode_response(header.api_key, header.api_version, body)
-    except CodecError:
+    body = memoryview(frame)[response_body_offset(frame, header.api_key, header.api_version) :]
+    if len(body) < _PRODUCER_ID_AT + INT64.size:
         return False
-    return bool(message.error_code == NONE and message.producer_id < 0)
+    error_code, producer_id = INT16.unpack_from(body, _ERROR_CODE_AT)[0], INT64.unpack_from(body, _PRODUCER_ID_AT)[0]
+    return bool(error_code == NONE and producer_id < 0)
 
 
-def _find_coordinator(context: ProxyContext, header: RequestHeader, request: Message) -> Message:
-    found: dict[str, Any] = {"error_code": NONE, "error_message": None, "node_id": -1, "host": "", "port": -1}
-    if key_type_of(request) != GROUP:
-        found |= {"error_code": INVALID_REQUEST, "error_message": "only consumer groups have coordinators here"}
-    if header.api_version >= BATCHED_FROM:
-        found = {"coordinators": [{**found, "key": key} for key in request.coordinator_keys]}
-    answer = build_response(keys.FIND_COORDINATOR, header.api_version, **found)
-    rename_coordinators(request, answer, context.fleet)
-    return answer
+def _coordinator(context: ProxyContext, key_type: int, key: str) -> Found:
+    if key_type != GROUP:
+        return Found(key, -1, "", -1, INVALID_REQUEST, "only consumer groups have coordinators here")
+    return renamed(context.fleet, key_type, Found(key, -1, "", -1))

@@ -12,7 +12,10 @@ Transitions
 
 Invariants
 1. The `respond` of an exchange is called once, or never if it is dropped.
-2. An error that a client gets is counted; what is not delivered of a client that gets no answer (acks=0) is told to
+2. At most MAX_OPEN_PARTITIONS partitions are asked for in requests that are open, or what one request asks for: an
+   event, such as the end of a broker's connection, concerns no more, and takes no longer. Requests for one partition do
+   not count: their number is bounded by itself.
+3. An error that a client gets is counted; what is not delivered of a client that gets no answer (acks=0) is told to
    `on_undeliverable`.
 """
 
@@ -21,7 +24,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from codec.partitioned import PartitionedApi, PartitionedRequest, set_response_correlation_id
+from codec.partitioned import MAX_PARTITIONS, PartitionedApi, PartitionedRequest, set_response_correlation_id
 from codec.primitives import Buffer
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.owning import Respond
@@ -30,6 +33,16 @@ from kproxy.routing import retry
 from kproxy.routing.lanes import Item
 from kproxy.routing.merge import Exchange
 from kproxy.routing.split import Entry
+
+MAX_OPEN_PARTITIONS = MAX_PARTITIONS
+
+
+class NoRoom(Exception):
+    """A request for `partitions` has to wait until others are answered."""
+
+    def __init__(self, partitions: int) -> None:
+        super().__init__(f"{partitions} partitions are too many for now")
+        self.partitions = partitions
 
 
 class OpenExchanges:
@@ -45,6 +58,8 @@ class OpenExchanges:
         self._on_undeliverable = on_undeliverable
         # By sequence. Every request and every answer asks for it: by name, for a call costs more; read-only elsewhere.
         self.table: dict[int, tuple[Exchange, Respond]] = {}
+        # Of requests for more than one.
+        self.open_partitions = 0
         self.looks = SecondLooks(context, again)
         # The sequence of the newest exchange: now, at the last call of `take_out`, and at the one before.
         self.newest = 0
@@ -64,7 +79,13 @@ class OpenExchanges:
         self.newest = sequence = self.newest + 1
         exchange = Exchange(api, request, sequence, deadline)
         self.table[sequence] = (exchange, respond)
+        if exchange.open_count > 1:
+            self.open_partitions += exchange.open_count
         return exchange
+
+    def has_room_for(self, partitions: int) -> bool:
+        """Whether a request for so many partitions may be begun."""
+        return not self.open_partitions or self.open_partitions + partitions <= MAX_OPEN_PARTITIONS
 
     def take_out(self) -> None:
         """Called now and then: what has waited since the last call keeps no receive buffer from being used again."""
@@ -79,9 +100,7 @@ class OpenExchanges:
         """Hand an answer on as it came, the client's correlation_id in it."""
         set_response_correlation_id(frame, exchange.request.header.correlation_id)
         exchange.open_count = 0
-        _, respond = self.table.pop(exchange.sequence)
-        if self._emptied is not None:
-            self._tell_if_emptied(self._emptied)
+        respond = self._close(exchange)
         respond([] if exchange.is_silent else [frame])
 
     def finish_if_complete(self, exchange: Exchange) -> None:
@@ -94,15 +113,23 @@ class OpenExchanges:
             return
         if exchange.look_until and self.looks.wants(exchange):
             return
+        respond = self._close(exchange)
+        respond([] if exchange.is_silent else exchange.encode())
+
+    def _close(self, exchange: Exchange) -> Respond:
+        """It is open no more."""
         _, respond = self.table.pop(exchange.sequence)
+        if self.open_partitions:
+            partitions = exchange.request.partition_count
+            self.open_partitions -= partitions if partitions > 1 else 0
         if self._emptied is not None:
             self._tell_if_emptied(self._emptied)
-        respond([] if exchange.is_silent else exchange.encode())
+        return respond
 
     def drop(self, exchange: Exchange) -> None:
         """Its client is gone."""
         self.looks.stop(exchange)
-        del self.table[exchange.sequence]
+        self._close(exchange)
 
     async def emptied(self, timeout_s: float) -> None:
         """Until all are answered that are open now, for so many seconds at most."""
@@ -123,7 +150,7 @@ class OpenExchanges:
             exchange.take(entry, b"")
             self._on_undeliverable(exchange.partition(entry)[0], final)
             return
-        self._context.tally.errors[exchange.api.api_key, final] += 1
+        self._context.tally.error(exchange.api.api_key, final, exchange.sent_to(entry))
         if result is not None and final == error_code:
             exchange.has_errors = True
             exchange.take(entry, result)

@@ -7,14 +7,18 @@ come in bursts; writing each burst at once costs a fraction of writing its messa
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
 
 from codec.primitives import Buffer
+from kproxy.proxy.answer_room import AnswerBuffer, Share
 
 # Up to here one copy is cheaper than one more buffer for the kernel to gather.
 JOIN_BYTES = 64 << 10
 # More is not gathered in one step: the transport's own limits should notice it.
 FLUSH_BYTES = 512 << 10
+# A client's transport gets at most this much at a time.
+PART_BYTES = 256 << 10
 
 
 class Outbox:
@@ -28,6 +32,11 @@ class Outbox:
         self._buffers: list[Buffer] = []
         self._bytes = 0
         self.written_bytes = 0
+
+    @property
+    def put_bytes(self) -> int:
+        """All that was ever put here and not dropped; of that `written_bytes` are with the transport."""
+        return self.written_bytes + self._bytes
 
     def put_one(self, buffer: Buffer) -> None:
         """The same as `put` for one buffer."""
@@ -64,3 +73,90 @@ class Outbox:
             self._transport.write(b"".join(buffers))
         else:
             self._transport.writelines(buffers)
+
+
+class PacedOutbox(Outbox):
+    """The answers for one client: while its transport has enough, the rest stays here and counts in the client's share.
+
+    A transport may copy what it cannot send at once, and nobody would know how much of that there is.
+    """
+
+    __slots__ = ("_is_paused", "_looked_at", "_share", "_untaken")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.WriteTransport, share: Share) -> None:
+        super().__init__(loop, transport)
+        self._share = share
+        self._is_paused = False
+        # While it is paused: how many of the buffers have been looked at, and the bytes in them that have no room of
+        # their own, with what the transport had when it was paused.
+        self._looked_at = 0
+        self._untaken = 0
+
+    @property
+    def taken_bytes(self) -> int:
+        """What the client's kernel, or ours, has by now."""
+        return self.written_bytes - self._transport.get_write_buffer_size()
+
+    def pause(self) -> None:
+        """The transport has enough."""
+        self._is_paused = True
+        self._looked_at = 0
+        self._untaken = self._transport.get_write_buffer_size()
+        self._share.leave_untaken(self._untaken)
+
+    def resume(self) -> None:
+        """It takes more."""
+        self._is_paused = False
+        self.flush()
+        if not self._is_paused:
+            self._share.leave_untaken(0)
+
+    def flush(self) -> None:
+        """Hand to the transport what it takes."""
+        if not self._is_paused:
+            if self._bytes <= FLUSH_BYTES:
+                super().flush()
+                return
+            self._flush_in_parts()
+        if self._is_paused:
+            self._count()
+
+    def flush_all(self) -> None:
+        """Hand everything to the transport: the connection is to be closed."""
+        self._is_paused = False
+        super().flush()
+        self._share.leave_untaken(0)
+
+    def discard(self) -> None:
+        """Nobody is to have it any more."""
+        self._buffers, self._bytes = [], 0
+        self._share.leave_untaken(0)
+
+    def _count(self) -> None:
+        for buffer in self._buffers[self._looked_at :]:
+            if not (isinstance(buffer, memoryview) and isinstance(buffer.obj, AnswerBuffer)):
+                self._untaken += len(buffer)
+        self._looked_at = len(self._buffers)
+        self._share.leave_untaken(self._untaken)
+
+    def _flush_in_parts(self) -> None:
+        waiting, self._buffers = deque(self._buffers), []
+        while waiting and not self._is_paused and not self._transport.is_closing():
+            part: list[Buffer] = []
+            size = 0
+            while waiting and size < PART_BYTES:
+                buffer = waiting.popleft()
+                fits = PART_BYTES - size
+                if len(buffer) > fits:
+                    view = memoryview(buffer)
+                    waiting.appendleft(view[fits:])
+                    buffer = view[:fits]
+                part.append(buffer)
+                size += len(buffer)
+            self._bytes -= size
+            self.written_bytes += size
+            self._transport.writelines(part)
+        if self._transport.is_closing():
+            self._bytes = 0
+        else:
+            self._buffers = list(waiting)

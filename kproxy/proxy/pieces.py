@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
-from typing import Final, Protocol
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Mapping
+from typing import Protocol
 
 from codec.partitioned import PlainAnswer
 from kproxy.observe.audit.noted import Noted
@@ -13,16 +13,16 @@ from kproxy.routing.identity import lane_key
 from kproxy.routing.merge import Exchange
 from kproxy.routing.split import Entry, Selection, split_whole
 
-UnderWay = dict[Hashable, set[int]]
-"""By lane: the sequences of the exchanges that are unanswered there."""
-NOTHING_UNDER_WAY: Final[UnderWay] = {}
-
 
 class PieceKeeper(Protocol):
     """Who sends pieces and wants to know what becomes of them."""
 
     def sent(self, piece: Piece) -> None:
-        """A piece that has no answer (acks=0) is on its way."""
+        """A piece that has no answer (acks=0) has left this process."""
+        ...
+
+    def unconfirmed(self, piece: Piece) -> None:
+        """The connection of a piece that has no answer has ended, with or after what was sent on it last."""
         ...
 
     def answered(self, piece: Piece, frame: memoryview) -> None:
@@ -74,6 +74,9 @@ class Piece:
     def sent(self) -> None:
         self.keeper.sent(self)
 
+    def unconfirmed(self) -> None:
+        self.keeper.unconfirmed(self)
+
     def answered(self, frame: memoryview) -> None:
         self.keeper.answered(self, frame)
 
@@ -97,14 +100,56 @@ def ordered_pieces(upstream: Upstream) -> Iterable[Piece]:
             yield ticket
 
 
-def under_way(upstreams: Iterable[Upstream]) -> UnderWay:
-    """What of all lanes is unanswered, in one pass."""
-    found: UnderWay = {}
+def pieces_of(upstreams: Iterable[Upstream], sequences: Container[int]) -> Iterable[Piece]:
+    """The unanswered pieces of these exchanges."""
     for upstream in upstreams:
-        for piece in ordered_pieces(upstream):
+        for ticket in upstream.unanswered():
+            if isinstance(ticket, Piece) and ticket.exchange.sequence in sequences:
+                yield ticket
+
+
+class UnderWay:
+    """What of each lane is unanswered: by lane, the sequences of its exchanges. For one client connection.
+
+    It is made when it is first asked for, which is seldom, and kept by `add` and `remove` until
+    nobody needs it: one pass over all that is in flight for each error would take the square of it.
+    """
+
+    def __init__(self, upstreams: Mapping[int, Upstream]) -> None:
+        self._upstreams = upstreams
+        # Every request and every answer asks whether there is one: by name, for a call costs more.
+        self.sequences: dict[Hashable, set[int]] | None = None
+
+    def of(self, key: Hashable) -> Collection[int]:
+        """The sequences that are unanswered in a lane."""
+        if self.sequences is None:
+            self.sequences = {}
+            for upstream in self._upstreams.values():
+                for piece in ordered_pieces(upstream):
+                    self.add(piece)
+        return self.sequences.get(key, ())
+
+    def add(self, piece: Piece) -> None:
+        """A piece is sent, or waits for its dial."""
+        if self.sequences is not None and piece.exchange.is_ordered:
             for entry in piece.entries():
-                found.setdefault(lane_key(piece.exchange, entry), set()).add(piece.exchange.sequence)
-    return found
+                self.sequences.setdefault(lane_key(piece.exchange, entry), set()).add(piece.exchange.sequence)
+
+    def remove(self, piece: Piece) -> None:
+        """A piece is answered, lost or withdrawn."""
+        if self.sequences is None or not piece.exchange.is_ordered:
+            return
+        for entry in piece.entries():
+            key = lane_key(piece.exchange, entry)
+            sequences = self.sequences.get(key)
+            if sequences is not None:
+                sequences.discard(piece.exchange.sequence)
+                if not sequences:
+                    del self.sequences[key]
+
+    def forget(self) -> None:
+        """Nobody asks at the moment, or lanes are called something else by now."""
+        self.sequences = None
 
 
 def withdraw(upstreams: Iterable[Upstream], is_meant: Callable[[Piece], bool]) -> list[Piece]:

@@ -2,7 +2,10 @@
 
 Versions 3–13 are served; 0–2 are offered, because librdkafka drops compression otherwise, and refused when sent, by
 closing the connection, which is what Kafka does. A partition that stands in a request twice makes the whole request
-INVALID_REQUEST; acks other than -1, 0 and 1 make it INVALID_REQUIRED_ACKS.
+INVALID_REQUEST, and so do more than 4,096 partitions; acks other than -1, 0 and 1 make it INVALID_REQUIRED_ACKS.
+
+A request has its deadline from its first byte on: one that is over when the last byte has come is not sent any more. A
+client that waits for no answer (acks=0) has no such timer, and its requests have until their last byte.
 
 acks=0 has no answer. With `confirm_acks0` brokers are asked for acks=1 all the same and their answers end here: so the
 proxy knows what was refused, sends it to the new owner, keeps its order, and counts exactly what is lost. So it is for
@@ -33,18 +36,20 @@ def produce(
     """Serve one produce request whose first byte came at `now`.
 
     Returns how many bytes its answer may hold beyond the request's own size, or None where it has no answer (acks=0).
-    Raises CodecError.
+    Raises CodecError, and NoRoom where it has to wait.
     """
     request = parse_produce(frame, header)
     acks = request.acks
-    if acks not in _ACKS or request.repeats_a_partition():
+    if acks not in _ACKS or request.is_too_large or request.repeats_a_partition():
         if acks == 0:
-            raise InvalidField("an acks=0 request names a partition twice")
+            raise InvalidField("an acks=0 request names a partition twice, or too many of them")
         refusal = INVALID_REQUEST if acks in _ACKS else INVALID_REQUIRED_ACKS
-        context.tally.errors[PRODUCE, refusal] += request.partition_count
+        context.tally.error(PRODUCE, refusal, partitions=request.partition_count)
         respond(refuse(PRODUCE_API, request, refusal))
         return 0
-    deadline = now + deadline_s(request.timeout_ms, context.limits.deadline_cap_ms)
+    fanout.admit(request)
+    began = context.clock() if acks == 0 else now
+    deadline = began + deadline_s(request.timeout_ms, context.limits.deadline_cap_ms)
     if request.by_id:
         fanout.name_topics(request)
     refused = NOTHING_REFUSED
@@ -68,10 +73,10 @@ def refuse(api: PartitionedApi, request: PartitionedRequest, error_code: int) ->
     header = request.header
     topics: dict[bytes, dict[int, None]] = {}
     for topic in request.topics:
-        topics.setdefault(topic.name, {}).update(dict.fromkeys(topic.partitions))
+        topics.setdefault(topic.wire, {}).update(dict.fromkeys(topic.partitions))
     errors = [
-        (name, [api.error_entry(header.api_version, index, error_code) for index in partitions], len(partitions))
-        for name, partitions in topics.items()
+        (wire, [api.error_entry(header.api_version, index, error_code) for index in partitions], len(partitions))
+        for wire, partitions in topics.items()
     ]
     head, tail = api.response_ends(header.api_version, 0, [])
     return with_length(

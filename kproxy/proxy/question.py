@@ -28,6 +28,9 @@ class Question:
     def sent(self) -> None:
         """Never said: every question has an answer."""
 
+    def unconfirmed(self) -> None:
+        """Never said, for the same reason."""
+
     def answered(self, frame: memoryview) -> None:
         if not self.answer.done():
             self.answer.set_result(frame)

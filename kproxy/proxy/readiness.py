@@ -26,6 +26,7 @@ from codec.headers import request_header
 from codec.partitioned import with_length
 from kproxy.observe.admin import Readiness
 from kproxy.observe.table import TableView
+from kproxy.proxy.dialling import Dialler, Turn
 from kproxy.routing.topology import Address
 
 FRESH_S = 1.0
@@ -43,16 +44,18 @@ class Brokers:
         self,
         addresses: Callable[[], Mapping[int, Address]],
         *,
+        dialler: Dialler,
         timeout_s: float,
         clock: Callable[[], float],
         random: Random,
     ) -> None:
         self._addresses = addresses
+        self._dialler = dialler
         self._timeout_s = timeout_s
         self._clock = clock
         self._random = random
         self._asking: asyncio.Task[str | None] | None = None
-        self._last: Address | None = None
+        self._last: tuple[int, Address] | None = None
         self._fresh_until = 0.0
         self._problem: str | None = None
 
@@ -71,53 +74,56 @@ class Brokers:
             self._problem, self._fresh_until = task.result(), self._clock() + FRESH_S
 
     async def _ask(self) -> str | None:
-        addresses = list(self._addresses().values())
-        if not addresses:
+        brokers = list(self._addresses().items())
+        if not brokers:
             return "no broker is known"
-        self._random.shuffle(addresses)
+        self._random.shuffle(brokers)
         # The one that answered last is enough, as a rule.
-        addresses.sort(key=lambda address: address != self._last)
-        groups = [addresses[:1], *(addresses[at : at + AT_ONCE] for at in range(1, len(addresses), AT_ONCE))]
+        brokers.sort(key=lambda broker: broker != self._last)
+        groups = [brokers[:1], *(brokers[at : at + AT_ONCE] for at in range(1, len(brokers), AT_ONCE))]
         for group in groups:
             self._last = await self._first_to_answer(group)
             if self._last is not None:
                 return None
-        return f"no broker answers: {len(addresses)} asked"
+        return f"no broker answers: {len(brokers)} asked"
 
-    async def _first_to_answer(self, addresses: list[Address]) -> Address | None:
-        asked = [asyncio.get_running_loop().create_task(_answers(address, self._timeout_s)) for address in addresses]
+    async def _first_to_answer(self, brokers: list[tuple[int, Address]]) -> tuple[int, Address] | None:
+        asked = [asyncio.get_running_loop().create_task(self._answers(*broker)) for broker in brokers]
         try:
             for answer in asyncio.as_completed(asked):
-                address = await answer
-                if address is not None:
-                    return address
+                broker = await answer
+                if broker is not None:
+                    return broker
             return None
         finally:
             for task in asked:
                 task.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
 
+    async def _answers(self, broker: int, address: Address) -> tuple[int, Address] | None:
+        """Itself if a broker answers there. Connecting is not enough: a stopped process's kernel does that."""
+        reader = asyncio.StreamReader()
+        transport: asyncio.Transport | None = None
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        try:
+            with self._dialler.attempt(broker, address, Turn.NEXT) as attempt:
+                async with asyncio.timeout_at(deadline):
+                    transport = await attempt.connect(asyncio.StreamReaderProtocol(reader))
+            async with asyncio.timeout_at(deadline):
+                transport.write(_QUESTION)
+                _, correlation_id = _ANSWER_HEAD.unpack(await reader.readexactly(_ANSWER_HEAD.size))
+            return (broker, address) if correlation_id == _CORRELATION_ID else None
+        except (OSError, UnicodeError, asyncio.IncompleteReadError):
+            # TimeoutError is an OSError. UnicodeError: a host that no name server can be asked about.
+            return None
+        finally:
+            if transport is not None:
+                transport.abort()
+
     async def close(self) -> None:
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)
-
-
-async def _answers(address: Address, timeout_s: float) -> Address | None:
-    """`address` itself if a broker answers there. Connecting is not enough: a stopped process's kernel does that."""
-    writer: asyncio.StreamWriter | None = None
-    try:
-        async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(address.host, address.port)
-            writer.write(_QUESTION)
-            _, correlation_id = _ANSWER_HEAD.unpack(await reader.readexactly(_ANSWER_HEAD.size))
-        return address if correlation_id == _CORRELATION_ID else None
-    except (OSError, UnicodeError, asyncio.IncompleteReadError):
-        # TimeoutError is an OSError. UnicodeError: a host that no name server can be asked about.
-        return None
-    finally:
-        if writer is not None:
-            writer.transport.abort()
 
 
 async def readiness(not_ready: str | None, view: TableView, brokers: Brokers) -> Readiness:

@@ -27,18 +27,19 @@ READ_GRACE_S = 30.0
 def fetch(
     context: ProxyContext, fanout: Fanout, frame: memoryview, header: RequestHeader, now: float, respond: Respond
 ) -> int | None:
-    """Serve one fetch request; how many bytes it may bring. Raises CodecError."""
+    """Serve one fetch request; how many bytes it may bring. Raises CodecError, NoRoom."""
     request = FETCH_API.parse_request(frame, header)
     if request.session_id != NO_SESSION:
         head, tail = response_ends(header.api_version, 0, [], FETCH_SESSION_ID_NOT_FOUND)
         answer_header = response_header(header.api_key, header.api_version, header.correlation_id)
-        context.tally.errors[FETCH, FETCH_SESSION_ID_NOT_FOUND] += 1
+        context.tally.error(FETCH, FETCH_SESSION_ID_NOT_FOUND)
         respond(with_length([answer_header + head, *encode_topics([], flexible=request.flexible), tail]))
         return 0
-    if request.repeats_a_partition():
-        context.tally.errors[FETCH, INVALID_REQUEST] += request.partition_count
+    if request.is_too_large or request.repeats_a_partition():
+        context.tally.error(FETCH, INVALID_REQUEST, partitions=request.partition_count)
         respond(refuse(FETCH_API, request, INVALID_REQUEST))
         return 0
+    fanout.admit(request)
     refused = NOTHING_REFUSED
     if fanout.owning is not None:
         refused, respond = fanout.owning.read(request, respond)
@@ -52,11 +53,12 @@ def fetch(
 def list_offsets(
     context: ProxyContext, fanout: Fanout, frame: memoryview, header: RequestHeader, now: float, respond: Respond
 ) -> int | None:
-    """Serve one ListOffsets request; its answer is as small as itself. Raises CodecError."""
+    """Serve one ListOffsets request; its answer is as small as itself. Raises CodecError, NoRoom."""
     request = LIST_OFFSETS_API.parse_request(frame, header)
-    if request.repeats_a_partition():
-        context.tally.errors[LIST_OFFSETS, INVALID_REQUEST] += request.partition_count
+    if request.is_too_large or request.repeats_a_partition():
+        context.tally.error(LIST_OFFSETS, INVALID_REQUEST, partitions=request.partition_count)
         respond(refuse(LIST_OFFSETS_API, request, INVALID_REQUEST))
         return 0
+    fanout.admit(request)
     fanout.submit(LIST_OFFSETS_API, request, deadline=now + READ_GRACE_S, respond=respond)
     return 0

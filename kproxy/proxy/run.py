@@ -16,6 +16,7 @@ from random import Random
 
 import structlog
 
+from kproxy import open_files
 from kproxy.config import Address, ProxyConfig
 from kproxy.errors import StartupError
 from kproxy.fencing.desk import ClaimDesk
@@ -25,8 +26,10 @@ from kproxy.observe.audit.trail import Trail
 from kproxy.observe.claims import NotOffered
 from kproxy.observe.table import TableView
 from kproxy.observe.tally import Tally
+from kproxy.proxy import descriptors
 from kproxy.proxy.auditing import Audit
 from kproxy.proxy.context import ProxyContext
+from kproxy.proxy.dialling import Dialler
 from kproxy.proxy.front import Front, OwnFront, OwnPages
 from kproxy.proxy.membership import Membership
 from kproxy.proxy.owning import attach, open_own
@@ -36,6 +39,7 @@ from kproxy.proxy.signals import until_stopped
 from kproxy.proxy.sources import OpenSource, Source, open_source
 from kproxy.proxy.tasks import cancel, unless_failed
 from kproxy.routing.topology import Topology
+from kproxy.waiting import Reminders
 
 # Objects more made than freed before the collector looks at the youngest; rounds before it looks at older ones.
 COLLECTOR_THRESHOLDS = (20_000, 50, 100)
@@ -64,6 +68,8 @@ class _Proxy:
         self._audit: Audit | None = None
         self._tally = Tally()
         self._counters = Counter[str]()
+        self._reminders = Reminders(time.monotonic)
+        self._dialler = Dialler()
         self._random = Random()  # noqa: S311 -- spreads retries, guards nothing
 
     async def serve(self) -> None:
@@ -86,6 +92,8 @@ class _Proxy:
             await stack.enter_async_context(audit.keep())
             stack.push_async_callback(self._listener.drain)
             await self._listener.serve(context)
+            if self._front.worker in (None, 1):
+                _tell_of_too_few_files(config.limits.max_connections)
             audit.ship()
             stack.push_async_callback(membership.leave)
             await membership.join()
@@ -135,6 +143,7 @@ class _Proxy:
             random=self._random,
             counters=self._counters,
             tally=self._tally,
+            dialler=self._dialler,
             confirm_acks0=self._config.confirm_acks0,
         )
         context.versions.on_lost = opened.broker_lost
@@ -143,6 +152,7 @@ class _Proxy:
     def _pages(self, stack: contextlib.AsyncExitStack) -> OwnPages:
         brokers = Brokers(
             lambda: self._topology.brokers,
+            dialler=self._dialler,
             timeout_s=self._config.limits.connect_timeout_s,
             clock=time.monotonic,
             random=self._random,
@@ -159,9 +169,9 @@ class _Proxy:
         )
 
     def _wait(self, sentence: str) -> None:
-        """Say what is waited for, each thing once."""
-        if self._listener.waits_for != sentence:
-            self._listener.waits_for = sentence
+        """Say what is waited for."""
+        self._listener.waits_for = sentence
+        if self._reminders.is_due(sentence):
             self._front.waits(sentence)
 
     def _claims(self) -> ClaimDesk:
@@ -193,6 +203,18 @@ async def _reload_at(hangup: asyncio.Event, source: Source) -> None:
             log.info("ownership read anew", outcome=await source.reload())
         except StartupError as error:
             log.error("ownership not read anew: what was known stays in force", reason=str(error))
+
+
+def _tell_of_too_few_files(max_connections: int) -> None:
+    limit, wanted = open_files.limit(), descriptors.wanted(max_connections)
+    if limit is not None and limit < wanted:
+        log.warning(
+            f"the limit of open files is enough for {descriptors.most_clients(limit)} clients; then new ones may be "
+            "refused. Raise it (ulimit -Hn, LimitNOFILE= of systemd), or lower limits.max_connections",
+            limit=limit,
+            max_connections=max_connections,
+            wanted=wanted,
+        )
 
 
 def _calm_collector() -> None:

@@ -12,7 +12,8 @@ stopped; from serving `stop` goes by way of `drain`.
 
 Invariants
 1. Every session is in `_sessions` until its `close` has been awaited; nothing is left running when `stop` returns.
-2. A listener admits at most `max_connections` clients; one more is closed at once, with a line in the log.
+2. A listener admits at most `max_connections` clients, and none while descriptors run short (kproxy.proxy.descriptors);
+   one more is closed at once, with a line in the log.
 3. The sessions in `_inside` are ends of `connect_inside`, no clients: they are neither counted nor drained.
 """
 
@@ -24,10 +25,12 @@ import socket
 
 import structlog
 
+from kproxy import open_files
 from kproxy.config import Limits
 from kproxy.observe.metrics import Vitals
-from kproxy.proxy.client_session import ClientSession
+from kproxy.proxy.client_session import TURN_S, ClientSession
 from kproxy.proxy.context import ProxyContext
+from kproxy.proxy.descriptors import Descriptors, in_use
 from kproxy.proxy.port import accept_from, bind
 from kproxy.proxy.versions import Ranges
 from kproxy.routing.topology import Address
@@ -47,6 +50,7 @@ class Listener:
         # What keeps it from serving, as a sentence, where that is known.
         self.waits_for = ""
         self._context: ProxyContext | None = None
+        self._descriptors: Descriptors | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sessions: set[ClientSession] = set()
         self._inside: set[ClientSession] = set()
@@ -81,15 +85,27 @@ class Listener:
             client_connections=self._client_count,
             upstream_connections=upstream_connections,
             in_flight_requests=in_flight_requests,
-            in_flight_bytes=self._context.budget.held if self._context is not None else 0,
+            in_flight_bytes=self._in_flight_bytes,
             paused_connections=len(self._context.budget.waiting) if self._context is not None else 0,
             sent_bytes=sent_bytes,
-            hung_brokers=self._context.breakers.open_count if self._context is not None else 0,
+            hung_brokers=self._context.health.open_count if self._context is not None else 0,
+            brokers=self._brokers_up(),
             draining=self._draining,
             own_claims=own.held_count if own is not None else 0,
             own_members=len(own.table.members) if own is not None else 0,
             own_unsettled=len(own.settlement.unsettled()) if own is not None else 0,
         )
+
+    def _brokers_up(self) -> dict[int, bool]:
+        """By id whether each broker of the topology can be reached and does not hang, as far as is known."""
+        if self._context is None:
+            return {}
+        health = self._context.health
+        return {broker: health.is_well(address) for broker, address in self._context.topology.brokers.items()}
+
+    @property
+    def _in_flight_bytes(self) -> int:
+        return self._context.budget.held + self._context.answer_room.held if self._context is not None else 0
 
     @property
     def _client_count(self) -> int:
@@ -112,10 +128,11 @@ class Listener:
         if self._server is None:
             raise RuntimeError("bind comes first")
         self._context = context
+        self._descriptors = Descriptors(open_files.limit(), context.clock)
         self._loop = asyncio.get_running_loop()
         self._follows_versions = follows_versions
         context.versions.on_change = self._follow_ranges
-        context.breakers.on_open = self._give_up_broker
+        context.health.on_open = self._give_up_broker
         await accept_from(self._server)
         self._ticker = asyncio.get_running_loop().create_task(self._watch_deadlines(context))
 
@@ -161,15 +178,32 @@ class Listener:
 
     def _session(self) -> asyncio.BaseProtocol:
         if self._context is None or self._client_count >= self._limits.max_connections:
-            log.warning("connection refused: too many", limit=self._limits.max_connections)
-            if self._context is not None:
-                self._context.counters["clients.too_many"] += 1
-            return _Refusal()
+            log.warning("connection refused: limits.max_connections is reached", limit=self._limits.max_connections)
+            return self._refusal()
+        if not self._has_descriptors(self._context):
+            log.warning(
+                "connection refused: too few open files are allowed (ulimit -Hn, LimitNOFILE= of systemd)",
+                limit=open_files.limit(),
+                clients=self._client_count,
+            )
+            return self._refusal()
         self._context.counters["clients.accepted"] += 1
         session = ClientSession(self._context, self._session_closed)
         self._sessions.add(session)
         self._empty.clear()
         return session
+
+    def _has_descriptors(self, context: ProxyContext) -> bool:
+        """Whether one more client leaves enough of them for the ways to brokers."""
+        if self._descriptors is None or self._server is None or self._descriptors.limit is None:
+            return True
+        used = in_use(self._server.sockets[0].fileno())
+        return used is not None and self._descriptors.admit(used, self._client_count, len(context.topology.brokers))
+
+    def _refusal(self) -> asyncio.BaseProtocol:
+        if self._context is not None:
+            self._context.counters["clients.too_many"] += 1
+        return _Refusal()
 
     def _session_closed(self, session: ClientSession) -> None:
         task = asyncio.get_running_loop().create_task(self._close(session))
@@ -213,8 +247,13 @@ class Listener:
                 except Exception:  # the boundary: deadlines are watched whatever becomes of this
                     log.exception("what the brokers serve could not be followed")
             now = context.clock()
+            context.answer_room.wake()
             context.tally.delayed(max(0.0, now - due))
+            began = now
             for session in list(self._sessions):
+                if context.clock() - began > TURN_S:
+                    await asyncio.sleep(0)
+                    began = context.clock()
                 try:
                     session.expire(now, is_late=now - due > LATE_S)
                 except Exception:  # the boundary: one session's trouble must not stop the others' clock
@@ -250,7 +289,7 @@ class Listener:
         await asyncio.gather(*self._closing)
         if self._context is not None:
             await self._context.versions.close()
-            await self._context.breakers.close()
+            await self._context.health.close()
 
 
 class _Refusal(asyncio.Protocol):

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+import struct
+import sys
+from typing import Final, NamedTuple
 
 # After so many seconds of silence the kernel asks whether the other side is still there, then again at this interval.
 IDLE_S = 60
 INTERVAL_S = 10
 PROBES = 6
+# The same while an answer is waited for: another host that is there acknowledges, whatever its processes do.
+WATCHED_IDLE_S = 1
+WATCHED_INTERVAL_S = 1
+WATCHED_PROBES = 2
+# Linux' struct tcp_info: state, ca_state, retransmits, probes, …; and tcpi_unacked, tcpi_last_ack_recv.
+_TCP_INFO: Final = struct.Struct("=2xBB4x 4x4x4x4xI 4x4x4x4x 4x4x4xI")
+_DISCARD: Final = struct.pack("ii", 1, 0)
 
 
 def keep_alive(transport: asyncio.BaseTransport) -> None:
@@ -17,12 +28,73 @@ def keep_alive(transport: asyncio.BaseTransport) -> None:
     A client's place under the limit of connections, and a connection that a broker's host forgot, are given up after
     two minutes. It also keeps an idle connection in the tables of what lies between.
     """
-    sock: socket.socket | None = transport.get_extra_info("socket")
-    if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
+    sock = _tcp_socket(transport)
+    if sock is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        _set_times(sock, IDLE_S, INTERVAL_S, PROBES)
+
+
+def watch_path(transport: asyncio.BaseTransport, *, closely: bool) -> None:
+    """Have the kernel find that out in seconds, or in minutes again; on a connection that is kept alive.
+
+    It asks only where nothing is unacknowledged; otherwise `delivery` tells.
+    """
+    sock = _tcp_socket(transport)
+    if sock is None:
         return
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", IDLE_S), ("TCP_KEEPINTVL", INTERVAL_S), ("TCP_KEEPCNT", PROBES)):
-        # Not every system has all of them; its own times hold then.
+    times = (WATCHED_IDLE_S, WATCHED_INTERVAL_S, WATCHED_PROBES) if closely else (IDLE_S, INTERVAL_S, PROBES)
+    # An OSError: the other side has ended the connection, and the event loop is about to say so.
+    with contextlib.suppress(OSError):
+        _set_times(sock, *times)
+
+
+class Delivery(NamedTuple):
+    """What the kernel says of a connection's way to the other host.
+
+    `unacknowledged`: segments on their way. `retransmits`: how often the first of them was sent again in vain, at
+    intervals that double. `probes`: how often the other side was asked in vain whether it is there, or takes more
+    again. `silent_s`: since it last acknowledged anything.
+    """
+
+    unacknowledged: int
+    retransmits: int
+    probes: int
+    silent_s: float
+
+
+def delivery(transport: asyncio.BaseTransport) -> Delivery | None:
+    """None where the system does not tell."""
+    sock = _tcp_socket(transport) if sys.platform == "linux" else None
+    if sock is None:
+        return None
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    except OSError:
+        # As above.
+        return None
+    retransmits, probes, unacknowledged, silent_ms = _TCP_INFO.unpack(info)
+    return Delivery(unacknowledged, retransmits, probes, silent_ms / 1000)
+
+
+def discard_at_close(transport: asyncio.BaseTransport) -> None:
+    """What the kernel still holds is not to be delivered once the connection is closed."""
+    sock = _tcp_socket(transport)
+    if sock is not None:
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _DISCARD)
+
+
+def _tcp_socket(transport: asyncio.BaseTransport) -> socket.socket | None:
+    """None for a closed one and for what is no TCP."""
+    sock: socket.socket | None = transport.get_extra_info("socket")
+    if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.fileno() < 0:
+        return None
+    return sock
+
+
+def _set_times(sock: socket.socket, idle_s: int, interval_s: int, probes: int) -> None:
+    # Not every system has all of them; its own times hold then.
+    for name, value in (("TCP_KEEPIDLE", idle_s), ("TCP_KEEPINTVL", interval_s), ("TCP_KEEPCNT", probes)):
         option = getattr(socket, name, None)
         if option is not None:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)

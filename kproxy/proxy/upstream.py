@@ -7,8 +7,8 @@ States
 
 Transitions
   connecting -> open     the dial succeeded: the queue is written
-  connecting -> closed   the dial failed, timed out, was given up or, for the broker hangs, not even begun: the queue is
-                         lost unwritten
+  connecting -> closed   the dial failed, timed out, was given up or, for the broker hangs or is down, not even begun:
+                         the queue is lost unwritten
   open       -> closed   the broker closed, the connection broke, an answer was not the awaited one, it was given up,
                          `close` was called
 
@@ -17,6 +17,10 @@ Invariants
 2. Answers are matched in order, and the correlation_id of each is verified: a broker that answers something else than
    was asked is not believed in anything, the connection is closed.
 3. `lost(written=False)` is said only of what never reached the transport.
+4. A ticket that expects no answer (acks=0) is told `sent` when the last of its bytes has left this process, and `lost`
+   where the connection ends before. What has left is not known to have arrived: `unconfirmed` is said to the last one
+   of these when the connection ends for another reason than the client's.
+5. It is not read while a large answer waits for room, or its client takes too little (kproxy.proxy.answer_room).
 """
 
 from __future__ import annotations
@@ -30,12 +34,14 @@ from typing import NamedTuple, Protocol, cast
 import structlog
 
 from codec.errors import CodecError
-from codec.framing import FrameReader, ReceiveArena
+from codec.framing import CHUNK_BYTES, FrameReader, ReceiveArena
 from codec.headers import response_correlation_id
 from codec.partitioned import set_correlation_id
 from codec.primitives import Buffer
+from kproxy.proxy.answer_room import LARGE_BYTES, AnswerBuffer, Share
+from kproxy.proxy.dialling import Dialler, Turn, reason_of
 from kproxy.proxy.outbox import Outbox
-from kproxy.proxy.sockets import keep_alive
+from kproxy.proxy.sockets import Delivery, delivery, discard_at_close, keep_alive, watch_path
 from kproxy.routing.topology import Address
 
 log = structlog.get_logger(__name__)
@@ -43,6 +49,8 @@ log = structlog.get_logger(__name__)
 # What may wait for a dial before the client is read more slowly.
 MAX_QUEUED_BYTES = 1 << 20
 FLUSH_S = 5.0
+# Between two looks at whether what expects no answer (acks=0) has left this process, while some has not.
+LOOK_PAUSE_S = 0.005
 _MAX_CORRELATION_ID = 0x7FFF_FFFF
 
 
@@ -52,7 +60,11 @@ class Ticket(Protocol):
     expects_answer: bool
 
     def sent(self) -> None:
-        """The request has been given to the transport; said only to tickets that expect no answer (acks=0)."""
+        """The request has left this process; said only to tickets that expect no answer (acks=0)."""
+        ...
+
+    def unconfirmed(self) -> None:
+        """The connection has ended, and this was the last that had left on it of what expects no answer."""
         ...
 
     def answered(self, frame: memoryview) -> None:
@@ -72,9 +84,10 @@ class Oldest(NamedTuple):
 
 
 class Upstream(asyncio.BufferedProtocol):
-    """A connection to the broker `owner` at `address`; not `dials`: what is sent to it is lost unwritten.
+    """A connection to the broker `owner` at `address`, which `dialler` dials when it is its `turn`.
 
-    `before_open` is called before what waited for the dial is written: it may withdraw some of that.
+    Not `dials`: what is sent to it is lost unwritten. `before_open` is called before what waited for the dial is
+    written: it may withdraw some of that. Large answers wait for room in `share`, where there is one.
     """
 
     def __init__(
@@ -82,32 +95,46 @@ class Upstream(asyncio.BufferedProtocol):
         owner: int,
         address: Address,
         *,
+        dialler: Dialler,
         arena: ReceiveArena,
         max_answer_bytes: int,
         connect_timeout_s: float,
         on_pressure: Callable[[bool], None],
+        turn: Turn = Turn.PACED,
         dials: bool = True,
         before_open: Callable[[], object] = lambda: None,
+        share: Share | None = None,
     ) -> None:
         self.owner = owner
         self.address = address
         self.closed = False
         # What is bound on this connection (kproxy.proxy.binding): fences by topic and partition index.
         self.fences: dict[tuple[bytes, int], int] = {}
-        self._reader = FrameReader(max_answer_bytes, arena)
+        most_shared = CHUNK_BYTES if share is None else LARGE_BYTES
+        self._reader = FrameReader(max_answer_bytes, arena, most_shared=most_shared)
+        self._share = share
+        self._waits_for_room = False
+        self._is_held_back = False
         self._transport: asyncio.Transport | None = None
         self._outbox: Outbox | None = None
         self._in_flight: deque[tuple[int, Ticket]] = deque()
-        self._queue: list[tuple[Ticket, int, Sequence[Buffer]]] = []
+        self._queue: deque[tuple[Ticket, int, Sequence[Buffer]]] = deque()
         self._next_correlation_id = 0
         self._queued_bytes = 0
         self._on_pressure = on_pressure
         self._before_open = before_open
         self._presses = False
-        self._sends_unanswered = False
+        # What expects no answer and may still be here, each with the place of its last byte; the last that has left.
+        self._leaving: deque[tuple[int, Ticket]] = deque()
+        self._last_left: Ticket | None = None
+        # Whether the kernel had not taken all of that when it was looked at last.
+        self._is_stuck = False
+        self._looks_for_left: asyncio.Handle | None = None
         self._ended = asyncio.get_running_loop().create_future()
         self._patience: asyncio.Timeout | None = None
-        self._dial = asyncio.get_running_loop().create_task(self._connect(connect_timeout_s if dials else None))
+        self._dial = asyncio.get_running_loop().create_task(
+            self._connect(dialler, turn, connect_timeout_s) if dials else self._lose()
+        )
 
     # Sending
 
@@ -136,8 +163,27 @@ class Upstream(asyncio.BufferedProtocol):
             self._in_flight.append((correlation_id, ticket))
         self._outbox.put(buffers)
         if not ticket.expects_answer:
-            self._sends_unanswered = True
-            ticket.sent()
+            self._leaving.append((self._outbox.put_bytes, ticket))
+            if self._looks_for_left is None:
+                # Not in the step in which it is written: transports may not count that yet.
+                loop = asyncio.get_running_loop()
+                self._looks_for_left = loop.call_soon(lambda: self._look_for_left_after(0))
+
+    def _look_for_left_after(self, seconds: float) -> None:
+        self._looks_for_left = asyncio.get_running_loop().call_later(seconds, self._look_for_left)
+
+    def _look_for_left(self) -> None:
+        """Tell those whose bytes are all with the kernel; look again where some are not."""
+        self._looks_for_left = None
+        if self._transport is None or self._outbox is None or self._transport.is_closing():
+            return
+        left_bytes = self._outbox.written_bytes - self._transport.get_write_buffer_size()
+        while self._leaving and self._leaving[0][0] <= left_bytes:
+            self._last_left = self._leaving.popleft()[1]
+            self._last_left.sent()
+        self._is_stuck = bool(self._leaving)
+        if self._is_stuck and self._looks_for_left is None:
+            self._look_for_left_after(LOOK_PAUSE_S)
 
     def unanswered(self) -> list[Ticket]:
         """Who waits, written or not, in order."""
@@ -155,14 +201,10 @@ class Upstream(asyncio.BufferedProtocol):
             return Oldest(self._queue[0][1], written=False)
         return Oldest(None, written=False) if self._presses and not self.closed else None
 
-    @property
-    def holds_unanswered(self) -> bool:
-        """Whether something that has no answer (acks=0) may still be in this process."""
-        return self._sends_unanswered and self._transport is not None and self._transport.get_write_buffer_size() > 0
-
     def withdraw(self, is_meant: Callable[[Ticket], bool]) -> list[Ticket]:
         """Take back what is meant and has not been written."""
-        kept, withdrawn = [], []
+        kept: deque[tuple[Ticket, int, Sequence[Buffer]]] = deque()
+        withdrawn = []
         for queued in self._queue:
             if is_meant(queued[0]):
                 withdrawn.append(queued[0])
@@ -174,18 +216,17 @@ class Upstream(asyncio.BufferedProtocol):
             self._press(self._queued_bytes > MAX_QUEUED_BYTES)
         return withdrawn
 
-    async def _connect(self, timeout_s: float | None) -> None:
-        if timeout_s is None:
-            self._end()
-            return
-        loop = asyncio.get_running_loop()
+    async def _connect(self, dialler: Dialler, turn: Turn, timeout_s: float) -> None:
         try:
-            async with asyncio.timeout(timeout_s) as self._patience:
-                await loop.create_connection(lambda: self, self.address.host, self.address.port)
-        except (OSError, UnicodeError, TimeoutError) as error:
-            # UnicodeError: a host that no name server can be asked about.
-            log.info("broker cannot be reached", broker=self.owner, address=str(self.address), reason=_reason(error))
+            with dialler.attempt(self.owner, self.address, turn) as attempt:
+                async with asyncio.timeout(timeout_s) as self._patience:
+                    await attempt.connect(self)
+        except (OSError, UnicodeError):
+            # The dialler has noted it; TimeoutError is an OSError.
             self._end()
+
+    async def _lose(self) -> None:
+        self._end()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._before_open()
@@ -199,7 +240,7 @@ class Upstream(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         keep_alive(transport)
         self._outbox = Outbox(asyncio.get_running_loop(), self._transport)
-        queue, self._queue = self._queue, []
+        queue, self._queue = self._queue, deque()
         # What waited for the dial presses no longer; what is written now may.
         self._press(False)
         for ticket, correlation_id, buffers in queue:
@@ -223,11 +264,14 @@ class Upstream(asyncio.BufferedProtocol):
         return self._reader.get_buffer(sizehint)
 
     def buffer_updated(self, nbytes: int) -> None:
+        is_over = self.closed
+        if is_over:
+            # Nobody waits any more; while the connection is being closed it is read all the same.
+            return
         in_flight = self._in_flight
         try:
             for frame in self._reader.buffer_updated(nbytes):
                 if self.closed:
-                    # Nobody waits any more; while the connection is being closed it is read all the same.
                     return
                 answered_id = response_correlation_id(frame)
                 if not in_flight or in_flight[0][0] != answered_id:
@@ -236,6 +280,48 @@ class Upstream(asyncio.BufferedProtocol):
                 in_flight.popleft()[1].answered(frame)
         except CodecError as error:
             self.distrust(str(error))
+            return
+        if self._share is not None and self._reader.announced > LARGE_BYTES and not self.closed:
+            self._take_in(self._share, nbytes)
+
+    def _take_in(self, share: Share, nbytes: int) -> None:
+        """More of a large answer has come; or its beginning, and then it needs room."""
+        share.arrived_bytes += nbytes
+        if self._reader.has_own:
+            return
+        room = share.room.take(self, share, self._reader.announced)
+        if room is None:
+            self._waits_for_room = True
+            self._adjust_reading()
+        else:
+            self._reader.move_to(room)
+
+    def give_room(self, room: AnswerBuffer) -> None:
+        """There is room for the answer that has begun to arrive."""
+        self._reader.move_to(room)
+        self._waits_for_room = False
+        self._adjust_reading()
+
+    def hold_back(self, holds: bool) -> None:
+        """Its client takes too little of what it is answered, or enough again."""
+        self._is_held_back = holds
+        self._adjust_reading()
+
+    def _adjust_reading(self) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        if (self._waits_for_room or self._is_held_back) and not self.closed:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
+
+    def _take_no_more(self) -> None:
+        """Nobody wants an answer any more."""
+        self.closed = True
+        self._reader.drop()
+        if self._share is not None:
+            self._share.room.leave(self)
+        self._adjust_reading()
 
     def _distrust_answer(self, answered_id: int) -> None:
         if self._in_flight:
@@ -253,9 +339,24 @@ class Upstream(asyncio.BufferedProtocol):
         log.warning("broker connection given up", broker=self.owner, address=str(self.address), reason=reason)
         self._end()
 
+    def watch_path(self, *, closely: bool) -> None:
+        """Have the kernel find out soon, or as late as ever, that nothing gets through; it then ends the connection."""
+        if self._transport is not None and not self.closed:
+            watch_path(self._transport, closely=closely)
+
+    def delivery(self) -> Delivery | None:
+        """What the kernel says of the way to the broker; None where it says nothing."""
+        return None if self._transport is None or self.closed else delivery(self._transport)
+
+    def cut(self) -> None:
+        """Close because nothing gets through: it is not to arrive later, behind what is sent on another connection."""
+        if self._transport is not None and not self.closed:
+            discard_at_close(self._transport)
+        self.give_up("nothing of what is sent is acknowledged")
+
     def drop(self) -> None:
         """Close because of the client: the broker has done nothing wrong."""
-        self._end()
+        self._end(by_client=True)
 
     # Ending
 
@@ -269,33 +370,55 @@ class Upstream(asyncio.BufferedProtocol):
                 broker=self.owner,
                 address=str(self.address),
                 unanswered=len(self._in_flight),
-                reason=_reason(exc) if exc else "closed by the broker",
+                reason=reason_of(exc) if exc else "closed by the broker",
             )
         if not self._ended.done():
             self._ended.set_result(None)
         self._end()
 
-    def _end(self) -> None:
+    def _end(self, *, by_client: bool = False) -> None:
         if self.closed:
             return
-        self.closed = True
+        self._take_no_more()
         self._press(False)
         if self._transport is not None:
             self._transport.abort()
-        queue, self._queue = self._queue, []
-        in_flight, self._in_flight = self._in_flight, deque()
-        for _, ticket in in_flight:
-            ticket.lost(written=True)
-        for ticket, _, _ in queue:
-            ticket.lost(written=False)
+        self._queued_bytes = 0
+        # One by one: what is not told yet is still under way, and whoever is told may ask for that.
+        while self._in_flight:
+            self._in_flight.popleft()[1].lost(written=True)
+        self._end_unanswered(by_client=by_client)
+        while self._queue:
+            self._queue.popleft()[0].lost(written=False)
+
+    def _end_unanswered(self, *, by_client: bool) -> None:
+        """What expects no answer and has not left is lost. Of the rest nobody knows, unless the client ends it."""
+        if self._looks_for_left is not None:
+            self._looks_for_left.cancel()
+            self._looks_for_left = None
+        leaving, self._leaving = self._leaving, deque()
+        written_bytes = self._outbox.written_bytes if self._outbox is not None else 0
+        for last_byte, ticket in leaving:
+            if last_byte > written_bytes:
+                ticket.lost(written=False)
+            elif self._is_stuck:
+                # Some of the first may have left, and of the others too since it was looked at last.
+                ticket.lost(written=True)
+            else:
+                ticket.sent()
+                self._last_left = ticket
+        last_left, self._last_left = self._last_left, None
+        if last_left is not None and not by_client:
+            last_left.unconfirmed()
 
     async def close(self) -> None:
         """End the connection: what was written and has no answer (acks=0) leaves this process and reaches the broker.
 
         What expects an answer is dropped: its client is gone and will send it again itself.
         """
-        if self._sends_unanswered and self._transport is not None and self._outbox is not None and not self.closed:
-            self.closed = True
+        has_sent_unanswered = bool(self._leaving) or self._last_left is not None
+        if has_sent_unanswered and self._transport is not None and self._outbox is not None and not self.closed:
+            self._take_no_more()
             self._outbox.flush()
             # Not closed yet: answers that nobody reads would make the kernel reset the connection, and a reset drops
             # what is still on its way. The broker closes once it has read everything.
@@ -304,14 +427,14 @@ class Upstream(asyncio.BufferedProtocol):
                 with contextlib.suppress(OSError):
                     self._transport.write_eof()
             await asyncio.wait((self._ended,), timeout=FLUSH_S)
-        self.closed = True
+        self._take_no_more()
+        self._end_unanswered(by_client=True)
+        # Who is not told any more is not kept either: a read that waits here may hold large answers of other brokers.
+        self._in_flight.clear()
+        self._queue.clear()
         if self._transport is not None:
             self._transport.abort()
             await self._ended
         self._dial.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._dial
-
-
-def _reason(error: BaseException) -> str:
-    return "no answer to the dial in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__

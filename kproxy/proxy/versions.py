@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from codec import api_keys as keys
-from codec import fetch, list_offsets, own, produce
+from codec import fetch, foreign, list_offsets, own, produce
 from codec.errors import UnsupportedVersion
 from codec.headers import RequestHeader
 
@@ -206,11 +206,16 @@ def _cap(features: dict[str, Range], highest: int) -> bool:
 
 
 def check_served(header: RequestHeader, ranges: Ranges) -> None:
-    """Raises UnsupportedVersion for a request outside of what is served, but for ApiVersions (KIP-511)."""
+    """Raises UnsupportedVersion for a request outside of what is served, but for ApiVersions (KIP-511).
+
+    ForeignProtocol for one about SASL.
+    """
     lowest, highest = ranges.get(header.api_key, NOT_SERVED)
     if lowest <= header.api_version <= highest or header.api_key == keys.API_VERSIONS:
         return
     name = keys.name_of(header.api_key)
+    if header.api_key in (keys.SASL_HANDSHAKE, keys.SASL_AUTHENTICATE):
+        raise foreign.sasl(header)
     if header.api_key not in ranges:
         raise UnsupportedVersion(f"{name} is not offered")
     raise UnsupportedVersion(f"{name} v{header.api_version}: versions {lowest} to {highest} are offered")

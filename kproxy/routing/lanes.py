@@ -27,12 +27,16 @@ Invariants
    knows no producer state would accept any sequence number.
 4. What the client sent before it could know that a batch was given up is not sent again after it (`is_given_up`): at a
    broker that knows nothing of the producer it would come first.
+5. Each lane that waits for nothing but time has an entry with its `due` in a heap, so that no step looks at all lanes;
+   `scheduled` is the time of the latest. An entry whose lane has gone, or is due at another time, is passed over.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Hashable, Iterable
+from heapq import heappop, heappush
+from itertools import count
 from typing import NamedTuple
 
 from kproxy.routing.merge import Exchange
@@ -78,6 +82,7 @@ class _Lane:
         "outstanding",
         "probing",
         "routed_at",
+        "scheduled",
         "soonest",
         "waiting",
     )
@@ -88,6 +93,7 @@ class _Lane:
         self.probing: int | None = None
         self.due = 0.0
         self.soonest = 0.0
+        self.scheduled: float | None = None
         self.routed_at = 0
         # Sequences above the one and up to the other are behind a batch that was given up.
         self.given_up_behind = 0
@@ -104,6 +110,9 @@ class Lanes:
     def __init__(self) -> None:
         # Empty in the ordinary course, which every request asks for: by name, for a call costs more.
         self.table: dict[LaneKey, _Lane] = {}
+        # (due, tie-breaker, key) of the lanes that wait for time.
+        self._by_due: list[tuple[float, int, LaneKey]] = []
+        self._ties = count()
 
     def __len__(self) -> int:
         return len(self.table)
@@ -129,7 +138,10 @@ class Lanes:
 
     def hold(self, key: LaneKey, item: Item) -> None:
         """Let an item of a blocked partition wait behind what waits there."""
-        insort(self.table[key].waiting, item, key=_sequence)
+        lane = self.table[key]
+        insort(lane.waiting, item, key=_sequence)
+        if len(lane.waiting) == 1:
+            self._schedule(key, lane)
 
     def block(self, key: LaneKey, outstanding: Iterable[int]) -> None:
         """Block a partition whose batches with these sequences are unresolved on another route."""
@@ -155,13 +167,15 @@ class Lanes:
             lane.due = max(lane.due, pause.due)
             lane.soonest = max(lane.soonest, pause.soonest)
             lane.routed_at = max(lane.routed_at, pause.routed_at)
+        self._schedule(key, lane)
 
     def hasten(self, has_moved: Callable[[Item, int], bool]) -> None:
         """Owners have changed: what has another one than at the revision it was sent at last is due at its soonest."""
-        for lane in self.table.values():
+        for key, lane in self.table.items():
             backs_off = lane.probing is None and lane.waiting and lane.soonest < lane.due
             if backs_off and has_moved(lane.waiting[0], lane.routed_at):
                 lane.due = lane.soonest
+                self._schedule(key, lane)
 
     def settled(self, key: LaneKey, sequence: int, *, appended: bool, given_up: bool) -> Release:
         """An item's outcome is final: `appended`, or `given_up` after retries, or refused for good by a broker."""
@@ -171,7 +185,7 @@ class Lanes:
         if lane.probing == sequence:
             lane.probing = None
             waiting, lane.waiting = lane.waiting, []
-            self._forget_if_idle(key, lane)
+            self._settle(key, lane)
             overtaken = appended and bool(waiting) and waiting[0].exchange.sequence < sequence
             return Release([], waiting) if given_up or overtaken else Release(waiting, [])
         lane.outstanding.discard(sequence)
@@ -179,7 +193,7 @@ class Lanes:
         abandoned: list[Item] = []
         if overtaken or given_up:
             abandoned, lane.waiting = lane.waiting, []
-        self._forget_if_idle(key, lane)
+        self._settle(key, lane)
         return Release([], abandoned)
 
     def give_up(self, key: LaneKey, sequence: int, up_to: int, outstanding: Iterable[int]) -> list[Item]:
@@ -198,43 +212,78 @@ class Lanes:
         lane.given_up_to = up_to
         abandoned = [item for item in lane.waiting if item.exchange.sequence >= sequence]
         lane.waiting = lane.waiting[: len(lane.waiting) - len(abandoned)]
-        self._forget_if_idle(key, lane)
+        self._settle(key, lane)
         return abandoned
 
     def ready(self, now: float) -> list[Item]:
         """The first item of every lane that may probe now; they count as under way from here on."""
         items = []
-        for key, lane in list(self.table.items()):
-            if lane.probing is None and not lane.outstanding and lane.due <= now:
-                if lane.waiting:
-                    item = lane.waiting.pop(0)
-                    lane.probing = item.exchange.sequence
-                    items.append(item)
-                else:
-                    del self.table[key]
+        while (due := self.next_due()) is not None and due <= now:
+            lane = self.table[heappop(self._by_due)[2]]
+            lane.scheduled = None
+            item = lane.waiting.pop(0)
+            lane.probing = item.exchange.sequence
+            items.append(item)
         return items
 
     def next_due(self) -> float | None:
         """When a lane that waits for nothing but time may probe."""
-        return min(
-            (lane.due for lane in self.table.values() if lane.waiting and self._waits_for_time(lane)), default=None
-        )
+        while self._by_due:
+            due, _, key = self._by_due[0]
+            lane = self.table.get(key)
+            if lane is not None and lane.due == due and _waits_for_time(lane):
+                return due
+            heappop(self._by_due)
+            if lane is not None and lane.scheduled == due:
+                lane.scheduled = None
+        return None
 
-    @staticmethod
-    def _waits_for_time(lane: _Lane) -> bool:
-        return lane.probing is None and not lane.outstanding
+    def _schedule(self, key: LaneKey, lane: _Lane) -> None:
+        """Something of a lane has changed: it may wait for nothing but time now, or till another time."""
+        if lane.scheduled != lane.due and _waits_for_time(lane):
+            lane.scheduled = lane.due
+            heappush(self._by_due, (lane.due, next(self._ties), key))
 
     def rename(self, key: LaneKey, new_key: LaneKey) -> None:
-        """A partition is called something else from now on; no change where that has a lane of its own."""
-        if key in self.table and new_key not in self.table:
-            self.table[new_key] = self.table.pop(key)
+        """A partition is called something else from now on; where that has a lane of its own, the two become one.
+
+        What is under way of both is to be settled before anything of the one lane goes.
+        """
+        old = self.table.pop(key, None)
+        if old is None:
+            return
+        lane = self.table.get(new_key)
+        if lane is None:
+            self.table[new_key] = old
+            old.scheduled = None
+            self._schedule(new_key, old)
+            return
+        for each in (old, lane):
+            if each.probing is not None:
+                each.outstanding.add(each.probing)
+        lane.probing = None
+        lane.outstanding |= old.outstanding
+        lane.waiting = sorted((*lane.waiting, *old.waiting), key=_sequence)
+        lane.due, lane.soonest = max(lane.due, old.due), max(lane.soonest, old.soonest)
+        lane.routed_at = max(lane.routed_at, old.routed_at)
+        behind = [each.given_up_behind for each in (old, lane) if each.given_up_to]
+        lane.given_up_behind = min(behind, default=0)
+        lane.given_up_to = max(lane.given_up_to, old.given_up_to)
+        self._settle(new_key, lane)
 
     def drop(self, is_dropped: Callable[[Exchange], bool]) -> None:
         """Take what waits of some exchanges out of every lane: nobody wants it any more."""
         for key, lane in list(self.table.items()):
             lane.waiting = [item for item in lane.waiting if not is_dropped(item.exchange)]
-            self._forget_if_idle(key, lane)
+            self._settle(key, lane)
 
-    def _forget_if_idle(self, key: LaneKey, lane: _Lane) -> None:
-        if not lane.waiting and not lane.outstanding and lane.probing is None:
+    def _settle(self, key: LaneKey, lane: _Lane) -> None:
+        """Less is unresolved than before: the lane may be of no use any more, or wait for nothing but time."""
+        if lane.waiting:
+            self._schedule(key, lane)
+        elif not lane.outstanding and lane.probing is None:
             self.table.pop(key, None)
+
+
+def _waits_for_time(lane: _Lane) -> bool:
+    return bool(lane.waiting) and lane.probing is None and not lane.outstanding

@@ -34,7 +34,7 @@ from codec.partitioned import (
 from codec.primitives import INT32, Buffer, encode_count, encode_tagged_fields
 from kproxy.routing.retry import Attempts
 from kproxy.routing.split import Entry, Selection, route
-from kproxy.routing.topology import Topology
+from kproxy.routing.topology import NO_OWNER, Topology
 
 _NO_TAGS = encode_tagged_fields([])
 # length, correlation_id
@@ -87,12 +87,23 @@ class Exchange:
         self._results: list[list[Buffer | None]] | None = None
         self._tags: list[Tag] | None = None
 
-    @property
-    def attempts(self) -> dict[Entry, Attempts]:
+    def attempts(self, entry: Entry) -> Attempts:
         """How often an entry was tried and failed."""
         if self._attempts is None:
             self._attempts = {}
-        return self._attempts
+        attempts = self._attempts.get(entry)
+        if attempts is None:
+            attempts = self._attempts[entry] = Attempts()
+        return attempts
+
+    def note_sent(self, entry: Entry, broker: int) -> None:
+        """An entry that has met no success was sent to this broker; what succeeds is not noted."""
+        self.attempts(entry).sent_to = broker
+
+    def sent_to(self, entry: Entry) -> int:
+        """The broker that it was sent to last, as far as that was noted; NO_OWNER for none."""
+        attempts = self._attempts.get(entry) if self._attempts is not None else None
+        return attempts.sent_to if attempts is not None else NO_OWNER
 
     @property
     def ambiguous(self) -> set[Entry]:

@@ -4,6 +4,11 @@ An event is a Kafka error code that a broker answered, or one of two things that
 what the proxy does with one partition's part of a request. Produce is judged strictly, because a produce that may have
 been appended must not be sent again unless the broker would recognise it; Fetch and ListOffsets change nothing and may
 always be asked again.
+
+Answers leave in the order of requests, so that an entry that waits for its retry holds up all that its client asked for
+behind it. Hence two bounds on top of each row's own, both counted from the entry's first failure: WAIT_S for what was
+refused before the append, AMBIGUOUS_WAIT_S for what may have been appended and whose lane has to wait. Past them the
+client gets the code, and its own policy goes on.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from typing import Final, NamedTuple
 
 from codec import error_codes as codes
 from codec.api_keys import PRODUCE as PRODUCE_KEY
+from kproxy.routing.topology import NO_OWNER
 
 # Events beside Kafka's codes, which are 16 bits wide.
 NOT_WRITTEN: Final = 1 << 16
@@ -31,24 +37,36 @@ ALL_ACKS: Final = -1
 MAX_ATTEMPTS: Final = 3
 MAX_ATTEMPTS_IN_ALL: Final = 9
 BACKOFF_S: Final = (0.02, 0.1, 0.25, 0.5)
+WAIT_S: Final = 1.0
+"""How long after an entry's first failure it may still be sent again, in seconds."""
+AMBIGUOUS_WAIT_S: Final = 3.0
+"""The same where a broker may have appended it."""
+NO_OFFSET: Final = -1
 
 
 class Attempts:
     """How often an entry was sent in vain: `in_all`, and `here`, since its partition last got another owner.
 
-    `refused_by`: the brokers that said NOT_LEADER_OR_FOLLOWER to it.
+    `refused_by`: the brokers that said NOT_LEADER_OR_FOLLOWER to it; `sent_to`: the one it was sent to last.
     """
 
-    __slots__ = ("_owner_revision", "here", "in_all", "refused_by")
+    __slots__ = ("_owner_revision", "first_failed_at", "here", "in_all", "refused_by", "sent_to")
 
     def __init__(self) -> None:
         self.in_all = 0
         self.here = 0
+        self.first_failed_at = 0.0
         self._owner_revision = -1
         self.refused_by: frozenset[int] = frozenset()
+        self.sent_to = NO_OWNER
 
-    def add(self, routed_at: int, owner_revision: int) -> None:
-        """One more, sent at the topology's revision `routed_at`; `owner_revision` is the ownership's by now."""
+    def add(self, routed_at: int, owner_revision: int, now: float) -> None:
+        """One more, sent at the topology's revision `routed_at`; `owner_revision` is the ownership's by now.
+
+        `now` is in seconds of the proxy's clock.
+        """
+        if not self.in_all:
+            self.first_failed_at = now
         self.in_all += 1
         if owner_revision != self._owner_revision:
             self._owner_revision = owner_revision
@@ -73,8 +91,8 @@ class Bound(Enum):
     """How long a row allows retries."""
 
     NEVER = "never"
-    ATTEMPTS = "until the attempts are exhausted, and never past the deadline"
-    DEADLINE = "until the deadline"
+    ATTEMPTS = "until the attempts are exhausted, or the time for waiting is over"
+    TIME = "until the time for waiting is over"
 
 
 class Row(NamedTuple):
@@ -91,7 +109,8 @@ _HAND_ON = Row(Bound.NEVER, None)
 class Conduct(NamedTuple):
     """How the brokers of an ownership source behave, where it matters for what may be sent again.
 
-    `refuses_before_append`: NOT_LEADER_OR_FOLLOWER is said only before anything is appended, whatever the acks.
+    `refuses_before_append`: NOT_LEADER_OR_FOLLOWER is said only before anything is appended, whatever the acks and the
+    base offset.
     `knows_batches_again`: a batch with a producer id that was appended before is recognised, also by a new owner.
     """
 
@@ -102,23 +121,24 @@ class Conduct(NamedTuple):
 LEASED: Final = Conduct(refuses_before_append=True, knows_batches_again=True)
 """Reference brokers: an owner holds a lease and looks at it before it appends."""
 KAFKA: Final = Conduct(refuses_before_append=False, knows_batches_again=True)
-"""Apache Kafka: with acks=all a leader that is deposed while it waits for the others says so after its append."""
+"""Apache Kafka: with acks=all a leader that is deposed while it waits for the others says so after its append. Its
+answer keeps the base offset then; one that refuses before the append has none."""
 
 PRODUCE: Final[dict[int, Row]] = {
     NOT_WRITTEN: Row(Bound.ATTEMPTS, codes.NOT_LEADER_OR_FOLLOWER),
     codes.NOT_LEADER_OR_FOLLOWER: Row(Bound.ATTEMPTS, None),
     # Said before anything is appended; a topic may be known to its clients sooner than to its brokers, or to the proxy.
     codes.UNKNOWN_TOPIC_ID: Row(Bound.ATTEMPTS, None),
-    codes.LEADER_NOT_AVAILABLE: Row(Bound.DEADLINE, None),
-    codes.NOT_ENOUGH_REPLICAS: Row(Bound.DEADLINE, None),
-    codes.REQUEST_TIMED_OUT: Row(Bound.DEADLINE, codes.REQUEST_TIMED_OUT, ambiguous=True),
-    codes.NETWORK_EXCEPTION: Row(Bound.DEADLINE, codes.REQUEST_TIMED_OUT, ambiguous=True),
-    codes.NOT_ENOUGH_REPLICAS_AFTER_APPEND: Row(Bound.DEADLINE, codes.REQUEST_TIMED_OUT, ambiguous=True),
-    CONNECTION_LOST: Row(Bound.DEADLINE, codes.REQUEST_TIMED_OUT, ambiguous=True),
-    UNREADABLE: Row(Bound.DEADLINE, codes.REQUEST_TIMED_OUT, ambiguous=True),
+    codes.LEADER_NOT_AVAILABLE: Row(Bound.TIME, None),
+    codes.NOT_ENOUGH_REPLICAS: Row(Bound.TIME, None),
+    codes.REQUEST_TIMED_OUT: Row(Bound.TIME, codes.REQUEST_TIMED_OUT, ambiguous=True),
+    codes.NETWORK_EXCEPTION: Row(Bound.TIME, codes.REQUEST_TIMED_OUT, ambiguous=True),
+    codes.NOT_ENOUGH_REPLICAS_AFTER_APPEND: Row(Bound.TIME, codes.REQUEST_TIMED_OUT, ambiguous=True),
+    CONNECTION_LOST: Row(Bound.TIME, codes.REQUEST_TIMED_OUT, ambiguous=True),
+    UNREADABLE: Row(Bound.TIME, codes.REQUEST_TIMED_OUT, ambiguous=True),
 }
 
-_UNCLEAR = Row(Bound.DEADLINE, codes.REQUEST_TIMED_OUT, ambiguous=True)
+_UNCLEAR = Row(Bound.TIME, codes.REQUEST_TIMED_OUT, ambiguous=True)
 
 # acks=all before brokers that may have appended when they say these.
 PRODUCE_UNCLEAR: Final[dict[int, Row]] = {
@@ -126,6 +146,13 @@ PRODUCE_UNCLEAR: Final[dict[int, Row]] = {
     codes.NOT_LEADER_OR_FOLLOWER: _UNCLEAR,
     codes.UNKNOWN_TOPIC_OR_PARTITION: _UNCLEAR,
     codes.KAFKA_STORAGE_ERROR: _UNCLEAR,
+}
+# The same where the answer has no base offset: Kafka sets an error after its append without taking the offset back
+# (DelayedProduce), so this was refused before. A flush that fails (56) has none either, after an append.
+PRODUCE_REFUSED: Final[dict[int, Row]] = {
+    **PRODUCE_UNCLEAR,
+    codes.NOT_LEADER_OR_FOLLOWER: Row(Bound.ATTEMPTS, None),
+    codes.UNKNOWN_TOPIC_OR_PARTITION: Row(Bound.ATTEMPTS, None),
 }
 
 READ: Final[dict[int, Row]] = {
@@ -154,6 +181,7 @@ _SAY_NOT_APPENDED = frozenset(
         codes.LEADER_NOT_AVAILABLE,
         codes.NOT_ENOUGH_REPLICAS,
         codes.UNKNOWN_TOPIC_ID,
+        codes.UNKNOWN_TOPIC_OR_PARTITION,
     }
 )
 _HELD_BACK = frozenset(
@@ -162,18 +190,34 @@ _HELD_BACK = frozenset(
         codes.NOT_ENOUGH_REPLICAS,
         codes.OUT_OF_ORDER_SEQUENCE_NUMBER,
         codes.UNKNOWN_TOPIC_ID,
+        codes.UNKNOWN_TOPIC_OR_PARTITION,
     }
 )
-_SAID_BY_THE_OWNER = frozenset(
-    {codes.NOT_ENOUGH_REPLICAS, codes.NOT_ENOUGH_REPLICAS_AFTER_APPEND, codes.REQUEST_TIMED_OUT}
+_DOUBTS_THE_OWNER = frozenset(
+    {
+        NOT_WRITTEN,
+        CONNECTION_LOST,
+        UNREADABLE,
+        codes.UNKNOWN_TOPIC_OR_PARTITION,
+        codes.LEADER_NOT_AVAILABLE,
+        codes.NOT_LEADER_OR_FOLLOWER,
+        codes.REPLICA_NOT_AVAILABLE,
+        codes.NETWORK_EXCEPTION,
+        codes.KAFKA_STORAGE_ERROR,
+        codes.FENCED_LEADER_EPOCH,
+        codes.UNKNOWN_LEADER_EPOCH,
+        codes.UNKNOWN_TOPIC_ID,
+    }
 )
 
 
-def rows_of(api_key: int, acks: int, conduct: Conduct) -> dict[int, Row]:
-    """The rows that hold for a request of an API."""
+def rows_of(api_key: int, acks: int, conduct: Conduct, base_offset: int | None = None) -> dict[int, Row]:
+    """The rows that hold for an entry of a request; `base_offset` is the broker's answer to it, None for no answer."""
     if api_key != PRODUCE_KEY:
         return READ
-    return PRODUCE if conduct.refuses_before_append or acks != ALL_ACKS else PRODUCE_UNCLEAR
+    if conduct.refuses_before_append or acks != ALL_ACKS:
+        return PRODUCE
+    return PRODUCE_REFUSED if base_offset == NO_OFFSET else PRODUCE_UNCLEAR
 
 
 def event_name(event: int) -> str:
@@ -187,10 +231,11 @@ def is_ambiguous(rows: dict[int, Row], event: int) -> bool:
 
 
 class Verdict(NamedTuple):
-    """Either a retry, or `error_code` for the client."""
+    """Either a retry, at most `wait_s` seconds after the entry's first failure, or `error_code` for the client."""
 
     retry: bool
     error_code: int
+    wait_s: float = WAIT_S
 
 
 def decide(rows: dict[int, Row], event: int, *, exhausted: bool, resend_is_safe: bool) -> Verdict:
@@ -203,7 +248,8 @@ def decide(rows: dict[int, Row], event: int, *, exhausted: bool, resend_is_safe:
     final = event if row.final is None else row.final
     if row.bound is Bound.NEVER or (row.bound is Bound.ATTEMPTS and exhausted):
         return Verdict(retry=False, error_code=final)
-    return Verdict(retry=resend_is_safe or not row.ambiguous, error_code=final)
+    wait_s = AMBIGUOUS_WAIT_S if row.ambiguous else WAIT_S
+    return Verdict(retry=resend_is_safe or not row.ambiguous, error_code=final, wait_s=wait_s)
 
 
 def final_code(error_code: int, *, is_ambiguous: bool) -> int:
@@ -214,8 +260,8 @@ def final_code(error_code: int, *, is_ambiguous: bool) -> int:
 
 
 def doubts_the_owner(event: int) -> bool:
-    """Whether the owner may be another one by now, and should be looked up again."""
-    return event not in _SAID_BY_THE_OWNER
+    """Whether the owner may be another one by now, and is to be looked up again."""
+    return event in _DOUBTS_THE_OWNER
 
 
 def is_tried_again_by_clients(error_code: int) -> bool:

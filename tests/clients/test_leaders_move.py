@@ -27,7 +27,7 @@ LEAST_MOVES = 10
 READ_TIMEOUT_S = 60.0
 # Of /metrics.
 RETRIES = "kproxy_retries_total{"
-OUT_OF_ORDER = 'kproxy_errors_total{api="PRODUCE",error="OUT_OF_ORDER_SEQUENCE_NUMBER"}'
+OUT_OF_ORDER = 'kproxy_errors_total{api="PRODUCE",error="OUT_OF_ORDER_SEQUENCE_NUMBER",'
 
 
 @pytest.fixture(scope="module")

@@ -657,7 +657,7 @@ def test_a_newer_api_versions_is_answered_in_version_0_and_the_connection_lives(
     [
         pytest.param(b"\x7f\xff\xff\xff" + b"x" * 100, id="2 GiB announced"),
         pytest.param(b"\xff\xff\xff\xff", id="negative length"),
-        pytest.param(b"GET / HTTP/1.1\r\n\r\n", id="HTTP"),
+        pytest.param(b"SMTP / HTTP/1.1\r\n\r\n", id="another protocol"),
         pytest.param(b"\x00\x00\x00\x0a\x00\x4d\x00\x00\x00\x00\x00\x01\xff\xff", id="an API not offered"),
         pytest.param(b"\x00\x00\x00\x0a\x00\x03\x00\x63\x00\x00\x00\x01\xff\xff", id="a version not offered"),
         pytest.param(b"\x00\x00\x00\x0a\x00\x00\x00\x09\x00\x00\x00\x01\xff\xff", id="a produce that ends early"),

@@ -1,22 +1,29 @@
 """How a broker refuses to start: one sentence that names the thing, exit status 2, soon, nothing left behind.
 
+It waits for an etcd that does not answer, as a proxy does.
+
 And how its command starts it with what it was told.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 import socket
 import time
 from pathlib import Path
 
+import grpc
 import pytest
 
 from codec import api_keys
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.ownership.etcd import EtcdClient
-from tests.support.dev import serving
+from tests.support.dev import KproxyProcess, asyncios_own_loop, serving
+from tests.support.ports import free_port
 from tests.support.record_batches import build_batch
-from tests.support.reference_broker import BrokerProcess, RawClient, start_broker
+from tests.support.reference_broker import BrokerProcess, RawClient, start_broker, wait_for
 
 pytest_plugins = ["tests.support.etcd", "tests.support.reference_broker"]
 
@@ -42,21 +49,98 @@ def test_a_port_in_use(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path) -> 
     assert "--listen" in said
 
 
-async def test_an_etcd_that_is_not_there(etcd_prefix: str, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port = unused.getsockname()[1]
-    broker = BrokerProcess(1, tmp_path / "1", f"127.0.0.1:{port}", etcd_prefix, etcd_timeout_s=1)
-    said = refusal(broker, within_s=6)
-    assert str(port) in said
-    assert "--etcd" in said
+def waiting_broker(tmp_path: Path, endpoint: str, node_id: int = 1) -> KproxyProcess:
+    arguments = ["broker", "--node-id", str(node_id), "--data-dir", tmp_path / str(node_id), "--etcd", endpoint]
+    return KproxyProcess([*arguments, "--lease-ttl", "2"], tmp_path / f"stderr-{node_id}")
 
 
-def test_an_etcd_that_does_not_answer(etcd_prefix: str, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1]
-        broker = BrokerProcess(1, tmp_path / "1", f"127.0.0.1:{port}", etcd_prefix, etcd_timeout_s=1)
-        said = refusal(broker, within_s=6)
-    assert str(port) in said
+def until_it_waits(broker: KproxyProcess) -> None:
+    wait_for(lambda: "Waiting for it" in broker.stderr(), 30, f"a line that it waits: {broker.stderr()}")
+
+
+def test_it_waits_for_an_etcd_that_is_started_later(tmp_path: Path) -> None:
+    port = free_port()
+    broker = waiting_broker(tmp_path, f"http://127.0.0.1:{port}")
+    try:
+        until_it_waits(broker)
+        assert broker.stderr().startswith(f"kproxy: etcd at http://127.0.0.1:{port} does not answer")
+        assert "Start etcd, or give its address with --etcd. Waiting for it.\n" in broker.stderr()
+        with asyncios_own_loop():
+            asyncio.run(serves_with_etcd(broker, tmp_path / "etcd", port))
+        assert broker.stderr().count("Waiting for it") == 1
+    finally:
+        assert broker.stop() == 0, broker.stderr()
+
+
+async def serves_with_etcd(broker: KproxyProcess, data_dir: Path, port: int) -> None:
+    async with EmbeddedEtcd(data_dir, client_port=port):
+        await asyncio.to_thread(broker.wait_ready)
+        assert broker.etcd == f"http://127.0.0.1:{port}"
+        assert await asyncio.to_thread(broker.stop) == 0
+
+
+def test_it_waits_for_an_etcd_that_hangs_and_goes_on_when_that_does(tmp_path: Path) -> None:
+    with asyncios_own_loop():
+        asyncio.run(start_while_etcd_hangs(tmp_path))
+
+
+async def start_while_etcd_hangs(tmp_path: Path) -> None:
+    async with EmbeddedEtcd(tmp_path / "etcd") as etcd:
+        brokers = []
+        try:
+            # Each is at another step of its start when etcd stops.
+            for node_id in range(1, 6):
+                brokers.append(waiting_broker(tmp_path, etcd.endpoint, node_id))
+                await asyncio.sleep(0.25)
+            os.kill(etcd.pid, signal.SIGSTOP)
+            # Longer than a call may take, and than a lease lasts.
+            await asyncio.sleep(6.5)
+            os.kill(etcd.pid, signal.SIGCONT)
+            for broker in brokers:
+                await asyncio.to_thread(broker.wait_ready)
+        finally:
+            os.kill(etcd.pid, signal.SIGCONT)
+            ended = await asyncio.gather(*(asyncio.to_thread(broker.stop) for broker in brokers))
+        for broker in brokers:
+            assert "Traceback" not in broker.stderr()
+        assert set(ended) == {0}
+        assert any("Waiting for it" in broker.stderr() for broker in brokers)
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["refused", "silent"])
+def test_a_broker_that_waits_ends_when_it_is_told_to(tmp_path: Path, silent: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1] if silent else free_port()
+        broker = waiting_broker(tmp_path, f"127.0.0.1:{port}")
+        try:
+            until_it_waits(broker)
+            broker.signal(signal.SIGTERM)
+            assert broker.wait(10) == 0
+        finally:
+            broker.stop()
+        assert len(broker.stderr().splitlines()) == 1, broker.stderr()
+
+
+async def test_what_waiting_does_not_mend_ends_it_at_once(tmp_path: Path) -> None:
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        for endpoint, said in (
+            (f"http://127.0.0.1:{port}", "is not etcd"),
+            ("ftp://127.0.0.1", "'ftp://127.0.0.1'"),
+            (f"https://127.0.0.1:{port}", "does not speak TLS"),
+        ):
+            broker = waiting_broker(tmp_path, endpoint)
+            try:
+                assert await asyncio.to_thread(broker.wait, 15) == 2, broker.stderr()
+            finally:
+                await asyncio.to_thread(broker.stop)
+            assert broker.stderr().startswith("kproxy: "), broker.stderr()
+            assert len(broker.stderr().splitlines()) == 1, broker.stderr()
+            assert said in broker.stderr()
+    finally:
+        await server.stop(None)
 
 
 async def test_a_data_directory_that_another_broker_uses(

@@ -62,6 +62,26 @@ def test_it_keeps_no_audit_trail_where_that_is_not_wanted(tmp_path: Path) -> Non
         assert "__kproxy_audit" not in AdminClient({"bootstrap.servers": dev.kafka}).list_topics(timeout=10).topics
 
 
+def test_a_proxy_that_is_added_tells_its_start_truly_and_briefly(dev_cluster: KproxyProcess, tmp_path: Path) -> None:
+    with serving(["serve", "--etcd", dev_cluster.etcd, "--listen", "127.0.0.1:0"], tmp_path / "stderr") as proxy:
+        wait_for(lambda: STARTS[-1] in proxy.stderr(), what="the first round of asking the brokers")
+        # Warnings are about the machine: how many files may be open.
+        lines = [line for line in proxy.stderr().splitlines() if "[warning" not in line]
+        told = {next(word for word in STARTS if word in line): line for line in lines}
+        assert len(lines) == len(STARTS), proxy.stderr()
+        # The table, who else is there, this one's own entry; what the brokers serve is known when they have answered.
+        assert [word for word in told if word != STARTS[-1]] == list(STARTS[:-1]), proxy.stderr()
+        changed = told["proxies_changed"]
+        assert "gone" not in changed
+        assert dev_cluster.kafka in changed
+        assert proxy.kafka not in changed
+        # Not of the first broker alone that has answered.
+        assert "brokers=3" in told[STARTS[-1]]
+
+
+STARTS = ("lease_table_loaded", "proxies_changed", "proxy_registered", "APIs offered to clients changed")
+
+
 def replicas(dev: KproxyProcess, topic: str) -> list[int]:
     """The brokers that keep the topic's partition 0. A broker says it; the proxy names only itself."""
     broker = next(line.split()[2] for line in dev.stderr().splitlines() if line.startswith("  broker "))
@@ -191,19 +211,6 @@ async def _kill_a_broker(tmp_path: Path) -> None:
         os.kill(cluster.broker_pids[owner], signal.SIGKILL)
         with pytest.raises(ChildEnded, match=f"the broker {owner} was ended by signal 9"):
             await asyncio.wait_for(accident, timeout=20)
-
-
-@pytest.mark.parametrize("name", ["etcd", "broker", "serve"])
-def test_a_part_that_dies_is_named_and_stops_the_rest(tmp_path: Path, name: str) -> None:
-    with serving(dev_arguments(tmp_path / "data", "--brokers", "2"), tmp_path / "stderr") as dev:
-        processes = dev.descendants()
-        next(each for each in processes if names([each]) == [name]).kill()
-        assert dev.wait() == 1
-        assert gone(processes, timeout_s=0.5)
-    said = dev.stderr()
-    what = {"etcd": "the etcd", "broker": "the broker 1", "serve": "the proxy"}[name]
-    assert f"{what.replace('the etcd', 'etcd')} was ended by signal 9; its log is {tmp_path / 'data'}" in said
-    assert "Traceback" not in said
 
 
 def test_the_settings_of_another_kproxy_do_not_reach_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 from codec.api_keys import API_VERSIONS, METADATA
 from kproxy.observe.metrics import ProxyCollector, render
 from kproxy.observe.table import TableView
-from kproxy.observe.tally import MAX_DROP_TOPICS
+from kproxy.observe.tally import MAX_BROKERS, MAX_DROP_TOPICS, OTHER_BROKERS, Tally
 from tests.support.raw_client import batch, fetch_frame, list_offsets_frame, produce_frame, raw_frame
 from tests.support.running_proxy import RunningProxy, both_loops, eventually, running_proxy
 from tests.support.scripted_upstream import Asked, ScriptedUpstream, answers_everything
@@ -39,7 +39,10 @@ class Scrape:
         self.samples = samples(body.decode())
 
     def __call__(self, name: str, **labels: str) -> float:
-        return self.samples.get((name, tuple(sorted(labels.items()))), 0.0)
+        """The sum of the series that have these labels, whatever others they have."""
+        return sum(
+            value for (each, has), value in self.samples.items() if each == name and labels.items() <= dict(has).items()
+        )
 
 
 @both_loops
@@ -256,7 +259,7 @@ async def test_client_connections_are_counted_open_taken_refused_and_cut() -> No
         assert scrape("kproxy_client_connections_accepted_total") == 2
         assert scrape("kproxy_client_connections_refused_total") == 1
         assert scrape("kproxy_client_connections_cut_total") == 0
-        bad.send(b"GET / HTTP/1.1\r\n\r\n")
+        bad.send(b"\xff\xff\xff\xff")
         assert await bad.is_closed()
         await eventually(lambda: Scrape(proxy)("kproxy_client_connections") == 1)
         assert Scrape(proxy)("kproxy_client_connections_cut_total") == 1
@@ -377,3 +380,74 @@ async def test_brokers_that_hang_are_shown_until_they_answer() -> None:
         upstream.answers_probes = True
         await eventually(lambda: Scrape(proxy)("kproxy_hung_brokers") == 0)
         assert Scrape(proxy)("kproxy_hangs_total") == 1
+
+
+@both_loops
+async def test_brokers_that_are_down_are_shown_until_they_are_back() -> None:
+    first, second = ScriptedUpstream(1, answers_everything), ScriptedUpstream(2, answers_everything)
+    async with running_proxy(first, second) as proxy:
+        proxy.own(2)
+        client = await proxy.client()
+        await second.stop_listening()
+        assert [Scrape(proxy)("kproxy_broker_up", broker=broker) for broker in "12"] == [1, 1]
+        client.send(produce_frame())
+        assert (await client.answer()).codes == {("t", 0): 6}
+        assert [Scrape(proxy)("kproxy_broker_up", broker=broker) for broker in "12"] == [1, 0]
+        await second.start(second.port)
+        while Scrape(proxy)("kproxy_broker_up", broker="2") == 0:
+            client.send(produce_frame())
+            await client.answer()
+        await second.stop_listening()
+        proxy.topology.remove_broker(2)
+        assert ("kproxy_broker_up", (("broker", "2"),)) not in Scrape(proxy).samples
+
+
+@both_loops
+async def test_a_broker_that_hangs_is_not_up() -> None:
+    upstream = ScriptedUpstream(1)
+    upstream.answers_probes = False
+    async with running_proxy(upstream, limits={"probe_timeout_s": 0.2}) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        client.send(produce_frame({"t": [0]}))
+        await client.answer()
+        assert Scrape(proxy)("kproxy_broker_up", broker="1") == 0
+
+
+@both_loops
+async def test_errors_and_retries_name_the_broker_that_they_came_from() -> None:
+    codes = iter([6, 10])
+    first = ScriptedUpstream(1, lambda asked: asked.answer(results={("t", 0): next(codes)}))
+    second, silent = ScriptedUpstream(2), ScriptedUpstream(3)
+    async with running_proxy(first, second, silent) as proxy:
+        await second.stop_listening()
+        for broker in (1, 2, 3):
+            proxy.own(broker, partitions=[broker - 1])
+        client = await proxy.client()
+        client.send(produce_frame({"t": [0, 1, 2]}, timeout_ms=1), produce_frame(acks=5))
+        assert (await client.answer()).codes == {("t", 0): 10, ("t", 1): 6, ("t", 2): 7}
+        await client.receive()
+        scrape = Scrape(proxy)
+        shown = {
+            tuple(dict(labels)[label] for label in ("error", "broker")): count
+            for (name, labels), count in scrape.samples.items()
+            if name == "kproxy_errors_total"
+        }
+        assert shown == {
+            ("MESSAGE_TOO_LARGE", "1"): 1,
+            ("NOT_LEADER_OR_FOLLOWER", "2"): 1,
+            ("REQUEST_TIMED_OUT", "3"): 1,
+            ("INVALID_REQUIRED_ACKS", ""): 1,
+        }
+        assert scrape("kproxy_retries_total", cause="NOT_LEADER_OR_FOLLOWER", broker="1") == 1
+        assert scrape("kproxy_retries_total", cause="NOT_WRITTEN", broker="2") == 2
+        assert scrape("kproxy_retries_total") == 3
+
+
+def test_brokers_that_come_and_go_do_not_make_labels_without_end() -> None:
+    tally = Tally()
+    for broker in range(MAX_BROKERS + 30):
+        tally.error(0, 6, broker)
+        tally.error(0, 6, 0)
+    assert len(tally.errors) == MAX_BROKERS + 1
+    assert tally.errors[0, 6, OTHER_BROKERS] == 30

@@ -234,7 +234,7 @@ async def test_what_waits_to_be_sent_again_is_not(
     again = await site.broker.next()
     # The second refusal is followed by a pause.
     again.answer(results={("t", 0): NOT_LEADER_OR_FOLLOWER})
-    await eventually(lambda: site.proxies[0].counters["retries.6"] == 2)
+    await eventually(lambda: site.proxies[0].retries(6) == 2)
     await ends(owner)
     await claim_until_granted(successor)
     assert await site.broker.is_silent(0.3)
@@ -263,7 +263,7 @@ async def test_nothing_that_waits_for_a_retry_is_sent_once_the_lease_is_not_cert
     asked = await site.writes(owner, acks)
     asked.answer(results={("t", 0): NOT_LEADER_OR_FOLLOWER})
     (await site.broker.next()).answer(results={("t", 0): NOT_LEADER_OR_FOLLOWER})
-    await eventually(lambda: site.proxies[0].counters["retries.6"] == 2)
+    await eventually(lambda: site.proxies[0].retries(6) == 2)
     monkeypatch.setattr(site.proxies[0].context.own, "is_live", lambda: False)
     assert await owner.wait_closed(PATIENCE_S)
     assert await site.broker.is_silent()

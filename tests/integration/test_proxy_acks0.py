@@ -8,12 +8,16 @@ import time
 import pytest
 
 from codec.api_keys import PRODUCE
+from kproxy.proxy import fanout
+from kproxy.proxy import upstream as upstream_module
 from tests.support.messages import response_body, response_frame, sample_response
 from tests.support.raw_client import RawClient, batch, produce_frame
 from tests.support.running_proxy import both_loops, eventually, running_proxy
 from tests.support.scripted_upstream import DeafListener, ScriptedUpstream
 
 T0 = ("t", 0)
+NOT_LEADER = 6
+TOO_LARGE = 10
 PLAIN = batch(producer_id=-1)
 
 
@@ -119,7 +123,7 @@ async def test_acks_0_that_is_refused_a_dial_is_sent_when_the_broker_is_back() -
         proxy.own(1)
         client = await proxy.client()
         client.send(unanswered(0), unanswered(1))
-        await eventually(lambda: proxy.counters["retries.65536"] >= 1)
+        await eventually(lambda: proxy.retries(65536) >= 1)
         await upstream.start(upstream.port)
         await arrives(upstream, 0)
         await arrives(upstream, 1)
@@ -155,7 +159,7 @@ async def test_acks_0_that_waits_for_another_try_is_not_forgotten_when_its_clien
         proxy.own(1)
         client = await proxy.client()
         client.send(unanswered(0), unanswered(1))
-        await eventually(lambda: proxy.counters["retries.65536"] >= 1)
+        await eventually(lambda: proxy.retries(65536) >= 1)
         client.close()
         await upstream.start(upstream.port)
         await arrives(upstream, 0)
@@ -263,3 +267,42 @@ async def test_part_of_an_acks_0_frame_is_not_sent_at_all(written: int) -> None:
         await arrives(upstream, 0)
         await upstream.connections[0].until_closed()
         assert upstream.asked.empty()
+
+
+@both_loops
+async def test_what_is_lost_while_the_proxy_stops_leaves_no_lookup_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broker has stopped reading, and what it has not taken is given up last of all."""
+    monkeypatch.setattr(fanout, "FLUSH_S", 0.2)
+    monkeypatch.setattr(upstream_module, "FLUSH_S", 0.2)
+    broker = ScriptedUpstream(1)
+    async with running_proxy(broker, limits={"drain_s": 0.1}) as proxy:
+
+        async def refresh(topic: bytes, partition_index: int, seen_revision: int) -> None:
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(proxy.source, "refresh", refresh)
+        proxy.own(1)
+        client = await proxy.client()
+        client.send(produce_frame(records=batch(producer_id=-1), acks=0))
+        (await broker.next()).connection.transport.pause_reading()
+        client.send(*(produce_frame(records=batch(producer_id=-1) + bytes(1 << 20), acks=0) for _ in range(12)))
+        await eventually(lambda: proxy.listener.vitals.in_flight_requests)
+        await asyncio.sleep(0.1)
+
+
+@both_loops
+async def test_what_waited_to_be_begun_when_a_batch_before_it_was_refused_is_counted_as_lost() -> None:
+    """Its client is told of the refused one by closing; that it had sent the others already, nobody else knows."""
+    broker = ScriptedUpstream(1)
+    async with running_proxy(broker, limits={"max_open_requests": 2}) as proxy:
+        proxy.context.confirm_acks0 = True
+        proxy.own(1)
+        client = await proxy.client()
+        client.send(unanswered())
+        (await broker.next()).answer()
+        client.send(*(unanswered(n) for n in range(1, 7)))
+        first, second = [await broker.next() for _ in range(2)]
+        first.answer(results={T0: TOO_LARGE})
+        second.answer()
+        await eventually(lambda: not proxy.listener._sessions)
+        assert proxy.context.tally.drops[b"t"] == {TOO_LARGE: 1, NOT_LEADER: 4}

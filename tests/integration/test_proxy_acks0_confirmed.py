@@ -261,7 +261,7 @@ async def test_it_waits_for_the_dial() -> None:
 @pytest.mark.parametrize("confirm", [True, False])
 async def test_the_flag_of_serve_switches_it(tmp_path: Path, confirm: bool) -> None:
     upstream = await ServedBroker(1).start()
-    more = ["--confirm-acks0"] if confirm else []
+    more = ["--confirm-acks0"] if confirm else ["--no-confirm-acks0"]
     with static_proxy(tmp_path, {1: upstream.port}, more=more) as process:
         reader, writer = await asyncio.open_connection("127.0.0.1", port_of(process))
         writer.write(silent())

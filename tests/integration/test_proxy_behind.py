@@ -28,7 +28,7 @@ async def prove(client: RawClient, upstream: ScriptedUpstream, producer_id: int)
 @pytest.mark.parametrize("producer_id", [-1, 7], ids=["plain", "idempotent"])
 @both_loops
 async def test_where_a_refusal_may_follow_an_append_a_lane_makes_no_second_sending_safe(producer_id: int) -> None:
-    """Before real Kafka a deposed leader's NOT_LEADER_OR_FOLLOWER to acks=all may mean that the batch is in the log."""
+    """Real Kafka's NOT_LEADER_OR_FOLLOWER to acks=all with an offset means that the batch is in its log."""
     former, new = ScriptedUpstream(1), ScriptedUpstream(2)
     async with running_proxy(former, new) as proxy:
         proxy.context.conduct = KAFKA
@@ -41,7 +41,7 @@ async def test_where_a_refusal_may_follow_an_append_a_lane_makes_no_second_sendi
         proxy.own(2)
         client.send(produce_frame(records=second))
         assert await new.is_silent()
-        asked.answer(results={T0: NOT_LEADER})
+        asked.answer(results={T0: {"error_code": NOT_LEADER, "base_offset": 5}})
         if producer_id < 0:
             assert [(await client.answer()).codes[T0] for _ in range(2)] == [TIMED_OUT, NOT_LEADER]
         else:
@@ -117,3 +117,47 @@ async def test_a_batch_waits_for_one_that_its_broker_was_sent_under_an_earlier_o
             assert again.records == {T0: records}
             again.answer()
         assert [(await client.answer()).codes[T0] for _ in range(2)] == [0, 0]
+
+
+@pytest.mark.parametrize("kind", ["plain", "transactional"])
+@both_loops
+async def test_what_is_behind_a_batch_that_is_left_to_its_client_is_left_to_it_as_well(kind: str) -> None:
+    """A leader is deposed with the first in its log and has refused the others: sent on, they would come before it."""
+    former, new = ScriptedUpstream(1), ScriptedUpstream(2)
+    async with running_proxy(former, new) as proxy:
+        proxy.context.conduct = KAFKA
+        proxy.own(1)
+        client = await proxy.client()
+        await prove(client, former, -1)
+        options = {"is_transactional": True} if kind == "transactional" else {"producer_id": -1}
+        client.send(*(produce_frame(records=batch(n, **options), correlation_id=n) for n in range(4)))
+        asked = [await former.next() for _ in range(4)]
+        proxy.own(2)
+        for n, each in enumerate(asked):
+            each.answer(results={T0: {"error_code": NOT_LEADER, "base_offset": 9 if n == 0 else -1}})
+        assert [(await client.answer()).codes[T0] for _ in range(4)] == [TIMED_OUT, *[NOT_LEADER] * 3]
+        assert await new.is_silent()
+        client.send(*(produce_frame(records=batch(n, **options), correlation_id=n) for n in range(2)))
+        for n in range(2):
+            again = await new.next()
+            assert again.records == {T0: batch(n, **options)}
+            again.answer()
+        assert [(await client.answer()).codes[T0] for _ in range(2)] == [0, 0]
+
+
+@both_loops
+async def test_what_is_lost_with_a_batch_whose_time_is_over_is_not_sent_again() -> None:
+    """A broker connection is lost with both: for the first it is too late, for the second there would be time."""
+    now = [100.0]
+    upstream = ScriptedUpstream(1)
+    async with running_proxy(upstream, clock=lambda: now[0]) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        await prove(client, upstream, 7)
+        for n, timeout_ms in ((1, SHORT_MS), (2, 30 * SHORT_MS)):
+            client.send(produce_frame(records=batch(n), correlation_id=n, timeout_ms=timeout_ms))
+        asked = [await upstream.next() for _ in range(2)]
+        now[0] += 0.99
+        asked[0].connection.abort()
+        assert [(await client.answer()).codes[T0] for _ in range(2)] == [TIMED_OUT, TIMED_OUT]
+        assert await upstream.is_silent()

@@ -17,7 +17,7 @@ import pytest
 
 from codec import api_keys
 from codec.api_keys import FETCH, LIST_OFFSETS
-from kproxy.proxy import breaker as proxy_breaker
+from kproxy.proxy import broker_health
 from kproxy.routing.rendezvous import preferred
 from kproxy.routing.topology import Address
 from tests.support.raw_client import RawClient, batch, control_frame, fetch_frame, list_offsets_frame, produce_frame
@@ -184,12 +184,12 @@ async def test_its_first_answer_to_a_probe_closes_the_breaker() -> None:
         assert len({probe.connection for probe in upstream.probes}) == 3
         assert all(not probe.connection.is_open for probe in upstream.probes[:-1])
         upstream.wake()
-        await eventually(lambda: not proxy.context.breakers.is_open(upstream.address))
+        await eventually(lambda: not proxy.context.health.is_open(upstream.address))
         client.send(produce_frame(records=batch(1)))
         (await upstream.next()).answer()
         assert (await client.answer()).codes == {T0: 0}
         # Once there is nothing left to wonder about, the probing ends, and its connection.
-        await eventually(lambda: not proxy.context.breakers.watching)
+        await eventually(lambda: not proxy.context.health.watching)
         await upstream.probes[-1].connection.until_closed()
 
 
@@ -209,7 +209,7 @@ async def test_a_broker_that_answers_probes_is_slow_and_does_not_hang() -> None:
         answer = await client.answer()
         assert answer.results[0].fields["base_offset"] == 5
         assert proxy.counters["breaker.opened"] == 0
-        await eventually(lambda: not proxy.context.breakers.watching)
+        await eventually(lambda: not proxy.context.health.watching)
 
 
 @both_loops
@@ -235,7 +235,7 @@ async def test_a_broker_that_answers_other_requests_does_not_hang_though_it_leav
 
 @both_loops
 async def test_nobody_probes_a_broker_that_is_idle_or_answers_promptly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxy_breaker, "SUSPICIOUS_S", 1.3)
+    monkeypatch.setattr(broker_health, "SUSPICIOUS_S", 1.3)
 
     def answers_in_a_while(asked: Asked) -> None:
         asyncio.get_running_loop().call_later(0.15, asked.answer)
@@ -307,8 +307,8 @@ async def test_a_dial_that_hangs_opens_the_breaker_and_one_that_is_refused_does_
             client.send(produce_frame({"t": [0, 1]}, records=PLAIN))
             assert (await client.answer()).codes == {T0: NOT_LEADER, T1: NOT_LEADER}
             assert time.monotonic() - began < SOON_S
-            assert proxy.context.breakers.is_open(listener.address)
-            assert not proxy.context.breakers.is_open(refusing.address)
+            assert proxy.context.health.is_open(listener.address)
+            assert not proxy.context.health.is_open(refusing.address)
             assert proxy.counters["breaker.opened"] == 1
 
 
@@ -369,7 +369,7 @@ async def _stop_and_continue(pid: int, address: Address) -> None:
             client.send(produce_frame(records=PLAIN))
             assert (await client.answer()).codes == {T0: NOT_LEADER}
             os.kill(pid, signal.SIGCONT)
-            await eventually(lambda: not proxy.context.breakers.is_open(address))
+            await eventually(lambda: not proxy.context.health.is_open(address))
             client.send(produce_frame(records=PLAIN))
             assert (await client.answer()).codes == {T0: 0}
 
@@ -403,7 +403,7 @@ async def test_all_that_was_pipelined_gets_seven_and_the_lane_goes_on_in_order_a
         for _ in range(3):
             await upstream.next()
         upstream.wake()
-        await eventually(lambda: not proxy.context.breakers.is_open(upstream.address))
+        await eventually(lambda: not proxy.context.health.is_open(upstream.address))
         client.send(*(produce_frame(records=batch(n), correlation_id=n) for n in range(1, 4)))
         # The route is new again: one goes first.
         first = await upstream.next()
@@ -532,8 +532,8 @@ async def test_a_broker_that_has_left_is_not_probed_any_longer() -> None:
         proxy.own(1)
         await open_breaker(proxy, upstream, await proxy.client())
         proxy.topology.remove_broker(1)
-        await eventually(lambda: not proxy.context.breakers.watching)
-        assert not proxy.context.breakers.is_open(upstream.address)
+        await eventually(lambda: not proxy.context.health.watching)
+        assert not proxy.context.health.is_open(upstream.address)
 
 
 @both_loops

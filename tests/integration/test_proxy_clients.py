@@ -72,6 +72,7 @@ BAD: dict[str, Callable[[], bytes]] = {
     "Fetch cut short": lambda: cut(fetch_frame(), 40),
     "a control request of 2 MiB": lambda: raw_frame(header(api_keys.METADATA, 9) + bytes(2 << 20)),
 }
+OTHER_PROTOCOLS = ("HTTP", "TLS hello")
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -85,6 +86,9 @@ async def test_bad_input_closes_that_connection_and_no_other(name: str) -> None:
         held = await upstream.next()
         client = await proxy.client()
         client.send(BAD[name]())
+        if name in OTHER_PROTOCOLS:
+            # It is told of that before.
+            assert b"\n" in await client.rest(PATIENCE_S)
         assert await client.is_closed()
         assert proxy.counters["clients.refused"] == 1
         held.answer()
@@ -237,8 +241,8 @@ async def upstream_stays_at(upstream: ScriptedUpstream, count: int) -> bool:
 @both_loops
 async def test_a_broker_that_does_not_read_slows_down_its_own_client_alone() -> None:
     slow, healthy = ScriptedUpstream(1), ScriptedUpstream(2, answers_everything)
-    slow.reads_nothing = True
     async with running_proxy(slow, healthy, limits={"max_in_flight_bytes": 4 << 20}) as proxy:
+        slow.reads_nothing = True
         proxy.own(1)
         proxy.own(2, partitions=[1])
         stuck, free = await proxy.client(), await proxy.client()
@@ -344,7 +348,7 @@ async def test_stopping_sends_acks_0_that_still_waits_and_then_does_not_linger()
         proxy.own(1)
         client = await proxy.client()
         client.send(produce_frame(acks=0))
-        await eventually(lambda: proxy.counters["retries.65536"] >= 1)
+        await eventually(lambda: proxy.retries(65536) >= 1)
         stopping = asyncio.create_task(proxy.listener.stop())
         await asyncio.sleep(0)
         await upstream.start(upstream.port)

@@ -16,13 +16,15 @@ from kproxy.proxy import broker_versions
 from kproxy.proxy.versions import OFFERS, Handling
 from kproxy.routing.fleet import Proxy
 from tests.support.raw_client import (
+    RawClient,
     control_frame,
     fetch_frame,
     list_offsets_frame,
     produce_frame,
     raw_frame,
 )
-from tests.support.running_proxy import IDENTITY, both_loops, eventually, running_proxy
+from tests.support.running_proxy import IDENTITY, both_loops, eventually
+from tests.support.running_proxy import running_among_strangers as running_proxy
 from tests.support.scripted_upstream import Asked, ScriptedUpstream
 
 REAL_ID = 0x51525354
@@ -442,3 +444,116 @@ async def test_a_broker_that_has_moved_is_asked_where_it_is_now() -> None:
         ]
         assert asked == [1, 1]
         await now.stop()
+
+
+ALL_TOPICS = control_frame(api_keys.METADATA, 9, topics=None)
+
+
+def answer_with_topics(asked: Asked, *names: str) -> None:
+    topics = [{"error_code": 0, "name": name, "is_internal": False, "partitions": [PARTITION]} for name in names]
+    asked.answer_message(brokers=[REAL_BROKER], controller_id=REAL_ID, cluster_id="c", topics=topics)
+
+
+async def topics_told(client: RawClient) -> list[str]:
+    answer = await client.answer(api_keys.METADATA, 9)
+    assert answer.message is not None
+    return [topic.name for topic in answer.message.topics]
+
+
+@both_loops
+async def test_who_asks_for_all_topics_at_a_time_shares_one_question_asked_after_all_of_them() -> None:
+    upstream = ScriptedUpstream(1)
+    async with running_proxy(upstream) as proxy:
+        first, *others = [await proxy.client() for _ in range(4)]
+        first.send(ALL_TOPICS)
+        asked = await upstream.next()
+        # Of what they have done before they ask the first question may know nothing.
+        for client in others:
+            client.send(ALL_TOPICS, ALL_TOPICS)
+        assert await upstream.is_silent()
+        answer_with_topics(asked, "old")
+        assert await topics_told(first) == ["old"]
+        answer_with_topics(await upstream.next(), "old", "new")
+        for client in others:
+            assert await topics_told(client) == ["old", "new"]
+            assert await topics_told(client) == ["old", "new"]
+        assert await upstream.is_silent()
+        # Nothing is kept for who asks later.
+        first.send(ALL_TOPICS)
+        answer_with_topics(await upstream.next(), "old", "new", "newer")
+        assert await topics_told(first) == ["old", "new", "newer"]
+
+
+@both_loops
+async def test_a_shared_question_is_asked_again_when_who_asked_it_leaves() -> None:
+    upstream = ScriptedUpstream(1)
+    async with running_proxy(upstream) as proxy:
+        asking, *others = [await proxy.client() for _ in range(3)]
+        asking.send(ALL_TOPICS)
+        asked = await upstream.next()
+        for client in others:
+            client.send(ALL_TOPICS)
+        assert await upstream.is_silent()
+        asking.abort()
+        await asked.connection.until_closed()
+        answer_with_topics(await upstream.next(), "t")
+        assert [await topics_told(client) for client in others] == [["t"], ["t"]]
+
+
+@both_loops
+async def test_other_questions_do_not_wait_for_that_about_all_topics() -> None:
+    upstream = ScriptedUpstream(1)
+    async with running_proxy(upstream) as proxy:
+        first, second = [await proxy.client() for _ in range(2)]
+        first.send(ALL_TOPICS)
+        all_topics = await upstream.next()
+        second.send(request_of(api_keys.METADATA, 9))
+        answer_with_topics(await upstream.next(), "t")
+        assert await topics_told(second) == ["t"]
+        second.send(control_frame(api_keys.METADATA, 12, topics=None))
+        answer_with_topics(await upstream.next(), "t", "u")
+        await second.receive()
+        answer_with_topics(all_topics, "t")
+        assert await topics_told(first) == ["t"]
+
+
+@both_loops
+async def test_all_who_ask_for_all_topics_are_answered_where_no_broker_is_there() -> None:
+    upstream = ScriptedUpstream(1)
+    async with running_proxy(upstream) as proxy:
+        clients = [await proxy.client() for _ in range(3)]
+        clients[0].send(ALL_TOPICS)
+        asked = await upstream.next()
+        for client in clients[1:]:
+            client.send(ALL_TOPICS)
+        assert await upstream.is_silent()
+        await upstream.stop_listening()
+        asked.connection.abort()
+        assert [await topics_told(client) for client in clients] == [[], [], []]
+
+
+@both_loops
+async def test_what_a_client_pipelines_is_asked_a_few_at_a_time_and_answered_in_order() -> None:
+    upstream = ScriptedUpstream(1)
+    async with running_proxy(upstream) as proxy:
+        client, other = await proxy.client(), await proxy.client()
+        requests = 200
+        configs = {"resources": [{"resource_type": 2, "resource_name": "t", "configuration_keys": None}]}
+        client.send(
+            *(control_frame(api_keys.DESCRIBE_CONFIGS, 1, correlation_id=n, **configs) for n in range(requests))
+        )
+        waiting = [await upstream.next()]
+        await upstream.is_silent()
+        while not upstream.asked.empty():
+            waiting.append(await upstream.next())
+        assert 1 <= len(waiting) <= 16
+        # They are the client's own, who keeps nobody else waiting.
+        other.send(request_of(api_keys.METADATA, 9))
+        answer_with_topics(await upstream.next(), "t")
+        assert await topics_told(other) == ["t"]
+        for n in range(requests):
+            waiting.pop(0).answer_message(results=[])
+            assert (await client.answer(api_keys.DESCRIBE_CONFIGS, 1)).correlation_id == n
+            if len(waiting) + n + 1 < requests:
+                waiting.append(await upstream.next())
+        assert await upstream.is_silent()

@@ -9,12 +9,14 @@ import pytest
 
 from codec import api_keys as keys
 from codec.control import decode_request
+from codec.coordination import GROUP, TRANSACTION
 from kproxy.proxy import coordinators
 from kproxy.proxy.coordination import COORDINATED, NO_TRANSACTIONS
-from kproxy.proxy.coordinators import GROUP, TRANSACTION, Coordinators
+from kproxy.proxy.coordinators import Coordinators
 from kproxy.proxy.versions import OFFERS, Handling
 from tests.support.raw_client import RawClient, control_frame, produce_frame
-from tests.support.running_proxy import IDENTITY, RunningProxy, both_loops, eventually, running_proxy
+from tests.support.running_proxy import IDENTITY, RunningProxy, both_loops, eventually
+from tests.support.running_proxy import running_among_strangers as running_proxy
 from tests.support.scripted_upstream import Asked, ScriptedUpstream
 
 NOT_AVAILABLE, NOT_COORDINATOR, NOT_AUTHORIZED, UNSUPPORTED = 15, 16, 53, 35

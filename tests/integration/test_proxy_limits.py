@@ -12,10 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from codec.api_keys import FETCH, PRODUCE
+from codec.error_codes import INVALID_REQUEST, NOT_LEADER_OR_FOLLOWER
+from codec.partitioned import MAX_PARTITIONS
 from kproxy.proxy.arrival import USUAL
-from tests.support.raw_client import RawClient, batch, produce_frame
+from tests.support.raw_client import RawClient, batch, fetch_frame, produce_frame
 from tests.support.running_proxy import both_loops, eventually, running_proxy
-from tests.support.scripted_upstream import ScriptedUpstream, answers_everything
+from tests.support.scripted_upstream import PATIENCE_S, ScriptedUpstream, answers_everything
 from tests.support.served import ServedBroker, page, port_of, samples, static_proxy
 
 MIB = 1 << 20
@@ -194,7 +197,8 @@ async def test_a_frame_that_we_do_not_read_is_not_too_slow() -> None:
     async with running_proxy(upstream, clock=lambda: now[0], limits=limits) as proxy:
         proxy.own(1)
         client = await proxy.client()
-        client.send(produce_frame(records=batch(1) + bytes(2000), timeout_ms=900_000), big(2, 50_000)[:-10])
+        second = produce_frame(records=batch(2) + bytes(50_000), correlation_id=2, timeout_ms=900_000)
+        client.send(produce_frame(records=batch(1) + bytes(2000), timeout_ms=900_000), second[:-10])
         asked = await upstream.next()
         for _ in range(40):
             await asyncio.sleep(0.02)
@@ -203,7 +207,7 @@ async def test_a_frame_that_we_do_not_read_is_not_too_slow() -> None:
         assert (await client.answer()).correlation_id == 1
         # It is read again, and looked at.
         await asyncio.sleep(0.3)
-        client.send(big(2, 50_000)[-10:])
+        client.send(second[-10:])
         (await upstream.next()).answer()
         assert (await client.answer()).correlation_id == 2
 
@@ -245,11 +249,17 @@ async def test_memory_stays_flat_under_clients_who_send_more_than_there_is_room_
         assert shown["kproxy_client_connections_accepted_total", ()] == clients
         await upstream.start(upstream.port)
         client = await RawClient().connect(port_of(process))
-        client.send(produce_frame(records=batch(9), correlation_id=9))
-        while batch(9) not in (asked := await upstream.next()).records.values():
-            pass
-        asked.answer()
-        assert (await client.answer()).correlation_id == 9
+        upstream.script = answers_everything
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            # A broker that was down is dialled again within a second; until then clients are told to try again.
+            client.send(produce_frame(records=batch(9), correlation_id=9))
+            answer = await client.answer()
+            assert answer.correlation_id == 9
+            if answer.codes == {T0: 0} or time.monotonic() > deadline:
+                break
+        assert answer.codes == {T0: 0}
+        assert upstream.log[-1].records == {T0: batch(9)}
         client.abort()
     await upstream.stop()
 
@@ -271,3 +281,39 @@ def send_from_many(port: int, clients: int, data: bytes, seconds: float) -> int:
     for client in sockets:
         client.close()
     return sum(sent.values())
+
+
+@pytest.mark.parametrize("api_key", [PRODUCE, FETCH])
+@both_loops
+async def test_more_partitions_than_are_served_each_get_an_error_code(api_key: int) -> None:
+    """A connection that is closed instead makes a client send the same for ever."""
+    upstream = ScriptedUpstream(1, answers_everything)
+    async with running_proxy(upstream) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        for count, code in ((MAX_PARTITIONS, 0), (MAX_PARTITIONS + 1, INVALID_REQUEST)):
+            partitions = {"t": range(count)}
+            if api_key == PRODUCE:
+                client.send(produce_frame(partitions, records=b""))
+                answer = await client.answer()
+            else:
+                client.send(fetch_frame(partitions, max_wait_ms=0))
+                answer = await client.answer(FETCH, 12)
+            assert answer.codes == dict.fromkeys((("t", index) for index in range(count)), code), count
+
+
+@both_loops
+async def test_a_request_that_arrives_after_its_deadline_is_not_sent_and_says_so() -> None:
+    """Sent all the same it would be appended, answered with REQUEST_TIMED_OUT, and sent again by its client."""
+    upstream = ScriptedUpstream(1, answers_everything)
+    async with running_proxy(upstream) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        late = produce_frame(records=batch(0, producer_id=-1), timeout_ms=1000)
+        client.send(late[:30])
+        # The shortest deadline there is, and some more.
+        await asyncio.sleep(1.3)
+        client.send(late[30:], produce_frame(records=batch(1, producer_id=-1), correlation_id=9))
+        assert (await client.answer()).codes == {("t", 0): NOT_LEADER_OR_FOLLOWER}
+        assert (await client.answer()).codes == {("t", 0): 0}
+        assert [asked.records[("t", 0)] for asked in upstream.log] == [batch(1, producer_id=-1)]

@@ -31,7 +31,7 @@ KIND_NAMES = [f"acks {acks}, {'idempotent' if producer_id >= 0 else 'plain'}" fo
 
 @pytest.fixture(autouse=True)
 def no_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kproxy.proxy.breaker.SUSPICIOUS_S", NOT_SUSPICIOUS_S)
+    monkeypatch.setattr("kproxy.proxy.broker_health.SUSPICIOUS_S", NOT_SUSPICIOUS_S)
 
 
 def request_to(partition: int, number: int, acks: int, producer_id: int, *, split: bool) -> bytes:
@@ -57,6 +57,7 @@ async def brokers_that_cut(proxy: RunningProxy, cuts: list[Cut]) -> AsyncIterato
             broker.start()
             proxy.topology.set_broker(place, broker.address)
             proxy.own(place, partitions=[place])
+        await proxy.context.versions.current()
         yield brokers
     finally:
         for broker in brokers:

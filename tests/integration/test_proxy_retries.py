@@ -120,6 +120,7 @@ async def refuse_until_the_longest_back_off(upstream: ScriptedUpstream, code: in
 async def test_a_back_off_ends_when_the_table_names_another_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     """With leaders that move faster than the longest back-off a batch would come to each of them too late."""
     monkeypatch.setattr(retry, "BACKOFF_S", (*BACKOFF_S[:-1], 8.0))
+    monkeypatch.setattr(retry, "WAIT_S", 20.0)
     former, new = ScriptedUpstream(1), ScriptedUpstream(2)
     async with running_proxy(former, new) as proxy:
         proxy.own(1)
@@ -136,7 +137,8 @@ async def test_a_back_off_ends_when_the_table_names_another_owner(monkeypatch: p
 
 
 @both_loops
-async def test_a_back_off_does_not_end_for_what_the_table_says_of_others() -> None:
+async def test_a_back_off_does_not_end_for_what_the_table_says_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "WAIT_S", 20.0)
     former, new = ScriptedUpstream(1), ScriptedUpstream(2)
     async with running_proxy(former, new) as proxy:
         proxy.own(1)
@@ -156,7 +158,10 @@ async def test_a_back_off_does_not_end_for_what_the_table_says_of_others() -> No
 
 
 @both_loops
-async def test_the_owner_is_looked_up_when_a_batch_is_sent_again_not_when_it_was_refused() -> None:
+async def test_the_owner_is_looked_up_when_a_batch_is_sent_again_not_when_it_was_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(retry, "WAIT_S", 20.0)
     former, passing, new = (ScriptedUpstream(node_id) for node_id in (1, 2, 3))
     async with running_proxy(former, passing, new) as proxy:
         proxy.own(1)
@@ -209,7 +214,7 @@ async def test_what_a_broker_may_soon_accept_is_retried_until_it_does(code: int)
         proxy.own(1)
         client = await proxy.client()
         client.send(produce_frame(records=PLAIN))
-        for _ in range(5):
+        for _ in range(3):
             (await upstream.next()).answer(results={("t", 0): code})
         (await upstream.next()).answer()
         assert (await client.answer()).codes == {("t", 0): 0}
@@ -217,16 +222,37 @@ async def test_what_a_broker_may_soon_accept_is_retried_until_it_does(code: int)
 
 @pytest.mark.parametrize("code", [5, 19])
 @both_loops
-async def test_what_a_broker_never_accepts_is_handed_on_at_the_deadline(code: int) -> None:
-    upstream = ScriptedUpstream(1, refuses(code))
+async def test_what_a_broker_never_accepts_holds_up_the_rest_for_a_second_at_most(code: int) -> None:
+    """Its clients have a policy of their own; what else they sent has been appended and waits to be told so."""
+    upstream = ScriptedUpstream(1, lambda asked: asked.answer(results=dict.fromkeys(asked.partitions, verdicts(asked))))
+
+    def verdicts(asked: Asked) -> int:
+        return code if ("bad", 0) in asked.partitions else 0
+
+    async with running_proxy(upstream) as proxy:
+        proxy.own(1, "bad")
+        proxy.own(1, "good")
+        client = await proxy.client()
+        began = time.monotonic()
+        client.send(produce_frame({"bad": [0]}, records=PLAIN), produce_frame({"good": [0]}, records=PLAIN))
+        assert (await client.answer()).codes == {("bad", 0): code}
+        assert (await client.answer()).codes == {("good", 0): 0}
+        # They have 27 s until their deadline. The attempts are as many as the back-off allows in a second.
+        assert time.monotonic() - began < 10
+        assert 3 <= sum(asked.partitions == [("bad", 0)] for asked in upstream.log) <= 1 + len(BACKOFF_S)
+
+
+@both_loops
+async def test_an_unknown_outcome_is_tried_again_for_some_seconds_and_left_to_the_client_then() -> None:
+    upstream = ScriptedUpstream(1, refuses(20))
     async with running_proxy(upstream) as proxy:
         proxy.own(1)
         client = await proxy.client()
         began = time.monotonic()
-        client.send(produce_frame(records=PLAIN, timeout_ms=SHORT_MS))
-        assert (await client.answer()).codes == {("t", 0): code}
-        assert 0.3 < time.monotonic() - began < 10
-        assert len(upstream.log) > 3
+        client.send(produce_frame(records=IDEMPOTENT))
+        assert (await client.answer(patience_s=25)).codes == {("t", 0): TIMED_OUT}
+        assert 2 < time.monotonic() - began < 15
+        assert 5 <= len(upstream.log) <= 10
 
 
 @pytest.mark.parametrize("code", [2, 3, 10, 17, 29, 45, 46, 47, 56, 87, -1, 999])
@@ -292,6 +318,24 @@ async def test_an_unknown_outcome_is_left_to_the_client_where_it_would_not(code:
         assert answer.codes == {("t", 0): TIMED_OUT}
         assert answer.results[0].fields["base_offset"] == -1
         assert len(upstream.log) == 1
+
+
+@pytest.mark.parametrize("speaks", [False, True], ids=["unknown", "known"])
+@both_loops
+async def test_a_broker_that_has_not_said_what_it_serves_is_not_taken_to_know_a_batch_again(speaks: bool) -> None:
+    """Brokers without idempotence append it twice, and it may be one of those that has just been started."""
+    upstream = ScriptedUpstream(1)
+    async with running_proxy(upstream, introduced=speaks) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        client.send(produce_frame(records=IDEMPOTENT))
+        asked = await upstream.next()
+        # Appended, it may be, and the broker ends.
+        asked.connection.abort()
+        if speaks:
+            (await upstream.next()).answer()
+        assert (await client.answer()).codes == {("t", 0): 0 if speaks else TIMED_OUT}
+        assert len(upstream.log) == (2 if speaks else 1)
 
 
 @both_loops
@@ -387,7 +431,7 @@ async def test_a_refused_dial_is_tried_three_times_within_a_second_and_answered_
         client.send(produce_frame(records=records))
         assert (await client.answer()).codes == {("t", 0): NOT_LEADER}
         assert time.monotonic() - began < 5
-        assert proxy.counters["retries.65536"] == 2
+        assert proxy.retries(65536) == 2
 
 
 @both_loops
@@ -398,7 +442,7 @@ async def test_a_broker_that_comes_back_between_two_dials_is_used() -> None:
         proxy.own(1)
         client = await proxy.client()
         client.send(produce_frame(records=TRANSACTIONAL))
-        await eventually(lambda: proxy.counters["retries.65536"] == 1)
+        await eventually(lambda: proxy.retries(65536) == 1)
         await upstream.start(upstream.port)
         assert (await client.answer()).codes == {("t", 0): 0}
 

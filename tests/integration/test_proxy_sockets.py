@@ -30,7 +30,7 @@ def timers(*, local: int = 0, remote: int = 0) -> list[str]:
 @both_loops
 async def test_a_host_that_goes_without_a_word_is_found_out() -> None:
     upstream = ScriptedUpstream(1, answers_everything)
-    async with running_proxy(upstream) as proxy:
+    async with running_proxy(upstream, introduced=False) as proxy:
         proxy.own(1)
         client = await proxy.client()
         client.send(produce_frame({"t": [0]}))

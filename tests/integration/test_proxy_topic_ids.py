@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.at_rest import what_is_left
 from tests.support.messages import topic_id
 from tests.support.raw_client import batch, produce_frame
 from tests.support.running_proxy import RunningProxy, both_loops, eventually, running_proxy
@@ -147,3 +148,26 @@ async def test_what_waits_for_an_id_to_be_known_is_not_overtaken_by_name() -> No
             answer = await client.answer(api_version=version)
             assert (answer.correlation_id, answer.codes) == (number, {("t", 0): 0})
         assert [asked.records["t", 0] for asked in upstream.log] == [batch(number) for number in range(4)]
+
+
+@both_loops
+async def test_a_topic_named_by_id_and_by_name_before_its_id_is_known_keeps_one_order() -> None:
+    """Batches of one partition wait under two names; when these turn out to be one topic, they follow one another."""
+    upstream = ScriptedUpstream(1)
+    async with running_proxy(upstream) as proxy:
+        proxy.own(1)
+        forget_id(proxy)
+        client = await proxy.client()
+        client.send(produce_frame(version=BY_ID, correlation_id=1, records=batch(0)))
+        client.send(produce_frame(correlation_id=2, records=batch(1)))
+        asked = await upstream.next()
+        assert asked.records == {("t", 0): batch(1)}
+        learn_id(proxy)
+        client.send(produce_frame(correlation_id=3, records=batch(2)))
+        assert await upstream.is_silent()
+        asked.answer()
+        # The second was appended before the first could be: what waits is the client's to send again, in its order.
+        codes = [(await client.answer(api_version=version)).codes["t", 0] for version in (BY_ID, 9, 9)]
+        assert codes == [UNKNOWN_TOPIC_ID, 0, NOT_LEADER]
+        assert await upstream.is_silent()
+        await eventually(lambda: what_is_left(proxy) == [], "nothing is left behind")

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from codec.framing import ReceiveArena
+from kproxy.proxy.dialling import Dialler
 from kproxy.proxy.upstream import Upstream
 from kproxy.routing.topology import Address
 from tests.support.raw_client import produce_frame
@@ -88,6 +89,7 @@ async def test_closing_a_connection_that_the_broker_has_just_reset() -> None:
         upstream = Upstream(
             1,
             Address(*listener.getsockname()[:2]),
+            dialler=Dialler(),
             arena=ReceiveArena(),
             max_answer_bytes=1 << 20,
             connect_timeout_s=5.0,

@@ -13,7 +13,8 @@ from codec.produce import TOPIC_IDS_FROM
 from kproxy.proxy import broker_versions
 from kproxy.proxy.versions import OFFERS
 from tests.support.raw_client import RawClient, control_frame, fetch_frame, list_offsets_frame, produce_frame
-from tests.support.running_proxy import RunningProxy, both_loops, eventually, running_proxy
+from tests.support.running_proxy import RunningProxy, both_loops, eventually
+from tests.support.running_proxy import running_among_strangers as running_proxy
 from tests.support.scripted_upstream import Asked, ScriptedUpstream, answers_everything
 
 NEWEST = OFFERS[keys.PRODUCE].max_version

@@ -9,6 +9,7 @@ from random import Random
 
 from codec.api_keys import API_VERSIONS
 from kproxy.observe.table import TableView
+from kproxy.proxy.dialling import Dialler
 from kproxy.proxy.readiness import AT_ONCE, FRESH_S, Brokers, readiness
 from kproxy.routing.topology import Address, Topology
 from tests.support.running_proxy import both_loops
@@ -23,7 +24,7 @@ def says_what_it_serves(asked: Asked) -> None:
 
 def brokers(*addresses: Address, timeout_s: float = 0.5) -> Brokers:
     known = dict(enumerate(addresses))
-    return Brokers(lambda: known, timeout_s=timeout_s, clock=time.monotonic, random=Random(1))
+    return Brokers(lambda: known, dialler=Dialler(), timeout_s=timeout_s, clock=time.monotonic, random=Random(1))
 
 
 async def becomes(admin: str, status: int) -> str:

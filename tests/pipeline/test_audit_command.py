@@ -80,7 +80,7 @@ def test_what_the_trail_of_a_killed_proxy_leaves_unproven_ends_with_1_where_one_
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--bootstrap", "127.0.0.1"], "--bootstrap 127.0.0.1 is no address: give HOST:PORT"),
+        (["--bootstrap", "127.0.0.1"], "--bootstrap: '127.0.0.1' has no port"),
         (["--bootstrap", "NOBODY"], "No Kafka answers at --bootstrap"),
         (["--trail", "topic:nowhere"], "No audit trail: there is no topic nowhere"),
         (["--trail", "json:/nonexistent"], "No audit trail: /nonexistent is no directory"),

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import pytest
 from rich.console import Console
 
+from kproxy.config import Address
 from kproxy.dev.cluster import DevCluster
 from kproxy.pipeline.demo import DemoOptions, run_demo
 from kproxy.pipeline.report import Report
@@ -139,9 +140,10 @@ def test_with_an_owner_killed_in_mid_stream_what_is_wrong_is_still_found(
     class RelayedCluster(DevCluster):
         """Its proxy sends clients to the relay."""
 
-        def _proxy_arguments(self) -> list[str]:
-            listen = f"127.0.0.1:{relay.upstream_port}"
-            return [*super()._proxy_arguments(), "--listen", listen, "--advertise", relay.address]
+        def _proxy_arguments(self, listen: Address, admin: Address | None) -> list[str]:
+            behind_relay = f"127.0.0.1:{relay.upstream_port}"
+            arguments = super()._proxy_arguments(listen, admin)
+            return [*arguments, "--listen", behind_relay, "--advertise", relay.address]
 
     monkeypatch.setattr("kproxy.pipeline.demo.DevCluster", RelayedCluster)
     said, shown = io.StringIO(), io.StringIO()

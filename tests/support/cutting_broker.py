@@ -14,11 +14,11 @@ import struct
 from typing import NamedTuple
 
 from codec.errors import CodecError
-from codec.headers import parse_request_header
+from codec.headers import client_id, parse_request_header
 from codec.record_batch import parse_header
 from kproxy.routing.topology import Address
 from tests.support.messages import PRODUCE, read_by_kafka_python, response_body, response_frame, sample_response
-from tests.support.scripted_upstream import HOST
+from tests.support.scripted_upstream import HOST, VERSIONS_CLIENT_ID, introduction
 
 RESET_AT_CLOSE = struct.pack("ii", 1, 0)
 SEEN_AFTER_S = 0.1
@@ -47,6 +47,8 @@ class CuttingBroker:
         self._listener.setblocking(False)
         self._tasks: set[asyncio.Task[None]] = set()
         self._served = 0
+        # Connections on which it has said what it serves, before all requests.
+        self._introductions = 0
         self._is_cut = False
 
     @property
@@ -56,7 +58,7 @@ class CuttingBroker:
     @property
     def is_idle(self) -> bool:
         """Whether no connection is open."""
-        return len(self._tasks) <= 1
+        return len(self._tasks) - self._introductions <= 1
 
     def has_done_with(self, number: int) -> bool:
         """Whether request `number` has been served, or its connection has been cut and is closed at the other end."""
@@ -90,8 +92,12 @@ class CuttingBroker:
                     await self._cut_request(connection)
                     return
                 frame = await _read(connection, 4)
-                self._served += 1
                 frame += await _read(connection, struct.unpack(">i", frame)[0])
+                if client_id(frame) == VERSIONS_CLIENT_ID:
+                    self._introductions += 1
+                    await asyncio.get_running_loop().sock_sendall(connection, introduction(parse_request_header(frame)))
+                    continue
+                self._served += 1
                 reply = self._take(frame)
                 if is_cut:
                     reply = reply[: self.cut.at]

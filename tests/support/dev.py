@@ -35,11 +35,14 @@ class Ended:
 
 
 def run_kproxy(
-    *arguments: str | Path, environ: Mapping[str, str] | None = None, timeout_s: float = READY_TIMEOUT_S
+    *arguments: str | Path,
+    environ: Mapping[str, str] | None = None,
+    timeout_s: float = READY_TIMEOUT_S,
+    command: Sequence[str] = KPROXY,
 ) -> Ended:
     """Run a command to its end; it is killed, and the test fails, where that takes too long."""
     done = subprocess.run(
-        [*KPROXY, *map(str, arguments)],
+        [*command, *map(str, arguments)],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -140,9 +143,11 @@ class KproxyProcess:
 
 
 @contextmanager
-def serving(arguments: Sequence[str | Path], stderr_path: Path) -> Iterator[KproxyProcess]:
+def serving(
+    arguments: Sequence[str | Path], stderr_path: Path, command: Sequence[str] = KPROXY
+) -> Iterator[KproxyProcess]:
     """A command that has printed its ready line, stopped at the end of the block if it still runs."""
-    process = KproxyProcess(arguments, stderr_path)
+    process = KproxyProcess(arguments, stderr_path, command)
     try:
         process.wait_ready()
         yield process

@@ -27,6 +27,7 @@ WITH_SPARK = (
 WITH_KAFKA = (
     "tests/clients/",
     "tests/contract/",
+    "tests/integration/test_doctor.py",
     "tests/integration/test_kafka_source.py",
     "tests/integration/test_own_unfenced.py",
     "tests/integration/test_several_proxies.py",

@@ -30,6 +30,7 @@ RETAINED_BATCHES = 5
 REFUSED_BEFORE_APPEND = (5, 6, 19)
 # Perhaps appended, with acks=all and brokers that may say so afterwards; else refused before.
 REFUSED_AT_ANY_TIME = (3, 6, 56)
+STORAGE_ERROR = 56
 OUTCOME_UNKNOWN = (7, 13)
 APPENDED_ALL_THE_SAME = 20
 REFUSED_FOR_GOOD = (2, 10, 29, 87)
@@ -179,7 +180,7 @@ class ModelCluster:
             is_deposed = not self._serving[partition] and self._latest[partition] == node_id
             if is_deposed and self._may_refuse_late(asked) and self.random.random() < 0.5:
                 # A leader that is deposed while it waits for the others: the batch is in the log for all that.
-                self._append_batch(partition, records)
+                return {**self._append_batch(partition, records), "error_code": NOT_LEADER}
             return {"error_code": NOT_LEADER}
         code, appends = 0, True
         if self.random.random() < self.trouble:
@@ -189,7 +190,9 @@ class ModelCluster:
             result = self._append_batch(partition, records)
             if "error_code" in result:
                 return result
-            return {"error_code": code} if code else result
+            # A refusal that comes after the append keeps the offset, but for a flush that fails.
+            keeps_offset = code in REFUSED_AT_ANY_TIME and (code != STORAGE_ERROR or self.random.random() < 0.5)
+            return {**result, "error_code": code} if keeps_offset or not code else {"error_code": code}
         return {"error_code": code}
 
     def _draw_code(self, asked: Asked, records: bytes) -> tuple[int, bool]:

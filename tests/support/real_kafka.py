@@ -167,11 +167,17 @@ class RealKafka:
             self._admin = AdminClient({"bootstrap.servers": self.bootstrap, "log_level": 0})
         return self._admin
 
-    def create_topic(self, name: str, partitions: int, **config: str) -> str:
-        """A topic with a replica on every node, and for each partition a leader that has its log."""
-        topic = NewTopic(
-            name, partitions, len(self.brokers), config={k.replace("_", "."): v for k, v in config.items()}
-        )
+    def create_topic(self, name: str, partitions: int, *, leader: int | None = None, **config: str) -> str:
+        """A topic with a replica on every node, and for each partition a leader that has its log.
+
+        `leader` is to lead all partitions, if given.
+        """
+        named = {k.replace("_", "."): v for k, v in config.items()}
+        if leader is None:
+            topic = NewTopic(name, partitions, len(self.brokers), config=named)
+        else:
+            replicas = sorted((broker.node_id for broker in self.brokers), key=lambda node_id: node_id != leader)
+            topic = NewTopic(name, partitions, replica_assignment=[replicas] * partitions, config=named)
         self.admin().create_topics([topic])[name].result(ADMIN_TIMEOUT_S)
         deadline = time.monotonic() + ADMIN_TIMEOUT_S
         while not self.takes_writes(name, partitions):
@@ -274,6 +280,8 @@ def start_real_kafka(directory: Path, nodes: int) -> Iterator[RealKafka]:
             "broker.session.timeout.ms": 3000,
             "broker.heartbeat.interval.ms": 500,
             "replica.lag.time.max.ms": 5000,
+            # A replica that asks its next leader too early would wait for a second.
+            "replica.fetch.backoff.ms": 100,
             "group.initial.rebalance.delay.ms": 0,
         }
         text = {key: str(value) for key, value in options.items()}

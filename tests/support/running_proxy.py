@@ -127,6 +127,10 @@ class RunningProxy:
     def counters(self) -> Counter[str]:
         return self.context.counters
 
+    def retries(self, event: int) -> int:
+        """How often a partition was to be sent again for this cause (kproxy.routing.retry)."""
+        return sum(count for (cause, _), count in self.context.tally.retries.items() if cause == event)
+
     def ranges(self) -> list[Range]:
         """What the trail says was acknowledged, all of it; call it once, after `trail.begin`."""
         self.trail.end()
@@ -165,11 +169,13 @@ async def running_proxy(
     limits: Mapping[str, Any] | None = None,
     clock: Callable[[], float] = time.monotonic,
     follows_versions: bool = False,
+    introduced: bool = True,
     own: OwnService | None = None,
 ) -> AsyncIterator[RunningProxy]:
     """A proxy that knows these upstreams, which are started where they are not; all is stopped in the end.
 
-    Upstreams are asked what they serve only when a client asks, so that nothing arrives that a test has not sent.
+    Upstreams are asked what they serve at the start, unless they are not to be `introduced`, and then only when a
+    client asks, so that nothing arrives that a test has not sent.
     """
     async with AsyncExitStack() as stack:
         proxy = RunningProxy(Limits(**{"drain_s": 1.0, **(limits or {})}), clock, own)
@@ -181,7 +187,22 @@ async def running_proxy(
         proxy.port = await proxy.listener.bind(HOST, 0)
         await proxy.listener.serve(proxy.context, follows_versions=follows_versions)
         stack.push_async_callback(proxy.stop)
+        if introduced and not follows_versions:
+            await introduce(proxy, upstreams)
         yield proxy
+
+
+running_among_strangers = functools.partial(running_proxy, introduced=False)
+"""The same with brokers that have not said yet what they serve: whatever a test is about that."""
+
+
+async def introduce(proxy: RunningProxy, upstreams: Sequence[ScriptedUpstream]) -> None:
+    """Have the proxy learn what these upstreams serve."""
+    for upstream in upstreams:
+        upstream.introduces_itself = True
+    await proxy.context.versions.current()
+    for upstream in upstreams:
+        upstream.introduces_itself = False
 
 
 async def eventually(condition: Callable[[], Any], what: str = "", patience_s: float = PATIENCE_S) -> None:

@@ -9,14 +9,16 @@ ids, halves of answers and closed connections included.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import socket
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, cast
 
 from codec import control
-from codec.api_keys import API_VERSIONS, FETCH, LIST_OFFSETS, PRODUCE, is_flexible
+from codec.api_keys import API_VERSIONS, FETCH, LIST_OFFSETS, OWN, PRODUCE, is_flexible
 from codec.headers import RequestHeader, client_id, parse_request_header
+from kproxy.proxy.versions import own_ranges
 from kproxy.routing.topology import Address
 from tests.support.messages import (
     APIS,
@@ -31,9 +33,12 @@ from tests.support.messages import (
 # Less than requests give a broker if nothing else is said: what is answered at its deadline alone comes too late.
 PATIENCE_S = 15.0
 PROBE_CLIENT_ID = b"kproxy-probe"
+VERSIONS_CLIENT_ID = b"kproxy-versions"
 # Long enough for what is wrongly sent at once to arrive.
 SILENCE_S = 0.05
 HOST = "127.0.0.1"
+# <asm-generic/socket.h>, <linux/bpf_common.h>
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER, _BPF_RETURN = 26, 27, 0x06
 
 Partition = tuple[str, int]
 Script = Callable[["Asked"], None]
@@ -104,6 +109,19 @@ class UpstreamConnection(asyncio.Protocol):
     def abort(self) -> None:
         self.transport.abort()
 
+    def lose_arrivals(self) -> None:
+        """From now on every packet of this connection that arrives is lost; those of others, and the way back, are not.
+
+        Its kernel acknowledges nothing, as if the network swallowed it: a socket filter (BPF) lets nothing through.
+        """
+        drop_all = ctypes.create_string_buffer(struct.pack("HBBI", _BPF_RETURN, 0, 0, 0))
+        program = struct.pack("HP", 1, ctypes.addressof(drop_all))
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+
+    def take_arrivals(self) -> None:
+        """What still arrives from now on is not lost."""
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+
     async def until_closed(self) -> None:
         """Wait until the other side has closed."""
         async with asyncio.timeout(PATIENCE_S):
@@ -171,12 +189,27 @@ class Asked:
         self.connection.write(self.message(**fields))
 
     def message(self, **fields: Any) -> bytes:
-        key, version = self.header.api_key, self.header.api_version
-        body = control.encode_response(control.build_response(key, version, **fields))
-        head = struct.pack(">i", self.header.correlation_id)
-        if key != API_VERSIONS and is_flexible(key, version):
-            head += b"\x00"
-        return struct.pack(">i", len(head) + len(body)) + head + body
+        return message_frame(self.header, **fields)
+
+
+def message_frame(header: RequestHeader, **fields: Any) -> bytes:
+    """The answer to a control-plane request, as it goes over the wire."""
+    key, version = header.api_key, header.api_version
+    body = control.encode_response(control.build_response(key, version, **fields))
+    head = struct.pack(">i", header.correlation_id)
+    if key != API_VERSIONS and is_flexible(key, version):
+        head += b"\x00"
+    return struct.pack(">i", len(head) + len(body)) + head + body
+
+
+def introduction(header: RequestHeader) -> bytes:
+    """What a broker answers that serves all that the proxy does, and gives out producer ids."""
+    ranges = [
+        {"api_key": key, "min_version": lowest, "max_version": highest}
+        for key, (lowest, highest) in own_ranges().items()
+        if key != OWN
+    ]
+    return message_frame(header, error_code=0, api_keys=ranges)
 
 
 def _answered(api_key: int, topics: Sequence[tuple[str, Sequence[int]]], results: Mapping[Partition, Any]) -> list[Any]:
@@ -208,6 +241,9 @@ class ScriptedUpstream:
         # The breaker's probes, which come over connections of their own; neither stands in the lists above.
         self.answers_probes = True
         self.probes: list[Asked] = []
+        # While the proxy asks what it serves, it says so by itself; that connection stands in no list either.
+        self.introduces_itself = False
+        self.introductions: list[Asked] = []
         self._server: asyncio.Server | None = None
         self.port = 0
 
@@ -233,6 +269,9 @@ class ScriptedUpstream:
         if client_id(asked.frame) == PROBE_CLIENT_ID:
             self._take_probe(asked)
             return
+        if self.introduces_itself and client_id(asked.frame) == VERSIONS_CLIENT_ID:
+            self._introduce(asked)
+            return
         self.log.append(asked)
         if self.script is not None:
             self.script(asked)
@@ -245,6 +284,13 @@ class ScriptedUpstream:
         self.probes.append(asked)
         if self.answers_probes:
             asked.answer_message(api_keys=[])
+
+    def _introduce(self, asked: Asked) -> None:
+        """Say that it serves all that the proxy does, as a broker that gives out producer ids."""
+        if asked.connection in self.connections:
+            self.connections.remove(asked.connection)
+        self.introductions.append(asked)
+        asked.connection.write(introduction(asked.header))
 
     def wake(self) -> None:
         """Answer the latest probe, and those that come."""
@@ -272,7 +318,8 @@ class ScriptedUpstream:
 
     async def stop(self) -> None:
         await self.stop_listening()
-        connections = {*self.connections, *(probe.connection for probe in self.probes)}
+        others = [*self.probes, *self.introductions]
+        connections = {*self.connections, *(asked.connection for asked in others)}
         for connection in connections:
             connection.abort()
         for connection in connections:
@@ -285,9 +332,10 @@ class DeafListener:
     `open` makes an upstream accept them; the dial comes through when its SYN is repeated, which is after a second.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self._socket = socket.socket()
-        self._socket.bind((HOST, 0))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind((HOST, port))
         self._socket.listen(0)
         self._fillers: list[socket.socket] = []
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,16 @@ def kafka_proxy(directory: Path, bootstrap: str, *more: str) -> Iterator[KproxyP
     arguments += ["--ownership", "kafka", "--bootstrap", bootstrap, *more]
     with serving(arguments, directory / "serve.stderr") as process:
         yield process
+
+
+@asynccontextmanager
+async def beside(process: AbstractContextManager[KproxyProcess]) -> AsyncIterator[KproxyProcess]:
+    """Start and stop a process while this event loop goes on, which may have to answer it."""
+    with contextlib.ExitStack() as stack:
+        try:
+            yield await asyncio.to_thread(stack.enter_context, process)
+        finally:
+            await asyncio.to_thread(stack.close)
 
 
 class ServedBroker(ScriptedUpstream):

@@ -411,15 +411,15 @@ def test_what_goes_wrong_with_one_partition_leaves_a_gap_and_the_others_are_told
 async def test_a_look_that_goes_wrong_leaves_a_gap_and_the_next_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trail_module, "LOOK_S", 0.001)
     site = Site()
-    judge = site.trail._judge
+    mark = site.trail._mark
 
     def failing() -> None:
-        monkeypatch.setattr(site.trail, "_judge", judge)
+        monkeypatch.setattr(site.trail, "_mark", mark)
         raise ArithmeticError
 
-    monkeypatch.setattr(site.trail, "_judge", failing)
+    monkeypatch.setattr(site.trail, "_mark", failing)
     looking = asyncio.create_task(site.trail.keep_looking())
-    while site.trail._judge is not judge:
+    while site.trail._mark is not mark:
         await asyncio.sleep(0.001)
     site.acknowledge(Given(0))
     await asyncio.sleep(0.01)

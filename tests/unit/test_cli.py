@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from kproxy import cli
-from kproxy.cli import COMMANDS, main
+from kproxy.cli import COMMANDS, doctor_checks, main
+from kproxy.config import load_settings
 from kproxy.errors import StartupError
+from kproxy.pipeline.demo import DemoOptions
 from tests.support.dev import run_kproxy
 
+ROOT = Path(__file__).parents[2]
 # Names and flags are a public interface.
 ETCD_FLAGS = "etcd-ca etcd-cert etcd-key etcd-server-name etcd-username etcd-password-file"
 FLAGS = {
@@ -25,8 +32,8 @@ FLAGS = {
     "table": f"admin etcd prefix topic json watch {ETCD_FLAGS}",
     "pipeline": "",
     "own": "",
-    "doctor": f"etcd prefix admin {ETCD_FLAGS}",
-    "check-config": "config",
+    "doctor": f"bootstrap topic no-write etcd prefix admin json {ETCD_FLAGS}",
+    "check-config": "config json",
 }
 
 
@@ -115,6 +122,130 @@ def test_where_executors_archive_cannot_be_written_is_named(tmp_path: Path, caps
     assert "name another directory" in said
 
 
+# What asks for an address, the flag that names it, and the variable that does where the flag is not given.
+INGEST = ["pipeline", "ingest", "--from", "csv:in/", "--topic", "t", "--checkpoint", "c"]
+ADMIN, BOOTSTRAP = ("--admin", "KPROXY_ADMIN"), ("--bootstrap", "KPROXY_BOOTSTRAP")
+ASKING = {
+    "table": (["table"], ADMIN),
+    "own list": (["own", "list"], ADMIN),
+    "own watch": (["own", "watch"], ADMIN),
+    "own free": (["own", "free", "g", "a"], ADMIN),
+    "own claim": (["own", "claim", "g", "a"], BOOTSTRAP),
+    "doctor, a page": (["doctor"], ADMIN),
+    "doctor, Kafka": (["doctor"], BOOTSTRAP),
+    "pipeline ingest": (INGEST, BOOTSTRAP),
+    "pipeline audit": (["pipeline", "audit"], BOOTSTRAP),
+}
+# Nobody listens on any of them.
+BY_FLAG, BY_VARIABLE = "127.0.0.1:1", "127.0.0.1:2"
+
+
+@pytest.fixture
+def asks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command in vain: all that it says of where it asked."""
+    for _, variable in (ADMIN, BOOTSTRAP):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("kproxy.pipeline.audit.places.PATIENCE_S", 0.2)
+
+    def run(arguments: Sequence[str], **environ: str) -> str:
+        with monkeypatch.context() as patched:
+            for name, value in environ.items():
+                patched.setenv(name, value)
+            assert main(arguments) in (1, 2)
+        captured = capsys.readouterr()
+        assert "Usage" not in captured.err, captured.err
+        return captured.out + captured.err
+
+    return run
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_a_flag_names_an_address_a_variable_does_for_all_commands_and_the_flag_wins(
+    asks: Callable[..., str], name: str
+) -> None:
+    arguments, (flag, variable) = ASKING[name]
+    assert f"{BY_FLAG}" in asks([*arguments, flag, BY_FLAG])
+    assert f"{BY_VARIABLE}" in asks(arguments, **{variable: BY_VARIABLE})
+    said = asks([*arguments, flag, BY_FLAG], **{variable: BY_VARIABLE})
+    assert BY_FLAG in said
+    assert BY_VARIABLE not in said
+    # Each is named where it does not do.
+    assert f"{variable}: 'nowhere' has no port" in asks(arguments, **{variable: "nowhere"})
+    assert f"{flag}: 'nowhere' has no port" in asks([*arguments, flag, "nowhere"], **{variable: BY_VARIABLE})
+
+
+@pytest.mark.parametrize("name", ["table", "own list", "own watch", "own free"])
+def test_etcd_by_a_flag_wins_over_a_page_by_the_variable(asks: Callable[..., str], name: str) -> None:
+    arguments, _ = ASKING[name]
+    said = asks([*arguments, "--etcd", "ftp://x"], KPROXY_ADMIN=BY_VARIABLE)
+    assert "'ftp://x'" in said
+    assert BY_VARIABLE not in said
+    assert "give one of them" in asks([*arguments, "--etcd", "ftp://x", "--admin", BY_FLAG])
+
+
+def test_doctor_looks_where_flags_say_and_only_otherwise_where_variables_do(asks: Callable[..., str]) -> None:
+    environ = {"KPROXY_ADMIN": BY_VARIABLE, "KPROXY_BOOTSTRAP": "127.0.0.1:3"}
+    said = asks(["doctor"], **environ)
+    assert BY_VARIABLE in said
+    assert "127.0.0.1:3" in said
+    # Who asks about a page has not asked for a record in a cluster.
+    said = asks(["doctor", "--admin", BY_FLAG], **environ)
+    assert said.count("FAIL") == 1
+    assert BY_FLAG in said
+
+
+@pytest.mark.parametrize("name", sorted({" ".join(arguments[:2]) for arguments, _ in ASKING.values()}))
+def test_help_says_it_in_the_same_words_everywhere(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = dict(asked for arguments, asked in ASKING.values() if " ".join(arguments[:2]) == name)
+    assert main([*name.split(), "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for flag, variable in flags.items():
+        default = {"KPROXY_ADMIN": "127.0.0.1:9644", "KPROXY_BOOTSTRAP": "127.0.0.1:9092"}[variable]
+        assert f"{flag} H:P" in said
+        if name != "doctor":
+            assert f"[${variable}, else {default}]" in said
+        assert variable in said
+    assert "--proxy" not in said
+
+
+def test_an_old_flag_goes_on_with_a_line_about_the_new_one(asks: Callable[..., str]) -> None:
+    said = asks(["own", "claim", "g", "a", "--proxy", BY_FLAG], KPROXY_BOOTSTRAP=BY_VARIABLE).splitlines()
+    assert said[0] == "kproxy: --proxy is called --bootstrap now; the next release drops the old name."
+    assert said[1].startswith(f"kproxy: {BY_FLAG} cannot be reached")
+    assert len(said) == 2
+    said = asks(["own", "claim", "g", "a", "--proxy", BY_FLAG, "--bootstrap", BY_VARIABLE]).splitlines()
+    assert said[-1] == "kproxy: --proxy is the old name of --bootstrap: give --bootstrap alone."
+    assert "--proxy" not in asks(["own", "claim", "g", "a", "--bootstrap", BY_FLAG])
+
+
+def test_a_claim_is_made_through_any_proxy_of_several(asks: Callable[..., str]) -> None:
+    said = asks(["own", "claim", "g", "a"], KPROXY_BOOTSTRAP=f"{BY_FLAG},{BY_VARIABLE}")
+    assert f"{BY_FLAG} cannot be reached" in said
+    assert f"{BY_VARIABLE} cannot be reached" in said
+
+
+def test_the_demo_writes_to_a_cluster_that_a_flag_names_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    run: list[DemoOptions] = []
+    monkeypatch.setattr("kproxy.pipeline.demo.run_demo", lambda options: run.append(options) or 0)
+    monkeypatch.setenv("KPROXY_BOOTSTRAP", BY_VARIABLE)
+    assert main(["demo"]) == 0
+    assert main(["demo", "--bootstrap", BY_FLAG]) == 0
+    assert [options.bootstrap for options in run] == [None, BY_FLAG]
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_what_commands_ask_is_no_configuration(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    monkeypatch.setenv("KPROXY_OWNERSHIP__ETCD", "http://a:1")
+    assert main(["check-config", *flags]) == 0
+    without = capsys.readouterr().out
+    monkeypatch.setenv("KPROXY_ADMIN", BY_VARIABLE)
+    monkeypatch.setenv("KPROXY_BOOTSTRAP", BY_VARIABLE)
+    assert main(["check-config", *flags]) == 0
+    assert capsys.readouterr().out == without
+
+
 @pytest.mark.parametrize("name", ["serve", "broker", "dev", "demo"])
 def test_windows_gets_a_clear_word(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
@@ -178,6 +309,47 @@ def test_check_config_refuses_what_serve_would_refuse(tmp_path: Path, capsys: py
     file.write_text('[ownership]\netcd = "a:1"\n[limits]\nmax_conections = 7\n')
     assert main(["check-config", "--config", str(file)]) == 2
     assert "did you mean limits.max_connections?" in capsys.readouterr().err
+
+
+def test_check_config_prints_json_for_programs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, table = tmp_path / "kproxy.toml", tmp_path / "owners.toml"
+    table.write_text('[brokers]\n1 = "a:1"\n[[topics]]\nname = "t"\nowners = [1, 1]\n')
+    file.write_text(f'[ownership]\nownership = "static"\netcd = ["http://a:1"]\ntable = "{table}"\n')
+    monkeypatch.setenv("KPROXY_ETCD__USERNAME", "me")
+    monkeypatch.setenv("KPROXY_ETCD__PASSWORD", "hunter2")
+    assert main(["check-config", "--config", str(file), "--json"]) == 0
+    said = capsys.readouterr().out
+    told = json.loads(said)
+    assert (set(told), told["ok"], told["problem"]) == ({"ok", "problem", "settings", "owners"}, True, None)
+    assert set(told["settings"]) == set(load_settings(environ={}))
+    expected = {
+        "listen.workers": (1, "set", "default"),
+        "ownership.etcd": (["http://a:1"], "set", f"ownership.etcd in {file}"),
+        "etcd.username": ("me", "set", "KPROXY_ETCD__USERNAME"),
+        "etcd.password": (None, "not_shown", "KPROXY_ETCD__PASSWORD"),
+        "listen.admin": (None, "not_set", "default"),
+        "ownership.refresh_s": (30.0, "not_used", "default"),
+    }
+    found = {path: told["settings"][path] for path in expected}
+    assert {path: tuple(each[key] for key in ("value", "state", "source")) for path, each in found.items()} == expected
+    assert told["owners"] == {"brokers": {"1": "a:1"}, "topics": [{"name": "t", "owners": [1, 1]}]}
+    assert "hunter2" not in said
+    # What is refused is so in both ways.
+    file.write_text("[limits]\nmax_conections = 7\n")
+    assert main(["check-config", "--config", str(file), "--json"]) == 2
+    captured = capsys.readouterr()
+    refused = json.loads(captured.out)
+    assert (refused["ok"], refused["settings"], refused["owners"]) == (False, {}, None)
+    assert captured.err == f"kproxy: {refused['problem']}\n"
+    assert "did you mean limits.max_connections?" in refused["problem"]
+
+
+def test_every_check_of_doctor_is_documented() -> None:
+    checks = re.findall(r'"((?:etcd|proxy|kafka)\.\w+)"', inspect.getsource(doctor_checks))
+    documented = re.findall(r"^\| `(\w+\.\w+)` \|", (ROOT / "docs" / "commands.md").read_text(), re.MULTILINE)
+    assert sorted(set(checks)) == sorted(documented)
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:

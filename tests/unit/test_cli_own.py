@@ -300,7 +300,7 @@ OWN_FLAGS = "admin etcd prefix etcd-ca etcd-password-file"
     ("name", "flags"),
     [
         ("list", "group json"),
-        ("claim", "all proxy client-id"),
+        ("claim", "all bootstrap client-id"),
         ("free", "all json"),
         ("watch", "group json"),
     ],

@@ -11,7 +11,7 @@ import pytest
 from codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
 from codec.errors import CodecError, InvalidField, Truncated, UnsupportedVersion
 from codec.fetch import FetchRequest, PartitionFetch, partition_fetch
-from codec.partitioned import MAX_PARTITIONS, PartitionedRequest
+from codec.partitioned import MAX_PARTITIONS, MAX_READ_PARTITIONS, PartitionedRequest
 from codec.produce import records_of, transactional_id
 from tests.support.messages import (
     APIS,
@@ -140,22 +140,27 @@ def test_nobody_reads_as_a_replica_through_the_proxy(api_key: int, version: int,
 def test_the_number_of_partitions_is_bounded(api_key: int, version: int) -> None:
     most = _asking(api_key, version, {"t": list(range(4000)), "u": list(range(MAX_PARTITIONS - 4000))})
     assert most.partition_count == MAX_PARTITIONS
-    with pytest.raises(InvalidField, match=str(MAX_PARTITIONS)):
-        _asking(api_key, version, {"t": list(range(4000)), "u": list(range(MAX_PARTITIONS - 3999))})
+    assert not most.is_too_large
+    assert _asking(api_key, version, {"t": list(range(4000)), "u": list(range(MAX_PARTITIONS - 3999))}).is_too_large
+    with pytest.raises(InvalidField, match=str(MAX_READ_PARTITIONS)):
+        _asking(api_key, version, {"t": list(range(4000)), "u": list(range(MAX_READ_PARTITIONS - 3999))})
 
 
 @pytest.mark.parametrize(("api_key", "version"), EVERY_VERSION)
 def test_topics_without_partitions_are_bounded_too(api_key: int, version: int) -> None:
     """A hundred MiB of them would otherwise be 33 million objects: gigabytes, and minutes without any other client."""
     empty = sample_request(api_key, {"": []})[REQUEST_FIELDS[api_key][0]]
-    body = request_body(api_key, version, _topics(api_key, empty * (MAX_PARTITIONS + 1)))
+    assert _parse(
+        api_key, version, request_body(api_key, version, _topics(api_key, empty * (MAX_PARTITIONS + 1)))
+    ).is_too_large
+    body = request_body(api_key, version, _topics(api_key, empty * (MAX_READ_PARTITIONS + 1)))
     with pytest.raises(InvalidField, match="topics"):
         _parse(api_key, version, body)
 
 
 @pytest.mark.parametrize("version", [version for version in VERSIONS[FETCH] if version >= 7])
 def test_forgotten_topics_are_bounded_too(version: int) -> None:
-    forgotten = [{"topic": "f", "partitions": []}] * (MAX_PARTITIONS + 1)
+    forgotten = [{"topic": "f", "partitions": []}] * (MAX_READ_PARTITIONS + 1)
     with pytest.raises(InvalidField, match="topics"):
         _asking(FETCH, version, {"t": [0]}, forgotten_topics_data=forgotten)
 

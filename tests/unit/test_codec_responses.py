@@ -16,7 +16,7 @@ from codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
 from codec.errors import InvalidField, Truncated
 from codec.headers import response_body_offset, response_correlation_id, response_header
 from codec.partitioned import (
-    MAX_PARTITIONS,
+    MAX_READ_PARTITIONS,
     PartitionedResponse,
     encode_topics,
     set_response_correlation_id,
@@ -148,10 +148,10 @@ def test_bad_answers_are_refused(api_key: int, version: int) -> None:
     for fields in (no_topics, no_entries) if by_id else (no_topics, no_entries, no_name):
         with pytest.raises(InvalidField, match="null"):
             _parse(api_key, version, fields)
-    with pytest.raises(InvalidField, match=str(MAX_PARTITIONS)):
-        _parse(api_key, version, sample_response(api_key, {"t": range(MAX_PARTITIONS + 1)}))
-    empty = sample_response(api_key, {"t": []})[topics_field] * (MAX_PARTITIONS + 1)
-    with pytest.raises(InvalidField, match=str(MAX_PARTITIONS)):
+    with pytest.raises(InvalidField, match=str(MAX_READ_PARTITIONS)):
+        _parse(api_key, version, sample_response(api_key, {"t": range(MAX_READ_PARTITIONS + 1)}))
+    empty = sample_response(api_key, {"t": []})[topics_field] * (MAX_READ_PARTITIONS + 1)
+    with pytest.raises(InvalidField, match=str(MAX_READ_PARTITIONS)):
         _parse(api_key, version, sample_response(api_key, {}, **{topics_field: empty}))
 
 

@@ -115,7 +115,7 @@ def test_without_options_the_defaults_hold() -> None:
         owners=None,
         alone=False,
         lease_ttl_s=10,
-        confirm_acks0=False,
+        confirm_acks0=True,
         writer_groups={},
         audit=AuditOptions("none", "__kproxy_audit", None, (), 5.0, 16 << 20),
         limits=Limits(),
@@ -186,6 +186,8 @@ def test_etcd_may_be_a_list_in_the_file(tmp_path: Path) -> None:
 
 def test_variables_that_are_no_key_paths_are_no_configuration() -> None:
     assert load(environ={"KPROXY_DEBUG": "1", "KPROXYLISTEN__X": "1", "LISTEN__LISTEN": "x"}) == load()
+    # Where other commands ask.
+    assert load(environ={"KPROXY_ADMIN": "a:1", "KPROXY_BOOTSTRAP": "a:2"}) == load()
 
 
 UNKNOWN = [

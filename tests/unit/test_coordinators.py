@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from codec.coordination import GROUP, TRANSACTION
 from kproxy.ownership.group_leases import GroupLease, GroupLeases
-from kproxy.proxy.coordinators import GROUP, TRANSACTION, LeasedCoordinators
+from kproxy.proxy.coordinators import LeasedCoordinators
 from kproxy.routing.topology import Address, Topology
 
 

@@ -252,3 +252,25 @@ def test_unfinished_frames_hold_little_more_than_their_bytes() -> None:
     assert held < (KEPT_CHUNKS + 4) * CHUNK_BYTES
     for number, reader in enumerate(partial):
         assert [bytes(frame) for frame in _feed(reader, _frame(1000, number)[300:])] == [_frame(1000, number)]
+
+
+def test_a_long_frame_is_announced_before_it_is_whole_and_arrives_where_its_owner_says() -> None:
+    arena = ReceiveArena()
+    reader, neighbour = FrameReader(LIMIT, arena, most_shared=1000), FrameReader(LIMIT, arena)
+    sent = [_frame(5), _frame(1500, 0x42), _frame(996, 0x43), _frame(3 * CHUNK_BYTES, 0x44), _frame(0)]
+    stream, frames = memoryview(b"".join(sent)), list[bytes]()
+    given = list[bytearray]()
+    while stream:
+        buffer = reader.get_buffer()
+        assert reader.has_own or len(buffer) <= 1000
+        count = min(len(buffer), len(stream))
+        buffer[:count] = stream[:count]
+        stream = stream[count:]
+        frames += [bytes(frame) for frame in reader.buffer_updated(count)]
+        assert _feed(neighbour, _frame(50, 0x61))[0][4:] == bytes([0x61]) * 50
+        if reader.announced > 1000 and not reader.has_own:
+            given.append(bytearray(reader.announced))
+            reader.move_to(given[-1])
+    assert frames == sent
+    assert [bytes(each) for each in given] == [sent[1], sent[3]]
+    assert reader.announced == reader.pending_bytes == 0

@@ -24,7 +24,7 @@ def test_attempts_count_at_the_present_owner_and_in_all(name: str) -> None:
     history, here, exhausted = HISTORIES[name]
     attempts = Attempts()
     for routed_at, owner_revision in history:
-        attempts.add(routed_at, owner_revision)
+        attempts.add(routed_at, owner_revision, 0.0)
     assert (attempts.in_all, attempts.here, attempts.exhausted) == (len(history), here, exhausted)
     assert MAX_ATTEMPTS < MAX_ATTEMPTS_IN_ALL
 
@@ -33,16 +33,23 @@ def test_the_back_off_grows_at_one_owner_and_starts_anew_at_the_next() -> None:
     attempts = Attempts()
     waits = []
     for _ in range(6):
-        attempts.add(5, 3)
+        attempts.add(5, 3, 0.0)
         waits.append(attempts.due_s(0.0))
     assert waits == [*BACKOFF_S, BACKOFF_S[-1], BACKOFF_S[-1]]
-    attempts.add(6, 6)
+    attempts.add(6, 6, 0.0)
     assert attempts.due_s(0.0) == BACKOFF_S[0]
 
 
 def test_the_first_new_owner_is_tried_at_once_and_further_ones_at_a_pace() -> None:
     attempts = Attempts()
-    attempts.add(5, 6)
+    attempts.add(5, 6, 0.0)
     assert attempts.soonest_s(0.9) == 0.0
-    attempts.add(6, 7)
+    attempts.add(6, 7, 0.0)
     assert attempts.soonest_s(0.0) == BACKOFF_S[0]
+
+
+def test_time_counts_from_the_first_failure_whatever_the_owner() -> None:
+    attempts = Attempts()
+    attempts.add(5, 3, 7.0)
+    attempts.add(6, 6, 9.0)
+    assert attempts.first_failed_at == 7.0

@@ -111,6 +111,24 @@ def test_a_gauge_that_says_nothing_of_it_is_summed() -> None:
     assert family_of(Gauge("a", "A.", 1, "min")).across == "min"
 
 
+def test_a_broker_is_up_where_all_processes_say_so() -> None:
+    pages = []
+    for brokers in ({1: True, 2: False}, {1: True, 2: True, 3: True}):
+        vitals = Vitals(brokers=brokers)
+        view = TableView(Topology(), 0.0, False)
+        collector = ProxyCollector(
+            tally=Tally(), counters={}, table=lambda view=view: view, vitals=lambda vitals=vitals: vitals
+        )
+        pages.append([family_of(metric) for metric in collector.collect()])
+    up = {
+        sample.labels["broker"]: sample.value
+        for family in merge(pages)
+        if family.name == "kproxy_broker_up"
+        for sample in family.samples
+    }
+    assert up == {"1": 1, "2": 0, "3": 1}
+
+
 READY = Readiness(True, "ready")
 STALE = Readiness(True, "ready, degraded: the table is stale, the last known owners are used")
 HUNG = Readiness(False, "it does not answer")

@@ -6,7 +6,17 @@ from collections.abc import Awaitable
 from types import MappingProxyType
 from typing import NamedTuple
 
-from codec.api_keys import API_VERSIONS, BIND_FENCES, FETCH, LIST_OFFSETS, PRODUCE, name_of
+from codec.api_keys import (
+    API_VERSIONS,
+    BIND_FENCES,
+    FETCH,
+    LIST_OFFSETS,
+    PRODUCE,
+    SASL_AUTHENTICATE,
+    SASL_HANDSHAKE,
+    name_of,
+)
+from codec.foreign import SASL_HANDSHAKE_REFUSED, sasl
 from kproxy.broker.apis import (
     api_versions,
     bind_fences,
@@ -71,6 +81,9 @@ def serve(broker: Broker, request: Request) -> Body | Awaitable[Body | None] | N
     if api_key == API_VERSIONS:
         return api_versions.answer(request, OFFERED)
     api = _APIS.get(api_key)
+    if api is None and api_key in (SASL_HANDSHAKE, SASL_AUTHENTICATE):
+        answer = [SASL_HANDSHAKE_REFUSED] if api_key == SASL_HANDSHAKE else None
+        raise CloseConnection(str(sasl(request.header)), answer)
     if api is None:
         raise CloseConnection(f"API key {api_key} version {version} is not offered")
     if not api.min_version <= version <= api.max_version:

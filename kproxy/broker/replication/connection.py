@@ -32,6 +32,7 @@ from codec.framing import FrameReader, ReceiveArena
 from codec.headers import frame_message, request_header, response_body_offset, response_correlation_id
 from codec.replica_fetch import ReplicaAnswer, encode_replica_fetch, read_replica_answer
 from kproxy.broker.replication.sasl import MECHANISM, AuthenticationFailed, FollowerHandshake, Secret
+from kproxy.resolver import dial
 
 CONNECT_TIMEOUT_S = 5.0
 UNAUTHENTICATED_FRAME_BYTES = 64 << 10
@@ -64,7 +65,8 @@ class LeaderConnection(asyncio.BufferedProtocol):
         connection = cls(node_id, arena)
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await asyncio.get_running_loop().create_connection(lambda: connection, *address)
+                loop = asyncio.get_running_loop()
+                await dial(lambda *place: loop.create_connection(lambda: connection, *place), *address)
                 await connection._authenticate(secret)
         except (OSError, AuthenticationFailed, CodecError) as error:
             connection.close()

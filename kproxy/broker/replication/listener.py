@@ -155,6 +155,7 @@ class _Session:
             self._on_opened,
             self._on_closed,
             on_queued=self._hurry,
+            advises=False,
         )
 
     def _on_opened(self, connection: ClientConnection) -> bool:

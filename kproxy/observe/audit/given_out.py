@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from operator import add, attrgetter, eq, le
 from typing import Final, NamedTuple
 
@@ -120,12 +120,17 @@ class GivenOut:
         self._added[found] = None
         found.add(chunk, giver)
 
-    def judge(self) -> list[Overlap]:
-        """What of all that was added was given out before."""
+    @property
+    def has_added(self) -> bool:
+        """Whether there is something to judge."""
+        return bool(self._added)
+
+    def judge(self, most: int = MAX_PARTITIONS) -> list[Overlap]:
+        """What of that which was added was given out before, of so many partitions at most."""
         overlaps: list[Overlap] = []
-        # Taken out first: what goes wrong with one of them must not do so again at every look.
-        added, self._added = self._added, {}
-        for partition in added:
+        for partition in list(islice(self._added, most)):
+            # Taken out first: what goes wrong with one of them must not do so again at every look.
+            del self._added[partition]
             overlaps += partition.judge()
         return overlaps
 

@@ -221,7 +221,12 @@ class Trail:
             if self._taking:
                 yield
         self._tell_the_time()
-        self._judge()
+        overlaps = 0
+        while self._given_out.has_added:
+            overlaps += self._judge_some(overlaps)
+            yield
+        if overlaps > MAX_OVERLAPS_LOGGED:
+            log.error("more offsets given out twice than are logged", intervals=overlaps)
         while self._close_some():
             yield
         self._mark()
@@ -286,14 +291,14 @@ class Trail:
             self._close_row(acked)
         self._open[acked] = _OpenRow(acked.acks, chunk, self._looked_at, self._at, self._looked)
 
-    def _judge(self) -> None:
-        overlaps = self._given_out.judge()
-        for number, overlap in enumerate(overlaps):
+    def _judge_some(self, found_before: int) -> int:
+        """Judge a step of what a look has added; how many offsets given out twice that has found."""
+        overlaps = self._given_out.judge(MAX_STEP)
+        for number, overlap in enumerate(overlaps, found_before):
             self._on_overlap(overlap)
             if number < MAX_OVERLAPS_LOGGED:
                 _log(overlap)
-        if len(overlaps) > MAX_OVERLAPS_LOGGED:
-            log.error("more offsets given out twice than are logged", intervals=len(overlaps))
+        return len(overlaps)
 
     # Rows
 

@@ -13,6 +13,7 @@ import ssl
 from kproxy.config.etcd import EtcdOptions, tls_context
 from kproxy.errors import StartupError
 from kproxy.ownership.etcd.target import Endpoint
+from kproxy.resolver import dial
 
 TIMEOUT_S = 2.0
 # With TLS 1.3 a server refuses a client's certificate after the handshake is over for the client.
@@ -44,7 +45,7 @@ async def _plain_wrong(endpoint: Endpoint) -> str | None:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     try:
-        _, writer = await asyncio.open_connection(endpoint.host, endpoint.port, ssl=context)
+        _, writer = await _connect(endpoint, context)
     except ssl.SSLError as error:
         if "ALERT" not in (error.reason or ""):
             return None
@@ -57,7 +58,7 @@ async def _tls_wrong(endpoint: Endpoint, options: EtcdOptions) -> str | None:
     context = await asyncio.to_thread(tls_context, options)
     name = options.server_name or endpoint.host
     try:
-        reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port, ssl=context, server_hostname=name)
+        reader, writer = await _connect(endpoint, context, name)
     except ssl.SSLCertVerificationError as error:
         return _not_verified(endpoint, name, options, error)
     except (ssl.SSLError, ConnectionError) as error:
@@ -104,7 +105,7 @@ def _no_handshake(endpoint: Endpoint, options: EtcdOptions, error: OSError) -> s
 
 
 async def _speaks_plainly(endpoint: Endpoint) -> bool:
-    reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+    reader, writer = await _connect(endpoint)
     try:
         writer.write(_PREFACE)
         return (await reader.readexactly(9))[3] == _SETTINGS
@@ -112,6 +113,18 @@ async def _speaks_plainly(endpoint: Endpoint) -> bool:
         return False
     finally:
         await _close(writer)
+
+
+async def _connect(
+    endpoint: Endpoint, context: ssl.SSLContext | None = None, name: str = ""
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection, with TLS where there is a `context`, to whom a certificate calls `name`."""
+    server_name = (name or endpoint.host) if context is not None else None
+    return await dial(
+        lambda host, port: asyncio.open_connection(host, port, ssl=context, server_hostname=server_name),
+        endpoint.host,
+        endpoint.port,
+    )
 
 
 async def _close(writer: asyncio.StreamWriter) -> None:

@@ -1,7 +1,8 @@
 """What a supervisor and one worker say to each other, over a pair of sockets that nobody else holds.
 
 The supervisor's first frame is an Assignment. A worker says Hello, from when on each Ask is answered by an Answer of
-its id, in any order; Waits, as often as what it waits for changes; and then Ready. Or, instead of any of them, Failed.
+its id, in any order; Waits, as often as what it waits for changes and now and then; and then Ready. Or, instead of any
+of them, Failed.
 A frame is its length in four bytes and a body; one longer than its reader's limit ends the channel.
 """
 

@@ -35,7 +35,7 @@ import structlog
 from kproxy.config import Address, ProxyConfig, share_limits
 from kproxy.errors import StartupError
 from kproxy.observe.admin import AdminPage
-from kproxy.proxy.front import say_ready, say_waiting, start_admin
+from kproxy.proxy.front import say_ready, start_admin
 from kproxy.proxy.membership import Membership
 from kproxy.proxy.port import bind
 from kproxy.proxy.signals import Signals, until_stopped
@@ -44,6 +44,7 @@ from kproxy.proxy.workers.channel import Assignment
 from kproxy.proxy.workers.child import Launch
 from kproxy.proxy.workers.pages import AllPages
 from kproxy.proxy.workers.slot import Slot
+from kproxy.waiting import Reminders, say_waiting
 
 # What a worker needs beside its drain: last bytes for slow clients, the rest of its audit trail, and the end of its
 # interpreter.
@@ -65,7 +66,7 @@ class _Supervisor:
         self._launch = launch
         self._signals = signals
         self._slots: list[Slot] = []
-        self._waits_for = ""
+        self._reminders = Reminders(time.monotonic)
 
     async def serve(self) -> None:
         """Serve until cancelled; then have the workers drain."""
@@ -110,8 +111,7 @@ class _Supervisor:
 
     def _wait(self, sentence: str) -> None:
         """All workers wait for the same: once is enough."""
-        if self._waits_for != sentence:
-            self._waits_for = sentence
+        if self._reminders.is_due(sentence):
             say_waiting(sentence)
 
     async def _hand_on_hangups(self) -> None:

@@ -1,10 +1,10 @@
-"""The breaker of one broker: what opens it, what closes it, how long a probe is waited for."""
+"""When a broker hangs, when one that is down is dialled again, and when a connection is cut off."""
 
 from __future__ import annotations
 
 import pytest
 
-from kproxy.routing.breaker import LONGEST_PATIENCE_S, Breaker
+from kproxy.routing.broker_health import LONGEST_PATIENCE_S, Breaker, Redial, is_cut_off
 
 TIMEOUT_S = 2.0
 
@@ -67,3 +67,39 @@ def test_the_longer_it_hangs_the_longer_each_probe_is_waited_for(timeout_s: floa
     assert max(waited) <= max(timeout_s, LONGEST_PATIENCE_S)
     breaker.answered()
     assert breaker.patience_s == timeout_s
+
+
+def test_a_broker_that_stays_down_is_dialled_more_and_more_slowly_once_a_second_at_last() -> None:
+    redial, now = Redial(), 100.0
+    assert redial.is_due(now)
+    pauses = []
+    for _ in range(8):
+        redial.failed(now)
+        failed_at = now
+        while not redial.is_due(now):
+            now += 0.01
+        pauses.append(round(now - failed_at, 1))
+    assert pauses == [0.1, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0]
+    assert redial.failures == 8
+
+
+@pytest.mark.parametrize(
+    ("unacknowledged", "retransmits", "probes", "silent_s", "cut_off"),
+    [
+        (0, 0, 0, 60.0, False),
+        (1, 3, 0, 2.1, True),
+        (1, 2, 0, 2.1, False),
+        # Sent anew and acknowledged by now.
+        (1, 3, 0, 0.3, False),
+        (0, 3, 0, 2.1, False),
+        # A window that stays closed, and whose probes are acknowledged; and one whose probes are not.
+        (0, 0, 1, 2.5, False),
+        (0, 0, 3, 2.5, True),
+    ],
+)
+def test_a_connection_is_cut_off_where_nothing_is_acknowledged(
+    unacknowledged: int, retransmits: int, probes: int, silent_s: float, cut_off: bool
+) -> None:
+    assert cut_off is is_cut_off(
+        unacknowledged=unacknowledged, retransmits=retransmits, probes=probes, silent_s=silent_s, patience_s=TIMEOUT_S
+    )

@@ -1,8 +1,9 @@
-"""The breakers of one proxy: watch brokers that let a request wait, and say which of them hang.
+"""The health of one proxy's brokers: which of them hang, and with the dialler's memory, which can be used.
 
-All client connections share them. A connection that sees a request wait calls `suspect`; from then on, for as long as
+Every connection to a broker shares it, whatever it is for: what clients write and read, the control plane,
+coordinators, the question what a broker serves. Who sees a request wait calls `suspect`; from then on, for as long as
 somebody keeps suspecting the broker or its breaker is open, one task probes it. Nothing is done about a broker that is
-idle or answers promptly. The rules are in `kproxy.routing.breaker`.
+idle or answers promptly. The rules are in `kproxy.routing.broker_health`; who is down is in `kproxy.proxy.dialling`.
 
 States of a broker's address
   (none)     nobody suspects it
@@ -22,7 +23,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 from math import inf
 from typing import Final
@@ -34,10 +36,11 @@ from codec.framing import ReceiveArena
 from codec.headers import request_header
 from codec.partitioned import with_length
 from kproxy.config import Limits
+from kproxy.proxy.dialling import Dialler, Turn
 from kproxy.proxy.pieces import Piece
 from kproxy.proxy.question import Lost, ask
 from kproxy.proxy.upstream import Oldest, Upstream
-from kproxy.routing.breaker import PROBE_PAUSE_S, SUSPICIOUS_S, Breaker
+from kproxy.routing.broker_health import PROBE_PAUSE_S, SUSPICIOUS_S, Breaker, is_cut_off
 from kproxy.routing.topology import Address, Topology
 
 log = structlog.get_logger(__name__)
@@ -67,8 +70,8 @@ class _Watched:
         self.task: asyncio.Task[None] | None = None
 
 
-class Breakers:
-    """The breakers by broker address. `clock` is in seconds."""
+class BrokerHealth:
+    """By broker address. `clock` is in seconds."""
 
     def __init__(
         self,
@@ -77,12 +80,14 @@ class Breakers:
         clock: Callable[[], float],
         arena: ReceiveArena,
         counters: Counter[str],
+        dialler: Dialler,
     ) -> None:
         self._topology = topology
         self._limits = limits
         self._clock = clock
         self._arena = arena
         self._counters = counters
+        self.dialler = dialler
         self._watched: dict[Address, _Watched] = {}
         self._closed = False
         self.on_open: Callable[[Address], None] = lambda address: None
@@ -104,6 +109,19 @@ class Breakers:
         watched = self._watched.get(address)
         return watched is not None and watched.breaker.is_open
 
+    @property
+    def all_well(self) -> bool:
+        """Whether nothing speaks against any broker."""
+        return not self._watched and self.dialler.all_up
+
+    def is_well(self, address: Address) -> bool:
+        """Whether nothing speaks against the broker there: it does not hang, and the last dial came through."""
+        return not self.is_open(address) and not self.dialler.is_down(address)
+
+    def refuses(self, address: Address) -> bool:
+        """Whether what is sent to the broker there now is lost unwritten, at once: it hangs, or is down."""
+        return self.is_open(address) or self.dialler.refuses(address)
+
     def suspect(self, owner: int, address: Address) -> None:
         """A request has been waiting for this broker for SUSPICIOUS_S."""
         watched = self._watched.get(address)
@@ -112,6 +130,30 @@ class Breakers:
         elif not self._closed and len(self._watched) < MAX_WATCHED:
             watched = self._watched[address] = _Watched(self._limits.probe_timeout_s)
             watched.task = asyncio.get_running_loop().create_task(self._watch(owner, address, watched))
+
+    @contextmanager
+    def wondering(self, owner: int, address: Address) -> Iterator[None]:
+        """Suspect the broker there if what is done within takes SUSPICIOUS_S."""
+        timer = asyncio.get_running_loop().call_later(SUSPICIOUS_S, self.suspect, owner, address)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def is_cut_off(self, upstream: Upstream, waits_s: float) -> bool:
+        """Whether nothing gets through on a connection that has let something wait for so long.
+
+        As long as for a probe: it is the same that is lost, and the probe tells nothing of this connection.
+        """
+        patience_s = self._limits.probe_timeout_s
+        told = upstream.delivery() if waits_s >= patience_s else None
+        return told is not None and is_cut_off(
+            unacknowledged=told.unacknowledged,
+            retransmits=told.retransmits,
+            probes=told.probes,
+            silent_s=told.silent_s,
+            patience_s=patience_s,
+        )
 
     def heard(self, address: Address, since: float) -> None:
         """The broker has answered a client's request, not earlier than `since`."""
@@ -160,6 +202,8 @@ class Breakers:
         return Upstream(
             owner,
             address,
+            dialler=self.dialler,
+            turn=Turn.BESIDE,
             arena=self._arena,
             max_answer_bytes=self._limits.max_control_request_bytes,
             # The probe's own patience is to be over first: a dial that hangs is silence.
@@ -200,29 +244,53 @@ def _may_wait_until(upstream: Upstream) -> float:
 class Waiting:
     """What one client connection's broker connections let wait, as far as is seen by looking now and then.
 
-    Requests are not timed: a connection whose next answer is still the same one at look after look lets it wait.
+    Requests are not timed: a connection whose next answer is still the same one at look after look lets it wait. Such a
+    connection may be cut off alone, while its broker answers on others: while it waits, its own way is watched.
     """
 
-    def __init__(self, breakers: Breakers) -> None:
-        self._breakers = breakers
+    def __init__(self, health: BrokerHealth) -> None:
+        self._health = health
         # The next answer of each connection, and since when it has been that.
         self._seen: dict[Upstream, tuple[Oldest, float]] = {}
         self._looked_at = -inf
+        # The connections that the kernel watches closely.
+        self._watched: set[Upstream] = set()
+
+    @property
+    def watches(self) -> bool:
+        """Whether there is something to be undone at the next look."""
+        return bool(self._watched)
 
     def look(self, upstreams: Iterable[Upstream], now: float) -> None:
         """Suspect the brokers that let something wait; tell of those that have answered since the last look."""
         seen: dict[Upstream, tuple[Oldest, float]] = {}
+        waiting: dict[Upstream, float] = {}
         for upstream in upstreams:
             oldest = upstream.oldest()
             before, since = self._seen.get(upstream, (None, now))
             if oldest != before:
                 since = now
                 if before is not None and before.written and not upstream.closed:
-                    self._breakers.heard(upstream.address, self._looked_at)
+                    self._health.heard(upstream.address, self._looked_at)
             if oldest is None:
                 continue
             seen[upstream] = (oldest, since)
-            if now - max(since, _may_wait_until(upstream)) >= SUSPICIOUS_S:
-                self._breakers.suspect(upstream.owner, upstream.address)
+            waits_s = now - max(since, _may_wait_until(upstream))
+            if waits_s >= SUSPICIOUS_S:
+                self._health.suspect(upstream.owner, upstream.address)
+                waiting[upstream] = waits_s
         self._seen = seen
         self._looked_at = now
+        if waiting or self._watched:
+            self._watch(waiting)
+
+    def _watch(self, waiting: Mapping[Upstream, float]) -> None:
+        """Watch the ways of those that wait, for so long, and no others; give up what nothing gets through on."""
+        for upstream in waiting.keys() - self._watched:
+            upstream.watch_path(closely=True)
+        for upstream in self._watched - waiting.keys():
+            upstream.watch_path(closely=False)
+        self._watched = set(waiting)
+        for upstream, waits_s in waiting.items():
+            if self._health.is_cut_off(upstream, waits_s):
+                upstream.cut()

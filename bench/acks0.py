@@ -1,0 +1,53 @@
+"""`make bench SECTION=acks0`: what it costs to have brokers confirm what clients send with acks=0; some seconds.
+
+Each connection sends windows of acks=0 requests that end in one with an answer, which tells that the window has been
+taken. The proxy sends acks=0 on as it is, or asks for acks=1 and keeps the answers to itself (`--confirm-acks0`); the
+two take turns, and the least CPU of the rounds counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.load import CONNECTIONS, SHAPES, produce_frame
+from bench.processes import child, first_line, measure
+from bench.quick import BROKERS, ROUNDS, kproxy
+
+WINDOW = 20
+WAYS = {"as sent": "--no-confirm-acks0", "confirmed": "--confirm-acks0"}
+
+
+def acks0(console: Console) -> None:
+    """The table that is printed."""
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kproxy-bench-")))
+        brokers = [stack.enter_context(child(sys.executable, "-m", "bench.null_broker")) for _ in range(BROKERS)]
+        ports = [int(first_line(broker)) for broker in brokers]
+        proxies = {way: stack.enter_context(kproxy(ports, directory, flag)) for way, flag in WAYS.items()}
+        table = Table(title=f"CPU of the proxy process with acks=0; {CONNECTIONS} connections", title_style="")
+        table.add_column("request", no_wrap=True)
+        for way in WAYS:
+            table.add_column(f"{way}\nµs/req", justify="right")
+            table.add_column(f"{way}\nreq/s", justify="right")
+        table.add_column("confirmed /\nas sent", justify="right")
+        for shape in SHAPES:
+            windows = max(1, shape.requests // WINDOW)
+            window = produce_frame(shape, acks=0) * (WINDOW - 1) + produce_frame(shape)
+            best: dict[str, tuple[float, float]] = {}
+            for _ in range(1 + ROUNDS):
+                for way, (pid, port) in proxies.items():
+                    best[way] = min(best.get(way, (1e9, 1e9)), measure(pid, port, window, windows))
+            requests = windows * WINDOW * CONNECTIONS
+            cells = [
+                cell
+                for cpu, elapsed in best.values()
+                for cell in (f"{cpu / requests * 1e6:,.1f}", f"{requests / elapsed:,.0f}")
+            ]
+            table.add_row(shape.name, *cells, f"{best['confirmed'][0] / best['as sent'][0]:.2f}")
+        console.print(table)

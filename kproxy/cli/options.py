@@ -1,0 +1,198 @@
+"""Options that several commands have: the addresses they ask, how to talk to etcd, what `serve` and `dev` share.
+
+`--bootstrap` names Kafka addresses and `--admin` a proxy's admin page, wherever a command asks one. KPROXY_BOOTSTRAP
+and KPROXY_ADMIN do so where the flag is not given; a flag wins over the variable, the variable over the default. They
+are no configuration of `kproxy serve`, whose own --bootstrap and --admin are keys of `kproxy.config.proxy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import click
+from click.core import ParameterSource
+
+from kproxy.config import DEFAULT_ADMIN, DEFAULT_LISTEN, DEFAULT_PREFIX, Address, parse_address, split_list
+from kproxy.config.etcd import EtcdOptions, etcd_options_from
+from kproxy.errors import StartupError
+
+BOOTSTRAP_VARIABLE = "KPROXY_BOOTSTRAP"
+ADMIN_VARIABLE = "KPROXY_ADMIN"
+
+Command = Callable[..., Any]
+Decorator = Callable[[Command], Command]
+
+_RANKS = (ParameterSource.DEFAULT, ParameterSource.ENVIRONMENT, ParameterSource.COMMANDLINE)
+
+
+class Asked(NamedTuple):
+    """Addresses to ask, as they were written. `source` is the flag or the variable to name in a sentence about them."""
+
+    text: str
+    source: str
+    given_by: ParameterSource = ParameterSource.COMMANDLINE
+
+    @property
+    def rank(self) -> int:
+        """0 the default, 1 a variable, 2 a flag."""
+        return _RANKS.index(self.given_by)
+
+    def address(self) -> Address:
+        """The one there is. Raises StartupError."""
+        return parse_address(self.text, self.source)
+
+    def addresses(self) -> tuple[Address, ...]:
+        """One or several. Raises StartupError."""
+        return tuple(parse_address(part, self.source) for part in split_list(self.text, self.source))
+
+
+class EtcdPlace(NamedTuple):
+    """An etcd to ask instead of a proxy."""
+
+    endpoints: tuple[str, ...]
+    options: EtcdOptions
+    prefix: str
+
+
+def bootstrap_option(
+    text: str, *, default: str | None = DEFAULT_LISTEN, otherwise: str = DEFAULT_LISTEN, old_names: Sequence[str] = ()
+) -> Decorator:
+    """Adds --bootstrap: the parameter `bootstrap`, an Asked; None where nothing names it and `default` is None.
+
+    `text` says what is asked for what, `otherwise` what comes of it where nothing names it. `old_names`: what the flag
+    was called before, for one release.
+    """
+    shown = f"{text} [${BOOTSTRAP_VARIABLE}, else {otherwise}]"
+    return _asking("--bootstrap", "H:P[,H:P...]", BOOTSTRAP_VARIABLE, shown, default, old_names)
+
+
+def admin_option(text: str, *, default: str | None = DEFAULT_ADMIN, otherwise: str = DEFAULT_ADMIN) -> Decorator:
+    """Adds --admin: the parameter `admin`, as `bootstrap_option` does."""
+    return _asking("--admin", "H:P", ADMIN_VARIABLE, f"{text} [${ADMIN_VARIABLE}, else {otherwise}]", default, ())
+
+
+def _asking(
+    flag: str, metavar: str, variable: str, text: str, default: str | None, old_names: Sequence[str]
+) -> Decorator:
+    key = f"{__name__}.{flag}"
+
+    def note(context: click.Context, option: click.Parameter, value: str | None) -> None:
+        if value is not None:
+            click.echo(f"kproxy: {option.opts[0]} is called {flag} now; the next release drops the old name.", err=True)
+            context.meta[key] = (option.opts[0], value)
+
+    def asked(context: click.Context, option: click.Parameter, value: str | None) -> Asked | None:
+        source = context.get_parameter_source(option.name or "")
+        old, old_value = context.meta.get(key, (None, None))
+        if old is not None and source is ParameterSource.COMMANDLINE:
+            raise StartupError(f"{old} is the old name of {flag}: give {flag} alone.")
+        if old is not None:
+            return Asked(old_value, old)
+        if value is None:
+            return None if default is None else Asked(default, flag, ParameterSource.DEFAULT)
+        if source is ParameterSource.ENVIRONMENT:
+            return Asked(value, variable, ParameterSource.ENVIRONMENT)
+        return Asked(value, flag)
+
+    def add(command: Command) -> Command:
+        for old in old_names:
+            # Eager: it is noted before the option of today is asked for.
+            command = click.option(old, hidden=True, expose_value=False, is_eager=True, callback=note)(command)
+        return click.option(flag, metavar=metavar, envvar=variable, help=text, callback=asked)(command)
+
+    return add
+
+
+# No password: what is on a command line, everybody on the machine can read.
+_ETCD_FLAGS = (
+    click.option("--etcd-ca", metavar="FILE", help="For https: whose certificates etcd shows. [the machine's]"),
+    click.option("--etcd-cert", metavar="FILE", help="For https: the certificate to show to etcd, with its chain."),
+    click.option("--etcd-key", metavar="FILE", help="The private key of --etcd-cert."),
+    click.option("--etcd-server-name", metavar="NAME", help="Whom etcd's certificates name. [the host in each URL]"),
+    click.option("--etcd-username", metavar="NAME", help="Who to be in etcd. [nobody, or whom --etcd-cert names]"),
+    click.option(
+        "--etcd-password-file", metavar="FILE", help="The file of the password, or set KPROXY_ETCD__PASSWORD."
+    ),
+)
+
+
+def etcd_flags(command: Command) -> Command:
+    """Adds how to talk to etcd. What they are given as, `kproxy.config.etcd.etcd_options_from` takes."""
+    return _with(command, _ETCD_FLAGS)
+
+
+def etcd_place(etcd: str | None, prefix: str | None, etcd_access: Mapping[str, str | None]) -> EtcdPlace | None:
+    """The etcd that --etcd names, if it is given. Raises StartupError."""
+    if etcd is not None:
+        return EtcdPlace(split_list(etcd, "--etcd"), etcd_options_from(etcd_access), prefix or DEFAULT_PREFIX)
+    if any(value is not None for value in etcd_access.values()):
+        raise StartupError("the flags --etcd-... say how to ask etcd: name it with --etcd URL.")
+    return None
+
+
+def asks_proxy_or_etcd(command: Command) -> Command:
+    """Adds --admin, --etcd, how to talk to that, and --prefix: what `asked_place` takes."""
+    flags = (
+        admin_option("Ask the proxy with this admin page."),
+        click.option("--etcd", metavar="URL[,URL...]", help="Ask etcd itself instead of a proxy."),
+        etcd_flags,
+        click.option("--prefix", default=DEFAULT_PREFIX, show_default=True, help="With --etcd: root of the keys."),
+    )
+    return _with(command, flags)
+
+
+def asked_place(admin: Asked, etcd: str | None, prefix: str | None, **etcd_access: str | None) -> Address | EtcdPlace:
+    """The admin page or the etcd to ask. Raises StartupError."""
+    place = etcd_place(etcd, prefix, etcd_access)
+    if place is None:
+        return admin.address()
+    if admin.given_by is ParameterSource.COMMANDLINE:
+        raise StartupError("--admin asks a proxy and --etcd asks etcd: give one of them.")
+    return place
+
+
+def _given(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> list[str] | None:
+    """None where it is not given, as with every other flag."""
+    return list(values) or None
+
+
+writer_group_flag = click.option(
+    "--writer-group",
+    metavar="TOPIC=GROUP",
+    multiple=True,
+    callback=_given,
+    help="Let only those write to the topic who own what they write to, in this group (the Own API). May be repeated. "
+    "[anybody writes]",
+)
+
+_AUDIT_FLAGS = (
+    click.option(
+        "--audit-sink",
+        metavar="none|topic[:NAME]|json:DIR|parquet:DIR",
+        help="Where to ship the trail of what was acknowledged, for `kproxy pipeline audit`. [none]",
+    ),
+    click.option(
+        "--audit-bootstrap",
+        metavar="H:P[,H:P...]",
+        help="For --audit-sink topic: some brokers of another cluster to ship to. [through this proxy itself]",
+    ),
+    click.option(
+        "--audit-interval-s",
+        metavar="SECONDS",
+        type=float,
+        help="How soon an acknowledgement is in the trail. [5]",
+    ),
+)
+
+
+def audit_flags(command: Command) -> Command:
+    """Adds what becomes of the audit trail of `kproxy serve`."""
+    return _with(command, _AUDIT_FLAGS)
+
+
+def _with(command: Command, flags: Sequence[Decorator]) -> Command:
+    """Adds `flags`, in their order."""
+    for flag in reversed(flags):
+        command = flag(command)
+    return command

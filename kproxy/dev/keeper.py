@@ -1,0 +1,160 @@
+"""Start again each part that ends by itself in a development cluster, and tell of it.
+
+States of a part: etcd, each broker, the proxy
+  running   it has been ready, and its process is there
+  pausing   its process has ended, or it did not become ready; it is started when the pause is over
+  starting  it has been started and is not ready yet
+  left      it is not started again
+
+Transitions
+  running  -> pausing, left   its process ends; left with `restart` off, or after MAX_ATTEMPTS in a row
+  pausing  -> starting        the pause is over
+  starting -> running         it is ready
+  starting -> pausing, left   it did not become ready
+
+Invariants
+1. A pause is at least twice as long as the one before, up to MAX_PAUSE_S, until the part has run for STEADY_S.
+2. Each transition but that to `starting` is told in one line, an end or a failure with its reason.
+3. A part that is stopped (SIGSTOP) has not ended.
+4. Others lead what a dead broker led before that is started again: its lease has run out by then.
+5. `keep` ends, with ChildEnded, where nothing is served any more: the proxy is left, or etcd was tried in vain. Brokers
+   may be left; the others serve on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable
+from typing import Final
+
+from kproxy.dev.cluster import ChildEnded, DevCluster, End, Part
+from kproxy.errors import StartupError
+
+PAUSE_S: Final = 1.0
+MAX_PAUSE_S: Final = 60.0
+MAX_ATTEMPTS: Final = 8
+STEADY_S: Final = 10.0
+# Beyond the TTL: etcd ends a lease a little late, and the others need a moment to take over.
+LEASE_SLACK_S: Final = 2
+
+
+class BackOff:
+    """How long to wait before each attempt to start a part."""
+
+    def __init__(self) -> None:
+        self._attempts = 0
+        self._last_s = 0.0
+
+    def pause_s(self, *, ran_s: float, least_s: float = PAUSE_S) -> float | None:
+        """The pause after it has been ready for `ran_s`, 0 where it has not; None for no more attempts."""
+        if ran_s >= STEADY_S:
+            self._attempts, self._last_s = 0, 0.0
+        self._attempts += 1
+        if self._attempts > MAX_ATTEMPTS:
+            return None
+        self._last_s = min(max(least_s, PAUSE_S, 2 * self._last_s), max(least_s, MAX_PAUSE_S))
+        return self._last_s
+
+
+class Keeper:
+    """Keeps a started `cluster` as it is; `say` is told a line at a time. `clock` is in seconds."""
+
+    def __init__(
+        self,
+        cluster: DevCluster,
+        say: Callable[[str], None],
+        *,
+        restart: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cluster = cluster
+        self._say = say
+        self._restart = restart
+        self._clock = clock
+
+    async def keep(self) -> None:
+        """Until cancelled. Raises ChildEnded (invariant 5)."""
+        keeping = [asyncio.create_task(self._keep(part), name=f"keeper of {part}") for part in self._cluster.parts]
+        try:
+            await asyncio.gather(*keeping)
+        finally:
+            for task in keeping:
+                task.cancel()
+            await asyncio.gather(*keeping, return_exceptions=True)
+
+    async def _keep(self, part: Part) -> None:
+        back_off = BackOff()
+        while True:
+            ready_at = self._clock()
+            end = await self._cluster.ended(part)
+            pause_s = back_off.pause_s(ran_s=self._clock() - ready_at, least_s=self._least_pause_s(part, end))
+            if not self._restart or pause_s is None:
+                self._leave(part, end, in_vain=self._restart)
+                return
+            self._say(f"{_how(part, end)} {self._meanwhile(part, end)}It is started again in {pause_s:g} s.")
+            if not await self._start_again(part, back_off, pause_s, end):
+                return
+
+    async def _start_again(self, part: Part, back_off: BackOff, pause_s: float, end: End) -> bool:
+        """Whether it runs again; the attempts may be over without it."""
+        while True:
+            await asyncio.sleep(pause_s)
+            try:
+                where = await self._cluster.restart(part)
+            except StartupError as error:
+                why = str(error).removeprefix(f"the {str(part).removeprefix('the ')} did not start: ").rstrip(".")
+                following = back_off.pause_s(ran_s=0.0)
+                if following is None:
+                    self._say(f"{part} could not be started again: {why}.")
+                    self._leave(part, end, in_vain=True)
+                    return False
+                pause_s = following
+                self._say(f"{part} could not be started again: {why}. The next attempt is in {pause_s:g} s.")
+            else:
+                self._say(f"{part} is back: {where}")
+                return True
+
+    def _leave(self, part: Part, end: End, *, in_vain: bool) -> None:
+        """Tell that it stays as it is. Raises ChildEnded where nothing is served without it."""
+        if part.kind == "proxy" or (part.kind == "etcd" and in_vain):
+            # Killed from outside, its last lines say nothing of its end.
+            last_lines = [] if end.status == -signal.SIGKILL else end.last_lines
+            raise ChildEnded(part.kind, end.status, end.log_path, last_lines)
+        why = f"after {MAX_ATTEMPTS} attempts" if in_vain else "because of --no-restart"
+        self._say(f"{_how(part, end)} {self._meanwhile(part, end)}It is not started again, {why}.")
+
+    def _least_pause_s(self, part: Part, end: End) -> float:
+        if self._others_take_over(part, end):
+            return self._cluster.lease_ttl_s + LEASE_SLACK_S
+        return PAUSE_S
+
+    def _others_take_over(self, part: Part, end: End) -> bool:
+        """Once its lease has run out. One that ends in order has given up its lease."""
+        return part.kind == "broker" and end.status != 0 and self._cluster.replication_factor > 1
+
+    def _meanwhile(self, part: Part, end: End) -> str:
+        """What becomes of the rest, with a space behind it."""
+        ttl_s = self._cluster.lease_ttl_s
+        if part.kind == "etcd":
+            return f"Brokers and the proxy serve on without it as long as leases last, {ttl_s} s. "
+        if self._others_take_over(part, end):
+            return f"The others take over what it led when its lease ends, within {ttl_s} s. "
+        if part.kind == "broker" and self._cluster.replication_factor == 1:
+            return "What it led waits for it. "
+        return "" if part.kind == "broker" else "Clients connect again. "
+
+
+def _how(part: Part, end: End) -> str:
+    if end.status < 0:
+        return f"{part} (pid {end.pid}) was ended by {_signal_name(-end.status)}."
+    said = f", its last line is: {end.last_lines[-1]}" if end.status and end.last_lines else "."
+    return f"{part} (pid {end.pid}) ended with status {end.status}{said}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:
+        return f"signal {number}"

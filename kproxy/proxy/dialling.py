@@ -1,0 +1,200 @@
+"""Dial brokers, with one memory of which brokers are down, for all connections of the process.
+
+States of a broker's address
+  up      nothing speaks against it; every connection dials for itself, at once
+  down    the last dial failed: refused, no route, no answer in time; dials go out at the pace of
+          kproxy.routing.broker_health.Redial, one at a time
+
+Transitions
+  up   -> down   a dial fails; one line in the log
+  down -> up     a dial succeeds, whoever's; one line in the log
+
+Invariants
+1. While an address is down, at most one dial of those that take turns is under way. Who wants a connection meanwhile
+   waits for it: its failure is theirs too, and upon its success they dial for themselves.
+2. Who asks while the pause after a failure lasts fails at once: nothing is written.
+3. A dial that is given up (its client has gone) says nothing about the broker. Who waits for it takes its turn.
+4. What keeps this process from dialling anybody says nothing about the broker either.
+5. At most MAX_DOWN addresses are remembered; those that failed first are forgotten first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import time
+from collections.abc import Callable
+from enum import Enum
+from types import TracebackType
+from typing import Final, Self
+
+import structlog
+
+from kproxy.resolver import Resolver
+from kproxy.routing.broker_health import Redial
+from kproxy.routing.topology import Address
+
+log = structlog.get_logger(__name__)
+
+# More than a cluster has brokers.
+MAX_DOWN: Final = 1000
+# Too few file descriptors, ports, buffers or threads here.
+_OUR_OWN: Final = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EAGAIN}
+)
+
+
+class Turn(Enum):
+    """When somebody may dial a broker that is down."""
+
+    PACED = "when the pause is over"
+    NEXT = "at once, unless a dial is under way; for who asks at a slow pace of his own"
+    BESIDE = "at once; for a probe, whose time is its own"
+
+
+class KnownDown(ConnectionError):
+    """The broker is down, and it was not dialled for this."""
+
+
+class _Down:
+    """`under_way` is done when the dial that all others wait for is over."""
+
+    __slots__ = ("redial", "since", "under_way")
+
+    def __init__(self, since: float) -> None:
+        self.since = since
+        self.redial = Redial()
+        self.under_way: asyncio.Future[None] | None = None
+
+
+class Dialler:
+    """Of one process, on one event loop; `clock` in seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.resolver = Resolver(clock)
+        self._down: dict[Address, _Down] = {}
+
+    @property
+    def all_up(self) -> bool:
+        """Whether no broker is known to be down."""
+        return not self._down
+
+    def is_down(self, address: Address) -> bool:
+        """Whether the last dial failed."""
+        return address in self._down
+
+    def refuses(self, address: Address) -> bool:
+        """Whether a dial in turn would fail at once."""
+        down = self._down.get(address)
+        return down is not None and down.under_way is None and not down.redial.is_due(self._clock())
+
+    def attempt(self, owner: int, address: Address, turn: Turn = Turn.PACED) -> Attempt:
+        """One attempt at reaching the broker `owner`, to be entered; what it comes to is noted as it is left."""
+        return Attempt(self, owner, address, turn)
+
+    async def take_turn(self, address: Address, turn: Turn) -> asyncio.Future[None] | None:
+        """Wait until a dial may go out; where others wait for it, what tells them of its end. Raises KnownDown."""
+        while (down := self._down.get(address)) is not None and turn is not Turn.BESIDE:
+            if down.under_way is None:
+                if turn is Turn.PACED and not down.redial.is_due(self._clock()):
+                    raise KnownDown("it could not be reached just now")
+                down.under_way = asyncio.get_running_loop().create_future()
+                return down.under_way
+            failures = down.redial.failures
+            # Not to be cancelled with one of those who wait.
+            await asyncio.wait((down.under_way,))
+            if down.redial.failures > failures:
+                raise KnownDown("the dial that was under way has failed")
+        return None
+
+    def end_turn(self, address: Address, under_way: asyncio.Future[None]) -> None:
+        """The dial that others wait for is over."""
+        down = self._down.get(address)
+        if down is not None and down.under_way is under_way:
+            down.under_way = None
+        under_way.set_result(None)
+
+    def succeeded(self, owner: int, address: Address) -> None:
+        """A dial has come through."""
+        down = self._down.pop(address, None)
+        if down is not None:
+            log.info(
+                "broker can be reached again",
+                broker=owner,
+                address=str(address),
+                down_s=round(self._clock() - down.since, 1),
+                failed_dials=down.redial.failures,
+            )
+
+    def failed(self, owner: int, address: Address, reason: str, *, paced: bool) -> None:
+        """A dial has come to nothing; `paced`: it was one of those that are made while the broker is down."""
+        self.resolver.forget(address.host)
+        now = self._clock()
+        down = self._down.get(address)
+        if down is None:
+            log.warning("broker cannot be reached", broker=owner, address=str(address), reason=reason)
+            if len(self._down) >= MAX_DOWN:
+                del self._down[next(iter(self._down))]
+            down = self._down[address] = _Down(now)
+        elif not paced:
+            # It went out before the others knew.
+            return
+        down.redial.failed(now)
+
+
+class Attempt:
+    """See `Dialler.attempt`."""
+
+    def __init__(self, dialler: Dialler, owner: int, address: Address, turn: Turn) -> None:
+        self._dialler = dialler
+        self._owner = owner
+        self._address = address
+        self._turn = turn
+        self._dials = False
+        self._resolves = False
+        self._under_way: asyncio.Future[None] | None = None
+
+    async def connect(self, protocol: asyncio.BaseProtocol) -> asyncio.Transport:
+        """Raises OSError (KnownDown is one), UnicodeError for a host that no name server can be asked about."""
+        self._under_way = await self._dialler.take_turn(self._address, self._turn)
+        self._dials = self._resolves = True
+        hosts = await self._dialler.resolver.addresses(self._address.host)
+        self._resolves = False
+        loop, errors = asyncio.get_running_loop(), []
+        for host in hosts:
+            try:
+                transport, _ = await loop.create_connection(lambda: protocol, host, self._address.port)
+            except OSError as error:
+                errors.append(error)
+            else:
+                return transport
+        raise errors[0] if len(errors) == 1 else OSError("; ".join(map(str, errors)))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._dials:
+            if error is None:
+                self._dialler.succeeded(self._owner, self._address)
+            elif isinstance(error, (OSError, UnicodeError)):
+                self._note(error)
+        if self._under_way is not None:
+            self._dialler.end_turn(self._address, self._under_way)
+
+    def _note(self, error: OSError | UnicodeError) -> None:
+        if isinstance(error, OSError) and error.errno in _OUR_OWN:
+            log.warning("no connection can be made", address=str(self._address), reason=reason_of(error))
+            return
+        is_late = self._resolves and isinstance(error, TimeoutError)
+        reason = "its name is not resolved in time" if is_late else reason_of(error)
+        self._dialler.failed(self._owner, self._address, reason, paced=self._under_way is not None)
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a connection could not be made, or was lost."""
+    # What our own timer raises says nothing more.
+    return str(error) or ("no answer to the dial in time" if isinstance(error, TimeoutError) else type(error).__name__)

@@ -1,0 +1,142 @@
+"""Resolve host names: each once at a time, and none at the expense of another.
+
+The system's resolver blocks a thread, for half a minute where a name server does not answer. The event loop's own
+threads (uvloop has four) are shared by all names, and a slow name takes one for every dial. uvloop's own
+`create_connection` waits for it in a way that cannot be cancelled, too: the name that a dial gave up on fails later, in
+a future that nobody looks at, and asyncio complains on stderr. So names are resolved here before anything is dialled.
+
+States of a name
+  (none)      nothing is known; addresses too, which are never looked up
+  under way   one thread asks the system; all who want to know wait for it
+  known       its addresses are used for FRESH_S, or until a dial to them fails
+
+Invariants
+1. Each name takes one thread at most, and all names together MAX_LOOKUPS; beyond that, and where the system gives no
+   thread, a lookup fails at once.
+2. Who stops waiting ends nothing for the others. Threads are daemons: the process does not wait for them at its end.
+3. At most MAX_KNOWN names are remembered; those that were resolved first are forgotten first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, TypeVar
+from weakref import WeakKeyDictionary
+
+T = TypeVar("T")
+
+# As long as a broker that is down goes without a dial: a dial a second is what a lookup a second is for.
+FRESH_S: Final = 1.0
+MAX_LOOKUPS: Final = 64
+MAX_KNOWN: Final = 1000
+
+
+class Resolver:
+    """Of one process, on one event loop; `clock` in seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._under_way: dict[str, asyncio.Future[Sequence[str]]] = {}
+        # With the time until which they are fresh.
+        self._known: dict[str, tuple[Sequence[str], float]] = {}
+
+    async def addresses(self, host: str) -> Sequence[str]:
+        """The addresses of a host, in the system's order of preference.
+
+        Raises OSError, and UnicodeError for what is no name at all.
+        """
+        if _is_address(host):
+            return (host,)
+        found, fresh_until = self._known.get(host, ((), 0.0))
+        if found and self._clock() < fresh_until:
+            return found
+        lookup = self._under_way.get(host)
+        if lookup is None:
+            lookup = self._start(host)
+        return await asyncio.shield(lookup)
+
+    def forget(self, host: str) -> None:
+        """The addresses do not serve: they may have changed."""
+        self._known.pop(host, None)
+
+    def _start(self, host: str) -> asyncio.Future[Sequence[str]]:
+        if len(self._under_way) >= MAX_LOOKUPS:
+            raise OSError(f"{host} is not looked up: {MAX_LOOKUPS} other names are waited for")
+        loop = asyncio.get_running_loop()
+        lookup: asyncio.Future[Sequence[str]] = loop.create_future()
+        # Its outcome counts also where nobody waits for it any more.
+        lookup.add_done_callback(lambda _: lookup.cancelled() or lookup.exception())
+        thread = threading.Thread(target=self._look_up, args=(loop, host), name=f"resolve {host}"[:15], daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise OSError(errno.EAGAIN, f"{host} is not looked up: {error}") from error
+        self._under_way[host] = lookup
+        return lookup
+
+    def _look_up(self, loop: asyncio.AbstractEventLoop, host: str) -> None:
+        """On a thread of its own."""
+        outcome: Sequence[str] | OSError | UnicodeError
+        try:
+            rows = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            outcome = tuple(dict.fromkeys(str(row[4][0]) for row in rows))
+        except (OSError, UnicodeError) as error:
+            outcome = error
+        try:
+            loop.call_soon_threadsafe(self._looked_up, host, outcome)
+        except RuntimeError:
+            # The event loop has been closed meanwhile: nobody waits any more.
+            return
+
+    def _looked_up(self, host: str, outcome: Sequence[str] | OSError | UnicodeError) -> None:
+        lookup = self._under_way.pop(host)
+        if isinstance(outcome, (OSError, UnicodeError)):
+            lookup.set_exception(outcome)
+            return
+        self._known.pop(host, None)
+        self._known[host] = (outcome, self._clock() + FRESH_S)
+        if len(self._known) > MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+        lookup.set_result(outcome)
+
+
+_of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, Resolver] = WeakKeyDictionary()
+
+
+async def dial(connect: Callable[[str, int], Awaitable[T]], host: str, port: int) -> T:
+    """What `connect` makes of the first address of `host` that can be reached.
+
+    Raises OSError, of several the first. What is dialled in this way on one event loop shares its lookups.
+    """
+    resolver = _of_loops.setdefault(asyncio.get_running_loop(), Resolver())
+    try:
+        addresses = await resolver.addresses(host)
+    except UnicodeError as error:
+        raise OSError(f"{host!r} can be no host's name") from error
+    failed: OSError | None = None
+    for address in addresses:
+        try:
+            return await connect(address, port)
+        except ssl.SSLError:
+            # Somebody listens there: another address is no way around what they said.
+            raise
+        except OSError as error:
+            failed = failed or error
+    resolver.forget(host)
+    raise failed or OSError(f"{host} has no address")
+
+
+def _is_address(host: str) -> bool:
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            socket.inet_pton(family, host)
+        except (OSError, UnicodeError, ValueError):
+            continue
+        return True
+    return False

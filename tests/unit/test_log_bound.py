@@ -1,0 +1,91 @@
+"""Lines of one kind are bounded a minute, and what is left out is counted and told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kproxy.observe.log_bound import ANYTHING_ELSE, MINUTE_S, MOST_A_MINUTE, MOST_KINDS, LogBound
+
+
+class Site:
+    """A bound on a clock of its own; `pass_time` calls what is due."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.said: list[tuple[str, str]] = []
+        self._due: list[tuple[float, Callable[[], None]]] = []
+        self.bound = LogBound(
+            lambda level, sentence: self.said.append((level, sentence)),
+            clock=lambda: self.now,
+            later=lambda seconds, call: self._due.append((self.now + seconds, call)),
+        )
+
+    def logged(self, event: str, count: int, level: str = "warning") -> int:
+        return sum(self.bound.admits(level, event) for _ in range(count))
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        due = [call for at, call in self._due if at <= self.now]
+        self._due = [each for each in self._due if each[0] > self.now]
+        for call in due:
+            call()
+
+
+def test_what_is_beyond_the_bound_is_told_when_the_minute_is_over_though_nothing_more_is_logged() -> None:
+    site = Site()
+    assert site.logged("a", MOST_A_MINUTE) == MOST_A_MINUTE
+    site.pass_time(10)
+    assert site.logged("a", 7) == 0
+    site.pass_time(MINUTE_S - 11)
+    assert site.said == []
+    site.pass_time(1)
+    assert site.said == [("warning", '7 lines like "a" left out in the last minute')]
+    site.pass_time(10 * MINUTE_S)
+    assert len(site.said) == 1
+
+
+def test_kinds_and_levels_are_counted_apart() -> None:
+    site = Site()
+    site.logged("a", MOST_A_MINUTE + 5)
+    assert site.logged("b", 10) == 10
+    assert site.logged("a", 10, "error") == 10
+    site.pass_time(30)
+    site.logged("b", MOST_A_MINUTE)
+    site.pass_time(30)
+    assert [said for _, said in site.said] == [
+        '5 lines like "a" left out in the last minute',
+        '10 lines like "b" left out in the last minute',
+    ]
+
+
+def test_each_minute_begins_anew() -> None:
+    site = Site()
+    for _ in range(3):
+        assert site.logged("a", 1000) == MOST_A_MINUTE
+        site.pass_time(MINUTE_S)
+    assert [said for _, said in site.said] == ['940 lines like "a" left out in the last minute'] * 3
+    for _ in range(10):
+        # Fewer than the bound in any minute: none is left out.
+        assert site.logged("b", MOST_A_MINUTE // 2) == MOST_A_MINUTE // 2
+        site.pass_time(MINUTE_S)
+
+
+def test_the_end_of_the_process_tells_of_a_minute_that_is_not_over() -> None:
+    site = Site()
+    site.logged("a", MOST_A_MINUTE + 3)
+    site.logged("b", MOST_A_MINUTE + 1)
+    site.bound.tell(at_once=True)
+    assert [said for _, said in site.said] == [
+        '3 lines like "a" left out in the last minute',
+        '1 line like "b" left out in the last minute',
+    ]
+
+
+def test_kinds_that_somebody_makes_up_are_one() -> None:
+    site = Site()
+    logged = sum(site.logged(f"event {n}", 1) for n in range(MOST_KINDS + 1000))
+    assert logged == MOST_KINDS + MOST_A_MINUTE
+    site.pass_time(MINUTE_S)
+    left_out = 1000 - MOST_A_MINUTE
+    assert site.said == [("warning", f'{left_out} lines like "{ANYTHING_ELSE}" left out in the last minute')]
+    assert site.logged("event again", 1) == 1

@@ -1,0 +1,28 @@
+"""What a command waits for is said at once, and again now and then."""
+
+from __future__ import annotations
+
+from kproxy.waiting import MAX_SENTENCES, REMIND_S, Reminders
+
+
+def test_a_sentence_is_due_at_once_and_again_after_a_while() -> None:
+    now = 100.0
+    reminders = Reminders(lambda: now)
+    assert reminders.is_due("a")
+    assert not reminders.is_due("a")
+    # Reasons in turn are each said once, not at every turn.
+    assert reminders.is_due("b")
+    assert not reminders.is_due("a")
+    now += REMIND_S - 1
+    assert not reminders.is_due("a")
+    now += 1
+    assert reminders.is_due("a")
+    assert not reminders.is_due("a")
+
+
+def test_sentences_without_end_take_no_memory_without_end() -> None:
+    reminders = Reminders(lambda: 0.0)
+    for number in range(MAX_SENTENCES * 3):
+        assert reminders.is_due(str(number))
+    assert reminders.is_due("0"), "forgotten"
+    assert not reminders.is_due(str(MAX_SENTENCES * 3 - 1))
