@@ -100,9 +100,12 @@ def test_a_query_that_is_started_again_writes_no_row_twice(
     checkpoint = tmp_path / "checkpoint"
     run_until(example, spark, sink, checkpoint, batches=1)
     # As if it had been killed after it had written, and before Spark knew.
-    last = max(int(each.name) for each in (checkpoint / "commits").iterdir() if each.name.isdigit())
-    for name in (f"{last}", f".{last}.crc"):
-        (checkpoint / "commits" / name).unlink()
+    last = max(numbered(checkpoint / "commits"))
+    remove(checkpoint / "commits", last)
+    # Stopped between two batches, it may have planned the next one; where it was killed it had not.
+    for batch in numbered(checkpoint / "offsets"):
+        if batch > last:
+            remove(checkpoint / "offsets", batch)
     run_until(example, spark, sink, checkpoint, batches=last + 1)
     written = [rows_of(owned_topics, sink, partition) for partition in range(PARTITIONS)]
     values = sorted(value for partition in written for _, _, value in partition)
@@ -111,6 +114,16 @@ def test_a_query_that_is_started_again_writes_no_row_twice(
     for partition in written:
         places = [(batch, row) for batch, row, _ in partition]
         assert places == sorted(places)
+
+
+def numbered(log: Path) -> list[int]:
+    """Return the batches that one of Spark's logs in a checkpoint has an entry for."""
+    return [int(each.name) for each in log.iterdir() if each.name.isdigit()]
+
+
+def remove(log: Path, batch: int) -> None:
+    for name in (f"{batch}", f".{batch}.crc"):
+        (log / name).unlink()
 
 
 def run_until(example: ModuleType, session: Any, sink: Any, checkpoint: Path, batches: int) -> None:
