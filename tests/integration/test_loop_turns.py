@@ -1,10 +1,11 @@
 """No client and no broker keeps the event loop, and so all other clients, waiting.
 
-A proxy process is put through the worst that the limits allow, API by API, and says how much CPU time its longest turn
-took. What is random (cases, versions, shapes, numbers) comes from a seed that is new in each run and printed.
-KPROXY_TURNS_S=600 goes on for so many seconds with each group of cases, KPROXY_FIRST_SEED=7 begins at that seed,
-KPROXY_TURNS_ONLY="answered with 29" takes only cases whose names have that in them; `-rP` shows the figures,
-`--runxfail -rA` those of cases that are known to fail as well.
+A proxy process is put through the worst that the limits allow, API by API, and says how long its longest turn was:
+its CPU time, as a multiple of what decoding one large request takes there and then. What is random (cases,
+versions, shapes, numbers) comes from a seed that is new in each run and printed. KPROXY_TURNS_S=600 goes on for so
+many seconds with each group of cases, KPROXY_FIRST_SEED=7 begins at that seed, KPROXY_TURNS_ONLY="answered with 29"
+takes only cases whose names have that in them; `-rP` shows the figures, `--runxfail -rA` those of cases that are
+known to fail as well.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ from tests.support.raw_client import RawClient, batch, control_frame, fetch_fram
 from tests.support.scripted_upstream import Asked
 from tests.support.served import ServedBroker, port_of
 
-LONGEST_TURN_S: Final = 0.05
+# Of decodings of a produce request of 4,096 partitions, 1.3 ms each on a core of its own: the loss of the brokers of as
+# many partitions takes 35 to 55 of them.
+LONGEST_TURN: Final = 80.0
 # So many seconds each group of cases is tried for; none longer than its cases last, each ROUNDS times.
 BOX_S: Final = float(os.environ.get("KPROXY_TURNS_S", "3"))
 ROUNDS: Final = 1 if BOX_S < 60 else 1000
@@ -164,12 +167,12 @@ class Site:
             broker.prepared[key] = control_answer(key, version, body)
 
     async def longest_turn(self) -> float:
-        """In seconds of CPU time, since this was asked last. The proxy is at rest afterwards."""
+        """Since this was asked last (tests.support.measured_proxy_main). The proxy is at rest afterwards."""
         while True:
             self.process.signal(signal.SIGUSR1)
             said = json.loads(await asyncio.to_thread(self.process.read_line, PATIENCE_S))
             self.cpu_s += said["cpu_s"]
-            self.longest = max(self.longest, said["longest_s"])
+            self.longest = max(self.longest, said["longest"])
             # Looks at deadlines and the like come ten times a second.
             if said["turns"] < 40:
                 longest, self.longest = self.longest, 0.0
@@ -426,7 +429,7 @@ async def figure(site: Site, name: str) -> tuple[float, str]:
         site.process.signal(signal.SIGKILL)
         longest, what = inf, f"{type(error).__name__} {error}"
     site.part()
-    return longest, f"{longest * 1000:8.1f} ms  {name}: {what} ({site.cpu_s:.1f} s in all)"
+    return longest, f"{longest:8.1f}  {name}: {what} ({site.cpu_s:.1f} s in all)"
 
 
 async def judge(group: str, directory: Path, more: Sequence[str] = ()) -> None:
@@ -442,8 +445,9 @@ async def judge(group: str, directory: Path, more: Sequence[str] = ()) -> None:
             before = site.random.getstate()
             longest, line = await figure(site, name)
             lines.append(line)
-            if LONGEST_TURN_S < longest < inf:
-                # Once may be a cold cache on a shared machine: the median of three counts.
+            if LONGEST_TURN < longest < inf:
+                # Once may be the first touch of memory, 16 us a page in a new virtual machine: the median of three
+                # counts.
                 again = []
                 for _ in range(2):
                     site.random.setstate(before)
@@ -451,7 +455,7 @@ async def judge(group: str, directory: Path, more: Sequence[str] = ()) -> None:
                     again.append(figures[0])
                     lines.append(figures[1])
                 longest = sorted((longest, *again))[1]
-            is_well = is_well and longest <= LONGEST_TURN_S
+            is_well = is_well and longest <= LONGEST_TURN
             if longest == inf or time.monotonic() > deadline:
                 break
     print("\n".join(lines))
