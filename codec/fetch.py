@@ -7,7 +7,8 @@ partition_max_bytes INT32}}, forgotten topics (v7), rack_id (v11). Answer: throt
 (v7), session_id INT32 (v7), topics of {name, partitions of {index INT32, error_code INT16, high_watermark INT64,
 last_stable_offset INT64, log_start_offset INT64 (v5), aborted_transactions, preferred_read_replica INT32 (v11),
 records, tag 0 diverging_epoch {epoch INT32, end_offset INT64} (v12, KIP-595)}}. From 13 on a topic's id, UUID, stands
-in the place of its name (KIP-516).
+in the place of its name (KIP-516). A follower names its log in tag 0 of a partition: replica_directory_id UUID
+(KIP-853).
 
 Nobody here keeps fetch sessions (KIP-227): every answer says session 0, upon which clients send whole requests. What a
 follower sends and reads is in `codec.replica_fetch`.
@@ -45,6 +46,7 @@ from codec.primitives import (
     encode_tagged_fields,
     read_count,
     read_fixed,
+    read_tagged_fields,
     skip_bytes,
     skip_string,
     skip_tagged_fields,
@@ -62,6 +64,8 @@ FINAL_EPOCH = -1
 _PREAMBLE = Struct(">iiiib")
 SESSION_PREAMBLE = Struct(">iiiibii")
 DIVERGING_EPOCH_TAG = 0
+# Of a partition in a request, from version 17 on in Apache Kafka.
+REPLICA_DIRECTORY_ID_TAG = 0
 _CURRENT_LEADER_TAG = 1
 _NODE_ENDPOINTS_TAG = 0
 # partition_index, current_leader_epoch (v9), fetch_offset, last_fetched_epoch (v12), log_start_offset (v5), max_bytes
@@ -78,7 +82,10 @@ class EpochEnd(NamedTuple):
 
 
 class PartitionFetch(NamedTuple):
-    """What is asked of one partition; epochs are -1 where nothing is claimed (KIP-320, KIP-595)."""
+    """What is asked of one partition; epochs are -1 where nothing is claimed (KIP-320, KIP-595).
+
+    `replica_directory_id` are the 16 bytes by which a follower names its log (KIP-853).
+    """
 
     partition_index: int
     current_leader_epoch: int
@@ -86,6 +93,7 @@ class PartitionFetch(NamedTuple):
     last_fetched_epoch: int
     log_start_offset: int
     max_bytes: int
+    replica_directory_id: bytes = b""
 
 
 class PartitionFetched(NamedTuple):
@@ -182,12 +190,24 @@ def _partition_form(version: int) -> Struct:
 def partition_fetch(request: FetchRequest, entry_start: int) -> PartitionFetch:
     """What is asked of the partition whose entry begins there; -1 for what the version does not say."""
     version = request.header.api_version
+    if version >= TOPIC_IDS_FROM:
+        directory_id = _replica_directory_id(request.frame, entry_start + PARTITION_FETCH.size)
+        return PartitionFetch._make((*PARTITION_FETCH.unpack_from(request.frame, entry_start), directory_id))
     if version >= 12:
-        return PartitionFetch._make(PARTITION_FETCH.unpack_from(request.frame, entry_start))
+        return PartitionFetch(*PARTITION_FETCH.unpack_from(request.frame, entry_start))
     index, *rest, max_bytes = _partition_form(version).unpack_from(request.frame, entry_start)
     leader_epoch = rest.pop(0) if version >= 9 else -1
     log_start_offset = rest.pop() if version >= 5 else -1
     return PartitionFetch(index, leader_epoch, rest[0], -1, log_start_offset, max_bytes)
+
+
+def _replica_directory_id(frame: memoryview, offset: int) -> bytes:
+    """What a follower's entry says in its tagged fields, whose section begins at `offset`; empty where it says none."""
+    fields, _ = read_tagged_fields(frame, offset, len(frame))
+    for tag, start, end in fields:
+        if tag == REPLICA_DIRECTORY_ID_TAG and end - start == TOPIC_ID_BYTES:
+            return bytes(frame[start:end])
+    return b""
 
 
 class FetchApi:

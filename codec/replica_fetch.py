@@ -18,13 +18,14 @@ from codec.fetch import (
     FINAL_EPOCH,
     NO_SESSION,
     PARTITION_FETCH,
+    REPLICA_DIRECTORY_ID_TAG,
     SESSION_PREAMBLE,
     EpochEnd,
     PartitionFetch,
     PartitionFetched,
 )
 from codec.headers import frame_message, request_header, response_body_offset
-from codec.partitioned import TopicSpan, expect_end, parse_topics
+from codec.partitioned import TOPIC_ID_BYTES, TopicSpan, expect_end, parse_topics
 from codec.primitives import encode_count, encode_tagged_fields, read_count, read_tagged_fields, skip_bytes
 from codec.primitives import skip_tagged_fields as skip_tags
 
@@ -32,8 +33,9 @@ VERSION = 13
 READ_UNCOMMITTED = 0
 
 _NO_TAGS = encode_tagged_fields([])
-# Behind an entry of a request: no tagged fields.
-_ASKED = Struct(PARTITION_FETCH.format + "b")
+# Behind an entry of a request: one tagged field, its tag, and how long it is.
+_ASKED = Struct(f"{PARTITION_FETCH.format}bbb{TOPIC_ID_BYTES}s")
+_ONE_FIELD = (1, REPLICA_DIRECTORY_ID_TAG, TOPIC_ID_BYTES)
 # Behind the topics: none is forgotten, no rack, no tagged fields.
 _TRAILER = encode_count(0, compact=True) + encode_count(0, compact=True) + _NO_TAGS
 # throttle_time_ms, error_code, session_id
@@ -74,7 +76,7 @@ def encode_replica_fetch(
     ]
     for topic_id, partitions in topics:
         parts.append(topic_id + encode_count(len(partitions), compact=True))
-        parts.extend([_ASKED.pack(*asked, 0) for asked in partitions])
+        parts.extend([_ASKED.pack(*asked[:-1], *_ONE_FIELD, asked.replica_directory_id) for asked in partitions])
         parts.append(_NO_TAGS)
     parts.append(_TRAILER)
     return frame_message(*parts)

@@ -1,6 +1,7 @@
 """Who may take a partition that nobody owns, and who goes first. Decisions on a ClusterView, nothing else.
 
-- Where it has a state, the members of its ISR: they hold all that was acknowledged with acks=all.
+- Where it has a state, the members of its ISR: they hold all that was acknowledged with acks=all. A member is a log,
+  not a broker: a broker that has opened another log is none, which the lease manager sees to.
 - Where it has none it was never written: a live one of its replicas, or any live broker where no replica is alive.
 
 Of several that may, the one that stands first in the replica list goes first, so that what it lists first is led where
@@ -13,6 +14,7 @@ from __future__ import annotations
 import hashlib
 
 from kproxy.broker.cluster import ClusterView, Topic
+from kproxy.broker.keys import ReplicaKey
 
 NOT_A_CANDIDATE = -1
 
@@ -20,7 +22,13 @@ NOT_A_CANDIDATE = -1
 def hosts(view: ClusterView, topic: Topic, partition_index: int, node_id: int) -> bool:
     """Whether the broker keeps a replica."""
     state = view.state(topic, partition_index)
-    return node_id in view.replicas(topic, partition_index) or (state is not None and node_id in state.isr)
+    return node_id in view.replicas(topic, partition_index) or (state is not None and node_id in state.in_sync)
+
+
+def is_in_sync(view: ClusterView, topic: Topic, partition_index: int, replica: ReplicaKey) -> bool:
+    """Whether that very log holds all that was committed: it is in the ISR, or nothing was ever written."""
+    state = view.state(topic, partition_index)
+    return state is None or replica in state.isr
 
 
 def place_in_line(view: ClusterView, topic: Topic, partition_index: int, node_id: int, *, count_dead: bool) -> int:
@@ -30,10 +38,10 @@ def place_in_line(view: ClusterView, topic: Topic, partition_index: int, node_id
     replicas = view.replicas(topic, partition_index)
     state = view.state(topic, partition_index)
     if state is not None:
-        if node_id not in state.isr:
+        if node_id not in state.in_sync:
             return NOT_A_CANDIDATE
-        ordered = [each for each in replicas if each in state.isr]
-        ordered += sorted(set(state.isr) - set(ordered))
+        ordered = [each for each in replicas if each in state.in_sync]
+        ordered += sorted(set(state.in_sync) - set(ordered))
         return [each for each in ordered if count_dead or each in live].index(node_id)
     living = [each for each in replicas if each in live]
     if living:

@@ -2,8 +2,7 @@
 
 The high watermark is a hint that may be old, which is why nothing is ever truncated to it. The leadership is
 the highest one this replica has obeyed. The leader epoch is for a log that retention has emptied: at that log end
-offset, it is the epoch of what was before. A replica is not whole where what it is said to have has gone from the
-disk, until it has fetched that again; in the midst of which its broker may be restarted any number of times.
+offset, it is the epoch of what was before.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ class Checkpoint(NamedTuple):
     fencing_token: int = 0
     log_end_offset: int = 0
     leader_epoch: int = NO_LEADER_EPOCH
-    is_whole: int = 1
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:

@@ -23,9 +23,11 @@ from kproxy.broker.keys import (
     BrokerValue,
     Keys,
     PartitionKey,
+    ReplicaKey,
     StateValue,
     TopicValue,
     decode_value,
+    node_ids,
     parse_node_id,
     parse_partition,
 )
@@ -37,7 +39,7 @@ _logger = structlog.get_logger(__name__)
 
 
 class LiveBroker(NamedTuple):
-    """A broker that holds its key. `replication_port`: 0 where nobody can follow it."""
+    """A broker that holds its key. `replication_port`: 0 where nobody can follow it. `log_id`: its data directory's."""
 
     node_id: int
     host: str
@@ -45,6 +47,7 @@ class LiveBroker(NamedTuple):
     lease_id: int
     mod_revision: int
     replication_port: int = 0
+    log_id: uuid.UUID | None = None
 
 
 class Topic(NamedTuple):
@@ -75,10 +78,15 @@ class PartitionState(NamedTuple):
     """A partition's leader epoch and ISR; `replicas` where they are others than the topic's."""
 
     leader_epoch: int
-    isr: list[int]
+    isr: list[ReplicaKey]
     topic_id: uuid.UUID | None
     replicas: list[int] | None
     mod_revision: int
+
+    @property
+    def in_sync(self) -> list[int]:
+        """The ids of the brokers whose logs are in the ISR."""
+        return node_ids(self.isr)
 
 
 class Kind(Enum):
@@ -323,7 +331,8 @@ def _of_partition(kind: Kind, partition: PartitionKey) -> Change:
 
 def _parse_broker(node_id: int, kv: KeyValue) -> LiveBroker:
     value = decode_value(kv.value, BrokerValue)
-    return LiveBroker(node_id, value.host, value.port, kv.lease_id, kv.mod_revision, value.replication_port)
+    place = value.host, value.port
+    return LiveBroker(node_id, *place, kv.lease_id, kv.mod_revision, value.replication_port, value.log_id)
 
 
 def _parse_topic(name: str, kv: KeyValue) -> Topic:

@@ -1,10 +1,17 @@
 """A broker's data directory: who may use it, and where each partition's log lies in it.
 
-broker.json                 the node id that the directory belongs to
+broker.json                 the node id that the directory belongs to, its log id, and the version of all of this
 .lock                       held, as long as a broker runs, against a second one
 {topic}-{partition}/        one log each; partition.json names the topic and its id
+log-ids/{topic id}-{partition}
+                            the log id of each log that was ever begun here and not deleted
 #deleted-…/                 what is being removed ('#' stands in no topic's name)
 #stray-…/                   logs set aside, of a topic that was deleted and created again
+
+A log id says which disk's contents are meant (ReplicaKey). It is made with the data directory, so that a broker whose
+disk was replaced is another replica than before. A single log that has gone, or that lacks what was committed, gets an
+id of its own when it is opened. Version 1, of the first release, has no log ids: `log_id_of_version_1` stands for its
+directory, as it does in etcd.
 """
 
 from __future__ import annotations
@@ -15,14 +22,13 @@ import sys
 import threading
 import uuid
 from collections.abc import Collection
-from contextlib import nullcontext
 from pathlib import Path
 
 import structlog
 
-from kproxy.broker.checkpoint import Checkpoint, write_checkpoint
 from kproxy.broker.disk import disk_error, sync_directory
 from kproxy.broker.json_file import read_json, remove_scratch_files, write_json
+from kproxy.broker.keys import log_id_of_version_1
 from kproxy.broker.log import Log
 from kproxy.broker.log_options import LogOptions
 from kproxy.broker.segment import LogFailed
@@ -35,14 +41,17 @@ else:
 
 _BROKER_FILE = "broker.json"
 _PARTITION_FILE = "partition.json"
+_LOG_IDS = "log-ids"
+VERSION = 2
 _logger = structlog.get_logger(__name__)
 
 
 class DataDir:
-    """An open data directory; close it last."""
+    """An open data directory; close it last. `log_id` is its own."""
 
-    def __init__(self, path: Path, lock_fd: int, log_options: LogOptions) -> None:
+    def __init__(self, path: Path, lock_fd: int, log_options: LogOptions, log_id: uuid.UUID) -> None:
         self.path = path
+        self.log_id = log_id
         self._lock_fd = lock_fd
         self._log_options = log_options
         # Held between looking whose a directory is and giving it another name: a topic that is deleted and at once
@@ -61,7 +70,9 @@ class DataDir:
             path.mkdir(parents=True, exist_ok=True)
             lock_fd = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
             _lock(lock_fd, path)
-            _claim(path, node_id)
+            log_id = _claim(path, node_id)
+            (path / _LOG_IDS).mkdir(exist_ok=True)
+            remove_scratch_files(path / _LOG_IDS)
             remove_scratch_files(path)
             for leftover in path.glob("#deleted-*"):
                 shutil.rmtree(leftover)
@@ -74,7 +85,7 @@ class DataDir:
                 f"the data directory {path} cannot be used ({error.strerror or error}): "
                 "give another with --data-dir, or make it one that this user can write to"
             ) from error
-        return cls(path, lock_fd, log_options or LogOptions())
+        return cls(path, lock_fd, log_options or LogOptions(), log_id)
 
     def partition_path(self, topic: str, partition_index: int) -> Path:
         return self.path / f"{topic}-{partition_index}"
@@ -86,19 +97,22 @@ class DataDir:
         topic_id: uuid.UUID,
         options: LogOptions | None = None,
         *,
-        is_expected: bool = False,
+        is_only_replica: bool = False,
     ) -> Log:
         """The partition's log; blocks while it is read through. Raises OSError, LogFailed.
 
-        The log of an earlier topic of the same name is set aside, not opened. Where one `is_expected` and there is
-        none, it is created as one that is not whole.
+        The log of an earlier topic of the same name is set aside, not opened. One that is there but lacks what was
+        committed keeps its id where it `is_only_replica`: nobody has more.
         """
         directory = self.partition_path(topic, partition_index)
         identity: dict[str, object] = {"topic": topic, "partition": partition_index, "topic_id": str(topic_id)}
         remove_scratch_files(directory)
         is_new = read_json(directory / _PARTITION_FILE) != identity
+        kept_id = self.log_id_of(topic_id, partition_index)
         if is_new:
-            self._set_up(directory, identity, is_expected=is_expected)
+            # Before there is a log: if that is removed, or a power cut takes it, it is known to have been here.
+            self._keep_id(topic_id, partition_index, self.log_id if kept_id is None else uuid.uuid4())
+            self._set_up(directory, identity)
         options = options or self._log_options
         log = Log.open(directory, options=options)
         if is_new and options.flush != "never":
@@ -107,16 +121,45 @@ class DataDir:
             _logger.warning(
                 "torn tail cut off", directory=str(directory), bytes=log.truncated_bytes, end_offset=log.log_end_offset
             )
-        if not log.is_whole:
+        lacks_some = log.high_watermark_checkpoint > log.log_end_offset
+        if lacks_some or (is_new and kept_id is not None):
             _logger.error(
-                "records that were here are gone; it does not lead before they are fetched from the others",
+                "records that were here are gone",
                 directory=str(directory),
                 end_offset=log.log_end_offset,
                 high_watermark=log.high_watermark_checkpoint,
             )
+        try:
+            if lacks_some and not is_only_replica:
+                self._keep_id(topic_id, partition_index, uuid.uuid4())
+            elif not is_new and kept_id is None:
+                self._keep_id(topic_id, partition_index, self._id_of_version_1(directory))
+        except BaseException:
+            log.close()
+            raise
         return log
 
-    def _set_up(self, directory: Path, identity: dict[str, object], *, is_expected: bool) -> None:
+    def log_id_of(self, topic_id: uuid.UUID, partition_index: int) -> uuid.UUID | None:
+        """What names the log, None where there never was one. Raises OSError."""
+        kept = read_json(self._id_file(topic_id, partition_index))
+        return None if kept is None else uuid.UUID(str(kept.get("log_id")))
+
+    def _keep_id(self, topic_id: uuid.UUID, partition_index: int, log_id: uuid.UUID) -> None:
+        try:
+            write_json(self._id_file(topic_id, partition_index), {"log_id": str(log_id)})
+            sync_directory(self.path / _LOG_IDS)
+        except OSError as error:
+            raise disk_error(error, self._id_file(topic_id, partition_index)) from error
+
+    def _id_file(self, topic_id: uuid.UUID, partition_index: int) -> Path:
+        return self.path / _LOG_IDS / f"{topic_id}-{partition_index}"
+
+    def _id_of_version_1(self, directory: Path) -> uuid.UUID:
+        """That of a log which version 1 has left; it told of one that had lost something in the checkpoint."""
+        checkpoint = read_json(directory / "checkpoint.json") or {}
+        return uuid.uuid4() if checkpoint.get("is_whole") == 0 else self.log_id
+
+    def _set_up(self, directory: Path, identity: dict[str, object]) -> None:
         """Make the directory that of another partition than it was, if it was any. Raises OSError, LogFailed."""
         with self._renaming:
             found = read_json(directory / _PARTITION_FILE)
@@ -136,8 +179,6 @@ class DataDir:
         if condemned is not None:
             shutil.rmtree(condemned)
         try:
-            if is_expected:
-                write_checkpoint(directory, Checkpoint(is_whole=0), nullcontext())
             write_json(directory / _PARTITION_FILE, identity)
         except OSError as error:
             shutil.rmtree(directory, ignore_errors=True)  # nothing half begun, which would look like another's
@@ -168,12 +209,14 @@ class DataDir:
     def delete_log(self, topic: str, partition_index: int, topic_id: uuid.UUID) -> None:
         """Remove a closed log of exactly this topic, where there is one. Raises OSError."""
         directory = self.partition_path(topic, partition_index)
+        condemned = None
         with self._renaming:
             found = read_json(directory / _PARTITION_FILE)
-            if found is None or found.get("topic_id") != str(topic_id):
-                return
-            condemned = self._condemn(directory)
-        shutil.rmtree(condemned)
+            if found is not None and found.get("topic_id") == str(topic_id):
+                condemned = self._condemn(directory)
+        if condemned is not None:
+            shutil.rmtree(condemned)
+        self._id_file(topic_id, partition_index).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Let another broker have the directory."""
@@ -190,12 +233,22 @@ def _lock(lock_fd: int, path: Path) -> None:
         raise StartupError(f"another broker uses the data directory {path}; choose another --data-dir") from error
 
 
-def _claim(path: Path, node_id: int) -> None:
+def _claim(path: Path, node_id: int) -> uuid.UUID:
+    """Make the directory the broker's, or see that it is; its log id."""
     found = read_json(path / _BROKER_FILE)
-    if found is None:
-        write_json(path / _BROKER_FILE, {"node_id": node_id})
-    elif found.get("node_id") != node_id:
+    if found is not None and found.get("node_id") != node_id:
         raise StartupError(
             f"the data directory {path} belongs to broker {found.get('node_id')}, not {node_id}; "
             f"give its --node-id or another --data-dir"
         )
+    if found is not None and found.get("version", 1) not in (1, VERSION):
+        raise StartupError(
+            f"the data directory {path} is of version {found.get('version')}, which a later release has made; "
+            f"this one reads up to {VERSION}: start that release, or give another --data-dir"
+        )
+    if found is not None and "log_id" in found:
+        return uuid.UUID(str(found["log_id"]))
+    log_id = uuid.uuid4() if found is None else log_id_of_version_1(node_id)
+    write_json(path / _BROKER_FILE, {"node_id": node_id, "log_id": str(log_id), "version": VERSION})
+    sync_directory(path)
+    return log_id

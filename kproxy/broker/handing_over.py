@@ -55,7 +55,7 @@ class HandingOver:
         if topic is None or partition.role is not Role.LEADER:
             return False
         first = self._view.replicas(topic, key.partition_index)[0]
-        return first != self._node_id and first in self._view.brokers and first in partition.replication.isr.members
+        return first != self._node_id and first in self._view.brokers and partition.replication.is_in_sync(first)
 
     async def prepare(self, key: PartitionKey, is_stopping: Callable[[], bool]) -> bool:
         """Refuse writes until followers have all there is. Where that takes too long False, and it leads on, unless

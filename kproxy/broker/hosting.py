@@ -19,12 +19,15 @@ from kproxy.broker.checkpoint import NO_LEADERSHIP, Leadership
 from kproxy.broker.cluster import ClusterView, Topic
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.keys import PartitionKey
+from kproxy.broker.log import Log
+from kproxy.broker.log_options import LogOptions
 from kproxy.broker.partition import Partition, ReplicaSettings
 from kproxy.broker.replication.manager import NO_LEADER, Role
 from kproxy.broker.segment import LogFailed
 
 # Not while it runs: a broker that starts knows that something should be there, and does not lead without it.
 _WAY_OUT = "stop the broker, move the directory elsewhere, start it: what other replicas have is fetched from them"
+_ONLY_WAY_OUT = "stop the broker, put the data directory back that was here, start it; or delete the topic"
 _logger = structlog.get_logger(__name__)
 
 
@@ -32,7 +35,6 @@ class ReplicaHost:
     """What this broker has of which partition, by (topic name as bytes, partition index).
 
     `on_leaders_changed` is called after a follower has been pointed at somebody else, or a replica has come or gone.
-    `first_revision` is when this process became a broker: a log of an older topic may have been here and be lost.
     """
 
     def __init__(
@@ -48,7 +50,6 @@ class ReplicaHost:
         # Why, as it was logged.
         self._not_opened: dict[tuple[uuid.UUID, int], str] = {}
         self.on_leaders_changed: Callable[[], None] = lambda: None
-        self.first_revision = 0
         self._view = view
         self._data_dir = data_dir
         self._node_id = node_id
@@ -69,20 +70,14 @@ class ReplicaHost:
             return partition
         settings = self._settings_of(topic, key.partition_index)
         try:
-            log = await asyncio.to_thread(
-                self._data_dir.open_log,
-                topic.name,
-                key.partition_index,
-                topic.topic_id,
-                settings.log_options,
-                is_expected=self._is_expected(key, topic),
-            )
+            log, log_id = await asyncio.to_thread(self._open_log, key, topic, settings.log_options)
         except (OSError, LogFailed) as error:
             self._tell_not_opened(key, topic, str(error))
             return None
         self._not_opened.pop((topic.topic_id, key.partition_index), None)
         obeyed = self._obeyed.pop((topic.topic_id, key.partition_index), NO_LEADERSHIP)
-        partition = Partition(topic.name, key.partition_index, topic.topic_id, log, settings, obeyed=obeyed)
+        partition = Partition(topic.name, key.partition_index, topic.topic_id, log, settings, log_id, obeyed=obeyed)
+        self._tell_if_replaced(key, topic, partition)
         self.hosted[topic.name.encode(), key.partition_index] = partition
         self.point_at_leader(key)
         return partition
@@ -95,13 +90,23 @@ class ReplicaHost:
             directory = self._data_dir.partition_path(topic.name, key.partition_index)
             _logger.error("log not opened", **key._asdict(), directory=str(directory), error=reason, way_out=_WAY_OUT)
 
-    def _is_expected(self, key: PartitionKey, topic: Topic) -> bool:
-        """Whether etcd has said since before our start that all that was committed is here, and others have it too."""
-        if topic.create_revision > self.first_revision:
-            return False
+    def _open_log(self, key: PartitionKey, topic: Topic, options: LogOptions | None) -> tuple[Log, uuid.UUID]:
+        """In a thread: it blocks. Raises OSError, LogFailed."""
+        is_only_replica = len(topic.replicas[key.partition_index]) == 1
+        log = self._data_dir.open_log(*key, topic.topic_id, options, is_only_replica=is_only_replica)
+        log_id = self._data_dir.log_id_of(topic.topic_id, key.partition_index)
+        if log_id is None:
+            log.close()
+            raise LogFailed(f"the log id of {log.directory} has been removed")
+        return log, log_id
+
+    def _tell_if_replaced(self, key: PartitionKey, topic: Topic, partition: Partition) -> None:
+        """Where etcd says that another log of this broker is in sync, what that has is not here."""
         state = self._view.state(topic, key.partition_index)
-        has_others = len(self._view.replicas(topic, key.partition_index)) > 1
-        return has_others and state is not None and self._node_id in state.isr
+        if state is not None and self._node_id in state.in_sync and partition.replica not in state.isr:
+            others = sorted(set(state.in_sync) - {self._node_id})
+            way_out = "it is fetched from them" if others else _ONLY_WAY_OUT
+            _logger.error("the log that was in sync is gone", **key._asdict(), others_in_sync=others, way_out=way_out)
 
     def close(self, key: PartitionKey) -> None:
         """Close the replica, if it is here."""
@@ -127,9 +132,6 @@ class ReplicaHost:
         topic = self._view.topics.get(key.topic)
         ownership = self._view.ownership(*key)
         state = self._view.state(topic, key.partition_index) if topic is not None else None
-        if state is not None and self._node_id not in state.isr:
-            # A leader that puts it in again will have seen that it has everything.
-            partition.log.is_whole = True
         leader_id = self._view.owner(*key)
         if state is None or ownership is None or leader_id in (NO_LEADER, self._node_id):
             partition.follow_nobody()

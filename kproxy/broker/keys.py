@@ -1,11 +1,11 @@
 """The broker's keys in etcd, and the values behind them.
 
-    {prefix}/brokers/{id}                               {"node_id": 1, "host": "…", "port": 9092, "replication_port": 9}
-                                                        on the broker's lease
+    {prefix}/brokers/{id}                               {"node_id": 1, "host": "…", "port": 9092, "replication_port": 9,
+                                                         "log_id": uuid} on the broker's lease
     {prefix}/partition-leases/{topic}/{partition}       decimal broker id, on the broker's lease
     {prefix}/refbroker/topics/{topic}                   {"topic_id": uuid, "replicas": [[1, 2], …], "configs": {…}}
-    {prefix}/refbroker/partitions/{topic}/{partition}   {"leader_epoch": n, "isr": [ids], "topic_id": uuid,
-                                                         "replicas": [ids] or null}
+    {prefix}/refbroker/partitions/{topic}/{partition}   {"leader_epoch": n, "isr": [[id, log id], …], "topic_id": uuid,
+                                                         "replicas": [ids] or null, "version": 2}
     {prefix}/refbroker/fences/{topic}/{partition}       {"fence": n, "is_owned": bool, "topic_id": uuid}
     {prefix}/refbroker/cluster-id                       the cluster's id, as Kafka's clients see it
     {prefix}/refbroker/replication-secret               by which the brokers know each other (replication.sasl)
@@ -14,16 +14,24 @@
 `replicas[p]` are the brokers that keep a partition; the first of them that can takes it. A state or fence whose
 topic_id is another one belongs to an earlier topic of the same name and counts as absent. Values that cannot be read
 raise ValueError.
+
+A log id names what is on one disk (KIP-858's directory ids, KIP-853's replica keys). The first release had none: in its
+states, version 1, broker ids alone are the ISR, and each stands for the data directory that the broker had then
+(`log_id_of_version_1`). That release reads no state of version 2, and so takes no partition that has one.
 """
 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
 import msgspec
 
 MAX_PARTITIONS_PER_TOPIC = 10_000
+STATE_VERSION = 2
+_VERSION_1 = uuid.UUID("5ad1fe4b-4f2e-4a64-9d0e-3f4b8e2f8d11")
 
 
 class TopicValue(msgspec.Struct, frozen=True):
@@ -34,6 +42,18 @@ class TopicValue(msgspec.Struct, frozen=True):
     configs: dict[str, str] = {}
 
 
+class ReplicaKey(NamedTuple):
+    """One log of a partition: the broker, and the id of what is on its disk."""
+
+    node_id: int
+    log_id: uuid.UUID
+
+
+def node_ids(replicas: Iterable[ReplicaKey]) -> list[int]:
+    """The brokers that keep those logs, in order."""
+    return sorted(replica.node_id for replica in replicas)
+
+
 class StateValue(msgspec.Struct, frozen=True):
     """What outlives a partition's owner. Absent: the partition was never taken, so never written.
 
@@ -41,9 +61,20 @@ class StateValue(msgspec.Struct, frozen=True):
     """
 
     leader_epoch: int
+    isr: list[ReplicaKey]
+    topic_id: uuid.UUID | None = None
+    replicas: list[int] | None = None
+    version: int = STATE_VERSION
+
+
+class _StateValue1(msgspec.Struct, frozen=True):
+    """Version 1, which has broker ids for an ISR."""
+
+    leader_epoch: int
     isr: list[int]
     topic_id: uuid.UUID | None = None
     replicas: list[int] | None = None
+    version: int = 1
 
 
 class FenceValue(msgspec.Struct, frozen=True):
@@ -55,12 +86,16 @@ class FenceValue(msgspec.Struct, frozen=True):
 
 
 class BrokerValue(msgspec.Struct, frozen=True):
-    """Where a live broker listens: for clients, and for other brokers' followers; 0 where there is no such listener."""
+    """Where a live broker listens: for clients, and for other brokers' followers; 0 where there is no such listener.
+
+    `log_id` is that of its data directory, None where its release has none.
+    """
 
     node_id: int
     host: str
     port: int
     replication_port: int = 0
+    log_id: uuid.UUID | None = None
 
 
 _Value = TypeVar("_Value", TopicValue, StateValue, FenceValue, BrokerValue)
@@ -69,9 +104,25 @@ _Value = TypeVar("_Value", TopicValue, StateValue, FenceValue, BrokerValue)
 def decode_value(data: bytes, kind: type[_Value]) -> _Value:
     """The value of that kind in `data`."""
     try:
-        return msgspec.json.decode(data, type=kind)
+        value = msgspec.json.decode(data, type=kind)
     except msgspec.MsgspecError as error:
+        if kind is StateValue:
+            with suppress(msgspec.MsgspecError):
+                return _upgraded(msgspec.json.decode(data, type=_StateValue1))
         raise ValueError(str(error)) from error
+    if isinstance(value, StateValue) and value.version > STATE_VERSION:
+        raise ValueError(f"a later release wrote it, in version {value.version}")
+    return value
+
+
+def _upgraded(value: _StateValue1) -> StateValue:
+    isr = [ReplicaKey(node_id, log_id_of_version_1(node_id)) for node_id in value.isr]
+    return StateValue(value.leader_epoch, isr, value.topic_id, value.replicas)
+
+
+def log_id_of_version_1(node_id: int) -> uuid.UUID:
+    """What stands for the data directory that a broker made before there were log ids."""
+    return uuid.uuid5(_VERSION_1, str(node_id))
 
 
 def encode_value(value: TopicValue | StateValue | FenceValue | BrokerValue) -> bytes:

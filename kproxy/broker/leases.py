@@ -36,13 +36,13 @@ from typing import Any
 
 import structlog
 
-from kproxy.broker.candidates import NOT_A_CANDIDATE, first_replicas, hosts, place_in_line
+from kproxy.broker.candidates import NOT_A_CANDIDATE, first_replicas, hosts, is_in_sync, place_in_line
 from kproxy.broker.checkpoint import Leadership
 from kproxy.broker.cluster import Change, ClusterView, Kind, Ownership, Topic
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.handing_over import HandingOver
 from kproxy.broker.hosting import ReplicaHost
-from kproxy.broker.keys import PartitionKey, StateValue
+from kproxy.broker.keys import PartitionKey, ReplicaKey, StateValue, node_ids
 from kproxy.broker.partition import Partition, ReplicaSettings
 from kproxy.broker.releasing import LeaseKeys
 from kproxy.broker.replication.manager import Isr, Role
@@ -124,7 +124,6 @@ class PartitionLeaseManager:
     def begin(self, fence: LeaseFence) -> None:
         """A new lease is held: take what is ours to take."""
         self._fence = fence
-        self.replicas.first_revision = self.replicas.first_revision or fence.claim_revision
         self._turns.begin()
         self._check_identity()
         self._want_all()
@@ -222,8 +221,7 @@ class PartitionLeaseManager:
         if ownership is not None:
             # A key on our own lease with no partition behind it: a Txn whose answer was lost.
             return ownership.lease_id == fence.lease_id and not self._is_namesakes(key, ownership, fence)
-        if partition is not None and not partition.log.is_whole and self._has_others(key, topic):
-            # It is said to be in sync, and its disk was emptied or cut since: others have what it lacks.
+        if partition is not None and not is_in_sync(self._view, topic, key.partition_index, partition.replica):
             return False
         place = place_in_line(self._view, topic, key.partition_index, self._node_id, count_dead=False)
         return place != NOT_A_CANDIDATE
@@ -237,9 +235,6 @@ class PartitionLeaseManager:
         if self._view.state(topic, key.partition_index) is not None or not self._has_live_replica(key, topic):
             return True
         return place_in_line(self._view, topic, key.partition_index, self._node_id, count_dead=False) == 0
-
-    def _has_others(self, key: PartitionKey, topic: Topic) -> bool:
-        return len(self._view.replicas(topic, key.partition_index)) > 1
 
     def _has_live_replica(self, key: PartitionKey, topic: Topic) -> bool:
         live = {*self._view.brokers, self._node_id}
@@ -323,7 +318,7 @@ class PartitionLeaseManager:
             topic=topic.name,
             partition=key.partition_index,
             leader_epoch=taken.state.leader_epoch,
-            isr=taken.state.isr,
+            isr=node_ids(taken.state.isr),
             log_end_offset=partition.log_end_offset,
         )
 
@@ -336,7 +331,11 @@ class PartitionLeaseManager:
         if state is not None:
             return StateValue(max(state.leader_epoch, latest) + 1, state.isr, topic.topic_id, state.replicas)
         replicas = first_replicas(self._view, topic, key.partition_index, self._node_id)
-        isr = [each for each in replicas if each == self._node_id or each in self._view.brokers]
+        isr = [partition.replica]
+        for each in replicas:
+            other = self._view.brokers.get(each)
+            if other is not None and other.log_id is not None and each != self._node_id:
+                isr.append(ReplicaKey(each, other.log_id))
         others = None if replicas == topic.replicas[key.partition_index] else replicas
         return StateValue(latest + 1, isr, topic.topic_id, others)
 
@@ -351,8 +350,7 @@ class PartitionLeaseManager:
         if change.kind is Kind.SNAPSHOT:
             self._on_snapshot()
         elif change.kind is Kind.RESTORED:
-            # Whatever our lease was, it stands in a history that is no more; and so does when we began.
-            self.replicas.first_revision = 0
+            # Whatever our lease was, it stands in a history that is no more.
             self._on_identity_lost("etcd was restored")
         elif change.kind is Kind.BROKER:
             if change.node_id == self._node_id:

@@ -55,9 +55,6 @@ class Log:
         self.truncated_bytes = 0
         self.high_watermark_checkpoint = 0
         self.leadership = NO_LEADERSHIP
-        # Whether all is here that this replica is known to have had. Whoever has fetched the rest says so.
-        self.is_whole = True
-        self.is_whole_checkpoint = True
         self._segments = segments
         self._base_offsets: list[int] = []
         self._producer_history = ProducerHistory()
@@ -74,8 +71,7 @@ class Log:
         """The log in `directory`, created where there is none. Raises LogFailed (LogCorrupt), OSError.
 
         Of the result, `truncated_bytes` tells how much of a torn tail was cut off; `high_watermark_checkpoint` and
-        `leadership` are the last ones written, 0 and NO_LEADERSHIP where there are none. `is_whole` is False where the
-        last checkpoint says so, or a high watermark above the log's end: what was committed is gone.
+        `leadership` are the last ones written, 0 and NO_LEADERSHIP where there are none.
         """
         directory.mkdir(parents=True, exist_ok=True)
         segments: list[Segment] = []
@@ -86,7 +82,6 @@ class Log:
             log._recover()
             if not segments:
                 log._create_segment(0)
-            log.is_whole = log.is_whole_checkpoint and log.high_watermark_checkpoint <= log.log_end_offset
         except BaseException:
             log.close()
             raise
@@ -112,7 +107,6 @@ class Log:
             elif self._segments[following].base_offset != segment.next_offset:
                 where = f"{segment.path.name} ends at offset {segment.next_offset}"
                 raise LogCorrupt(f"{self.directory.name}: {where}, {self._segments[following].path.name} comes next")
-        self.is_whole_checkpoint = bool(checkpoint.is_whole)
         is_empty = bool(self._segments) and self.log_start_offset == self.log_end_offset
         if is_empty and checkpoint.log_end_offset == self.log_end_offset and checkpoint.leader_epoch >= 0:
             self.leader_epochs.assign(checkpoint.leader_epoch, self.log_start_offset)
@@ -370,8 +364,7 @@ class Log:
         with self._checkpointing:
             self._check()
             obeyed = max(leadership, self.leadership)
-            end, latest, is_whole = self.log_end_offset, self.leader_epochs.latest, self.is_whole
-            checkpoint = Checkpoint(high_watermark, *obeyed, end, latest, int(is_whole))
+            checkpoint = Checkpoint(high_watermark, *obeyed, self.log_end_offset, self.leader_epochs.latest)
             try:
                 write_checkpoint(self.directory, checkpoint, self._while_open())
                 if obeyed > self.leadership and self.options.flush != "never":
@@ -381,7 +374,6 @@ class Log:
                 self._check()
                 raise disk_error(error, self.directory) from error
             self.high_watermark_checkpoint, self.leadership = high_watermark, obeyed
-            self.is_whole_checkpoint = is_whole
 
     @contextmanager
     def _while_open(self) -> Iterator[None]:

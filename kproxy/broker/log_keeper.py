@@ -98,13 +98,11 @@ class LogKeeper:
                 _logger.error("log failed", **_named(kept), error=str(kept.log.failure))
 
     async def checkpoint(self) -> None:
-        """Write down the high watermarks that have moved, the leaderships that are obeyed, and what is whole again."""
+        """Write down the high watermarks that have moved, and the leaderships that are obeyed."""
         due = [
             kept
             for kept in self._usable()
-            if kept.high_watermark != kept.log.high_watermark_checkpoint
-            or kept.leadership != kept.log.leadership
-            or kept.log.is_whole != kept.log.is_whole_checkpoint
+            if kept.high_watermark != kept.log.high_watermark_checkpoint or kept.leadership != kept.log.leadership
         ]
         await self._write_checkpoints(due)
 

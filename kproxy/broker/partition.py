@@ -26,12 +26,14 @@ import structlog
 
 from codec import error_codes
 from codec.fetch import PartitionFetch, PartitionFetched
+from codec.partitioned import TOPIC_ID_BYTES
 from codec.record_batch import RecordBatch, assign_offsets
 from kproxy.broker.checkpoint import NO_LEADERSHIP, Leadership
+from kproxy.broker.keys import ReplicaKey, node_ids
 from kproxy.broker.log import Log
 from kproxy.broker.log_options import LogOptions
 from kproxy.broker.producer_state import Verdict
-from kproxy.broker.replication.manager import NO_LEADER, UNKNOWN_OFFSET, Isr, ReplicationManager, Role
+from kproxy.broker.replication.manager import NO_LEADER, Isr, ReplicationManager, Role
 from kproxy.broker.replication.reconciliation import (
     Inconsistent,
     Reconciliation,
@@ -108,11 +110,13 @@ class Partition:
         topic_id: uuid.UUID,
         log: Log,
         settings: ReplicaSettings,
+        log_id: uuid.UUID,
         *,
         obeyed: Leadership = NO_LEADERSHIP,
         reconciliation: Reconciliation | None = None,
     ) -> None:
-        """`obeyed` is a leadership that was obeyed before, and may not have been written down."""
+        """`log_id` names what is on the disk; `obeyed` is a leadership that was obeyed before, and may not have been
+        written down."""
         self.topic = topic
         self.partition_index = partition_index
         self.topic_id = topic_id
@@ -126,8 +130,9 @@ class Partition:
         self._reconciliation = reconciliation or Reconciliation()
         self._append_waiters: set[Callable[[], None]] = set()
         self._high_watermark_waiters: set[Callable[[], None]] = set()
+        self.replica = ReplicaKey(settings.node_id, log_id)
         self.replication = ReplicationManager(
-            settings.node_id,
+            self.replica,
             high_watermark=min(max(log.high_watermark_checkpoint, log.log_start_offset), log.log_end_offset),
             log_end=lambda: log.log_end_offset,
             on_high_watermark=self._on_high_watermark,
@@ -273,7 +278,7 @@ class Partition:
         return AppendResult(error_codes.NONE, base_offset, None, base_offset + batch.last_offset_delta)
 
     def _too_few(self) -> str:
-        isr, least = sorted(self.replication.isr.members), self.replication.min_insync_replicas
+        isr, least = node_ids(self.replication.isr.members), self.replication.min_insync_replicas
         return f"{self.topic}-{self.partition_index}: in sync are {isr}, min.insync.replicas is {least}"
 
     def _take_back(self) -> AppendResult:
@@ -348,7 +353,7 @@ class Partition:
     def fetch_as_replica(self, replica_id: int, asked: PartitionFetch, max_bytes: int) -> PartitionFetched:
         """What a follower gets; what it asks for tells what it has.
 
-        It must claim the epoch it follows in: one that claims none could be anybody's.
+        It must claim the epoch it follows in, and name its log: one that claims none could be anybody's.
         """
         index = self.partition_index
         if not self.serves_reads():
@@ -356,7 +361,8 @@ class Partition:
         error_code = self.check_leader_epoch(asked.current_leader_epoch)
         if error_code != error_codes.NONE:
             return PartitionFetched(index, error_code)
-        if asked.current_leader_epoch == NO_EPOCH or not self.replication.is_follower(replica_id):
+        names_log = len(asked.replica_directory_id) == TOPIC_ID_BYTES
+        if asked.current_leader_epoch == NO_EPOCH or not names_log or not self.replication.is_follower(replica_id):
             return PartitionFetched(index, error_codes.REPLICA_NOT_AVAILABLE)
         if asked.last_fetched_epoch >= 0:
             leader_end = leader_end_for(self.log, asked.last_fetched_epoch)
@@ -371,7 +377,8 @@ class Partition:
             error_code, records = self._read_log(asked.fetch_offset, min(asked.max_bytes, max_bytes), None)
             if error_code != error_codes.NONE:
                 return PartitionFetched(index, error_code)
-        self.replication.replica_fetched(replica_id, asked.fetch_offset)
+        replica = ReplicaKey(replica_id, uuid.UUID(bytes=asked.replica_directory_id))
+        self.replication.replica_fetched(replica, asked.fetch_offset)
         return PartitionFetched(index, error_codes.NONE, self.high_watermark, self.log_start_offset, records=records)
 
     # As follower
@@ -388,6 +395,7 @@ class Partition:
             log.leader_epochs.latest,
             log.log_start_offset,
             MAX_REPLICA_FETCH_BYTES,
+            self.replica.log_id.bytes,
         )
 
     def take_fetched(self, asked: PartitionFetch, fetched: PartitionFetched) -> bool:
@@ -436,20 +444,9 @@ class Partition:
         if fetched.records:
             log.append_replicated(fetched.records)
         self.replication.leader_told(fetched.high_watermark)
-        log.is_whole = log.is_whole or self._has_everything(fetched)
         if log.log_start_offset < fetched.log_start_offset <= self.high_watermark:
             log.advance_log_start(fetched.log_start_offset)
         return True
-
-    def _has_everything(self, fetched: PartitionFetched) -> bool:
-        """Whether all is here that is committed, after taking an answer: the high watermark alone does not tell that.
-
-        That of a new leader lags, until records of its own epoch are committed.
-        """
-        if not fetched.records and fetched.high_watermark != UNKNOWN_OFFSET:
-            return True  # we are at the leader's end
-        log = self.log
-        return log.leader_epochs.latest == self.leader_epoch and log.log_end_offset >= fetched.high_watermark
 
     # Who waits
 

@@ -48,6 +48,7 @@ from kproxy.broker.process import stop_signals
 from kproxy.broker.replication.fetchers import ReplicaFetchers
 from kproxy.broker.replication.isr_keeper import IsrKeeper
 from kproxy.broker.replication.listener import ReplicationListener
+from kproxy.broker.replication.presence import FollowerPresence
 from kproxy.broker.replication.secret import SharedSecret
 from kproxy.broker.topics import TopicAdmin
 from kproxy.errors import StartupError
@@ -114,12 +115,14 @@ class _Server:
             on_identity_lost=self._on_identity_lost,
             hand_over_after_s=config.leader_rebalance_s,
         )
+        self._presence = FollowerPresence(config.follower_grace_s, config.isr_lag_s)
         self._isr_keeper = IsrKeeper(
             client,
             self._view,
             self._leases.partitions.values,
             isr_lag_s=config.isr_lag_s,
             on_deposed=self._leases.deposed,
+            presence=self._presence,
         )
         self._log_keeper = LogKeeper(
             self._leases.hosted.values,
@@ -132,7 +135,7 @@ class _Server:
         self._connections: set[ClientConnection] = set()
         self._arena = ReceiveArena()
         self._secret = SharedSecret(client, self._keys)
-        self._replication = ReplicationListener(lambda: self._secret.current, self._arena)
+        self._replication = ReplicationListener(lambda: self._secret.current, self._arena, self._presence)
         self._fetchers = ReplicaFetchers(
             config.node_id,
             self._view,
@@ -178,7 +181,7 @@ class _Server:
             self._lease = BrokerLease(
                 self._client,
                 self._keys,
-                BrokerValue(self._config.node_id, host, port, replication_port),
+                BrokerValue(self._config.node_id, host, port, replication_port, self._data_dir.log_id),
                 ttl_s=self._config.lease_ttl_s,
                 clock=lease_clock,
                 on_claimed=self._on_claimed,
@@ -189,6 +192,7 @@ class _Server:
             mirroring = asyncio.create_task(self._mirror.run())
             self._tasks += [asyncio.create_task(self._hold(lease)), mirroring]
             await self._synced(mirroring)
+            self._refuse_earlier_release()
             self._broker = self._assemble(await self._when_etcd_answers(self._cluster_id))
             await self._when_etcd_answers(self._secret.load)
         except IdInUse as error:
@@ -241,6 +245,16 @@ class _Server:
                     self._wait(f"What {where} holds of the cluster could not be read yet{why}.")
         finally:
             await _cancel([synced])
+
+    def _refuse_earlier_release(self) -> None:
+        """Raises StartupError where a live broker has no log id: what it wrote into an ISR, nobody could rely on."""
+        earlier = [each for each in self._view.brokers.values() if each.log_id is None]
+        if earlier:
+            brokers = ", ".join(f"{each.node_id} ({each.host}:{each.port})" for each in earlier)
+            raise StartupError(
+                f"brokers of an earlier release are alive, which know no log ids: {brokers}. "
+                "Stop all brokers of this cluster, then start them all with this release; what they have stays"
+            )
 
     def _wait(self, sentence: str) -> None:
         if self._reminders.is_due(sentence):

@@ -60,6 +60,15 @@ from kproxy.config.etcd import etcd_options_from
     help="How long a replica may go without having caught up before it counts as out of sync.",
 )
 @click.option(
+    "--follower-grace",
+    metavar="SECONDS",
+    type=click.FloatRange(0, 3600),
+    default=0.5,
+    show_default=True,
+    help="How long a replica whose connection broke may stay away before it counts as out of sync, where enough are "
+    "in sync without it.",
+)
+@click.option(
     "--flush",
     type=click.Choice(FLUSH_POLICIES),
     default="interval",
@@ -99,6 +108,7 @@ def command(
     replication_factor: int,
     min_insync_replicas: int | None,
     isr_lag: float,
+    follower_grace: float,
     flush: FlushPolicy,
     retention_ms: int,
     retention_bytes: int,
@@ -135,6 +145,7 @@ def command(
         default_replication_factor=replication_factor,
         min_insync_replicas=min_insync_replicas,
         isr_lag_s=isr_lag,
+        follower_grace_s=follower_grace,
         flush=flush,
         retention_ms=retention_ms,
         retention_bytes=retention_bytes,

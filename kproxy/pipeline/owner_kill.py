@@ -185,7 +185,7 @@ class OwnerKill:
         topic = self._view.topics[self._topic]
         kept = [index for index in range(len(topic.replicas)) if broker in self._view.replicas(topic, index)]
         states = [self._view.state(topic, index) for index in kept]
-        return all(state is not None and broker in state.isr for state in states)
+        return all(state is not None and broker in state.in_sync for state in states)
 
 
 def owner_of_most(owners: Mapping[int, int]) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -54,8 +55,8 @@ def _stopping(method: Callable[..., Any], before: bytes | None, after: bytes) ->
 
 
 def _replicate_at(port: int) -> None:
-    def made(node_id: int, host: str, client_port: int, *_: int, **__: int) -> BrokerValue:
-        return BrokerValue(node_id, host, client_port, replication_port=port)
+    def made(node_id: int, host: str, client_port: int, _: int, log_id: uuid.UUID) -> BrokerValue:
+        return BrokerValue(node_id, host, client_port, port, log_id)
 
     vars(server)["BrokerValue"] = made
 

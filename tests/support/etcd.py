@@ -118,6 +118,10 @@ class Relay:
         self._server: asyncio.Server | None = None
         self._connections: dict[asyncio.Task[None], asyncio.Event] = {}
         self._answering: dict[asyncio.Task[None], asyncio.Event] = {}
+        self._asking = asyncio.Event()
+        self._asking.set()
+        # On how many connections something that was sent waits to be carried.
+        self.held = 0
         self.port = 0
         self._dead = False
         self._is_shut = False
@@ -182,6 +186,15 @@ class Relay:
         for answering in self._answering.values():
             answering.clear()
 
+    def hold_questions(self) -> None:
+        """Keep what is asked from here on, also when whoever asked is gone; on connections made later carry nothing."""
+        self._asking.clear()
+        self._dead = True
+
+    def release_questions(self) -> None:
+        """Carry what was kept. Connections made meanwhile stay as they are until `restore`."""
+        self._asking.set()
+
     def blackhole(self) -> None:
         """Carry nothing on any connection, of now or later, and end none: a network that drops every packet."""
         self.freeze()
@@ -209,7 +222,7 @@ class Relay:
             upstream_reader, upstream_writer = await asyncio.open_connection(*self._target)
             writers.append(upstream_writer)
             async with asyncio.TaskGroup() as ways:
-                ways.create_task(self._carry(reader, upstream_writer, [carrying]))
+                ways.create_task(self._carry(reader, upstream_writer, [carrying, self._asking]))
                 ways.create_task(self._carry(upstream_reader, writer, [carrying, answering]))
         except (asyncio.CancelledError, OSError, ExceptionGroup):
             # However a connection ends, the other side learns of it by its own ending.
@@ -223,8 +236,12 @@ class Relay:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, open_ways: Sequence[asyncio.Event]
     ) -> None:
         while data := await reader.read(65536):
-            for way in open_ways:
-                await way.wait()
+            self.held += 1
+            try:
+                for way in open_ways:
+                    await way.wait()
+            finally:
+                self.held -= 1
             if self.delay_s:
                 await asyncio.sleep(self.delay_s)
             writer.write(data)

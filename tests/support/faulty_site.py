@@ -185,7 +185,7 @@ class FaultySite:
         async def is_in_sync() -> bool:
             nonlocal state
             state = await self.state(topic, partition)
-            return state is not None and set(state.isr) == wanted
+            return state is not None and {replica.node_id for replica in state.isr} == wanted
 
         try:
             await until(is_in_sync, timeout_s, "")

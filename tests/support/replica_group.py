@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import uuid
 from pathlib import Path
 
 from codec.fetch import PartitionFetched
 from codec.record_batch import parse_batch
 from kproxy.broker.checkpoint import Leadership
+from kproxy.broker.keys import ReplicaKey
 from kproxy.broker.log import Log
 from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition, ReplicaSettings
 from kproxy.broker.replication.manager import Isr
@@ -18,6 +20,11 @@ from tests.support.record_batches import build_batch
 REPLICAS = (1, 2, 3)
 ISR_LAG_S = 10.0
 TOPIC_ID = uuid.uuid4()
+
+
+def on_disk(node_id: int, disk: int = 0) -> ReplicaKey:
+    """A broker's replica, on its first disk or another one."""
+    return ReplicaKey(node_id, uuid.UUID(int=100 * disk + node_id))
 
 
 class Clock:
@@ -46,8 +53,9 @@ class Group:
         self._reconciliation = reconciliation
         self.clock = Clock()
         self.epoch = -1
-        self.isr = Isr(frozenset(REPLICAS), 1)
-        self.live = dict.fromkeys(REPLICAS, 7)
+        self.isr = Isr(frozenset(map(on_disk, REPLICAS)), 1)
+        self.live = set(REPLICAS)
+        self.gone: set[int] = set()
         self.fences: dict[int, Fence] = {}
         self.replicas = {node_id: self.open(node_id) for node_id in REPLICAS}
 
@@ -55,10 +63,11 @@ class Group:
     def leadership(self) -> Leadership:
         return Leadership(self.epoch, 10 + self.epoch)
 
-    def open(self, node_id: int) -> Partition:
+    def open(self, node_id: int, disk: int = 0) -> Partition:
         settings = ReplicaSettings(node_id, self.clock, self.isr_lag_s, min_insync_replicas=2)
         log = Log.open(self.directory / str(node_id))
-        return Partition("t", 0, TOPIC_ID, log, settings, reconciliation=self._reconciliation)
+        log_id = on_disk(node_id, disk).log_id
+        return Partition("t", 0, TOPIC_ID, log, settings, log_id, reconciliation=self._reconciliation)
 
     def restart(self, node_id: int) -> Partition:
         """Killed and started again: what was in memory is gone."""
@@ -66,10 +75,19 @@ class Group:
         self.replicas[node_id] = self.open(node_id)
         return self.replicas[node_id]
 
+    def replace_disk(self, node_id: int) -> Partition:
+        """It is started again with an empty disk, and follows who leads."""
+        self.replicas[node_id].close()
+        shutil.rmtree(self.directory / str(node_id))
+        replica = self.replicas[node_id] = self.open(node_id, disk=1)
+        leader = next(each for each in self.replicas.values() if each.replication.is_leading)
+        replica.become_follower(leader.leader_id, self.leadership)
+        return replica
+
     def elect(self, node_id: int) -> Partition:
         """`node_id` takes the partition, and whoever is a follower follows it."""
         self.epoch += 1
-        assert node_id in self.isr.members, "only who is in sync may take it"
+        assert self.replicas[node_id].replica in self.isr.members, "only who is in sync may take it"
         fence = self.fences[node_id] = Fence()
         leader = self.replicas[node_id]
         leader.become_leader(self.leadership, REPLICAS, self.isr, fence, KeptFence())
@@ -94,15 +112,15 @@ class Group:
         follower.take_fetched(asked, fetched)
         return fetched
 
-    def look_at_isr(self) -> frozenset[int]:
-        """What the ISR keeper does, etcd answering at once."""
+    def look_at_isr(self) -> set[int]:
+        """What the ISR keeper does, etcd answering at once; the brokers in sync."""
         leader = next(each for each in self.replicas.values() if each.replication.is_leading)
-        wanted = leader.replication.wanted_isr(self.live)
+        wanted = leader.replication.wanted_isr(self.live, self.gone)
         if wanted is not None:
             leader.replication.isr_proposed(wanted)
             self.isr = Isr(wanted, self.isr.revision + 1)
             leader.replication.isr_settled(self.isr)
-        return self.isr.members
+        return {replica.node_id for replica in self.isr.members}
 
     def close(self) -> None:
         for replica in self.replicas.values():

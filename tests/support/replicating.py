@@ -27,9 +27,11 @@ from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition, ReplicaSe
 from kproxy.broker.replication.fetchers import ReplicaFetchers
 from kproxy.broker.replication.listener import ReplicationListener
 from kproxy.broker.replication.manager import Isr
+from kproxy.broker.replication.presence import FollowerPresence
 from kproxy.broker.replication.sasl import Secret
 from kproxy.broker.writer_fence import KeptFence
 from tests.support.record_batches import build_batch
+from tests.support.replica_group import on_disk
 
 LEADER, FOLLOWER = 1, 2
 SECRET = Secret.of("the cluster's secret, as long as one from etcd")
@@ -61,7 +63,8 @@ class Side:
     def open(self, topic: str, index: int, topic_id: uuid.UUID) -> Partition:
         self.tell(self.keys.topic(topic), TopicValue(topic_id, [[LEADER, FOLLOWER]] * (index + 1)))
         settings = ReplicaSettings(self.node_id, time.monotonic, min_insync_replicas=2)
-        return Partition(topic, index, topic_id, Log.open(self.directory / f"{topic}-{index}"), settings)
+        log = Log.open(self.directory / f"{topic}-{index}")
+        return Partition(topic, index, topic_id, log, settings, on_disk(self.node_id).log_id)
 
 
 class LeaderSide(Side):
@@ -80,7 +83,7 @@ class LeaderSide(Side):
         )
         nobody = cast(Any, None)
         self._broker = Broker(config, "cluster", self.view, self.leases, nobody, nobody, nobody)
-        self.listener = ReplicationListener(lambda: SECRET, ReceiveArena())
+        self.listener = ReplicationListener(lambda: SECRET, ReceiveArena(), FollowerPresence(0.5, 10.0))
         self.port = 0
 
     async def start(self) -> None:
@@ -90,12 +93,12 @@ class LeaderSide(Side):
 
     async def restart(self) -> None:
         await self.listener.close()
-        self.listener = ReplicationListener(lambda: SECRET, ReceiveArena())
+        self.listener = ReplicationListener(lambda: SECRET, ReceiveArena(), FollowerPresence(0.5, 10.0))
         await self.start()
 
     def lead(self, topic: str, index: int, topic_id: uuid.UUID, *, epoch: int = 0) -> Partition:
         partition = self.open(topic, index, topic_id)
-        isr = Isr(frozenset((LEADER, FOLLOWER)), 1)
+        isr = Isr(frozenset(map(on_disk, (LEADER, FOLLOWER))), 1)
         partition.become_leader(Leadership(epoch, 10 + epoch), (LEADER, FOLLOWER), isr, Alive(), KeptFence())
         self.leases.partitions[topic.encode(), index] = partition
         return partition

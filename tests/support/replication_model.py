@@ -24,6 +24,7 @@ import structlog
 
 from codec import error_codes
 from codec.record_batch import assign_offsets, parse_header
+from kproxy.broker.json_file import read_json
 from kproxy.broker.keys import Keys, StateValue, TopicValue, decode_value, encode_value
 from kproxy.broker.log_options import LogOptions
 from kproxy.broker.partition import ACKS_ALL, Partition
@@ -114,8 +115,6 @@ class World:
         self.now = START_TIME_S
         self.judge = Judge(watched)
         self.store = EtcdStore(lambda: self.now)
-        # Those whose disk was lost, as long as etcd has not heard of it.
-        self.wiped: set[int] = set()
         self.clients = Clients(self.judge, lambda: self.now)
         self.writers = FencedWriters(self.judge, self.clients, self.store)
         self.taken: list[Taken] = []
@@ -273,9 +272,8 @@ class World:
     def wipe(self, number: int) -> None:
         """A dead broker's disk is lost; never the last that holds what was promised."""
         process = self.broker(number)
-        others = set(self.isr()) - self.wiped - {process.node_id}
+        others = set(self.isr()) - {process.node_id}
         if process.state is State.DEAD and others:
-            self.wiped.add(process.node_id)
             shutil.rmtree(process.directory, ignore_errors=True)
 
     @_step(1)
@@ -512,9 +510,7 @@ class World:
             if partition is not None:
                 self._check_open(process, partition, replica)
             self.judge.fences_rise(replica)
-            if node_id not in in_sync:
-                self.wiped.discard(node_id)
-            elif node_id not in self.wiped:
+            if node_id in in_sync:
                 self.judge.holds_what_was_promised(replica, "in sync as etcd has it")
                 self.judge.holds_what_is_committed(replica)
 
@@ -546,8 +542,14 @@ class World:
         return decode_value(found.value, StateValue) if found is not None else None
 
     def isr(self) -> list[int]:
+        """The brokers that have the very logs on their disks which are in sync as etcd has it."""
         state = self.state_value()
-        return state.isr if state is not None else []
+        replicas = state.isr if state is not None else []
+        return [each.node_id for each in replicas if self._log_id(each.node_id) == each.log_id]
+
+    def _log_id(self, node_id: int) -> uuid.UUID | None:
+        found = read_json(self._directory / str(node_id) / "log-ids" / f"{_TOPIC_ID}-{PARTITION_INDEX}")
+        return None if found is None else uuid.UUID(str(found["log_id"]))
 
     def replica(self, node_id: int) -> Replica:
         return replica_at(node_id, self._directory / str(node_id) / f"{TOPIC}-{PARTITION_INDEX}")

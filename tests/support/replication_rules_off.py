@@ -14,10 +14,12 @@ import pytest
 from codec import error_codes
 from codec.fetch import EpochEnd
 from codec.own import FenceBinding
-from kproxy.broker import candidates, leases, partition, take_over, turns
+from kproxy.broker import candidates, data_dir, leases, partition, take_over, turns
 from kproxy.broker.apis import bind_fences
 from kproxy.broker.cluster import ClusterView, Topic
+from kproxy.broker.data_dir import DataDir
 from kproxy.broker.fence_keeper import FenceKeeper
+from kproxy.broker.keys import log_id_of_version_1
 from kproxy.broker.log import Log
 from kproxy.broker.partition import AppendResult, Partition, ReadResult
 from kproxy.broker.producer_state import Judgement, ProducerStates, Verdict
@@ -120,6 +122,13 @@ def _anybody_may_take_over(patch: pytest.MonkeyPatch) -> None:
 
     for module in (candidates, leases, turns):
         patch.setattr(module, "place_in_line", place_in_line)
+    patch.setattr(leases, "is_in_sync", lambda *_: True)
+
+
+def _a_broker_is_its_disk(patch: pytest.MonkeyPatch) -> None:
+    keep_id = DataDir._keep_id
+    patch.setattr(DataDir, "_keep_id", lambda made, topic_id, index, _: keep_id(made, topic_id, index, made.log_id))
+    patch.setattr(data_dir, "_claim", lambda _, node_id: log_id_of_version_1(node_id))
 
 
 def _all_is_committed_at_take_over(patch: pytest.MonkeyPatch) -> None:
@@ -205,11 +214,64 @@ _ACKNOWLEDGED: list[Taken] = [
 ]
 _THIRD_LEFT_THE_ISR: list[Taken] = [("crash", 2), ("advance", A_LEASE)]
 
+# Broker 1, the first in line, has died and come back while 2 leads; all are in sync.
+_ONE_IS_BACK: list[Taken] = [
+    ("crash", 0),
+    ("advance", A_LEASE),
+    ("restart", 0),
+    ("advance", A_SECOND),
+    ("advance", SOME_SECONDS),
+    ("produce_idempotent", LEADER, 0),
+    ("advance", A_SECOND),
+]
+KIP_903_LATE_FETCH: list[Taken] = [
+    *_ONE_IS_BACK,
+    # Broker 1's question, which says that it has everything, is under way when it dies and leaves the ISR.
+    ("lag", 0),
+    ("ask", 0),
+    ("crash", 0),
+    ("advance", A_LEASE),
+    ("wipe", 0),
+    ("restart", 0),
+    ("lag", 0),
+    ("arrive", 0),
+    ("advance", A_WHILE),
+    ("crash", 1),
+    ("advance", A_LEASE),
+    ("advance", A_SECOND),
+]
+"""A question of a dead broker makes its successor, whose disk is empty, one in sync."""
+KIP_903_LATE_PROPOSAL: list[Taken] = [
+    ("crash", 0),
+    ("advance", A_LEASE),
+    ("produce_idempotent", LEADER, 0),
+    ("advance", A_SECOND),
+    ("restart", 0),
+    ("lag", 0),
+    ("link", 1, SLOW),
+    ("watch", 1, 2),
+    ("watch", 1, 2),
+    *[("fetch", 0)] * 4,
+    # Broker 2 proposes that 1 is in sync again; etcd hears of it when 1 has lost its disk.
+    ("advance", A_WHILE),
+    ("crash", 0),
+    ("wipe", 0),
+    ("advance", A_LEASE),
+    ("restart", 0),
+    ("lag", 0),
+    ("etcd_applies", 1, 0),
+    ("advance", A_WHILE),
+    ("crash", 1),
+    ("advance", A_LEASE),
+    ("advance", A_SECOND),
+]
 KIP_101: list[Taken] = [*_ACKNOWLEDGED, ("crash", 0), ("advance", A_LEASE)]
 """The leader dies; the follower that has the record, and has not been told that it is committed, is elected."""
 
 RULES_OFF = [
     RuleOff("a log is kept, not cut to the high watermark", truncate_to_high_watermark, Rule.LOST, THREE, KIP_101),
+    RuleOff("a late fetch tells of one disk", _a_broker_is_its_disk, Rule.LOST, THREE, KIP_903_LATE_FETCH),
+    RuleOff("a late proposal names one disk", _a_broker_is_its_disk, Rule.LOST, THREE, KIP_903_LATE_PROPOSAL),
     RuleOff(
         "an expansion counts from the moment it is proposed",
         _count_only_committed_isr,

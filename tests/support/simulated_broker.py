@@ -123,7 +123,7 @@ class SimulatedProcess:
         self._lease = BrokerLease(
             self.client,
             self.view.keys,
-            BrokerValue(node_id, f"broker-{node_id}", 9092),
+            BrokerValue(node_id, f"broker-{node_id}", 9092, log_id=self._data_dir.log_id),
             ttl_s=LEASE_TTL_S,
             clock=self.clock,
             on_claimed=self._on_claimed,

@@ -7,10 +7,11 @@ import json
 import uuid
 
 from kproxy.broker.cluster import NO_OWNER, Change, ClusterView, Kind
-from kproxy.broker.keys import Keys
+from kproxy.broker.keys import Keys, ReplicaKey
 from kproxy.ownership.etcd import KeyValue, Snapshot, WatchEvent
 
 TOPIC_ID = uuid.UUID(int=5)
+LOG_ID = uuid.UUID(int=6)
 KEYS = Keys("/p/")
 LEASE = KEYS.lease("t", 0)
 
@@ -54,13 +55,15 @@ def test_a_snapshot_is_read_and_told_once() -> None:
     view = ClusterView(KEYS)
     changes: list[Change] = []
     view.subscribe(changes.append)
-    state = kv(KEYS.state("t", 0), {"leader_epoch": 3, "isr": [1], "topic_id": str(TOPIC_ID)}, 4)
+    state = kv(
+        KEYS.state("t", 0), {"leader_epoch": 3, "isr": [[1, str(LOG_ID)]], "topic_id": str(TOPIC_ID), "version": 2}, 4
+    )
     view.on_snapshot(Snapshot(10, 1, [broker(1), topic(), state, kv(LEASE, b"1", 5, 7)]))
     assert changes == [Change(Kind.SNAPSHOT)]
     assert view.owner("t", 0) == 1
     assert view.owner("t", 1) == NO_OWNER
     found = view.topics["t"]
-    assert view.state(found, 0) == (3, [1], TOPIC_ID, None, 4)
+    assert view.state(found, 0) == (3, [ReplicaKey(1, LOG_ID)], TOPIC_ID, None, 4)
     assert view.topic_by_id(TOPIC_ID.bytes) == found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import uuid
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from kproxy.broker.checkpoint import NO_LEADERSHIP
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.json_file import read_json
+from kproxy.broker.keys import ReplicaKey, StateValue, decode_value
 from kproxy.broker.segment import LogFailed
 from kproxy.errors import StartupError
 from tests.support.broker_logs import append_values
@@ -48,25 +50,35 @@ def test_a_log_is_found_again_for_its_topic_alone(tmp_path: Path) -> None:
     data_dir.close()
 
 
-def test_a_log_that_should_be_there_and_is_not_is_not_whole_however_often_it_is_opened(tmp_path: Path) -> None:
+def test_a_directory_has_one_log_id_for_life_and_another_one_has_another(tmp_path: Path) -> None:
+    ids = []
+    for name in ("a", "a", "b"):
+        data_dir = DataDir.open(tmp_path / name, 1)
+        data_dir.open_log("t", 0, FIRST).close()
+        assert data_dir.log_id_of(FIRST, 0) == data_dir.log_id
+        ids.append(data_dir.log_id)
+        data_dir.close()
+    assert ids[0] == ids[1] != ids[2]
+
+
+def test_a_log_that_was_removed_has_another_id_when_it_is_begun_anew(tmp_path: Path) -> None:
     data_dir = DataDir.open(tmp_path, 1)
-    for _ in range(2):
-        log = data_dir.open_log("t", 0, FIRST, is_expected=True)
-        assert not log.is_whole
-        log.checkpoint(0, NO_LEADERSHIP)
-        log.close()
-    log = data_dir.open_log("t", 0, FIRST)
-    log.is_whole = True
-    log.checkpoint(0, NO_LEADERSHIP)
-    log.close()
-    log = data_dir.open_log("t", 0, FIRST, is_expected=True)
-    assert log.is_whole, "it is there"
-    log.close()
+    data_dir.open_log("t", 0, FIRST).close()
+    data_dir.open_log("t", 1, FIRST).close()
+    shutil.rmtree(tmp_path / "t-0")
+    data_dir.open_log("t", 0, FIRST).close()
+    begun_anew = data_dir.log_id_of(FIRST, 0)
+    assert begun_anew != data_dir.log_id == data_dir.log_id_of(FIRST, 1)
+    data_dir.open_log("t", 0, FIRST).close()
+    assert data_dir.log_id_of(FIRST, 0) == begun_anew
+    data_dir.delete_log("t", 0, FIRST)
+    assert data_dir.log_id_of(FIRST, 0) is None
     data_dir.close()
 
 
-def test_a_log_that_ends_below_what_was_committed_is_not_whole_even_when_that_is_written_down_anew(
-    tmp_path: Path,
+@pytest.mark.parametrize("is_only_replica", [False, True], ids=["others have more", "nobody has more"])
+def test_a_log_that_ends_below_what_was_committed_has_another_id_where_others_have_more(
+    tmp_path: Path, is_only_replica: bool
 ) -> None:
     data_dir = DataDir.open(tmp_path, 1)
     log = data_dir.open_log("t", 0, FIRST)
@@ -75,12 +87,40 @@ def test_a_log_that_ends_below_what_was_committed_is_not_whole_even_when_that_is
     log.close()
     segment = next((tmp_path / "t-0").glob("*.log"))
     segment.write_bytes(segment.read_bytes()[:-1])
-    for _ in range(2):
-        log = data_dir.open_log("t", 0, FIRST)
-        assert (log.log_end_offset, log.is_whole) == (0, False)
-        log.checkpoint(0, NO_LEADERSHIP)
-        log.close()
+    log = data_dir.open_log("t", 0, FIRST, is_only_replica=is_only_replica)
+    assert log.log_end_offset == 0
+    assert (data_dir.log_id_of(FIRST, 0) == data_dir.log_id) is is_only_replica
+    log.close()
     data_dir.close()
+
+
+@pytest.mark.parametrize("is_whole", [1, 0])
+def test_a_directory_of_the_first_release_keeps_its_place_in_the_isr(tmp_path: Path, is_whole: int) -> None:
+    """That had no log ids: in etcd, too, its broker's id stands for what is here. A log that it knew to lack something
+    does not count."""
+    data_dir = DataDir.open(tmp_path, 1)
+    data_dir.open_log("t", 0, FIRST).close()
+    data_dir.close()
+    (tmp_path / "broker.json").write_text('{"node_id": 1}')
+    shutil.rmtree(tmp_path / "log-ids")
+    (tmp_path / "t-0" / "checkpoint.json").write_text(
+        '{"high_watermark": 0, "obeyed_epoch": 0, "fencing_token": 7, "log_end_offset": 0, "leader_epoch": -1,'
+        f' "is_whole": {is_whole}}}'
+    )
+    for _ in range(2):
+        data_dir = DataDir.open(tmp_path, 1)
+        data_dir.open_log("t", 0, FIRST).close()
+        state = decode_value(f'{{"leader_epoch": 3, "isr": [2, 1], "topic_id": "{FIRST}"}}'.encode(), StateValue)
+        log_id = data_dir.log_id_of(FIRST, 0)
+        assert log_id is not None
+        assert (ReplicaKey(1, log_id) in state.isr) is bool(is_whole)
+        data_dir.close()
+
+
+def test_a_directory_of_a_later_release_is_refused(tmp_path: Path) -> None:
+    tmp_path.joinpath("broker.json").write_text('{"node_id": 1, "version": 3}')
+    with pytest.raises(StartupError, match="is of version 3, which a later release has made"):
+        DataDir.open(tmp_path, 1)
 
 
 def test_only_the_very_topics_log_is_deleted(tmp_path: Path) -> None:
@@ -132,7 +172,7 @@ def test_of_a_deleted_topic_nothing_is_set_aside_though_another_of_its_name_come
     data_dir.open_log("t", 0, SECOND).close()
     data_dir.delete_log("t", 0, FIRST)
     data_dir.all_deleted(FIRST)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["t-0"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["log-ids", "t-0"]
     data_dir.open_log("t", 0, FIRST).close()
     assert len(list(tmp_path.glob("#stray-*"))) == 1, "who was not deleted is kept"
     data_dir.close()

@@ -107,13 +107,15 @@ def test_a_partition_that_finds_no_room_to_begin_begins_when_there_is(disk: Smal
     data_dir = DataDir.open(disk.path / "data", 1)
     disk.fill()
     for _ in range(3):
-        with pytest.raises(DiskError, match=str(disk.path / "data" / "t-0")):
+        with pytest.raises(DiskError, match=str(disk.path / "data")):
             data_dir.open_log("t", 0, uuid.UUID(int=1))
     disk.free()
     log = data_dir.open_log("t", 0, uuid.UUID(int=1))
     append_values(log, 4000)
     log.close()
-    assert {path.name for path in data_dir.path.iterdir()} == {".lock", "broker.json", "t-0"}, "something was left"
+    assert {path.name for path in data_dir.path.iterdir()} == {".lock", "broker.json", "log-ids", "t-0"}, (
+        "something was left"
+    )
     data_dir.close()
 
 

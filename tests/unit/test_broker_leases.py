@@ -22,7 +22,7 @@ from kproxy.broker.config import BrokerConfig
 from kproxy.broker.context import Bindings, Broker, Request
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.fence_keeper import FenceKeeper
-from kproxy.broker.keys import BrokerValue, Keys, PartitionKey, StateValue, TopicValue, encode_value
+from kproxy.broker.keys import BrokerValue, Keys, PartitionKey, ReplicaKey, StateValue, TopicValue, encode_value
 from kproxy.broker.leases import PartitionLeaseManager
 from kproxy.broker.partition import Partition, ReplicaSettings
 from kproxy.ownership.etcd import KeyValue, Snapshot, WatchEvent, delete_op, put_op
@@ -31,6 +31,7 @@ from tests.support.etcd import eventually
 from tests.support.messages import topic_id
 from tests.support.raw_client import produce_frame
 from tests.support.record_batches import build_batch
+from tests.support.replica_group import on_disk
 from tests.support.simulated_etcd import EtcdStore, SimulatedEtcdClient
 
 KEYS = Keys("/p")
@@ -128,7 +129,7 @@ async def test_a_new_epoch_is_above_all_that_were_obeyed_here(stage: Stage) -> N
     """A restored etcd remembers an earlier one, in which nothing was written: who obeyed it refuses this leader."""
     topic_id = uuid.uuid4()
     await stage.put(KEYS.topic("t"), TopicValue(topic_id, [[1, 2]]))
-    await stage.put(KEYS.state("t", 0), StateValue(5, [1, 2], topic_id))
+    await stage.put(KEYS.state("t", 0), StateValue(5, [ReplicaKey(1, stage.data_dir.log_id), on_disk(2)], topic_id))
     log = stage.data_dir.open_log("t", 0, topic_id)
     log.checkpoint(0, Leadership(8, 100))
     log.close()
@@ -159,7 +160,7 @@ async def test_a_lease_key_of_a_deleted_topic_does_not_keep_a_new_one_from_being
 
 
 async def test_a_topic_that_is_created_after_etcd_was_restored_is_not_missed_here(stage: Stage) -> None:
-    """Its revisions are lower than those of before; a replica that is taken for emptied would not lead."""
+    """Its revisions are lower than those of before; a replica that is taken for another would not lead."""
     for _ in range(20):
         await stage.put(KEYS.broker(9), BrokerValue(9, "h", 1))
     await stage.begin()
@@ -170,13 +171,24 @@ async def test_a_topic_that_is_created_after_etcd_was_restored_is_not_missed_her
     await stage.begin()
     topic_id = uuid.uuid4()
     await stage.put(KEYS.topic("t"), TopicValue(topic_id, [[2, 1]]))
-    await stage.put(KEYS.state("t", 0), StateValue(0, [2, 1], topic_id))
+    await stage.put(KEYS.state("t", 0), StateValue(0, [on_disk(2), ReplicaKey(1, stage.data_dir.log_id)], topic_id))
     stage.tell()
     running = asyncio.create_task(stage.leases.run())
     led = await stage.take()
     assert led is not None
-    assert led.log.is_whole
     running.cancel()
+
+
+async def test_a_log_that_is_not_the_one_in_sync_does_not_lead(stage: Stage) -> None:
+    """Its disk was replaced: what was committed is with others, or on the old disk."""
+    topic_id = uuid.uuid4()
+    await stage.put(KEYS.topic("t"), TopicValue(topic_id, [[1, 2]]))
+    await stage.put(KEYS.state("t", 0), StateValue(5, [on_disk(1), on_disk(2)], topic_id))
+    await stage.begin()
+    assert await stage.take() is None
+    await stage.put(KEYS.state("t", 0), StateValue(5, [ReplicaKey(1, stage.data_dir.log_id)], topic_id))
+    stage.tell()
+    assert await stage.take() is not None
 
 
 async def test_where_the_first_replica_does_not_take_a_new_partition_the_next_one_does(

@@ -20,6 +20,7 @@ from kproxy.broker.replication.manager import Isr
 from kproxy.broker.writer_fence import KeptFence
 from kproxy.ownership.etcd.lease_fence import MARGIN_FRACTION, LeaseFence
 from tests.support.record_batches import build_batch
+from tests.support.replica_group import on_disk
 
 TTL_S = 10
 LIVE_FOR_S = TTL_S * (1 - MARGIN_FRACTION)
@@ -53,8 +54,8 @@ def fence(clock: Clock) -> LeaseFence:
 @pytest.fixture
 def partition(tmp_path: Path, clock: Clock, fence: LeaseFence) -> Iterator[Partition]:
     log = Log.open(tmp_path / "t-0", options=LogOptions())
-    partition = Partition("t", 0, uuid.uuid4(), log, ReplicaSettings(1, clock))
-    partition.become_leader(Leadership(7, 1), [1], Isr(frozenset({1}), 1), fence, KeptFence())
+    partition = Partition("t", 0, uuid.uuid4(), log, ReplicaSettings(1, clock), on_disk(1).log_id)
+    partition.become_leader(Leadership(7, 1), [1], Isr(frozenset({on_disk(1)}), 1), fence, KeptFence())
     yield partition
     partition.close()
 

@@ -10,6 +10,7 @@ from kproxy.broker.candidates import NOT_A_CANDIDATE, first_replicas, hosts, pla
 from kproxy.broker.cluster import ClusterView, Topic
 from kproxy.broker.keys import BrokerValue, Keys, StateValue, TopicValue, encode_value
 from kproxy.ownership.etcd import KeyValue, Snapshot
+from tests.support.replica_group import on_disk
 
 KEYS = Keys("/candidates")
 TOPIC_ID = uuid.uuid4()
@@ -22,7 +23,7 @@ def view_of(
     kvs = [KeyValue(KEYS.broker(each), encode_value(BrokerValue(each, "h", 1)), 1, 1, 1, 7) for each in live]
     kvs.append(KeyValue(KEYS.topic("t"), encode_value(TopicValue(TOPIC_ID, [replicas])), 2, 2, 1, 0))
     if isr is not None:
-        state = encode_value(StateValue(3, isr, TOPIC_ID, moved_to))
+        state = encode_value(StateValue(3, [on_disk(each) for each in isr], TOPIC_ID, moved_to))
         kvs.append(KeyValue(KEYS.state("t", 0), state, 3, 3, 1, 0))
     view = ClusterView(KEYS)
     view.on_snapshot(Snapshot(3, 1, kvs))

@@ -33,7 +33,7 @@ from tests.support import simulated_etcd
 from tests.support.etcd import eventually
 from tests.support.raw_client import Answer, produce_frame
 from tests.support.record_batches import build_batch
-from tests.support.replica_group import Fence
+from tests.support.replica_group import Fence, on_disk
 from tests.support.simulated_etcd import EtcdStore, Link, SimulatedEtcdClient
 
 KEYS = Keys("/p")
@@ -77,8 +77,8 @@ class Stage:
         for index in range(partitions):
             taken = await self.client.txn([], [put_op(KEYS.lease(topic, index), b"1")])
             log = Log.open(self._directory / f"{topic}-{index}")
-            partition = Partition(topic, index, TOPIC_ID, log, ReplicaSettings(1, time.monotonic))
-            isr = Isr(frozenset({1}), taken.revision)
+            partition = Partition(topic, index, TOPIC_ID, log, ReplicaSettings(1, time.monotonic), on_disk(1).log_id)
+            isr = Isr(frozenset({on_disk(1)}), taken.revision)
             partition.become_leader(Leadership(0, taken.revision), (1,), isr, Fence(), KeptFence())
             self.leases.partitions[topic.encode(), index] = partition
             led.append(partition)

@@ -21,7 +21,7 @@ from kproxy.broker.replication.manager import Isr
 from kproxy.broker.writer_fence import KeptFence
 from kproxy.ownership.etcd import EtcdUnavailable, put_op
 from tests.support.etcd import eventually
-from tests.support.replica_group import Fence
+from tests.support.replica_group import Fence, on_disk
 from tests.support.simulated_etcd import EtcdStore, SimulatedEtcdClient
 
 KEYS = Keys("/p")
@@ -44,7 +44,7 @@ def led(tmp_path: Path) -> Iterator[list[Partition]]:
     led = []
     for index in range(CONCURRENT_CHANGES + 2):
         log = Log.open(tmp_path / str(index))
-        led.append(Partition("t", index, TOPIC_ID, log, ReplicaSettings(1, time.monotonic)))
+        led.append(Partition("t", index, TOPIC_ID, log, ReplicaSettings(1, time.monotonic), on_disk(1).log_id))
     yield led
     for partition in led:
         partition.close()
@@ -56,17 +56,17 @@ async def test_partitions_whose_change_never_gets_through_do_not_keep_others_fro
     view.apply_put(KEYS.broker(1), encode_value(BrokerValue(1, "h", 1)), lease_id=7, revision=1)
     for partition in led:
         index = partition.partition_index
-        state = encode_value(StateValue(0, [1, 2], TOPIC_ID))
+        state = encode_value(StateValue(0, [on_disk(1), on_disk(2)], TOPIC_ID))
         put = [put_op(KEYS.lease("t", index), b"1"), put_op(KEYS.state("t", index), state)]
         taken = await SimulatedEtcdClient.txn(client, [], put)
-        isr = Isr(frozenset({1, 2}), taken.revision)
+        isr = Isr(frozenset({on_disk(1), on_disk(2)}), taken.revision)
         partition.become_leader(Leadership(0, taken.revision), (1, 2), isr, Fence(), KeptFence())
     keeper = IsrKeeper(client, view, lambda: led, isr_lag_s=0.1, on_deposed=lambda _: None)
     running = asyncio.create_task(keeper.run())
     await eventually(
-        lambda: all(each.replication.isr.members == {1} for each in led[CONCURRENT_CHANGES:]),
+        lambda: all(each.replication.isr.members == {on_disk(1)} for each in led[CONCURRENT_CHANGES:]),
         timeout_s=10.0,
         what="the turn of the last ones",
     )
-    assert all(each.replication.isr.members == {1, 2} for each in led[:CONCURRENT_CHANGES])
+    assert all(each.replication.isr.members == {on_disk(1), on_disk(2)} for each in led[:CONCURRENT_CHANGES])
     running.cancel()

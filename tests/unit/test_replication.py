@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import resource
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,9 @@ from structlog.testing import capture_logs
 
 from codec import error_codes
 from codec.fetch import PartitionFetched
-from kproxy.broker.checkpoint import Checkpoint, Leadership, write_checkpoint
-from kproxy.broker.partition import Partition
-from kproxy.broker.replication.manager import UNKNOWN_OFFSET, Isr
-from tests.support.replica_group import ISR_LAG_S, Group, append
+from kproxy.broker.checkpoint import Leadership
+from kproxy.broker.replication.manager import Isr
+from tests.support.replica_group import ISR_LAG_S, Group, append, on_disk
 
 
 @pytest.fixture
@@ -99,10 +97,10 @@ def test_a_follower_that_lags_leaves_the_isr_and_comes_back(group: Group) -> Non
 
 def test_a_dead_follower_leaves_the_isr_at_once_and_with_too_few_nothing_is_taken(group: Group) -> None:
     leader = group.elect(1)
-    del group.live[2]
+    group.live.remove(2)
     assert group.look_at_isr() == {1, 3}
     assert append(leader).error_code == error_codes.NONE
-    del group.live[3]
+    group.live.remove(3)
     assert group.look_at_isr() == {1}
     refused = append(leader)
     assert refused.error_code == error_codes.NOT_ENOUGH_REPLICAS
@@ -111,18 +109,49 @@ def test_a_dead_follower_leaves_the_isr_at_once_and_with_too_few_nothing_is_take
     assert leader.high_watermark == 0, "it does not move while too few are in sync"
 
 
-def test_a_broker_that_came_back_counts_only_with_what_it_shows(group: Group) -> None:
-    """Its disk may have been emptied: what its predecessor had says nothing."""
+def test_whose_connection_broke_leaves_the_isr_where_enough_stay(group: Group) -> None:
     leader = group.elect(1)
     append(leader)
-    for node_id in (2, 3, 2, 3):
+    for node_id in (2, 2):
+        group.fetch(node_id)
+    assert leader.high_watermark == 0, "3 is in sync, and has not fetched"
+    group.gone.add(3)
+    assert group.look_at_isr() == {1, 2}
+    assert leader.high_watermark == 1
+    group.gone.add(2)
+    assert group.look_at_isr() == {1, 2}, "min.insync.replicas is 2: nothing is won without it"
+    group.gone.clear()
+    for node_id in (3, 3):
         group.fetch(node_id)
     assert group.look_at_isr() == {1, 2, 3}
-    group.live[3] = 8
+
+
+def test_a_broker_that_came_back_with_another_disk_is_another_replica(group: Group) -> None:
+    """What its predecessor had says nothing, and neither does what of that one arrives late (KIP-903)."""
+    leader = group.elect(1)
+    append(leader)
+    for node_id in (2, 3, 2):
+        group.fetch(node_id)
+    late = group.replicas[3].next_fetch()
+    assert late is not None
+    group.live.remove(3)
     assert group.look_at_isr() == {1, 2}
-    assert group.look_at_isr() == {1, 2}
+    group.live.add(3)
+    group.replace_disk(3)
     group.fetch(3)
-    assert group.look_at_isr() == {1, 2, 3}
+    assert group.look_at_isr() == {1, 2}, "its log is empty"
+    leader.fetch_as_replica(3, late, 1 << 20)
+    group.look_at_isr()
+    assert group.replicas[3].replica not in group.isr.members
+    append(leader)
+    group.fetch(2)
+    group.fetch(2)
+    assert leader.high_watermark == 1, "the dead one may be in the ISR, and does not get there"
+    for _ in range(3):
+        group.fetch(3)
+    group.look_at_isr()
+    assert group.isr.members == {on_disk(1), on_disk(2), on_disk(3, disk=1)}
+    assert leader.high_watermark == 2
 
 
 def test_a_member_that_turns_out_to_lack_what_is_committed_leaves_at_once(group: Group) -> None:
@@ -135,20 +164,8 @@ def test_a_member_that_turns_out_to_lack_what_is_committed_leaves_at_once(group:
     assert group.look_at_isr() == {1, 2}
 
 
-def lose_log(group: Group, node_id: int) -> Partition:
-    """Its disk is empty when it is started again, and etcd calls it in sync."""
-    group.replicas[node_id].close()
-    directory = group.directory / str(node_id)
-    shutil.rmtree(directory)
-    directory.mkdir()
-    write_checkpoint(directory, Checkpoint(is_whole=0), nullcontext())
-    replica = group.replicas[node_id] = group.open(node_id)
-    replica.become_follower(2, group.leadership)
-    return replica
-
-
 @pytest.mark.parametrize("goes_on", [False, True], ids=["idle", "written to"])
-def test_a_replica_that_lost_its_log_is_whole_again_with_all_that_was_committed(group: Group, goes_on: bool) -> None:
+def test_a_replaced_disk_is_in_sync_with_all_that_was_committed_and_not_before(group: Group, goes_on: bool) -> None:
     """The new leader does not know yet how much that is: its high watermark lags (KIP-101)."""
     leader = group.elect(1)
     append(leader)
@@ -160,53 +177,51 @@ def test_a_replica_that_lost_its_log_is_whole_again_with_all_that_was_committed(
     group.fences[1].live = False
     group.replicas[1].close()
     del group.replicas[1]
+    group.live.remove(1)
     leader = group.elect(2)
     assert leader.high_watermark < leader.log_end_offset == 2
-    replica = lose_log(group, 3)
+    replica = group.replace_disk(3)
     asked = replica.next_fetch()
     assert asked is not None
     first = leader.log.read(0, 1)
     replica.take_fetched(asked, PartitionFetched(0, error_codes.NONE, leader.high_watermark, 0, None, first))
     assert replica.log_end_offset == leader.high_watermark == 1
-    assert not replica.log.is_whole, "it has all below the high watermark, and lacks what was committed above"
     if goes_on:
         append(leader)
     group.fetch(3)
-    assert replica.log_end_offset == leader.log_end_offset
-    assert replica.log.is_whole is goes_on, "records of this epoch come after all that was committed before"
+    assert group.look_at_isr() == {2}, "it said that it has all below the high watermark, not all that was committed"
     group.fetch(3)
-    assert replica.log.is_whole
+    assert group.look_at_isr() == {2, 3}
 
 
-def test_an_answer_that_had_no_room_for_a_replica_does_not_make_it_whole(group: Group) -> None:
-    append(group.elect(2))
-    replica = lose_log(group, 3)
-    asked = replica.next_fetch()
+def test_a_follower_that_does_not_name_its_log_is_told_to_stay_away(group: Group) -> None:
+    leader = group.elect(1)
+    asked = group.replicas[2].next_fetch()
     assert asked is not None
-    replica.take_fetched(asked, PartitionFetched(0, error_codes.NONE, UNKNOWN_OFFSET, 0, None, b""))
-    assert not replica.log.is_whole
+    refused = leader.fetch_as_replica(2, asked._replace(replica_directory_id=b""), 1 << 20)
+    assert refused.error_code == error_codes.REPLICA_NOT_AVAILABLE
 
 
 def test_an_expansion_counts_from_the_moment_it_is_proposed_and_a_shrink_when_it_is_so(group: Group) -> None:
     leader = group.elect(1)
-    del group.live[3]
+    group.live.remove(3)
     group.look_at_isr()
-    group.live[3] = 9
+    group.live.add(3)
     group.fetch(3)
     replication = leader.replication
     wanted = replication.wanted_isr(group.live)
-    assert wanted == {1, 2, 3}
+    assert wanted == {on_disk(1), on_disk(2), on_disk(3)}
     replication.isr_proposed(wanted)
     append(leader)
     for node_id in (2, 2):
         group.fetch(node_id)
     assert leader.high_watermark == 0, "3 may be in the ISR by now, and may be elected"
-    replication.isr_settled(Isr(frozenset({1, 2}), 5))
+    replication.isr_settled(Isr(frozenset({on_disk(1), on_disk(2)}), 5))
     assert leader.high_watermark == 1
     append(leader)
     for node_id in (2, 2):
         group.fetch(node_id)
-    replication.isr_proposed(frozenset({1}))
+    replication.isr_proposed(frozenset({on_disk(1)}))
     append(leader)
     assert leader.high_watermark == 2, "2 may still be elected"
 

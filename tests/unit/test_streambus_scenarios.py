@@ -29,7 +29,7 @@ from kproxy.broker.replication.reconciliation import (
     validate_consistency,
 )
 from kproxy.ownership.etcd import put_op
-from tests.support.replica_group import ISR_LAG_S, REPLICAS, Group, append
+from tests.support.replica_group import ISR_LAG_S, REPLICAS, Group, append, on_disk
 from tests.support.replication_rules_off import TruncateToHighWatermark
 from tests.support.simulated_etcd import EtcdStore, SimulatedEtcdClient
 from tests.support.simulated_loop import SimulatedLoop
@@ -396,7 +396,7 @@ def test_several_waiters_are_answered_each_at_its_offset(waiting: Waiting) -> No
     assert also_at_one.result() == error_codes.REQUEST_TIMED_OUT
     for node_id in (A, B):
         # Both say that they have msg1, and not yet msg2.
-        waiting.replication.replica_fetched(node_id, 2)
+        waiting.replication.replica_fetched(on_disk(node_id), 2)
     waiting.loop.run_ready()
     assert at_one.result() == error_codes.NONE
     assert not at_two.done()

@@ -23,7 +23,7 @@ def describe_partition(broker: Broker, topic: Topic, partition_index: int) -> di
     leader_id, leader_epoch = broker.current_leader(topic.name, partition_index)
     state = broker.view.state(topic, partition_index)
     replicas = broker.view.replicas(topic, partition_index)
-    isr = state.isr if state is not None else replicas
+    isr = state.in_sync if state is not None else replicas
     return {
         "error_code": error_codes.NONE if leader_id != NO_OWNER else error_codes.LEADER_NOT_AVAILABLE,
         "partition_index": partition_index,

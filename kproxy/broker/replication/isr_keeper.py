@@ -9,7 +9,8 @@ Invariants
 1. The transaction is guarded by the lease key's create revision, so that only the owner writes, and by the state's mod
    revision, so that it changes what it was decided on.
 2. A transaction without an answer settles nothing: the proposal stands, and is put again until etcd has told what is
-   so. Its guard makes a second one harmless.
+   so. Its guard makes a second one harmless; and it names logs, so that what has come to a broker's disk meanwhile
+   changes nothing of what it says.
 3. At most one change of a partition is under way, at most CONCURRENT_CHANGES of all. Partitions take turns: a round
    goes on where it had to stop, so that none is looked at twice before every other one was.
 """
@@ -25,9 +26,10 @@ from functools import partial
 import structlog
 
 from kproxy.broker.cluster import ClusterView
-from kproxy.broker.keys import StateValue, decode_value, encode_value
+from kproxy.broker.keys import ReplicaKey, StateValue, decode_value, encode_value, node_ids
 from kproxy.broker.partition import Partition
 from kproxy.broker.replication.manager import WAITER_SWEEP_INTERVAL_S, Isr, Role
+from kproxy.broker.replication.presence import FollowerPresence
 from kproxy.ownership.etcd import EtcdClient, EtcdError, create_revision_is, get_op, mod_revision_is, put_op
 
 CONCURRENT_CHANGES = 16
@@ -45,8 +47,10 @@ class IsrKeeper:
         *,
         isr_lag_s: float,
         on_deposed: Callable[[Partition], None],
+        presence: FollowerPresence | None = None,
     ) -> None:
-        """`on_deposed` is called where etcd says that the partition's lease key is not ours any more."""
+        """`presence` tells whose connection has broken; `on_deposed` is called where etcd says that the partition's
+        lease key is not ours any more."""
         self._client = client
         self._view = view
         self._led = led
@@ -58,6 +62,9 @@ class IsrKeeper:
         self._changing: dict[Partition, asyncio.Task[None]] = {}
         # What is left of this round.
         self._to_look_at: deque[Partition] = deque()
+        self._gone = presence.gone if presence is not None else frozenset()
+        if presence is not None:
+            presence.on_change = self._wake.set
         view.subscribe(lambda _: self._wake.set())
 
     async def run(self) -> None:
@@ -77,7 +84,6 @@ class IsrKeeper:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _look(self) -> None:
-        live = {node_id: broker.lease_id for node_id, broker in self._view.brokers.items()}
         if not self._to_look_at:
             self._to_look_at.extend(self._led())
         while self._to_look_at and len(self._changing) < CONCURRENT_CHANGES:
@@ -85,7 +91,7 @@ class IsrKeeper:
             if partition in self._changing:
                 continue
             replication = partition.replication
-            wanted = replication.proposed or replication.wanted_isr(live)
+            wanted = replication.proposed or replication.wanted_isr(self._view.brokers, self._gone)
             if wanted is not None and replication.role is Role.LEADER:
                 replication.isr_proposed(wanted)
                 task = asyncio.create_task(self._change(partition, wanted), name=f"isr {partition.topic}")
@@ -97,7 +103,7 @@ class IsrKeeper:
         if partition.replication.proposed is None:
             self._wake.set()
 
-    async def _change(self, partition: Partition, members: frozenset[int]) -> None:
+    async def _change(self, partition: Partition, members: frozenset[ReplicaKey]) -> None:
         replication, keys = partition.replication, self._view.keys
         lease_key = keys.lease(partition.topic, partition.partition_index)
         state_key = keys.state(partition.topic, partition.partition_index)
@@ -117,7 +123,7 @@ class IsrKeeper:
         try:
             result = await self._client.txn(guards, [put_op(state_key, value)], [get_op(lease_key), get_op(state_key)])
         except EtcdError as error:
-            _logger.warning("ISR not changed", **_named(partition), wanted=sorted(members), error=str(error))
+            _logger.warning("ISR not changed", **_named(partition), wanted=node_ids(members), error=str(error))
             return
         if replication.role is Role.CLOSED:
             return
@@ -126,7 +132,7 @@ class IsrKeeper:
             replication.isr_settled(Isr(members, result.revision))
             self._view.apply_put(state_key, value, lease_id=0, revision=result.revision)
             log = _logger.warning if before - members else _logger.info
-            log("ISR changed", **_named(partition), isr=sorted(members), before=sorted(before))
+            log("ISR changed", **_named(partition), isr=node_ids(members), before=node_ids(before))
             return
         lease_kvs, state_kvs = result.responses[0].kvs, result.responses[1].kvs
         if not lease_kvs or lease_kvs[0].create_revision != partition.leadership.fencing_token or not state_kvs:

@@ -37,6 +37,7 @@ from kproxy.broker.apis import api_versions, fetch
 from kproxy.broker.connection import ClientConnection
 from kproxy.broker.context import Body, Broker, CloseConnection, Request
 from kproxy.broker.listening import bind, bound_port
+from kproxy.broker.replication.presence import FollowerPresence
 from kproxy.broker.replication.sasl import MECHANISM, AuthenticationFailed, ListenerHandshake, Secret
 
 AUTHENTICATION_TIMEOUT_S = 10.0
@@ -60,9 +61,10 @@ _logger = structlog.get_logger(__name__)
 class ReplicationListener:
     """Accepts the other brokers' followers: `bind`, `start`, `close`."""
 
-    def __init__(self, secret: Callable[[], Secret], arena: ReceiveArena) -> None:
-        """`secret` gives the cluster's secret as it is now."""
+    def __init__(self, secret: Callable[[], Secret], arena: ReceiveArena, presence: FollowerPresence) -> None:
+        """`secret` gives the cluster's secret as it is now; `presence` is told which followers are connected."""
         self._secret = secret
+        self._presence = presence
         self._arena = arena
         self._server: asyncio.Server | None = None
         self._broker: Broker | None = None
@@ -90,6 +92,7 @@ class ReplicationListener:
         """Accept nobody any more, close every connection, and wait for what was being served."""
         if self._server is not None:
             self._server.close()
+        self._presence.close()
         connections = [each.connection for each in (*self._unauthenticated, *self._authenticated.values())]
         working = [each.task for each in connections if each.task is not None]
         for connection in connections:
@@ -128,6 +131,7 @@ class ReplicationListener:
         self._unauthenticated.pop(session, None)
         earlier = self._authenticated.get(node_id)
         self._authenticated[node_id] = session
+        self._presence.connected(node_id)
         if earlier is not None:
             # What is left of it after a restart, or after a connection that broke on the other side alone.
             earlier.connection.abort()
@@ -137,6 +141,7 @@ class ReplicationListener:
         for node_id, each in list(self._authenticated.items()):
             if each is session:
                 del self._authenticated[node_id]
+                self._presence.broken(node_id)
 
 
 class _Session:

@@ -19,7 +19,8 @@ Invariants
    etcd names and whom we have proposed: an expansion counts from the moment it is proposed, a shrink only once its
    transaction succeeded. So whoever may be elected holds all that is below it.
 2. It does not move while etcd's ISR has fewer than min_insync_replicas members.
-3. A replica's progress counts only in the epoch in which it was reported.
+3. A replica's progress counts only in the epoch in which it was reported, and only for the log that it was reported of:
+   a broker that comes back with another disk is another replica (ReplicaKey), whatever of the old one arrives late.
 4. A waiter is answered once: 0 when the high watermark has passed its offset; NOT_ENOUGH_REPLICAS_AFTER_APPEND when the
    ISR has become too small; REQUEST_TIMED_OUT when its time is over or leadership ends. Never 6: its records are in the
    log.
@@ -30,11 +31,12 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from enum import Enum
 from typing import NamedTuple
 
 from codec import error_codes
+from kproxy.broker.keys import ReplicaKey
 from kproxy.ownership.etcd.clock import Clock
 
 NO_LEADER = -1
@@ -58,28 +60,22 @@ _LEADING = (Role.LEADER, Role.RESIGNED)
 class Isr(NamedTuple):
     """The in-sync replicas as etcd has them; `revision` is the mod_revision that guards their next change."""
 
-    members: frozenset[int]
+    members: frozenset[ReplicaKey]
     revision: int
 
 
 class _Progress:
-    """What one follower has, as its fetches tell. Times are the clock's."""
+    """What one follower has, as its fetches tell. Times are the clock's. `replica` is None before it has fetched."""
 
-    __slots__ = ("caught_up_at", "fetched_at", "incarnation", "is_doubtful", "leader_end_at_fetch", "log_end_offset")
+    __slots__ = ("caught_up_at", "fetched_at", "leader_end_at_fetch", "log_end_offset", "replica")
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, replica: ReplicaKey | None = None) -> None:
+        self.replica = replica
         self.log_end_offset = UNKNOWN_OFFSET
         # A follower that is in sync when we begin has the whole threshold to show itself.
         self.caught_up_at = now
         self.fetched_at = now
         self.leader_end_at_fetch = UNKNOWN_OFFSET
-        self.incarnation = 0
-        self.is_doubtful = False
-
-    def forget(self) -> None:
-        """The broker was away: whatever it had, it has to show anew."""
-        self.log_end_offset = self.leader_end_at_fetch = UNKNOWN_OFFSET
-        self.is_doubtful = True
 
 
 class _Waiter:
@@ -109,7 +105,7 @@ class ReplicationManager:
 
     def __init__(
         self,
-        node_id: int,
+        replica: ReplicaKey,
         *,
         high_watermark: int,
         log_end: Callable[[], int],
@@ -125,8 +121,8 @@ class ReplicationManager:
         self.high_watermark = high_watermark
         self.min_insync_replicas = min_insync_replicas
         self.isr = Isr(frozenset(), 0)
-        self.proposed: frozenset[int] | None = None
-        self._node_id = node_id
+        self.proposed: frozenset[ReplicaKey] | None = None
+        self.replica = replica
         self._log_end = log_end
         self._on_high_watermark = on_high_watermark
         self._isr_lag_s = isr_lag_s
@@ -144,9 +140,9 @@ class ReplicationManager:
     def become_leader(self, leader_epoch: int, epoch_start_offset: int, replicas: Iterable[int], isr: Isr) -> None:
         """Lead from now on, with nothing known yet of what the followers have."""
         now = self._clock()
-        self.role, self.leader_id, self.leader_epoch = Role.LEADER, self._node_id, leader_epoch
+        self.role, self.leader_id, self.leader_epoch = Role.LEADER, self.replica.node_id, leader_epoch
         self.epoch_start_offset = epoch_start_offset
-        self._followers = {node_id: _Progress(now) for node_id in replicas if node_id != self._node_id}
+        self._followers = {node_id: _Progress(now) for node_id in replicas if node_id != self.replica.node_id}
         self.isr, self.proposed = isr, None
         self.log_appended()
 
@@ -174,25 +170,32 @@ class ReplicationManager:
     # What is in sync
 
     @property
-    def in_sync(self) -> frozenset[int]:
+    def in_sync(self) -> frozenset[ReplicaKey]:
         """All that may be in etcd's ISR by now, or soon: nobody else can be elected."""
         return self.isr.members if self.proposed is None else self.isr.members | self.proposed
+
+    def is_in_sync(self, node_id: int) -> bool:
+        """Whether a log of that broker is in etcd's ISR."""
+        return any(replica.node_id == node_id for replica in self.isr.members)
 
     @property
     def has_enough_in_sync(self) -> bool:
         return len(self.isr.members) >= self.min_insync_replicas
 
-    def replica_fetched(self, replica_id: int, fetch_offset: int) -> None:
+    def replica_fetched(self, replica: ReplicaKey, fetch_offset: int) -> None:
         """A follower asked from `fetch_offset` on: it has all that is below."""
-        progress = self._followers[replica_id]
+        progress = self._followers[replica.node_id]
         now, log_end = self._clock(), self._log_end()
+        if progress.replica is None:
+            progress.replica = replica
+        elif progress.replica != replica:
+            progress = self._followers[replica.node_id] = _Progress(now, replica)
         if fetch_offset >= log_end:
             progress.caught_up_at = now
         elif fetch_offset >= progress.leader_end_at_fetch >= 0:
             # It has what was the end when it last asked: so long ago it was caught up (as in Apache Kafka).
             progress.caught_up_at = max(progress.caught_up_at, progress.fetched_at)
         progress.fetched_at, progress.leader_end_at_fetch = now, log_end
-        progress.is_doubtful = False
         if progress.log_end_offset != fetch_offset:
             progress.log_end_offset = fetch_offset
             self.log_appended()
@@ -210,50 +213,56 @@ class ReplicationManager:
         if not self.is_leading or not self.has_enough_in_sync:
             return
         lowest = self._log_end()
-        followers = self._followers
-        for node_id in self.in_sync:
-            if node_id != self._node_id:
-                progress = followers.get(node_id)
-                offset = progress.log_end_offset if progress is not None else UNKNOWN_OFFSET
-                if offset < lowest:
-                    lowest = offset
+        for replica in self.in_sync:
+            if replica != self.replica:
+                lowest = min(lowest, self._log_end_in(replica))
         if lowest > self.high_watermark:
             self.high_watermark = lowest
             self._answer_waiters()
             self._on_high_watermark()
 
+    def _log_end_in(self, replica: ReplicaKey) -> int:
+        progress = self._followers.get(replica.node_id)
+        return progress.log_end_offset if progress is not None and progress.replica == replica else UNKNOWN_OFFSET
+
     def leader_told(self, high_watermark: int) -> None:
         """A follower learns the leader's high watermark; it counts as far as our own log goes."""
         self.high_watermark = max(self.high_watermark, min(high_watermark, self._log_end()))
 
-    def wanted_isr(self, live: Mapping[int, int]) -> frozenset[int] | None:
+    def wanted_isr(self, live: Collection[int], gone: Collection[int] = ()) -> frozenset[ReplicaKey] | None:
         """The ISR to propose to etcd, None where it is right as it is or one is being proposed already.
 
-        `live` tells the brokers that are alive, and the incarnation (lease id) of each. Out goes who is not, who has
-        come back as another incarnation, who has lagged too long, and who turns out to lack what is committed. In comes
-        who has all below the high watermark and the beginning of this epoch.
+        `live` are the brokers that are alive, `gone` those of them whose connection says otherwise. Out goes who is not
+        alive, who has lagged too long, and who turns out to lack what is committed; and who has gone, where enough stay
+        for the high watermark to move. In comes who has all below the high watermark and the beginning of this epoch.
         """
         if self.role is not Role.LEADER or self.proposed is not None:
             return None
+        wanted = self._in_sync_of(live)
+        without_gone = frozenset(each for each in wanted if each.node_id not in gone)
+        if len(without_gone) >= self.min_insync_replicas:
+            wanted = without_gone
+        return None if wanted == self.isr.members else wanted
+
+    def _in_sync_of(self, live: Collection[int]) -> frozenset[ReplicaKey]:
         caught_up_since = self._clock() - self._isr_lag_s
-        wanted = {self._node_id}
+        wanted = {self.replica}
         for node_id, progress in self._followers.items():
-            incarnation = live.get(node_id)
-            if incarnation is None or progress.incarnation not in (0, incarnation):
-                progress.forget()
-            progress.incarnation = incarnation or 0
-            if incarnation is None or progress.is_doubtful or progress.caught_up_at < caught_up_since:
+            if node_id not in live or progress.caught_up_at < caught_up_since:
+                continue
+            replica = progress.replica
+            if replica is None:
+                # Whoever was in sync when we began has its threshold to show itself.
+                wanted.update(each for each in self.isr.members if each.node_id == node_id)
                 continue
             least = self.high_watermark
-            if node_id not in self.isr.members:
+            if replica not in self.isr.members:
                 least = max(least, self.epoch_start_offset)
-            elif progress.log_end_offset == UNKNOWN_OFFSET:
-                least = UNKNOWN_OFFSET  # it was in sync when we began, and has its threshold to show itself
             if progress.log_end_offset >= least:
-                wanted.add(node_id)
-        return None if wanted == self.isr.members else frozenset(wanted)
+                wanted.add(replica)
+        return frozenset(wanted)
 
-    def isr_proposed(self, members: frozenset[int]) -> None:
+    def isr_proposed(self, members: frozenset[ReplicaKey]) -> None:
         """`members` are about to be put into etcd."""
         self.proposed = members
 
@@ -270,9 +279,9 @@ class ReplicationManager:
         """Whether a live follower in sync lacks something of the log."""
         log_end = self._log_end()
         return any(
-            self._followers[node_id].log_end_offset < log_end
-            for node_id in self.isr.members
-            if node_id in live and node_id in self._followers
+            self._log_end_in(replica) < log_end
+            for replica in self.isr.members
+            if replica != self.replica and replica.node_id in live
         )
 
     # Who waits
