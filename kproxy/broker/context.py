@@ -79,6 +79,15 @@ class Broker:
             return error_codes.UNKNOWN_TOPIC_OR_PARTITION
         return error_codes.NOT_LEADER_OR_FOLLOWER
 
+    def check_knows_cluster(self) -> None:
+        """Raises CloseConnection while this broker has no lease: what it knows of topics and brokers may be long past.
+
+        No answer sends clients elsewhere as surely. One that names no brokers keeps Java's, kafka-python's and
+        librdkafka's clients at the broker that they are connected to, and aiokafka's at the one that it began with.
+        """
+        if not self.leases.holds_lease:
+            raise CloseConnection("this broker has no lease: others know better what the cluster is")
+
     def current_leader(self, topic: str, partition_index: int) -> tuple[int, int]:
         """(leader_id, leader_epoch) as far as is known here; -1 for either that is not."""
         found = self.view.topics.get(topic)

@@ -106,6 +106,11 @@ class PartitionLeaseManager:
 
     # What the rest of the broker asks
 
+    @property
+    def holds_lease(self) -> bool:
+        """Whether the broker's lease is certain to live, and with it what the view tells is no older than that."""
+        return self._fence is not None and self._fence.is_live()
+
     def led(self, topic: bytes, partition_index: int) -> Partition | None:
         """The partition, if this broker leads it now."""
         return self.partitions.get((topic, partition_index))

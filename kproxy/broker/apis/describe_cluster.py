@@ -1,6 +1,7 @@
 """DescribeCluster, versions 0-1 (KIP-700).
 
 Endpoint type 1, brokers, is known; any other gets UNSUPPORTED_ENDPOINT_TYPE: there are no controllers to ask.
+While this broker has no lease the connection is closed (`Broker.check_knows_cluster`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ _UNSUPPORTED_ENDPOINT_TYPE = 115
 
 def handle(broker: Broker, request: Request) -> Body:
     """The live brokers."""
+    broker.check_knows_cluster()
     version = request.header.api_version
     message = control.decode_request(API_KEY, version, request.body)
     if version >= 1 and message.endpoint_type != _BROKERS:

@@ -2,6 +2,7 @@
 
 What this broker and its topics do, under Kafka's names, so that admin tools find what they look for; all of it is read
 only. A topic that does not exist: UNKNOWN_TOPIC_OR_PARTITION; another resource type: INVALID_REQUEST.
+While this broker has no lease the connection is closed (`Broker.check_knows_cluster`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _BROKER = 4
 
 def handle(broker: Broker, request: Request) -> Body:
     """The configuration of each resource asked for."""
+    broker.check_knows_cluster()
     version = request.header.api_version
     message = control.decode_request(API_KEY, version, request.body)
     results = [_describe(broker, asked) for asked in message.resources]

@@ -2,6 +2,7 @@
 
 - Topics come in order of name; no topics named means all. Nothing is created.
 - At most as many partitions as the request allows, and never more than MAX_PARTITIONS; a cursor says where to go on.
+- While this broker has no lease the connection is closed (`Broker.check_knows_cluster`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _NO_ELR: dict[str, list[int]] = {"eligible_leader_replicas": [], "last_known_elr
 
 def handle(broker: Broker, request: Request) -> Body:
     """The partitions asked for, from the cursor on."""
+    broker.check_knows_cluster()
     message = control.decode_request(API_KEY, request.header.api_version, request.body)
     names = sorted({asked.name for asked in message.topics} or broker.view.topics)
     cursor = message.cursor

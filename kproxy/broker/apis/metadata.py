@@ -4,6 +4,7 @@
 - A topic that does not exist is created, with the broker's default numbers of partitions and replicas, where the
   request (from version 4 on) and the broker allow it; the answer waits a few seconds for its leaders. Else
   UNKNOWN_TOPIC_OR_PARTITION.
+- While this broker has no lease the connection is closed (`Broker.check_knows_cluster`).
 - A name that may not be: INVALID_TOPIC_EXCEPTION. By topic id from version 12 on; unknown: UNKNOWN_TOPIC_ID.
 """
 
@@ -32,6 +33,7 @@ _CONCURRENT_CREATIONS = 8
 
 def handle(broker: Broker, request: Request) -> Body | Awaitable[Body]:
     """Answer at once, unless topics are to be created first."""
+    broker.check_knows_cluster()
     message = control.decode_request(API_KEY, request.header.api_version, request.body)
     version = message.version
     names = _names(broker, message)
@@ -59,6 +61,7 @@ async def _create_and_describe(broker: Broker, message: control.Message, to_crea
 
     await asyncio.gather(*(create(name) for name in to_create))
     await broker.view.wait_until(lambda: all(map(broker.view.is_fully_owned, to_create)), LEADERS_TIMEOUT_S)
+    broker.check_knows_cluster()
     return _describe(broker, message)
 
 
