@@ -11,6 +11,8 @@ Transitions
   working   -> following   the log is open; taking it was not ours, or failed: the sweep comes by again
   following -> working     a change in etcd makes it ours to take, a client touches it, or the sweep finds it
   working   -> led         Txn: lease key absent, state and topic unchanged -> lease key on our lease, leader epoch + 1
+  working   -> following   the Txn succeeded, and the log cannot begin an epoch: the key is given back, for others or
+                           for a try after the next sweep
   led       -> absent      our key is gone or another's, the lease is lost, the topic is deleted, the log has failed, or
                            the replica that stands first is back and gets its lead again; then as from absent
 
@@ -92,6 +94,8 @@ class PartitionLeaseManager:
         self._chores: set[asyncio.Task[None]] = set()
         # Those that the task at work is to take, not only to host.
         self._to_take: set[PartitionKey] = set()
+        # Those that were taken and could not be led; until the next sweep it is others' turn.
+        self._not_now: set[PartitionKey] = set()
         self._slots = asyncio.Semaphore(CONCURRENT_WORKS)
         self._wanted: set[PartitionKey] = set()
         self._handing_over = HandingOver(view, node_id, self.partitions, hand_over_after_s)
@@ -219,6 +223,8 @@ class PartitionLeaseManager:
         topic, fence = self._topic_of(key), self._fence
         if topic is None or fence is None or self.stopping or not fence.is_live() or key in self._lease_keys.under_way:
             return False
+        if key in self._not_now:
+            return False
         partition = self.replicas.get(key)
         if partition is not None and (partition.role is not Role.FOLLOWER or partition.failure):
             return False
@@ -289,7 +295,7 @@ class PartitionLeaseManager:
     async def _take(self, key: PartitionKey, topic: Topic, partition: Partition, fence: LeaseFence) -> None:
         """Become the leader, if the transaction says so.
 
-        Raises EtcdError, ValueError, OSError, LogFailed, Inconsistent.
+        Raises EtcdError, ValueError, and what `Partition.become_leader` does: then the key is given back.
         """
         stored = self._view.stored_state(*key)
         take_over = TakeOver(self._client, self._keys, self._node_id, key, topic)
@@ -304,13 +310,18 @@ class PartitionLeaseManager:
         if self.replicas.get(key) is not partition:
             return  # closed meanwhile; the key on our lease is found by the next look
         self._turns.owned(key)
-        partition.become_leader(
-            Leadership(taken.state.leader_epoch, taken.token),
-            taken.state.replicas or topic.replicas[key.partition_index],
-            Isr(frozenset(taken.state.isr), taken.revision),
-            fence,
-            taken.fence,
-        )
+        try:
+            partition.become_leader(
+                Leadership(taken.state.leader_epoch, taken.token),
+                taken.state.replicas or topic.replicas[key.partition_index],
+                Isr(frozenset(taken.state.isr), taken.revision),
+                fence,
+                taken.fence,
+            )
+        except Exception:
+            self._not_now.add(key)
+            self._start(self._release(key, taken.token, fence))
+            raise
         self.partitions[topic.name.encode(), key.partition_index] = partition
         self._handing_over.begun(key)
         self.replicas.on_leaders_changed()
@@ -426,6 +437,7 @@ class PartitionLeaseManager:
 
     def _sweep(self) -> None:
         """Look at everything, in case something went unnoticed."""
+        self._not_now.clear()
         for key in self.replicas.every_key():
             partition = self.replicas.get(key)
             if partition is None or partition.log.failure is None:

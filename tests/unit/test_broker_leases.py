@@ -14,7 +14,7 @@ from codec.api_keys import BIND_FENCES
 from codec.headers import parse_request_header, request_header
 from codec.own import FenceBinding, encode_bind_fences_request
 from codec.primitives import INT32
-from kproxy.broker import turns
+from kproxy.broker import leases, turns
 from kproxy.broker.apis import bind_fences, produce
 from kproxy.broker.checkpoint import Leadership
 from kproxy.broker.cluster import ClusterView
@@ -25,6 +25,7 @@ from kproxy.broker.fence_keeper import FenceKeeper
 from kproxy.broker.keys import BrokerValue, Keys, PartitionKey, ReplicaKey, StateValue, TopicValue, encode_value
 from kproxy.broker.leases import PartitionLeaseManager
 from kproxy.broker.partition import Partition, ReplicaSettings
+from kproxy.broker.replication.reconciliation import Inconsistent
 from kproxy.ownership.etcd import KeyValue, Snapshot, WatchEvent, delete_op, put_op
 from kproxy.ownership.etcd.lease_fence import LeaseFence
 from tests.support.etcd import eventually
@@ -261,3 +262,30 @@ async def test_records_for_a_deleted_topics_id_do_not_go_to_its_namesake(
     led = stage.leases.led(b"t", 0)
     assert led is not None
     assert led.log_end_offset == 0
+
+
+@pytest.mark.parametrize("error", [OSError("no room"), Inconsistent("beyond the end"), RuntimeError("unforeseen")])
+async def test_a_leader_that_cannot_begin_gives_its_key_back_and_tries_again_later(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Its transaction has made the key: nobody would lead, for as long as the broker lives."""
+    topic_id = uuid.uuid4()
+    await stage.put(KEYS.topic("t"), TopicValue(topic_id, [[1]]))
+    await stage.begin()
+    tried: list[int] = []
+
+    def fail(partition: Partition, leadership: Leadership, *_: Any) -> None:
+        tried.append(leadership.fencing_token)
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Partition, "become_leader", fail)
+        assert await stage.take() is None
+        await eventually(lambda: stage.store.get(KEYS.lease(*KEY)) is None, what="the key is given back")
+        stage.tell()
+        assert await stage.take() is None
+        assert len(tried) == 1, "it is not tried again at once"
+    monkeypatch.setattr(leases, "SWEEP_INTERVAL_S", 0.01)
+    running = asyncio.create_task(stage.leases.run())
+    await eventually(lambda: stage.leads(topic_id), what="another try, after the next sweep")
+    running.cancel()
