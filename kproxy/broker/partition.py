@@ -172,8 +172,9 @@ class Partition:
     ) -> None:
         """Lead as long as `fence` lives; `writers` is what etcd keeps of who may write.
 
-        Raises Inconsistent, OSError, LogFailed.
+        Raises WrongRole, Inconsistent, OSError, LogFailed.
         """
+        self.replication.check_follows()
         validate_consistency(self.log, self.high_watermark)
         leader_epoch = leadership.leader_epoch
         start = self._reconciliation.reconcile_as_new_leader(self.log, self.high_watermark, leader_epoch)
@@ -183,7 +184,8 @@ class Partition:
         self.replication.become_leader(leader_epoch, start, replicas, isr)
 
     def become_follower(self, leader_id: int, leadership: Leadership) -> None:
-        """Follow that broker. Raises OSError, LogFailed."""
+        """Follow that broker. Raises WrongRole, OSError, LogFailed."""
+        self.replication.check_follows()
         leader_epoch = leadership.leader_epoch
         if (leader_id, leader_epoch) == (self.leader_id, self.leader_epoch):
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,8 +13,10 @@ from structlog.testing import capture_logs
 from codec import error_codes
 from codec.fetch import PartitionFetched
 from kproxy.broker.checkpoint import Leadership
-from kproxy.broker.replication.manager import Isr
-from tests.support.replica_group import ISR_LAG_S, Group, append, on_disk
+from kproxy.broker.partition import Partition
+from kproxy.broker.replication.manager import Isr, Role, WrongRole
+from kproxy.broker.writer_fence import KeptFence
+from tests.support.replica_group import ISR_LAG_S, Fence, Group, append, on_disk
 
 
 @pytest.fixture
@@ -210,7 +212,7 @@ def test_an_expansion_counts_from_the_moment_it_is_proposed_and_a_shrink_when_it
     group.fetch(3)
     replication = leader.replication
     wanted = replication.wanted_isr(group.live)
-    assert wanted == {on_disk(1), on_disk(2), on_disk(3)}
+    assert wanted == frozenset(map(on_disk, (1, 2, 3)))
     replication.isr_proposed(wanted)
     append(leader)
     for node_id in (2, 2):
@@ -382,3 +384,33 @@ def file_size_limited(size_in_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def _lead(replica: Partition) -> None:
+    replica.become_leader(Leadership(9, 99), (1, 2, 3), replica.replication.isr, Fence(), KeptFence())
+
+
+@pytest.mark.parametrize("role", [Role.LEADER, Role.RESIGNED, Role.CLOSED])
+@pytest.mark.parametrize(
+    "become",
+    [
+        _lead,
+        lambda replica: replica.become_follower(2, Leadership(9, 99)),
+        lambda replica: replica.replication.become_leader(9, 1, (1, 2, 3), replica.replication.isr),
+        lambda replica: replica.replication.become_follower(2, 9),
+    ],
+    ids=["lead", "follow", "the manager leads", "the manager follows"],
+)
+def test_only_a_follower_may_take_another_role(group: Group, role: Role, become: Callable[[Partition], None]) -> None:
+    """One role at a time: a leader that followed would lead with another's id, and what it held in memory."""
+    replica = group.elect(1)
+    append(replica, b"record")
+    if role is Role.RESIGNED:
+        replica.resign()
+    elif role is Role.CLOSED:
+        replica.close()
+    before = (replica.role, replica.leader_id, replica.leadership, replica.log.leader_epochs.entries())
+    with pytest.raises(WrongRole):
+        become(replica)
+    assert (replica.role, replica.leader_id, replica.leadership, replica.log.leader_epochs.entries()) == before
+    assert replica.replication.leader_epoch == group.leadership.leader_epoch

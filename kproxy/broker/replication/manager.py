@@ -12,7 +12,7 @@ Transitions
   leader   -> resigned   `resign`: the broker stops, or another is to lead
   resigned -> leader     `resume`: it was not to be
   any      -> closed     `close`. A leader never becomes a follower: what it held in memory is dropped with it, and the
-                         log is opened anew.
+                         log is opened anew. Any other change of role raises WrongRole and changes nothing.
 
 Invariants
 1. The high watermark never moves back, and never passes the log end offset of any in-sync replica. In sync is whom
@@ -52,6 +52,10 @@ class Role(Enum):
     LEADER = "leader"
     RESIGNED = "resigned"
     CLOSED = "closed"
+
+
+class WrongRole(Exception):
+    """A replica is to lead, or to follow another, that does not follow: it has a role, and may not have two."""
 
 
 _LEADING = (Role.LEADER, Role.RESIGNED)
@@ -137,8 +141,14 @@ class ReplicationManager:
         """Leader, or resigned and still serving its followers."""
         return self.role in _LEADING
 
+    def check_follows(self) -> None:
+        """Raises WrongRole for who is not a follower."""
+        if self.role is not Role.FOLLOWER:
+            raise WrongRole(f"a {self.role.value} replica, of leader epoch {self.leader_epoch}, takes no other role")
+
     def become_leader(self, leader_epoch: int, epoch_start_offset: int, replicas: Iterable[int], isr: Isr) -> None:
-        """Lead from now on, with nothing known yet of what the followers have."""
+        """Lead from now on, with nothing known yet of what the followers have. Raises WrongRole."""
+        self.check_follows()
         now = self._clock()
         self.role, self.leader_id, self.leader_epoch = Role.LEADER, self.replica.node_id, leader_epoch
         self.epoch_start_offset = epoch_start_offset
@@ -147,7 +157,8 @@ class ReplicationManager:
         self.log_appended()
 
     def become_follower(self, leader_id: int, leader_epoch: int) -> None:
-        """Follow that leader from now on; NO_LEADER while there is none."""
+        """Follow that leader from now on; NO_LEADER while there is none. Raises WrongRole."""
+        self.check_follows()
         self.leader_id, self.leader_epoch = leader_id, leader_epoch
 
     def resign(self) -> None:
