@@ -94,7 +94,7 @@ class Log:
         for following, segment in enumerate(self._segments, start=1):
             self._base_offsets.append(segment.base_offset)
             try:
-                bad_bytes = segment.recover(self._note)
+                bad_bytes = segment.recover(lambda batch: self._note(batch, batch.max_timestamp))
             except ValueError as error:
                 raise LogCorrupt(f"{self.directory.name}: {error}, in {segment.path.name}") from error
             if following == len(self._segments):
@@ -111,11 +111,11 @@ class Log:
         if is_empty and checkpoint.log_end_offset == self.log_end_offset and checkpoint.leader_epoch >= 0:
             self.leader_epochs.assign(checkpoint.leader_epoch, self.log_start_offset)
 
-    def _note(self, batch: RecordBatch) -> None:
-        """A batch that stands in the log, found there or come from a leader."""
+    def _note(self, batch: RecordBatch, written_ms: int | None = None) -> None:
+        """A batch that stands in the log, found there or come from a leader, since `written_ms`, or now."""
         self._producer_history.passes(batch.base_offset, batch.size_in_bytes, self.producers)
         self.leader_epochs.assign(batch.partition_leader_epoch, batch.base_offset)
-        self.producers.update(batch, batch.base_offset)
+        self.producers.update(batch, batch.base_offset, written_ms)
 
     def _create_segment(self, base_offset: int) -> Segment:
         try:
@@ -261,7 +261,7 @@ class Log:
         for segment in self._segments:
             if segment.next_offset > offset:
                 for batch in segment.batches_from(offset):
-                    self.producers.update(batch, batch.base_offset)
+                    self.producers.update(batch, batch.base_offset, batch.max_timestamp)
 
     def reset_to(self, offset: int) -> None:
         """Drop everything; the log is empty then and begins at `offset`. Raises LogFailed."""

@@ -1,7 +1,7 @@
 """What a log's producers were some way back, so that truncating it need not read it from the beginning.
 
 Every so many bytes the states are copied, and the last few copies kept: what is truncated is the end of a log, and most
-often a short one.
+often a short one. The more producers there are, the rarer, or copying would cost more than appending.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from kproxy.broker.producer_state import ProducerStates
 
 EVERY_BYTES = 8 << 20
+BYTES_FOR_EACH_PRODUCER = 1 << 10
 KEPT = 2
 
 
@@ -22,7 +23,7 @@ class ProducerHistory:
     def passes(self, offset: int, size_in_bytes: int, producers: ProducerStates) -> None:
         """A batch of that size comes to stand at `offset`, and `producers` are what they are before it."""
         self._bytes_since += size_in_bytes
-        if self._bytes_since >= EVERY_BYTES:
+        if self._bytes_since >= EVERY_BYTES + len(producers) * BYTES_FOR_EACH_PRODUCER:
             self._bytes_since = 0
             self._before[offset] = producers.copy()
             if len(self._before) > KEPT:

@@ -1,7 +1,7 @@
 """What a partition remembers of its idempotent producers (KIP-98), so that a resend is not a second record.
 
-State: per producer id its epoch and its last RETAINED_BATCHES batches, oldest first. Rebuilt from the log when the log
-is opened, kept current by each append.
+State: per producer id its epoch, when it wrote last, and its last RETAINED_BATCHES batches, oldest first. Rebuilt from
+the log when the log is opened, kept current by each append.
 
 Verdict on a batch of (producer_id, epoch, base_sequence .. last_sequence)
   duplicate          a retained batch of this epoch has the same sequences: answered with its first offset
@@ -11,40 +11,47 @@ Verdict on a batch of (producer_id, epoch, base_sequence .. last_sequence)
                      since 2.5 (KIP-360): its state may have been dropped.
 
 Invariants
-1. At most `max_producers` ids are remembered; the one that wrote longest ago is dropped first.
-2. A verdict changes nothing; only `update`, called once a batch is in the log, does.
+1. Who has not written for EXPIRATION_MS (Kafka's producer.id.expiration.ms) is forgotten as others write. A batch that
+   is appended is written now; one that is read from the log, as its timestamp says. Since producers choose timestamps,
+   nothing expires in the first GRACE_MS of states that are read (Kafka looks every so often too).
+2. At most `max_producers` ids are remembered, a bound of memory: beyond it the one that wrote longest ago is dropped, and
+   where it had not expired that is counted and logged, since a resend of its would become a second record.
+3. A verdict changes nothing; only `update`, called once a batch is in the log, does.
+4. What is remembered of a producer is replaced, never changed: a copy shares it.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+import time
+from collections import OrderedDict
+from collections.abc import Callable
 from enum import Enum
+from itertools import islice
+from struct import Struct
 from typing import NamedTuple
 
-from codec.record_batch import NO_PRODUCER_ID, RecordBatch, add_sequence
+import structlog
+
+from codec.record_batch import NO_PRODUCER_ID, NO_TIMESTAMP, RecordBatch, add_sequence
 
 RETAINED_BATCHES = 5
-MAX_PRODUCERS = 5000
+EXPIRATION_MS = 86_400_000
+GRACE_MS = 600_000
+# What a partition may spend on them, and what each costs at most, the copies that `producer_history` keeps included.
+MAX_BYTES = 64 << 20
+BYTES_EACH = 640
+MAX_PRODUCERS = MAX_BYTES // BYTES_EACH
+
+# Of one producer: epoch and when it wrote last; then for each batch base_sequence, base_offset and last_offset_delta.
+_PRODUCER = Struct("<hq")
+_BATCH = Struct("<iqi")
+# An update forgets so many at most: of thousands that expire together nobody has to wait for all.
+_EXPIRED_AT_ONCE = 8
+_logger = structlog.get_logger(__name__)
 
 
-class _Retained(NamedTuple):
-    base_sequence: int
-    last_sequence: int
-    base_offset: int
-    last_offset: int
-
-
-class _Producer:
-    __slots__ = ("batches", "epoch")
-
-    def __init__(self, epoch: int) -> None:
-        self.epoch = epoch
-        self.batches: deque[_Retained] = deque(maxlen=RETAINED_BATCHES)
-
-    def copy(self) -> _Producer:
-        copied = _Producer(self.epoch)
-        copied.batches = self.batches.copy()
-        return copied
+def wall_ms() -> int:
+    return time.time_ns() // 1_000_000
 
 
 class Verdict(Enum):
@@ -69,19 +76,28 @@ _ACCEPTED = Judgement(Verdict.ACCEPTED)
 
 
 class ProducerStates:
-    """The producers of one partition."""
+    """The producers of one partition. `clock` tells milliseconds since the epoch.
 
-    def __init__(self, max_producers: int = MAX_PRODUCERS) -> None:
-        self._producers: OrderedDict[int, _Producer] = OrderedDict()
+    `expired` and `evicted` say how many were forgotten for their age and for want of room, since the log was opened.
+    """
+
+    def __init__(self, max_producers: int = MAX_PRODUCERS, clock: Callable[[], int] = wall_ms) -> None:
+        self.expired = 0
+        self.evicted = 0
+        # By who wrote longest ago.
+        self._producers: OrderedDict[int, bytes] = OrderedDict()
         self._max_producers = max_producers
+        self._clock = clock
+        self._expires_from_ms = clock() + GRACE_MS
 
     def __len__(self) -> int:
         return len(self._producers)
 
     def copy(self) -> ProducerStates:
-        """The same producers, which go their own way from here."""
-        copied = ProducerStates(self._max_producers)
-        copied._producers.update((producer_id, known.copy()) for producer_id, known in self._producers.items())
+        """The same producers, which go their own way from here; none of them expires for another GRACE_MS."""
+        copied = ProducerStates(self._max_producers, self._clock)
+        copied.expired, copied.evicted = self.expired, self.evicted
+        copied._producers = self._producers.copy()
         return copied
 
     def judge(self, batch: RecordBatch) -> Judgement:
@@ -91,33 +107,66 @@ class ProducerStates:
         known = self._producers.get(batch.producer_id)
         if known is None:
             return _ACCEPTED
-        if batch.producer_epoch < known.epoch:
-            detail = f"producer {batch.producer_id} has epoch {known.epoch}, the batch {batch.producer_epoch}"
+        epoch: int = _PRODUCER.unpack_from(known)[0]
+        if batch.producer_epoch < epoch:
+            detail = f"producer {batch.producer_id} has epoch {epoch}, the batch {batch.producer_epoch}"
             return Judgement(Verdict.FENCED, detail=detail)
-        if batch.producer_epoch > known.epoch:
+        if batch.producer_epoch > epoch:
             if batch.base_sequence == 0:
                 return _ACCEPTED
             return _out_of_order(batch, 0)
-        last_sequence = batch.last_sequence
-        for retained in known.batches:
-            if retained.base_sequence == batch.base_sequence and retained.last_sequence == last_sequence:
-                return Judgement(Verdict.DUPLICATE, retained.base_offset, retained.last_offset)
-        expected = add_sequence(known.batches[-1].last_sequence, 1)
+        expected = 0
+        for base_sequence, base_offset, last_offset_delta in _BATCH.iter_unpack(known[_PRODUCER.size :]):
+            if (base_sequence, last_offset_delta) == (batch.base_sequence, batch.last_offset_delta):
+                return Judgement(Verdict.DUPLICATE, base_offset, base_offset + last_offset_delta)
+            expected = add_sequence(base_sequence, last_offset_delta + 1)
         return _ACCEPTED if batch.base_sequence == expected else _out_of_order(batch, expected)
 
-    def update(self, batch: RecordBatch, base_offset: int) -> None:
-        """Remember that `batch` stands in the log at `base_offset`."""
+    def update(self, batch: RecordBatch, base_offset: int, written_ms: int | None = None) -> None:
+        """Remember that `batch` stands in the log at `base_offset`, since `written_ms`: now, where that is not said."""
         producer_id = batch.producer_id
         if producer_id == NO_PRODUCER_ID or batch.is_control:
             return
-        known = self._producers.get(producer_id)
-        if known is None or known.epoch != batch.producer_epoch:
-            known = self._producers[producer_id] = _Producer(batch.producer_epoch)
-        last_offset = base_offset + batch.last_offset_delta
-        known.batches.append(_Retained(batch.base_sequence, batch.last_sequence, base_offset, last_offset))
+        now_ms = self._clock()
+        if written_ms is None or written_ms == NO_TIMESTAMP:
+            written_ms = now_ms
+        known = self._producers.get(producer_id, b"")
+        same_epoch = known and _PRODUCER.unpack_from(known)[0] == batch.producer_epoch
+        batches = known[max(_PRODUCER.size, len(known) - (RETAINED_BATCHES - 1) * _BATCH.size) :] if same_epoch else b""
+        self._producers[producer_id] = (
+            _PRODUCER.pack(batch.producer_epoch, min(written_ms, now_ms))
+            + batches
+            + _BATCH.pack(batch.base_sequence, base_offset, batch.last_offset_delta)
+        )
         self._producers.move_to_end(producer_id)
-        if len(self._producers) > self._max_producers:
-            self._producers.popitem(last=False)
+        self._forget(now_ms)
+
+    def _forget(self, now_ms: int) -> None:
+        """Drop some of those that have expired, and who is too many."""
+        producers, expired_until_ms = self._producers, now_ms - EXPIRATION_MS
+        if now_ms >= self._expires_from_ms:
+            for producer_id in tuple(islice(producers, _EXPIRED_AT_ONCE)):
+                if _written_ms(producers[producer_id]) > expired_until_ms:
+                    break
+                del producers[producer_id]
+                self.expired += 1
+        if len(producers) > self._max_producers:
+            _, dropped = producers.popitem(last=False)
+            if _written_ms(dropped) <= expired_until_ms:
+                self.expired += 1
+                return
+            self.evicted += 1
+            if self.evicted & (self.evicted - 1) == 0:
+                _logger.warning(
+                    "too many producer ids: those that wrote longest ago are forgotten, a resend of theirs is not known",
+                    remembered=self._max_producers,
+                    evicted=self.evicted,
+                )
+
+
+def _written_ms(known: bytes) -> int:
+    written_ms: int = _PRODUCER.unpack_from(known)[1]
+    return written_ms
 
 
 def _out_of_order(batch: RecordBatch, expected: int) -> Judgement:
