@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from codec.api_keys import LIST_OFFSETS
-from tests.support.raw_client import batch, list_offsets_frame, produce_frame
+from codec.api_keys import FETCH, LIST_OFFSETS, METADATA
+from tests.support.raw_client import batch, control_frame, fetch_frame, list_offsets_frame, produce_frame
 from tests.support.running_proxy import RunningProxy, both_loops, eventually, running_proxy
 from tests.support.scripted_upstream import Asked, ScriptedUpstream, answers_everything
 
@@ -85,6 +85,28 @@ async def test_two_clients_do_not_share_a_broker_connection() -> None:
             client.send(produce_frame())
             assert (await client.answer()).codes == {("t", 0): 0}
         assert len(upstream.connections) == 2
+
+
+@both_loops
+async def test_the_next_request_goes_over_the_broker_connection_of_the_one_before() -> None:
+    """One for records and one for what is asked about the cluster, for as long as the client stays."""
+    upstream = ScriptedUpstream(1, answers_everything)
+    async with running_proxy(upstream) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        for used in range(1, 6):
+            client.send(produce_frame())
+            assert (await client.answer()).codes == {("t", 0): 0}
+            assert (len(upstream.connections), upstream.connections[0].is_open) == (1, True), f"after {used} requests"
+        client.send(fetch_frame())
+        await client.answer(FETCH, 12)
+        assert len(upstream.connections) == 1, "reads and writes share it"
+        upstream.script = lambda asked: asked.answer_message(brokers=[], topics=[])
+        for _ in range(5):
+            client.send(control_frame(METADATA, 1, topics=[]))
+            await client.receive()
+            assert len(upstream.connections) == 2
+        assert all(connection.is_open for connection in upstream.connections)
 
 
 @both_loops

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kproxy import cli
+from kproxy.broker.config import BrokerConfig
 from kproxy.cli import COMMANDS, doctor_checks, main
 from kproxy.config import load_settings
 from kproxy.errors import StartupError
@@ -244,6 +245,23 @@ def test_what_commands_ask_is_no_configuration(
     monkeypatch.setenv("KPROXY_BOOTSTRAP", BY_VARIABLE)
     assert main(["check-config", *flags]) == 0
     assert capsys.readouterr().out == without
+
+
+@pytest.mark.parametrize(("flags", "isr_lag_s"), [([], 10.0), (["--isr-lag", "2.5"], 2.5)])
+def test_a_broker_is_told_how_long_a_replica_may_lag(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str], isr_lag_s: float
+) -> None:
+    told: list[BrokerConfig] = []
+
+    async def run_broker(config: BrokerConfig) -> None:
+        told.append(config)
+
+    monkeypatch.setattr("kproxy.broker.server.run_broker", run_broker)
+    assert main(["broker", "--node-id", "1", "--data-dir", "x", "--etcd", "http://a:1", *flags]) == 0
+    assert [config.isr_lag_s for config in told] == [isr_lag_s]
+    assert main(["broker", "--help"]) == 0
+    (option,) = re.findall(r"--isr-lag SECONDS.*?\[(.*?)\]", capsys.readouterr().out, re.DOTALL)
+    assert "default: 10.0;" in option
 
 
 @pytest.mark.parametrize("name", ["serve", "broker", "dev", "demo"])
