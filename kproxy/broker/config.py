@@ -15,9 +15,10 @@ class BrokerConfig:
 
     `advertise` is what clients are told, the address listened on where it is None (port 0: the port listened on).
     `replication_listen` is where other brokers' followers fetch, under the host that is advertised; None: the host of
-    `listen`, any free port. `isr_lag_s`: how long a follower may go without having caught up and be in sync (Kafka's
-    replica.lag.time.max.ms). `follower_grace_s`: how long it may stay away when its connection has broken, where enough
-    are in sync without it. `leader_rebalance_s`: how long it leads in the place of the first replica, which is back.
+    `listen`, any free port. `admin`: where the admin page is served; None: nowhere. `isr_lag_s`: how long a follower
+    may go without having caught up and be in sync (Kafka's replica.lag.time.max.ms). `follower_grace_s`: how long it
+    may stay away when its connection has broken, where enough are in sync without it. `leader_rebalance_s`: how long it
+    leads in the place of the first replica, which is back.
     `num_partitions` and `default_replication_factor` are for topics created without a number; of the latter there are
     fewer where fewer brokers live. `min_insync_replicas` is 2 where there are three replicas or more, else 1, if None.
     `segment_bytes`, `retention_bytes` and `retention_ms` are for topics that do not say their own; -1 keeps everything.
@@ -30,6 +31,7 @@ class BrokerConfig:
     listen: tuple[str, int] = ("127.0.0.1", 0)
     advertise: tuple[str, int] | None = None
     replication_listen: tuple[str, int] | None = None
+    admin: tuple[str, int] | None = None
     prefix: str = "/kafscale"
     lease_ttl_s: int = 10
     isr_lag_s: float = 10.0

@@ -58,6 +58,11 @@ class ReplicaHost:
     def get(self, key: PartitionKey) -> Partition | None:
         return self.hosted.get((key.topic.encode(), key.partition_index))
 
+    @property
+    def not_opened(self) -> int:
+        """How many replicas could not be opened when that was last tried."""
+        return len(self._not_opened)
+
     def every_key(self) -> Iterator[PartitionKey]:
         """Those that are hosted now; they may be closed meanwhile."""
         for topic, partition_index in list(self.hosted):

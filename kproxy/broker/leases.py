@@ -32,6 +32,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any
@@ -82,6 +83,8 @@ class PartitionLeaseManager:
         self.partitions: dict[tuple[bytes, int], Partition] = {}
         self.replicas = ReplicaHost(view, data_dir, node_id, settings_of)
         self.stopping = False
+        # Leaderships that ended, by the reason.
+        self.ended: Counter[str] = Counter()
         self._client = client
         self._view = view
         self._keys = view.keys
@@ -429,6 +432,7 @@ class PartitionLeaseManager:
         self._handing_over.ended(key)
         self.replicas.close(key)
         if led is not None:
+            self.ended[reason] += 1
             log = _logger.info if self.stopping else _logger.warning
             log("partition closed", topic=key.topic, partition=key.partition_index, reason=reason)
         self._want(key)

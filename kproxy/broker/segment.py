@@ -30,6 +30,7 @@ from codec.errors import CodecError
 from codec.primitives import Buffer
 from codec.record_batch import HEADER_BYTES, NO_TIMESTAMP, RecordBatch, parse_batch, parse_header
 from codec.record_crc import crc_is_valid
+from kproxy.broker.flush_times import FLUSHES
 
 INDEX_INTERVAL_BYTES = 4096
 SUFFIX = ".log"
@@ -276,7 +277,8 @@ class Segment:
                     return
                 fd, self._dirty, self._is_waited_for = self._fd, False, True
             try:
-                _sync_data(fd)
+                with FLUSHES.timed():
+                    _sync_data(fd)
             except OSError as error:
                 self._flush_error = error
                 raise

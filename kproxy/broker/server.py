@@ -23,7 +23,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
@@ -50,6 +50,7 @@ from kproxy.broker.replication.isr_keeper import IsrKeeper
 from kproxy.broker.replication.listener import ReplicationListener
 from kproxy.broker.replication.presence import FollowerPresence
 from kproxy.broker.replication.secret import SharedSecret
+from kproxy.broker.standing import Standing
 from kproxy.broker.topics import TopicAdmin
 from kproxy.errors import StartupError
 from kproxy.open_files import raise_limit
@@ -57,6 +58,9 @@ from kproxy.ownership.etcd import EtcdClient, EtcdError, EtcdMisused, EtcdUnavai
 from kproxy.ownership.etcd.clock import lease_clock
 from kproxy.ownership.etcd.lease_fence import LeaseFence
 from kproxy.waiting import Reminders, say_waiting
+
+if TYPE_CHECKING:
+    from kproxy.observe.http_page import HttpPage
 
 __all__ = ["BrokerConfig", "run_broker"]
 
@@ -148,6 +152,9 @@ class _Server:
         self._leases.replicas.on_leaders_changed = self._fetchers.wake
         self._view.subscribe(self._on_change)
         self._tasks: list[asyncio.Task[None]] = []
+        self._lease_losses = 0
+        self._not_serving = "starting: what etcd holds has not been read yet"
+        self._page: HttpPage | None = None
         self._reminders = Reminders(time.monotonic)
 
     async def run(self) -> None:
@@ -176,6 +183,7 @@ class _Server:
     async def _start(self, listener: asyncio.Server) -> None:
         host, port = self._advertised(listener)
         replication_port = await self._replication.bind(self._config.replication_listen or (self._config.listen[0], 0))
+        admin = await self._open_page()
         try:
             await self._when_etcd_answers(self._client.connect)
             self._lease = BrokerLease(
@@ -217,7 +225,9 @@ class _Server:
         ]
         await self._leases.settle(OWN_PARTITIONS_TIMEOUT_S)
         await listener.start_serving()
-        sys.stdout.write(f"ready kafka={self._config.listen[0]}:{bound_port(listener)} etcd={self._client.endpoints}\n")
+        self._not_serving = ""
+        kafka = f"{self._config.listen[0]}:{bound_port(listener)}"
+        sys.stdout.write(f"ready kafka={kafka}{admin} etcd={self._client.endpoints}\n")
         sys.stdout.flush()
 
     async def _when_etcd_answers(self, ask: Callable[[], Awaitable[T]]) -> T:
@@ -257,6 +267,7 @@ class _Server:
             )
 
     def _wait(self, sentence: str) -> None:
+        self._not_serving = f"starting: {sentence}"
         if self._reminders.is_due(sentence):
             say_waiting(f"{sentence} Start etcd, or give its address with --etcd.")
 
@@ -305,6 +316,39 @@ class _Server:
             FenceKeeper(self._client, self._view, on_deposed=self._leases.deposed),
         )
 
+    # The admin page
+
+    async def _open_page(self) -> str:
+        """Show how the broker stands from now on, if that is wanted; what the ready line says of it."""
+        if self._config.admin is None:
+            return ""
+        # Here, because brokers without a page need not wait for these to be imported.
+        from kproxy.broker.admin import BrokerPages
+        from kproxy.broker.metrics import BrokerCollector
+        from kproxy.observe.http_page import HttpPage
+
+        collector = BrokerCollector(self._view, self._leases, self._isr_keeper, self._standing)
+        page = HttpPage(BrokerPages(self._config.node_id, self._leases.hosted, collector, self._standing))
+        host, port = self._config.admin
+        bound = await page.start(host, port)
+        self._page = page
+        return f" admin={host}:{bound}"
+
+    def _standing(self) -> Standing:
+        fence = self._lease.fence if self._lease is not None else None
+        silent_s = time.monotonic() - self._mirror.last_heard
+        problem = self._not_serving
+        if not problem and (fence is None or not fence.is_live()):
+            problem = f"no live lease in etcd, so it leads nothing (etcd was last heard {silent_s:.1f} s ago)"
+        return Standing(
+            problem,
+            fence.remaining_s if fence is not None else 0.0,
+            self._lease_losses,
+            silent_s,
+            len(self._connections),
+            len(self._replication.followers),
+        )
+
     # Serving
 
     def _connection(self) -> ClientConnection:
@@ -349,6 +393,7 @@ class _Server:
         """Hold the lease, drop everything when it is lost, and begin again with another."""
         while True:
             reason = await lease.hold()
+            self._lease_losses += 1
             self._leases.drop_all("the broker's lease is lost")
             _logger.error("lease lost", reason=reason)
             fence = None
@@ -370,6 +415,7 @@ class _Server:
 
     async def _stop(self, listener: asyncio.Server) -> None:
         """Refuse writes, finish what is at work, let followers catch up, bring logs to the disk, give up the lease."""
+        self._not_serving = "stopping: writes are refused, and followers get the rest"
         listener.close()
         self._leases.resign_all()
         loop = asyncio.get_running_loop()
@@ -400,6 +446,8 @@ class _Server:
         await self._leases.close()
         if self._lease is not None:
             await self._lease.revoke()
+        if self._page is not None:
+            await self._page.stop()
 
     async def _close_connections(self) -> None:
         """Give clients a moment to take their last answers."""

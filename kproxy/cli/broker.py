@@ -12,8 +12,11 @@ from kproxy.cli.options import etcd_flags
 from kproxy.config import DEFAULT_PREFIX, advertised, parse_address, split_list
 from kproxy.config.etcd import etcd_options_from
 
+# As for `kproxy serve`, of whose configuration it is a key.
+ADMIN_VARIABLE = "KPROXY_LISTEN__ADMIN"
 
-@click.command("broker", epilog="Prints one line when it serves: `ready kafka=H:P etcd=URL`.")
+
+@click.command("broker", epilog="Prints one line when it serves: `ready kafka=H:P admin=H:P etcd=URL`.")
 @click.option("--node-id", metavar="N", type=int, required=True, help="Its broker id; no two alive may share one.")
 @click.option("--listen", metavar="H:P", default="127.0.0.1:0", show_default=True, help="Where clients connect.")
 @click.option("--advertise", metavar="H:P", help="What clients are told to connect to. [as --listen]")
@@ -28,6 +31,12 @@ from kproxy.config.etcd import etcd_options_from
 )
 @click.option("--etcd", metavar="URL[,URL...]", required=True, help="The etcd that holds the partition leases.")
 @etcd_flags
+@click.option(
+    "--admin",
+    metavar="H:P",
+    envvar=ADMIN_VARIABLE,
+    help=f"Where to serve the admin page: /metrics, /livez, /readyz. [${ADMIN_VARIABLE}, else none]",
+)
 @click.option("--prefix", default=DEFAULT_PREFIX, show_default=True, help="The root of the keys in etcd.")
 @click.option(
     "--lease-ttl",
@@ -103,6 +112,7 @@ def command(
     replication_listen: str | None,
     data_dir: Path,
     etcd: str,
+    admin: str | None,
     prefix: str,
     lease_ttl: int,
     replication_factor: int,
@@ -140,6 +150,7 @@ def command(
         listen=address,
         advertise=told,
         replication_listen=followers_address,
+        admin=parse_address(admin, "--admin") if admin else None,
         prefix=prefix,
         lease_ttl_s=lease_ttl,
         default_replication_factor=replication_factor,

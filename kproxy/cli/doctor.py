@@ -81,6 +81,7 @@ async def _examine(
     etcd: EtcdPlace | None, page: Address | None, brokers: Sequence[Address], topic: str | None, as_json: bool
 ) -> int:
     from kproxy.cli.doctor_checks import examine_etcd, examine_kafka, examine_proxy
+    from kproxy.cli.doctor_replication import replication_in_etcd, replication_of_proxy
     from kproxy.observe.logging import configure_logging
 
     configure_logging("error")
@@ -93,8 +94,10 @@ async def _examine(
 
     if etcd is not None:
         take(await examine_etcd(*etcd))
+        take(await replication_in_etcd(*etcd))
     if page is not None:
         take(await examine_proxy(page))
+        take(await replication_of_proxy(page))
     if brokers:
         take(await examine_kafka(brokers, topic))
     failed = any(finding.mark == "FAIL" for finding in findings)

@@ -12,6 +12,7 @@ import msgspec
 from kproxy.cli.admin_page import ANSWER_TIMEOUT_S, NoAnswer, ask, not_ours
 from kproxy.config import Address
 from kproxy.config.etcd import EtcdOptions
+from kproxy.observe.replication import ReplicationPage, with_replicas
 from kproxy.observe.table import ProxyRow, TablePage, TableView, merge_pages, table_page
 
 if TYPE_CHECKING:
@@ -27,6 +28,10 @@ class Unanswered:
     """No table this time; `reason` is a sentence that says why and what to do."""
 
     reason: str
+
+
+class ReplicasUnknown(Exception):
+    """A proxy cannot say at the moment; the text says why."""
 
 
 async def tables_from_admin(address: Address, topic: str | None) -> AsyncGenerator[TablePage | Unanswered]:
@@ -49,7 +54,32 @@ def _ask(address: Address, topic: str | None) -> TablePage:
             pages.append(_ask_page(address, topic, pages[-1].next))
         if len({page.revision for page in pages}) == 1:
             break
-    return merge_pages(pages)
+    table = merge_pages(pages)
+    try:
+        replicas = ask_replication(address, topic)
+    except ReplicasUnknown:
+        # The table says by itself that etcd is away.
+        return table
+    return with_replicas(table, [row for page in replicas for row in page.partitions])
+
+
+def ask_replication(address: Address, topic: str | None = None) -> list[ReplicationPage]:
+    """All pages of replicas; none where there are none to know of. Raises ReplicasUnknown, NoAnswer; blocks."""
+    pages: list[ReplicationPage] = []
+    while not pages or pages[-1].next is not None:
+        status, body = ask(address, "/replication", {"topic": topic, "after": pages[-1].next if pages else None})
+        if status == 503:
+            raise ReplicasUnknown(body.decode(errors="replace").strip())
+        if status in (501, 404):
+            # No reference brokers can be behind it, or it is of an earlier release.
+            return []
+        if status != 200:
+            raise not_ours(address, f"status {status}")
+        try:
+            pages.append(msgspec.json.decode(body, type=ReplicationPage))
+        except msgspec.DecodeError as error:
+            raise not_ours(address, error) from error
+    return pages
 
 
 def _ask_page(address: Address, topic: str | None, after: str | None) -> TablePage:
@@ -69,6 +99,7 @@ async def tables_from_etcd(
     from kproxy.ownership.etcd import EtcdClient, EtcdError
     from kproxy.ownership.fleet_view import named_in
     from kproxy.ownership.leases import LeaseTable
+    from kproxy.ownership.replication import read_replication
     from kproxy.routing.topology import Topology
 
     client, topology = EtcdClient(endpoints, options), Topology()
@@ -82,7 +113,8 @@ async def tables_from_etcd(
             return
         while not mirror.done():
             proxies = [ProxyRow(*proxy) for proxy in await named_in(client, prefix)]
-            yield _whole(TableView(topology, table.age_s, table.stale, proxies=proxies), topic)
+            whole = _whole(TableView(topology, table.age_s, table.stale, proxies=proxies), topic)
+            yield with_replicas(whole, (await read_replication(client, prefix)).rows)
             await asyncio.wait((mirror,), timeout=WATCH_INTERVAL_S)
         mirror.result()
     except EtcdError as error:

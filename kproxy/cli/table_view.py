@@ -15,11 +15,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kproxy.observe.table import TablePage
+from kproxy.observe.table import PartitionRow, TablePage
 
 # Rich lays out every cell before the first is seen; a longer table comes as plain columns.
 MAX_BOXED_ROWS = 2_000
 HEADINGS = ("topic", "partition", "owner", "address", "revision")
+# Where replicas are known.
+IN_SYNC = "in sync"
 _SOURCES = {"kafka": "the Kafka cluster"}
 # Lines around the rows of a live table: headline, box, footer, proxies.
 _FRAME_LINES = 9
@@ -33,6 +35,25 @@ class Row(NamedTuple):
     owner: int
     address: str
     revision: int
+    in_sync: InSync | None = None
+
+
+class InSync(NamedTuple):
+    """The replicas that are in sync and those that are not; `too_few`: acks=all is refused."""
+
+    isr: list[int]
+    missing: list[int]
+    too_few: bool
+
+    def __str__(self) -> str:
+        text = ",".join(map(str, self.isr)) or "none"
+        if self.missing:
+            text += f" without {','.join(map(str, self.missing))}"
+        return f"{text}: acks=all refused" if self.too_few else text
+
+    @property
+    def style(self) -> str:
+        return "bold red" if self.too_few else "yellow" if self.missing else ""
 
 
 def rows_of(table: TablePage) -> Iterator[Row]:
@@ -40,7 +61,15 @@ def rows_of(table: TablePage) -> Iterator[Row]:
     addresses = {broker.id: f"{_bracketed(broker.host)}:{broker.port}" for broker in table.brokers}
     for topic in table.topics:
         for each in topic.partitions:
-            yield Row(topic.name, each.partition, each.owner, addresses.get(each.owner, "-"), each.revision)
+            address = addresses.get(each.owner, "-")
+            yield Row(topic.name, each.partition, each.owner, address, each.revision, _in_sync(each))
+
+
+def _in_sync(row: PartitionRow) -> InSync | None:
+    if row.isr is None or row.replicas is None:
+        return None
+    missing = [each for each in row.replicas if each not in row.isr]
+    return InSync(row.isr, missing, len(row.isr) < (row.min_insync_replicas or 0))
 
 
 def show(table: TablePage) -> None:
@@ -53,7 +82,10 @@ def show(table: TablePage) -> None:
     click.echo(f"# {footline(table, rows)}")
     if table.proxies:
         click.echo(f"# {proxies_line(table)}")
-    echo_columns(HEADINGS, rows)
+    if any(row.in_sync for row in rows):
+        echo_columns((*HEADINGS, IN_SYNC), ((*row[:-1], row.in_sync or "-") for row in rows))
+    else:
+        echo_columns(HEADINGS, (row[:-1] for row in rows))
 
 
 def echo_columns(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -75,14 +107,19 @@ def headline(table: TablePage) -> str:
     return f"{heard}: STALE, the last known owners serve on" if table.stale else heard
 
 
-def footline(table: TablePage, rows: Iterable[Row]) -> str:
-    """How the partitions are spread, in one line."""
+def footline(table: TablePage, rows: Sequence[Row]) -> str:
+    """How the partitions are spread and whether their replicas are in sync, in one line."""
     per_owner = Counter(row.owner for row in rows)
     for broker in table.brokers:
         per_owner.setdefault(broker.id, 0)
     total = sum(per_owner.values())
     spread = ", ".join(f"broker {owner}: {count}" for owner, count in sorted(per_owner.items()))
-    return f"{total:,} {'partition' if total == 1 else 'partitions'} owned ({spread or 'no brokers'})"
+    line = f"{total:,} {'partition' if total == 1 else 'partitions'} owned ({spread or 'no brokers'})"
+    lacking = sum(bool(row.in_sync and row.in_sync.missing) for row in rows)
+    refused = sum(bool(row.in_sync and row.in_sync.too_few) for row in rows)
+    if lacking or refused:
+        line += f"; {lacking:,} under-replicated"
+    return f"{line}, {refused:,} of these refuse acks=all" if refused else line
 
 
 def proxies_line(table: TablePage) -> str:
@@ -106,6 +143,8 @@ def describe_changes(before: TablePage, after: TablePage) -> list[str]:
         if owners[0] != owners[1] or (old and new and old.revision != new.revision):
             revision = new.revision if new else after.revision
             lines.append(f"{place[0]} {place[1]}: {_owner(owners[0])} -> {_owner(owners[1])} at revision {revision}")
+        if new and new.in_sync and (old is None or old.in_sync != new.in_sync) and (new.in_sync.missing or old):
+            lines.append(f"{place[0]} {place[1]}: in sync {new.in_sync}")
     brokers_before, brokers_after = set(before.brokers), set(after.brokers)
     for broker in sorted(brokers_before ^ brokers_after, key=lambda each: (each.id, each in brokers_after)):
         what = "is there" if broker in brokers_after else "is gone"
@@ -154,6 +193,9 @@ def _boxed(table: TablePage, rows: list[Row], room: int | None = None) -> Group:
     grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in HEADINGS:
         grid.add_column(heading, justify="left" if heading in ("topic", "address") else "right", no_wrap=True)
+    has_replicas = any(row.in_sync for row in rows)
+    if has_replicas:
+        grid.add_column(IN_SYNC, no_wrap=True)
     shown = rows if room is None or len(rows) <= room else rows[: room - 1]
     previous = ""
     for row in shown:
@@ -164,6 +206,7 @@ def _boxed(table: TablePage, rows: list[Row], room: int | None = None) -> Group:
             Text(str(row.owner), style=style),
             Text(row.address, style=style if row.address != "-" else "red"),
             f"{row.revision}",
+            *([_in_sync_cell(row.in_sync)] if has_replicas else []),
         )
         previous = row.topic
     parts: list[RenderableType] = [Text(headline(table), style="bold red" if table.stale else "bold"), grid]
@@ -173,6 +216,10 @@ def _boxed(table: TablePage, rows: list[Row], room: int | None = None) -> Group:
     if table.proxies:
         parts.append(Text(proxies_line(table), style="dim", no_wrap=True, overflow="ellipsis"))
     return Group(*parts)
+
+
+def _in_sync_cell(in_sync: InSync | None) -> Text:
+    return Text("-") if in_sync is None else Text(str(in_sync), style=in_sync.style)
 
 
 def _owner(owner: int | None) -> str:

@@ -6,18 +6,17 @@ docs/metrics.md says what each of them means.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.exposition import choose_encoder
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from codec import api_keys, error_codes
 from kproxy.observe.audit.shipper import ShipperVitals
-from kproxy.observe.families import Across, Gauge
+from kproxy.observe.exposition import counter, gauge, histogram, this_process
+from kproxy.observe.families import Gauge
 from kproxy.observe.table import TableView
 from kproxy.observe.tally import DELAY_BOUNDS_S, OTHER_BROKERS, OTHER_VERSION, PRODUCE_BOUNDS_S, VERSION_BITS, Tally
 from kproxy.routing.retry import event_name
@@ -91,7 +90,7 @@ class WorkersCollector(Collector):
         for number, is_up in sorted(self._up.items()):
             up.add_metric([str(number)], int(is_up))
         yield up
-        yield _counter("kproxy_worker_restarts", "Workers started in the place of one that ended.", self._restarts)
+        yield counter("kproxy_worker_restarts", "Workers started in the place of one that ended.", self._restarts)
 
 
 class ProcessesCollector(Collector):
@@ -115,20 +114,9 @@ def _of_process(pid: int) -> Iterable[Metric]:
     return ProcessCollector(pid=lambda: pid, registry=CollectorRegistry()).collect()
 
 
-def render(collectors: Iterable[Collector], accept: str) -> tuple[bytes, str]:
-    """The page and its content type, in the format that an HTTP Accept header asks for."""
-    registry = CollectorRegistry(auto_describe=False)
-    PlatformCollector(registry=registry)
-    for collector in collectors:
-        registry.register(collector)
-    encode, content_type = choose_encoder(accept)
-    return encode(registry), content_type
-
-
 def own_process() -> Iterable[Collector]:
     """What a process that serves alone says of itself, beside what it counts."""
-    apart = CollectorRegistry()
-    return ProcessCollector(registry=apart), GCCollector(registry=apart), WorkersCollector({1: True}, 0)
+    return *this_process(), WorkersCollector({1: True}, 0)
 
 
 def _traffic(tally: Tally, vitals: Vitals) -> Iterable[Metric]:
@@ -139,22 +127,22 @@ def _traffic(tally: Tally, vitals: Vitals) -> Iterable[Metric]:
             [api_keys.name_of(key >> VERSION_BITS), "other" if version == OTHER_VERSION else str(version)], count
         )
     yield requests
-    yield _counter("kproxy_client_received_bytes", "Bytes received from clients.", tally.received_bytes)
-    yield _counter("kproxy_client_sent_bytes", "Bytes sent to clients.", tally.sent_bytes + vitals.sent_bytes)
-    yield _gauge("kproxy_in_flight_requests", "Requests that are not answered yet.", vitals.in_flight_requests)
-    yield _gauge(
+    yield counter("kproxy_client_received_bytes", "Bytes received from clients.", tally.received_bytes)
+    yield counter("kproxy_client_sent_bytes", "Bytes sent to clients.", tally.sent_bytes + vitals.sent_bytes)
+    yield gauge("kproxy_in_flight_requests", "Requests that are not answered yet.", vitals.in_flight_requests)
+    yield gauge(
         "kproxy_in_flight_bytes",
         "Bytes of requests that are arriving or not answered yet, and of answers that clients have not taken.",
         vitals.in_flight_bytes,
     )
-    yield _histogram(
+    yield histogram(
         "kproxy_produce_duration_seconds",
         "Produce requests, from the first byte to the answer handed to the kernel.",
         PRODUCE_BOUNDS_S,
         tally.produce_buckets,
         tally.produce_seconds,
     )
-    yield _histogram(
+    yield histogram(
         "kproxy_event_loop_delay_seconds",
         "How late this process gets to what is due, looked at ten times a second.",
         DELAY_BOUNDS_S,
@@ -180,8 +168,8 @@ def _outcomes(tally: Tally, counters: Mapping[str, int]) -> Iterable[Metric]:
     for (event, broker), count in sorted(tally.retries.items()):
         retries.add_metric([event_name(event), _broker(broker)], count)
     yield retries
-    yield _counter("kproxy_split_requests", "Requests that went to more than one broker.", counters.get("splits", 0))
-    yield _counter("kproxy_deadlines", "Requests that were answered at their deadline.", counters.get("deadlines", 0))
+    yield counter("kproxy_split_requests", "Requests that went to more than one broker.", counters.get("splits", 0))
+    yield counter("kproxy_deadlines", "Requests that were answered at their deadline.", counters.get("deadlines", 0))
     drops = CounterMetricFamily("kproxy_acks0_dropped", "acks=0 batches that are lost.", labels=["topic", "reason"])
     for topic, reasons in tally.drops.items():
         for error_code, count in reasons.items():
@@ -203,55 +191,53 @@ def _broker(broker: int) -> str:
 
 
 def _connections(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric]:
-    yield _gauge("kproxy_client_connections", "Open client connections.", vitals.client_connections)
-    yield _gauge(
+    yield gauge("kproxy_client_connections", "Open client connections.", vitals.client_connections)
+    yield gauge(
         "kproxy_paused_connections",
         "Client connections that are not read because too much is in flight in all.",
         vitals.paused_connections,
     )
-    yield _gauge("kproxy_upstream_connections", "Connections to brokers.", vitals.upstream_connections)
-    yield _gauge("kproxy_hung_brokers", "Brokers that hang: nothing is sent to them.", vitals.hung_brokers, "max")
+    yield gauge("kproxy_upstream_connections", "Connections to brokers.", vitals.upstream_connections)
+    yield gauge("kproxy_hung_brokers", "Brokers that hang: nothing is sent to them.", vitals.hung_brokers, "max")
     up = Gauge("kproxy_broker_up", "1 while a broker can be reached and answers.", across="min", labels=["broker"])
     for broker, is_up in sorted(vitals.brokers.items()):
         up.add_metric([str(broker)], int(is_up))
     yield up
-    yield _counter("kproxy_hangs", "Brokers found to hang.", counters.get("breaker.opened", 0))
-    yield _counter("kproxy_client_connections_accepted", "Client connections.", counters.get("clients.accepted", 0))
-    yield _counter(
+    yield counter("kproxy_hangs", "Brokers found to hang.", counters.get("breaker.opened", 0))
+    yield counter("kproxy_client_connections_accepted", "Client connections.", counters.get("clients.accepted", 0))
+    yield counter(
         "kproxy_client_connections_refused",
         "Client connections closed at once: there were too many, or too few open files.",
         counters.get("clients.too_many", 0),
     )
-    yield _counter(
+    yield counter(
         "kproxy_client_connections_cut",
         "Client connections closed for what they sent or could not be told otherwise.",
         counters.get("clients.refused", 0),
     )
-    yield _counter(
+    yield counter(
         "kproxy_producer_ids", "Producer ids given out by the proxy itself.", counters.get("producer_ids.given_out", 0)
     )
-    yield _counter(
+    yield counter(
         "kproxy_producer_ids_refused",
         "Producers that got none, because etcd did not answer.",
         counters.get("producer_ids.refused", 0),
     )
-    yield _gauge(
-        "kproxy_draining", "1 while what is in flight is answered before the end.", int(vitals.draining), "max"
-    )
+    yield gauge("kproxy_draining", "1 while what is in flight is answered before the end.", int(vitals.draining), "max")
 
 
 def _table(view: TableView) -> Iterable[Metric]:
     topology = view.topology
-    yield _gauge("kproxy_table_revision", "The highest revision seen.", topology.revision, "min")
+    yield gauge("kproxy_table_revision", "The highest revision seen.", topology.revision, "min")
     if math.isfinite(view.age_s):
-        yield _gauge("kproxy_table_age_seconds", "Since the source of owners last said anything.", view.age_s, "max")
-    yield _gauge("kproxy_table_stale", "1 while that is too long ago.", int(view.stale), "max")
-    yield _gauge("kproxy_table_partitions", "Partitions that have an owner.", topology.owned_count, "min")
-    yield _gauge("kproxy_table_brokers", "Brokers with an address.", len(topology.brokers), "min")
+        yield gauge("kproxy_table_age_seconds", "Since the source of owners last said anything.", view.age_s, "max")
+    yield gauge("kproxy_table_stale", "1 while that is too long ago.", int(view.stale), "max")
+    yield gauge("kproxy_table_partitions", "Partitions that have an owner.", topology.owned_count, "min")
+    yield gauge("kproxy_table_brokers", "Brokers with an address.", len(topology.brokers), "min")
 
 
 def _fleet(view: TableView, counters: Mapping[str, int]) -> Iterable[Metric]:
-    yield _gauge("kproxy_fleet_proxies", "Proxies that clients are told of.", len(view.proxies), "min")
+    yield gauge("kproxy_fleet_proxies", "Proxies that clients are told of.", len(view.proxies), "min")
     yield registered(view.registration)
     skipped = CounterMetricFamily(
         "kproxy_fleet_keys_skipped", "Entries of proxies that made no sense.", labels=["reason"]
@@ -269,9 +255,9 @@ _OWN_GATED = {"PRODUCE": "own.gated", "FETCH": "own.fetch_gated"}
 
 
 def _claims(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric]:
-    yield _gauge("kproxy_own_claims", "Claims that clients of this process hold.", vitals.own_claims)
-    yield _gauge("kproxy_own_members", "Processes that can hold claims.", vitals.own_members, "min")
-    yield _gauge(
+    yield gauge("kproxy_own_claims", "Claims that clients of this process hold.", vitals.own_claims)
+    yield gauge("kproxy_own_members", "Processes that can hold claims.", vitals.own_members, "min")
+    yield gauge(
         "kproxy_own_unsettled_partitions",
         "Partitions of which earlier owners' writes may be under way still.",
         vitals.own_unsettled,
@@ -282,10 +268,10 @@ def _claims(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric]:
     for outcome in _OWN_OUTCOMES:
         outcomes.add_metric([outcome], counters.get(f"own.{outcome}", 0))
     yield outcomes
-    yield _counter(
+    yield counter(
         "kproxy_own_severed", "Client connections closed because of what they lost.", counters.get("own.severed", 0)
     )
-    yield _counter(
+    yield counter(
         "kproxy_own_released",
         "Partitions released at their leaders: nobody owns them.",
         counters.get("own.released", 0),
@@ -294,7 +280,7 @@ def _claims(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric]:
     for api, name in _OWN_GATED.items():
         gated.add_metric([api], counters.get(name, 0))
     yield gated
-    yield _counter("kproxy_own_keys_skipped", "Claims in etcd that made no sense.", counters.get("own.skipped", 0))
+    yield counter("kproxy_own_keys_skipped", "Claims in etcd that made no sense.", counters.get("own.skipped", 0))
 
 
 _AUDIT_COUNTERS = {
@@ -309,14 +295,14 @@ _AUDIT_COUNTERS = {
 
 def _audit(shipping: ShipperVitals | None, counters: Mapping[str, int]) -> Iterable[Metric]:
     for name, documentation in _AUDIT_COUNTERS.items():
-        yield _counter(f"kproxy_audit_{name}", documentation, counters.get(f"audit.{name}", 0))
+        yield counter(f"kproxy_audit_{name}", documentation, counters.get(f"audit.{name}", 0))
     if shipping is not None:
-        yield _gauge(
+        yield gauge(
             "kproxy_audit_waiting_bytes",
             "Bytes of the audit trail that the sink has not taken yet.",
             shipping.waiting_bytes,
         )
-        yield _gauge(
+        yield gauge(
             "kproxy_audit_age_seconds",
             "Since the audit sink last took rows, or this process began.",
             shipping.age_s,
@@ -327,18 +313,4 @@ def _audit(shipping: ShipperVitals | None, counters: Mapping[str, int]) -> Itera
 def registered(registration: str) -> Metric:
     """Of several processes one has the entry for all."""
     value = int(registration == "registered")
-    return _gauge("kproxy_fleet_registered", "1 while this proxy has its own entry among them.", value, "max")
-
-
-def _counter(name: str, documentation: str, value: float) -> Metric:
-    return CounterMetricFamily(name, documentation, value=value)
-
-
-def _gauge(name: str, documentation: str, value: float, across: Across = "sum") -> Metric:
-    return Gauge(name, documentation, value, across)
-
-
-def _histogram(name: str, documentation: str, bounds: Sequence[float], counts: Sequence[int], total: float) -> Metric:
-    cumulated = accumulate(counts)
-    buckets = [(str(bound), float(next(cumulated))) for bound in bounds]
-    return HistogramMetricFamily(name, documentation, buckets=[*buckets, ("+Inf", float(sum(counts)))], sum_value=total)
+    return gauge("kproxy_fleet_registered", "1 while this proxy has its own entry among them.", value, "max")

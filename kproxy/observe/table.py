@@ -51,12 +51,18 @@ class TableQuery(msgspec.Struct, frozen=True):
     limit: int = MAX_PAGE_ROWS
 
 
-class PartitionRow(msgspec.Struct, frozen=True):
-    """One owned partition. `revision` is the source's own, of its last change; it is no leader epoch."""
+class PartitionRow(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One owned partition. `revision` is the source's own, of its last change; it is no leader epoch.
+
+    The rest is what `kproxy table` adds from the page `/replication`; None: not known.
+    """
 
     partition: int
     owner: int
     revision: int
+    replicas: list[int] | None = None
+    isr: list[int] | None = None
+    min_insync_replicas: int | None = None
 
 
 class TopicRows(msgspec.Struct, frozen=True):
@@ -93,7 +99,7 @@ def table_page(
     """
     if not 1 <= limit <= MAX_PAGE_ROWS:
         raise ValueError(f"limit is a number from 1 to {MAX_PAGE_ROWS}")
-    start = _place(after) if after is not None else (b"", -1)
+    start = parse_place(after) if after is not None else (b"", -1)
     wanted = topic.encode() if topic is not None else None
     rows = list(islice(_rows(view.topology, wanted, start), limit + 1))
     more = len(rows) > limit
@@ -126,7 +132,8 @@ def _rows(topology: Topology, topic: bytes | None, after: tuple[bytes, int]) -> 
     return takewhile(lambda row: row.topic == topic, topology.ownerships(max(after, (topic, -1))))
 
 
-def _place(text: str) -> tuple[bytes, int]:
+def parse_place(text: str) -> tuple[bytes, int]:
+    """`topic/partition`. Raises ValueError."""
     topic, slash, partition = text.rpartition("/")
     if not slash or not topic or not (partition.isascii() and partition.isdigit() and len(partition) <= 9):
         raise ValueError("after is topic/partition, the next of the page before")

@@ -12,15 +12,18 @@ from typing import Protocol
 
 import msgspec
 
-from kproxy.config.address import Address
+from kproxy.config import Address, ProxyConfig
 from kproxy.fencing.desk import ClaimDesk
-from kproxy.observe.admin import AdminPage, Readiness
+from kproxy.observe.admin import AdminPage
 from kproxy.observe.audit.shipper import ShipperVitals
 from kproxy.observe.claims import ClaimsQuery, FreeOrder
+from kproxy.observe.exposition import render
 from kproxy.observe.families import Family, family_of
-from kproxy.observe.metrics import ProxyCollector, Vitals, own_process, render
+from kproxy.observe.http_page import Readiness
+from kproxy.observe.metrics import ProxyCollector, Vitals, own_process
 from kproxy.observe.table import TableQuery, TableView, table_page
 from kproxy.observe.tally import Tally
+from kproxy.proxy.replicas import ReplicaPages
 from kproxy.waiting import say_waiting
 
 
@@ -55,6 +58,9 @@ class OwnPages:
 
     async def free(self, order: FreeOrder) -> bytes:
         return msgspec.json.encode(await self._claims().free(order))
+
+    def summary(self) -> str:
+        return "kproxy"
 
     async def metrics(self, accept: str) -> tuple[bytes, str]:
         return render((*self._process, self._proxy), accept)
@@ -93,18 +99,19 @@ class Front(Protocol):
 
 
 class OwnFront:
-    """Of a process that serves alone. `admin` None: no admin page."""
+    """Of a process that serves alone; without an admin page where the configuration names none."""
 
     worker: int | None = None
 
-    def __init__(self, admin: Address | None) -> None:
-        self._address = admin
+    def __init__(self, config: ProxyConfig) -> None:
+        self._address = config.admin
+        self._replicas = ReplicaPages(config)
         self._admin: AdminPage | None = None
         self._said = ""
 
     async def open(self, pages: OwnPages) -> None:
         if self._address is not None:
-            self._admin, self._said = await start_admin(AdminPage(pages), self._address)
+            self._admin, self._said = await start_admin(AdminPage(pages, self._replicas.page), self._address)
 
     def waits(self, sentence: str) -> None:
         say_waiting(sentence)
@@ -115,6 +122,7 @@ class OwnFront:
     async def close(self) -> None:
         if self._admin is not None:
             await self._admin.stop()
+        await self._replicas.close()
 
 
 async def start_admin(admin: AdminPage, address: Address) -> tuple[AdminPage, str]:

@@ -24,7 +24,7 @@ from random import Random
 from codec import api_keys
 from codec.headers import request_header
 from codec.partitioned import with_length
-from kproxy.observe.admin import Readiness
+from kproxy.observe.http_page import Readiness
 from kproxy.observe.table import TableView
 from kproxy.proxy.dialling import Dialler, Turn
 from kproxy.routing.topology import Address

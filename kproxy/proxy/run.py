@@ -49,7 +49,7 @@ log = structlog.get_logger(__name__)
 
 async def run_proxy(config: ProxyConfig, front: Front | None = None) -> None:
     """Serve until SIGTERM or SIGINT; without a `front` alone. Raises StartupError."""
-    front = front or OwnFront(config.admin)
+    front = front or OwnFront(config)
     await until_stopped(lambda signals: _Proxy(config, signals.hangup, front).serve())
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from codec.api_keys import API_VERSIONS, METADATA
-from kproxy.observe.metrics import ProxyCollector, render
+from kproxy.observe.exposition import render
+from kproxy.observe.metrics import ProxyCollector
 from kproxy.observe.table import TableView
 from kproxy.observe.tally import MAX_BROKERS, MAX_DROP_TOPICS, OTHER_BROKERS, Tally
 from tests.support.raw_client import batch, fetch_frame, list_offsets_frame, produce_frame, raw_frame

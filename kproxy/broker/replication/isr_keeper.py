@@ -51,6 +51,7 @@ class IsrKeeper:
     ) -> None:
         """`presence` tells whose connection has broken; `on_deposed` is called where etcd says that the partition's
         lease key is not ours any more."""
+        self.shrinks = self.expansions = 0
         self._client = client
         self._view = view
         self._led = led
@@ -129,6 +130,8 @@ class IsrKeeper:
             return
         if result.succeeded:
             before = replication.isr.members
+            self.shrinks += bool(before - members)
+            self.expansions += bool(members - before)
             replication.isr_settled(Isr(members, result.revision))
             self._view.apply_put(state_key, value, lease_id=0, revision=result.revision)
             log = _logger.warning if before - members else _logger.info

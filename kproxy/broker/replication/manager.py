@@ -219,6 +219,11 @@ class ReplicationManager:
         """The log end offset that a follower last told, UNKNOWN_OFFSET before it did."""
         return self._followers[replica_id].log_end_offset
 
+    def follower_progress(self) -> dict[int, tuple[int, float]]:
+        """By follower the log end offset that it last told, and for how many seconds it has not been caught up."""
+        now = self._clock()
+        return {each: (has.log_end_offset, now - has.caught_up_at) for each, has in self._followers.items()}
+
     def log_appended(self) -> None:
         """Somebody in sync has more than before: see how far the high watermark may go."""
         if not self.is_leading or not self.has_enough_in_sync:

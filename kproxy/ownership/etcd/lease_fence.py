@@ -30,6 +30,11 @@ class LeaseFence:
     def is_live(self) -> bool:
         return self._clock() < self._deadline
 
+    @property
+    def remaining_s(self) -> float:
+        """For how long yet it is certain to live; 0 where it is not."""
+        return max(self._deadline - self._clock(), 0.0)
+
     def renew(self, sent_at: float, ttl_s: int) -> None:
         """A keepalive sent at `sent_at` (seconds, this fence's clock) was answered with `ttl_s`."""
         if not self._broken:

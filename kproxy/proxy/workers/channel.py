@@ -19,9 +19,9 @@ from typing import Literal, Self, TypeVar
 import msgspec
 
 from kproxy.config import ProxyConfig
-from kproxy.observe.admin import Readiness
 from kproxy.observe.claims import ClaimsQuery, FreeOrder
 from kproxy.observe.families import Family
+from kproxy.observe.http_page import Readiness
 from kproxy.observe.table import TableQuery
 
 # A configuration may carry a static table of a million partitions.

@@ -21,10 +21,12 @@ import msgspec
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from kproxy.observe.admin import Readiness, Unanswered
+from kproxy.observe.admin import Unanswered
 from kproxy.observe.claims import ClaimsQuery, FreeOrder, NotOffered
+from kproxy.observe.exposition import render
 from kproxy.observe.families import Family, family_of, merge
-from kproxy.observe.metrics import ProcessesCollector, WorkersCollector, registered, render
+from kproxy.observe.http_page import Readiness
+from kproxy.observe.metrics import ProcessesCollector, WorkersCollector, registered
 from kproxy.observe.table import TablePage, TableQuery
 from kproxy.proxy.workers.channel import (
     AskClaims,
@@ -53,6 +55,9 @@ class AllPages:
     def drain(self) -> None:
         """They have been told to stop."""
         self._drains = True
+
+    def summary(self) -> str:
+        return f"kproxy, {len(self._slots)} workers"
 
     async def metrics(self, accept: str) -> tuple[bytes, str]:
         asked = [slot for slot in self._slots if slot.serves]

@@ -38,6 +38,7 @@ from kproxy.observe.admin import AdminPage
 from kproxy.proxy.front import say_ready, start_admin
 from kproxy.proxy.membership import Membership
 from kproxy.proxy.port import bind
+from kproxy.proxy.replicas import ReplicaPages
 from kproxy.proxy.signals import Signals, until_stopped
 from kproxy.proxy.tasks import cancel, unless_failed
 from kproxy.proxy.workers.channel import Assignment
@@ -80,7 +81,9 @@ class _Supervisor:
             membership = Membership(config, host, advertised_port or port, counters=Counter())
             pages, admin = AllPages(self._slots, lambda: membership.registration), ""
             if config.admin is not None:
-                page, admin = await start_admin(AdminPage(pages), config.admin)
+                replicas = ReplicaPages(config)
+                stack.push_async_callback(replicas.close)
+                page, admin = await start_admin(AdminPage(pages, replicas.page), config.admin)
                 stack.push_async_callback(page.stop)
             stack.push_async_callback(self._stop)
             keepers = [slot.keep() for slot in self._slots]

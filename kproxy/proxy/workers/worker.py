@@ -15,8 +15,9 @@ from collections.abc import Awaitable
 import structlog
 
 from kproxy.errors import StartupError
-from kproxy.observe.admin import Readiness, Unanswered
+from kproxy.observe.admin import Unanswered
 from kproxy.observe.claims import NotOffered
+from kproxy.observe.http_page import Readiness
 from kproxy.proxy.front import OwnPages
 from kproxy.proxy.run import run_proxy
 from kproxy.proxy.tasks import cancel

@@ -1,0 +1,107 @@
+"""What every process that serves shows of itself over HTTP: how it stands, and its metrics.
+
+| page | answer |
+| --- | --- |
+| `/` | a few words for people, and the other pages |
+| `/metrics` | for Prometheus (see `observe.exposition`) |
+| `/livez` | 200 while the process turns |
+| `/readyz` | 200 while it can serve, 503 with the reason otherwise |
+
+States: made --start()--> serving --stop()--> stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from aiohttp import web
+
+from kproxy.errors import StartupError
+
+KEEPALIVE_S = 15.0
+SHUTDOWN_TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """Whether clients should be sent here; `text` is `ready`, how it is degraded, or why not."""
+
+    ready: bool
+    text: str
+
+
+class VitalPages(Protocol):
+    """What the pages say that every process has."""
+
+    def summary(self) -> str:
+        """What it is and how it stands, for people: some lines."""
+        ...
+
+    async def metrics(self, accept: str) -> tuple[bytes, str]:
+        """The page and its content type, in the format that an HTTP Accept header asks for."""
+        ...
+
+    async def readiness(self) -> Readiness:
+        """Whether clients can be served."""
+        ...
+
+    async def liveness(self) -> Readiness:
+        """Whether anybody turns; where not, a restart is what helps."""
+        ...
+
+
+class HttpPage:
+    """Serves `pages`, and `more` pages of the process's own."""
+
+    def __init__(self, pages: VitalPages, more: Sequence[web.RouteDef] = ()) -> None:
+        self._vital = pages
+        routes = [
+            *more,
+            web.get("/metrics", self._get_metrics),
+            web.get("/livez", self._livez),
+            web.get("/readyz", self._readyz),
+        ]
+        self._paths = [route.path for route in routes if route.method == "GET"]
+        application = web.Application()
+        application.add_routes([web.get("/", self._index), *routes])
+        self._runner = web.AppRunner(
+            application, access_log=None, keepalive_timeout=KEEPALIVE_S, shutdown_timeout=SHUTDOWN_TIMEOUT_S
+        )
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; the real port. StartupError, with nothing left open, where that cannot be."""
+        await self._runner.setup()
+        try:
+            site = web.TCPSite(self._runner, host, port)
+            await site.start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise StartupError(
+                f"the admin page cannot listen on {host}:{port} ({error.strerror or error}): "
+                f"choose another --admin, or stop what uses this one."
+            ) from error
+        bound: int = self._runner.addresses[0][1]
+        return bound
+
+    async def stop(self) -> None:
+        """Close the listener and its connections."""
+        await self._runner.cleanup()
+
+    async def _index(self, _: web.Request) -> web.Response:
+        return web.Response(text="\n".join([self._vital.summary(), "", *self._paths, ""]))
+
+    async def _livez(self, _: web.Request) -> web.Response:
+        return _said(await self._vital.liveness())
+
+    async def _readyz(self, _: web.Request) -> web.Response:
+        return _said(await self._vital.readiness())
+
+    async def _get_metrics(self, request: web.Request) -> web.Response:
+        page, content_type = await self._vital.metrics(request.headers.get("Accept", ""))
+        return web.Response(body=page, headers={"Content-Type": content_type})
+
+
+def _said(readiness: Readiness) -> web.Response:
+    return web.Response(status=200 if readiness.ready else 503, text=f"{readiness.text}\n")

@@ -1,0 +1,171 @@
+"""Replicas and in-sync replicas as the reference brokers keep them in etcd, read when somebody looks at them.
+
+No request is routed by any of it, so nothing is mirrored. What is read is one state of etcd, at one revision:
+
+    {prefix}/refbroker/topics/{topic}                   "topic_id", "replicas" by partition, "configs"
+    {prefix}/refbroker/partitions/{topic}/{partition}   "leader_epoch", "isr", "topic_id", "replicas" or null
+    {prefix}/partition-leases/{topic}/{partition}       who leads
+    {prefix}/brokers/{id}                               who is alive
+
+A partition without a state was never led, and has no row. Nor has one whose state is of an earlier topic of its name.
+Where there are no such topics, before KafScale's brokers, the rest is not read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from uuid import UUID
+
+import msgspec
+
+from kproxy.config.etcd import EtcdOptions
+from kproxy.observe.replication import NO_LEADER, ReplicaRow, Replication
+from kproxy.ownership.directory import PORTION_ENTRIES
+from kproxy.ownership.etcd import EtcdClient, EtcdError, KeyValue
+from kproxy.ownership.lease_keys import Senseless, parse_broker_key, parse_lease_key, parse_owner
+
+FRESH_S = 1.0
+# Below what those who ask a page wait for it.
+TIMEOUT_S = 2.0
+MIN_INSYNC_REPLICAS = "min.insync.replicas"
+
+
+class _Topic(msgspec.Struct, frozen=True):
+    topic_id: UUID
+    replicas: list[list[int]]
+    configs: dict[str, str] = {}
+
+
+class _Member(msgspec.Struct, frozen=True):
+    node_id: int
+
+
+class _State(msgspec.Struct, frozen=True):
+    leader_epoch: int
+    isr: list[int | _Member]
+    topic_id: UUID | None = None
+    replicas: list[int] | None = None
+
+
+def _node_ids(isr: Sequence[int | _Member]) -> list[int]:
+    """The brokers in an ISR, whose members are their ids, or objects that say which log of theirs is meant."""
+    return sorted({each.node_id if isinstance(each, _Member) else each for each in isr})
+
+
+def _min_insync_replicas(topic: _Topic, replicas: int) -> int:
+    """As brokers have it that were told nothing else with --min-insync-replicas."""
+    told = topic.configs.get(MIN_INSYNC_REPLICAS, "")
+    wanted = int(told) if told.isdecimal() else 2 if replicas >= 3 else 1
+    return min(wanted, replicas)
+
+
+async def read_replication(client: EtcdClient, prefix: str) -> Replication:
+    """All of it, as of now. Raises EtcdError. What makes no sense is passed over."""
+    root = prefix.rstrip("/")
+    found = await client.get_prefix(f"{root}/refbroker/topics/")
+    revision = found.revision
+    topics: dict[str, tuple[_Topic, int]] = {}
+    async for name, kv in _entries(found.kvs, f"{root}/refbroker/topics/"):
+        try:
+            topics[name] = msgspec.json.decode(kv.value, type=_Topic), kv.create_revision
+        except msgspec.MsgspecError:
+            continue
+    if not topics:
+        return Replication(revision, [], [])
+
+    async def entries(prefix: str) -> AsyncIterator[tuple[str, KeyValue]]:
+        snapshot = await client.get_prefix(prefix, revision=revision)
+        async for entry in _entries(snapshot.kvs, prefix):
+            yield entry
+
+    live = {int(name) async for name, _ in entries(f"{root}/brokers/") if _is_broker(name)}
+    owners = {name: kv async for name, kv in entries(f"{root}/partition-leases/")}
+    rows = []
+    async for name, kv in entries(f"{root}/refbroker/partitions/"):
+        try:
+            topic_name, partition = parse_lease_key(name)
+            topic, create_revision = topics[topic_name.decode()]
+            state = msgspec.json.decode(kv.value, type=_State)
+            if state.topic_id != topic.topic_id:
+                continue
+            at_first = topic.replicas[partition]
+        except (Senseless, KeyError, IndexError, msgspec.MsgspecError):
+            continue
+        rows.append(
+            ReplicaRow(
+                topic_name.decode(),
+                partition,
+                _leader(owners.get(name), create_revision, live),
+                state.leader_epoch,
+                state.replicas if state.replicas is not None else at_first,
+                _node_ids(state.isr),
+                _min_insync_replicas(topic, len(at_first)),
+            )
+        )
+    return Replication(revision, sorted(live), sorted(rows, key=lambda row: row.place))
+
+
+async def _entries(kvs: Sequence[KeyValue], prefix: str) -> AsyncIterator[tuple[str, KeyValue]]:
+    """Each with what follows the prefix; others get their turn in between."""
+    for position, kv in enumerate(kvs):
+        yield kv.key.removeprefix(prefix), kv
+        if position % PORTION_ENTRIES == PORTION_ENTRIES - 1:
+            await asyncio.sleep(0)
+
+
+def _is_broker(name: str) -> bool:
+    try:
+        parse_broker_key(name)
+    except Senseless:
+        return False
+    return True
+
+
+def _leader(lease: KeyValue | None, create_revision: int, live: set[int]) -> int:
+    """Who holds the lease key and lives; a key older than the topic is a deleted namesake's."""
+    if lease is None or lease.mod_revision < create_revision:
+        return NO_LEADER
+    try:
+        owner = parse_owner(lease.value)
+    except Senseless:
+        return NO_LEADER
+    return owner if owner in live else NO_LEADER
+
+
+class ReplicationReader:
+    """Reads for those who ask, no oftener than every FRESH_S; etcd is connected to at the first question."""
+
+    def __init__(
+        self, endpoints: Sequence[str], options: EtcdOptions, prefix: str, *, clock: Callable[[], float]
+    ) -> None:
+        self._client = EtcdClient(endpoints, options, timeout_s=TIMEOUT_S)
+        self._prefix = prefix
+        self._clock = clock
+        self._connected = False
+        self._at_work = asyncio.Lock()
+        self._fresh_until = float("-inf")
+        self._last: Replication | EtcdError | None = None
+
+    async def read(self) -> Replication:
+        """Raises EtcdError."""
+        async with self._at_work:
+            if self._last is None or self._clock() >= self._fresh_until:
+                try:
+                    await self._connect()
+                    self._last = await read_replication(self._client, self._prefix)
+                except EtcdError as error:
+                    self._last = error
+                self._fresh_until = self._clock() + FRESH_S
+            last = self._last
+        if isinstance(last, EtcdError):
+            raise last
+        return last
+
+    async def _connect(self) -> None:
+        if not self._connected:
+            await self._client.connect()
+            self._connected = True
+
+    async def close(self) -> None:
+        await self._client.close()
