@@ -46,10 +46,11 @@ class BrokerPages:
         led = [partition for partition in kept if partition.serves_reads()]
         lacking = [partition for partition in led if is_under_replicated(partition)]
         too_few = sum(not partition.replication.has_enough_in_sync for partition in led)
+        ended = f"lapsed {_times(now.lease_lapses)}, lost {_times(now.lease_losses)}"
         lines = [
             f"kproxy broker {self._node_id}: {now.problem or 'ready'}",
             "",
-            f"lease    {now.lease_remaining_s:.1f} s left, {_lost(now.lease_losses)}",
+            f"lease    {now.lease_remaining_s:.1f} s left; {ended}",
             f"leads    {len(led)} of the {len(kept)} partitions that it keeps",
             f"in sync  {len(led) - len(lacking)} of these with all replicas, {too_few} with fewer than "
             f"min.insync.replicas",
@@ -73,5 +74,5 @@ def _missing(follower: FollowerState) -> str:
     return f"broker {follower.node_id} {what}, not caught up for {follower.behind_s:.0f} s"
 
 
-def _lost(count: int) -> str:
-    return {0: "never lost", 1: "lost once"}.get(count, f"lost {count} times")
+def _times(count: int) -> str:
+    return {0: "never", 1: "once"}.get(count, f"{count} times")

@@ -45,16 +45,11 @@ def followers_of(partition: Partition) -> list[FollowerState]:
     """Of a partition that this broker leads."""
     end, start = partition.log_end_offset, partition.log_start_offset
     in_sync = {node_id_of(member) for member in partition.replication.isr.members}
-    return [
-        FollowerState(
-            node_id_of(each),
-            told != UNKNOWN_OFFSET,
-            max(end - max(told, start), 0),
-            behind_s,
-            node_id_of(each) in in_sync,
-        )
-        for each, (told, behind_s) in sorted(partition.replication.follower_progress().items())
-    ]
+    followers = []
+    for each, (told, behind_s) in sorted(partition.replication.follower_progress().items()):
+        node_id, lag_records = node_id_of(each), max(end - max(told, start), 0)
+        followers.append(FollowerState(node_id, told != UNKNOWN_OFFSET, lag_records, behind_s, node_id in in_sync))
+    return followers
 
 
 def is_under_replicated(partition: Partition) -> bool:
@@ -117,6 +112,11 @@ class BrokerCollector(Collector):
             "kproxy_broker_lease_remaining_seconds",
             "For how long the broker's lease is certain to live; 0 without one.",
             now.lease_remaining_s,
+        )
+        yield counter(
+            "kproxy_broker_lease_lapses",
+            "Times that the broker's lease was renewed only after it might have ended: nothing was led meanwhile.",
+            now.lease_lapses,
         )
         yield counter("kproxy_broker_lease_losses", "Times that the broker's lease was lost.", now.lease_losses)
         ended = CounterMetricFamily(

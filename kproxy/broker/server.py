@@ -153,6 +153,8 @@ class _Server:
         self._view.subscribe(self._on_change)
         self._tasks: list[asyncio.Task[None]] = []
         self._lease_losses = 0
+        # Of leases before the one that is held.
+        self._lease_lapses = 0
         self._not_serving = "starting: what etcd holds has not been read yet"
         self._page: HttpPage | None = None
         self._reminders = Reminders(time.monotonic)
@@ -343,6 +345,7 @@ class _Server:
         return Standing(
             problem,
             fence.remaining_s if fence is not None else 0.0,
+            self._lease_lapses + (fence.lapses if fence is not None else 0),
             self._lease_losses,
             silent_s,
             len(self._connections),
@@ -392,7 +395,9 @@ class _Server:
     async def _hold(self, lease: BrokerLease) -> None:
         """Hold the lease, drop everything when it is lost, and begin again with another."""
         while True:
+            held = lease.fence
             reason = await lease.hold()
+            self._lease_lapses += held.lapses if held is not None else 0
             self._lease_losses += 1
             self._leases.drop_all("the broker's lease is lost")
             _logger.error("lease lost", reason=reason)

@@ -148,7 +148,9 @@ async def test_the_command_prints_a_line_for_each_and_fails_where_one_does(dev_c
     arguments = ["doctor", "--etcd", dev_cluster.etcd, "--admin", dev_cluster.admin]
     well = await asyncio.to_thread(run_kproxy, *arguments)
     assert (well.status, well.stderr) == (0, "")
-    assert [line[:4].strip() for line in well.stdout.splitlines()] == ["ok", "warn", "warn", "ok"]
+    # What is said of replicas depends on the topics that other tests have made: see test_replication_seen.
+    lines = [line for line in well.stdout.splitlines() if "in sync" not in line]
+    assert [line[:4].strip() for line in lines] == ["ok", "warn", "warn", "ok"]
     bad = await asyncio.to_thread(run_kproxy, "doctor", "--etcd", "ftp://a")
     assert bad.status == 1
     assert bad.stdout.startswith("FAIL  etcd endpoint 'ftp://a'")

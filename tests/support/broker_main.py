@@ -1,7 +1,7 @@
 """A reference broker for tests: `python -m tests.support.broker_main NODE_ID DATA_DIR ETCD[,…] PREFIX [option=value]`.
 
-Options are BrokerConfig's; a `listen` is a port, `advertise` too. Those of `tests.support.broker_hooks` make it do what
-no other does.
+Options are BrokerConfig's; a `listen` is a port, `advertise` and `admin` too. Those of `tests.support.broker_hooks`
+make it do what no other does.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import uvloop
 from kproxy.broker.server import BrokerConfig, run_broker
 from kproxy.errors import StartupError
 from tests.support.broker_hooks import HOOKS
+
+_PORTS = ("listen", "advertise", "admin")
 
 
 def _read(value: str) -> float | str:
@@ -35,7 +37,7 @@ def main() -> None:
         if name in HOOKS:
             HOOKS[name](int(value))
         else:
-            options[name] = ("127.0.0.1", int(value)) if name.endswith(("listen", "advertise")) else _read(value)
+            options[name] = ("127.0.0.1", int(value)) if name.endswith(_PORTS) else _read(value)
     endpoints = tuple(etcd.split(","))
     try:
         uvloop.run(run_broker(BrokerConfig(int(node_id), Path(data_dir), endpoints, prefix=prefix, **options)))

@@ -58,6 +58,7 @@ class BrokerProcess:
         ]
         self.stderr_path = data_dir.with_name(f"{data_dir.name}.stderr")
         self.host, self.port = "127.0.0.1", 0
+        self.admin = ""
         self._process: subprocess.Popen[str] | None = None
 
     def start(self, *, wait: bool = True) -> Self:
@@ -84,8 +85,9 @@ class BrokerProcess:
             ready = selector.select(READY_TIMEOUT_S)
         line = self.process.stdout.readline() if ready else ""
         assert line.startswith("ready kafka="), f"{line!r}; {self.log()[-2000:]}"
-        host, _, port = line.split()[1].removeprefix("kafka=").rpartition(":")
-        self.host, self.port = host, int(port)
+        fields = dict(field.partition("=")[::2] for field in line.split()[1:])
+        host, _, port = fields["kafka"].rpartition(":")
+        self.host, self.port, self.admin = host, int(port), fields.get("admin", "")
         return self
 
     @property

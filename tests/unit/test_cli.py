@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 ETCD_FLAGS = "etcd-ca etcd-cert etcd-key etcd-server-name etcd-username etcd-password-file"
 FLAGS = {
     "serve": f"config listen advertise ownership etcd prefix bootstrap table admin workers writer-group {ETCD_FLAGS}",
-    "broker": "node-id listen advertise replication-listen data-dir etcd prefix lease-ttl replication-factor "
+    "broker": "node-id listen advertise replication-listen admin data-dir etcd prefix lease-ttl replication-factor "
     f"{ETCD_FLAGS}",
     "dev": "listen brokers data-dir admin lease-ttl writer-group",
     "demo": "rows bootstrap etcd prefix data-dir report keep",

@@ -18,11 +18,13 @@ MARGIN_FRACTION = 0.1
 class LeaseFence:
     """How long one lease is certain to live; `claim_revision` is when the broker's key was put on it."""
 
-    __slots__ = ("_broken", "_clock", "_deadline", "claim_revision", "lease_id")
+    __slots__ = ("_broken", "_clock", "_deadline", "claim_revision", "lapses", "lease_id")
 
     def __init__(self, lease_id: int, clock: Clock) -> None:
         self.lease_id = lease_id
         self.claim_revision = 0
+        # How often it lived on, renewed only after it might have ended.
+        self.lapses = 0
         self._clock = clock
         self._deadline = float("-inf")
         self._broken = False
@@ -38,6 +40,7 @@ class LeaseFence:
     def renew(self, sent_at: float, ttl_s: int) -> None:
         """A keepalive sent at `sent_at` (seconds, this fence's clock) was answered with `ttl_s`."""
         if not self._broken:
+            self.lapses += float("-inf") < self._deadline <= self._clock()
             self._deadline = max(self._deadline, sent_at + ttl_s * (1 - MARGIN_FRACTION))
 
     def break_for_good(self) -> None:
