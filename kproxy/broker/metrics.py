@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -36,19 +35,13 @@ class FollowerState:
     is_in_sync: bool
 
 
-def node_id_of(member: Any) -> int:
-    """The broker of a member of an ISR: its id, or what has one."""
-    return int(getattr(member, "node_id", member))
-
-
 def followers_of(partition: Partition) -> list[FollowerState]:
     """Of a partition that this broker leads."""
     end, start = partition.log_end_offset, partition.log_start_offset
-    in_sync = {node_id_of(member) for member in partition.replication.isr.members}
     followers = []
-    for each, (told, behind_s) in sorted(partition.replication.follower_progress().items()):
-        node_id, lag_records = node_id_of(each), max(end - max(told, start), 0)
-        followers.append(FollowerState(node_id, told != UNKNOWN_OFFSET, lag_records, behind_s, node_id in in_sync))
+    for node_id, (told, behind_s) in sorted(partition.replication.follower_progress().items()):
+        lag_records, is_in_sync = max(end - max(told, start), 0), partition.replication.is_in_sync(node_id)
+        followers.append(FollowerState(node_id, told != UNKNOWN_OFFSET, lag_records, behind_s, is_in_sync))
     return followers
 
 

@@ -14,8 +14,8 @@ Invariants
 1. Who has not written for EXPIRATION_MS (Kafka's producer.id.expiration.ms) is forgotten as others write. A batch that
    is appended is written now; one that is read from the log, as its timestamp says. Since producers choose timestamps,
    nothing expires in the first GRACE_MS of states that are read (Kafka looks every so often too).
-2. At most `max_producers` ids are remembered, a bound of memory: beyond it the one that wrote longest ago is dropped, and
-   where it had not expired that is counted and logged, since a resend of its would become a second record.
+2. At most `max_producers` ids are remembered, a bound of memory: beyond it the one that wrote longest ago is dropped,
+   and where it had not expired that is counted and logged, since a resend of its would become a second record.
 3. A verdict changes nothing; only `update`, called once a batch is in the log, does.
 4. What is remembered of a producer is replaced, never changed: a copy shares it.
 """
@@ -158,7 +158,7 @@ class ProducerStates:
             self.evicted += 1
             if self.evicted & (self.evicted - 1) == 0:
                 _logger.warning(
-                    "too many producer ids: those that wrote longest ago are forgotten, a resend of theirs is not known",
+                    "too many producer ids: who wrote longest ago is forgotten, and a resend of theirs is not known",
                     remembered=self._max_producers,
                     evicted=self.evicted,
                 )

@@ -31,14 +31,14 @@ TIMEOUT_S = 2.0
 MIN_INSYNC_REPLICAS = "min.insync.replicas"
 
 
+_Member = tuple[int, UUID]
+"""A broker, and which log of its is meant."""
+
+
 class _Topic(msgspec.Struct, frozen=True):
     topic_id: UUID
     replicas: list[list[int]]
     configs: dict[str, str] = {}
-
-
-class _Member(msgspec.Struct, frozen=True):
-    node_id: int
 
 
 class _State(msgspec.Struct, frozen=True):
@@ -49,8 +49,8 @@ class _State(msgspec.Struct, frozen=True):
 
 
 def _node_ids(isr: Sequence[int | _Member]) -> list[int]:
-    """The brokers in an ISR, whose members are their ids, or objects that say which log of theirs is meant."""
-    return sorted({each.node_id if isinstance(each, _Member) else each for each in isr})
+    """The brokers in an ISR, whose members are broker and log; broker ids in states of version 1."""
+    return sorted({each if isinstance(each, int) else each[0] for each in isr})
 
 
 def _min_insync_replicas(topic: _Topic, replicas: int) -> int:

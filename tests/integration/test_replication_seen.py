@@ -199,7 +199,7 @@ def test_an_address_that_is_taken_keeps_a_broker_from_starting(
 
 @pytest.mark.parametrize("shape", ["ids", "logs"])
 async def test_an_isr_is_read_by_the_brokers_in_it(shape: str, etcd_client: EtcdClient, etcd_prefix: str) -> None:
-    members = [3, 1] if shape == "ids" else [{"node_id": 3, "log_id": "x"}, {"node_id": 1, "log_id": "y"}]
+    members = [3, 1] if shape == "ids" else [[3, str(uuid.uuid4())], [1, str(uuid.uuid4())]]
     known = await _written(etcd_client, etcd_prefix, isr=members)
     assert known.brokers == [1, 3]
     assert known.rows == [ReplicaRow("t", 0, 1, 4, [1, 2, 3], [1, 3], 2)]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import pytest
 
@@ -17,10 +17,10 @@ from kproxy.broker.cluster import ClusterView
 from kproxy.broker.flush_times import FLUSH_BOUNDS_S, FLUSHES, FlushTimes
 from kproxy.broker.keys import BrokerValue, Keys, StateValue, TopicValue, encode_value
 from kproxy.broker.log import Log
-from kproxy.broker.metrics import BrokerCollector, node_id_of
+from kproxy.broker.metrics import BrokerCollector
 from kproxy.broker.partition import Partition, ReplicaSettings
 from kproxy.broker.standing import Standing
-from tests.support.replica_group import ISR_LAG_S, TOPIC_ID, Group, append
+from tests.support.replica_group import ISR_LAG_S, TOPIC_ID, Group, append, on_disk
 from tests.support.served import samples
 
 WELL = Standing("", 8.7, 1, 0, 0.4, 3, 2)
@@ -190,7 +190,7 @@ async def test_series_of_single_partitions_have_an_end_and_totals_have_none(
     others = []
     for index in range(1, 5):
         settings = ReplicaSettings(1, group.clock)
-        other = Partition("t", index, TOPIC_ID, Log.open(tmp_path / f"t-{index}"), settings)
+        other = Partition("t", index, TOPIC_ID, Log.open(tmp_path / f"t-{index}"), settings, on_disk(1).log_id)
         other.become_follower(2, Leadership(0, 1))
         page.hosted[b"t", index] = other
         others.append(other)
@@ -199,11 +199,3 @@ async def test_series_of_single_partitions_have_an_end_and_totals_have_none(
     assert found == [0, 0, None, None, None]
     for other in others:
         other.close()
-
-
-def test_a_member_of_an_isr_may_be_an_id_or_have_one() -> None:
-    class Member(NamedTuple):
-        node_id: int
-        log_id: str
-
-    assert (node_id_of(3), node_id_of(Member(3, "a"))) == (3, 3)

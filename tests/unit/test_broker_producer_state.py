@@ -179,6 +179,6 @@ def test_a_hundred_thousand_producers_are_remembered_within_their_memory() -> No
         tracemalloc.stop()
     assert (len(states), states.evicted) == (count, 0)
     assert bytes_each < BYTES_EACH
-    assert MAX_PRODUCERS >= count
+    assert count <= MAX_PRODUCERS
     assert states.judge(five[0]._replace(producer_id=1 << 40)).verdict is Verdict.DUPLICATE
     print(f"{bytes_each:.0f} bytes for each producer, {KEPT} copies included")

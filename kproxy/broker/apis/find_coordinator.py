@@ -1,9 +1,9 @@
 """FindCoordinator, versions 0-6.
 
-There are no coordinators, so no broker is ever named: every key gets an error and, from version 1 on, a sentence that says why. The codes are those
-upon which clients fail at once and show the sentence, as tried with librdkafka 2.16 and kafka-python 3.0:
-INVALID_REQUEST for groups; CLUSTER_AUTHORIZATION_FAILED for transactions, since librdkafka would ask for ever after the
-former.
+There are no coordinators, so no broker is ever named: every key gets an error and, from version 1 on, a sentence that
+says why. The codes are those upon which clients fail at once and show the sentence, as tried with librdkafka 2.16 and
+kafka-python 3.0: INVALID_REQUEST for groups; CLUSTER_AUTHORIZATION_FAILED for transactions, since librdkafka would ask
+for ever after the former.
 """
 
 from __future__ import annotations
