@@ -1,8 +1,13 @@
 """What a replica remembers beside its log: checkpoint.json, replaced as one step.
 
-The high watermark is a hint that may be old, which is why nothing is ever truncated to it. The leadership is
-the highest one this replica has obeyed. The leader epoch is for a log that retention has emptied: at that log end
-offset, it is the epoch of what was before.
+The high watermark may be old, which is why nothing is ever truncated to it. It is Kafka's recovery point as well: it is
+written down only once all that lies below is on the disk, names of segments included, and nothing below it is ever
+taken back. So damage below it is the disk's, and damage from it on is what a power cut leaves. The leadership is the
+highest one this replica has obeyed. The leader epoch is for a log that retention has emptied: at that log end offset,
+it is the epoch of what was before.
+
+The file carries a version. One without is of the release before versions, whose high watermark means the same: it, too,
+was written down only once what lies below was on the disk.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from kproxy.broker.leader_epochs import NO_LEADER_EPOCH
 from kproxy.broker.segment import LogFailed
 
 _FILE = "checkpoint.json"
+_VERSION = 1
 
 
 class Leadership(NamedTuple):
@@ -47,6 +53,9 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     found = read_json(directory / _FILE)
     if found is None:
         return Checkpoint()
+    version = found.get("version", 0)
+    if not isinstance(version, int) or version > _VERSION:
+        raise LogFailed(f"{directory / _FILE} is of version {version}, which a later release wrote: use that one")
     numbers = [found.get(name) for name in Checkpoint._fields]
     if not all(isinstance(number, int) for number in numbers):
         raise LogFailed(f"{directory / _FILE} is damaged: it says {found}")
@@ -55,4 +64,4 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
 def write_checkpoint(directory: Path, checkpoint: Checkpoint, replacing: AbstractContextManager[object]) -> None:
     """As `write_json`. Raises OSError."""
-    write_json(directory / _FILE, checkpoint._asdict(), replacing)
+    write_json(directory / _FILE, {"version": _VERSION, **checkpoint._asdict()}, replacing)

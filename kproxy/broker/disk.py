@@ -34,12 +34,30 @@ def disk_error(error: OSError, directory: Path) -> DiskError:
     return DiskError(error.errno, message)
 
 
+class ChangedNames:
+    """The names in a directory, some of which have changed and may not be on the disk yet.
+
+    It holds a descriptor: who brings them there needs none, be the process out of them by then. Raises OSError.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._fd = -1 if sys.platform == "win32" else os.open(directory, os.O_RDONLY)
+
+    def sync(self) -> None:
+        """Bring them to the disk, where the system knows how."""
+        if self._fd >= 0:
+            os.fsync(self._fd)
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
 def sync_directory(directory: Path) -> None:
-    """Bring the names in `directory` to the disk, where the system knows how. Raises OSError."""
-    if sys.platform == "win32":  # pragma: no cover
-        return
-    fd = os.open(directory, os.O_RDONLY)
+    """Bring the names in `directory` to the disk, where the system knows how; blocks. Raises OSError."""
+    names = ChangedNames(directory)
     try:
-        os.fsync(fd)
+        names.sync()
     finally:
-        os.close(fd)
+        names.close()

@@ -10,12 +10,18 @@ Invariants
 1. log_start_offset <= every offset in the log < log_end_offset; the next batch gets log_end_offset. There is no gap.
 2. Bytes are appended only behind the last whole batch, and nothing that was appended is ever changed. What goes, goes
    in whole batches from the end (`truncate_to`), in whole segments from the start (retention), or all at once.
-3. Opening reads every batch: what a killed process or a lost write left torn at the end of the last segment is cut off.
-   The same anywhere else is damage that nobody may paper over, since offsets behind it were given out: LogCorrupt. That
-   a power cut does not look like it, a segment is on the disk before the next one begins, unless `flush` is never.
+3. Opening reads every batch, up to the first damage: a bad batch, or a gap between segments. From the recovery point
+   on, which is the high watermark last written down (`checkpoint`), a killed process or a power cut leaves just that,
+   also in the midst of the log, since a segment begins before the one before it is on the disk: the log is cut off
+   there, and what lies behind is removed. Damage below it nobody may paper over, since offsets were given out and
+   committed: LogCorrupt.
 4. The process that opened the log is the only one that writes to it (the data directory is locked).
 5. `producers` and `leader_epochs` are what the batches in the log say, and the epoch a leader has assigned at its end.
-6. One thread works on a log; `flush` and `checkpoint` may run in another beside it, and `close` waits for neither.
+6. One thread works on a log and never waits for the disk; `flush` and `checkpoint` do, run in others beside it, one of
+   either at a time, and `close` waits for neither.
+7. What lies below `flushed_offset` is on the disk, names of segments included, unless it has been removed.
+8. Of the start of a log only so much is removed that a segment is left whose name is on the disk, unless `flush` is
+   never: a directory without any would be taken for a log that begins at 0.
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ from pathlib import Path
 from codec.primitives import Buffer
 from codec.record_batch import NO_TIMESTAMP, RecordBatch, leader_epoch_of
 from kproxy.broker.checkpoint import NO_LEADERSHIP, Checkpoint, Leadership, read_checkpoint, write_checkpoint
-from kproxy.broker.disk import DiskError, disk_error, sync_directory
+from kproxy.broker.disk import ChangedNames, DiskError, disk_error, sync_directory
 from kproxy.broker.leader_epochs import LeaderEpochs
 from kproxy.broker.log_options import LogOptions
 from kproxy.broker.producer_history import ProducerHistory
@@ -38,13 +44,17 @@ from kproxy.broker.retention import removable
 from kproxy.broker.segment import SUFFIX, LogFailed, Segment, TimestampAndOffset
 from kproxy.broker.validation import check_replicated
 
+# Above every offset.
+_NOWHERE = 1 << 63
+
 
 class LogCorrupt(LogFailed):
-    """A bad batch stands before good ones."""
+    """What was on the disk, and committed, cannot be read."""
 
 
 class Log:
-    """One partition's batches on disk. Everything here blocks; `open` for as long as the log is large."""
+    """One partition's batches on disk. Everything here blocks for as long as the page cache makes it; `flush` and
+    `checkpoint` as long as the disk does, and `open` for as long as the log is large."""
 
     def __init__(self, directory: Path, segments: list[Segment], options: LogOptions) -> None:
         """Of segments that are read already: see `open`."""
@@ -61,6 +71,16 @@ class Log:
         self._last_append = 0
         self._failure: Exception | None = None
         self._closed = False
+        self.flushed_offset = 0
+        # Of segments that may not be on the disk by name: the names, and the first one's base offset.
+        self._changed_names: ChangedNames | None = None
+        self._unnamed_from = _NOWHERE
+        # The lowest offset that the log was cut off at since the flush under way has begun.
+        self._cut_at = _NOWHERE
+        # Held for as long as a thread waits for the disk: what it has taken on is not there yet for another.
+        self._flushing = threading.Lock()
+        # Held while `flushed_offset` and what it depends on are changed.
+        self._counting = threading.Lock()
         # Held while a checkpoint is put into its place, and while the log is closed.
         self._closing = threading.Lock()
         # Held while a checkpoint is written.
@@ -71,7 +91,8 @@ class Log:
         """The log in `directory`, created where there is none. Raises LogFailed (LogCorrupt), OSError.
 
         Of the result, `truncated_bytes` tells how much of a torn tail was cut off; `high_watermark_checkpoint` and
-        `leadership` are the last ones written, 0 and NO_LEADERSHIP where there are none.
+        `leadership` are the last ones written, 0 and NO_LEADERSHIP where there are none. Where the disk is waited for
+        before an append is answered, all that is found is brought there first.
         """
         directory.mkdir(parents=True, exist_ok=True)
         segments: list[Segment] = []
@@ -82,6 +103,8 @@ class Log:
             log._recover()
             if not segments:
                 log._create_segment(0)
+            if log._changed_names is not None or log.options.flush == "always":
+                log.flush()  # here nobody's turn waits
         except BaseException:
             log.close()
             raise
@@ -91,25 +114,40 @@ class Log:
         checkpoint = read_checkpoint(self.directory)
         self.high_watermark_checkpoint = checkpoint.high_watermark
         self.leadership = Leadership(checkpoint.obeyed_epoch, checkpoint.fencing_token)
-        for following, segment in enumerate(self._segments, start=1):
-            self._base_offsets.append(segment.base_offset)
-            try:
-                bad_bytes = segment.recover(lambda batch: self._note(batch, batch.max_timestamp))
-            except ValueError as error:
-                raise LogCorrupt(f"{self.directory.name}: {error}, in {segment.path.name}") from error
-            if following == len(self._segments):
-                if bad_bytes:
-                    segment.truncate_tail()
-                    self.truncated_bytes = bad_bytes
-            elif bad_bytes:
-                where = f"{segment.path.name} at byte {segment.size_in_bytes}"
-                raise LogCorrupt(f"{self.directory.name}: a bad batch in {where}, with later segments behind it")
-            elif self._segments[following].base_offset != segment.next_offset:
-                where = f"{segment.path.name} ends at offset {segment.next_offset}"
-                raise LogCorrupt(f"{self.directory.name}: {where}, {self._segments[following].path.name} comes next")
+        if self._segments:
+            self._recover_segments(checkpoint.high_watermark)
+            self.flushed_offset = min(checkpoint.high_watermark, self.log_end_offset)
         is_empty = bool(self._segments) and self.log_start_offset == self.log_end_offset
         if is_empty and checkpoint.log_end_offset == self.log_end_offset and checkpoint.leader_epoch >= 0:
             self.leader_epochs.assign(checkpoint.leader_epoch, self.log_start_offset)
+
+    def _recover_segments(self, recovery_point: int) -> None:
+        """Read the segments up to the first damage, and cut off what is behind it. Raises OSError, LogCorrupt."""
+        kept, bad_bytes, damage = 0, 0, ""
+        for segment in self._segments:
+            if kept and segment.base_offset != self._segments[kept - 1].next_offset:
+                before = self._segments[kept - 1]
+                damage = f"{before.path.name} ends at offset {before.next_offset}, {segment.path.name} comes next"
+                break
+            kept += 1
+            bad_bytes = segment.recover(self._note_found, self.leader_epochs.latest, recovery_point)
+            if bad_bytes:
+                damage = f"a bad batch in {segment.path.name} at byte {segment.size_in_bytes}"
+                break
+        last, behind = self._segments[kept - 1], self._segments[kept:]
+        if damage and last.next_offset < recovery_point:
+            known = f"all below offset {recovery_point} was on the disk, and is not cut away"
+            raise LogCorrupt(f"{self.directory.name}: {damage}; {known}")
+        self.truncated_bytes = bad_bytes + sum(segment.length_in_bytes() for segment in behind)
+        if bad_bytes:
+            last.truncate_tail()
+        for segment in reversed(behind):
+            segment.delete()
+        del self._segments[kept:]
+        self._base_offsets = [segment.base_offset for segment in self._segments]
+
+    def _note_found(self, batch: RecordBatch) -> None:
+        self._note(batch, batch.max_timestamp)
 
     def _note(self, batch: RecordBatch, written_ms: int | None = None) -> None:
         """A batch that stands in the log, found there or come from a leader, since `written_ms`, or now."""
@@ -118,15 +156,26 @@ class Log:
         self.producers.update(batch, batch.base_offset, written_ms)
 
     def _create_segment(self, base_offset: int) -> Segment:
+        """Raises OSError, with nothing created."""
         try:
             segment = Segment.create(self.directory, base_offset)
-            self._segments.append(segment)
-            self._base_offsets.append(base_offset)
-            if self.options.flush != "never":
-                sync_directory(self.directory)
+            try:
+                self._names_change(base_offset)
+            except OSError:
+                segment.delete()
+                raise
         except OSError as error:
             raise disk_error(error, self.directory) from error
+        self._segments.append(segment)
+        self._base_offsets.append(base_offset)
         return segment
+
+    def _names_change(self, base_offset: int) -> None:
+        """A segment begins at `base_offset`. Raises OSError."""
+        with self._counting:
+            if self._changed_names is None and self.options.flush != "never":
+                self._changed_names = ChangedNames(self.directory)
+            self._unnamed_from = min(self._unnamed_from, base_offset)
 
     @property
     def log_start_offset(self) -> int:
@@ -152,7 +201,12 @@ class Log:
     @property
     def is_dirty(self) -> bool:
         """Whether there is something that `flush` would bring to the disk."""
-        return any(segment.is_dirty for segment in list(self._segments))
+        return self._changed_names is not None or any(segment.is_dirty for segment in list(self._segments))
+
+    @property
+    def counted_end_offset(self) -> int:
+        """The end of what this replica may say it has: of what is on the disk, where an answer waits for that."""
+        return self.flushed_offset if self.options.flush == "always" else self.log_end_offset
 
     # Appending
 
@@ -202,7 +256,7 @@ class Log:
         is_full = segment.size_in_bytes > 0 and segment.size_in_bytes + len(records) > self.options.segment_bytes
         try:
             if is_full:
-                segment = self._roll()
+                segment = self._create_segment(base_offset)
             segment.append(records, batches, base_offset)
         except LogFailed as error:
             self._failure = error
@@ -211,14 +265,6 @@ class Log:
             if is_full:
                 self._undo_roll()
             raise disk_error(error, self.directory) from error
-        if self.options.flush == "always":
-            self._flush([segment])
-
-    def _roll(self) -> Segment:
-        """Begin a new segment, once the last one is on the disk. Raises OSError, LogFailed."""
-        if self.options.flush != "never":
-            self._flush(self._segments)
-        return self._create_segment(self.log_end_offset)
 
     def _undo_roll(self) -> None:
         """Remove the new segment, if there is one: it is empty."""
@@ -249,11 +295,18 @@ class Log:
     def _cut_off(self, offset: int) -> None:
         try:
             self._segments[-1].truncate_to(offset)
+            self._count_less(self.log_end_offset)
         except LogFailed as error:
             self._failure = error
             raise
         except OSError as error:
             raise self._failed(disk_error(error, self.directory)) from error
+
+    def _count_less(self, offset: int) -> None:
+        """The log was cut off: what is written there now is not on the disk, whatever a flush under way has seen."""
+        with self._counting:
+            self.flushed_offset = min(self.flushed_offset, offset)
+            self._cut_at = min(self._cut_at, offset)
 
     def _rebuild_producers(self) -> None:
         """Make `producers` what they were at the log's end."""
@@ -269,10 +322,11 @@ class Log:
         for segment in reversed(self._segments):
             self._delete(segment)
         try:
-            fresh = Segment.create(self.directory, offset)
-        except OSError as error:
-            raise self._failed(disk_error(error, self.directory)) from error
+            fresh = self._create_segment(offset)
+        except DiskError as error:
+            raise self._failed(error) from error
         self._segments[:], self._base_offsets[:] = [fresh], [offset]
+        self._count_less(0)
         self._producer_history.clear()
         self.producers = ProducerStates()
         self.leader_epochs.truncate_from_end(0)
@@ -280,27 +334,31 @@ class Log:
     def remove_old_segments(self, now_ms: int, high_watermark: int) -> int:
         """Remove what retention lets go, in whole segments below the high watermark; how many.
 
-        Raises OSError, LogFailed. Segments old enough are removed to the last: a new, empty one takes its place then.
+        Raises OSError, LogFailed. Segments old enough are removed to the last: a new, empty one takes its place, and it
+        goes in the next round, once that one is on the disk.
         """
         self._check()
         count = removable(self._segments, self.options, now_ms, high_watermark)
         if count == len(self._segments):
-            self._roll()
-        self._drop_first(count)
-        return count
+            self._create_segment(self.log_end_offset)
+        return self._drop_first(count)
 
     def advance_log_start(self, offset: int) -> None:
         """The leader's log begins at `offset` now: drop whole segments below. Raises LogFailed."""
         self._check()
         self._drop_first(bisect_right(self._base_offsets, offset) - 1)
 
-    def _drop_first(self, count: int) -> None:
+    def _drop_first(self, count: int) -> int:
+        """Drop so many of the oldest segments, or as many as leave one whose name is on the disk; how many."""
+        if self.options.flush != "never":
+            count = max(0, min(count, bisect_left(self._base_offsets, self._unnamed_from) - 1))
         # One by one, the oldest first: whenever this ends, what is left has no gap.
         for _ in range(count):
             del self._base_offsets[0]
             self._delete(self._segments.pop(0))
         if count > 0:
             self.leader_epochs.truncate_from_start(self.log_start_offset)
+        return count
 
     def _drop_last(self) -> None:
         self._base_offsets.pop()
@@ -348,21 +406,45 @@ class Log:
     # Keeping
 
     def flush(self) -> None:
-        """Bring what was appended to the disk. Raises LogFailed: after an error nobody knows what is there."""
-        self._check()
-        self._flush(list(self._segments))
+        """Bring what was appended to the disk: all that stands in the log now. Blocks, not on the thread that appends.
 
-    def _flush(self, segments: list[Segment]) -> None:
-        try:
-            for segment in segments:
-                segment.flush()
-        except OSError as error:
-            raise self._failed(disk_error(error, self.directory)) from error
+        Raises LogFailed: after an error nobody knows what is there.
+        """
+        with self._flushing:
+            self._check()
+            with self._counting:
+                self._cut_at, end_offset = _NOWHERE, self.log_end_offset
+                names, self._changed_names = self._changed_names, None
+            try:
+                for segment in list(self._segments):
+                    segment.flush()
+                if names is not None:
+                    names.sync()
+                elif self.options.flush == "never":
+                    sync_directory(self.directory)
+            except OSError as error:
+                raise self._failed(disk_error(error, self.directory)) from error
+            finally:
+                if names is not None:
+                    names.close()
+            # Of a log that was closed meanwhile, not all was flushed.
+            self._check()
+            with self._counting:
+                self.flushed_offset = max(self.flushed_offset, min(end_offset, self._cut_at))
+                if self._changed_names is None:
+                    self._unnamed_from = _NOWHERE
 
     def checkpoint(self, high_watermark: int, leadership: Leadership) -> None:
-        """Remember both beside the log; the leadership never goes back. Raises OSError, LogFailed."""
+        """Remember both beside the log; the leadership never goes back. Blocks. Raises OSError, LogFailed.
+
+        What lies below the high watermark is brought to the disk first, unless `flush` is never: then no more of it is
+        remembered than is there. From there on, damage is taken for a power cut's.
+        """
         with self._checkpointing:
             self._check()
+            if self.options.flush != "never":
+                self.flush()
+            high_watermark = min(high_watermark, self.flushed_offset)
             obeyed = max(leadership, self.leadership)
             checkpoint = Checkpoint(high_watermark, *obeyed, self.log_end_offset, self.leader_epochs.latest)
             try:
@@ -390,6 +472,10 @@ class Log:
                 self._failure = self._failure or LogFailed("the log is closed")
                 for segment in self._segments:
                     segment.close()
+                with self._counting:
+                    names, self._changed_names = self._changed_names, None
+                if names is not None:
+                    names.close()
 
     def _failed(self, error: DiskError) -> LogFailed:
         """The log has failed for good."""

@@ -1,14 +1,14 @@
 """What is done to every log from time to time: flushing, checkpoints, retention.
 
 A round of each kind ends before the next of that kind begins. Flushing and checkpoints wait for the disk, so they run
-in threads of their own; what changes a log runs on the event loop, between its appends.
+in threads of their own; what changes a log runs on the event loop, between its appends, and waits for no disk.
 
 Invariants
 1. A log that is closed or removed meanwhile is passed over: it is no error, and nothing of it is written any more.
 2. That a log has failed is told once. It is not flushed again, since the kernel may claim that what it could not write
    is written; giving the partition to another broker is `leases`' affair.
-3. A high watermark is written down only once what lies below it is on the disk. Otherwise all replicas of a partition
-   could come up after a power cut and find, each of itself, that it lacks what was committed: none would lead.
+3. A high watermark is written down only once what lies below it is on the disk (`Log.checkpoint`): segments begin while
+   the one before them is still on its way there, and below a high watermark that was written down nothing is cut away.
 4. What cannot be done now, for want of room, is tried again in the next round, and no round keeps the others waiting.
 """
 
@@ -87,7 +87,10 @@ class LogKeeper:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def flush(self, *, whatever_the_policy: bool = False) -> None:
-        """Bring to the disk what was appended to logs whose policy is `interval`; tell of logs that have failed."""
+        """Bring to the disk what was appended to logs whose policy is `interval`; tell of logs that have failed.
+
+        With `always` nobody waits for a round: see flusher.
+        """
         dirty = [kept.log for kept in self._usable() if kept.log.is_dirty]
         due = [log for log in dirty if whatever_the_policy or log.options.flush == "interval"]
         if due:
@@ -160,10 +163,6 @@ def _checkpoint(wanted: Sequence[tuple[Log, int, Leadership]]) -> None:
     refused: list[OSError] = []
     for log, high_watermark, leadership in wanted:
         try:
-            if log.options.flush != "never":
-                log.flush()
-            elif log.is_dirty:
-                high_watermark = log.high_watermark_checkpoint
             log.checkpoint(high_watermark, leadership)
         except OSError as error:
             refused.append(error)

@@ -8,9 +8,11 @@ from typing import Literal, get_args
 FlushPolicy = Literal["always", "interval", "never"]
 """When what was appended is brought to the disk (fsync).
 
-always    before an append returns: what is acknowledged survives a power cut
+always    before an append is answered, or counts for the high watermark: what is acknowledged survives a power cut
 interval  by the log keeper, every second or as configured: a power cut may take what came since, kill -9 nothing
 never     when the operating system sees fit, and when the broker stops in good order
+
+Whichever it is, a thread waits for the disk, never the event loop.
 """
 
 FLUSH_POLICIES: tuple[FlushPolicy, ...] = get_args(FlushPolicy)

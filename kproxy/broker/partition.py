@@ -14,12 +14,17 @@ Invariants
    soon but not at once: a disk takes longer for it than a broker with many partitions has when another one fails.
 7. No batch is appended of a writer that the partition's fence refuses (writer_fence): not a duplicate is answered.
 8. A follower that finds its leader without what is committed here stops, for good: `failure` says why.
+9. Where appends are to be on the disk before they are answered (`--flush always`), a replica says of no record that it
+   has it before the disk has: not in an answer, not in the high watermark, not in the follower's next fetch. It is a
+   thread that waits for the disk (flusher).
 """
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Callable, Collection
+from concurrent.futures import Executor
 from typing import NamedTuple, Protocol
 
 import structlog
@@ -29,11 +34,12 @@ from codec.fetch import PartitionFetch, PartitionFetched
 from codec.partitioned import TOPIC_ID_BYTES
 from codec.record_batch import RecordBatch, assign_offsets
 from kproxy.broker.checkpoint import NO_LEADERSHIP, Leadership
+from kproxy.broker.flusher import LogFlusher
 from kproxy.broker.keys import ReplicaKey, node_ids
 from kproxy.broker.log import Log
 from kproxy.broker.log_options import LogOptions
 from kproxy.broker.producer_state import Verdict
-from kproxy.broker.replication.manager import NO_LEADER, Isr, ReplicationManager, Role
+from kproxy.broker.replication.manager import MAX_WAITER_AGE_S, NO_LEADER, Isr, ReplicationManager, Role
 from kproxy.broker.replication.reconciliation import (
     Inconsistent,
     Reconciliation,
@@ -57,7 +63,7 @@ class Fence(Protocol):
 
 
 class AppendResult(NamedTuple):
-    """`base_offset` is -1 where nothing was appended; `last_offset` is what acks=all waits for."""
+    """`base_offset` is -1 where nothing was appended; `last_offset` is what the answer waits for."""
 
     error_code: int
     base_offset: int = -1
@@ -73,13 +79,15 @@ class ReadResult(NamedTuple):
 
 
 class ReplicaSettings(NamedTuple):
-    """What a replica is told of its broker and topic. Seconds; no log options: the data directory's own."""
+    """What a replica is told of its broker and topic. Seconds; no log options: the data directory's own; no threads to
+    wait for the disk in: the event loop's own."""
 
     node_id: int
     clock: Clock
     isr_lag_s: float = 10.0
     min_insync_replicas: int = 1
     log_options: LogOptions | None = None
+    flush_threads: Executor | None = None
 
 
 _JUDGED = {
@@ -131,10 +139,12 @@ class Partition:
         self._append_waiters: set[Callable[[], None]] = set()
         self._high_watermark_waiters: set[Callable[[], None]] = set()
         self.replica = ReplicaKey(settings.node_id, log_id)
+        self._flusher = LogFlusher(log, settings.flush_threads, self._on_flushed)
         self.replication = ReplicationManager(
             self.replica,
             high_watermark=min(max(log.high_watermark_checkpoint, log.log_start_offset), log.log_end_offset),
             log_end=lambda: log.log_end_offset,
+            counted_end=lambda: log.counted_end_offset,
             on_high_watermark=self._on_high_watermark,
             min_insync_replicas=settings.min_insync_replicas,
             isr_lag_s=settings.isr_lag_s,
@@ -218,6 +228,7 @@ class Partition:
         self.replication.close()
         self._fence = _NO_FENCE
         self.log.close()
+        self._flusher.close()
         self._wake(self._high_watermark_waiters)
         self._wake(self._append_waiters)
 
@@ -242,9 +253,9 @@ class Partition:
         """Append one batch that has been checked; its offset and leader epoch are written into `records`.
 
         `bound` is the fence that its writer stands behind. 5, 6, 19, 44, 56 and the producer's own errors mean that
-        nothing was appended. 7 where that is not certain: a write that must not count could not be taken back, or one
-        that was to be on the disk could not be brought there. With acks=all the answer has to wait for
-        `wait_for_isr(last_offset)`, a duplicate's too.
+        nothing was appended. 7 where that is not certain: a write that must not count could not be taken back. The
+        answer has to wait for `wait_for_isr(last_offset)` with acks=all, for `wait_for_disk(last_offset)` with acks=1,
+        a duplicate's too.
         """
         replication, log = self.replication, self.log
         if replication.role is not Role.LEADER or not self._fence.is_live():
@@ -265,19 +276,29 @@ class Partition:
             log.append(records, batch)
         except (OSError, LogFailed) as error:
             self._tell("append failed", error=str(error))
-            # Written, and only not brought to the disk: it may be there when the log is opened anew.
-            is_there = log.log_end_offset > base_offset
-            code = error_codes.REQUEST_TIMED_OUT if is_there else error_codes.KAFKA_STORAGE_ERROR
-            return AppendResult(code, -1, str(error))
+            return AppendResult(error_codes.KAFKA_STORAGE_ERROR, -1, str(error))
         if not self._fence.is_live():
             return self._take_back()
         if self._told:
             self._told = {}
         log.producers.update(batch, base_offset)
         replication.log_appended()
+        self._begin_flush()
         if self._append_waiters:
             self._wake(self._append_waiters)
         return AppendResult(error_codes.NONE, base_offset, None, base_offset + batch.last_offset_delta)
+
+    @property
+    def is_flushing(self) -> bool:
+        """Whether it may not say yet of all its records that it has them, and soon may."""
+        return self.log.options.flush == "always" and self._flusher.is_at_work
+
+    def _begin_flush(self) -> None:
+        if self.log.options.flush == "always":
+            self._flusher.begin()
+
+    def _on_flushed(self) -> None:
+        self.replication.log_appended()
 
     def _too_few(self) -> str:
         isr, least = node_ids(self.replication.isr.members), self.replication.min_insync_replicas
@@ -295,13 +316,39 @@ class Partition:
         """Whether every in-sync replica has `offset`, and this broker may still say so."""
         return self.high_watermark > offset and self._fence.is_live()
 
+    def is_on_disk(self, offset: int) -> bool:
+        """Whether `offset` is here, on the disk where it is to be, and this broker may still say so."""
+        return self.log.counted_end_offset > offset and self._fence.is_live()
+
     async def wait_for_isr(self, offset: int, timeout_s: float) -> int:
         """The error code for a producer whose last record is at `offset`; see ReplicationManager.wait_for_isr."""
-        error_code = await self.replication.wait_for_isr(offset, timeout_s)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        # The high watermark waits for it as well; but one that fails is told at once.
+        if not await self._gets_to_disk(offset, timeout_s):
+            return error_codes.REQUEST_TIMED_OUT
+        error_code = await self.replication.wait_for_isr(offset, deadline - loop.time())
         # Whoever was stopped for longer than its lease must not speak for a leader that has been replaced.
         if error_code == error_codes.NONE and not self._fence.is_live():
             return error_codes.REQUEST_TIMED_OUT
         return error_code
+
+    async def wait_for_disk(self, offset: int, timeout_s: float) -> int:
+        """The error code for a producer whose last record is at `offset`, once that is on the disk where it is to be.
+
+        7 where that takes longer, or the disk fails: it may be there when the log is opened anew.
+        """
+        is_there = await self._gets_to_disk(offset, timeout_s) and self._fence.is_live()
+        return error_codes.NONE if is_there else error_codes.REQUEST_TIMED_OUT
+
+    async def _gets_to_disk(self, offset: int, timeout_s: float) -> bool:
+        if self.log.counted_end_offset > offset:
+            return True
+        try:
+            async with asyncio.timeout(min(timeout_s, MAX_WAITER_AGE_S)):
+                return await self._flusher.wait(offset)
+        except TimeoutError:
+            return False
 
     # As leader: reads
 
@@ -386,10 +433,13 @@ class Partition:
     # As follower
 
     def next_fetch(self) -> PartitionFetch | None:
-        """What to ask the leader next; None where there is none, or nothing may come from it."""
+        """What to ask the leader next; None where there is none, nothing may come from it, or what came is not on the
+        disk yet: see `when_flushed`."""
         if self.role is not Role.FOLLOWER or self.leader_id == NO_LEADER or self.failure:
             return None
         log = self.log
+        if log.counted_end_offset < log.log_end_offset:
+            return None  # what is asked for next says what is here
         return PartitionFetch(
             self.partition_index,
             self.leader_epoch,
@@ -417,7 +467,13 @@ class Partition:
             if taken:
                 self._told = {}
             return taken
+        finally:
+            self._begin_flush()
         return False
+
+    def when_flushed(self, wake: Callable[[], None]) -> None:
+        """Call `wake` once, when a flush has ended, well or not."""
+        self._flusher.add_waiter(wake)
 
     def _tell(self, event: str, **what: object) -> None:
         """Once, however often it is tried again: what is logged may go to the very disk that is full."""

@@ -12,7 +12,7 @@ Invariants
 3. The index holds a batch about every INDEX_INTERVAL_BYTES: its base offset, its position, and the largest timestamp of
    all batches before it. It lives in memory and is rebuilt by the scan that opening is. The newest batch's place is
    known besides: nearly all that is read was appended just now.
-4. One thread works on a segment; `flush` alone may run in another one beside it.
+4. One thread works on a segment; `flush` alone may run beside it, in one other thread at a time.
 """
 
 from __future__ import annotations
@@ -72,9 +72,6 @@ class Segment:
         self._timestamps_before = array("q")
         self._newest = _Place(base_offset, 0)
         self._dirty = False
-        self._flush_error: OSError | None = None
-        # Held for as long as one thread waits for the disk: what it has taken on is not there yet for another.
-        self._flushing = threading.Lock()
         # Held while the descriptor is let go of, or begun to be waited for.
         self._closing = threading.Lock()
         # Whoever waits for the disk with it closes a descriptor that was let go of meanwhile.
@@ -99,17 +96,19 @@ class Segment:
         """Whether there are bytes that `flush` has not brought to the disk."""
         return self._dirty
 
-    def recover(self, on_batch: Callable[[RecordBatch], None]) -> int:
+    def length_in_bytes(self) -> int:
+        """Of the file, whatever of it are whole batches. Raises OSError."""
+        return os.fstat(self._fd).st_size
+
+    def recover(self, on_batch: Callable[[RecordBatch], None], leader_epoch: int, recovery_point: int) -> int:
         """Read every batch, CRC included, up to the first bad one; the number of bytes from there to the file's end.
 
-        `on_batch` is called for each good batch. Nothing is cut off: see `truncate_tail`.
+        `on_batch` is called for each good batch. Nothing is cut off: see `truncate_tail`. `leader_epoch` is that of the
+        segment before; what lies below `recovery_point` is known to be on the disk.
         """
-        length = os.fstat(self._fd).st_size
-        # Nobody knows what of it the last process brought to the disk.
-        self._dirty = length > 0
+        length = self.length_in_bytes()
         if length == 0:
             return 0
-        leader_epoch = -1
         with mmap.mmap(self._fd, length, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
             while self.size_in_bytes < length:
                 try:
@@ -127,10 +126,13 @@ class Segment:
                 leader_epoch = batch.partition_leader_epoch
                 self._note(batch, batch.base_offset)
                 on_batch(batch)
+        # Of the rest nobody knows what the last process brought there.
+        self._dirty = self.next_offset > recovery_point
         return length - self.size_in_bytes
 
     def truncate_tail(self) -> None:
         """Cut the file off behind the last whole batch."""
+        self._dirty = True
         os.ftruncate(self._fd, self.size_in_bytes)
 
     def append(self, records: Buffer, batches: Sequence[RecordBatch], base_offset: int) -> None:
@@ -168,7 +170,6 @@ class Segment:
         self._cut_off()
 
     def _cut_off(self) -> None:
-        self._dirty = True
         try:
             self.truncate_tail()
         except OSError as error:
@@ -264,29 +265,23 @@ class Segment:
         return os.read(self._fd, length)
 
     def flush(self) -> None:
-        """Bring what was appended to the disk; another thread may append or close meanwhile. Raises OSError.
+        """Bring what was appended to the disk; another thread may append or close meanwhile, not flush. Raises OSError.
 
         After an error nobody knows what is on the disk: the kernel may take the bytes for written and say no more. So
-        it is raised ever after. No descriptor is needed for it: a process that has run out of them loses no log.
+        it must not be tried again. No descriptor is needed for it: a process that has run out of them loses no log.
         """
-        with self._flushing:
-            if self._flush_error is not None:
-                raise OSError(self._flush_error.errno, self._flush_error.strerror) from self._flush_error
+        with self._closing:
+            if not self._dirty or self._fd < 0:
+                return
+            fd, self._dirty, self._is_waited_for = self._fd, False, True
+        try:
+            with FLUSHES.timed():
+                _sync_data(fd)
+        finally:
             with self._closing:
-                if not self._dirty or self._fd < 0:
-                    return
-                fd, self._dirty, self._is_waited_for = self._fd, False, True
-            try:
-                with FLUSHES.timed():
-                    _sync_data(fd)
-            except OSError as error:
-                self._flush_error = error
-                raise
-            finally:
-                with self._closing:
-                    self._is_waited_for = False
-                    if self._fd < 0:
-                        os.close(fd)
+                self._is_waited_for = False
+                if self._fd < 0:
+                    os.close(fd)
 
     def delete(self) -> None:
         """Let go of the file and remove it. Raises OSError."""

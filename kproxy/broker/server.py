@@ -22,6 +22,7 @@ import sys
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -72,6 +73,7 @@ DRAIN_TIMEOUT_S = 3.0
 LINGER_TIMEOUT_S = 1.0
 CHECKPOINT_TIMEOUT_S = 5.0
 RECLAIM_PAUSE_S = 1.0
+FLUSH_THREADS = 8
 T = TypeVar("T")
 _logger = structlog.get_logger(__name__)
 
@@ -110,6 +112,8 @@ class _Server:
         self._data_dir = data_dir
         self._keys = Keys(config.prefix)
         self._view = ClusterView(self._keys)
+        # Of their own: nothing else is to wait behind a disk that hangs.
+        self._flush_threads = ThreadPoolExecutor(FLUSH_THREADS, thread_name_prefix="flush")
         self._leases = PartitionLeaseManager(
             client,
             self._view,
@@ -305,6 +309,7 @@ class _Server:
             self._config.isr_lag_s,
             settings.min_insync_replicas,
             LogOptions(settings.segment_bytes, self._config.flush, settings.retention_bytes, settings.retention_ms),
+            self._flush_threads,
         )
 
     def _assemble(self, cluster_id: str) -> Broker:
@@ -449,6 +454,7 @@ class _Server:
         await _cancel([*self._tasks, *tasks])
         self._log_keeper.close()
         await self._leases.close()
+        self._flush_threads.shutdown(wait=False, cancel_futures=True)
         if self._lease is not None:
             await self._lease.revoke()
         if self._page is not None:

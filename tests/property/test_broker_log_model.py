@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from codec.fetch import EpochEnd
 from codec.record_batch import RecordBatch, assign_offsets, iterate_batches, parse_batch
@@ -125,11 +125,6 @@ class LogMachine(RuleBasedStateMachine):
             built.append(self.build(each, built[-1].end if built else self.end))
         return built
 
-    def was_written(self, written: list[Written]) -> None:
-        self.batches += written
-        if self.options.flush == "always":
-            self.flushed_end = self.end
-
     # What a leader and a follower do
 
     @rule(sent=BATCHES)
@@ -137,7 +132,7 @@ class LogMachine(RuleBasedStateMachine):
         (written,) = self.build_all([sent])
         self.log.append(bytearray(written.data), written.header)
         self.log.producers.update(written.header, written.header.base_offset)
-        self.was_written([written])
+        self.batches.append(written)
 
     @rule(sent=BATCHES)
     def append_and_take_back(self, sent: Sent) -> None:
@@ -151,7 +146,7 @@ class LogMachine(RuleBasedStateMachine):
         answer = b"".join(each.data for each in written)
         cut_at = max(len(answer) - cut, 0)
         whole = [each for each in written if answer.index(each.data) + len(each.data) <= cut_at]
-        self.was_written(whole)
+        self.batches += whole
         assert self.log.append_replicated(answer[:cut_at]) == self.end
 
     @rule(sent=st.lists(BATCHES, min_size=1, max_size=3), gap=st.sampled_from((-2, -1, 1, 2)))
@@ -182,7 +177,8 @@ class LogMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
-        offset = data.draw(st.integers(self.start - 1, self.end + 1))
+        # Below what was written down as committed nothing is ever taken back.
+        offset = data.draw(st.integers(min(max(self.start - 1, self.checkpoint[0]), self.end + 1), self.end + 1))
         self.batches = [each for each in self.batches if each.end <= offset]
         self.flushed_end = min(self.flushed_end, self.end)
         self.log.truncate_to(offset)
@@ -243,7 +239,9 @@ class LogMachine(RuleBasedStateMachine):
         high_watermark = data.draw(st.integers(0, self.end))
         leadership = Leadership(self.leader_epoch, fencing_token)
         self.log.checkpoint(high_watermark, leadership)
-        self.checkpoint = (high_watermark, max(leadership, self.checkpoint[1]))
+        if self.options.flush != "never":
+            self.flushed_end = self.end
+        self.checkpoint = (min(high_watermark, self.log.flushed_offset), max(leadership, self.checkpoint[1]))
 
     @rule()
     def reopen(self) -> None:
@@ -261,36 +259,49 @@ class LogMachine(RuleBasedStateMachine):
             file.write(torn)
         self.open_again(torn=len(torn) > 0)
 
-    @rule(lost=st.integers(0, 3000), zeros=st.integers(0, 100))
-    def cut_power(self, lost: int, zeros: int) -> None:
-        """What was flushed stays; of the last file's rest any part may be gone, or its length be there but no bytes."""
+    @rule(which=st.integers(0, 9), lost=st.integers(0, 3000), zeros=st.integers(0, 100), is_missing=st.booleans())
+    def cut_power(self, which: int, lost: int, zeros: int, is_missing: bool) -> None:
+        """What was flushed stays; of any other file any part may be gone, or its length be there but no bytes, or the
+        file itself."""
         self.left_open.append(self.log)
-        path = self.last_file()
-        base_offset, size = int(path.stem), path.stat().st_size
-        here = [each for each in self.batches if each.header.base_offset >= base_offset]
-        safe = sum(len(each.data) for each in here if each.end <= self.flushed_end)
-        left = max(size - lost, safe)
-        os.truncate(path, left)
-        with path.open("ab") as file:
-            file.write(bytes(zeros))
+        paths = sorted(self.directory.glob("*.log"))
+        bases = [int(path.stem) for path in paths]
+        ends = [*bases[1:], self.end]
+        unflushed = [place for place, end in enumerate(ends) if end > self.flushed_end] or [len(paths) - 1]
+        place = unflushed[which % len(unflushed)]
+        path, here = paths[place], self.between(bases[place], ends[place])
+        if is_missing and place > 0 and bases[place] >= self.flushed_end:
+            path.unlink()
+        else:
+            safe = sum(len(each.data) for each in here if each.end <= self.flushed_end)
+            os.truncate(path, max(path.stat().st_size - lost, safe))
+            with path.open("ab") as file:
+                file.write(bytes(zeros))
+        found = sum(each.stat().st_size for each in self.directory.glob("*.log"))
         # A batch that ended in zeros is there again.
-        content, whole = path.read_bytes(), 0
+        content, whole = path.read_bytes() if path.exists() else b"", 0
         for each in here:
             if content[whole : whole + len(each.data)] != each.data:
-                self.batches = [kept for kept in self.batches if kept.end <= each.header.base_offset]
+                self.batches = self.between(0, each.header.base_offset)
                 break
             whole += len(each.data)
-        self.open_again(torn=len(content) > whole)
+        if len(content) > whole:
+            self.batches = self.between(0, ends[place])
+        self.open_again(torn=found > sum(len(each.data) for each in self.batches))
+
+    def between(self, start: int, end: int) -> list[Written]:
+        return [each for each in self.batches if start <= each.header.base_offset and each.end <= end]
 
     def last_file(self) -> Path:
         return max(self.directory.glob("*.log"))
 
     def open_again(self, *, torn: bool) -> None:
         self.log = Log.open(self.directory, options=self.options)
+        if self.options.flush == "always":
+            self.flushed_end = self.end
         assert (self.log.truncated_bytes > 0) == torn
         assert (self.log.high_watermark_checkpoint, self.log.leadership) == self.checkpoint
 
-    @precondition(lambda self: self.options.flush != "always")
     @rule(sent=st.lists(BATCHES, min_size=1, max_size=3), what=st.sampled_from(("leader", "follower", "checkpoint")))
     def find_the_disk_full(self, sent: list[Sent], what: str) -> None:
         written = self.build_all(sent)
@@ -302,6 +313,8 @@ class LogMachine(RuleBasedStateMachine):
                 elif what == "follower":
                     self.log.append_replicated(b"".join(each.data for each in written))
                 else:
+                    if self.options.flush != "never":
+                        self.flushed_end = self.end
                     self.log.checkpoint(self.end, NO_LEADERSHIP)
         except DiskError:
             assert sorted(path.name for path in self.directory.iterdir()) == files, "something was left behind"
@@ -314,6 +327,10 @@ class LogMachine(RuleBasedStateMachine):
     def offsets_are_the_models(self) -> None:
         assert (self.log.log_start_offset, self.log.log_end_offset) == (self.start, self.end)
         assert self.log.failure is None
+
+    @invariant()
+    def what_is_taken_for_flushed_was(self) -> None:
+        assert self.log.flushed_offset <= self.flushed_end
 
     @invariant()
     def bytes_are_the_models(self) -> None:

@@ -138,6 +138,7 @@ def test_a_follower_keeps_the_whole_batches_that_went_in_before_the_disk_was_ful
 
 def test_a_full_disk_is_freed_by_truncation_and_retention(disk: SmallDisk, log: Log) -> None:
     append_values(log, *[4000] * 10)
+    log.flush()
     disk.fill()
     assert log.remove_old_segments(10_000_000, log.log_end_offset) == 0
     log.options = LogOptions(OPTIONS.segment_bytes, retention_bytes=20_000)

@@ -139,14 +139,15 @@ def test_a_batch_whose_crc_is_wrong_ends_the_recovery(log: Log) -> None:
     again.close()
 
 
-def test_damage_before_later_segments_is_refused_not_papered_over(log: Log) -> None:
+def test_damage_below_what_was_committed_is_refused_not_papered_over(log: Log) -> None:
     append_values(log, *[5000] * 8)
+    log.checkpoint(8, log.leadership)
     log.close()
     first = min(log.directory.glob("*.log"))
     damaged = bytearray(first.read_bytes())
     damaged[6000] ^= 1
     first.write_bytes(damaged)
-    with pytest.raises(LogCorrupt, match="later segments"):
+    with pytest.raises(LogCorrupt, match="below offset 8"):
         Log.open(log.directory)
     assert first.read_bytes() == bytes(damaged), "evidence was destroyed"
 

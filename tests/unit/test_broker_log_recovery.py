@@ -1,7 +1,12 @@
-"""What opening a log makes of damaged files: what may have been torn is cut off, anything else is told."""
+"""What opening a log makes of damaged files: what a power cut may have left is cut off, anything else is told.
+
+The line between the two is the recovery point: the high watermark that was written down last.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +21,7 @@ BATCHES, RECORDS = 5, 4
 OPTIONS = LogOptions(segment_bytes=600)
 # In a batch: what the CRC does not cover, the CRC, and what it covers.
 OFFSET, LENGTH, LEADER_EPOCH, MAGIC, CRC, ATTRIBUTES, FIRST_RECORD = 0, 8, 12, 16, 17, 21, 61
+END = 160
 
 
 @pytest.fixture
@@ -32,6 +38,17 @@ def directory(tmp_path: Path) -> Path:
 
 def segment_files(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.log"))
+
+
+def recover_from(directory: Path, recovery_point: int) -> None:
+    """A high watermark is written down: below it all was on the disk."""
+    log = Log.open(directory, options=OPTIONS)
+    log.checkpoint(recovery_point, log.leadership)
+    log.close()
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in segment_files(directory)}
 
 
 def flip(path: Path, batch: int, position: int, mask: int) -> bytes:
@@ -78,38 +95,133 @@ def test_a_flipped_bit_in_the_last_segment_ends_the_log_there(
 def test_a_flipped_bit_in_an_earlier_segment_is_told_and_nothing_is_touched(
     directory: Path, segment: int, batch: int, position: int, mask: int
 ) -> None:
-    """Offsets behind it were given out, and acknowledged: cutting them off is for a person to decide."""
+    """Offsets behind it were given out, and committed: cutting them off is for a person to decide."""
     path = segment_files(directory)[segment]
     if segment == batch == 0 and position == LEADER_EPOCH + 3:
         mask = 0x80  # there is no lower one at the very beginning
-    damaged = flip(path, batch, position, mask)
-    names = segment_files(directory)
+    recover_from(directory, START + (segment * BATCHES + batch + 1) * RECORDS + 1)
+    flip(path, batch, position, mask)
+    damaged = contents(directory)
     with pytest.raises(LogCorrupt, match=directory.name):
         Log.open(directory, options=OPTIONS)
-    assert path.read_bytes() == damaged
-    assert segment_files(directory) == names
+    assert contents(directory) == damaged
 
 
-def test_an_epoch_that_goes_back_from_one_segment_to_the_next_is_told(directory: Path) -> None:
-    flip(segment_files(directory)[-1], 0, LEADER_EPOCH + 3, 4)
-    with pytest.raises(LogCorrupt, match="leader epoch 2 at offset 140, behind epoch 5"):
-        Log.open(directory, options=OPTIONS)
+def no_damage(directory: Path) -> None: ...
 
 
-@pytest.mark.parametrize("segment", [0, 1])
-def test_an_earlier_segment_that_lost_batches_or_all_of_them_is_told(directory: Path, segment: int) -> None:
-    path = segment_files(directory)[segment]
-    whole = path.read_bytes()
-    for left in (0, len(whole) // BATCHES * 3):
-        path.write_bytes(whole[:left])
-        with pytest.raises(LogCorrupt, match="comes next"):
-            Log.open(directory, options=OPTIONS)
+def a_flipped_bit(directory: Path) -> None:
+    flip(segment_files(directory)[1], 2, FIRST_RECORD, 1)
 
 
-def test_a_missing_segment_is_told(directory: Path) -> None:
+def an_epoch_that_goes_back(directory: Path) -> None:
+    flip(segment_files(directory)[1], 0, LEADER_EPOCH + 3, 4)
+
+
+def an_epoch_that_goes_back_behind_the_segment_before(directory: Path) -> None:
+    flip(segment_files(directory)[2], 0, LEADER_EPOCH + 3, 4)
+
+
+def a_segment_that_lost_batches(directory: Path) -> None:
+    path = segment_files(directory)[1]
+    path.write_bytes(path.read_bytes()[: len(path.read_bytes()) // BATCHES * 3])
+
+
+def a_segment_that_lost_all(directory: Path) -> None:
+    segment_files(directory)[1].write_bytes(b"")
+
+
+def a_segment_of_zeros(directory: Path) -> None:
+    """As a file is after a power cut whose length was on the disk before its bytes."""
+    path = segment_files(directory)[1]
+    path.write_bytes(bytes(len(path.read_bytes())))
+
+
+def a_missing_segment(directory: Path) -> None:
     segment_files(directory)[1].unlink()
-    with pytest.raises(LogCorrupt, match=r"ends at offset 120, 00000000000000000140\.log comes next"):
+
+
+# How many bytes of the rest are gone is for each damage to tell.
+IN_THE_MIDDLE = [
+    pytest.param(a_flipped_bit, 128, id="a flipped bit"),
+    pytest.param(an_epoch_that_goes_back, 120, id="an epoch that goes back"),
+    pytest.param(an_epoch_that_goes_back_behind_the_segment_before, 140, id="from one segment to the next"),
+    pytest.param(a_segment_that_lost_batches, 132, id="a segment that lost batches"),
+    pytest.param(a_segment_that_lost_all, 120, id="a segment that lost all"),
+    pytest.param(a_segment_of_zeros, 120, id="a segment of zeros"),
+    pytest.param(a_missing_segment, 120, id="a missing segment"),
+]
+
+
+@pytest.mark.parametrize(("damage", "left"), IN_THE_MIDDLE)
+def test_damage_above_the_recovery_point_ends_the_log_there(
+    directory: Path, damage: Callable[[Path], None], left: int
+) -> None:
+    """Segments begin before the one before is on the disk: a power cut may take any, and leave later ones."""
+    whole = b"".join(contents(directory).values())
+    recover_from(directory, left)
+    damage(directory)
+    found = sum(map(len, contents(directory).values()))
+    log = Log.open(directory, options=OPTIONS)
+    assert log.log_end_offset == left
+    assert read_all(log) == whole[: len(whole) * (left - START) // (END - START)]
+    assert log.truncated_bytes == found - log.size_in_bytes
+    assert max(int(path.stem) for path in segment_files(directory)) <= left
+    assert log.append_replicated(leader_batches(left, 3, leader_epoch=7)) == left + 3
+    log.close()
+    again = Log.open(directory, options=OPTIONS)
+    assert (again.truncated_bytes, again.log_end_offset) == (0, left + 3)
+    again.close()
+
+
+@pytest.mark.parametrize(("damage", "left"), IN_THE_MIDDLE)
+def test_damage_below_the_recovery_point_is_told_and_nothing_is_touched(
+    directory: Path, damage: Callable[[Path], None], left: int
+) -> None:
+    recover_from(directory, left + 1)
+    damage(directory)
+    damaged = contents(directory)
+    with pytest.raises(LogCorrupt, match=f"below offset {left + 1}"):
         Log.open(directory, options=OPTIONS)
+    assert contents(directory) == damaged
+
+
+@pytest.mark.parametrize(("damage", "left"), [(no_damage, END), *IN_THE_MIDDLE[:1]])
+@pytest.mark.parametrize("recovery_point", [110, 150])
+def test_a_checkpoint_of_the_release_before_versions_means_the_same(
+    directory: Path, damage: Callable[[Path], None], left: int, recovery_point: int
+) -> None:
+    recover_from(directory, recovery_point)
+    path = directory / "checkpoint.json"
+    old = json.loads(path.read_text())
+    assert old.pop("version") == 1
+    path.write_text(json.dumps(old))
+    damage(directory)
+    if left < recovery_point:
+        with pytest.raises(LogCorrupt):
+            Log.open(directory, options=OPTIONS)
+        return
+    log = Log.open(directory, options=OPTIONS)
+    assert (log.log_end_offset, log.high_watermark_checkpoint) == (left, recovery_point)
+    log.close()
+
+
+def test_a_checkpoint_of_a_later_release_is_not_guessed_at(directory: Path) -> None:
+    recover_from(directory, END)
+    path = directory / "checkpoint.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 2}))
+    with pytest.raises(LogFailed, match="version 2"):
+        Log.open(directory, options=OPTIONS)
+
+
+@pytest.mark.parametrize(("recovery_point", "is_dirty"), [(0, True), (END - 1, True), (END, False)])
+def test_what_is_known_to_be_on_the_disk_is_not_brought_there_again(
+    directory: Path, recovery_point: int, is_dirty: bool
+) -> None:
+    recover_from(directory, recovery_point)
+    log = Log.open(directory, options=OPTIONS)
+    assert (log.is_dirty, log.flushed_offset) == (is_dirty, recovery_point)
+    log.close()
 
 
 def test_the_first_segments_may_be_missing_as_retention_leaves_them(directory: Path) -> None:
@@ -129,10 +241,9 @@ def test_a_last_segment_that_lost_all_keeps_its_place(directory: Path) -> None:
 
 
 def test_committed_records_that_are_gone_can_be_told_from_the_checkpoint(directory: Path) -> None:
-    log = Log.open(directory, options=OPTIONS)
-    log.checkpoint(150, log.leadership)
-    log.close()
-    flip(segment_files(directory)[-1], 1, FIRST_RECORD, 1)
+    recover_from(directory, 150)
+    path = segment_files(directory)[-1]
+    path.write_bytes(path.read_bytes()[: len(path.read_bytes()) // BATCHES])
     again = Log.open(directory, options=OPTIONS)
     assert (again.log_end_offset, again.high_watermark_checkpoint) == (144, 150)
     again.close()

@@ -264,6 +264,7 @@ def test_a_log_may_be_reset_to_where_it_began(log: Log) -> None:
 
 def test_a_follower_drops_the_segments_its_leader_has_dropped(log: Log) -> None:
     log.append_replicated(leader_batches(0, *[10] * 40, leader_epoch=2))
+    log.flush()
     second = segment_names(log)[1]
     log.advance_log_start(second - 1)
     assert log.log_start_offset == 0

@@ -29,6 +29,7 @@ def log(tmp_path: Path) -> Iterator[Log]:
         assert abs(len(records) - BATCH_BYTES) < 3
         append(opened, records, leader_epoch=offset)
     assert len(list(opened.directory.glob("*.log"))) == SEGMENTS
+    opened.flush()
     yield opened
     opened.close()
 
@@ -58,7 +59,6 @@ def test_retention_by_size(log: Log, retention_bytes: int, start_offset: int) ->
         pytest.param(6001, 2, id="the first segment's last record is too old"),
         pytest.param(7999, 2, id="in the second, only one record is"),
         pytest.param(13_001, 8, id="all but the last"),
-        pytest.param(14_001, 10, id="the last as well"),
     ],
 )
 def test_retention_by_time(log: Log, now_ms: int, start_offset: int) -> None:
@@ -73,17 +73,49 @@ def test_retention_by_time(log: Log, now_ms: int, start_offset: int) -> None:
     again.close()
 
 
-@pytest.mark.parametrize(("high_watermark", "start_offset"), [(0, 0), (1, 0), (2, 2), (9, 8), (10, 10)])
+@pytest.mark.parametrize(("high_watermark", "start_offset"), [(0, 0), (1, 0), (2, 2), (9, 8), (10, 8)])
 def test_nothing_that_is_not_committed_is_removed(log: Log, high_watermark: int, start_offset: int) -> None:
     log.options = LogOptions(SEGMENT_BYTES, retention_ms=0, retention_bytes=0)
     log.remove_old_segments(10**12, high_watermark)
     assert log.log_start_offset == start_offset
 
 
+def test_the_last_segment_goes_when_the_one_in_its_place_is_on_the_disk(log: Log) -> None:
+    """Or a power cut leaves no segment at all, and offsets begin at 0 again."""
+    log.options = LogOptions(SEGMENT_BYTES, retention_ms=5000)
+    for removed in (SEGMENTS - 1, 0):
+        assert log.remove_old_segments(14_001, END_OFFSET) == removed
+        assert sorted(int(path.stem) for path in log.directory.glob("*.log")) == [END_OFFSET - 2, END_OFFSET]
+    log.flush()
+    assert log.remove_old_segments(14_001, END_OFFSET) == 1
+    assert (log.log_start_offset, log.log_end_offset) == (END_OFFSET, END_OFFSET)
+    assert log.leader_epochs.entries() == [(9, END_OFFSET)]
+    append_values(log, 10, leader_epoch=50)
+    log.close()
+    again = Log.open(log.directory)
+    assert (again.log_start_offset, again.log_end_offset) == (END_OFFSET, END_OFFSET + 1)
+    again.close()
+
+
+def test_a_follower_keeps_a_segment_that_is_on_the_disk_whatever_its_leader_has_removed(log: Log) -> None:
+    append_values(log, BATCH_BYTES, leader_epoch=50)
+    log.advance_log_start(END_OFFSET)
+    assert log.log_start_offset == END_OFFSET - 2
+    log.flush()
+    log.advance_log_start(END_OFFSET)
+    assert log.log_start_offset == END_OFFSET
+
+
+def test_who_leaves_the_disk_to_the_system_removes_at_once(log: Log) -> None:
+    log.options = LogOptions(SEGMENT_BYTES, flush="never", retention_ms=0)
+    assert log.remove_old_segments(10**12, END_OFFSET) == SEGMENTS
+
+
 def test_an_old_segment_behind_a_younger_one_waits_for_it(log: Log) -> None:
     log.truncate_to(0)
     for timestamp in (1000, 9_000_000, 1000):
         append_values(log, 1900, timestamp=timestamp)
+    log.flush()
     log.options = LogOptions(SEGMENT_BYTES, retention_ms=5000)
     assert log.remove_old_segments(9_000_000, 3) == 1
     assert log.log_start_offset == 1
@@ -92,6 +124,7 @@ def test_an_old_segment_behind_a_younger_one_waits_for_it(log: Log) -> None:
 def test_records_without_timestamps_are_as_old_as_their_file(log: Log) -> None:
     log.truncate_to(0)
     append_values(log, 1900, 1900, timestamp=NO_TIMESTAMP)
+    log.flush()
     log.options = LogOptions(SEGMENT_BYTES, retention_ms=5000)
     written_ms = min(path.stat().st_mtime_ns for path in log.directory.glob("*.log")) // 1_000_000
     assert log.remove_old_segments(written_ms + 4000, 2) == 0
@@ -101,7 +134,8 @@ def test_records_without_timestamps_are_as_old_as_their_file(log: Log) -> None:
 
 def test_an_emptied_log_has_nothing_more_to_remove(log: Log) -> None:
     log.options = LogOptions(SEGMENT_BYTES, retention_ms=0, retention_bytes=0)
-    assert log.remove_old_segments(10**12, END_OFFSET) == SEGMENTS
-    assert log.remove_old_segments(10**12, END_OFFSET) == 0
+    for removed in (SEGMENTS - 1, 1, 0):
+        assert log.remove_old_segments(10**12, END_OFFSET) == removed
+        log.flush()
     assert (log.size_in_bytes, log.read(END_OFFSET, 100)) == (0, b"")
     assert (log.max_timestamp(), log.find_timestamp(0)) == ((-1, -1), None)

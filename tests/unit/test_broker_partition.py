@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,23 +89,6 @@ def test_a_write_during_which_the_fence_died_is_taken_back(
     fence.renew(clock.now, TTL_S)
     again = append(partition, build_batch([b"slipped"], producer_id=3, producer_epoch=0, base_sequence=0))
     assert (again.error_code, again.base_offset) == (0, 1), "the refused write was remembered as written"
-
-
-def test_a_batch_that_may_not_be_on_the_disk_is_not_called_refused(
-    partition: Partition, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It stands in the file, and is served once the log has been opened anew: who sent it again would have it twice."""
-
-    def fail(_: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr("kproxy.broker.segment._sync_data", fail)
-    partition.log.options = LogOptions(flush="always")
-    assert append(partition).error_code == error_codes.REQUEST_TIMED_OUT
-    assert append(partition).error_code == error_codes.KAFKA_STORAGE_ERROR, "of this one nothing was written"
-    partition.close()
-    with contextlib.closing(Log.open(partition.log.directory)) as log:
-        assert log.log_end_offset == 1
 
 
 def test_a_resigned_partition_serves_reads_and_refuses_writes(partition: Partition) -> None:

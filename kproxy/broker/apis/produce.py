@@ -8,6 +8,8 @@
 - acks=0 is not answered; if anything failed the connection is closed, as Kafka does, so that the client learns of it.
 - A writer that the partition's fence refuses (BindFences): POLICY_VIOLATION, whatever it sent. A fence that the
   connection is bound to, and that is not kept for this very topic, is kept first; else LEADER_NOT_AVAILABLE.
+- Where appends are to be on the disk (`--flush always`), no answer leaves before they are: 7 where the disk fails.
+  acks=0 waits for no disk either.
 - acks=-1 is answered when every in-sync replica has the records, in the request's time: else 7, or 20 where too few are
   left in sync; 19, before anything is appended, where they are too few already. Transactional batches get
   INVALID_TXN_STATE.
@@ -66,7 +68,10 @@ async def _take_and_append(
 
 
 class _Pending(NamedTuple):
-    """A result that stands once its records are on every in-sync replica; `at` is its place among the results."""
+    """A result that stands once its records are on every in-sync replica, or, with acks=1, on the disk here.
+
+    `at` is its place among the results.
+    """
 
     at: int
     partition: Partition
@@ -107,25 +112,31 @@ def _append_now(
     refused = _refuse_all(produce)
     results: list[AppendResult] = []
     pending: list[_Pending] = []
+    waits = produce.acks == ACKS_ALL or (produce.acks == 1 and broker.config.flush == "always")
     for topic in produce.topics:
         for ordinal, index in enumerate(topic.partitions):
             result = refused or _append_one(broker, produce, topic, ordinal, bindings)
-            if produce.acks == ACKS_ALL and result.error_code == error_codes.NONE:
+            if waits and result.error_code == error_codes.NONE:
                 partition = broker.led(topic.name, index)
-                if partition is not None and not partition.is_committed(result.last_offset):
+                if partition is not None and not _is_settled(partition, produce.acks, result.last_offset):
                     pending.append(_Pending(len(results), partition, result.last_offset))
             results.append(result)
     return _wait_and_answer(broker, produce, results, pending) if pending else _answer(broker, produce, results)
 
 
+def _is_settled(partition: Partition, acks: int, last_offset: int) -> bool:
+    return partition.is_committed(last_offset) if acks == ACKS_ALL else partition.is_on_disk(last_offset)
+
+
 async def _wait_and_answer(
     broker: Broker, produce: PartitionedRequest, results: list[AppendResult], pending: list[_Pending]
 ) -> Body | None:
-    """The answer once all is replicated. One waits after the other: they all go on meanwhile."""
+    """The answer once all is replicated, and on the disk. One waits after the other: they all go on meanwhile."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + produce.timeout_ms / 1000
     for each in pending:
-        error_code = await each.partition.wait_for_isr(each.last_offset, deadline - loop.time())
+        wait = each.partition.wait_for_isr if produce.acks == ACKS_ALL else each.partition.wait_for_disk
+        error_code = await wait(each.last_offset, deadline - loop.time())
         if error_code != error_codes.NONE:
             results[each.at] = AppendResult(error_code)
     return _answer(broker, produce, results)

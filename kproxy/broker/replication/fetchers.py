@@ -22,7 +22,9 @@ Invariants
    begins where this one ended.
 6. Nothing is asked without a live lease: another process may have the broker's id by then, with a disk of its own, and
    what the leader is told would count as what that one has.
-7. However many partitions are followed, replication leaves either side time for its clients: see REST_S_PER_PARTITION.
+7. Where records are to be on the disk, nothing behind them is asked for before they are (`Partition.next_fetch`); a
+   disk that is slow, or hangs, keeps no other partition from being fetched for longer than FLUSH_PATIENCE_S.
+8. However many partitions are followed, replication leaves either side time for its clients: see REST_S_PER_PARTITION.
 """
 
 from __future__ import annotations
@@ -50,6 +52,8 @@ MAX_BYTES = 4 << 20
 ANSWER_PATIENCE_S = 10.0
 PARTITION_PAUSE_S = 0.1
 LONGEST_STEP_S = 0.01
+# For what was taken to be on the disk, so that the next request can ask behind it: most disks take far less.
+FLUSH_PATIENCE_S = 0.05
 # About what a partition costs in a request. Beyond so many, as much time is left to others between an answer and the
 # next request, so that appends to many partitions are fetched together.
 REST_S_PER_PARTITION = 30e-6
@@ -231,6 +235,7 @@ class _Fetcher:
         answer = connection.fetch(wire, max_wait_ms=max_wait_ms, min_bytes=MIN_BYTES, max_bytes=MAX_BYTES)
         await self._wait_for(connection, answer, asked, self._loop.time() + max_wait_ms / 1000 + ANSWER_PATIENCE_S)
         await self._take(asked, _matched(wire, connection.read_answer(answer.result())))
+        await self._until_flushed([partition for partition, _ in asked if partition.is_flushing])
         if len(asked) > PARTITIONS_WITHOUT_REST:
             await asyncio.sleep((len(asked) - PARTITIONS_WITHOUT_REST) * REST_S_PER_PARTITION)
         return True
@@ -278,6 +283,17 @@ class _Fetcher:
         # Nothing tells when a lease that seemed over is renewed after all; and it is rare.
         while not self._may_fetch():  # noqa: ASYNC110
             await asyncio.sleep(PARTITION_PAUSE_S)
+
+    async def _until_flushed(self, flushing: Sequence[Partition]) -> None:
+        for partition in flushing:
+            partition.when_flushed(self._hurry)
+        end = self._loop.time() + FLUSH_PATIENCE_S
+        while any(partition.is_flushing for partition in flushing) and self._loop.time() < end:
+            await self._until(None, end, heed_pauses=False)
+
+    def _hurry(self) -> None:
+        if self._wake is not None:
+            self._wake()
 
     async def _wait_for(
         self, connection: LeaderConnection, answer: asyncio.Future[memoryview], asked: _Asked, deadline: float

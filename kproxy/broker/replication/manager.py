@@ -103,6 +103,9 @@ class _Waiter:
 class ReplicationManager:
     """One partition's replication on one broker. It reads the log's end through `log_end`, and touches nothing else.
 
+    `counted_end` is the end of what our own log counts for in the high watermark: `log_end`, or less where records have
+    to be on the disk first.
+
     `isr_lag_s` is how long a follower may go without having caught up (Kafka's replica.lag.time.max.ms).
     `on_high_watermark` is called after it has moved.
     """
@@ -113,6 +116,7 @@ class ReplicationManager:
         *,
         high_watermark: int,
         log_end: Callable[[], int],
+        counted_end: Callable[[], int] | None = None,
         on_high_watermark: Callable[[], None],
         min_insync_replicas: int,
         isr_lag_s: float,
@@ -128,6 +132,7 @@ class ReplicationManager:
         self.proposed: frozenset[ReplicaKey] | None = None
         self.replica = replica
         self._log_end = log_end
+        self._counted_end = counted_end or log_end
         self._on_high_watermark = on_high_watermark
         self._isr_lag_s = isr_lag_s
         self._clock = clock
@@ -228,7 +233,7 @@ class ReplicationManager:
         """Somebody in sync has more than before: see how far the high watermark may go."""
         if not self.is_leading or not self.has_enough_in_sync:
             return
-        lowest = self._log_end()
+        lowest = self._counted_end()
         for replica in self.in_sync:
             if replica != self.replica:
                 lowest = min(lowest, self._log_end_in(replica))
