@@ -7,6 +7,8 @@ replication_at=PORT    followers are told this port and not the one that it list
                        may cut them off.
 unfenced=1             from SIGUSR1 on, which it answers with UNFENCED in its log, it fences itself off from nothing:
                        what it leads it leads for ever, whatever etcd says, and whoever else does.
+disk_may_stall=1       fsync and fdatasync do not return while a file DATA_DIR.stalled stands beside its data directory;
+                       as a disk's, they wait without the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from kproxy.broker import server
+from kproxy.broker import segment, server
 from kproxy.broker.keys import BrokerValue
 from kproxy.broker.leases import PartitionLeaseManager
 from kproxy.broker.log import Log
@@ -71,8 +75,24 @@ def _unfence_at_signal(_: int) -> None:
     signal.signal(signal.SIGUSR1, unfence)
 
 
+def _stall_when_told(_: int) -> None:
+    told = Path(f"{sys.argv[2]}.stalled")
+
+    def stalling(sync: Callable[[int], None]) -> Callable[[int], None]:
+        def wait(fd: int) -> None:
+            while told.exists():
+                time.sleep(0.05)
+            sync(fd)
+
+        return wait
+
+    vars(os).update(fsync=stalling(os.fsync), fdatasync=stalling(os.fdatasync))
+    vars(segment)["_sync_data"] = os.fdatasync
+
+
 HOOKS: dict[str, Callable[[int], None]] = {
     "stops_at_marks": _stop_at_marks,
     "replication_at": _replicate_at,
     "unfenced": _unfence_at_signal,
+    "disk_may_stall": _stall_when_told,
 }
