@@ -23,6 +23,7 @@ from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition, ReplicaSe
 from kproxy.broker.replication.manager import Isr
 from kproxy.broker.writer_fence import KeptFence
 from tests.support.record_batches import build_batch
+from tests.support.replica_group import on_disk
 
 LEADER, FOLLOWER = 1, 2
 PATIENCE_S = 30.0
@@ -81,12 +82,12 @@ def fence() -> Fence:
 
 def replica(directory: Path, node_id: int) -> Partition:
     log = Log.open(directory / str(node_id) / "t-0", options=OPTIONS)
-    return Partition("t", 0, uuid.UUID(int=1), log, ReplicaSettings(node_id, time.monotonic))
+    return Partition("t", 0, uuid.UUID(int=1), log, ReplicaSettings(node_id, time.monotonic), on_disk(node_id).log_id)
 
 
 def lead(partition: Partition, fence: Fence, *isr: int) -> Partition:
     replicas = (LEADER, FOLLOWER)
-    partition.become_leader(Leadership(3, 1), replicas, Isr(frozenset(isr), 1), fence, KeptFence())
+    partition.become_leader(Leadership(3, 1), replicas, Isr(frozenset(map(on_disk, isr)), 1), fence, KeptFence())
     return partition
 
 
