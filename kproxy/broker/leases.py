@@ -115,7 +115,7 @@ class PartitionLeaseManager:
 
     @property
     def holds_lease(self) -> bool:
-        """Whether the broker's lease is certain to live, and with it what the view tells is no older than that."""
+        """Whether the broker's lease is certain to live: etcd has answered within its time."""
         return self._fence is not None and self._fence.is_live()
 
     def led(self, topic: bytes, partition_index: int) -> Partition | None:
