@@ -417,7 +417,8 @@ class Log:
                 names, self._changed_names = self._changed_names, None
             try:
                 for segment in list(self._segments):
-                    segment.flush()
+                    if segment.is_dirty:
+                        segment.flush()
                 if names is not None:
                     names.sync()
                 elif self.options.flush == "never":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -21,6 +22,8 @@ from codec.fetch import PartitionFetched, partition_fetch, response_ends, result
 from codec.fetch import parse_fetch as parse
 from codec.headers import frame_message, parse_request_header, response_header
 from codec.partitioned import encode_topics
+from kproxy.broker import segment
+from kproxy.broker.log_options import LogOptions
 from kproxy.broker.partition import Partition
 from kproxy.broker.replication import connection, fetchers, listener, sasl
 from kproxy.broker.replication.sasl import ListenerHandshake, Secret
@@ -63,6 +66,37 @@ async def test_what_is_appended_is_fetched(tmp_path: Path) -> None:
         for leader, _ in replicas:
             assert await leader.wait_for_isr(leader.log_end_offset - 1, PATIENCE_S) == error_codes.NONE
         await replicated(*replicas)
+
+
+async def test_a_disk_that_hangs_keeps_its_partition_alone_from_being_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where records are to be on the disk, the next request says that they are; so it waits for that, and only it."""
+    hangs, goes_on, sync = threading.Event(), threading.Event(), segment._sync_data
+
+    def wait(fd: int) -> None:
+        hangs.set()
+        assert goes_on.wait(3 * PATIENCE_S)
+        sync(fd)
+
+    async with pair(tmp_path) as both:
+        (slow, slow_follower), others = both.replicate("t", T, 0), [both.replicate("u", U, each) for each in range(3)]
+        slow_follower.log.options = LogOptions(flush="always")
+        monkeypatch.setattr(segment, "_sync_data", wait)
+        try:
+            append(slow, b"first")
+            assert await asyncio.to_thread(hangs.wait, PATIENCE_S)
+            for number in range(5):
+                for leader, _ in others:
+                    append(leader, b"v")
+                for leader, _ in others:
+                    assert await leader.wait_for_isr(number, PATIENCE_S) == error_codes.NONE
+            append(slow, b"second")
+            assert (slow_follower.log_end_offset, slow.high_watermark) == (1, 0)
+        finally:
+            goes_on.set()
+        assert await slow.wait_for_isr(1, PATIENCE_S) == error_codes.NONE
+        await replicated((slow, slow_follower), *others)
 
 
 async def test_without_a_live_lease_nothing_is_asked_and_nobody_dialled(tmp_path: Path) -> None:

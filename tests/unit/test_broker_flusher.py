@@ -131,7 +131,7 @@ async def test_no_answer_leaves_before_the_disk_has_it_and_nobody_else_waits(
     assert await answered(answer) == error_codes.NONE
     assert leader.is_on_disk(0)
     assert await answered(waits_for(leader, acks)(1, PATIENCE_S)) == error_codes.NONE
-    assert leader.high_watermark == 2
+    assert await answered(leader.wait_for_isr(1, PATIENCE_S)) == error_codes.NONE
 
 
 async def test_however_many_wait_it_is_for_two_turns_of_the_disk(leader: Partition, disk: Disk) -> None:
@@ -165,9 +165,11 @@ async def test_a_batch_that_may_not_be_on_the_disk_is_not_called_refused(
     leader: Partition, disk: Disk, acks: int
 ) -> None:
     """It stands in the file, and is served once the log has been opened anew: who sent it again would have it twice."""
-    disk.fails = True
+    disk.hang()
     results = [append(leader, acks=acks) for _ in range(3)]
     answers = [asyncio.ensure_future(waits_for(leader, acks)(each.last_offset, PATIENCE_S)) for each in results]
+    disk.fails = True
+    disk.go_on()
     assert [await answered(answer) for answer in answers] == [error_codes.REQUEST_TIMED_OUT] * 3
     assert append(leader).error_code == error_codes.KAFKA_STORAGE_ERROR, "of this one nothing was written"
     assert (leader.high_watermark, leader.log.flushed_offset) == (0, 0)
