@@ -28,7 +28,7 @@ from typing import Final
 from kafka import KafkaConsumer, TopicPartition
 from kafka.errors import KafkaError
 
-from kproxy.broker.cluster import Change, ClusterView
+from kproxy.broker.cluster import NO_OWNER, Change, ClusterView
 from kproxy.broker.keys import Keys
 from kproxy.dev.cluster import DevCluster
 from kproxy.errors import StartupError
@@ -133,6 +133,8 @@ class OwnerKill:
         partitions = [partition for partition, owner in owners.items() if owner == victim]
         await self._call(lambda: reader.aim_at(partitions))
         takings = Takings(self._view, self._topic, partitions, self._clock)
+        others = [partition for partition, owner in owners.items() if owner not in (victim, NO_OWNER)]
+        shrinks = Shrinks(self._view, self._topic, others, victim, self._clock)
         stage = self._report.stage("kill", f"kill -9 of broker {victim}")
         of_all = f"{len(partitions)} of the {len(owners)} partitions"
         stage.tell(f"kill -9 of broker {victim}, owner of {of_all}, after about {rows:,} rows")
@@ -167,6 +169,7 @@ class OwnerKill:
             taken_by=takings.owners,
             taken_s={partition: at - killed_at for partition, at in takings.at.items()},
             written_s={partition: at - killed_at for partition, at in reader.written_at.items()},
+            shrunk_s={partition: max(0.0, at - killed_at) for partition, at in shrinks.at.items()},
             back_s=back_at - killed_at,
             in_sync_s=None if in_sync_at is None else in_sync_at - killed_at,
         )
@@ -225,6 +228,32 @@ class Takings:
             if partition not in self.at and ownership is not None and ownership.lease_id != before:
                 self.at[partition] = self._clock()
                 self.owners[partition] = ownership.node_id
+
+
+class Shrinks:
+    """When each of `partitions`, which others lead, has an ISR without `broker`: `at` by partition. Until then acks=all
+    waits for it there."""
+
+    def __init__(
+        self, view: ClusterView, topic: str, partitions: Sequence[int], broker: int, clock: Callable[[], float]
+    ) -> None:
+        self.at: dict[int, float] = {}
+        self._view = view
+        self._topic = topic
+        self._partitions = partitions
+        self._broker = broker
+        self._clock = clock
+        view.subscribe(self._on_change)
+        self._look()
+
+    def _on_change(self, _: Change) -> None:
+        self._look()
+
+    def _look(self) -> None:
+        for partition in self._partitions:
+            state = self._view.stored_state(self._topic, partition)
+            if partition not in self.at and state is not None and self._broker not in state.in_sync:
+                self.at[partition] = self._clock()
 
 
 class WrittenAgain:

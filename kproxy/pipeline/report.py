@@ -31,7 +31,8 @@ class KilledOwner:
     """The broker that was killed in mid-stream, and what became of its partitions; times in seconds since the kill.
 
     `rows_before`: about how many rows had been written. Of its partitions `taken_s` tells when each had an owner again,
-    who is in `taken_by`, and `written_s` when records written since could be read; one that is missing never did.
+    who is in `taken_by`, and `written_s` when records written since could be read; one that is missing never did. Of
+    the partitions of others `shrunk_s` tells when the broker was out of the ISR, until when acks=all waited for it.
     `in_sync_s` None: it had not caught up when the demo stopped waiting for that.
     """
 
@@ -41,6 +42,7 @@ class KilledOwner:
     taken_by: Mapping[int, int]
     taken_s: Mapping[int, float]
     written_s: Mapping[int, float]
+    shrunk_s: Mapping[int, float]
     back_s: float
     in_sync_s: float | None
 
@@ -183,6 +185,10 @@ def _add_killed(table: Table, killed: KilledOwner) -> None:
     until = "it was back itself" if takers == {killed.broker} else f"{brokers_in_words(takers)} took over"
     table.add_row("without an owner", _all_by(killed.taken_s, killed), f"until {until}" if takers else "")
     table.add_row("written again", _all_by(killed.written_s, killed), "after the kill, the last of them")
+    if killed.shrunk_s:
+        table.add_row(
+            "others waited", f"{max(killed.shrunk_s.values()):.1f} s", "for it to leave the ISR of what they own"
+        )
     table.add_row("broker back", f"{killed.back_s:.1f} s", "after the kill")
     in_sync = "not yet" if killed.in_sync_s is None else f"{killed.in_sync_s:.1f} s"
     table.add_row("caught up", in_sync, "after the kill", end_section=True)

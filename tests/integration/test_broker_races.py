@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from codec.record_batch import iterate_batches
-from kproxy.broker.keys import Keys, PartitionKey, StateValue, decode_value
+from kproxy.broker.keys import Keys, PartitionKey, StateValue, decode_value, node_ids
 from tests.integration.test_broker_leases import TOPIC, Member
 from tests.support.etcd_cluster import EtcdCluster
 from tests.support.etcd_history import connected, history
@@ -83,7 +83,7 @@ async def test_of_five_brokers_that_race_for_a_lease_one_wins_every_time(racers:
     assert len(states) == RACES, "a loser wrote a state"
     for key, state in states:
         winner = won[keys.leases + key.removeprefix(keys.states)]
-        assert (state.leader_epoch, state.isr) == (0, [winner])
+        assert (state.leader_epoch, node_ids(state.isr)) == (0, [winner])
 
     for member, offsets in zip(racers, appended, strict=True):
         node_id = member.node_id

@@ -24,7 +24,7 @@ def _outcome(seen: int = 2, owners: dict[int, int] | None = None, killed: Killed
 def _killed(taken_by: dict[int, int], written_s: dict[int, float], in_sync_s: float | None = 6.2) -> KilledOwner:
     """Broker 7 was killed, owner of partitions 0 and 1 of three."""
     taken_s = dict(zip(taken_by, (3.0, 4.04), strict=False))
-    return KilledOwner(7, 72_900, {0: 7, 1: 7, 2: 8}, taken_by, taken_s, written_s, 5.5, in_sync_s)
+    return KilledOwner(7, 72_900, {0: 7, 1: 7, 2: 8}, taken_by, taken_s, written_s, {2: 0.6}, 5.5, in_sync_s)
 
 
 def _shown(outcome: Outcome) -> str:
@@ -98,6 +98,7 @@ def test_a_killed_owner_is_told_with_its_times_and_the_owners_before_and_after()
     assert cells["its partitions"] == ("2", "of 3")
     assert cells["without an owner"] == ("4.0 s", "until brokers 8 and 9 took over")
     assert cells["written again"] == ("4.9 s", "after the kill, the last of them")
+    assert cells["others waited"] == ("0.6 s", "for it to leave the ISR of what they own")
     assert cells["broker back"] == ("5.5 s", "after the kill")
     assert cells["caught up"] == ("6.2 s", "after the kill")
     assert cells["rows on broker 7"] == ("0", "0 partitions, 2 before the kill")
