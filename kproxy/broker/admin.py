@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
 
-from kproxy.broker.metrics import BrokerCollector, FollowerState, followers_of, is_under_replicated
-from kproxy.broker.partition import Partition
+from kproxy.broker.cluster import ClusterView
+from kproxy.broker.leases import PartitionLeaseManager
+from kproxy.broker.metrics import BrokerCollector, FollowerState, ReplicaState, counts_of, states_of
+from kproxy.broker.replication.isr_keeper import IsrKeeper
 from kproxy.broker.standing import Standing
 from kproxy.observe.exposition import render, this_process
 from kproxy.observe.http_page import Readiness
@@ -15,23 +18,30 @@ MAX_LINES = 20
 
 
 class BrokerPages:
-    """What the page says of the broker `node_id`; `hosted` are its replicas."""
+    """What the page says of the broker `node_id`."""
 
     def __init__(
         self,
         node_id: int,
-        hosted: Mapping[tuple[bytes, int], Partition],
-        collector: BrokerCollector,
+        view: ClusterView,
+        leases: PartitionLeaseManager,
+        isr_keeper: IsrKeeper,
         standing: Callable[[], Standing],
     ) -> None:
         self._node_id = node_id
-        self._hosted = hosted
-        self._collector = collector
+        self._view = view
+        self._leases = leases
+        self._isr_keeper = isr_keeper
         self._standing = standing
         self._process = this_process()
+        # A page of many partitions takes some tenths of a second of a processor.
+        self._at_work = asyncio.Lock()
 
     async def metrics(self, accept: str) -> tuple[bytes, str]:
-        return render((*self._process, self._collector), accept)
+        async with self._at_work:
+            counts = await counts_of(self._view, self._leases, self._isr_keeper)
+            collector = BrokerCollector(self._standing(), counts, await states_of(self._leases.hosted))
+            return await asyncio.to_thread(render, (*self._process, collector), accept)
 
     async def readiness(self) -> Readiness:
         problem = self._standing().problem
@@ -40,31 +50,29 @@ class BrokerPages:
     async def liveness(self) -> Readiness:
         return Readiness(True, "alive")
 
-    def summary(self) -> str:
+    async def summary(self) -> str:
+        states = await states_of(self._leases.hosted)
+        led = [state for state in states if state.is_leader]
+        lacking = [state for state in led if state.is_under_replicated]
+        refusing = sum(state.is_under_min_isr for state in led)
         now = self._standing()
-        kept = [partition for _, partition in sorted(self._hosted.items())]
-        led = [partition for partition in kept if partition.serves_reads()]
-        lacking = [partition for partition in led if is_under_replicated(partition)]
-        too_few = sum(not partition.replication.has_enough_in_sync for partition in led)
         ended = f"lapsed {_times(now.lease_lapses)}, lost {_times(now.lease_losses)}"
         lines = [
             f"kproxy broker {self._node_id}: {now.problem or 'ready'}",
             "",
             f"lease    {now.lease_remaining_s:.1f} s left; {ended}",
-            f"leads    {len(led)} of the {len(kept)} partitions that it keeps",
-            f"in sync  {len(led) - len(lacking)} of these with all replicas, {too_few} with fewer than "
-            f"min.insync.replicas",
+            f"leads    {len(led)} of the {len(states)} partitions that it keeps",
+            f"whole    {len(led) - len(lacking)} of these have all replicas in sync; {refusing} refuse acks=all",
             *_lines_of(lacking),
         ]
         return "\n".join(lines)
 
 
-def _lines_of(lacking: list[Partition]) -> Iterable[str]:
-    for partition in lacking[:MAX_LINES]:
-        replication = partition.replication
-        missing = "; ".join(_missing(each) for each in followers_of(partition) if not each.is_in_sync)
-        count = f"{len(replication.isr.members)} of {1 + len(replication.follower_progress())} in sync"
-        yield f"         {partition.topic}/{partition.partition_index}: {count}: {missing}"
+def _lines_of(lacking: Sequence[ReplicaState]) -> Iterable[str]:
+    for state in lacking[:MAX_LINES]:
+        missing = "; ".join(_missing(follower) for follower in state.followers if not follower.is_in_sync)
+        count = f"{state.isr_size} of {state.replicas} in sync"
+        yield f"         {state.topic}/{state.partition_index}: {count}: {missing}"
     if len(lacking) > MAX_LINES:
         yield f"         and {len(lacking) - MAX_LINES:,} more"
 

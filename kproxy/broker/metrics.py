@@ -2,12 +2,16 @@
 
 docs/metrics.md says what each of them means. The totals are of all replicas on this broker; series of single partitions
 are of the first MAX_PARTITION_SERIES of them by topic and index, so that a page has an end.
+
+Replicas are looked at on the event loop, LOOKED_AT_ONCE at a time; what is made of that needs the loop no more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -17,15 +21,15 @@ from kproxy.broker.flush_times import FLUSH_BOUNDS_S, FLUSHES
 from kproxy.broker.leases import PartitionLeaseManager
 from kproxy.broker.partition import Partition
 from kproxy.broker.replication.isr_keeper import IsrKeeper
-from kproxy.broker.replication.manager import UNKNOWN_OFFSET
+from kproxy.broker.replication.manager import UNKNOWN_OFFSET, Role
 from kproxy.broker.standing import Standing
 from kproxy.observe.exposition import counter, gauge, histogram
 
 MAX_PARTITION_SERIES = 1_000
+LOOKED_AT_ONCE = 50
 
 
-@dataclass(frozen=True, slots=True)
-class FollowerState:
+class FollowerState(NamedTuple):
     """What a leader knows of one follower. `lag_records`: all that the log holds where it `has_told` nothing yet."""
 
     node_id: int
@@ -35,200 +39,260 @@ class FollowerState:
     is_in_sync: bool
 
 
-def followers_of(partition: Partition) -> list[FollowerState]:
-    """Of a partition that this broker leads."""
-    end, start = partition.log_end_offset, partition.log_start_offset
+class ReplicaState(NamedTuple):
+    """One replica on this broker. What only leaders know is 0 on others; a leader is one whose lease is live."""
+
+    topic: str
+    partition_index: int
+    is_leader: bool
+    high_watermark: int
+    log_start_offset: int
+    log_end_offset: int
+    leader_epoch: int
+    is_dirty: bool
+    has_failed: bool
+    is_stopped: bool
+    producers: int
+    isr_size: int = 0
+    min_insync_replicas: int = 0
+    waiters: int = 0
+    followers: Sequence[FollowerState] = ()
+
+    @property
+    def replicas(self) -> int:
+        return 1 + len(self.followers)
+
+    @property
+    def is_under_replicated(self) -> bool:
+        return self.is_leader and self.isr_size < self.replicas
+
+    @property
+    def is_under_min_isr(self) -> bool:
+        return self.is_leader and self.isr_size < self.min_insync_replicas
+
+
+def state_of(partition: Partition) -> ReplicaState:
+    """As it is at this moment."""
+    log, replication = partition.log, partition.replication
+    is_leader, start, end = partition.serves_reads(), log.log_start_offset, log.log_end_offset
+    state = ReplicaState(
+        partition.topic,
+        partition.partition_index,
+        is_leader,
+        replication.high_watermark,
+        start,
+        end,
+        replication.leader_epoch,
+        log.is_dirty,
+        log.failure is not None and not log.is_closed,
+        bool(partition.failure),
+        len(log.producers),
+    )
+    if not is_leader:
+        return state
     followers = []
-    for node_id, (told, behind_s) in sorted(partition.replication.follower_progress().items()):
-        lag_records, is_in_sync = max(end - max(told, start), 0), partition.replication.is_in_sync(node_id)
+    for node_id, (told, behind_s) in sorted(replication.follower_progress().items()):
+        lag_records, is_in_sync = max(end - max(told, start), 0), replication.is_in_sync(node_id)
         followers.append(FollowerState(node_id, told != UNKNOWN_OFFSET, lag_records, behind_s, is_in_sync))
-    return followers
+    return state._replace(
+        isr_size=len(replication.isr.members),
+        min_insync_replicas=replication.min_insync_replicas,
+        waiters=replication.waiting,
+        followers=followers,
+    )
 
 
-def is_under_replicated(partition: Partition) -> bool:
-    """Whether a partition that this broker leads has a replica that is not in sync."""
-    replication = partition.replication
-    return len(replication.isr.members) < 1 + len(replication.follower_progress())
+async def states_of(hosted: Mapping[tuple[bytes, int], Partition]) -> list[ReplicaState]:
+    """Of every replica on this broker, by topic and index; each is of its own moment."""
+    states = []
+    for position, (_, partition) in enumerate(sorted(hosted.items())):
+        if partition.role is not Role.CLOSED:
+            states.append(state_of(partition))
+        if position % LOOKED_AT_ONCE == LOOKED_AT_ONCE - 1:
+            await asyncio.sleep(0)
+    return states
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerCounts:
+    """What is known of the broker as a whole. `ended` are leaderships, by the reason; `not_opened` logs."""
+
+    live_brokers: int
+    offline: int
+    not_opened: int
+    ended: Mapping[str, int]
+    shrinks: int
+    expansions: int
+
+
+async def counts_of(view: ClusterView, leases: PartitionLeaseManager, isr_keeper: IsrKeeper) -> BrokerCounts:
+    """As they are now."""
+    offline = 0
+    for position, (topic_name, index) in enumerate(list(leases.hosted)):
+        topic = view.topics.get(topic_name.decode())
+        was_led = topic is not None and view.state(topic, index) is not None
+        offline += was_led and view.owner(topic_name.decode(), index) == NO_OWNER
+        if position % LOOKED_AT_ONCE == LOOKED_AT_ONCE - 1:
+            await asyncio.sleep(0)
+    return BrokerCounts(
+        len(view.brokers),
+        offline,
+        leases.replicas.not_opened,
+        dict(leases.ended),
+        isr_keeper.shrinks,
+        isr_keeper.expansions,
+    )
 
 
 class BrokerCollector(Collector):
-    """What this broker counts."""
+    """What a broker counts, from what was looked at before."""
 
-    def __init__(
-        self,
-        view: ClusterView,
-        leases: PartitionLeaseManager,
-        isr_keeper: IsrKeeper,
-        standing: Callable[[], Standing],
-    ) -> None:
-        self._view = view
-        self._leases = leases
-        self._isr_keeper = isr_keeper
+    def __init__(self, standing: Standing, counts: BrokerCounts, states: Sequence[ReplicaState]) -> None:
         self._standing = standing
+        self._counts = counts
+        self._states = states
 
     def collect(self) -> Iterable[Metric]:
-        kept = [partition for _, partition in sorted(self._leases.hosted.items())]
-        led = [partition for partition in kept if partition.serves_reads()]
-        yield from self._replicas(kept, led)
-        yield from _in_sync(led, self._isr_keeper)
-        yield from self._lease()
-        yield from self._disk(kept)
-        yield from _partitions(kept[:MAX_PARTITION_SERIES])
-
-    def _replicas(self, kept: list[Partition], led: list[Partition]) -> Iterable[Metric]:
-        yield gauge("kproxy_broker_partitions", "Replicas on this broker.", len(kept))
-        yield gauge(
-            "kproxy_broker_partitions_without_series",
-            "Replicas that only the totals tell of: there are too many for a series each.",
-            max(len(kept) - MAX_PARTITION_SERIES, 0),
-        )
-        yield gauge("kproxy_broker_led_partitions", "Partitions that this broker leads.", len(led))
-        yield gauge(
-            "kproxy_broker_offline_partitions",
-            "Partitions with a replica here that were led before and that nobody leads now.",
-            sum(self._is_offline(partition) for partition in kept if not partition.serves_reads()),
-        )
-        yield gauge("kproxy_broker_live_brokers", "Brokers that are alive, as etcd says.", len(self._view.brokers))
-
-    def _is_offline(self, partition: Partition) -> bool:
-        topic, index = self._view.topics.get(partition.topic), partition.partition_index
-        if topic is None or self._view.state(topic, index) is None:
-            return False
-        return self._view.owner(topic.name, index) == NO_OWNER
-
-    def _lease(self) -> Iterable[Metric]:
-        now = self._standing()
-        yield gauge(
-            "kproxy_broker_ready", "1 while clients should be sent here, as /readyz says.", int(not now.problem)
-        )
-        yield gauge(
-            "kproxy_broker_lease_remaining_seconds",
-            "For how long the broker's lease is certain to live; 0 without one.",
-            now.lease_remaining_s,
-        )
-        yield counter(
-            "kproxy_broker_lease_lapses",
-            "Times that the broker's lease was renewed only after it might have ended: nothing was led meanwhile.",
-            now.lease_lapses,
-        )
-        yield counter("kproxy_broker_lease_losses", "Times that the broker's lease was lost.", now.lease_losses)
-        ended = CounterMetricFamily(
-            "kproxy_broker_leaderships_ended", "Partitions that this broker leads no more, by why.", labels=["reason"]
-        )
-        for reason, count in sorted(self._leases.ended.items()):
-            ended.add_metric([reason], count)
-        yield ended
-        if now.etcd_silent_s != float("inf"):
-            yield gauge("kproxy_broker_etcd_age_seconds", "Since etcd last said anything.", now.etcd_silent_s)
-        yield gauge("kproxy_broker_client_connections", "Open client connections.", now.client_connections)
-        yield gauge(
-            "kproxy_broker_follower_connections",
-            "Brokers that are connected to fetch from this one.",
-            now.follower_connections,
-        )
-
-    def _disk(self, kept: list[Partition]) -> Iterable[Metric]:
-        yield histogram(
-            "kproxy_broker_flush_duration_seconds",
-            "Flushes of segments to the disk (fsync).",
-            FLUSH_BOUNDS_S,
-            FLUSHES.buckets,
-            FLUSHES.seconds,
-        )
-        logs = [partition.log for partition in kept]
-        yield gauge("kproxy_broker_dirty_logs", "Logs with bytes to be flushed.", sum(log.is_dirty for log in logs))
-        failed = sum(log.failure is not None and not log.is_closed for log in logs)
-        yield gauge(
-            "kproxy_broker_failed_logs",
-            "Logs that could not be opened, written or flushed.",
-            failed + self._leases.replicas.not_opened,
-        )
-        yield gauge(
-            "kproxy_broker_stopped_replicas",
-            "Followers that found their leader without what is committed here, and stopped for good.",
-            sum(bool(partition.failure) for partition in kept),
-        )
-        yield gauge(
-            "kproxy_broker_producer_ids",
-            "Idempotent producers that are remembered, each once a partition.",
-            sum(len(log.producers) for log in logs),
-        )
+        yield from _replicas(self._counts, self._states)
+        yield from _in_sync(self._counts, [state for state in self._states if state.is_leader])
+        yield from _lease(self._standing, self._counts)
+        yield from _disk(self._counts, self._states)
+        yield from _partitions(self._states[:MAX_PARTITION_SERIES])
 
 
-def _in_sync(led: list[Partition], isr_keeper: IsrKeeper) -> Iterable[Metric]:
+def _replicas(counts: BrokerCounts, states: Sequence[ReplicaState]) -> Iterable[Metric]:
+    yield gauge("kproxy_broker_partitions", "Replicas on this broker.", len(states))
+    yield gauge(
+        "kproxy_broker_partitions_without_series",
+        "Replicas that only the totals tell of: there are too many for a series each.",
+        max(len(states) - MAX_PARTITION_SERIES, 0),
+    )
+    led = sum(state.is_leader for state in states)
+    yield gauge("kproxy_broker_led_partitions", "Partitions that this broker leads.", led)
+    yield gauge(
+        "kproxy_broker_offline_partitions",
+        "Partitions with a replica here that were led before and that nobody leads now.",
+        counts.offline,
+    )
+    yield gauge("kproxy_broker_live_brokers", "Brokers that are alive, as etcd says.", counts.live_brokers)
+
+
+def _in_sync(counts: BrokerCounts, led: Sequence[ReplicaState]) -> Iterable[Metric]:
     yield gauge(
         "kproxy_broker_under_replicated_partitions",
         "Led partitions with a replica that is not in sync.",
-        sum(map(is_under_replicated, led)),
+        sum(state.is_under_replicated for state in led),
     )
     yield gauge(
         "kproxy_broker_under_min_isr_partitions",
         "Led partitions with fewer replicas in sync than min.insync.replicas: acks=all is refused.",
-        sum(not partition.replication.has_enough_in_sync for partition in led),
+        sum(state.is_under_min_isr for state in led),
     )
-    lags = [follower.lag_records for partition in led for follower in followers_of(partition)]
     yield gauge(
         "kproxy_broker_max_follower_lag_records",
         "Records that the follower furthest behind lacks of a led partition.",
-        max(lags, default=0),
-        "max",
+        max((follower.lag_records for state in led for follower in state.followers), default=0),
     )
     yield gauge(
         "kproxy_broker_waiters",
         "Producers that wait for in-sync replicas (acks=all); those that gave up count until the next sweep.",
-        sum(partition.replication.waiting for partition in led),
+        sum(state.waiters for state in led),
     )
-    yield counter("kproxy_broker_isr_shrinks", "ISRs that lost a member.", isr_keeper.shrinks)
-    yield counter("kproxy_broker_isr_expansions", "ISRs that got a member.", isr_keeper.expansions)
+    yield counter("kproxy_broker_isr_shrinks", "ISRs that lost a member.", counts.shrinks)
+    yield counter("kproxy_broker_isr_expansions", "ISRs that got a member.", counts.expansions)
 
 
-_OF_EACH: Mapping[str, tuple[str, Callable[[Partition], int]]] = {
+def _lease(now: Standing, counts: BrokerCounts) -> Iterable[Metric]:
+    yield gauge("kproxy_broker_ready", "1 while clients should be sent here, as /readyz says.", int(not now.problem))
+    yield gauge(
+        "kproxy_broker_lease_remaining_seconds",
+        "For how long the broker's lease is certain to live; 0 without one.",
+        now.lease_remaining_s,
+    )
+    yield counter(
+        "kproxy_broker_lease_lapses",
+        "Times that the broker's lease was renewed only after it might have ended: nothing was led meanwhile.",
+        now.lease_lapses,
+    )
+    yield counter("kproxy_broker_lease_losses", "Times that the broker's lease was lost.", now.lease_losses)
+    ended = CounterMetricFamily(
+        "kproxy_broker_leaderships_ended", "Partitions that this broker leads no more, by why.", labels=["reason"]
+    )
+    for reason, count in sorted(counts.ended.items()):
+        ended.add_metric([reason], count)
+    yield ended
+    if now.etcd_silent_s != float("inf"):
+        yield gauge("kproxy_broker_etcd_age_seconds", "Since etcd last said anything.", now.etcd_silent_s)
+    yield gauge("kproxy_broker_client_connections", "Open client connections.", now.client_connections)
+    yield gauge(
+        "kproxy_broker_follower_connections",
+        "Brokers that are connected to fetch from this one.",
+        now.follower_connections,
+    )
+
+
+def _disk(counts: BrokerCounts, states: Sequence[ReplicaState]) -> Iterable[Metric]:
+    yield histogram(
+        "kproxy_broker_flush_duration_seconds",
+        "Flushes of segments to the disk (fsync).",
+        FLUSH_BOUNDS_S,
+        FLUSHES.buckets,
+        FLUSHES.seconds,
+    )
+    dirty = sum(state.is_dirty for state in states)
+    yield gauge("kproxy_broker_dirty_logs", "Logs with bytes to be flushed.", dirty)
+    yield gauge(
+        "kproxy_broker_failed_logs",
+        "Logs that could not be opened, written or flushed.",
+        counts.not_opened + sum(state.has_failed for state in states),
+    )
+    yield gauge(
+        "kproxy_broker_stopped_replicas",
+        "Followers that found their leader without what is committed here, and stopped for good.",
+        sum(state.is_stopped for state in states),
+    )
+    yield gauge(
+        "kproxy_broker_producer_ids",
+        "Idempotent producers that are remembered, each once a partition.",
+        sum(state.producers for state in states),
+    )
+
+
+_OF_EACH: Mapping[str, tuple[str, Callable[[ReplicaState], int]]] = {
     "high_watermark": ("Behind the last committed offset.", lambda each: each.high_watermark),
     "log_start_offset": ("The first offset in the log.", lambda each: each.log_start_offset),
     "log_end_offset": ("Behind the last offset in the log.", lambda each: each.log_end_offset),
     "leader_epoch": ("The epoch in which it leads or follows; -1: none.", lambda each: each.leader_epoch),
-    "is_leader": ("1 where this broker leads.", lambda each: int(each.serves_reads())),
+    "is_leader": ("1 where this broker leads.", lambda each: int(each.is_leader)),
 }
-_OF_LED: Mapping[str, tuple[str, Callable[[Partition], int]]] = {
-    "replicas": ("Replicas, told by the leader.", lambda each: 1 + len(each.replication.follower_progress())),
-    "isr_size": ("Replicas in sync, told by the leader.", lambda each: len(each.replication.isr.members)),
+_OF_LED: Mapping[str, tuple[str, Callable[[ReplicaState], int]]] = {
+    "replicas": ("Replicas, told by the leader.", lambda each: each.replicas),
+    "isr_size": ("Replicas in sync, told by the leader.", lambda each: each.isr_size),
     "min_insync_replicas": (
         "Replicas in sync without which acks=all is refused, told by the leader.",
-        lambda each: each.replication.min_insync_replicas,
+        lambda each: each.min_insync_replicas,
     ),
 }
+_LABELS = ("topic", "partition")
 
 
-def _partitions(shown: list[Partition]) -> Iterable[Metric]:
-    led = [partition for partition in shown if partition.serves_reads()]
+def _partitions(shown: Sequence[ReplicaState]) -> Iterable[Metric]:
+    led = [state for state in shown if state.is_leader]
     for of_these, families in ((shown, _OF_EACH), (led, _OF_LED)):
         for name, (documentation, value_of) in families.items():
-            family = _family(f"kproxy_broker_partition_{name}", documentation, "topic", "partition")
-            for partition in of_these:
-                family.add_metric(_place(partition), value_of(partition))
+            family = GaugeMetricFamily(f"kproxy_broker_partition_{name}", documentation, labels=_LABELS)
+            for state in of_these:
+                family.add_metric([state.topic, str(state.partition_index)], value_of(state))
             yield family
-    lag = _family(
-        "kproxy_broker_follower_lag_records", "Records that a follower lacks.", "topic", "partition", "follower"
+    labels = [*_LABELS, "follower"]
+    lag = GaugeMetricFamily("kproxy_broker_follower_lag_records", "Records that a follower lacks.", labels=labels)
+    behind = GaugeMetricFamily(
+        "kproxy_broker_follower_behind_seconds", "Since a follower had all that there was.", labels=labels
     )
-    behind = _family(
-        "kproxy_broker_follower_behind_seconds",
-        "Since a follower had all that there was.",
-        "topic",
-        "partition",
-        "follower",
-    )
-    for partition in led:
-        for follower in followers_of(partition):
-            labels = [*_place(partition), str(follower.node_id)]
-            lag.add_metric(labels, follower.lag_records)
-            behind.add_metric(labels, follower.behind_s)
+    for state in led:
+        for follower in state.followers:
+            values = [state.topic, str(state.partition_index), str(follower.node_id)]
+            lag.add_metric(values, follower.lag_records)
+            behind.add_metric(values, follower.behind_s)
     yield lag
     yield behind
-
-
-def _family(name: str, documentation: str, *labels: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(name, documentation, labels=labels)
-
-
-def _place(partition: Partition) -> list[str]:
-    return [partition.topic, str(partition.partition_index)]

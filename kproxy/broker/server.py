@@ -331,11 +331,10 @@ class _Server:
             return ""
         # Here, because brokers without a page need not wait for these to be imported.
         from kproxy.broker.admin import BrokerPages
-        from kproxy.broker.metrics import BrokerCollector
         from kproxy.observe.http_page import HttpPage
 
-        collector = BrokerCollector(self._view, self._leases, self._isr_keeper, self._standing)
-        page = HttpPage(BrokerPages(self._config.node_id, self._leases.hosted, collector, self._standing))
+        node_id, leases = self._config.node_id, self._leases
+        page = HttpPage(BrokerPages(node_id, self._view, leases, self._isr_keeper, self._standing))
         host, port = self._config.admin
         bound = await page.start(host, port)
         self._page = page

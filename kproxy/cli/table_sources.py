@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -114,7 +115,11 @@ async def tables_from_etcd(
         while not mirror.done():
             proxies = [ProxyRow(*proxy) for proxy in await named_in(client, prefix)]
             whole = _whole(TableView(topology, table.age_s, table.stale, proxies=proxies), topic)
-            yield with_replicas(whole, (await read_replication(client, prefix)).rows)
+            if not table.stale:
+                # Where it may not be read, or just not now, there is a table all the same.
+                with suppress(EtcdError):
+                    whole = with_replicas(whole, (await read_replication(client, prefix)).rows)
+            yield whole
             await asyncio.wait((mirror,), timeout=WATCH_INTERVAL_S)
         mirror.result()
     except EtcdError as error:

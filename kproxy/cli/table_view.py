@@ -143,8 +143,10 @@ def describe_changes(before: TablePage, after: TablePage) -> list[str]:
         if owners[0] != owners[1] or (old and new and old.revision != new.revision):
             revision = new.revision if new else after.revision
             lines.append(f"{place[0]} {place[1]}: {_owner(owners[0])} -> {_owner(owners[1])} at revision {revision}")
-        if new and new.in_sync and (old is None or old.in_sync != new.in_sync) and (new.in_sync.missing or old):
-            lines.append(f"{place[0]} {place[1]}: in sync {new.in_sync}")
+        in_sync = (old.in_sync if old else None, new.in_sync if new else None)
+        # One that is whole is told of where it was not.
+        if in_sync[1] and in_sync[0] != in_sync[1] and (in_sync[0] or in_sync[1].missing):
+            lines.append(f"{place[0]} {place[1]}: in sync {in_sync[1]}")
     brokers_before, brokers_after = set(before.brokers), set(after.brokers)
     for broker in sorted(brokers_before ^ brokers_after, key=lambda each: (each.id, each in brokers_after)):
         what = "is there" if broker in brokers_after else "is gone"

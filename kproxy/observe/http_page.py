@@ -35,7 +35,7 @@ class Readiness:
 class VitalPages(Protocol):
     """What the pages say that every process has."""
 
-    def summary(self) -> str:
+    async def summary(self) -> str:
         """What it is and how it stands, for people: some lines."""
         ...
 
@@ -90,7 +90,7 @@ class HttpPage:
         await self._runner.cleanup()
 
     async def _index(self, _: web.Request) -> web.Response:
-        return web.Response(text="\n".join([self._vital.summary(), "", *self._paths, ""]))
+        return web.Response(text="\n".join([await self._vital.summary(), "", *self._paths, ""]))
 
     async def _livez(self, _: web.Request) -> web.Response:
         return _said(await self._vital.liveness())

@@ -59,7 +59,7 @@ class OwnPages:
     async def free(self, order: FreeOrder) -> bytes:
         return msgspec.json.encode(await self._claims().free(order))
 
-    def summary(self) -> str:
+    async def summary(self) -> str:
         return "kproxy"
 
     async def metrics(self, accept: str) -> tuple[bytes, str]:

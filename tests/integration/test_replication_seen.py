@@ -9,7 +9,7 @@ import re
 import signal
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,12 @@ import pytest
 
 from codec import error_codes
 from kproxy.broker.keys import Keys
+from kproxy.cli.doctor_replication import replication_of_proxy
+from kproxy.cli.table_sources import tables_from_admin
+from kproxy.config import parse_address
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.observe.replication import ReplicaRow, Replication
+from kproxy.observe.table import TablePage
 from kproxy.ownership.etcd import EtcdClient
 from kproxy.ownership.replication import read_replication
 from tests.support.dev import KproxyProcess, run_kproxy, serving
@@ -26,7 +30,7 @@ from tests.support.etcd import freeze, own_etcd
 from tests.support.ports import free_port
 from tests.support.record_batches import build_batch
 from tests.support.reference_broker import BrokerProcess, start_broker, start_brokers, wait_for
-from tests.support.served import Samples, page, samples
+from tests.support.served import Samples, beside, page, samples, static_proxy
 
 pytest_plugins = ["tests.support.etcd", "tests.support.reference_broker"]
 
@@ -49,9 +53,9 @@ class Seen:
 
 
 @contextmanager
-def proxy_of(etcd: str, prefix: str, directory: Path) -> Iterator[KproxyProcess]:
+def proxy_of(etcd: str, prefix: str, directory: Path, *more: str) -> Iterator[KproxyProcess]:
     arguments = ["serve", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--etcd", etcd, "--prefix", prefix]
-    with serving(arguments, directory / "serve.stderr") as process:
+    with serving([*arguments, *more], directory / "serve.stderr") as process:
         yield process
 
 
@@ -194,6 +198,47 @@ def test_an_address_that_is_taken_keeps_a_broker_from_starting(
         assert f"the admin page cannot listen on {broker.admin}" in ended.stderr
 
 
+# Through a proxy
+
+
+async def test_a_proxy_says_when_it_cannot_know(tmp_path: Path) -> None:
+    async with own_etcd(tmp_path / "etcd") as (server, client):
+        await _written(client, "/seen", isr=[1])
+        with ExitStack() as stack:
+            starting = proxy_of(server.endpoint, "/seen", tmp_path, "--workers", "2")
+            proxy = await asyncio.to_thread(stack.enter_context, starting)
+            status, text = await asyncio.to_thread(page, proxy.admin, "/replication?topic=t")
+            assert (status, json.loads(text)["partitions"][0]["isr"]) == (200, [1])
+            assert (await asyncio.to_thread(page, proxy.admin, "/replication?limit=0"))[0] == 400
+            await freeze(server)
+            try:
+                # What was read in the last second is answered still.
+                await asyncio.to_thread(wait_for, lambda: page(proxy.admin, "/replication")[0] == 503)
+                (unknown,) = await replication_of_proxy(parse_address(proxy.admin, "--admin"))
+                assert unknown.mark == "warn"
+                assert unknown.text.startswith("whether replicas are in sync is not known: ")
+                table = await _table(proxy.admin)
+                assert table.topics[0].partitions[0].isr is None
+            finally:
+                os.kill(server.pid, signal.SIGCONT)
+            await asyncio.to_thread(wait_for, lambda: page(proxy.admin, "/replication")[0] == 200)
+
+
+async def test_a_proxy_without_an_etcd_knows_of_no_replicas(tmp_path: Path) -> None:
+    async with beside(static_proxy(tmp_path, {1: free_port()})) as proxy:
+        status, text = await asyncio.to_thread(page, proxy.admin, "/replication")
+        assert (status, "--etcd URL" in text) == (501, True)
+        assert await replication_of_proxy(parse_address(proxy.admin, "--admin")) == []
+        assert (await _table(proxy.admin)).topics[0].partitions[0].isr is None
+
+
+async def _table(admin: str) -> TablePage:
+    async with aclosing(tables_from_admin(parse_address(admin, "--admin"), None)) as tables:
+        table = await anext(tables)
+    assert isinstance(table, TablePage)
+    return table
+
+
 # What is read of etcd
 
 
@@ -213,6 +258,7 @@ async def test_an_isr_is_read_by_the_brokers_in_it(shape: str, etcd_client: Etcd
         ({"configs": {"min.insync.replicas": "9"}}, ReplicaRow("t", 0, 1, 4, [1, 2, 3], [1], 3)),
         ({"owner": "2"}, ReplicaRow("t", 0, -1, 4, [1, 2, 3], [1], 2)),
         ({"owner": "x"}, ReplicaRow("t", 0, -1, 4, [1, 2, 3], [1], 2)),
+        ({"is_namesakes": True}, ReplicaRow("t", 0, -1, 4, [1, 2, 3], [1], 2)),
         ({"other_topic": True}, None),
         ({"partition": 1}, None),
     ],
@@ -241,20 +287,27 @@ async def _written(
     replicas: list[int] | None = None,
     configs: dict[str, str] | None = None,
     owner: str = "1",
+    is_namesakes: bool = False,
     other_topic: bool = False,
     partition: int = 0,
 ) -> Replication:
-    """What is read of one partition of `t` that stands in etcd so, among keys that make no sense."""
+    """What is read of one partition of `t` that stands in etcd so, among keys that make no sense.
+
+    `is_namesakes`: its lease key is of an earlier topic of that name.
+    """
     keys, topic_id = Keys(prefix), str(uuid.uuid4())
     topic = {"topic_id": topic_id, "replicas": [[1, 2, 3]], "configs": configs or {}}
     state = {"version": 2, "leader_epoch": 4, "isr": isr, "replicas": replicas}
     state["topic_id"] = str(uuid.uuid4()) if other_topic else topic_id
+    if is_namesakes:
+        await client.put(keys.lease("t", partition), owner.encode())
     await client.put(keys.topic("t"), json.dumps(topic).encode())
     await client.put(keys.topic("u"), b"no topic")
     await client.put(keys.state("t", partition), json.dumps(state).encode())
     for senseless in ("t/x", "u/0", "t/9"):
         await client.put(f"{keys.states}{senseless}", b"{}")
-    await client.put(keys.lease("t", partition), owner.encode())
+    if not is_namesakes:
+        await client.put(keys.lease("t", partition), owner.encode())
     for node_id in ("1", "3", "me"):
         await client.put(f"{keys.brokers}{node_id}", b"{}")
     return await read_replication(client, prefix)

@@ -17,9 +17,9 @@ from kproxy.broker.cluster import ClusterView
 from kproxy.broker.flush_times import FLUSH_BOUNDS_S, FLUSHES, FlushTimes
 from kproxy.broker.keys import BrokerValue, Keys, StateValue, TopicValue, encode_value
 from kproxy.broker.log import Log
-from kproxy.broker.metrics import BrokerCollector
 from kproxy.broker.partition import Partition, ReplicaSettings
 from kproxy.broker.standing import Standing
+from kproxy.ownership.etcd.lease_fence import LeaseFence
 from tests.support.replica_group import ISR_LAG_S, TOPIC_ID, Group, append, on_disk
 from tests.support.served import samples
 
@@ -38,8 +38,8 @@ class Page:
         self.isr_keeper = SimpleNamespace(shrinks=0, expansions=0)
         self.not_opened = SimpleNamespace(not_opened=0)
         leases = SimpleNamespace(hosted=self.hosted, ended=self.ended, replicas=self.not_opened)
-        collector = BrokerCollector(self.view, cast(Any, leases), cast(Any, self.isr_keeper), lambda: self.standing)
-        self.pages = BrokerPages(1, self.hosted, collector, lambda: self.standing)
+        keeper = cast(Any, self.isr_keeper)
+        self.pages = BrokerPages(1, self.view, cast(Any, leases), keeper, lambda: self.standing)
         self._revision = 0
 
     def tell(self, key: str, value: Any) -> None:
@@ -116,7 +116,7 @@ async def test_a_follower_that_stays_behind_is_told_by_its_lag_and_then_by_the_i
     group.clock.now += ISR_LAG_S + 1
     group.look_at_isr()
     assert (await page("under_replicated_partitions"), await page("under_min_isr_partitions")) == (1, 1)
-    lines = page.pages.summary().splitlines()
+    lines = (await page.pages.summary()).splitlines()
     assert lines[:4] == [
         "kproxy broker 1: ready",
         "",
@@ -162,7 +162,7 @@ async def test_losses_and_changes_are_counted(group: Group, page: Page) -> None:
     assert (await page("ready"), await page("etcd_age_seconds")) == (0, 12.5)
     assert (await page("client_connections"), await page("follower_connections")) == (3, 2)
     assert await page("lease_lapses_total") == 2
-    assert "lapsed 2 times, lost 5 times" in page.pages.summary()
+    assert "lapsed 2 times, lost 5 times" in (await page.pages.summary())
     readiness = await page.pages.readiness()
     assert (readiness.ready, readiness.text) == (False, "no live lease")
     assert (await page.pages.liveness()).ready
@@ -199,3 +199,21 @@ async def test_series_of_single_partitions_have_an_end_and_totals_have_none(
     assert found == [0, 0, None, None, None]
     for other in others:
         other.close()
+
+
+def test_a_lease_tells_how_long_it_lives_and_how_often_it_was_renewed_late() -> None:
+    now = 100.0
+    fence = LeaseFence(1, lambda: now)
+    assert fence.remaining_s == 0
+    fence.renew(100.0, 10)
+    assert fence.remaining_s == pytest.approx(9)
+    now = 108.0
+    fence.renew(107.0, 10)
+    assert fence.lapses == 0
+    now = 116.0
+    assert (fence.is_live(), fence.remaining_s) == (False, 0)
+    fence.renew(116.0, 10)
+    assert (fence.is_live(), fence.lapses) == (True, 1)
+    fence.break_for_good()
+    fence.renew(130.0, 10)
+    assert (fence.remaining_s, fence.lapses) == (0, 1)

@@ -80,6 +80,10 @@ def test_each_change_of_an_isr_is_a_line() -> None:
     assert describe_changes(whole, less) == ["t 0: in sync 1,2 without 3"]
     assert describe_changes(less, whole) == ["t 0: in sync 1,2,3"]
     assert describe_changes(less, table(0, 1)) == [], "etcd does not answer: nothing is known to have changed"
+    assert describe_changes(table(0, 1), whole) == []
+    assert describe_changes(table(0, 1), less) == ["t 0: in sync 1,2 without 3"]
+    is_there = "nobody -> broker 1 at revision 10"
+    assert describe_changes(table(), less) == [f"t 0: {is_there}", "t 0: in sync 1,2 without 3", f"t 1: {is_there}"]
 
 
 def test_nothing_is_said_where_there_are_no_replicas() -> None:

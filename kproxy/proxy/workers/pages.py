@@ -56,7 +56,7 @@ class AllPages:
         """They have been told to stop."""
         self._drains = True
 
-    def summary(self) -> str:
+    async def summary(self) -> str:
         return f"kproxy, {len(self._slots)} workers"
 
     async def metrics(self, accept: str) -> tuple[bytes, str]:
