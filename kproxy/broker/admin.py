@@ -39,7 +39,7 @@ class BrokerPages:
 
     async def metrics(self, accept: str) -> tuple[bytes, str]:
         async with self._at_work:
-            counts = await counts_of(self._view, self._leases, self._isr_keeper)
+            counts = await counts_of(self._node_id, self._view, self._leases, self._isr_keeper)
             collector = BrokerCollector(self._standing(), counts, await states_of(self._leases.hosted))
             return await asyncio.to_thread(render, (*self._process, collector), accept)
 

@@ -115,8 +115,12 @@ async def states_of(hosted: Mapping[tuple[bytes, int], Partition]) -> list[Repli
 
 @dataclass(frozen=True, slots=True)
 class BrokerCounts:
-    """What is known of the broker as a whole. `ended` are leaderships, by the reason; `not_opened` logs."""
+    """What is known of the broker as a whole.
 
+    `leases`: keys of partitions on its lease, as etcd says. `ended` are leaderships, by the reason; `not_opened` logs.
+    """
+
+    leases: int
     live_brokers: int
     offline: int
     not_opened: int
@@ -125,16 +129,21 @@ class BrokerCounts:
     expansions: int
 
 
-async def counts_of(view: ClusterView, leases: PartitionLeaseManager, isr_keeper: IsrKeeper) -> BrokerCounts:
+async def counts_of(
+    node_id: int, view: ClusterView, leases: PartitionLeaseManager, isr_keeper: IsrKeeper
+) -> BrokerCounts:
     """As they are now."""
-    offline = 0
+    held = offline = 0
     for position, (topic_name, index) in enumerate(list(leases.hosted)):
-        topic = view.topics.get(topic_name.decode())
+        name = topic_name.decode()
+        topic, ownership, broker = view.topics.get(name), view.ownership(name, index), view.brokers.get(node_id)
+        held += ownership is not None and broker is not None and ownership.lease_id == broker.lease_id
         was_led = topic is not None and view.state(topic, index) is not None
-        offline += was_led and view.owner(topic_name.decode(), index) == NO_OWNER
+        offline += was_led and view.owner(name, index) == NO_OWNER
         if position % LOOKED_AT_ONCE == LOOKED_AT_ONCE - 1:
             await asyncio.sleep(0)
     return BrokerCounts(
+        held,
         len(view.brokers),
         offline,
         leases.replicas.not_opened,
@@ -169,6 +178,11 @@ def _replicas(counts: BrokerCounts, states: Sequence[ReplicaState]) -> Iterable[
     )
     led = sum(state.is_leader for state in states)
     yield gauge("kproxy_broker_led_partitions", "Partitions that this broker leads.", led)
+    yield gauge(
+        "kproxy_broker_leases",
+        "Partition leases in etcd that are this broker's; for a moment more or fewer than it leads.",
+        counts.leases,
+    )
     yield gauge(
         "kproxy_broker_offline_partitions",
         "Partitions with a replica here that were led before and that nobody leads now.",

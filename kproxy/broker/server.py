@@ -334,11 +334,9 @@ class _Server:
         from kproxy.observe.http_page import HttpPage
 
         node_id, leases = self._config.node_id, self._leases
-        page = HttpPage(BrokerPages(node_id, self._view, leases, self._isr_keeper, self._standing))
+        self._page = HttpPage(BrokerPages(node_id, self._view, leases, self._isr_keeper, self._standing))
         host, port = self._config.admin
-        bound = await page.start(host, port)
-        self._page = page
-        return f" admin={host}:{bound}"
+        return f" admin={host}:{await self._page.start(host, port)}"
 
     def _standing(self) -> Standing:
         fence = self._lease.fence if self._lease is not None else None

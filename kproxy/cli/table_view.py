@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
 
 class InSync(NamedTuple):
-    """The replicas that are in sync and those that are not; `too_few`: acks=all is refused."""
+    """The replicas that are in sync and those that are not; `too_few`, marked with `!`: acks=all is refused."""
 
     isr: list[int]
     missing: list[int]
@@ -49,7 +49,7 @@ class InSync(NamedTuple):
         text = ",".join(map(str, self.isr)) or "none"
         if self.missing:
             text += f" without {','.join(map(str, self.missing))}"
-        return f"{text}: acks=all refused" if self.too_few else text
+        return f"{text} !" if self.too_few else text
 
     @property
     def style(self) -> str:
@@ -119,7 +119,7 @@ def footline(table: TablePage, rows: Sequence[Row]) -> str:
     refused = sum(bool(row.in_sync and row.in_sync.too_few) for row in rows)
     if lacking or refused:
         line += f"; {lacking:,} under-replicated"
-    return f"{line}, {refused:,} of these refuse acks=all" if refused else line
+    return f"{line}, {refused:,} refuse acks=all (!)" if refused else line
 
 
 def proxies_line(table: TablePage) -> str:

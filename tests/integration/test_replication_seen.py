@@ -122,7 +122,9 @@ def test_a_follower_that_is_killed_is_seen_everywhere(etcd: EmbeddedEtcd, etcd_p
         wait_for(lambda: seen("under_min_isr_partitions") == 1, what="too few are in sync")
         with leader.client() as client:
             assert client.produce(TOPIC, 0, build_batch()).error_code == error_codes.NOT_ENOUGH_REPLICAS
-        assert said("table", *in_proxy).splitlines()[-1].endswith(": acks=all refused")
+        lines = said("table", *in_proxy).splitlines()
+        assert lines[1].endswith("; 1 under-replicated, 1 refuse acks=all (!)")
+        assert lines[-1].endswith(" !")
         refusing = [finding["at"] for finding in doctored() if finding["check"] == "replication.min_isr"]
         assert refusing == [etcd.endpoint, proxy.admin]
 

@@ -150,6 +150,16 @@ async def test_a_partition_that_was_led_and_that_nobody_leads_is_offline(group: 
     assert (await page("offline_partitions"), await page("live_brokers")) == (0, 1)
 
 
+async def test_leases_are_counted_that_are_this_process_s_own(group: Group, page: Page) -> None:
+    keys = page.view.keys
+    page.view.apply_put(keys.lease("t", 0), b"1", lease_id=7, revision=3)
+    assert await page("leases") == 0, "it has no lease"
+    page.view.apply_put(keys.broker(1), encode_value(BrokerValue(1, "h", 9)), lease_id=8, revision=4)
+    assert await page("leases") == 0, "a predecessor's"
+    page.view.apply_put(keys.lease("t", 0), b"1", lease_id=8, revision=5)
+    assert await page("leases") == 1
+
+
 async def test_losses_and_changes_are_counted(group: Group, page: Page) -> None:
     page.ended["its lease key is gone"] += 2
     page.isr_keeper.shrinks, page.isr_keeper.expansions = 3, 4

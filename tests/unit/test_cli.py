@@ -15,7 +15,7 @@ import pytest
 
 from kproxy import cli
 from kproxy.broker.config import BrokerConfig
-from kproxy.cli import COMMANDS, doctor_checks, main
+from kproxy.cli import COMMANDS, doctor_checks, doctor_replication, main
 from kproxy.config import load_settings
 from kproxy.errors import StartupError
 from kproxy.pipeline.demo import DemoOptions
@@ -365,7 +365,8 @@ def test_check_config_prints_json_for_programs(
 
 
 def test_every_check_of_doctor_is_documented() -> None:
-    checks = re.findall(r'"((?:etcd|proxy|kafka)\.\w+)"', inspect.getsource(doctor_checks))
+    source = "".join(map(inspect.getsource, (doctor_checks, doctor_replication)))
+    checks = re.findall(r'"((?:etcd|proxy|kafka|replication)\.\w+)"', source)
     documented = re.findall(r"^\| `(\w+\.\w+)` \|", (ROOT / "docs" / "commands.md").read_text(), re.MULTILINE)
     assert sorted(set(checks)) == sorted(documented)
 

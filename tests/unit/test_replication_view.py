@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
+
 import msgspec
 import pytest
+from rich.console import Console
 
 from kproxy.cli.doctor_replication import about_replicas
-from kproxy.cli.table_view import describe_changes, show
+from kproxy.cli.table_view import LiveTable, describe_changes, show
 from kproxy.observe.replication import ReplicaRow, Replication, replication_page, with_replicas
 from kproxy.observe.table import TablePage, TableQuery, TableView, table_page
 from kproxy.routing.topology import Address, Ownership, Topology
@@ -57,14 +60,24 @@ def test_the_table_has_a_column_where_replicas_are_known(capsys: pytest.CaptureF
     show(with_replicas(table(0, 1, 2, 3, 4), [row(0), row(1, (1, 3)), row(2, (1,)), row(3, ())]))
     assert capsys.readouterr().out.splitlines() == [
         "# revision 100, etcd heard 0.2 s ago",
-        "# 5 partitions owned (broker 1: 5, broker 2: 0, broker 3: 0); 3 under-replicated, 2 of these refuse acks=all",
+        "# 5 partitions owned (broker 1: 5, broker 2: 0, broker 3: 0); 3 under-replicated, 2 refuse acks=all (!)",
         "topic  partition  owner  address         revision  in sync",
         "t      0          1      127.0.0.1:9001  10        1,2,3",
         "t      1          1      127.0.0.1:9001  10        1,3 without 2",
-        "t      2          1      127.0.0.1:9001  10        1 without 2,3: acks=all refused",
-        "t      3          1      127.0.0.1:9001  10        none without 1,2,3: acks=all refused",
+        "t      2          1      127.0.0.1:9001  10        1 without 2,3 !",
+        "t      3          1      127.0.0.1:9001  10        none without 1,2,3 !",
         "t      4          1      127.0.0.1:9001  10        -",
     ]
+
+
+def test_a_live_table_with_replicas_fits_its_terminal() -> None:
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=True, width=80, height=14, color_system=None)
+    with LiveTable(console) as live:
+        live.update(with_replicas(table(*range(40)), [row(index, (1,)) for index in range(40)]))
+        lines = written.getvalue().splitlines()
+    assert len(lines) <= 14
+    assert any(line.rstrip().endswith("127.0.0.1:9001         10   1 without 2,3 !") for line in lines)
 
 
 def test_programs_read_replicas_where_they_are_known_and_nothing_where_not() -> None:
