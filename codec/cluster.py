@@ -23,6 +23,10 @@ from codec.walk import Walk, Work
 RENAMED: Final = frozenset({METADATA, DESCRIBE_CLUSTER, DESCRIBE_TOPIC_PARTITIONS})
 """The APIs whose answers this module copies."""
 
+ASK_ANOTHER: Final = b"\x01\xd7\x9e\x01\x00"
+"""How a flexible answer ends that comes of a reference broker that does not know the cluster: with one tagged field of
+its own, empty and numbered as the API key of Own. Clients pass over it; a proxy asks another broker."""
+
 _NO_EPOCH: Final = -1
 # Errors about a broker's own view of leaders; they do not apply to the brokers that are named here.
 _ABOUT_LEADERS: Final = frozenset({LEADER_NOT_AVAILABLE, REPLICA_NOT_AVAILABLE, NOT_LEADER_OR_FOLLOWER})

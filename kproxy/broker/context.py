@@ -82,8 +82,7 @@ class Broker:
     def check_knows_cluster(self) -> None:
         """Raises CloseConnection while this broker has no lease: what it knows of topics and brokers may be long past.
 
-        No answer sends clients elsewhere as surely. One that names no brokers and LEADER_NOT_AVAILABLE for each topic
-        keeps librdkafka's clients here for good, and one of aiokafka's that begins here does not try the next address.
+        For what has no error that sends clients elsewhere; Metadata has something better (`apis.metadata`).
         """
         if not self.leases.holds_lease:
             raise CloseConnection("this broker has no lease: others know better what the cluster is")

@@ -78,8 +78,8 @@ _ACCEPTED = Judgement(Verdict.ACCEPTED)
 class ProducerStates:
     """The producers of one partition. `clock` tells milliseconds since the epoch.
 
-    `expired` and `evicted` count those forgotten for their age and for want of room, since the log was opened;
-    truncating the log takes the counts back with it.
+    `expired` and `evicted` count those forgotten for their age and for want of room since the log was opened.
+    Truncating it takes the counts back.
     """
 
     def __init__(self, max_producers: int = MAX_PRODUCERS, clock: Callable[[], int] = wall_ms) -> None:

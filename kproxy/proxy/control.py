@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 from codec import api_keys as keys
 from codec.api_keys import is_flexible
-from codec.cluster import Named, asks_for_all_topics, leaderless_metadata, rename_brokers
+from codec.cluster import ASK_ANOTHER, Named, asks_for_all_topics, leaderless_metadata, rename_brokers
 from codec.control import Message, build_request, build_response, encode_request, encode_response
 from codec.coordination import (
     BATCHED_FROM,
@@ -57,6 +57,10 @@ _MAX_SHARED_BYTES: Final = 64
 Result = TypeVar("Result")
 # What is made of the answer to a request, given that, the request and its header.
 Take = Callable[[memoryview, memoryview, RequestHeader], Awaitable[Result]]
+
+
+class _AskAnother(Exception):
+    """A reference broker that has lost its lease does not know the cluster, and says so."""
 
 
 class Unanswerable(Exception):
@@ -162,6 +166,8 @@ class ControlPlane:
                 upstream.give_up("it does not answer")
             except CodecError as error:
                 upstream.distrust(str(error))
+            except _AskAnother:
+                pass
             self._doubted.add(broker)
         raise Unanswerable("no broker can be reached")
 
@@ -178,9 +184,11 @@ class ControlPlane:
         return [answer]
 
     async def _without_brokers(self, answer: memoryview, frame: memoryview, header: RequestHeader) -> Buffer:
-        """The body of a broker's answer to `frame` as the client gets it. Raises CodecError."""
+        """The body of a broker's answer to `frame` as the client gets it. Raises CodecError, _AskAnother."""
         key, version = header.api_key, header.api_version
         body = answer[response_body_offset(answer, key, version) :]
+        if key == keys.METADATA and bytes(body[-len(ASK_ANOTHER) :]) == ASK_ANOTHER:
+            raise _AskAnother
         if key == keys.FIND_COORDINATOR:
             asked = parse_find_coordinator(version, frame[header.body_offset :])
             work = replace_coordinators(version, asked, body, self._learn)

@@ -12,6 +12,7 @@ import pytest
 
 from codec import api_keys, control
 from codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
+from codec.cluster import ASK_ANOTHER
 from kproxy.proxy import broker_versions
 from kproxy.proxy.versions import OFFERS, Handling
 from kproxy.routing.fleet import Proxy
@@ -309,7 +310,17 @@ def answers_another_question(asked: Asked) -> None:
     asked.connection.write(raw_frame(struct.pack(">i", asked.header.correlation_id + 1) + bytes(50)))
 
 
-@pytest.mark.parametrize("trouble", [closes, says_nonsense, answers_another_question], ids=lambda each: each.__name__)
+def knows_no_better(asked: Asked) -> None:
+    """As a reference broker without a lease says it."""
+    topic = {"error_code": 5, "name": "t", "topic_id": TOPIC_ID, "partitions": []}
+    answer = asked.message(brokers=[REAL_BROKER], controller_id=-1, cluster_id="the-cluster", topics=[topic])
+    asked.connection.write(raw_frame(answer[4:-1] + ASK_ANOTHER))
+
+
+TROUBLES = [closes, says_nonsense, answers_another_question, knows_no_better]
+
+
+@pytest.mark.parametrize("trouble", TROUBLES, ids=lambda each: each.__name__)
 @both_loops
 async def test_a_broker_in_trouble_is_passed_over(trouble: Callable[[Asked], None]) -> None:
     first, second = ScriptedUpstream(1, trouble), ScriptedUpstream(2, trouble)

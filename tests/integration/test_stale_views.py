@@ -43,7 +43,7 @@ FRESH_CLIENTS = 20
 
 # What names brokers or topics, by the name of what is asked.
 QUESTIONS: dict[str, tuple[int, int, dict[str, Any]]] = {
-    "Metadata": (METADATA, 12, {"topics": [{"name": "made-since"}], "allow_auto_topic_creation": False}),
+    "Metadata": (METADATA, 8, {"topics": [{"name": "made-since"}], "allow_auto_topic_creation": False}),
     "Metadata of all topics": (METADATA, 1, {"topics": None}),
     "Metadata that may create": (METADATA, 4, {"topics": [{"name": "never"}], "allow_auto_topic_creation": True}),
     "DescribeCluster": (DESCRIBE_CLUSTER, 1, {}),
@@ -81,6 +81,19 @@ def request(broker: FaultyBroker, api_key: int, version: int, **fields: Any) -> 
         return client.request(api_key, version, **fields)
 
 
+async def sends_elsewhere(broker: FaultyBroker, version: int) -> bool:
+    """Whether Metadata names the other brokers alone, and no leader; else it is as ever."""
+    asked = {"topics": [{"name": "moved"}, {"name": "made-since"}], "allow_auto_topic_creation": False}
+    described = await asyncio.to_thread(request, broker, METADATA, version, **asked)
+    codes = [(topic.name, topic.error_code, len(topic.partitions)) for topic in described.topics]
+    brokers = {each.node_id for each in described.brokers}
+    if codes == [(name, error_codes.LEADER_NOT_AVAILABLE, 0) for name in ("moved", "made-since")]:
+        assert (brokers, described.controller_id) == ({B}, -1)
+        return True
+    assert brokers == {A, B}
+    return False
+
+
 def is_refused(broker: FaultyBroker, question: str) -> bool:
     key, version, fields = QUESTIONS[question]
     try:
@@ -95,8 +108,11 @@ async def test_a_broker_without_a_lease_describes_nothing_until_it_has_one_again
     broker = site.brokers[A]
     for question in QUESTIONS:
         assert not await asyncio.to_thread(is_refused, broker, question)
+    assert not await sends_elsewhere(broker, 13)
     await cut_off(site, how)
     await make_topic_at_b(site)
+    for version in (9, 10, 12, 13):
+        assert await sends_elsewhere(broker, version)
     for question in QUESTIONS:
         assert await asyncio.to_thread(is_refused, broker, question), question
     # Who asks for the versions is not sent away: librdkafka would take the broker for one of before ApiVersions.
@@ -107,8 +123,7 @@ async def test_a_broker_without_a_lease_describes_nothing_until_it_has_one_again
         return not await asyncio.to_thread(is_refused, broker, "Metadata")
 
     await until(is_back, TIMEOUT_S, "A has a lease again, and describes the cluster")
-    described = await asyncio.to_thread(request, broker, METADATA, 12, topics=[{"name": "made-since"}])
-    assert described.topics[0].error_code == error_codes.NONE
+    assert not await sends_elsewhere(broker, 12)
 
 
 # Real clients

@@ -4,7 +4,9 @@
 - A topic that does not exist is created, with the broker's default numbers of partitions and replicas, where the
   request (from version 4 on) and the broker allow it; the answer waits a few seconds for its leaders. Else
   UNKNOWN_TOPIC_OR_PARTITION.
-- While this broker has no lease the connection is closed (`Broker.check_knows_cluster`).
+- While this broker has no lease it names the other brokers that it knew, LEADER_NOT_AVAILABLE for each topic, and a
+  mark by which a proxy knows to ask elsewhere. Where that cannot be said (all topics are asked for, no other broker is
+  known, or the version has no place for the mark) the connection is closed.
 - A name that may not be: INVALID_TOPIC_EXCEPTION. By topic id from version 12 on; unknown: UNKNOWN_TOPIC_ID.
 """
 
@@ -15,7 +17,8 @@ from collections.abc import Awaitable
 from typing import Any
 
 from codec import control, error_codes
-from codec.api_keys import METADATA
+from codec.api_keys import METADATA, is_flexible
+from codec.cluster import ASK_ANOTHER
 from kproxy.broker.apis.describe import controller_id, describe_brokers, describe_partition
 from kproxy.broker.cluster import Topic
 from kproxy.broker.context import LEADERS_TIMEOUT_S, Body, Broker, Request
@@ -33,8 +36,9 @@ _CONCURRENT_CREATIONS = 8
 
 def handle(broker: Broker, request: Request) -> Body | Awaitable[Body]:
     """Answer at once, unless topics are to be created first."""
-    broker.check_knows_cluster()
     message = control.decode_request(API_KEY, request.header.api_version, request.body)
+    if not broker.leases.holds_lease:
+        return _send_elsewhere(broker, message)
     version = message.version
     names = _names(broker, message)
     missing = [name for name in names if name not in broker.view.topics and check_name(name) is None]
@@ -61,8 +65,25 @@ async def _create_and_describe(broker: Broker, message: control.Message, to_crea
 
     await asyncio.gather(*(create(name) for name in to_create))
     await broker.view.wait_until(lambda: all(map(broker.view.is_fully_owned, to_create)), LEADERS_TIMEOUT_S)
-    broker.check_knows_cluster()
-    return _describe(broker, message)
+    return _describe(broker, message) if broker.leases.holds_lease else _send_elsewhere(broker, message)
+
+
+def _send_elsewhere(broker: Broker, message: control.Message) -> Body:
+    """The answer that has clients ask another broker. Raises CloseConnection where there is none.
+
+    A Java client that knows this broker as a leader comes back to it as often as it is closed, and asks it first.
+    """
+    version = message.version
+    others = [each for each in _brokers(broker) if each["node_id"] != broker.config.node_id]
+    if not others or message.topics is None or not is_flexible(API_KEY, version):
+        broker.check_knows_cluster()
+    topics: list[dict[str, Any]] = [
+        {"error_code": error_codes.LEADER_NOT_AVAILABLE, "name": asked.name, "partitions": []}
+        | ({"topic_id": asked.topic_id} if version >= 10 else {})
+        for asked in message.topics or ()
+    ]
+    response = control.build_response(API_KEY, version, brokers=others, cluster_id=broker.cluster_id, topics=topics)
+    return [bytes(control.encode_response(response))[:-1] + ASK_ANOTHER]
 
 
 def _describe(broker: Broker, message: control.Message) -> Body:
