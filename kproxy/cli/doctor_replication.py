@@ -53,7 +53,11 @@ def about_replicas(rows: Sequence[ReplicaRow], live: Collection[int], at: str) -
     findings = []
     for broker in sorted({missing for row in rows for missing in row.missing}):
         lacking = [row for row in rows if broker in row.missing]
-        why = "it is alive and has not caught up: see its log" if broker in live else "it is down: start it"
+        why = (
+            "its lease is alive, so it has not caught up (see its log) or died just now"
+            if broker in live
+            else "it is down: start it"
+        )
         text = f"broker {broker} is not in sync for {_named(lacking, len(rows))}: {why}."
         findings.append(_warn("replication.isr", text, at, lacking, broker=broker, alive=broker in live))
     refused = [row for row in rows if row.is_under_min_isr]

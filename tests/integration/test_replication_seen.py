@@ -112,6 +112,8 @@ def test_a_follower_that_is_killed_is_seen_everywhere(etcd: EmbeddedEtcd, etcd_p
         assert lines[-1].endswith(f"  {in_sync} without {missing}")
         (shown,) = json.loads(said("table", *in_etcd, "--json"))["topics"]
         assert shown["partitions"][0]["isr"] == [each for each in (1, 2, 3) if each != missing]
+        # It left the ISR when its connection broke; its lease ends later.
+        wait_for(lambda: not any(finding["facts"]["alive"] for finding in doctored()), what="its lease ends")
         for finding in doctored():
             assert finding["result"] == "warn"
             assert finding["facts"] == {"broker": missing, "alive": False, "count": 1, "partitions": [f"{TOPIC}/0"]}
