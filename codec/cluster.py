@@ -17,6 +17,19 @@ from typing import Final, NamedTuple
 from codec.api_keys import DESCRIBE_CLUSTER, DESCRIBE_TOPIC_PARTITIONS, METADATA, is_flexible
 from codec.error_codes import LEADER_NOT_AVAILABLE, NONE, NOT_LEADER_OR_FOLLOWER, REPLICA_NOT_AVAILABLE
 from codec.errors import InvalidField, Truncated
+from codec.metadata import (
+    BROKER_TAIL_FROM,
+    CLUSTER_ID_FROM,
+    CLUSTER_OPERATIONS_TO,
+    LEADER_EPOCH_FROM,
+    LEAST_BROKER_BYTES,
+    LEAST_PARTITION_BYTES,
+    LEAST_TOPIC_BYTES,
+    OFFLINE_REPLICAS_FROM,
+    OPERATIONS_FROM,
+    THROTTLE_FROM,
+    TOPIC_ID_FROM,
+)
 from codec.primitives import INT8, INT16, INT32, Buffer, encode_count, encode_string, read_count, skip_tagged_fields
 from codec.walk import Walk, Work
 
@@ -36,14 +49,6 @@ _NO_TOPIC_ID: Final = bytes(16)
 _NO_TAGS: Final = b"\x00"
 
 # Versions of Metadata.
-_BROKER_TAIL_FROM = 1
-_CLUSTER_ID_FROM = 2
-_THROTTLE_FROM = 3
-_OFFLINE_REPLICAS_FROM = 5
-_LEADER_EPOCH_FROM = 7
-_OPERATIONS_FROM = 8
-_CLUSTER_OPERATIONS_TO = 10
-_TOPIC_ID_FROM = 10
 _NULLABLE_NAME_FROM = 12
 _ERROR_CODE_FROM = 13
 _ALL_TOPICS_NULL_FROM = 1
@@ -52,9 +57,6 @@ _AUTO_CREATION_FROM = 4
 _ENDPOINT_TYPE_FROM = 1
 
 _HEAD: Final = Struct(">hi")
-_LEAST_BROKER_BYTES = 10
-_LEAST_TOPIC_BYTES = 5
-_LEAST_PARTITION_BYTES = 12
 # A topic costs as much as so many partitions.
 _TOPIC_COST = 5
 
@@ -90,11 +92,11 @@ def _metadata_form(version: int) -> _Form:
     return _Form(
         compact=is_flexible(METADATA, version),
         nullable_name=version >= _NULLABLE_NAME_FROM,
-        has_topic_id=version >= _TOPIC_ID_FROM,
-        has_is_internal=version >= _BROKER_TAIL_FROM,
-        has_operations=version >= _OPERATIONS_FROM,
-        has_epoch=version >= _LEADER_EPOCH_FROM,
-        arrays=(False, False, False) if version >= _OFFLINE_REPLICAS_FROM else (False, False),
+        has_topic_id=version >= TOPIC_ID_FROM,
+        has_is_internal=version >= BROKER_TAIL_FROM,
+        has_operations=version >= OPERATIONS_FROM,
+        has_epoch=version >= LEADER_EPOCH_FROM,
+        arrays=(False, False, False) if version >= OFFLINE_REPLICAS_FROM else (False, False),
     )
 
 
@@ -129,16 +131,16 @@ def rename_brokers(api_key: int, api_version: int, body: Buffer, named: Named) -
 
 
 def _metadata(walk: Walk, version: int, named: Named, out: bytearray) -> Work[None]:
-    if version >= _THROTTLE_FROM:
+    if version >= THROTTLE_FROM:
         out += walk.skip(INT32.size)
-    yield from _brokers(walk, named, out, has_rack=version >= _BROKER_TAIL_FROM)
-    if version >= _CLUSTER_ID_FROM:
+    yield from _brokers(walk, named, out, has_rack=version >= BROKER_TAIL_FROM)
+    if version >= CLUSTER_ID_FROM:
         out += encode_string(walk.string(nullable=True), compact=walk.compact)
-    if version >= _BROKER_TAIL_FROM:
+    if version >= BROKER_TAIL_FROM:
         walk.skip(INT32.size)
         out += INT32.pack(named.controller_id)
     yield from _topics(walk, _metadata_form(version), named.leaders, out)
-    if _OPERATIONS_FROM <= version <= _CLUSTER_OPERATIONS_TO:
+    if OPERATIONS_FROM <= version <= CLUSTER_OPERATIONS_TO:
         out += walk.skip(INT32.size)
     if version >= _ERROR_CODE_FROM:
         out += walk.skip(INT16.size)
@@ -157,7 +159,7 @@ def _cluster(walk: Walk, version: int, named: Named, out: bytearray) -> Work[Non
 
 
 def _brokers(walk: Walk, named: Named, out: bytearray, *, has_rack: bool) -> Work[None]:
-    for _ in range(walk.count(_LEAST_BROKER_BYTES)):
+    for _ in range(walk.count(LEAST_BROKER_BYTES)):
         walk.skip(INT32.size)
         walk.string()
         walk.skip(INT32.size)
@@ -180,14 +182,14 @@ def _topics(
     walk: Walk, form: _Form, leaders: Callable[[bytes, list[int]], Iterable[int]], out: bytearray
 ) -> Work[None]:
     behind_index: dict[int, bytes] = {}
-    count = walk.count(_LEAST_TOPIC_BYTES)
+    count = walk.count(LEAST_TOPIC_BYTES)
     out += encode_count(count, compact=form.compact)
     for _ in range(count):
         start = walk.at
         walk.skip(INT16.size)
         name = walk.string(nullable=form.nullable_name) or b""
         walk.skip(len(_NO_TOPIC_ID) * form.has_topic_id + form.has_is_internal)
-        partitions = walk.count(_LEAST_PARTITION_BYTES)
+        partitions = walk.count(LEAST_PARTITION_BYTES)
         out += walk.body[start : walk.at]
         while partitions:
             portion = min(partitions, walk.room)
@@ -263,12 +265,12 @@ def leaderless_metadata(api_version: int, request_body: Buffer, named: Named) ->
     """
     form = _metadata_form(api_version)
     walk, out = Walk(request_body, compact=form.compact), bytearray()
-    if api_version >= _THROTTLE_FROM:
+    if api_version >= THROTTLE_FROM:
         out += INT32.pack(0)
-    _write_brokers(named, out, compact=form.compact, has_rack=api_version >= _BROKER_TAIL_FROM)
-    if api_version >= _CLUSTER_ID_FROM:
+    _write_brokers(named, out, compact=form.compact, has_rack=api_version >= BROKER_TAIL_FROM)
+    if api_version >= CLUSTER_ID_FROM:
         out += encode_string(None, compact=form.compact)
-    if api_version >= _BROKER_TAIL_FROM:
+    if api_version >= BROKER_TAIL_FROM:
         out += INT32.pack(named.controller_id)
     count = walk.count(2, nullable=api_version >= _ALL_TOPICS_NULL_FROM)
     out += encode_count(max(count, 0), compact=form.compact)
@@ -285,7 +287,7 @@ def leaderless_metadata(api_version: int, request_body: Buffer, named: Named) ->
         out += behind
         if walk.spend(_TOPIC_COST):
             yield
-    if _OPERATIONS_FROM <= api_version <= _CLUSTER_OPERATIONS_TO:
+    if OPERATIONS_FROM <= api_version <= CLUSTER_OPERATIONS_TO:
         out += _NO_OPERATIONS
     if api_version >= _ERROR_CODE_FROM:
         out += INT16.pack(NONE)

@@ -26,23 +26,24 @@ from codec.primitives import (
 HIGHEST_VERSION = 12
 TOPICS_BY_ID_FROM = 12
 
-_BROKER_TAIL_FROM = 1
-_CLUSTER_ID_FROM = 2
-_THROTTLE_FROM = 3
-_OFFLINE_REPLICAS_FROM = 5
-_LEADER_EPOCH_FROM = 7
-_OPERATIONS_FROM = 8
-_CLUSTER_OPERATIONS_TO = 10
+# Versions from which fields are there; what codec.cluster copies is laid out by the same.
+BROKER_TAIL_FROM = 1
+CLUSTER_ID_FROM = 2
+THROTTLE_FROM = 3
+OFFLINE_REPLICAS_FROM = 5
+LEADER_EPOCH_FROM = 7
+OPERATIONS_FROM = 8
+CLUSTER_OPERATIONS_TO = 10
 _FLEXIBLE_FROM = 9
-_TOPIC_ID_FROM = 10
+TOPIC_ID_FROM = 10
 
 _WITH_EPOCH = Struct(">hiii")
 _WITHOUT_EPOCH = Struct(">hii")
 _TOPIC_ID_BYTES = 16
 _NO_TOPIC_ID = bytes(_TOPIC_ID_BYTES)
-_LEAST_BROKER_BYTES = 10
-_LEAST_TOPIC_BYTES = 5
-_LEAST_PARTITION_BYTES = 12
+LEAST_BROKER_BYTES = 10
+LEAST_TOPIC_BYTES = 5
+LEAST_PARTITION_BYTES = 12
 NO_EPOCH = -1
 
 
@@ -86,17 +87,17 @@ class MetadataReader:
         self._limit = len(body)
         self._version = version
         self._compact = version >= _FLEXIBLE_FROM
-        self._arrays = 2 + (version >= _OFFLINE_REPLICAS_FROM)
-        self._form = _WITH_EPOCH if version >= _LEADER_EPOCH_FROM else _WITHOUT_EPOCH
+        self._arrays = 2 + (version >= OFFLINE_REPLICAS_FROM)
+        self._form = _WITH_EPOCH if version >= LEADER_EPOCH_FROM else _WITHOUT_EPOCH
         self.topics: list[TopicLeaders] = []
         self.cluster_id: str | None = None
-        at = 4 if version >= _THROTTLE_FROM else 0
+        at = 4 if version >= THROTTLE_FROM else 0
         self.brokers, at = self._read_brokers(at)
-        if version >= _CLUSTER_ID_FROM:
+        if version >= CLUSTER_ID_FROM:
             self.cluster_id, at = self._read_text(at, nullable=True)
-        if version >= _BROKER_TAIL_FROM:
+        if version >= BROKER_TAIL_FROM:
             _, at = read_fixed(INT32, body, at, self._limit)
-        self._topics_left, self._at = self._read_count(at, _LEAST_TOPIC_BYTES)
+        self._topics_left, self._at = self._read_count(at, LEAST_TOPIC_BYTES)
         self._partitions_left = -1
 
     def read_some(self, partitions: int) -> bool:
@@ -118,13 +119,13 @@ class MetadataReader:
         return False
 
     def _read_brokers(self, at: int) -> tuple[list[BrokerAddress], int]:
-        count, at = self._read_count(at, _LEAST_BROKER_BYTES)
+        count, at = self._read_count(at, LEAST_BROKER_BYTES)
         brokers = []
         for _ in range(count):
             node_id, at = read_fixed(INT32, self._body, at, self._limit)
             host, at = self._read_text(at)
             port, at = read_fixed(INT32, self._body, at, self._limit)
-            if self._version >= _BROKER_TAIL_FROM:
+            if self._version >= BROKER_TAIL_FROM:
                 _, at = self._read_text(at, nullable=True)
             at = self._skip_tags(at)
             brokers.append(BrokerAddress(node_id, host or "", port))
@@ -136,12 +137,12 @@ class MetadataReader:
         start, end, at = skip_string(self._body, at, self._limit, compact=self._compact, nullable=nullable)
         name = bytes(self._body[start:end]) if start >= 0 else None
         topic_id = None
-        if self._version >= _TOPIC_ID_FROM:
+        if self._version >= TOPIC_ID_FROM:
             found = bytes(self._body[at : at + _TOPIC_ID_BYTES])
             topic_id = found if found != _NO_TOPIC_ID else None
             at += _TOPIC_ID_BYTES
-        at += self._version >= _BROKER_TAIL_FROM  # is_internal
-        self._partitions_left, self._at = self._read_count(at, _LEAST_PARTITION_BYTES)
+        at += self._version >= BROKER_TAIL_FROM  # is_internal
+        self._partitions_left, self._at = self._read_count(at, LEAST_PARTITION_BYTES)
         self._topics_left -= 1
         self.topics.append(TopicLeaders(error_code, name, topic_id, array("i")))
 
@@ -169,13 +170,13 @@ class MetadataReader:
         self._partitions_left -= count
 
     def _end_topic(self) -> None:
-        if self._version >= _OPERATIONS_FROM:
+        if self._version >= OPERATIONS_FROM:
             _, self._at = read_fixed(INT32, self._body, self._at, self._limit)
         self._at = self._skip_tags(self._at)
         self._partitions_left = -1
 
     def _end(self) -> None:
-        if _OPERATIONS_FROM <= self._version <= _CLUSTER_OPERATIONS_TO:
+        if OPERATIONS_FROM <= self._version <= CLUSTER_OPERATIONS_TO:
             _, self._at = read_fixed(INT32, self._body, self._at, self._limit)
         self._at = self._skip_tags(self._at)
         if self._at != self._limit:
