@@ -12,6 +12,8 @@ the name that a Violation carries:
   ZOMBIE       nobody acknowledges, or serves, once its fence is dead
   DOUBLED      no batch of an idempotent producer stands twice in a leader's log
   WENT_BACK    no consumer is sent back: neither by an offset out of range, nor by a smaller "latest"
+  GAVE_WAY     what was acknowledged with acks=1 stands in the log of a leader that came to lead without any leader's death
+               or the end of a lease: after a stop in good order, or a hand-over
   FENCED       no batch of a lower fence stands behind one of a higher, in any log; none is acknowledged that was sent
                after a higher fence was granted, or released; what is bound to none writes only after a release
   STUCK        once all is well again there is a leader, all replicas are in sync and equal, and producers get through
@@ -37,6 +39,7 @@ class Rule(Enum):
     ZOMBIE = "a broker acted behind a dead fence"
     DOUBLED = "a resend was appended a second time"
     WENT_BACK = "a consumer was sent back"
+    GAVE_WAY = "a move in good order lost what acks=1 acknowledged"
     FENCED = "a writer got through behind its successor"
     STUCK = "the partition does not recover"
     CRASHED = "product code failed"
@@ -107,6 +110,8 @@ class Judge:
         self.promised: dict[int, tuple[int, str]] = {}
         # By base offset: what stood below some replica's high watermark.
         self.committed: dict[int, Stored] = {}
+        # By base offset: identity of what was acknowledged with acks=1 since a broker was last lost.
+        self.given_way: dict[int, int] = {}
         # Retention has removed what is below, on a leader's word.
         self.removed_below = 0
         # By identity: the fence that a batch was sent behind, and the highest that was granted by then.
@@ -134,6 +139,14 @@ class Judge:
     def read(self, identity: int, base_offset: int) -> None:
         """A consumer got this batch."""
         self._promise(identity, base_offset, "read")
+
+    def acknowledged_alone(self, identity: int, base_offset: int) -> None:
+        """A producer got this offset, with acks=1."""
+        self.given_way[base_offset] = identity
+
+    def broker_lost(self) -> None:
+        """A broker has died, or lost its lease or its log: what was acknowledged with acks=1 may be lost with it."""
+        self.given_way.clear()
 
     def _promise(self, identity: int, base_offset: int, how: str) -> None:
         known = self.promised.setdefault(base_offset, (identity, how))
@@ -188,6 +201,17 @@ class Judge:
                     f"broker {replica.node_id} is in sync as etcd has it, and lacks {self.name(batch.identity)} at "
                     f"offset {offset}, which is below a high watermark "
                     f"(log from {replica.log_start_offset} to {replica.log_end_offset})",
+                )
+
+    def holds_what_gave_way(self, replica: Replica) -> None:
+        """For leaders."""
+        for offset, identity in self.given_way.items():
+            found = replica.batches.get(offset)
+            if offset >= self.removed_below and (found is None or found.identity != identity):
+                self.violated(
+                    Rule.GAVE_WAY,
+                    f"{self.name(identity)} was acknowledged with acks=1 at offset {offset}; broker {replica.node_id}, "
+                    f"the leader, lacks it (log from {replica.log_start_offset} to {replica.log_end_offset})",
                 )
 
     def has_no_doubles(self, replica: Replica) -> None:

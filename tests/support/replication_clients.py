@@ -124,6 +124,8 @@ class Clients:
         self._judge.let_through(attempt.sent.identity)
         if attempt.acks == ACKS_ALL:
             self._judge.acknowledged(attempt.sent.identity, result.base_offset)
+        elif attempt.acks == 1:
+            self._judge.acknowledged_alone(attempt.sent.identity, result.base_offset)
 
     def consume(self, process: SimulatedProcess) -> None:
         """The consumer reads on, where this broker serves reads."""

@@ -35,8 +35,8 @@ from tests.support.record_batches import build_batch
 from tests.support.replication_checks import Judge, Replica, Rule, Violation, replica_at
 from tests.support.replication_clients import Clients
 from tests.support.simulated_broker import PARTITION, PARTITION_INDEX, TOPIC, SimulatedProcess, State
-from tests.support.simulated_etcd import EtcdStore, Link
-from tests.support.simulated_network import MOST_FLIGHTS, Network
+from tests.support.simulated_etcd import EtcdStore, KeepAlives, Link
+from tests.support.simulated_network import Network
 
 FETCH_INTERVAL_S = 0.5
 MAX_FETCH_BYTES = 1 << 20
@@ -101,6 +101,13 @@ def _any_is(state: State) -> Callable[[World], bool]:
 
 def _any_waits(*, applied: bool) -> Callable[[World], bool]:
     return lambda world: any(process.client.count_pending(applied=applied) for process in world.processes.values())
+
+
+_Thing = TypeVar("_Thing")
+
+
+def _one_of(things: Sequence[_Thing], number: int) -> _Thing:
+    return things[number % len(things)]
 
 
 def _is_claimed(world: World) -> bool:
@@ -169,6 +176,7 @@ class World:
             hand_over_after_s=self.setting.hand_over_after_s,
             now=lambda: self.now,
             rate=self.setting.rates[node_id - 1],
+            on_left_behind=self.judge.broker_lost,
         )
         self._all.append(process)
         return process
@@ -202,7 +210,8 @@ class World:
         end = self.now + seconds
         fetch_at = self.now
         while True:
-            self.store.expire_leases()
+            if self.store.expire_leases():
+                self.judge.broker_lost()
             if fetch_at <= self.now:
                 self._fetch_all()
                 fetch_at = self.now + FETCH_INTERVAL_S
@@ -244,7 +253,13 @@ class World:
         """kill -9."""
         process = self.process(number)
         if process.state is not State.DEAD:
-            process.kill(self._graveyard)
+            self._kill(process)
+
+    def _kill(self, process: SimulatedProcess) -> None:
+        # A follower has a question under way nearly always.
+        self.network.ask(process)
+        process.kill(self._graveyard)
+        self.judge.broker_lost()
 
     @_step(2)
     def crash_in_write(self, number: int, kept_bytes: int) -> None:
@@ -256,7 +271,7 @@ class World:
         torn = build_batch([b"torn"])
         assign_offsets(torn, parse_header(torn), log.log_end_offset, max(process.partition.leader_epoch, 0))
         directory = log.directory
-        process.kill(self._graveyard)
+        self._kill(process)
         with max(directory.glob("*.log")).open("ab") as file:
             file.write(torn[: 1 + kept_bytes % (len(torn) - 1)])
 
@@ -266,6 +281,7 @@ class World:
         process = self.broker(number)
         if process.state is State.DEAD:
             self.processes[process.node_id] = self._start(process.node_id)
+            self.processes[process.node_id].client.inherit(process.client)
             self.network.lagging.discard(process.node_id)
 
     @_step(1, _any_is(State.DEAD))
@@ -285,6 +301,7 @@ class World:
             readable = os.open(segment.path, os.O_RDONLY)
             os.dup2(readable, segment._fd, inheritable=False)
             os.close(readable)
+            self.judge.broker_lost()
 
     @_step(1)
     def stop(self, number: int) -> None:
@@ -366,6 +383,31 @@ class World:
         if process.client.link is Link.SLOW and process.state is State.RUNNING:
             process.watch(1 + revisions % 3)
 
+    @_step(3, lambda world: any(process.client.link is Link.SLOW for process in world.processes.values()))
+    def watch_one(self, number: int, prefix: int, changes: int) -> None:
+        """A broker whose link is slow hears of the next changes under one prefix, before those under others."""
+        process = self.process(number)
+        if process.client.link is Link.SLOW and process.state is State.RUNNING:
+            process.watch_one(_one_of(process.view.prefixes, prefix), 1 + changes % 3)
+
+    @_step(3)
+    def delay_watch(self, number: int, prefix: int, delay: int) -> None:
+        """From now on a broker hears so late of changes under one prefix."""
+        process = self.process(number)
+        process.watch_delays[_one_of(process.view.prefixes, prefix)] = (0.0, 0.3, 1.0, 4.0)[delay % 4]
+
+    @_step(2)
+    def reload(self, number: int, delay: int) -> None:
+        """A broker's watch is told what there is, as after a compaction, and gets that so late."""
+        process = self.process(number)
+        if process.state is State.RUNNING:
+            process.reload((0.0, 0.3, 1.0, 4.0)[delay % 4])
+
+    @_step(2)
+    def keepalives(self, number: int, fate: int) -> None:
+        """What becomes of a broker's keepalives from now on."""
+        self.process(number).client.keepalives = _one_of(list(KeepAlives), fate)
+
     # The network between brokers
 
     @_step(2)
@@ -398,9 +440,7 @@ class World:
         """A follower sends its question."""
         process = self.broker(number)
         if process.state is State.RUNNING:
-            flight = self.network.question(process)
-            if flight is not None and len(self.network.flights) < MOST_FLIGHTS:
-                self.network.flights.append(flight)
+            self.network.ask(process)
 
     @_step(1, lambda world: bool(world.network.flights), weight=3)
     def arrive(self, position: int) -> None:
@@ -526,6 +566,7 @@ class World:
         self.judge.replica_is_like_others(replica, partition.high_watermark)
         if process.state is State.RUNNING and self._leads(process):
             self.judge.holds_what_was_promised(replica, "the leader")
+            self.judge.holds_what_gave_way(replica)
             self.judge.has_no_doubles(replica)
 
     def _check_leaders(self) -> None:
@@ -589,6 +630,7 @@ class World:
                 self.restart(number)
                 self.link(number, 0)
                 self.broker(number).interrupt_never()
+                self.broker(number).hear_at_once()
             self.pass_time(RECOVERY_CHECK_S)
             if self._is_whole():
                 break

@@ -1,5 +1,9 @@
 """One reference broker as a simulated process: its lease, its view, its replicas; no sockets, no threads.
 
+Its watch on etcd is four watchers, one for each prefix of its view: each tells in order of revision, as late as
+`watch_delays` says, and nothing is said of the order between them. A reload puts a snapshot in the place of all that is
+on its way.
+
 What decides is the product's: BrokerLease, ClusterView, PartitionLeaseManager, IsrKeeper, LogKeeper, Partition, and
 Log on a disk. Simulated are the loop it runs on, its clock, its link to etcd and the watch on it; and what
 `kproxy.broker.server` does, which wires these together.
@@ -39,7 +43,7 @@ from kproxy.broker.replication.isr_keeper import IsrKeeper
 from kproxy.broker.writer_fence import UNBOUND
 from kproxy.ownership.etcd import EtcdError
 from kproxy.ownership.etcd.lease_fence import LeaseFence
-from tests.support.simulated_etcd import EtcdStore, SimulatedEtcdClient
+from tests.support.simulated_etcd import EtcdStore, KeepAlives, Link, SimulatedEtcdClient
 from tests.support.simulated_loop import SimulatedLoop
 
 TOPIC, PARTITION_INDEX = "t", 0
@@ -57,7 +61,10 @@ class State(Enum):
 
 
 class SimulatedProcess:
-    """One run of a broker. `now` is the model's time; `rate` is how fast this broker's clock goes."""
+    """One run of a broker. `now` is the model's time; `rate` is how fast this broker's clock goes.
+
+    `on_left_behind` is called where it stops in good order, and has waited in vain for followers to have all it has.
+    """
 
     def __init__(
         self,
@@ -70,6 +77,7 @@ class SimulatedProcess:
         hand_over_after_s: float,
         now: Callable[[], float],
         rate: float,
+        on_left_behind: Callable[[], None],
     ) -> None:
         self.node_id = node_id
         self.directory = directory
@@ -86,7 +94,14 @@ class SimulatedProcess:
         self.client = SimulatedEtcdClient(store)
         self.view = ClusterView(Keys("/p"))
         self.watches = True
-        self._seen_revision = 0
+        # By prefix, in seconds.
+        self.watch_delays: dict[str, float] = {}
+        # By prefix: up to where etcd has told, be that on its way still, and when the last of it arrives.
+        self._told: dict[str, int] = {}
+        self._arrives_at: dict[str, float] = {}
+        # A reload begins another one; what is on its way on an earlier one is dropped.
+        self._stream = 0
+        self._on_left_behind = on_left_behind
         self._data_dir = DataDir.open(directory, node_id, log_options=log_options)
         self.leases = PartitionLeaseManager(
             self.client,
@@ -172,6 +187,8 @@ class SimulatedProcess:
     async def _stop(self) -> None:
         self.leases.resign_all()
         await self.leases.drain(3.0)
+        if any(each.replication.followers_behind(self.view.brokers) for each in self.leases.partitions.values()):
+            self._on_left_behind()
         await self.keeper.flush(whatever_the_policy=True)
         await self.keeper.checkpoint()
         await self._lease.revoke()
@@ -220,25 +237,56 @@ class SimulatedProcess:
 
     def _load(self) -> None:
         snapshot = self._store.snapshot(self.view.prefixes)
-        self._seen_revision = snapshot.revision
+        self._told = dict.fromkeys(self.view.prefixes, snapshot.revision)
         self.view.on_snapshot(snapshot)
+
+    def reload(self, delay_s: float) -> None:
+        """All that stands in etcd now comes after `delay_s`, in the place of what was on its way."""
+        if not self._told or self.client.link is Link.CUT:
+            return
+        snapshot, arrives_at = self._store.snapshot(self.view.prefixes), self.loop.time() + delay_s
+        self._stream += 1
+        self._told = dict.fromkeys(self.view.prefixes, snapshot.revision)
+        self._arrives_at = dict.fromkeys(self.view.prefixes, arrives_at)
+        self.loop.call_at(arrives_at, self._tell, self._stream, self.view.on_snapshot, snapshot)
 
     def watch(self, revisions: int | None = None) -> None:
         """Take in what has changed in etcd: all of it where watches are up, else the next `revisions`."""
-        if self._seen_revision == 0 or not (self.watches or revisions):
-            return
-        for revision, events in self._store.events_after(self._seen_revision)[:revisions]:
-            self._seen_revision = revision
-            self.loop.call_soon(self._tell, events, revision)
+        if self._told and (self.watches or revisions):
+            least = min(self._told.values())
+            self._send(self.view.prefixes, min(self._store.revision, least + (revisions or self._store.revision)))
 
-    def _tell(self, events: list[object], revision: int) -> None:
-        mine = [event for event in events if event.kv.key.startswith(tuple(self.view.prefixes))]  # type: ignore[attr-defined]
-        if mine:
-            self.view.on_events(mine, revision)  # type: ignore[arg-type]
+    def watch_one(self, prefix: str, changes: int) -> None:
+        """Take in the next `changes` under one prefix, whatever has changed under others before."""
+        if self._told:
+            later = self._store.events_after(self._told[prefix])
+            mine = [revision for revision, events in later if any(each.kv.key.startswith(prefix) for each in events)]
+            if mine:
+                self._send([prefix], mine[:changes][-1])
+
+    def _send(self, prefixes: list[str], up_to: int) -> None:
+        for revision, events in self._store.events_after(min(self._told[each] for each in prefixes), up_to):
+            for prefix in prefixes:
+                mine = [event for event in events if event.kv.key.startswith(prefix)]
+                if mine and revision > self._told[prefix]:
+                    arrives_at = self.loop.time() + self.watch_delays.get(prefix, 0.0)
+                    arrives_at = self._arrives_at[prefix] = max(arrives_at, self._arrives_at.get(prefix, 0.0))
+                    self.loop.call_at(arrives_at, self._tell, self._stream, self.view.on_events, mine, revision)
+        for prefix in prefixes:
+            self._told[prefix] = max(self._told[prefix], up_to)
+
+    def _tell(self, stream: int, tell: Callable[..., None], *what: object) -> None:
+        if stream == self._stream:
+            tell(*what)
 
     @property
     def is_behind(self) -> bool:
-        return self._seen_revision < self._store.revision
+        return bool(self._told) and min(self._told.values()) < self._store.revision
+
+    def hear_at_once(self) -> None:
+        """Nothing that etcd says is late any more."""
+        self.watch_delays.clear()
+        self.client.keepalives = KeepAlives.ANSWERED
 
     def kill(self, graveyard: Path) -> None:
         """kill -9: what is on the disk stays, as it is; what this process still does goes to a copy."""

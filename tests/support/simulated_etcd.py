@@ -9,6 +9,7 @@ A broker's link to etcd is
   SLOW   calls and answers wait until the model says so: applied late, answered late, also after the caller gave up
   DEAF   a call is applied at once, its answer is lost
   CUT    nothing gets through; what was on its way already may still be applied
+Its keepalives fare as KeepAlives says, unless the link is cut.
 
 A lease ends when the store is told that time has passed (`expire_leases`), never before its TTL is over.
 """
@@ -57,8 +58,10 @@ class EtcdStore:
         kvs = [key_value(kv) for key, kv in sorted(self.kvs.items()) if key.startswith(starts)]
         return Snapshot(self.revision, CLUSTER_ID, kvs)
 
-    def events_after(self, revision: int) -> list[tuple[int, list[WatchEvent]]]:
-        return [entry for entry in self.history if entry[0] > revision]
+    def events_after(self, revision: int, up_to: int | None = None) -> list[tuple[int, list[WatchEvent]]]:
+        """What changed after `revision`, up to another, that included."""
+        # Every revision but the first has an entry.
+        return self.history[revision - 1 : None if up_to is None else up_to - 1]
 
     # Calls
 
@@ -187,11 +190,12 @@ class EtcdStore:
     def next_expiry(self) -> float | None:
         return min((lease.expires_at for lease in self.leases.values()), default=None)
 
-    def expire_leases(self) -> None:
-        """End what is over by now."""
-        for lease_id, lease in list(self.leases.items()):
-            if lease.expires_at <= self.now():
-                self._end(lease_id)
+    def expire_leases(self) -> bool:
+        """End what is over by now; whether anything was."""
+        over = [lease_id for lease_id, lease in self.leases.items() if lease.expires_at <= self.now()]
+        for lease_id in over:
+            self._end(lease_id)
+        return bool(over)
 
     def _end(self, lease_id: int) -> None:
         del self.leases[lease_id]
@@ -203,6 +207,20 @@ class Link(Enum):
     SLOW = "slow"
     DEAF = "deaf"
     CUT = "cut"
+
+
+class KeepAlives(Enum):
+    """What becomes of a broker's keepalives."""
+
+    ANSWERED = "answered at once"
+    ANSWERED_LATE = "they count at once, and are answered late"
+    ARRIVE_LATE = "they count late, and are answered then"
+    UNANSWERED = "they count, and the answers are lost"
+    LOST = "lost"
+
+
+# Less than the product waits for an answer, more than the margin that it keeps of a lease.
+LATE_KEEPALIVE_S = 1.9
 
 
 class PendingCall:
@@ -241,6 +259,7 @@ class SimulatedEtcdClient(EtcdClient):
         super().__init__(["etcd:2379"], timeout_s=CALL_TIMEOUT_S)
         self.store = store
         self.link = Link.FAST
+        self.keepalives = KeepAlives.ANSWERED
         self.pending: list[PendingCall] = []
 
     async def _call(self, name: str, request: Any, *, write: bool) -> Any:
@@ -272,6 +291,10 @@ class SimulatedEtcdClient(EtcdClient):
         """One of the calls on their way to etcd never gets there."""
         self.pending.remove(self._waiting_for(applied=False)[position])
 
+    def inherit(self, predecessor: SimulatedEtcdClient) -> None:
+        """What a process that is dead had sent may still get to etcd; nobody is answered."""
+        self.pending += predecessor._waiting_for(applied=False)
+
     def _waiting_for(self, *, applied: bool) -> list[PendingCall]:
         return [call for call in self.pending if call.is_applied is applied]
 
@@ -285,20 +308,32 @@ class SimulatedEtcdClient(EtcdClient):
 
 
 class _KeepAliveStream:
-    """Answers at once while the link is up, slow or not: what a slow keepalive does, a cut link shows better."""
+    """One question at a time, and its answer, as `client.keepalives` says when the question is asked."""
 
     def __init__(self, client: SimulatedEtcdClient) -> None:
         self._client = client
-        self._ttls: list[int] = []
+        self._lease_id = 0
+        self._ttl_s: int | None = None
+        self._fate = KeepAlives.ANSWERED
 
     async def write(self, request: Any, timeout_s: float) -> None:
         if self._client.link is Link.CUT:
             await asyncio.sleep(timeout_s)
             raise EtcdUnavailable("etcd cannot be reached")
-        self._ttls.append(self._client.store.keep_alive(request.ID))
+        self._lease_id, self._fate = request.ID, self._client.keepalives
+        if self._fate not in (KeepAlives.LOST, KeepAlives.ARRIVE_LATE):
+            self._ttl_s = self._client.store.keep_alive(request.ID)
 
     async def read(self, timeout_s: float) -> Any:
-        return rpc.LeaseKeepAliveResponse(TTL=self._ttls.pop(0))
+        """None where no answer comes in time."""
+        if self._fate in (KeepAlives.ANSWERED_LATE, KeepAlives.ARRIVE_LATE):
+            await asyncio.sleep(min(LATE_KEEPALIVE_S, timeout_s))
+        if self._fate is KeepAlives.ARRIVE_LATE:
+            self._ttl_s = self._client.store.keep_alive(self._lease_id)
+        if self._fate in (KeepAlives.UNANSWERED, KeepAlives.LOST):
+            await asyncio.sleep(timeout_s)
+            return None
+        return rpc.LeaseKeepAliveResponse(TTL=self._ttl_s)
 
     async def close(self) -> None:
         return

@@ -44,6 +44,12 @@ class Network:
             return None
         return Flight(process, partition.leader_id, asked)
 
+    def ask(self, process: SimulatedProcess) -> None:
+        """A question is under way, where there is room; it may arrive after the process that asked is dead."""
+        flight = self.question(process)
+        if flight is not None and len(self.flights) < MOST_FLIGHTS:
+            self.flights.append(flight)
+
     def round_trip(self, process: SimulatedProcess) -> None:
         flight = self.question(process)
         if flight is not None and self.serve(flight):
