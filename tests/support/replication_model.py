@@ -28,13 +28,14 @@ from kproxy.broker.json_file import read_json
 from kproxy.broker.keys import Keys, StateValue, TopicValue, decode_value, encode_value
 from kproxy.broker.log_options import LogOptions
 from kproxy.broker.partition import ACKS_ALL, Partition
+from kproxy.broker.replication.manager import Role
 from kproxy.broker.replication.reconciliation import Inconsistent, validate_consistency
 from kproxy.ownership.etcd import put_op
 from tests.support.fenced_writers import FencedWriters
 from tests.support.record_batches import build_batch
 from tests.support.replication_checks import Judge, Replica, Rule, Violation, replica_at
 from tests.support.replication_clients import Clients
-from tests.support.simulated_broker import PARTITION, PARTITION_INDEX, TOPIC, SimulatedProcess, State
+from tests.support.simulated_broker import ISR_LAG_S, PARTITION, PARTITION_INDEX, TOPIC, SimulatedProcess, State
 from tests.support.simulated_etcd import EtcdStore, KeepAlives, Link
 from tests.support.simulated_network import Network
 
@@ -246,7 +247,14 @@ class World:
     @_step(1, weight=4)
     def advance(self, number: int) -> None:
         """Time passes: too little for anything but an ISR change, or up to more than a lease lives."""
-        self.pass_time((0.3, 1.0, 4.0, 12.5)[number % 4])
+        seconds = (0.3, 1.0, 4.0, 12.5)[number % 4]
+        leader = self._leader_that_is_well()
+        going = self._out_of_sync_after(seconds) if leader is not None else set()
+        self.pass_time(seconds)
+        if leader is not None and leader is self._leader_that_is_well():
+            lingering = going.intersection(self.isr()) - {leader.leader_id}
+            if lingering:
+                self.judge.violated(Rule.LINGERS, f"{sorted(lingering)}, {seconds} s later")
 
     @_step(1, weight=2)
     def crash(self, number: int) -> None:
@@ -483,7 +491,8 @@ class World:
         self.clients.resolve(producer)
         recent = producer.done[-5:] if producer.current is None else producer.done[-4:]
         if recent:
-            self.clients.attempt(recent[position % len(recent)], self.process(number), ACKS_ALL)
+            acks = ACKS_ALL if position < 5 else 1
+            self.clients.attempt(recent[position % len(recent)], self.process(number), acks)
 
     # Writers that claim the partition
 
@@ -576,6 +585,21 @@ class World:
     @staticmethod
     def _leads(process: SimulatedProcess) -> bool:
         return process.leases.led(*PARTITION) is not None and not process.is_fenced()
+
+    def _leader_that_is_well(self) -> Partition | None:
+        """Where nothing keeps it from changing the ISR, neither now nor as time passes."""
+        partitions = [each.partition for each in self.processes.values() if each.hears_at_once and self._leads(each)]
+        for partition in partitions:
+            if partition is not None and partition.role is Role.LEADER and partition.replication.proposed is None:
+                return partition if self.setting.hand_over_after_s == float("inf") else None
+        return None
+
+    def _out_of_sync_after(self, seconds: float) -> set[int]:
+        """Whom a leader that is well has taken out of the ISR by then: nobody of these comes back by itself."""
+        away = {node_id for node_id, process in self.processes.items() if process.state is not State.RUNNING}
+        if seconds > ISR_LAG_S * 1.1:
+            return away | self.network.lagging
+        return {node_id for node_id in away if self.store.get(_KEYS.broker(node_id)) is None} if seconds > 1 else set()
 
     def state_value(self) -> StateValue | None:
         """What etcd says of the partition."""

@@ -283,6 +283,13 @@ class SimulatedProcess:
     def is_behind(self) -> bool:
         return bool(self._told) and min(self._told.values()) < self._store.revision
 
+    @property
+    def hears_at_once(self) -> bool:
+        """Whether it runs on, and nothing between it and etcd is late."""
+        is_on_time = not any(self.watch_delays.values()) and max(self._arrives_at.values(), default=0.0) <= self.time
+        keeps_alive = self.client.link is Link.FAST and self.client.keepalives is KeepAlives.ANSWERED
+        return self.state is State.RUNNING and self._interruption is None and is_on_time and keeps_alive
+
     def hear_at_once(self) -> None:
         """Nothing that etcd says is late any more."""
         self.watch_delays.clear()
