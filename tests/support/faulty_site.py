@@ -88,7 +88,7 @@ class FaultyBroker(BrokerProcess):
         for way in (*self.etcd_ways, self.replication_way):
             if not way.is_open:
                 await way.open()
-            elif way.is_dead:
+            if way.is_dead:
                 await way.restore()
         if self.is_running:
             self.signal(signal.SIGCONT)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import shutil
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack
 from typing import NamedTuple
 
 from codec import error_codes
 from codec.api_keys import FETCH, LIST_OFFSETS
+from kproxy.ownership.etcd import EtcdError
 from tests.support.attempts import Address, Stored, ThreadedClient, stored
 from tests.support.faulty_site import FaultyBroker, FaultySite
 from tests.support.reference_broker import Closed, RawClient
@@ -31,58 +33,85 @@ KINDS = (
     "etcd member killed",
     "etcd majority stopped",
 )
+MOST_AT_A_TIME = 3
 # What may befall several at once without taking away what nobody else has.
 _ANY_NUMBER = frozenset({"killed", "stopped", "terminated", "cut off from etcd", "silent to etcd"})
 
 
 class Step(NamedTuple):
-    """One trouble: `what` befalls these brokers, by id, for so long. `settled`: only once all replicas are in sync."""
+    """One trouble: `what` befalls these brokers, by id. What comes next begins `hold_s` seconds later.
+
+    `settled`: only once all replicas are in sync. `healed`: all of it, and what it came on top of, is over before the
+    next one; else it goes on.
+    """
 
     what: str
     brokers: tuple[int, ...]
     hold_s: float
     settled: bool
+    healed: bool
 
     def __str__(self) -> str:
         who = ",".join(map(str, self.brokers))
-        return f"{who} {self.what} for {self.hold_s} s{', all being in sync' if self.settled else ''}"
+        more = (", all being in sync" if self.settled else "") + ("" if self.healed else ", and on")
+        return f"{who} {self.what} for {self.hold_s} s{more}"
 
 
 def steps(seed: int) -> Iterator[Step]:
     """What happens, without end; the same for the same seed."""
     chance = random.Random(seed)
+    unhealed = 0
     while True:
         what = chance.choice(KINDS)
         count = chance.choice((1, 1, 1, 1, 2, 3)) if what in _ANY_NUMBER else 1
         brokers = tuple(chance.sample(BROKERS, count))
-        settled = chance.random() < 0.5 or what == "its disk is wiped"
-        yield Step(what, brokers, chance.choice(HOLDS), settled)
+        healed = unhealed == MOST_AT_A_TIME - 1 or chance.random() < 0.5
+        # All replicas are in sync only where nothing else goes on.
+        settled = unhealed == 0 and chance.random() < 0.5
+        unhealed = 0 if healed else unhealed + 1
+        yield Step(what, brokers, chance.choice(HOLDS), settled, healed)
 
 
 class Trouble:
-    """Makes steps happen to a site's brokers and to its etcd."""
+    """Makes steps happen to a site's brokers and to its etcd. `topics` are those whose promises a wiped disk must not
+    break: of each partition of theirs one other broker at least that holds what was promised keeps its disk."""
 
-    def __init__(self, site: FaultySite) -> None:
+    def __init__(self, site: FaultySite, topics: Sequence[str], partitions: int) -> None:
         self._site = site
+        self._partitions = [(topic, partition) for topic in topics for partition in range(partitions)]
+        self._healing = AsyncExitStack()
+        self._etcd_is_troubled = False
+        self.wipes = 0
+        # Who lost a partition with its disk, as long as it has not been seen to have it again.
+        self._wiped: set[tuple[int, str, int]] = set()
 
     async def make(self, step: Step) -> None:
-        """From its beginning until every process serves again."""
-        async with self._befalling(step):
-            await asyncio.sleep(step.hold_s)
+        """From its beginning on for as long as it holds; where it is healed, until every process serves again."""
+        brokers = [self._site.brokers[node_id] for node_id in step.brokers]
+        if step.what.startswith("etcd"):
+            await self._befall_etcd(step)
+        else:
+            await asyncio.gather(*(self._befall(step.what, broker) for broker in brokers))
+        await asyncio.sleep(step.hold_s)
+        if step.healed:
+            await self.heal()
+
+    async def heal(self) -> None:
+        """All that goes on ends, and every process serves again."""
+        await self.close()
         await self._site.heal()
 
-    @asynccontextmanager
-    async def _befalling(self, step: Step) -> AsyncIterator[None]:
-        brokers = [self._site.brokers[node_id] for node_id in step.brokers]
-        async with AsyncExitStack() as healing:
-            if step.what.startswith("etcd"):
-                await self._befall_etcd(step, healing)
-            else:
-                await asyncio.gather(*(self._befall(step.what, broker) for broker in brokers))
-            yield
+    async def close(self) -> None:
+        """etcd is left as it was found."""
+        healing, self._healing = self._healing, AsyncExitStack()
+        self._etcd_is_troubled = False
+        await healing.aclose()
 
-    async def _befall_etcd(self, step: Step, healing: AsyncExitStack) -> None:
-        etcd = self._site.etcd
+    async def _befall_etcd(self, step: Step) -> None:
+        if self._etcd_is_troubled:
+            return
+        self._etcd_is_troubled = True
+        etcd, healing = self._site.etcd, self._healing
         member = etcd.members[step.brokers[0] - 1]
         if step.what == "etcd member killed":
             member.kill()
@@ -95,11 +124,15 @@ class Trouble:
                     healing.callback(other.thaw)
 
     async def _befall(self, what: str, broker: FaultyBroker) -> None:
+        """What is down or shut already stays so."""
+        if not broker.is_running:
+            return
         if what == "killed":
             await broker.down()
         elif what == "stopped":
             broker.signal(signal.SIGSTOP)
         elif what == "terminated":
+            broker.signal(signal.SIGCONT)
             await asyncio.to_thread(broker.terminate)
         elif what == "cut off from etcd":
             await broker.cut_off_from_etcd("refused")
@@ -108,12 +141,38 @@ class Trouble:
         elif what == "cut off from followers":
             broker.replication_way.blackhole()
         elif what == "its disk is wiped":
+            # From then on it acknowledges nothing, and what it did others in sync have, where there are any.
             await broker.down()
-            shutil.rmtree(broker.data_dir)
+            if await self._others_hold_what_was_promised(broker.node_id):
+                shutil.rmtree(broker.data_dir)
+                self.wipes += 1
+                self._wiped.update((broker.node_id, *each) for each in self._partitions)
         else:
-            found = await self._site.client.get(self._site.keys.broker(broker.node_id))
-            if found is not None:
-                await self._site.client.lease_revoke(found.lease_id)
+            with contextlib.suppress(EtcdError):
+                found = await self._site.client.get(self._site.keys.broker(broker.node_id))
+                if found is not None:
+                    await self._site.client.lease_revoke(found.lease_id)
+
+    async def _others_hold_what_was_promised(self, node_id: int) -> bool:
+        """Whether of each partition another one in sync has not lost its disk since it had everything."""
+        try:
+            states = [await self._site.state(*each) for each in self._partitions]
+        except EtcdError:
+            return False
+        for place, state in zip(self._partitions, states, strict=True):
+            others = set(state.isr if state is not None else ()) - {node_id}
+            holders = {each for each in others if (each, *place) not in self._wiped}
+            for each in others - holders:
+                if await asyncio.to_thread(self._has_all, each, holders, *place):
+                    self._wiped.discard((each, *place))
+            if not holders:
+                return False
+        return True
+
+    def _has_all(self, node_id: int, holders: Iterable[int], topic: str, partition: int) -> bool:
+        """Whether what lies on a disk begins with all that lies on the disk of one that holds everything."""
+        theirs = [self._site.log_bytes(each, topic, partition) for each in holders]
+        return any(self._site.log_bytes(node_id, topic, partition).startswith(each) for each in theirs)
 
 
 class Reader(ThreadedClient):
