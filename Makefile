@@ -12,7 +12,7 @@ SEEDS  ?= 1000
 HISTORIES ?= 500
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test chaos storm sim own-histories check bench bench-quick lock clean
+.PHONY: help install demo test chaos storm sim sim-rules own-histories check bench bench-quick lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do \
@@ -41,6 +41,10 @@ storm: install  ## kill, stop, cut off and wipe replicated brokers at random for
 sim: install  ## put replication through SEEDS=1000 random runs of brokers, links and time, from SEED=1; a second for ten
 	@KPROXY_SIM_SEEDS=$(SEEDS) KPROXY_SIM_FIRST_SEED=$(SEED) \
 		$(BIN)/python -m pytest -q --timeout=0 tests/property/test_replication_model.py -k befalls $(ARGS)
+
+sim-rules: install  ## switch off every rule of replication, the rarest too, and have random runs from SEED=1 find each
+	@KPROXY_SIM_RULES=all KPROXY_SIM_FIRST_SEED=$(SEED) \
+		$(BIN)/python -m pytest -q --timeout=0 tests/property/test_replication_model.py -k random_runs_find $(ARGS)
 
 own-histories: install  ## HISTORIES=500 random histories of claims, writes and deaths before reference brokers, from SEED=1, judged
 	@KPROXY_OWN_HISTORIES=$(HISTORIES) KPROXY_OWN_SEED=$(SEED) \

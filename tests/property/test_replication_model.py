@@ -7,6 +7,7 @@ and `tests.support.replication_checks` judges. `make sim SEEDS=100000` runs it f
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -26,16 +27,17 @@ from tests.support.replication_rules_off import (
     SOME_SECONDS,
     THREE,
     RuleOff,
+    Runs,
     truncate_to_high_watermark,
 )
+from tests.support.replication_search import search as search_by_weights
 
 EXAMPLES = int(os.environ.get("KPROXY_SIM_SEEDS", "60"))
 SEED = int(os.environ.get("KPROXY_SIM_FIRST_SEED", "1"))
 REPLICATION = [name for name in STEPS if name not in FENCE_STEPS]
-# What leaders that change take, so that what is added to the model later does not make such runs rare.
-FEW_STEPS = ("advance", "produce", "produce_idempotent", "lag", "fetch", "crash", "restart", "freeze", "thaw")
-# With this one it is among the first runs.
-HIGH_WATERMARK_SEED = 5
+# Rules that are found by random runs, and in how many at most.
+EVERY_RULE = os.environ.get("KPROXY_SIM_RULES") == "all"
+MOST_RUNS = 1000
 STEPS_PER_RUN = int(os.environ.get("KPROXY_SIM_STEPS", "50"))
 
 
@@ -133,21 +135,12 @@ def test_nothing_that_befalls_a_partition_breaks_its_promises() -> None:
     assert found is None, f"{found.violation}\n{found.setting}\n" + ",\n".join(map(str, found.steps))
 
 
-def test_truncating_to_the_high_watermark_is_found_to_lose_what_was_acknowledged(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The rule of the StreamBus text. KIP_101 is such a run, made to be read; here the model finds one by itself."""
-    with monkeypatch.context() as patch:
-        truncate_to_high_watermark(patch)
-        lost = frozenset({Rule.LOST})
-        seeds = range(HIGH_WATERMARK_SEED, HIGH_WATERMARK_SEED + 10)
-        runs = (search(60, first_seed, lost, FEW_STEPS) for first_seed in seeds)
-        found = next((run for run in runs if run is not None), None)
-        assert found is not None, "the model has not noticed"
-        loss = broken_by(THREE, KIP_101)
-        assert loss is not None
-        assert "the leader, has nothing there" in str(loss)
-    assert broken_by(found.setting, found.steps) is None, "our own rule"
+def test_truncating_to_the_high_watermark_loses_what_was_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule of the StreamBus text. KIP_101 is such a run, made to be read."""
+    truncate_to_high_watermark(monkeypatch)
+    loss = broken_by(THREE, KIP_101)
+    assert loss is not None
+    assert "the leader, has nothing there" in str(loss)
 
 
 FOUND_ONCE: dict[str, tuple[Setting, list[Taken]]] = {
@@ -221,3 +214,33 @@ def test_each_rule_is_needed(rule_off: RuleOff, monkeypatch: pytest.MonkeyPatch)
     violation = broken_by(rule_off.setting, rule_off.steps)
     assert violation is not None, "the model has not noticed"
     assert violation.rule is rule_off.found, str(violation)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "rule_off",
+    [
+        pytest.param(
+            rule_off,
+            id=rule_off.name.replace(" ", "_"),
+            marks=pytest.mark.skipif(
+                rule_off.takes is Runs.MANY and not EVERY_RULE, reason="takes long: KPROXY_SIM_RULES=all"
+            ),
+        )
+        for rule_off in RULES_OFF
+        if rule_off.takes is not Runs.TOO_MANY
+    ],
+)
+def test_random_runs_find_each_rule_that_is_off(
+    rule_off: RuleOff, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From a seed, in no more runs than these; what is found is the rule's doing."""
+    began_at = time.process_time()
+    with monkeypatch.context() as patch:
+        rule_off.off(patch)
+        seeds, watched = range(SEED, SEED + MOST_RUNS), frozenset({rule_off.found})
+        found = search_by_weights(seeds, [rule_off.setting], rule_off.weights, watched, shorten=False)
+    assert found is not None, f"not in {MOST_RUNS} runs from seed {SEED}"
+    with capsys.disabled():
+        print(f"\n{rule_off.name}: run {found.runs} from seed {SEED}, {time.process_time() - began_at:.1f} s of CPU")
+    assert broken_by(found.setting, found.steps) is None, f"with the rule on, seed {found.seed}"

@@ -14,6 +14,7 @@ the name that a Violation carries:
   WENT_BACK    no consumer is sent back: neither by an offset out of range, nor by a smaller "latest"
   GAVE_WAY     what was acknowledged with acks=1 stands in every later leader's log, at its offset, as long as no broker
                dies or loses its lease: through a stop in good order, or a hand-over
+  USURPED      no broker that holds its lease finds its key in etcd on another one
   LINGERS      who has gone, or does not fetch, leaves the ISR in time, where its leader is well
   FENCED       no batch of a lower fence stands behind one of a higher, in any log; none is acknowledged that was sent
                after a higher fence was granted, or released; what is bound to none writes only after a release
@@ -42,6 +43,7 @@ class Rule(Enum):
     DOUBLED = "a resend was appended a second time"
     WENT_BACK = "a consumer was sent back"
     GAVE_WAY = "a move in good order lost what acks=1 acknowledged"
+    USURPED = "a broker's key was taken from it"
     LINGERS = "the ISR keeps who is gone"
     FENCED = "a writer got through behind its successor"
     STUCK = "the partition does not recover"

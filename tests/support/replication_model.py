@@ -2,8 +2,11 @@
 
 The brokers are `simulated_broker`s around one `simulated_etcd`; they fetch from one another over a `simulated_network`,
 on which a question and its answer lie until somebody lets them arrive or lose them, be it after the broker that asked
-was restarted. Of what producers and a consumer were told `replication_clients` keeps account, and after every step
-`replication_checks` compares it with every replica.
+was restarted; who is killed leaves one behind, and its calls to etcd. Of what producers and a consumer were told
+`replication_clients` keeps account, and after every step `replication_checks` compares it with every replica.
+
+There is one partition. What several have in common, a lease and its loss, a key each and turns at the work, takes no
+decision of one on the strength of another; with two of them every run would take nearly twice as long.
 
 A step is a method of World whose name stands in STEPS, with small numbers for arguments: `world.step("crash", 1)`. A
 number that names one of several things counts round, so that every sequence of steps can be replayed, shortened too.
@@ -139,6 +142,7 @@ class World:
         self._create_topic(ids)
         self._all: list[SimulatedProcess] = []
         self.processes = {node_id: self._start(node_id) for node_id in ids}
+        self.store.on_change = self._check_ids
         self.network = Network(self.processes)
         self.pass_time(FIRST_STEPS_S)
         self.check()
@@ -299,6 +303,15 @@ class World:
         others = set(self.isr()) - {process.node_id}
         if process.state is State.DEAD and others:
             shutil.rmtree(process.directory, ignore_errors=True)
+
+    @_step(1, _any_is(State.DEAD))
+    def replace(self, number: int) -> None:
+        """A dead broker comes back without its disk, and has fetched nothing yet."""
+        self.wipe(number)
+        process = self.broker(number)
+        if not process.directory.exists():
+            self.restart(number)
+            self.lag(number)
 
     @_step(1)
     def fail_disk(self, number: int) -> None:
@@ -581,6 +594,16 @@ class World:
     def _check_leaders(self) -> None:
         leading = [each for each in self.processes.values() if each.state is not State.DEAD and self._leads(each)]
         self.judge.leaders(f"broker {each.node_id}" for each in leading)
+
+    def _check_ids(self) -> None:
+        """At every change in etcd: who has lost its key is about to learn it."""
+        for process in self.processes.values():
+            key = self.store.get(_KEYS.broker(process.node_id)) if process.lease_id else None
+            if process.state is not State.DEAD and key is not None and key.lease_id != process.lease_id:
+                try:
+                    self.judge.violated(Rule.USURPED, f"broker {process.node_id}")
+                except Violation as violation:
+                    self.clients.found_meanwhile = violation
 
     @staticmethod
     def _leads(process: SimulatedProcess) -> bool:

@@ -52,6 +52,7 @@ LEASE_TTL_S = 10
 ISR_LAG_S = 10.0
 PRODUCE_TIMEOUT_S = 30.0
 KEEP_INTERVAL_S = 5.0
+DRAIN_TIMEOUT_S = 3.0
 
 
 class State(Enum):
@@ -186,8 +187,9 @@ class SimulatedProcess:
 
     async def _stop(self) -> None:
         self.leases.resign_all()
-        await self.leases.drain(3.0)
-        if any(each.replication.followers_behind(self.view.brokers) for each in self.leases.partitions.values()):
+        began_at = self.loop.time()
+        await self.leases.drain(DRAIN_TIMEOUT_S)
+        if self.loop.time() >= began_at + DRAIN_TIMEOUT_S:
             self._on_left_behind()
         await self.keeper.flush(whatever_the_policy=True)
         await self.keeper.checkpoint()
@@ -331,6 +333,11 @@ class SimulatedProcess:
         """Whether its fence is dead; reads the clock as it is, uninterrupted."""
         fence = self._lease.fence
         return fence is None or self.time >= fence._deadline
+
+    @property
+    def lease_id(self) -> int:
+        """Of the lease that it holds, as it thinks and as its fence says; 0 for none."""
+        return 0 if self.is_fenced() or self._lease.fence is None else self._lease.fence.lease_id
 
     async def produce(self, records: bytearray, acks: int, bindings: Bindings) -> AppendResult:
         """What the Produce API does for one partition, from the checked batch on."""

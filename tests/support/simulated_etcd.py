@@ -328,6 +328,8 @@ class _KeepAliveStream:
         """None where no answer comes in time."""
         if self._fate in (KeepAlives.ANSWERED_LATE, KeepAlives.ARRIVE_LATE):
             await asyncio.sleep(min(LATE_KEEPALIVE_S, timeout_s))
+        if self._client.link is Link.CUT:
+            raise EtcdUnavailable("etcd cannot be reached any more")
         if self._fate is KeepAlives.ARRIVE_LATE:
             self._ttl_s = self._client.store.keep_alive(self._lease_id)
         if self._fate in (KeepAlives.UNANSWERED, KeepAlives.LOST):
