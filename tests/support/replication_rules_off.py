@@ -19,7 +19,7 @@ Of the compares of transactions these are not here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ from kproxy.broker.cluster import ClusterView, Topic
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.fence_keeper import FenceKeeper
 from kproxy.broker.handing_over import HandingOver
-from kproxy.broker.keys import log_id_of_version_1
+from kproxy.broker.keys import ReplicaKey, log_id_of_version_1
 from kproxy.broker.log import Log
 from kproxy.broker.partition import AppendResult, Partition, ReadResult
 from kproxy.broker.producer_state import Judgement, ProducerStates, Verdict
@@ -262,11 +262,11 @@ def _wanted_isr_with(**fields: object) -> Callable[[pytest.MonkeyPatch], None]:
     def off(patch: pytest.MonkeyPatch) -> None:
         wanted_isr = ReplicationManager.wanted_isr
 
-        def wanted(manager: ReplicationManager, live: Mapping[int, int]) -> frozenset[int] | None:
+        def wanted(manager: ReplicationManager, *brokers: Collection[int]) -> frozenset[ReplicaKey] | None:
             kept = {name: getattr(manager, name) for name in fields}
             vars(manager).update(fields)
             try:
-                return wanted_isr(manager, live)
+                return wanted_isr(manager, *brokers)
             finally:
                 vars(manager).update(kept)
 
@@ -278,9 +278,8 @@ def _wanted_isr_with(**fields: object) -> Callable[[pytest.MonkeyPatch], None]:
 def _everybody_lives(patch: pytest.MonkeyPatch) -> None:
     wanted_isr = ReplicationManager.wanted_isr
 
-    def wanted(manager: ReplicationManager, live: Mapping[int, int]) -> frozenset[int] | None:
-        as_before = {node_id: progress.incarnation for node_id, progress in manager._followers.items()}
-        return wanted_isr(manager, {**as_before, **live})
+    def wanted(manager: ReplicationManager, _: Collection[int], gone: Collection[int]) -> frozenset[ReplicaKey] | None:
+        return wanted_isr(manager, manager._followers, gone)
 
     patch.setattr(ReplicationManager, "wanted_isr", wanted)
 
@@ -459,8 +458,22 @@ RULES_OFF = [
         THREE,
         KIP_101,
     ),
-    RuleOff("a late fetch tells of one disk", _a_broker_is_its_disk, Rule.LOST, THREE, KIP_903_LATE_FETCH),
-    RuleOff("a late proposal names one disk", _a_broker_is_its_disk, Rule.LOST, THREE, KIP_903_LATE_PROPOSAL),
+    RuleOff(
+        "a late fetch tells of one disk",
+        _a_broker_is_its_disk,
+        Rule.LOST,
+        THREE,
+        KIP_903_LATE_FETCH,
+        {"produce_idempotent": 3, "advance": 4, "crash": 2, "replace": 2, "restart": 1, "arrive": 3},
+    ),
+    RuleOff(
+        "a late proposal names one disk",
+        _a_broker_is_its_disk,
+        Rule.LOST,
+        THREE,
+        KIP_903_LATE_PROPOSAL,
+        takes=Runs.MANY,
+    ),
     RuleOff(
         "an expansion counts from the moment it is proposed",
         _count_only_committed_isr,
