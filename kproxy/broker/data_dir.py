@@ -112,7 +112,12 @@ class DataDir:
         if is_new:
             # Before there is a log: if that is removed, or a power cut takes it, it is known to have been here.
             self._keep_id(topic_id, partition_index, self.log_id if kept_id is None else uuid.uuid4())
-            self._set_up(directory, identity)
+            try:
+                self._set_up(directory, identity)
+            except BaseException:
+                if kept_id is None:
+                    self._id_file(topic_id, partition_index).unlink(missing_ok=True)
+                raise
         options = options or self._log_options
         log = Log.open(directory, options=options)
         if is_new and options.flush != "never":

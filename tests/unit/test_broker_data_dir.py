@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import threading
 import uuid
@@ -11,6 +12,7 @@ import pytest
 
 from kproxy.broker.checkpoint import NO_LEADERSHIP
 from kproxy.broker.data_dir import DataDir
+from kproxy.broker.disk import DiskError
 from kproxy.broker.json_file import read_json
 from kproxy.broker.keys import ReplicaKey, StateValue, decode_value
 from kproxy.broker.segment import LogFailed
@@ -73,6 +75,17 @@ def test_a_log_that_was_removed_has_another_id_when_it_is_begun_anew(tmp_path: P
     assert data_dir.log_id_of(FIRST, 0) == begun_anew
     data_dir.delete_log("t", 0, FIRST)
     assert data_dir.log_id_of(FIRST, 0) is None
+    data_dir.close()
+
+
+def test_a_log_that_could_not_be_begun_was_never_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data_dir = DataDir.open(tmp_path, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no room")))
+        with pytest.raises(DiskError):
+            data_dir.open_log("t", 0, FIRST)
+    data_dir.open_log("t", 0, FIRST).close()
+    assert data_dir.log_id_of(FIRST, 0) == data_dir.log_id
     data_dir.close()
 
 
