@@ -31,6 +31,7 @@ WITH_KAFKA = (
     "tests/integration/test_kafka_source.py",
     "tests/integration/test_own_unfenced.py",
     "tests/integration/test_several_proxies.py",
+    "tests/integration/test_stale_views.py",
     "tests/integration/test_transactions.py",
     "tests/unit/test_java_truststore.py",
 )
