@@ -16,7 +16,8 @@ class Watch:
     def __init__(self) -> None:
         self.now = 100.0
         self.loop = SimulatedLoop(lambda: self.now)
-        self.presence = FollowerPresence(GRACE_S, LONGEST_S, self._changed)
+        self.presence = FollowerPresence(GRACE_S, LONGEST_S)
+        self.presence.subscribe(self._changed)
         self.changes: list[frozenset[int]] = []
 
     def _changed(self) -> None:

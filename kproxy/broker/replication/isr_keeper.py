@@ -65,7 +65,7 @@ class IsrKeeper:
         self._to_look_at: deque[Partition] = deque()
         self._gone = presence.gone if presence is not None else frozenset()
         if presence is not None:
-            presence.on_change = self._wake.set
+            presence.subscribe(self._wake.set)
         view.subscribe(lambda _: self._wake.set())
 
     async def run(self) -> None:

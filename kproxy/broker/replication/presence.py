@@ -39,14 +39,18 @@ class _Follower:
 
 
 class FollowerPresence:
-    """Fed by the replication listener. `on_change` is called when `gone` changes. Times are seconds."""
+    """Fed by the replication listener. Times are seconds."""
 
-    def __init__(self, grace_s: float, longest_s: float, on_change: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, grace_s: float, longest_s: float) -> None:
         self.gone: set[int] = set()
-        self.on_change = on_change
+        self._subscribers: list[Callable[[], None]] = []
         self._grace_s = grace_s
         self._longest_s = longest_s
         self._followers: dict[int, _Follower] = {}
+
+    def subscribe(self, subscriber: Callable[[], None]) -> None:
+        """Call `subscriber` when `gone` has changed."""
+        self._subscribers.append(subscriber)
 
     def connected(self, node_id: int) -> None:
         """That broker's follower is authenticated."""
@@ -78,9 +82,13 @@ class FollowerPresence:
         was_steady = asyncio.get_running_loop().time() - follower.back_at > self._longest_s
         follower.times_gone = 1 if was_steady else follower.times_gone + 1
         self.gone.add(node_id)
-        self.on_change()
+        self._tell()
 
     def _is_back(self, node_id: int, follower: _Follower) -> None:
         follower.back_at = asyncio.get_running_loop().time()
         self.gone.discard(node_id)
-        self.on_change()
+        self._tell()
+
+    def _tell(self) -> None:
+        for subscriber in self._subscribers:
+            subscriber()
