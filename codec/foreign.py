@@ -23,10 +23,11 @@ _SSH = b"SSH-"
 # speak of versions, and when the connection just ends Java's client retries without a word.
 _TO_TLS = b"this listener is plain text: set security.protocol=PLAINTEXT\r\n"
 _SENTENCE = b"This listener speaks Kafka's protocol. A proxy's HTTP page is at its --admin address.\n"
-_TO_HTTP = (
+ANSWER_TO_HTTP = (
     b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain\r\nConnection: close\r\n"
     b"Content-Length: %d\r\n\r\n%s" % (len(_SENTENCE), _SENTENCE)
 )
+"""What kproxy's Kafka listeners say to who speaks HTTP to them."""
 
 SASL_HANDSHAKE_REFUSED = INT16.pack(UNSUPPORTED_SASL_MECHANISM) + INT32.pack(0)
 """The body of an answer to SaslHandshake, in every version, that offers no mechanism."""
@@ -41,7 +42,9 @@ def foreign_protocol(error: Exception) -> ForeignProtocol | None:
     first_bytes = error.first_bytes
     if first_bytes in _HTTP:
         return ForeignProtocol(
-            "HTTP", "this listener speaks Kafka's protocol; a proxy's HTTP page is at its --admin address", _TO_HTTP
+            "HTTP",
+            "this listener speaks Kafka's protocol; a proxy's HTTP page is at its --admin address",
+            ANSWER_TO_HTTP,
         )
     if first_bytes == _SSH:
         return ForeignProtocol("SSH", "this listener speaks Kafka's protocol")

@@ -16,7 +16,7 @@ So a restarted query needs its checkpoint, as any, and a source that can be read
 Kafka will do). Speculative execution has two attempts take over from each other until Spark gives up: leave it off.
 
     kproxy dev --writer-group orders=writers
-    pip install 'kproxy-kafka[demo]'
+    pip install '.[demo]'
     python examples/spark_foreach_batch.py --checkpoint /tmp/orders-checkpoint
 
 Kill it at any moment (kill -9), start it again with the same checkpoint, and read the topic: in each partition the rows

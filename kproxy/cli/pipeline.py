@@ -8,7 +8,7 @@ from kproxy.cli import LazyGroup
 
 COMMANDS = {
     "ingest": ("kproxy.cli.pipeline_ingest", "Write files, a topic or a counter to a topic, through the proxy."),
-    "audit": ("kproxy.cli.pipeline_audit", "Check that what was acknowledged is in the logs, once, at one offset."),
+    "audit": ("kproxy.cli.pipeline_audit", "Check that what was acknowledged is in the logs."),
     "path": ("kproxy.cli.pipeline_path", "Print the file to give to spark-submit."),
 }
 
@@ -28,8 +28,5 @@ def command() -> None:
       kproxy pipeline audit --bootstrap 127.0.0.1:9092 --master spark://spark:7077 --output /mnt/shared/audit
       spark-submit --master yarn $(kproxy pipeline path) audit --bootstrap 127.0.0.1:9092 --output hdfs:///audit
 
-    Need Java 17 or 21, and the extra `pipeline`:
-
-    \b
-      pip install 'kproxy-kafka[pipeline]'
+    Need Java 17 or 21, and the extra `spark`: docs/install.md.
     """

@@ -29,6 +29,13 @@ from kproxy.errors import StartupError
 )
 @click.option("--trail-bootstrap", metavar="H:P[,H:P...]", help="The cluster of the trail's topic. [--bootstrap]")
 @click.option("--topics", metavar="NAME[,NAME...]", help="Only these topics. [all that the trail speaks of]")
+@click.option(
+    "--deleted-topic",
+    "deleted_topics",
+    metavar="NAME",
+    multiple=True,
+    help="A topic of that name was deleted on purpose: what was acknowledged in it is no loss. May be repeated.",
+)
 @click.option("--from", "from_time", metavar="TIME", help="From when on: 2026-11-21T20:00 (UTC), or 2h for 2 h ago.")
 @click.option("--to", "to_time", metavar="TIME", help="Until when. [as far as the trails are whole]")
 @click.option("--window", metavar="DURATION", default="10s", show_default=True, help="The length of a window of time.")
@@ -59,6 +66,7 @@ def command(
     trail: str,
     trail_bootstrap: str | None,
     topics: str | None,
+    deleted_topics: tuple[str, ...],
     from_time: str | None,
     to_time: str | None,
     window: str,
@@ -74,7 +82,7 @@ def command(
     memory: str | None,
     conf: tuple[str, ...],
 ) -> int:
-    """Check that every acknowledged record is in its topic, once, at one offset.
+    """Check that every acknowledged record is in its topic, at one offset, and once if its producer is idempotent.
 
     Proxies with an audit sink write down what they acknowledge (kproxy serve --audit-sink topic; dev does by itself).
     This reads these trails and the batch headers of the logs on Spark, and holds one against the other. With --follow
@@ -97,13 +105,19 @@ def command(
 
     bootstrap.addresses()
     now_ms = time.time_ns() // 1_000_000
+    from_ms = None if from_time is None else parse_time_ms(from_time, "--from", now_ms)
+    if from_ms is not None and from_ms > now_ms:
+        raise StartupError(
+            f"--from {from_time} is yet to come (times are in UTC): nothing was acknowledged since then."
+        )
     place = parse_trail(trail)
     job = AuditJob(
         bootstrap=bootstrap.text,
         trail=place,
         trail_bootstrap=trail_bootstrap,
         topics=_names(topics),
-        from_ms=None if from_time is None else parse_time_ms(from_time, "--from", now_ms),
+        deleted_topics=deleted_topics,
+        from_ms=from_ms,
         to_ms=None if to_time is None else parse_time_ms(to_time, "--to", now_ms),
         window_ms=parse_duration_ms(window, "--window"),
         compacted=None if compacted is None else _names(compacted),

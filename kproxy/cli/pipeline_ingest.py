@@ -52,9 +52,30 @@ INTERRUPTED = 130
 @click.option("--value", metavar="COLUMN[,COLUMN...]", help="The value is JSON of these columns. [all]")
 @click.option("--value-column", metavar="COLUMN", help="The value is this column as it is.")
 @click.option("--drop-nulls", is_flag=True, help="Leave fields out of that JSON that are null.")
+@click.option(
+    "--on-new-columns",
+    type=click.Choice(["fail", "dead-letter", "ignore", "add"]),
+    default="dead-letter",
+    show_default=True,
+    help="Rows with fields that the schema lacks; add: values are JSON documents as they stand in the source.",
+)
+@click.option(
+    "--not-finite",
+    type=click.Choice(["dead-letter", "text"]),
+    default="dead-letter",
+    show_default=True,
+    help="NaN and infinities, which JSON has no numbers for.",
+)
 @click.option("--header", "headers", metavar="NAME=COLUMN", multiple=True, help="A header from a column. (repeatable)")
 @click.option("--constant-header", metavar="NAME=TEXT", multiple=True, help="A header, always the same. (repeatable)")
 @click.option("--copy-headers", is_flag=True, help="From kafka: keep the headers that records have.")
+@click.option(
+    "--keep-timestamps/--no-keep-timestamps",
+    default=True,
+    show_default=True,
+    help="From kafka: records keep their timestamps.",
+)
+@click.option("--keep-partitions", is_flag=True, help="From kafka: records keep the numbers of their partitions.")
 @click.option("--batch-header", metavar="NAME", help="A header that tells which micro-batch wrote the record.")
 @click.option("--row-header", metavar="NAME", help="A header that tells which row of the source it is.")
 @click.option("--schema", metavar="DDL|@FILE", help="The columns. [inferred once; of a topic: Spark's]")

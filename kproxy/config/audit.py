@@ -14,6 +14,7 @@ from msgspec import UNSET, Meta, UnsetType
 from kproxy.config.address import Address
 from kproxy.config.topic_name import RULE, is_topic_name
 from kproxy.errors import StartupError
+from kproxy.installed import install_command
 
 DEFAULT_TOPIC = "__kproxy_audit"
 SinkKind = Literal["none", "topic", "json", "parquet"]
@@ -66,7 +67,7 @@ def audit_options(room: AuditRoom, sources: Mapping[str, str], bootstrap: tuple[
         raise StartupError(f"{sources['bootstrap']}: it belongs to an audit sink of kind topic; this is {room.sink}.")
     if kind == "parquet" and find_spec("pyarrow") is None:
         raise StartupError(
-            f"{source}: Parquet files need pyarrow, which is not installed: pip install 'kproxy-kafka[parquet]', or "
+            f"{source}: Parquet files need pyarrow, which is not installed: run `{install_command('parquet')}`, or "
             f"write json:{place}."
         )
     return AuditOptions(

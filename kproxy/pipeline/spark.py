@@ -28,9 +28,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from kproxy.errors import StartupError
+from kproxy.installed import install_command
 from kproxy.pipeline.artifacts import Artifacts
 from kproxy.pipeline.cache import user_cache_dir
 from kproxy.pipeline.java import Java
+from kproxy.pipeline.not_downloaded import not_downloaded
 from kproxy.pipeline.spark_settings import (
     LOCAL_MASTER,
     foreign_variables,
@@ -57,7 +59,7 @@ def quiet_pyspark() -> None:
     PySparkLogger.getLogger("DataFrameQueryContextLogger").setLevel(logging.CRITICAL)
 
 
-def pyspark_home(extra: str = "pipeline") -> Path:
+def pyspark_home(extra: str = "spark") -> Path:
     """The installed pyspark, located without importing it. Raises StartupError, with our extra that has it."""
     spec = util.find_spec("pyspark")
     for location in (spec.submodule_search_locations or ()) if spec is not None else ():
@@ -69,11 +71,11 @@ def pyspark_home(extra: str = "pipeline") -> Path:
 def require_pyspark() -> None:
     """Raises StartupError where pyspark cannot be imported, be it pip's or that of spark-submit."""
     if util.find_spec("pyspark") is None:
-        raise _not_installed("pipeline")
+        raise _not_installed("spark")
 
 
 def _not_installed(extra: str) -> StartupError:
-    return StartupError(f"PySpark is not installed: run `pip install 'kproxy-kafka[{extra}]'`.")
+    return StartupError(f"PySpark is not installed: run `{install_command(extra)}`.")
 
 
 class SparkDriver:
@@ -215,10 +217,8 @@ class SparkDriver:
         if self._stopped:
             return SparkFailed("Spark was stopped")
         log = self.log_path.read_text(errors="replace")
-        if "unresolved dependency" in log or "UNRESOLVED DEPENDENCIES" in log:
-            return StartupError(
-                "Spark could not download its Kafka connector from Maven Central: check the network and run it again."
-            )
+        if (told := not_downloaded(log)) is not None:
+            return told
         lines = [line.strip() for line in log.splitlines() if line.strip()]
         return SparkFailed(f"Spark did not start: {lines[-1] if lines else 'it said nothing'}")
 

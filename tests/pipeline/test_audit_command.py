@@ -53,7 +53,7 @@ def test_a_clean_run_audits_clean_from_the_command_line(dev_cluster: KproxyProce
     )
 
     assert done.status == 0, done.stderr[-2000:]
-    assert done.stdout.startswith("Clean. "), done.stdout
+    assert done.stdout.startswith("Clean, duplicates not known. "), done.stdout
     assert f"{topic}/0" in done.stdout
     assert done.stderr.splitlines()[-1] == f"Report: {report}"
     assert "Clean" in report.read_text()
@@ -88,6 +88,7 @@ def test_what_the_trail_of_a_killed_proxy_leaves_unproven_ends_with_1_where_one_
         (["--trail", "disk"], "is no place of an audit trail"),
         (["--topics", "nix,nada"], "There is no topic nada"),
         (["--from", "1h", "--to", "2h"], "--from is not before --to"),
+        (["--from", "2999-01-01"], "--from 2999-01-01 is yet to come"),
         (["--window", "10"], "--window 10 is no duration"),
         (["--report", "/nonexistent/report.html"], "cannot be written to /nonexistent/report.html .No such file"),
         (["--conf", "x=y"], "is no setting of Spark's"),

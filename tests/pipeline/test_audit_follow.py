@@ -8,17 +8,21 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import confluent_kafka
 import pytest
+from confluent_kafka.admin import AdminClient, NewTopic
 from rich.console import Console
 
 from kproxy.observe.audit.rows import Row, encode_page
 from kproxy.pipeline.audit.follow import Follower, Following, Stretch
-from kproxy.pipeline.audit.follow_job import run_follow_job
+from kproxy.pipeline.audit.follow_job import pages_of, run_follow_job
 from kproxy.pipeline.audit.job import AuditJob
-from kproxy.pipeline.audit.places import parse_trail
+from kproxy.pipeline.audit.log_source import bounds_now
+from kproxy.pipeline.audit.places import existing, parse_trail
 from kproxy.pipeline.audit.trail import rows_of
 from kproxy.pipeline.ingest.run import Stop
 from kproxy.pipeline.report import Report
@@ -46,6 +50,23 @@ class Followed:
 
     def ship(self, *rows: Row) -> None:
         produce(self.bootstrap, self.trail, [encode_page(rows)])
+
+    def ship_at(self, timestamp_ms: int, *rows: Row) -> None:
+        """A page that bears the time of another clock, as brokers write it with LogAppendTime."""
+        producer = confluent_kafka.Producer({"bootstrap.servers": self.bootstrap})
+        producer.produce(self.trail, encode_page(rows), partition=0, timestamp=timestamp_ms)
+        assert producer.flush(TIMEOUT_S) == 0
+
+    def topic_id(self) -> str | None:
+        (bounds,) = bounds_now(self.bootstrap, topics=[self.topic])
+        return bounds[-1]
+
+    def make_anew(self) -> None:
+        admin = AdminClient({"bootstrap.servers": self.bootstrap})
+        admin.delete_topics([self.topic])[self.topic].result(TIMEOUT_S)
+        while existing(self.bootstrap, [self.topic]):
+            time.sleep(0.1)
+        admin.create_topics([NewTopic(self.topic, 1, 1)])[self.topic].result(TIMEOUT_S)
 
 
 class Run:
@@ -188,7 +209,91 @@ def test_who_falls_silent_is_told_of_though_nothing_comes_any_more(
     assert again.feed(trail.mark()) == []
 
 
+def test_of_too_many_losses_the_number_is_told_and_the_next_one_is_told_as_ever(
+    dev_cluster: KproxyProcess, tmp_path: Path, spark: Any
+) -> None:
+    followed = Followed(dev_cluster.kafka, tmp_path)
+    produce(followed.bootstrap, followed.topic, [b"value"] * 10)
+    fed = Fed(spark, followed)
+    trail = ForgedTrail("e" * 16, began_ms=fed.now_ms - 151_000)
+    said = fed.feed(trail.begin(), *(trail.acked(followed.topic, 1_000 + 2 * n, 1) for n in range(150)))
+    assert len(said) == 101
+    assert said[-1].startswith("lost: 50 more, too many to tell one by one")
+    (next_one,) = fed.feed(trail.acked(followed.topic, 5_000, 500_000))
+    assert "offsets 5000 to 504999" in next_one
+    assert fed.follower.state.failures == 151
+    # The report's numbers are of all, however few are listed.
+    rows = spark.read.parquet(str(tmp_path / "tables" / "findings")).collect()
+    assert {row["of_kind"] for row in rows} == {150, 151}
+
+
 def test_what_is_not_read_yet_is_no_silence(dev_cluster: KproxyProcess, tmp_path: Path, spark: Any) -> None:
     fed = Fed(spark, Followed(dev_cluster.kafka, tmp_path), most=1)
     trail = ForgedTrail("d" * 16, began_ms=fed.now_ms - 3_600_000)
     assert fed.feed(trail.begin(), trail.mark()) == []
+
+
+def test_a_topic_that_was_made_anew_is_held_against_its_own_log(
+    dev_cluster: KproxyProcess, tmp_path: Path, spark: Any
+) -> None:
+    """What was read of the one before must not stand in for what is lost of this one."""
+    followed = Followed(dev_cluster.kafka, tmp_path)
+    produce(followed.bootstrap, followed.topic, [b"value"] * 100)
+    fed = Fed(spark, followed)
+    trail = ForgedTrail("f" * 16, began_ms=fed.now_ms - 10_000)
+    assert fed.feed(trail.begin(), trail.acked(followed.topic, 0, 100, topic_id=followed.topic_id())) == []
+    followed.make_anew()
+    produce(followed.bootstrap, followed.topic, [b"value"] * 10)
+    said = fed.feed(trail.acked(followed.topic, 0, 15, topic_id=followed.topic_id()))
+    assert sorted(sentence.split(":")[0] for sentence in said) == ["gone", "lost"]
+    assert any(sentence.startswith(f"lost: {followed.topic}/0 offsets 10 to 14") for sentence in said)
+
+
+EDGE_MS, HORIZON_MS = 60_000, 600_000
+
+
+@pytest.fixture
+def since(dev_cluster: KproxyProcess, tmp_path: Path) -> Followed:
+    """Followed from a minute ago on, of one topic."""
+    followed = Followed(dev_cluster.kafka, tmp_path)
+    followed.job = replace(followed.job, from_ms=now_ms() - EDGE_MS, topics=(followed.topic,))
+    return followed
+
+
+def test_from_some_time_on_pages_of_a_slow_clock_are_read_as_well(since: Followed, spark: Any) -> None:
+    """With LogAppendTime brokers date pages, and theirs may be dated before what they tell of was acknowledged."""
+    assert since.job.from_ms is not None
+    trail = ForgedTrail("a" * 16, began_ms=since.job.from_ms + 5_000)
+    since.ship_at(since.job.from_ms - HORIZON_MS - 1_000, ForgedTrail("b" * 16).begin())
+    since.ship_at(since.job.from_ms - 30_000, trail.begin(), trail.acked(since.topic, 0, 5))
+    pages = pages_of(spark, since.job, Following(checkpoint="", horizon_ms=HORIZON_MS))
+    name = f"pages_{uuid.uuid4().hex}"
+    query = rows_of(pages).writeStream.format("memory").queryName(name).trigger(availableNow=True).start()
+    assert query.awaitTermination(TIMEOUT_S)
+    assert {row.incarnation for row in spark.table(name).collect()} == {"a" * 16}
+
+
+def test_from_some_time_on_neither_what_is_missing_at_the_edge_nor_what_comes_late_is_passed_over(
+    since: Followed, spark: Any
+) -> None:
+    produce(since.bootstrap, since.topic, [b"value"] * 10)
+    assert since.job.from_ms is not None
+    edge_ms = since.job.from_ms
+    fed = Fed(spark, since)
+    fed.now_ms = edge_ms + EDGE_MS
+    # It was there long before what is read, and has a row soon after that begins.
+    lives = ForgedTrail("a" * 16, "lives:9092", edge_ms - HORIZON_MS + 2_000 - 700_000, sequence=700)
+    first = lives.mark()
+    lives.began_ms = edge_ms - 702_000
+    before = lives.acked(since.topic, 1_000, 5)
+    lives.began_ms = edge_ms + 20_000 - 702_000
+    rows = [first, before, lives.acked(since.topic, 0, 10), lives.acked("others", 0, 7)]
+    lives.began_ms += 20_000
+    # Of this one the first that is heard was closed behind the edge: rows before it are missing, and one is late.
+    torn = ForgedTrail("b" * 16, "torn:9092", edge_ms + 25_000, sequence=4)
+    late = torn.acked(since.topic, 10, 5)
+    (missing,) = fed.feed(*rows, lives.mark(), torn.mark())
+    assert "missing of the trail of torn:9092" in missing
+    (lost,) = [sentence for sentence in fed.feed(late) if "missing" not in sentence]
+    assert "offsets 10 to 14" in lost
+    assert fed.follower.state.acked == 15

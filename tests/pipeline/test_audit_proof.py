@@ -6,11 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from kproxy.errors import StartupError
+from kproxy.observe.audit.sinks.parquet import SCHEMA
 from kproxy.pipeline.audit import proof
+from kproxy.pipeline.audit.findings import of_unproven
+from kproxy.pipeline.audit.schemas import TAIL
 from kproxy.pipeline.audit.trail import SHIPPING_MS, parse_place, read_files, rows_of
+from kproxy.pipeline.spark import SparkFailed, as_spark_failure
 from tests.support.trails import BEGAN_AT, INTERVAL_MS, SHIPPED_SCHEMA, Row, Trail, trail_frame
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
@@ -173,6 +179,18 @@ def test_only_the_times_that_are_judged_are_unproven(spark: Any) -> None:
     assert found == [("p", "gap", 100, 1, *seconds(96, 101)), ("p", "tail", 199, 0, *seconds(194, 300))]
 
 
+def test_what_lives_is_not_called_dead_where_more_is_judged_than_it_tells_of_yet(spark: Any) -> None:
+    told = marked(READ_AT - 9_000).rows + long_trail("killed", 200, ends=False).rows
+    rows = trail_frame(spark, told)
+    pieces = proof.pieces(rows)
+    trails = proof.trails(pieces)
+    end = proof.audit_end(trails, read_at_ms=BEGAN_AT + READ_AT, to_ms=BEGAN_AT + READ_AT + 60_000)
+    unproven = proof.unproven(proof.gaps(rows, pieces, trails), proof.tails(trails, end), end, from_ms=None)
+    said = {row.proxy: row.detail for row in of_unproven(unproven, TAIL).collect()}
+    assert "goes on: what it acknowledged last before this audit's end had not come" in said["marked"]
+    assert "killed or cut off" in said["killed"]
+
+
 def test_rows_that_were_shipped_twice_count_once(spark: Any) -> None:
     many = long_trail("p", 200)
     rows = trail_frame(spark, many.rows + many.rows[10:90] + many.rows[150:151])
@@ -216,6 +234,32 @@ def test_files_of_parquet_are_read_with_whatever_width_their_numbers_have(spark:
     # A killed process left it, and it is not whole.
     (tmp_path / "trail" / "kproxy-audit-1-2-000003.parquet.tmp").write_bytes(b"PAR1")
     assert told(read_files(spark, parse_place(f"parquet:{tmp_path}/trail"))) == whole(trail.rows)
+
+
+def test_files_of_several_releases_are_read_together(spark: Any, tmp_path: Path) -> None:
+    """The columns of one file are not those of all: of the later rows no topic's id may be forgotten."""
+    trail = Trail("p", "p")
+    trail.acked("topic", 0, 10, at=1_000)
+    trail.acked("topic", 10, 10, at=2_000, topic_id="0f")
+    rows = [{name: row.get(name) for name in SCHEMA.names} for row in trail.rows]
+    earlier = pyarrow.Table.from_pylist(rows[:2], SCHEMA).drop_columns(["topic_id", "mark_ms"])
+    later = pyarrow.Table.from_pylist(rows[2:], SCHEMA).append_column("surplus", [["of the future"]])
+    for name, table in (("1", earlier), ("2", later)):
+        pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
+    expected = whole(trail.rows)
+    expected[0]["mark_ms"] = None
+    assert told(read_files(spark, parse_place(f"parquet:{tmp_path}"))) == expected
+
+
+def test_a_file_that_is_not_whole_is_named(spark: Any, tmp_path: Path) -> None:
+    whole_one = pyarrow.Table.from_pylist([dict.fromkeys(SCHEMA.names)], SCHEMA)
+    pyarrow.parquet.write_table(whole_one, tmp_path / "1.parquet")
+    (tmp_path / "2.parquet").write_bytes((tmp_path / "1.parquet").read_bytes()[:-100])
+    with (
+        pytest.raises(SparkFailed, match=r"The trail could not be read: .*2\.parquet"),
+        as_spark_failure("The trail could not be read"),
+    ):
+        read_files(spark, parse_place(f"parquet:{tmp_path}")).collect()
 
 
 def trail_frame_column(name: str) -> Any:

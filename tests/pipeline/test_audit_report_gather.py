@@ -71,9 +71,11 @@ def test_each_table_comes_into_the_report_as_it_is(spark: Any) -> None:
     tables = _tables(
         spark,
         partitions=[
-            _partition("a", 0, acked=30, present=30, batches=3, bytes=300, p50_ms=1.5, p99_ms=9.0, max_ms=20.0),
+            _partition(
+                "a", 0, acked=30, present=30, corrupt=7, batches=3, bytes=300, p50_ms=1.5, p99_ms=9.0, max_ms=20.0
+            ),
             _partition("a", 1, acked=10, present=8, lost=2, ownership_changes=1, owners=[1, 2]),
-            _partition("b", 0, acked=5, present=5, unproven=True, late=1, unclaimed=4),
+            _partition("b", 0, acked=5, present=5, unproven=True, unchecked=6, unsequenced=5, late=1, unclaimed=4),
         ],
         windows=[
             _window("a", 0, 0, acked=20, p50_ms=1.0, p95_ms=2.0, p99_ms=3.0, max_ms=4.0),
@@ -105,6 +107,10 @@ def test_each_table_comes_into_the_report_as_it_is(spark: Any) -> None:
     assert facts.sums == Sums(
         *(3, 45, 43, 2, 0, 0, 0),
         unclaimed=4,
+        # Of all, however few are listed.
+        corrupt=7,
+        unchecked=6,
+        unsequenced=5,
         late=1,
         batches=3,
         bytes=300,
@@ -131,7 +137,7 @@ def test_each_table_comes_into_the_report_as_it_is(spark: Any) -> None:
     assert [(finding.kind, finding.detail) for finding in facts.findings] == [
         *(("lost", "Gone."), ("overlap", "Both."), ("overlap", "Twice."), ("corrupt", "Broken."), ("tail", "No end."))
     ]
-    assert (facts.verdict.corrupt, facts.verdict.trail_faults, facts.verdict.conflicts) == (1, 1, 1)
+    assert (facts.verdict.trail_faults, facts.verdict.conflicts) == (1, 1)
     assert "Loss and corrupt batches" in report_page(facts)
 
 
@@ -148,7 +154,7 @@ def test_of_many_the_worst_are_taken_and_the_others_counted(spark: Any) -> None:
         partitions=partitions,
         windows=windows,
         findings=[
-            {"kind": "lost", "topic": "t", "partition": 150, "records": number, "detail": f"{number}"}
+            {"kind": "lost", "topic": "t", "partition": 150, "records": number, "detail": f"{number}", "of_kind": 9000}
             for number in range(300)
         ],
         owners=[
@@ -169,7 +175,8 @@ def test_of_many_the_worst_are_taken_and_the_others_counted(spark: Any) -> None:
     assert len(facts.partitions[0].owners) == 16
     assert facts.rest == Sums(190, 19_000, 19_000)
     assert [finding.detail for finding in facts.findings] == ["299", "298", "297", "296", "295"]
-    assert facts.hidden_findings == 295
+    # Those that are in no table are counted as well.
+    assert facts.hidden_findings == 8995
     assert facts.grid is not None
     # 694 windows of a minute, idle ones among them.
     assert facts.grid == Grid(start_ms, 35 * 60_000, 20, 35)

@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kproxy.pipeline.audit.report_facts import Sums, Verdict
+from kproxy.pipeline.audit.report_gather import SUMMED
+from kproxy.pipeline.audit.report_words import headline, summary
 from kproxy.pipeline.audit.results import Tables
 from kproxy.pipeline.audit.scale import fitted, keep
 from kproxy.pipeline.audit.schemas import FINDINGS_SCHEMA, OWNERS_SCHEMA, PARTITIONS_SCHEMA, WINDOWS_SCHEMA
@@ -148,12 +151,18 @@ CASES: dict[str, Case] = {
     ),
     "corrupt": Case(
         acked(ack(0, 300)),
-        [(0, 200), (200, 50, {"crc_ok": False}), (250, 50, {"crc_ok": None})],
-        {"acked": 300, "present": 250, "lost": 50},
+        [(0, 200), (200, 50, {"crc_ok": False}), (250, 50)],
+        {"acked": 300, "present": 250, "lost": 50, "corrupt": 1, "unsequenced": 2},
         [
             {"kind": "corrupt", "first_offset": 200, "last_offset": 249, "records": 50},
             {"kind": "lost", "first_offset": 200, "last_offset": 249},
         ],
+    ),
+    "checksums-not-looked-at": Case(
+        acked(ack(0, 300)),
+        [(0, 200), (200, 50, {"crc_ok": None}), (250, 50, {"crc_ok": None})],
+        {"acked": 300, "present": 300, "unchecked": 2, "unsequenced": 3, "unproven": True},
+        [{"kind": "unchecked", "detail": "the checksums of 2 batches were not checked"}],
     ),
     "nobody-was-told": Case(
         acked(ack(0, 100)), [(0, 100), (100, 200)], {"acked": 100, "present": 100, "unclaimed": 200}
@@ -180,6 +189,33 @@ CASES: dict[str, Case] = {
             }
         ],
     ),
+    "two-owners-and-the-first-again": Case(
+        acked(
+            ack(0, 200, owner=1, revision=7, **P),
+            ack(190, 10, owner=2, revision=9, at=2_000, producer=6),
+            ack(190, 10, owner=1, revision=11, at=3_000, producer=7),
+        ),
+        [(0, 200, P)],
+        {"acked": 200, "present": 200, "overlapped": 10, "ownership_changes": 2},
+        [
+            {
+                "kind": "overlap",
+                "first_offset": 190,
+                "last_offset": 199,
+                "owner": 1,
+                "other_owner": 2,
+                "other_revision": 9,
+                "detail": "by broker 1 at revision 7 and by broker 2 at revision 9:",
+            }
+        ],
+        end=200,
+    ),
+    "one-owner-at-two-revisions": Case(
+        acked(ack(0, 300), ack(100, 10, revision=9)),
+        [(0, 300)],
+        {"acked": 300, "present": 300, "overlapped": 10},
+        [{"kind": "overlap", "other_revision": 9, "detail": "by broker 1 at revision 7 and again at revision 9:"}],
+    ),
     "one-owner-twice": Case(
         acked(ack(0, 300), ack(100, 10)),
         [(0, 300)],
@@ -197,7 +233,7 @@ CASES: dict[str, Case] = {
     "sent-again": Case(
         acked(ack(0, 300, **P), ack(100, 50, producer=5, sequence=100, owner=2, revision=9)),
         [(0, 300, P)],
-        {"acked": 300, "present": 300, "ownership_changes": 1, "owners": [1, 2], "batches": 2},
+        {"acked": 300, "present": 300, "ownership_changes": 1, "owners": [1, 2], "batches": 2, "unsequenced": 0},
     ),
     "sent-again-and-gone-on": Case(
         acked(ack(0, 200, **P), ack(150, 150, producer=5, sequence=150)),
@@ -240,6 +276,51 @@ CASES: dict[str, Case] = {
             }
         ],
     ),
+    # Of what has no sequence numbers nothing tells these from what was acknowledged.
+    "appended-twice-unsequenced": Case(
+        acked(ack(0, 100)),
+        [(0, 100), (100, 100)],
+        {"acked": 100, "present": 100, "unclaimed": 100, "unsequenced": 2},
+    ),
+    "swapped": Case(
+        acked(ack(0, 20, **P)),
+        [(0, 10, {"producer": 5, "sequence": 10}), (10, 10, P)],
+        {"acked": 20, "lost": 20, "unsequenced": 0},
+        [{"kind": "lost", "first_offset": 0, "last_offset": 19, "detail": "something else"}],
+    ),
+    "swapped-unsequenced": Case(acked(ack(0, 20)), [(0, 10), (10, 10)], {"acked": 20, "present": 20, "unsequenced": 2}),
+    # A header has nothing of what is in the records, but for the checksum, which was made to match.
+    "altered-under-a-matching-checksum": Case(
+        acked(ack(0, 20, **P)), [(0, 20, P)], {"acked": 20, "present": 20, "unsequenced": 0}
+    ),
+    "made-anew": Case(
+        acked(ack(0, 300, topic_id="aa", **P), ack(0, 100, topic_id=TOPIC_ID, **P)),
+        [(0, 100, P)],
+        {"acked": 400, "present": 100, "gone": 300, "unproven": True},
+        [{"kind": "gone", "records": 300, "detail": "--deleted-topic made-anew says it was"}],
+        end=100,
+    ),
+    # The first fifty were acknowledged once more, as was what two rows have in common.
+    "made-anew-and-sent-again-before": Case(
+        acked(
+            ack(0, 60, 70, 230, topic_id="aa", **P),
+            ack(0, 50, topic_id="aa", at=12_000, **P),
+            ack(40, 10, topic_id="aa", owner=2, at=23_000),
+            ack(0, 20, topic_id="ab"),
+            ack(0, 100, topic_id=TOPIC_ID, **P),
+        ),
+        [(0, 100, P)],
+        {"acked": 410, "present": 100, "gone": 310, "unproven": True, "ownership_changes": 1},
+        [{"kind": "gone", "records": 290}, {"kind": "gone", "records": 20}],
+        end=100,
+    ),
+    "declared-made-anew": Case(
+        acked(ack(0, 300, topic_id="aa", **P), ack(0, 100, topic_id=TOPIC_ID, **P)),
+        [(0, 100, P)],
+        {"acked": 400, "present": 100, "deleted": 300, "unproven": False},
+        [{"kind": "deleted", "records": 300}],
+        end=100,
+    ),
     "same-sequence-a-lap-later": Case(
         acked(ack(0, 10, **P), ack(LAP, 10, **P)),
         [(0, 10, P), (LAP, 10, P)],
@@ -249,20 +330,39 @@ CASES: dict[str, Case] = {
     "markers-have-the-same-sequence": Case(
         acked(ack(0, 10, **P)),
         [(0, 10, P), (10, 1, {**P, "is_control": True}), (11, 1, {**P, "is_control": True})],
-        {"acked": 10, "present": 10},
+        {"acked": 10, "present": 10, "unsequenced": 0},
     ),
     "no-log-at-all": Case(
         acked(ack(0, 300)),
         [],
         {"acked": 300, "lost": 300, "log_start_offset": None, "end_offset": None},
-        [{"kind": "lost", "first_offset": 0, "last_offset": 299, "records": 300, "detail": "no log"}],
+        [{"kind": "lost", "first_offset": 0, "last_offset": 299, "detail": "--deleted-topic no-log-at-all says so"}],
         end=-1,
     ),
     "deleted-and-made-anew": Case(
         acked(ack(0, 300, topic_id="aa"), ack(0, 100, topic_id=TOPIC_ID), ack(100, 100)),
         [(0, 150)],
-        {"acked": 500, "present": 150, "removed": 300, "lost": 50},
-        [{"kind": "lost", "first_offset": 150, "last_offset": 199}],
+        {"acked": 500, "present": 150, "gone": 300, "lost": 50, "unproven": True},
+        [
+            {"kind": "gone", "records": 300, "detail": "its id was aa, and the one of that name now has 0f"},
+            {"kind": "lost", "first_offset": 150, "last_offset": 199},
+        ],
+    ),
+    "declared-deleted": Case(
+        acked(ack(0, 300, topic_id="aa"), ack(0, 20, topic_id="ab"), ack(300, 100)),
+        [],
+        {"acked": 420, "deleted": 420, "unproven": False, "log_start_offset": None, "end_offset": None},
+        [{"kind": "deleted", "detail": "there is none of that name now"}] * 3,
+        end=-1,
+    ),
+    "declared-deleted-and-made-anew": Case(
+        acked(ack(0, 300, topic_id="aa"), ack(0, 100, topic_id=TOPIC_ID), ack(100, 100)),
+        [(0, 150)],
+        {"acked": 500, "present": 150, "deleted": 300, "lost": 50, "unproven": False},
+        [
+            {"kind": "deleted", "records": 300, "detail": "its id was aa, and the one of that name now has 0f."},
+            {"kind": "lost", "first_offset": 150, "last_offset": 199},
+        ],
     ),
     "many-lost": Case(
         acked(ack(0, 300)),
@@ -300,7 +400,10 @@ CASES: dict[str, Case] = {
         {"acked": 40, "present": 40, "producers": 3},
     ),
 }
-COUNTED = ("acked", "present", "lost", "removed", "duplicated", "overlapped", "unclaimed", "late", "ownership_changes")
+COUNTED = (
+    *("acked", "present", "lost", "removed", "duplicated", "overlapped", "unclaimed", "corrupt", "unchecked", "late"),
+    *("deleted", "gone", "ownership_changes"),
+)
 
 
 class Audited(NamedTuple):
@@ -323,7 +426,10 @@ def audited(spark: Any) -> Audited:
         if case.end >= 0:
             limits.append(bounds(name, case.end, start=case.start, is_compacted=case.compacted, topic_id=TOPIC_ID))
     rows = [row for trail in trails.values() for row in trail.rows]
-    rules = AuditRules(read_at_ms=BEGAN_AT + 300_000, window_ms=WINDOW_MS, bucket_bits=BUCKET_BITS)
+    declared = tuple(name for name in CASES if name.startswith("declared-"))
+    rules = AuditRules(
+        read_at_ms=BEGAN_AT + 300_000, window_ms=WINDOW_MS, bucket_bits=BUCKET_BITS, deleted_topics=declared
+    )
     frames = trail_frame(spark, rows), log_frame(spark, log), bounds_frame(spark, limits)
     with fitted(spark, len(rows)):
         trail, headers, ends = (keep("", frame) for frame in frames)
@@ -351,12 +457,14 @@ def test_every_acknowledged_record_is_accounted_for(audited: Audited, name: str)
     told = audited.partitions[name]
     expected = dict.fromkeys(COUNTED, 0) | CASES[name].counts
     assert {column: told[column] for column in expected} == expected
-    assert told["acked"] == told["present"] + told["lost"] + told["removed"]
+    assert told["acked"] == sum(told[name] for name in ("present", "lost", "removed", "deleted", "gone"))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_wrong_is_named_and_nothing_else_is(audited: Audited, name: str) -> None:
-    told = sorted(audited.findings.get(name, []), key=lambda row: (row["kind"], row["first_offset"]))
+    told = sorted(
+        audited.findings.get(name, []), key=lambda row: (row["kind"], row["first_offset"] or 0, -(row["records"] or 0))
+    )
     expected = CASES[name].findings
     assert [row["kind"] for row in told] == [row["kind"] for row in expected]
     for row, wanted in zip(told, expected, strict=True):
@@ -365,19 +473,34 @@ def test_what_is_wrong_is_named_and_nothing_else_is(audited: Audited, name: str)
         assert {column: row[column] for column in columns} == {column: wanted[column] for column in columns}
 
 
-GIVEN_OUT_TWICE = {"two-owners-of-one-offset", "one-owner-twice", "twice-in-one-row", "same-sequence-of-another-epoch"}
+GIVEN_OUT_TWICE = {name for name, case in CASES.items() if case.counts.get("overlapped")}
 
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - GIVEN_OUT_TWICE))
 def test_windows_add_up_to_partitions_where_no_offset_was_given_out_twice(audited: Audited, name: str) -> None:
     told, windows = audited.partitions[name], audited.windows[name]
-    for column in ("acked", "present", "lost", "removed", "late", "batches", "bytes", "ownership_changes"):
+    for column in (
+        "acked",
+        "present",
+        "lost",
+        "removed",
+        "deleted",
+        "gone",
+        "late",
+        "batches",
+        "bytes",
+        "ownership_changes",
+    ):
         assert sum(row[column] for row in windows) == told[column], column
 
 
-def test_nothing_is_unproven_where_trails_end_in_order(audited: Audited) -> None:
+def test_nothing_is_unproven_where_trails_end_in_order_and_all_is_looked_at(audited: Audited) -> None:
     assert None not in audited.findings
-    assert not any(row["unproven"] for row in audited.partitions.values())
+    told = {name for name, row in audited.partitions.items() if row["unproven"]}
+    # A window in which nothing was acknowledged that was not before has nothing to prove.
+    windows = {name: [row for row in rows if row["acked"]] for name, rows in audited.windows.items()}
+    assert told == {name for name, rows in windows.items() if rows and all(row["unproven"] for row in rows)}
+    assert told == {name for name, case in CASES.items() if case.counts.get("unproven")}
 
 
 def test_a_duplicate_counts_when_either_copy_was_acknowledged(audited: Audited) -> None:
@@ -387,3 +510,34 @@ def test_a_duplicate_counts_when_either_copy_was_acknowledged(audited: Audited) 
 def test_both_owners_have_their_times(audited: Audited) -> None:
     told = sorted((row["owner"], row["revision"], row["records"]) for row in audited.owners["two-owners-of-one-offset"])
     assert told == [(1, 7, 200), (2, 9, 110)]
+
+
+DUPLICATES_NOT_KNOWN = "Clean, duplicates not known"
+# Ways to tamper with a log: what an audit of that partition alone would say first, and the exit status of a strict one.
+TAMPERED = {
+    "lost-in-the-middle": ("Loss", 1),
+    "lost-behind-the-end": ("Loss", 1),
+    "swapped": ("Loss", 1),
+    "swapped-unsequenced": (DUPLICATES_NOT_KNOWN, 0),
+    "altered-under-a-matching-checksum": ("Clean", 0),
+    "corrupt": ("Loss and corrupt batches", 1),
+    "checksums-not-looked-at": ("Unproven", 1),
+    "appended-twice": ("Duplicates", 1),
+    "appended-twice-unsequenced": (DUPLICATES_NOT_KNOWN, 0),
+    "no-log-at-all": ("Loss", 1),
+    "declared-deleted": ("Deleted topics", 0),
+    "made-anew": ("Unproven", 1),
+    "declared-made-anew": ("Deleted topics", 0),
+}
+
+
+@pytest.mark.parametrize("name", TAMPERED)
+def test_the_verdict_says_neither_more_nor_less_than_is_known(audited: Audited, name: str) -> None:
+    row = audited.partitions[name]
+    verdict = Verdict(Sums(partitions=1, unproven=int(row["unproven"]), **{each: row[each] for each in SUMMED}))
+    assert (headline(verdict), verdict.exit_status(strict=True)) == TAMPERED[name]
+    said = summary(verdict)
+    assert said.endswith("Contents are not compared.")
+    assert ("Duplicates are known of idempotent producers only" in said) == (row["unsequenced"] > 0)
+    is_known = row["present"] > 0 and row["unsequenced"] == 0 and not verdict.failed and not verdict.unproven
+    assert (", once and at one offset." in said) == is_known

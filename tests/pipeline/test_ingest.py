@@ -242,6 +242,41 @@ def test_without_a_place_for_dead_letters_the_first_one_ends_the_job_and_it_goes
     assert values(job.written()) == [{"id": 1, "name": "a", "n": 1}]
 
 
+def test_fields_that_the_schema_lacks_end_the_job_or_go_with_the_dead_letters(job: Job, tmp_path: Path) -> None:
+    job.options = replace(job.options, source=FileSource("json", str(tmp_path / "in")))
+    (tmp_path / "in" / "a.json").write_text('{"id":1}\n')
+    job.run()
+    (tmp_path / "in" / "b.json").write_text('{"id":2}\n{"ID":3,"name":"n"}\n')
+    letters = DeadLetters("json", str(tmp_path / "dead"))
+    for changes, way_out in (({}, "--dead-letters"), ({"on_new_columns": "fail", "dead_letters": letters}, "--schema")):
+        lacks = rf"b\.json#0:1 cannot be written, as it has what the schema lacks \(ID, name\): give (a )?{way_out}"
+        with pytest.raises(SparkFailed, match=lacks):
+            job.run(**changes)
+    assert "1 dead letter (1 new column) went to" in job.run(dead_letters=letters)
+    (letter,) = job.spark.read.json(str(tmp_path / "dead")).collect()
+    assert letter["record"] == '{"ID":3,"name":"n"}'
+    assert {value["id"] for value in values(job.written(at_least=2))} == {1, 2}
+
+
+def test_columns_of_a_parquet_file_that_the_schema_lacks_end_the_job(job: Job, tmp_path: Path) -> None:
+    job.options = replace(job.options, source=FileSource("parquet", str(tmp_path / "in")))
+
+    def write(select: str) -> None:
+        job.spark.sql(f"select {select}").coalesce(1).write.mode("append").parquet(str(tmp_path / "in"))
+
+    write("1L as id, named_struct('a', 1) as deep")
+    job.run()
+    # Read as the schema has it, be it with other types, other case, or less.
+    write("2 as ID")
+    assert "Wrote 1 row" in job.run()
+    write("3L as id, named_struct('a', 1, 'b', 2) as deep, 4 as more")
+    lacks = r"the file file:.*\.parquet has columns that the schema lacks \(deep\.b, more\): give a --schema"
+    with pytest.raises(SparkFailed, match=lacks):
+        job.run()
+    job.run(on_new_columns="ignore")
+    assert sorted(value["id"] for value in values(job.written(at_least=3))) == [1, 2, 3]
+
+
 def test_counts_are_right_where_spark_does_not_tell_them(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +320,45 @@ def test_another_kafka_clusters_topic_is_copied_with_keys_headers_and_bytes_as_t
     make_topic(job.options.bootstrap, topic, 2)
     with pytest.raises(StartupError, match="with another Kafka cluster behind --from-bootstrap"):
         job.run(**{**changes, "source": replace(source, bootstrap=job.options.bootstrap)})
+
+
+def test_records_keep_their_timestamps_and_partitions_and_what_was_aborted_is_not_copied(
+    job: Job, real_kafka: RealKafka
+) -> None:
+    topic = real_kafka.create_topic(f"from-{uuid.uuid4().hex[:8]}", PARTITIONS)
+    settings = {"bootstrap.servers": real_kafka.bootstrap, "transactional.id": topic}
+    producer = confluent_kafka.Producer(settings)
+    producer.init_transactions(30)
+    for aborted in (True, False):
+        producer.begin_transaction()
+        for number in range(30):
+            value = b"aborted" if aborted else b"%d" % number
+            at_ms = 1_600_000_000_000 + number
+            producer.produce(topic, value, b"k%d" % (number % 5), number % PARTITIONS, timestamp=at_ms)
+        assert producer.flush(30) == 0
+        if aborted:
+            producer.abort_transaction(30)
+        else:
+            producer.commit_transaction(30)
+
+    assert_copied(job, KafkaSource(real_kafka.bootstrap, topic))
+    make_topic(job.options.bootstrap, f"{topic}-narrow", 1)
+    narrow = {"topic": f"{topic}-narrow", "checkpoint": f"{job.options.checkpoint}-narrow", "keep_partitions": True}
+    with pytest.raises(StartupError, match=r"has 3 partitions and topic .*-narrow has 1"):
+        job.run(source=KafkaSource(real_kafka.bootstrap, topic), **narrow)
+
+
+def assert_copied(job: Job, source: KafkaSource) -> None:
+    """30 records, value `n`, key `k{n % 5}`, of milliseconds that rise with them, in partition `n % 3`."""
+    job.run(source=source, key=("key",), value_column="value", keep_partitions=True)
+    records = job.written(at_least=30)
+    for partition in range(PARTITIONS):
+        copied = [
+            (each.key, each.value, each.timestamp_ms, each.headers) for each in records if each.partition == partition
+        ]
+        assert copied == [
+            (b"k%d" % (n % 5), b"%d" % n, 1_600_000_000_000 + n, ()) for n in range(partition, 30, PARTITIONS)
+        ]
 
 
 def make_topic(bootstrap: str, name: str, partitions: int) -> None:
@@ -384,5 +458,7 @@ def test_a_header_that_does_not_fit_the_schema_ends_the_job_and_does_not_mix_up_
     job: Job, tmp_path: Path
 ) -> None:
     write_csv(tmp_path / "in", "a.csv", "1,a,1")
-    with pytest.raises(SparkFailed, match="other columns in its header than the schema"):
+    with pytest.raises(
+        SparkFailed, match=r"the header of file:.*a\.csv does not name the columns of the schema in their order"
+    ):
         job.run(source=FileSource("csv", str(tmp_path / "in"), "id INT, n INT, name STRING"))

@@ -8,19 +8,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
-import confluent_kafka
-import psutil
 import pytest
 
 from kproxy.config import DEFAULT_PREFIX
 from kproxy.dev.cluster import DevCluster
 from kproxy.pipeline.topic import create_topic, partition_owners
+from tests.pipeline.killing import Watched, committed, running
 from tests.support.dev import KPROXY, asyncios_own_loop
 from tests.support.java import require_java
 from tests.support.kafka_io import Placed, read_topic
@@ -34,7 +31,6 @@ FILES, FILES_PER_BATCH, ROWS_PER_FILE = 9, 3, 200
 ROWS = FILES * ROWS_PER_FILE
 ROWS_PER_BATCH = FILES_PER_BATCH * ROWS_PER_FILE
 KEYS = 17
-STEP_TIMEOUT_S = 240.0
 LEASE_TTL_S = 2
 # A request a record or two: a micro-batch takes long enough to be killed in its midst.
 SLOWLY = ("batch.size=150", "linger.ms=0", "max.in.flight.requests.per.connection=1")
@@ -56,83 +52,14 @@ def write_files(directory: Path) -> None:
         os.utime(path, (1_700_000_000 + file, 1_700_000_000 + file))
 
 
-class Ingest:
-    """The command; what it says goes to a file."""
-
-    def __init__(self, directory: Path, bootstrap: str, name: str) -> None:
-        self.said = directory / name
-        arguments = ["pipeline", "ingest", "--from", f"csv:{directory / 'in'}", "--schema", "n INT, k STRING"]
-        arguments += ["--max-files-per-trigger", str(FILES_PER_BATCH), "--key", "k", "--topic", TOPIC]
-        arguments += ["--bootstrap", bootstrap, "--checkpoint", str(directory / "checkpoint")]
-        arguments += ["--batch-header", "batch", "--row-header", "row", "--master", "local[2]"]
-        arguments += [each for option in SLOWLY for each in ("--kafka-option", option)]
-        arguments += [each for setting in QUICK for each in ("--conf", setting)]
-        with self.said.open("wb") as said:
-            # What the killed one cannot clear away goes with the test's directory.
-            self.process = subprocess.Popen(
-                [*KPROXY, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
-                env={**os.environ, "TMPDIR": str(directory)},
-            )
-
-    def kill(self) -> None:
-        """kill -9 of the command and of its Java, one right after the other."""
-        processes = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
-        for process in processes:
-            process.kill()
-        psutil.wait_procs(processes[1:], timeout=60)
-        self.process.wait(60)
-
-    async def ended(self) -> int:
-        async with asyncio.timeout(STEP_TIMEOUT_S):
-            while self.process.poll() is None:
-                await asyncio.sleep(0.1)
-        return self.process.returncode
-
-
-@asynccontextmanager
-async def ingesting(directory: Path, bootstrap: str, name: str) -> AsyncIterator[Ingest]:
-    ingest = Ingest(directory, bootstrap, name)
-    try:
-        yield ingest
-    finally:
-        if ingest.process.poll() is None:
-            ingest.kill()
-
-
-class Watched:
-    """How many records the topic has, asked of the proxy."""
-
-    def __init__(self, bootstrap: str) -> None:
-        settings = {"bootstrap.servers": bootstrap, "group.id": "unused", "log_level": 0}
-        self._consumer = confluent_kafka.Consumer(settings)
-
-    def _end(self, partition: int) -> int:
-        try:
-            return self._consumer.get_watermark_offsets(confluent_kafka.TopicPartition(TOPIC, partition), 5.0)[1]
-        except confluent_kafka.KafkaException:
-            # Nobody owns it just now.
-            return 0
-
-    def count(self) -> int:
-        return sum(map(self._end, range(PARTITIONS)))
-
-    async def until(self, least: int, ingest: Ingest) -> int:
-        async with asyncio.timeout(STEP_TIMEOUT_S):
-            while (count := await asyncio.to_thread(self.count)) < least:
-                assert ingest.process.poll() is None, ingest.said.read_text()
-                await asyncio.sleep(0.05)
-        return count
-
-    def close(self) -> None:
-        self._consumer.close()
-
-
-def committed(checkpoint: Path) -> int:
-    """The number of micro-batches that are."""
-    return sum(1 for each in (checkpoint / "commits").glob("*") if each.name.isdigit())
+def command(directory: Path, bootstrap: str) -> list[str | Path]:
+    arguments = ["pipeline", "ingest", "--from", f"csv:{directory / 'in'}", "--schema", "n INT, k STRING"]
+    arguments += ["--max-files-per-trigger", str(FILES_PER_BATCH), "--key", "k", "--topic", TOPIC]
+    arguments += ["--bootstrap", bootstrap, "--checkpoint", str(directory / "checkpoint")]
+    arguments += ["--batch-header", "batch", "--row-header", "row", "--master", "local[2]"]
+    arguments += [each for option in SLOWLY for each in ("--kafka-option", option)]
+    arguments += [each for setting in QUICK for each in ("--conf", setting)]
+    return [*KPROXY, *arguments]
 
 
 def headers(record: Placed) -> tuple[str, str]:
@@ -148,8 +75,8 @@ async def test_killed_in_mid_stream_and_started_again_it_loses_nothing_and_repea
     write_files(tmp_path / "in")
     async with DevCluster(tmp_path / "cluster", brokers=3, lease_ttl_s=LEASE_TTL_S) as cluster:
         await asyncio.to_thread(create_topic, cluster.kafka, TOPIC, PARTITIONS)
-        watched = Watched(cluster.kafka)
-        async with ingesting(tmp_path, cluster.kafka, "first") as first:
+        watched = Watched(cluster.kafka, TOPIC, PARTITIONS)
+        async with running(command(tmp_path, cluster.kafka), tmp_path, "first") as first:
             await watched.until(ROWS_PER_BATCH // 4, first)
             owners = await partition_owners([cluster.etcd], DEFAULT_PREFIX, TOPIC)
             victim = owners[0]
@@ -162,7 +89,7 @@ async def test_killed_in_mid_stream_and_started_again_it_loses_nothing_and_repea
         assert 0 < batches < FILES // FILES_PER_BATCH, first.said.read_text()
         assert before > batches * ROWS_PER_BATCH, "it was killed between two micro-batches: nothing would come twice"
 
-        async with ingesting(tmp_path, cluster.kafka, "second") as second:
+        async with running(command(tmp_path, cluster.kafka), tmp_path, "second") as second:
             await watched.until(before + 1, second)
             await cluster.restart_broker(victim)
             assert await second.ended() == 0, second.said.read_text()

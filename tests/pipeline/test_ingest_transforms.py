@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.ingest import sources, transforms
+from kproxy.pipeline.ingest import documents, sources, transforms
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
@@ -58,15 +58,45 @@ def test_a_key_is_a_columns_text_its_bytes_or_json_of_several(
     assert column(encode(rows, key=key), transforms.KEY) == expected
 
 
-def test_times_are_told_in_utc_whatever_the_sessions_zone(spark: Any, rows: Any) -> None:
+def test_times_are_told_in_utc_to_the_microsecond_whatever_the_sessions_zone(spark: Any) -> None:
     before = spark.conf.get("spark.sql.session.timeZone")
     spark.conf.set("spark.sql.session.timeZone", "America/New_York")
+    local = "timestamp_ntz'2026-11-22 10:00:00.123456' as local, struct(timestamp_micros(123456)) as deep"
+    rows = spark.sql(f"select timestamp_micros(1) as at, {local}, 1L as value")
     try:
-        (first, _) = encode(rows, key=("at",), value_columns=("at",))
+        (first,) = encode(rows, key=("at",), value_columns=("at", "local", "deep"))
     finally:
         spark.conf.set("spark.sql.session.timeZone", before)
-    assert bytes(first[transforms.KEY]) == b"1970-01-01 00:00:00Z"
-    assert json.loads(first[transforms.VALUE]) == {"at": "1970-01-01T00:00:00.000Z"}
+    assert bytes(first[transforms.KEY]) == b"1970-01-01 00:00:00.000001Z"
+    assert json.loads(first[transforms.VALUE]) == {
+        "at": "1970-01-01T00:00:00.000001Z",
+        "local": "2026-11-22T10:00:00.123456",
+        "deep": {"col1": "1970-01-01T00:00:00.123456Z"},
+    }
+
+
+def test_what_json_has_no_number_for_is_a_dead_letter_unless_it_may_be_text(spark: Any) -> None:
+    rows = spark.sql(
+        "select *, map('k', array(f)) as m, struct(f as x) as s from values (1.5D, 1L), (double('NaN'), 2L),"
+        " (double('Infinity'), 3L), (double('-Infinity'), 4L), (null, 5L) as t(f, value)"
+    )
+    without = ("value",)
+    bad = [None, "not finite", "not finite", "not finite", None]
+
+    def reasons(**changes: Any) -> list[str | None]:
+        return [row[transforms.REASON] for row in encode(rows, **changes)]
+
+    assert reasons(value_columns=("s.x",)) == bad
+    assert reasons(value_column="m") == bad
+    assert reasons(value_columns=without, key=("f", "value")) == bad
+    assert reasons(value_columns=without, key=("s",)) == bad
+    assert reasons(value_columns=without, headers=(("h", "m"),)) == bad
+    # By itself it is text.
+    assert reasons(value_columns=without, key=("f",), headers=(("h", "f"),)) == [None] * 5
+    written = encode(rows, value_columns=("f",), not_finite="text")
+    assert [row[transforms.REASON] for row in written] == [None] * 5
+    texts = [1.5, "NaN", "Infinity", "-Infinity", None]
+    assert [json.loads(row[transforms.VALUE])["f"] for row in written] == texts
 
 
 @pytest.mark.parametrize(
@@ -142,7 +172,7 @@ def test_a_dead_letter_has_all_of_its_row_and_is_no_message(rows: Any) -> None:
     assert json.loads(letter["record"])["id"] == 2
     (cut,) = transforms.dead_letters(encoded, batch="job/7", excerpt=8).collect()
     assert (cut["record"], cut["record_cut"]) == (letter["record"][:8], True)
-    (message,) = transforms.messages(encoded, tasks=2, keyed=True, with_headers=False).collect()
+    (message,) = transforms.messages(encoded, tasks=2, options=options).collect()
     assert bytes(message["key"]) == b"a"
 
 
@@ -152,7 +182,7 @@ def test_json_that_cannot_be_parsed_is_kept_as_it_came(spark: Any) -> None:
         [(value, "t", 0, offset) for offset, value in enumerate(values)],
         "value string, topic string, partition int, offset long",
     )
-    parsed = transforms.parsed(records, sources.parse_schema("id int"))
+    parsed = documents.of_records(records, sources.parse_schema("id int"))
     rows = encode(parsed)
     assert [row[transforms.REASON] for row in rows] == [None, "corrupt", "corrupt", "corrupt", "corrupt"]
     assert [row[transforms.CORRUPT] for row in rows] == [None, '{"id": "x"}', "nonsense", "null", ""]
@@ -182,7 +212,8 @@ def test_a_line_has_the_same_name_however_many_tasks_read(spark: Any, tmp_path: 
     def take(batch: Any, _: int) -> None:
         seen.extend(transforms.placed(batch).orderBy(transforms.ORDER).collect())
 
-    options = replace(OPTIONS, source=FileSource("csv", str(tmp_path), "n string"))
+    source = FileSource("csv", str(tmp_path), "n string", options={"multiLine": "false"})
+    options = replace(OPTIONS, source=source)
     stream = sources.read(session, options, sources.parse_schema("n string")).writeStream.foreachBatch(take)
     query = stream.trigger(availableNow=True).start()
     assert query.awaitTermination(120)
@@ -207,7 +238,7 @@ def test_all_rows_of_a_key_are_handed_over_by_one_task_in_order_and_rows_without
     table = spark.range(2_000, 0, -1, 6).selectExpr("id as value", "if(id % 2 = 0, cast(id % 10 as string), null) as k")
     options = replace(OPTIONS, key=("k",), value_column="value")
     encoded = transforms.encoded(transforms.placed(table), options, batch="b")
-    tasks = transforms.messages(encoded, tasks=4, keyed=True, with_headers=False).rdd.glom().collect()
+    tasks = transforms.messages(encoded, tasks=4, options=options).rdd.glom().collect()
 
     home: dict[bytes, int] = {}
     keyless = []

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.dev import KproxyProcess
 from tests.support.java import require_java
+from tests.support.kafka_io import read_topic
 from tests.support.spark_cluster import bare_python, spark_cluster
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
@@ -38,11 +39,14 @@ settings = {
     "spark.sql.adaptive.enabled": "false",
     "spark.sql.codegen.wholeStage": "false",
 }
-ingest = ["--from", f"csv:{directory}/in", "--schema", "id INT, name STRING", "--key", "name", "--partitions", "2"]
-ingest += ["--topic", topic, "--checkpoint", f"{directory}/checkpoint"]
+ingest = ["--from", f"json:{directory}/in", "--schema", "id INT, name STRING", "--key", "name", "--partitions", "2"]
+ingest += ["--topic", topic, "--checkpoint", f"{directory}/checkpoint", "--on-new-columns", "add"]
+copy = ["--from", f"kafka:{topic}", "--key", "key", "--value-column", "value", "--partitions", "2"]
+copy += ["--topic", f"{topic}-copy", "--checkpoint", f"{directory}/copy"]
 audit = ["--topics", topic, "--output", f"{directory}/tables", "--strict"]
 with open_session(SessionOptions("both jobs", master=master, settings=settings)):
     status = main(["pipeline", "ingest", "--bootstrap", bootstrap, *ingest])
+    status = status or main(["pipeline", "ingest", "--bootstrap", bootstrap, *copy])
     assert await_trails(bootstrap, DEFAULT_TOPIC, time.time_ns() // 1_000_000, timeout_s=30)
     sys.exit(status or main(["pipeline", "audit", "--bootstrap", bootstrap, *audit]))
 """
@@ -51,8 +55,8 @@ with open_session(SessionOptions("both jobs", master=master, settings=settings))
 def test_both_jobs_run_on_a_cluster_that_has_but_spark_and_pyarrow(dev_cluster: KproxyProcess, tmp_path: Path) -> None:
     topic = f"cluster-{uuid.uuid4().hex[:10]}"
     (tmp_path / "in").mkdir()
-    lines = ["id,name", *(f"{number},name {number % 7}" for number in range(ROWS))]
-    (tmp_path / "in" / "rows.csv").write_text("\n".join(lines) + "\n")
+    lines = [f'{{"id":{number},"name":"name {number % 7}","new":{number}.50}}' for number in range(ROWS)]
+    (tmp_path / "in" / "rows.json").write_text("\n".join(lines) + "\n")
     python = bare_python(tmp_path)
     with spark_cluster(require_java(), tmp_path, python) as master:
         done = subprocess.run(
@@ -66,6 +70,16 @@ def test_both_jobs_run_on_a_cluster_that_has_but_spark_and_pyarrow(dev_cluster: 
 
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"Wrote {ROWS} rows to topic {topic}" in done.stderr
+    written, copied = (
+        sorted(
+            (each.key or b"", each.value or b"", each.timestamp_ms)
+            for each in read_topic(dev_cluster.kafka, name, 2, ROWS)
+        )
+        for name in (topic, f"{topic}-copy")
+    )
+    # By classes that executors got from the driver.
+    assert {value for _, value, _ in written} == {line.encode() for line in lines}
+    assert copied == written
     assert done.stdout.startswith("Clean. "), done.stdout
     partitions = pyarrow.parquet.read_table(tmp_path / "tables" / "partitions").to_pylist()
     assert sum(each["present"] for each in partitions) == ROWS

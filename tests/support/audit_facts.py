@@ -184,6 +184,30 @@ def unproven() -> Facts:
     return replace(facts, trail_holes=(10, 11, 40, 41, 42, 43), verdict=replace(facts.verdict, trail_faults=2))
 
 
+def unsequenced() -> Facts:
+    """One partition was written by a producer without idempotence."""
+    return _with(clean(), 2, {}, unsequenced=1200)
+
+
+def deleted() -> Facts:
+    """One partition's topic was deleted and made anew, on purpose."""
+    finding = Finding("deleted", "20000 records of orders/2 were acknowledged in a topic that was deleted since.")
+    return _with(clean(), 2, {}, replace(finding, topic="orders", partition=2), present=100_000, deleted=20_000)
+
+
+def gone() -> Facts:
+    """The same, but nobody has said that it was to be deleted."""
+    finding = Finding("gone", "20000 records of orders/2 were acknowledged in a topic that was deleted since.")
+    counts = {"present": 100_000, "gone": 20_000, "unproven": 1}
+    return _with(clean(), 2, {}, replace(finding, topic="orders", partition=2), **counts)
+
+
+def unchecked() -> Facts:
+    """One partition's batches were read where there is no crc32c."""
+    finding = Finding("unchecked", "Of orders/2 the checksums of 1200 batches were not checked.", "orders", 2)
+    return _with(clean(), 2, dict.fromkeys(range(COLUMNS), State.UNPROVEN), finding, unchecked=1200, unproven=1)
+
+
 def huge() -> Facts:
     """What is left of ten thousand partitions, a year of windows and a million findings, once cut to what is shown."""
     states = list(State)
@@ -208,9 +232,14 @@ def huge() -> Facts:
         facts,
         verdict=Verdict(
             replace(
-                facts.sums, partitions=10_000, acked=91_234_567_890, present=91_184_567_000, lost=890, overlapped=12
+                facts.sums,
+                partitions=10_000,
+                acked=91_234_567_890,
+                present=91_184_567_000,
+                lost=890,
+                overlapped=12,
+                corrupt=3,
             ),
-            corrupt=3,
             conflicts=1,
             trail_faults=40,
         ),
@@ -279,6 +308,10 @@ ALL: dict[str, Callable[[], Facts]] = {
     "loss": loss,
     "split_brain": split_brain,
     "unproven": unproven,
+    "unchecked": unchecked,
+    "unsequenced": unsequenced,
+    "deleted": deleted,
+    "gone": gone,
     "huge": huge,
     "empty": empty,
     "tiny": tiny,

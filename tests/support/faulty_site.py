@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from kproxy.broker.json_file import read_json
 from kproxy.broker.keys import Keys, StateValue, decode_value
 from kproxy.ownership.etcd import EtcdClient, EtcdError
 from tests.support.attempts import Address, Stored, log_bytes, stored
@@ -105,7 +106,7 @@ class FaultySite:
         self.prefix = prefix
         self.keys = Keys(prefix)
         self.brokers: dict[int, FaultyBroker] = {}
-        self._directory = directory
+        self.directory = directory
         self._stack = AsyncExitStack()
 
     async def add(
@@ -120,7 +121,7 @@ class FaultySite:
         added = []
         for node_id in node_ids:
             ways = [Relay(self.etcd.members[number].endpoint) for number in etcd_members]
-            data_dir = self._directory / str(node_id)
+            data_dir = self.directory / str(node_id)
             broker = FaultyBroker(node_id, data_dir, ways, self.prefix, has_followers=has_followers, **options)
             self._stack.callback(broker.stop)
             for way in (*ways, broker.replication_way):
@@ -198,6 +199,11 @@ class FaultySite:
 
     def log_bytes(self, node_id: int, topic: str, partition: int = 0) -> bytes:
         return log_bytes(self.brokers[node_id].data_dir / f"{topic}-{partition}")
+
+    def log_id(self, node_id: int, topic_id: uuid.UUID | None, partition: int) -> uuid.UUID | None:
+        """Of the log that is on that broker's disk; None where there is none."""
+        found = read_json(self.brokers[node_id].data_dir / "log-ids" / f"{topic_id}-{partition}")
+        return None if found is None else uuid.UUID(str(found["log_id"]))
 
     def _log_size(self, node_id: int, topic: str, partition: int) -> int:
         directory = self.brokers[node_id].data_dir / f"{topic}-{partition}"

@@ -49,7 +49,7 @@ class ForgedTrail:
         return self._next(End(proxy=self.proxy, incarnation=self.incarnation, sequence=self.sequence, at=self.at))
 
     def acked(
-        self, topic: str, first: int, count: int, *, owner: int = 1, revision: int = 1, partition: int = 0
+        self, topic: str, first: int, count: int, *, owner: int = 1, revision: int = 1, topic_id: str | None = None
     ) -> Row:
         """Offsets of partition 0 from `first` on, of a producer without an id."""
         return self._next(
@@ -59,7 +59,7 @@ class ForgedTrail:
                 sequence=self.sequence,
                 at=self.at,
                 topic=topic,
-                topic_id=None,
+                topic_id=topic_id,
                 partition=0,
                 owner=owner,
                 revision=revision,

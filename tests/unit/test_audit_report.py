@@ -24,7 +24,15 @@ from kproxy.pipeline.audit.report_axes import time_axis
 from kproxy.pipeline.audit.report_facts import TRAIL_READ, Facts, Grid, State, Sums, Verdict
 from kproxy.pipeline.audit.report_html import report_page, write_report
 from kproxy.pipeline.audit.report_table import show_table
-from kproxy.pipeline.audit.report_words import GLOSSARY, headline, printable, shortened, summary, utc
+from kproxy.pipeline.audit.report_words import (
+    GLOSSARY,
+    headline,
+    partition_verdict,
+    printable,
+    shortened,
+    summary,
+    utc,
+)
 from tests.support import audit_facts
 
 VOID = {"meta", "link", "br"}
@@ -76,8 +84,25 @@ def pages() -> dict[str, str]:
 @pytest.mark.parametrize(
     ("name", "tone", "title", "said"),
     [
-        ("clean", "good", "Clean", "All 1,440,000 acknowledged records are in the log, once and at one offset."),
-        ("loss", "bad", "Loss", "Of 1,440,000 acknowledged records 50 are not in the log."),
+        (
+            "clean",
+            "good",
+            "Clean",
+            "All 1,440,000 acknowledged records are in the log, once and at one offset. Contents are not compared.",
+        ),
+        (
+            "unsequenced",
+            "good",
+            "Clean, duplicates not known",
+            "All 1,440,000 acknowledged records are in the log, each at one offset. Duplicates are known of idempotent "
+            "producers only: 1,200 batches of others are not judged. Contents are not compared.",
+        ),
+        (
+            "loss",
+            "bad",
+            "Loss",
+            "Of 1,440,000 acknowledged records 50 are not in the log. Contents are not compared.",
+        ),
         (
             "split_brain",
             "bad",
@@ -90,7 +115,27 @@ def pages() -> dict[str, str]:
             "Unproven",
             "The trails have 2 holes: what else was acknowledged then nobody knows (12 of 12",
         ),
-        ("huge", "bad", "Loss, split brain and corrupt batches", "3 batches in the log cannot be read"),
+        (
+            "deleted",
+            "warn",
+            "Deleted topics",
+            "All 1,440,000 acknowledged records are accounted for, 20,000 as deleted with their topics; 1,420,000 are "
+            "in the log, once",
+        ),
+        (
+            "gone",
+            "warn",
+            "Unproven",
+            "Whether the topics were to be deleted that 20,000 records are gone with is not known (1 of 12 partitions "
+            "concerned). Contents",
+        ),
+        (
+            "unchecked",
+            "warn",
+            "Unproven",
+            "1,200 batches were not checked against checksums: what is in the log may not be whole (1 of 12 partitions",
+        ),
+        ("huge", "bad", "Loss, split brain and corrupt batches", "3 batches in the log do not match their checksums"),
         ("empty", "idle", "Nothing acknowledged", "there is nothing to look for"),
         ("tiny", "good", "Clean", "The one acknowledged record is in the log"),
     ],
@@ -327,13 +372,17 @@ def test_a_narrow_terminal_has_fewer_columns_and_no_cut_numbers(width: int) -> N
     ("verdict", "status", "strict"),
     [
         (Verdict(Sums(1, 5, 5)), 0, 0),
+        (Verdict(Sums(1, 5, 5, unsequenced=2)), 0, 0),
         (Verdict(Sums(1, 5, 4, lost=1)), 1, 1),
         (Verdict(Sums(1, 5, 5, overlapped=1)), 1, 1),
         (Verdict(Sums(1, 5, 5, overlapped=1), conflicts=1), 1, 1),
         (Verdict(Sums(1, 5, 5, duplicated=1)), 1, 1),
-        (Verdict(Sums(1, 5, 5), corrupt=1), 1, 1),
+        (Verdict(Sums(1, 5, 5, corrupt=1)), 1, 1),
+        (Verdict(Sums(1, 5, 5, unchecked=1, unproven=1)), 0, 1),
         (Verdict(Sums(1, 5, 2, removed=3)), 0, 0),
         (Verdict(Sums(1, 5, 5, unproven=1)), 0, 1),
+        (Verdict(Sums(1, 5, 3, deleted=2)), 0, 0),
+        (Verdict(Sums(1, 5, 3, gone=2, unproven=1)), 0, 1),
         (Verdict(Sums(1, 5, 5), trail_faults=1), 0, 1),
         (Verdict(Sums()), 0, 0),
     ],
@@ -341,7 +390,7 @@ def test_a_narrow_terminal_has_fewer_columns_and_no_cut_numbers(width: int) -> N
 def test_the_exit_status_is_1_where_something_is_wrong(verdict: Verdict, status: int, strict: int) -> None:
     assert verdict.exit_status() == status
     assert verdict.exit_status(strict=True) == strict
-    assert verdict.clean == (headline(verdict) == "Clean")
+    assert verdict.clean == (headline(verdict) in ("Clean", "Clean, duplicates not known"))
 
 
 def test_one_owner_alone_makes_no_split_brain() -> None:
@@ -353,9 +402,10 @@ def test_one_owner_alone_makes_no_split_brain() -> None:
 
 
 def test_the_words_of_the_table_are_explained() -> None:
-    assert {"acked", "present", "lost", "overlapped", "duplicated", "removed", "unproven", "unclaimed", "late"} == set(
-        GLOSSARY
-    )
+    assert {
+        *("acked", "present", "lost", "overlapped", "duplicated", "removed", "unproven", "unchecked", "unclaimed"),
+        *("unsequenced", "deleted", "gone", "late"),
+    } == set(GLOSSARY)
 
 
 @pytest.mark.parametrize(
@@ -369,3 +419,38 @@ def test_names_are_cut_in_the_middle(text: str, longest: int, short: str) -> Non
 def test_times_are_utc() -> None:
     assert utc(audit_facts.START_MS + 7) == "2026-11-21 20:00:00.007"
     assert utc(2**62) == "4,611,686,018,427,387,904 ms after 1970"
+
+
+def test_what_was_not_checked_is_in_the_tables_of_both(pages: dict[str, str]) -> None:
+    page, shown = Page(pages["unchecked"]), "\n".join(_shown(audit_facts.unchecked()))
+    for told in (page.words, shown):
+        assert "unchecked" in told
+        assert "1 partition not checked" in told
+    assert "of 12 partitions; 1,200 batches not checked" in page.words
+    assert "corrupt batches" not in page.texts("th")
+
+
+def test_what_cannot_be_there_twice_or_not_is_told_of_each_partition(pages: dict[str, str]) -> None:
+    page = Page(pages["unsequenced"])
+    assert "in the log more than once; 1,200 batches not judged" in page.words
+    assert "unsequenced batches" in page.texts("th")
+    assert "unsequenced batches" not in Page(pages["clean"]).texts("th")
+
+
+@pytest.mark.parametrize(
+    ("sums", "word"),
+    [
+        (Sums(acked=5, present=5), "clean"),
+        (Sums(acked=5, present=5, unsequenced=2), "at least once"),
+        (Sums(acked=5, present=3, deleted=2), "deleted"),
+        (Sums(acked=5, present=5, unsequenced=2, unproven=1), "unproven"),
+        (Sums(acked=5, present=4, lost=1, unsequenced=2), "lost"),
+        (Sums(unclaimed=5, unsequenced=2), "nothing"),
+    ],
+)
+def test_a_partitions_word_says_no_more_than_the_headline(sums: Sums, word: str) -> None:
+    assert partition_verdict(sums) == word
+
+
+def test_one_record_that_is_gone_is_one() -> None:
+    assert "that 1 record is gone with" in summary(Verdict(Sums(1, acked=2, present=1, gone=1, unproven=1)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from kproxy.cli import main
 from kproxy.config import Address, AuditOptions, load_proxy_config
 from kproxy.errors import StartupError
+from kproxy.installed import install_command
 
 ETCD = {"etcd": "http://127.0.0.1:2379"}
 STATIC = '[ownership]\nownership = "static"\n[brokers]\n1 = "h:1"\n[[topics]]\nname = "{topic}"\nowners = [1]\n'
@@ -81,7 +83,7 @@ def test_a_static_table_must_name_the_topic_that_is_shipped_to_through_the_proxy
 
 def test_parquet_without_its_library_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kproxy.config.audit.find_spec", lambda name: None)
-    with pytest.raises(StartupError, match=r"pip install 'kproxy-kafka\[parquet\]', or write json:d"):
+    with pytest.raises(StartupError, match=re.escape(f"{install_command('parquet')}`, or write json:d")):
         load(flags={**ETCD, "audit_sink": "parquet:d"})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import socket
 import sys
 import tempfile
@@ -14,6 +15,7 @@ import pytest
 
 import kproxy
 from kproxy.errors import StartupError
+from kproxy.installed import install_command
 from kproxy.pipeline import topic
 from kproxy.pipeline.audit.report_place import check_report
 from kproxy.pipeline.demo import DemoOptions, run_demo
@@ -50,7 +52,7 @@ def test_what_is_not_installed_is_named_with_the_way_to_install_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
 
-    with pytest.raises(StartupError, match=rf"{sentence}.*pip install 'kproxy-kafka\[demo\]'"):
+    with pytest.raises(StartupError, match=f"{sentence}.*{re.escape(install_command('demo'))}"):
         run_demo(DemoOptions(rows=1))
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from pyspark.sql.types import ArrayType, DataType, LongType, MapType, StringType, StructField, StructType
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.ingest.behind import Behind, records_behind
+from kproxy.pipeline.ingest.behind import Behind, FilesLeft, records_behind
 from kproxy.pipeline.ingest.checkpoint import Found, Job, settle
 from kproxy.pipeline.ingest.failures import why
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions
+from kproxy.pipeline.ingest.parquet import lacking
 from kproxy.pipeline.ingest.progress import Tally, summary
 from kproxy.pipeline.ingest.run import Stop, stopped_by_signals
 from kproxy.pipeline.ingest.sink import BatchDone
@@ -67,13 +69,38 @@ def test_anothers_checkpoint_is_refused(found: Found, known: Job | None, asked: 
         ([{"latestOffset": '{"a":{"0":10}}', "endOffset": '{"a":{"0":10}}'}], Behind(0, "records")),
         ([{"latestOffset": None, "endOffset": None}], None),
         ([{"latestOffset": {"logOffset": 3}, "endOffset": {"logOffset": 2}}], None),
+        ([{"latestOffset": "{'a': {'0': 10}}", "endOffset": "{'a': {'0': 4}}"}], Behind(6, "records")),
         ([{"latestOffset": "17", "endOffset": "3"}], None),
+        ([{"latestOffset": "offset 17", "endOffset": "{'a'"}], None),
         ([], None),
     ],
 )
 def test_records_behind_are_the_offsets_between(sources: list[dict[str, Any]], expected: Behind | None) -> None:
-    assert records_behind({"sources": sources}) == expected
+    assert records_behind({"batchId": 3, "sources": sources}, 3) == expected
+    assert records_behind({"batchId": 3, "sources": sources}, 4) is None
     assert records_behind(None) is None
+
+
+def test_files_that_are_left_are_told_once_they_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = iter((500, 400, 0))
+    monkeypatch.setattr(FilesLeft, "_count", lambda _: next(counts))
+    source, now = FileSource("csv", "/in"), [100.0]
+    files, tally = FilesLeft(cast(Any, None), source, "/ck", lambda: now[0]), Tally()
+    tally.done(BatchDone(0, 1, 1, {}, 1.0))
+    tally.left(files.look(), tally.batches)
+    assert tally.line().endswith("500 files left")
+    # A micro-batch later that number is another one, and too soon to be counted.
+    tally.done(BatchDone(1, 1, 1, {}, 1.0))
+    tally.left(files.look(), tally.batches)
+    assert "left" not in tally.line()
+    now[0] += 60
+    before = tally.batches
+    found = files.look()
+    tally.done(BatchDone(2, 1, 1, {}, 1.0))
+    tally.left(found, before)
+    assert "left" not in tally.line(), "counted before the last micro-batch"
+    tally.left(files.look(at_once=True), tally.batches)
+    assert tally.line().endswith("0 files left")
 
 
 @pytest.mark.parametrize(
@@ -83,12 +110,25 @@ def test_records_behind_are_the_offsets_between(sources: list[dict[str, Any]], e
             "[USER_RAISED_EXCEPTION] kproxy-refused-row|no key|file:/in/a.csv#0:7| SQLSTATE",
             "file:/in/a.csv#0:7 cannot be",
         ),
+        (
+            "kproxy-refused-row|new column in a file|file:/in/a.parquet|deep.b, more| SQLSTATE",
+            "the file file:/in/a.parquet has columns that the schema lacks (deep.b, more): give a --schema",
+        ),
         ("x\nCaused by: o.a.k.c.errors.RecordTooLargeException: y", "lower --max-message-bytes"),
         (
             "Topic flights not present in metadata after 60000 ms.",
             "topic flights cannot be reached through 127.0.0.1:9092",
         ),
-        ("IllegalArgumentException: CSV header does not conform to the schema.", "other columns in its header"),
+        (
+            "CSV header does not conform to the schema.\n Header: b\n Schema: a\nCSV file: file:///in/a b.csv\n\tat",
+            "the header of file:///in/a b.csv does not name the columns of the schema in their order: ",
+        ),
+        (
+            "a.B: Number of column in CSV header is not equal to number of fields in the schema:\n Header length: 4, "
+            "schema size: 3\nCSV file: file:///in/b.csv\n\tat",
+            "the header of file:///in/b.csv does not name the columns of the schema in their order: ",
+        ),
+        ("[MALFORMED_CHARACTER_CODING] Invalid value found when performing `decode` with UTF-16", "encoding=UTF-16LE"),
         ("Expiring 3 record(s) for flights-0:120000 ms has passed", "nothing is lost"),
         (
             "[CONCURRENT_STREAM_LOG_UPDATE] Concurrent update to the log.",
@@ -109,11 +149,23 @@ def test_the_line_and_the_summary_tell_of_rows_dead_letters_and_what_is_left() -
     assert tally.line() == "first micro-batch"
     tally.done(BatchDone(0, 10, 10, {}, 1.0))
     tally.done(BatchDone(1, 1_003, 1_000, {"corrupt": 2, "no key": 1}, 0.5))
-    tally.behind = Behind(1, "files")
+    tally.left(Behind(1, "files"), 2)
     assert tally.line() == "micro-batch 1 · 1,010 rows · 2,000 rows/s · 1 file left · 3 dead letters"
     assert summary(tally, OPTIONS) == (
         "Wrote 1,010 rows to topic flights in 2 micro-batches.\n3 dead letters (2 corrupt, 1 no key) went to None."
     )
+
+
+def test_columns_are_lacking_however_deep_and_in_any_case() -> None:
+    def struct(**fields: DataType) -> StructType:
+        return StructType([StructField(name, kind) for name, kind in fields.items()])
+
+    deep = struct(a=LongType())
+    schema = struct(id=LongType(), deep=deep, many=ArrayType(deep), by=MapType(StringType(), deep))
+    assert lacking(schema, struct(ID=StringType(), deep=struct(A=LongType()))) == []
+    wider = struct(a=LongType(), b=LongType())
+    found = struct(id=deep, deep=wider, many=ArrayType(wider), by=MapType(StringType(), wider), more=LongType())
+    assert lacking(schema, found) == ["deep.b", "many.b", "by.b", "more"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -88,11 +88,16 @@ def test_a_pair_may_have_an_equals_sign_in_its_value() -> None:
         replace(FILES, topic=None, topic_column="where"),
         replace(FILES, source=KafkaSource("other:9092", "flights")),
         replace(FILES, source=KafkaSource("127.0.0.1:9092", "others")),
+        replace(FILES, source=FileSource("json", "in/"), key=("a",), on_new_columns="add"),
+        replace(FILES, source=KafkaSource("other:9092", "flights", "id INT"), on_new_columns="add"),
         replace(FILES, key=("a",), require_key=True, dead_letters=DeadLetters("topic", "dead"), partitions=1),
     ],
 )
 def test_what_is_possible_passes(options: IngestOptions) -> None:
     options.check()
+
+
+ADD: dict[str, Any] = {"source": FileSource("json", "in/"), "on_new_columns": "add"}
 
 
 @pytest.mark.parametrize(
@@ -114,7 +119,15 @@ def test_what_is_possible_passes(options: IngestOptions) -> None:
         ({"copy_headers": True}, "--copy-headers goes with --from kafka"),
         ({"dead_letters": DeadLetters("topic", "flights")}, "is the topic that is written to"),
         ({"dead_letters": DeadLetters("topic", "a b")}, "is no name of a topic"),
+        ({"keep_partitions": True}, "--keep-partitions goes with --from kafka"),
         ({"source": RateSource()}, "--from rate never ends"),
+        ({**ADD, "source": FileSource("csv", "in/")}, "csv has none: give a --schema with the new columns"),
+        ({**ADD, "source": FileSource("parquet", "in/")}, "parquet has none: give a --schema with the new columns"),
+        ({**ADD, "source": KafkaSource("h:1", "a")}, "give one, or --value-column value"),
+        ({**ADD, "source": RateSource(), "processing_time": "1s"}, "--from rate has none: leave it out"),
+        ({**ADD, "value_columns": ("a",)}, "leave --value out, or take --on-new-columns ignore"),
+        ({**ADD, "value_column": "a"}, "leave --value-column out"),
+        ({**ADD, "drop_nulls": True}, "leave --drop-nulls out"),
         ({"source": FileSource("csv", "in/", max_files=0)}, "--max-files-per-trigger 0"),
         ({"source": KafkaSource("h:1", "a", max_offsets=0)}, "--max-offsets-per-trigger 0"),
         ({"source": KafkaSource("h:1", "a,,b")}, "--from kafka:"),

@@ -23,12 +23,12 @@ Invariants
 from __future__ import annotations
 
 from struct import Struct
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
+from codec.partitioned import PartitionedRequest
 from codec.record_batch import MAGIC, NO_PRODUCER_ID, NO_SEQUENCE, add_sequence
 from kproxy.observe.audit.chunks import Chunk
 from kproxy.observe.audit.given_out import Giver
-from kproxy.routing.merge import Exchange
 
 if TYPE_CHECKING:
     from kproxy.observe.audit.trail import Trail
@@ -42,6 +42,16 @@ _NOBODY: Final = b""
 # magic, last_offset_delta, producer_id and producer_epoch together, base_sequence
 _HEAD = Struct(">16xb6xi16x10si")
 _PRODUCER = Struct(">qh")
+
+
+class Asked(Protocol):
+    """A request that was acknowledged; `deadline` in seconds of the proxy's clock."""
+
+    @property
+    def request(self) -> PartitionedRequest: ...
+
+    @property
+    def deadline(self) -> float: ...
 
 
 class Acked:
@@ -98,14 +108,14 @@ class Acked:
         self.spans: list[int] = []
         self.volume = 0
 
-    def turn(self, exchange: Exchange, frame: memoryview, start: int, base_offset: int, size: int) -> None:
+    def turn(self, asked: Asked, frame: memoryview, start: int, base_offset: int, size: int) -> None:
         """Take a batch that is not known to go on. Its header lies at `start` of the request's `frame`."""
         # A broker that had the batch long ago acknowledges it without an offset.
         if base_offset < 0:
             return
         if not (self.volume or self.chunks or self.unread):
-            self.trail.woken(self, exchange)
-            self.acks = exchange.request.acks
+            self.trail.woken(self, asked)
+            self.acks = asked.request.acks
         magic, delta, producer, sequence = _HEAD.unpack_from(frame, start)
         if magic != MAGIC or delta < 0:
             self.unread += 1

@@ -13,7 +13,7 @@ from codec.partitioned import PartitionedRequest, PlainAnswer
 from codec.primitives import INT64, Buffer
 from codec.produce import records_span
 from codec.record_batch import HEADER_BYTES
-from kproxy.observe.audit.acked import MOST_FINISHED, ONE_BATCH, Acked
+from kproxy.observe.audit.acked import MOST_FINISHED, ONE_BATCH, Acked, Asked
 from kproxy.observe.audit.given_out import Giver
 from kproxy.routing.merge import Exchange
 from kproxy.routing.split import Entry, Selection
@@ -50,7 +50,7 @@ class Connection(Protocol):
 class Noted(Protocol):
     """What there is to note of the answers to one part of a plan (kproxy.routing.routes)."""
 
-    def note(self, exchange: Exchange, answer: memoryview) -> None:
+    def note(self, asked: Asked, answer: memoryview) -> None:
         """All of the part was acknowledged, by this plain answer."""
         ...
 
@@ -67,8 +67,8 @@ class NotedEntry:
         self._ordinal = ordinal
         self._place = place
 
-    def note(self, exchange: Exchange, answer: memoryview) -> None:
-        request = exchange.request
+    def note(self, asked: Asked, answer: memoryview) -> None:
+        request = asked.request
         frame = request.frame
         topic = request.topics[self._topic_place]
         start = topic.starts[self._ordinal]
@@ -100,7 +100,7 @@ class NotedEntry:
             if base_offset != acked.next_offset:
                 spans = acked.spans
                 if base_offset < 0 or len(spans) >= MOST_FINISHED:
-                    acked.turn(exchange, frame, start, base_offset, size)
+                    acked.turn(asked, frame, start, base_offset, size)
                     return
                 spans += (acked.first_offset, acked.next_offset - acked.first_offset)
                 acked.first_offset = base_offset
@@ -109,7 +109,7 @@ class NotedEntry:
                 acked.next_sequence = sequence + count
             acked.volume += size + ONE_BATCH
         else:
-            acked.turn(exchange, frame, start, base_offset, size)
+            acked.turn(asked, frame, start, base_offset, size)
 
 
 class NotedEntries:
@@ -120,9 +120,9 @@ class NotedEntries:
     def __init__(self, entries: Sequence[NotedEntry]) -> None:
         self._entries = tuple(entries)
 
-    def note(self, exchange: Exchange, answer: memoryview) -> None:
+    def note(self, asked: Asked, answer: memoryview) -> None:
         for entry in self._entries:
-            entry.note(exchange, answer)
+            entry.note(asked, answer)
 
 
 class ConnectionAcks:
@@ -167,8 +167,6 @@ class ConnectionAcks:
     def note(self, exchange: Exchange, entry: Entry, owner: int, routed_at: int, result: Buffer) -> None:
         """One entry was acknowledged; `result` is its part of the answer, `routed_at` as in `part`."""
         request = exchange.request
-        if exchange.is_silent or not exchange.is_open(entry):
-            return
         acked = self._find(request, *exchange.partition(entry), owner, routed_at)
         start, end = records_span(request, exchange.topic(entry), entry[1])
         if acked is not None and end - start >= HEADER_BYTES:

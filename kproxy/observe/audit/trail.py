@@ -28,12 +28,11 @@ from typing import Final, TypedDict
 
 import structlog
 
-from kproxy.observe.audit.acked import MAX_SPANS, Acked
+from kproxy.observe.audit.acked import MAX_SPANS, Acked, Asked
 from kproxy.observe.audit.chunks import Chunk, extend_spans
 from kproxy.observe.audit.given_out import GivenOut, Overlap
 from kproxy.observe.audit.noted import ConnectionAcks
 from kproxy.observe.audit.rows import Begin, End, Mark, Range, Row, encode_page
-from kproxy.routing.merge import Exchange
 from kproxy.routing.retry import deadline_s
 from kproxy.routing.topology import Topology
 
@@ -166,10 +165,10 @@ class Trail:
         self._connections += 1
         return ConnectionAcks(self, topology, self._connections)
 
-    def woken(self, acked: Acked, exchange: Exchange) -> None:
+    def woken(self, acked: Acked, asked: Asked) -> None:
         """It has something for the next look; the first of it tells how long acknowledgements take."""
         self._woken.append(acked)
-        began = exchange.deadline - deadline_s(exchange.request.timeout_ms, self._deadline_cap_ms)
+        began = asked.deadline - deadline_s(asked.request.timeout_ms, self._deadline_cap_ms)
         acked.latencies_s.append(self._clock() - began)
 
     def begin(self) -> None:

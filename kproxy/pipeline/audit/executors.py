@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import zipfile
 from collections.abc import Iterator
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 from typing import Final
 
+from kproxy import installed
 from kproxy.errors import StartupError
 
 PACKAGES: Final = ("codec", "kafka", "kproxy")
@@ -27,7 +28,7 @@ def package_archive(directory: Path) -> Path:
     It is there whole or not at all: another job may be handing the one of before to its executors.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"kproxy-{_version()}.zip"
+    path = directory / f"kproxy-{installed.version()}.zip"
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         _pack(unfinished)
@@ -44,13 +45,6 @@ def _pack(path: Path) -> None:
                 entry = zipfile.ZipInfo(f"{name}/{file.relative_to(root).as_posix()}", _DATE)
                 entry.compress_type = zipfile.ZIP_DEFLATED
                 archive.writestr(entry, file.read_bytes())
-
-
-def _version() -> str:
-    try:
-        return metadata.version("kproxy-kafka")
-    except metadata.PackageNotFoundError:
-        return "0"
 
 
 def _location(name: str) -> Path:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 
-from kproxy.pipeline.audit.schemas import CORRUPT, DUPLICATE, FINDINGS_SCHEMA, GAP, LOST, OVERLAP
+from kproxy.pipeline.audit.schemas import (
+    CORRUPT,
+    DELETED,
+    DUPLICATE,
+    FINDINGS_SCHEMA,
+    GAP,
+    LOST,
+    OVERLAP,
+    UNCHECKED,
+)
 from kproxy.pipeline.audit.spans import BUCKET, PARTITION, in_buckets, log_id
 
 # Sequence numbers come again after so many records of a producer; what is further apart is no duplicate.
@@ -86,6 +97,63 @@ def of_corrupt(log: DataFrame) -> DataFrame:
     )
 
 
+def batch_counts(log: DataFrame) -> DataFrame:
+    """By partition how many batches are so.
+
+    `corrupt`, by their checksums, `unchecked`: nobody looked at theirs. `unsequenced`: without sequence numbers, so
+    that nobody knows which of them is there twice.
+    """
+    is_sequenced = (F.col("producer_id") >= 0) & (F.col("base_sequence") >= 0)
+    return log.groupBy(*PARTITION).agg(
+        F.count_if(F.col("crc_ok") == F.lit(False)).alias("corrupt"),
+        F.count_if(F.col("crc_ok").isNull()).alias("unchecked"),
+        F.count_if(~is_sequenced & ~F.col("is_control") & F.coalesce("crc_ok", F.lit(True))).alias("unsequenced"),
+    )
+
+
+def of_unchecked(batch_counts: DataFrame) -> DataFrame:
+    """One for each partition that has any."""
+    return _as_findings(
+        batch_counts.where("unchecked > 0"),
+        UNCHECKED,
+        **{name: F.col(name) for name in PARTITION},
+        detail=F.format_string(
+            "Of %s/%d %s not checked, as there was no crc32c where it was read: whether that is whole is not known.",
+            *map(F.col, PARTITION),
+            F.when(F.col("unchecked") == 1, F.lit("the checksum of one batch was")).otherwise(
+                F.format_string("the checksums of %d batches were", "unchecked")
+            ),
+        ),
+    )
+
+
+def of_other_topics(gone: DataFrame, kind: str) -> DataFrame:
+    """One for each partition and id of a topic that is there no more. Of kind DELETED somebody has said so."""
+    by = (*PARTITION, "topic_id", "now")
+    theirs = (
+        gone.where(F.col("is_declared") == F.lit(kind == DELETED))
+        .groupBy(*by)
+        .agg(F.sum("records").alias("records"), F.min("from_ms").alias("from_ms"), F.max("to_ms").alias("to_ms"))
+    )
+    was = F.when(F.col("topic_id").isNotNull(), F.format_string("its id was %s, and ", "topic_id")).otherwise("")
+    none = F.lit("there is none of that name now")
+    now = F.when(F.col("now").isNotNull(), F.format_string("the one of that name now has %s", "now")).otherwise(none)
+    unsaid = F.format_string(
+        " Whether that was meant, and whether all were there until then, is not known; --deleted-topic %s says it was.",
+        F.col("topic"),
+    )
+    told = F.format_string(
+        "%d records of %s/%d were acknowledged in a topic that was deleted since: %s%s.",
+        *(F.col("records"), *map(F.col, PARTITION), was, now),
+    )
+    return _as_findings(
+        theirs,
+        kind,
+        **{name: F.col(name) for name in (*PARTITION, "records", "from_ms", "to_ms")},
+        detail=told if kind == DELETED else F.concat(told, unsaid),
+    )
+
+
 def of_unproven(unproven: DataFrame, kind: str) -> DataFrame:
     names = ("proxy", "incarnation", "sequence", "from_ms", "to_ms")
     missing = F.when(F.col("missing") == 1, F.lit("A row is")).otherwise(F.format_string("%d rows are", "missing"))
@@ -96,11 +164,17 @@ def of_unproven(unproven: DataFrame, kind: str) -> DataFrame:
         "The trail of %s has no end: the proxy was killed or cut off, and what it acknowledged last may not be in it.",
         F.col("proxy"),
     )
+    not_yet = F.format_string(
+        "The trail of %s goes on: what it acknowledged last before this audit's end had not come when it was read. "
+        "A later audit knows.",
+        F.col("proxy"),
+    )
+    without_end = F.when(F.col("lives"), not_yet).otherwise(cut_off)
     return _as_findings(
         unproven.where(F.col("kind") == kind),
         kind,
         **{name: F.col(name) for name in names},
-        detail=lost_rows if kind == GAP else cut_off,
+        detail=lost_rows if kind == GAP else without_end,
     )
 
 
@@ -120,6 +194,9 @@ def concerned(islands: DataFrame, claims: DataFrame, *, bits: int) -> DataFrame:
 
 _ENDS = ("start", "end")
 _ISLAND = (*PARTITION, "kind", "island_start", "island_end", "replaced")
+
+
+_NO_LOG = "and there is no log of this partition. If its topic was deleted on purpose, --deleted-topic %s says so."
 
 
 def of_lost(concerned: DataFrame, bounds: DataFrame) -> DataFrame:
@@ -147,7 +224,7 @@ def of_lost(concerned: DataFrame, bounds: DataFrame) -> DataFrame:
         *(F.col("owner"), F.col("first"), last, *map(F.col, PARTITION), F.col("revision")),
     )
     why = (
-        F.when(end.isNull(), F.lit("and there is no log of this partition."))
+        F.when(end.isNull(), F.format_string(_NO_LOG, F.col("topic")))
         .when(F.col("replaced"), F.lit("and the log has something else there."))
         .when(F.col("first") >= end, F.format_string("and the log ends before, at offset %d.", end))
         .otherwise(F.lit("and the log does not have them."))
@@ -176,7 +253,7 @@ def of_lost(concerned: DataFrame, bounds: DataFrame) -> DataFrame:
 
 
 def of_overlaps(concerned: DataFrame) -> DataFrame:
-    """By island: the earliest ownership that gave the offsets out, and the latest."""
+    """By island: the earliest ownership that gave the offsets out, and another: the latest, of another owner if any."""
     names = (
         "revision", "owner", "first_acked_at", "proxy", "incarnation", "sequence", "producer_id", "producer_epoch",
     )  # fmt: skip
@@ -186,11 +263,14 @@ def of_overlaps(concerned: DataFrame) -> DataFrame:
         .groupBy(*_ISLAND)
         .agg(
             F.min(claim).alias("one"),
-            F.max(claim).alias("other"),
+            F.max(claim).alias("latest"),
+            F.min_by(claim, "owner").alias("lowest"),
+            F.max_by(claim, "owner").alias("highest"),
             F.min("first_acked_at").alias("from_ms"),
             F.max("last_acked_at").alias("to_ms"),
             F.min("acks").alias("acks"),
         )
+        .withColumn("other", _of_another_owner("latest", "highest", "lowest"))
     )
     is_one_owner = F.col("one.owner") == F.col("other.owner")
     where = F.format_string(
@@ -199,7 +279,9 @@ def of_overlaps(concerned: DataFrame) -> DataFrame:
         *(F.col("one.owner"), F.col("one.revision")),
     )
     two = F.format_string("and by broker %d at revision %d", F.col("other.owner"), F.col("other.revision"))
-    who = F.when(is_one_owner, F.lit("twice")).otherwise(two)
+    again = F.format_string("and again at revision %d", F.col("other.revision"))
+    once_more = F.when(F.col("one.revision") == F.col("other.revision"), F.lit("twice")).otherwise(again)
+    who = F.when(is_one_owner, once_more).otherwise(two)
     so = F.lit(": of two records at one offset the log has one at most.")
     of_one = ("owner", "revision", "proxy", "incarnation", "producer_id", "producer_epoch", "sequence")
     return _as_findings(
@@ -216,6 +298,12 @@ def of_overlaps(concerned: DataFrame) -> DataFrame:
     )
 
 
+def _of_another_owner(*claims: str) -> Column:
+    """The first of `claims` of which the owner is not that of `one`, else the first."""
+    others = [F.when(F.col(f"{claim}.owner") != F.col("one.owner"), F.col(claim)) for claim in claims]
+    return F.coalesce(*others, F.col(claims[0]))
+
+
 def _only_one(name: str) -> Column:
     return F.when(F.min(name) == F.max(name), F.min(name)).alias(name)
 
@@ -229,3 +317,16 @@ def first_of(frame: DataFrame, limit: int, *order: str) -> DataFrame:
     """At most so many rows, and of each kind the first."""
     by_kind = Window.partitionBy("kind").orderBy(*order)
     return frame.withColumn("nth", F.row_number().over(by_kind)).where(F.col("nth") <= limit).drop("nth")
+
+
+def numbers(*kinds: DataFrame) -> DataFrame:
+    """By `kind` how many rows these have, as `found`."""
+    counts = [frame.groupBy("kind").agg(F.count("*").alias("found")) for frame in kinds]
+    return reduce(DataFrame.unionByName, counts)
+
+
+def with_numbers(listed: DataFrame, numbers: DataFrame) -> DataFrame:
+    """The findings that are listed, which must be few, with `of_kind`, how many there are: no fewer than are listed."""
+    here = F.count("*").over(Window.partitionBy("kind"))
+    joined = listed.join(F.broadcast(numbers), "kind", "left")
+    return joined.withColumn("of_kind", F.greatest("found", here)).drop("found")

@@ -13,7 +13,9 @@ Invariants
 4. A repeated micro-batch writes its results over those of the first attempt.
 5. Windows of time are written once, when `SETTLE_MS` have passed since their end. What comes later is in no window; it
    is looked for in the logs all the same.
-6. Proxies that fall silent have no micro-batch that tells of it: while none comes, and at the end, what is known is
+6. With a time to judge from, the trail is read from `horizon_ms` before it: by the pages' timestamps, which are of
+   another clock where brokers write them. Of a trail whose first row came later than it should rows are missing.
+7. Proxies that fall silent have no micro-batch that tells of it: while none comes, and at the end, what is known is
    judged by the time that it is then. What is known to be unread yet is not taken for silence.
 """
 
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -29,12 +31,13 @@ from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, Observation
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 
-from kproxy.pipeline.audit.follow_looked_at import LookedAt
+from kproxy.pipeline.audit.follow_looked_at import LookedAt, judged
 from kproxy.pipeline.audit.follow_state import Alarm, FollowState, Kept, Place, StateFiles, trail_key
+from kproxy.pipeline.audit.follow_telling import LISTED, TOLD_KINDS, tell, untold
 from kproxy.pipeline.audit.job import AuditJob
 from kproxy.pipeline.audit.log_source import LogReadFailed
 from kproxy.pipeline.audit.results import Tables
-from kproxy.pipeline.audit.schemas import FINDINGS_SCHEMA, GAP, LOST, TAIL
+from kproxy.pipeline.audit.schemas import FINDINGS_SCHEMA, LOST, UNPROVEN_KINDS
 from kproxy.pipeline.audit.tables import AuditRules
 from kproxy.pipeline.ingest.run import Stop
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure
@@ -42,15 +45,10 @@ from kproxy.pipeline.spark import SparkFailed, as_spark_failure
 SETTLE_MS: Final = 30_000
 # An acknowledgement by one replica is in the log that others read a moment later: what seems lost is looked for again.
 SECOND_LOOK_S: Final = 3.0
-# Of each kind so many findings are told of a micro-batch; the counts are of all.
-TOLD_OF_A_BATCH: Final = 100
 # Nothing came for so long beyond what a row takes: a proxy that lives would have told a mark.
 SILENCE_S: Final = 30.0
 # Shorter than a proxy is silent before it is missed.
 SILENCE_AT_END_S: Final = 10.0
-# Trails of which rows are read from some time on have a row so soon after it, or were not there yet: a mark is due.
-_FIRST_ROW_MS: Final = 71_000
-_UNPROVEN: Final = (GAP, TAIL)
 _POLL_S: Final = 0.25
 
 
@@ -61,6 +59,10 @@ class Following:
     checkpoint: str
     every_ms: int = 5_000
     horizon_ms: int = 600_000
+
+    def read_from_ms(self, job: AuditJob) -> int | None:
+        """From when on the trail is read; None for all of it."""
+        return None if job.from_ms is None else max(0, job.from_ms - self.horizon_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +183,7 @@ class Follower:
             if not self._is_whole or not self.state.kept:
                 return
             self._read_at_ms = self._wall_ms()
-            self._tell([row for row in self._findings(self._tables()) if row["kind"] in _UNPROVEN], "append")
+            self._tell(self._findings(self._tables()), UNPROVEN_KINDS, "append")
             self._looked_at.tidy()
             self._states.save(self.state)
             self._told(self.state)
@@ -197,12 +199,12 @@ class Follower:
             self._note(new, batch)
         tables = self._tables()
         findings = self._findings(tables)
-        if any(finding["kind"] == LOST for finding in findings):
+        if any(finding["kind"] == LOST for finding in untold(state, findings)):
             time.sleep(SECOND_LOOK_S)
             self._looked_at.read_log(state, new, batch)
             tables = self._tables()
             findings = self._findings(tables)
-        self._tell(findings, "overwrite")
+        self._tell(findings, TOLD_KINDS, "overwrite")
         self._write(tables, batch)
         self._looked_at.tidy()
         self._forget()
@@ -216,67 +218,54 @@ class Follower:
             new.dropDuplicates(["proxy", "incarnation", "sequence"])
             .groupBy("proxy", "incarnation")
             .agg(
-                F.min("sequence").alias("first"),
-                F.min("at").alias("first_at"),
                 F.max("sequence").alias("last"),
                 F.max(F.coalesce("last_acked_at", "at")).alias("until"),
-                F.coalesce(F.sum("record_count"), F.lit(0)).alias("records"),
+                F.coalesce(F.sum(F.when(judged(self._job), F.col("record_count"))), F.lit(0)).alias("records"),
             )
             .collect()
         )
         # What comes from the future, by whatever clock, must not have all forgotten that there is.
         until_ms = min(max((row["until"] for row in trails), default=0), self._read_at_ms)
-        self._pass_over_what_is_not_asked_for(trails)
         last = {trail_key(row["proxy"], row["incarnation"]): row["last"] for row in trails}
         self.state.kept = [*self.state.kept, Kept(batch, until_ms, last)]
         self.state.acked += sum(row["records"] for row in trails)
         self._looked_at.read_log(self.state, new, batch)
-
-    def _pass_over_what_is_not_asked_for(self, trails: list[Any]) -> None:
-        """Of a trail that is read from some time on the rows before that are not missing."""
-        if self._job.from_ms is None:
-            return
-        for row in trails:
-            key = trail_key(row["proxy"], row["incarnation"])
-            if key not in self.state.forgotten and row["first_at"] <= self._job.from_ms + _FIRST_ROW_MS:
-                self.state.forget(key, row["first"])
 
     def _tables(self) -> Tables:
         rules = AuditRules(
             read_at_ms=self._read_at_ms,
             topics=self._job.topics,
             from_ms=self._job.from_ms,
+            read_from_ms=self._following.read_from_ms(self._job),
             window_ms=self._job.window_ms,
             shipping_ms=self._job.trail.shipping_ms,
-            max_findings=TOLD_OF_A_BATCH,
+            max_findings=LISTED,
             is_all=not self.state.is_behind,
+            deleted_topics=self._job.deleted_topics,
         )
         return self._looked_at.audited(self.state, rules)
 
     # What comes of it
 
     def _findings(self, tables: Tables) -> list[dict[str, Any]]:
-        """Those that were not told before."""
+        """As many as are listed; rows of trails are numbered as their proxies did."""
         with as_spark_failure("The audit failed"):
             rows = [row.asDict() for row in tables.findings.collect()]
         for row in rows:
             key = trail_key(row["proxy"] or "", row["incarnation"] or "")
             if row["sequence"] is not None:
                 row["sequence"] += self.state.forgotten.get(key, 0)
-        return [row for row in rows if _told_as(row) not in self.state.told]
+        return rows
 
-    def _tell(self, findings: list[dict[str, Any]], mode: str) -> None:
+    def _tell(self, findings: list[dict[str, Any]], kinds: Collection[str], mode: str) -> None:
         state = self.state
-        for row in findings:
-            if state.tell_once(_told_as(row)):
-                fails = row["kind"] not in _UNPROVEN
-                state.failures += fails
-                state.unproven += not fails
-                self._alarm(f"{_where(row)}{row['detail']}", fails)
-        if findings:
+        new, said = tell(state, findings, kinds)
+        for each in said:
+            self._alarm(each.sentence, each.fails)
+        if new:
             place = self._output.below(f"findings/batch={state.kept[-1].batch}")
             with as_spark_failure(f"The results could not be written to {self._output.path}"):
-                told = self._session.createDataFrame(findings, FINDINGS_SCHEMA)
+                told = self._session.createDataFrame(new, FINDINGS_SCHEMA)
                 told.coalesce(1).write.mode(mode).parquet(place)
 
     def _write(self, tables: Tables, batch: int) -> None:
@@ -301,14 +290,3 @@ class Follower:
             for key, last in forgotten.last.items():
                 state.forget(key, last + 1)
             self._looked_at.forget(forgotten.batch)
-
-
-def _told_as(row: Mapping[str, Any]) -> str:
-    names = ("kind", "topic", "partition", "first_offset", "proxy", "incarnation", "sequence")
-    return " ".join(str(row[name]) for name in names)
-
-
-def _where(row: Mapping[str, Any]) -> str:
-    if row["topic"] is None:
-        return ""
-    return f"{row['kind']}: {row['topic']}/{row['partition']} offsets {row['first_offset']} to {row['last_offset']}: "

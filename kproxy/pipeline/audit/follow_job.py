@@ -54,10 +54,10 @@ def run_follow_job(
             with stopped_by_signals(stop):
                 state = follow(
                     session,
-                    _pages(session, job),
+                    pages_of(session, job, following),
                     job,
                     following,
-                    parse=_parser(job),
+                    parse=_parser(job, following),
                     stretch=_stretch(job),
                     alarm=lines.alarm,
                     told=lambda state: stage.say(_progress(state)),
@@ -67,7 +67,8 @@ def run_follow_job(
     return 1 if state.failures or (job.strict and state.unproven) else 0
 
 
-def _pages(session: Any, job: AuditJob) -> DataFrame:
+def pages_of(session: Any, job: AuditJob, following: Following) -> DataFrame:
+    """What is followed, as a stream: the messages of a topic, or the rows of files."""
     if job.trail.kind != TOPIC:
         reader = session.readStream.schema(TRAIL_SCHEMA).option("pathGlobFilter", "*.parquet")
         return reader.option("maxFilesPerTrigger", FILES_PER_BATCH).parquet(job.trail.name)
@@ -79,8 +80,8 @@ def _pages(session: Any, job: AuditJob) -> DataFrame:
         # What retention took is missing from the trail, and told.
         "failOnDataLoss": "false",
     }
-    if job.from_ms is not None:
-        options |= {"startingTimestamp": str(job.from_ms), "startingOffsetsByTimestampStrategy": "latest"}
+    if (read_from_ms := following.read_from_ms(job)) is not None:
+        options |= {"startingTimestamp": str(read_from_ms), "startingOffsetsByTimestampStrategy": "latest"}
     return session.readStream.format("kafka").options(**options).load()
 
 
@@ -90,10 +91,12 @@ def _stretch(job: AuditJob) -> Stretch:
     return Stretch(FILES_PER_BATCH, F.approx_count_distinct(F.input_file_name()))
 
 
-def _parser(job: AuditJob) -> Callable[[DataFrame], DataFrame]:
+def _parser(job: AuditJob, following: Following) -> Callable[[DataFrame], DataFrame]:
     if job.trail.kind == TOPIC:
         return rows_of
-    return lambda rows: only_rows(rows.withColumn("shipped_at", F.lit(None).cast("long")))
+    # Of a topic no more is read; of files all is.
+    is_read = F.col("at") >= (following.read_from_ms(job) or 0)
+    return lambda rows: only_rows(rows.withColumn("shipped_at", F.lit(None).cast("long"))).where(is_read)
 
 
 class _Lines:

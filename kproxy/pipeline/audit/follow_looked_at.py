@@ -1,6 +1,8 @@
 """What a following audit looks at: the rows of the micro-batches that are kept, and the logs' headers beside them.
 
 All of it is on disk, below the checkpoint: `rows/batch=N` and `log/batch=N`, and `work` for as long as it is judged.
+`starts/batch=N` says where logs were begun to be read then. Each reading goes to the end of its log, so nothing counts
+that an earlier one has from there on: the log may have been cut off since, or its topic be made anew.
 """
 
 from __future__ import annotations
@@ -8,23 +10,35 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
-from pyspark.sql import DataFrame
+from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 
 from kproxy.pipeline.audit.follow_state import FollowState, Place, trail_of
 from kproxy.pipeline.audit.job import AuditJob
 from kproxy.pipeline.audit.log_source import bounds_now, fix_ends, read_log
+from kproxy.pipeline.audit.log_starts import first_offsets
 from kproxy.pipeline.audit.places import existing
 from kproxy.pipeline.audit.results import Tables
+from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS
 from kproxy.pipeline.audit.scale import fitted, keep, stays_in_memory
 from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
 from kproxy.pipeline.audit.short_logs import read_short_log
 from kproxy.pipeline.audit.tables import AuditRules, audit_tables
 from kproxy.pipeline.spark import as_spark_failure
 
-_FIRST_OFFSET: Final = "array_min(filter(spans, (each, index) -> index % 2 = 0))"
+_STARTS = "topic string, partition int, read_from long"
+
+
+def judged(job: AuditJob, *, lookback_ms: int = 0) -> Column:
+    """Whether a row of the trail tells of what is judged, or was acknowledged at most so long before."""
+    condition = F.col("kind") == "range"
+    if job.topics:
+        condition &= F.col("topic").isin(*job.topics)
+    if job.from_ms is not None:
+        condition &= F.col("last_acked_at") >= job.from_ms - lookback_ms
+    return condition
 
 
 class LookedAt:
@@ -44,16 +58,16 @@ class LookedAt:
 
     def read_log(self, state: FollowState, new: DataFrame, batch: int) -> None:
         """The headers from the first record of the batch on, or from where logs were read to; to where they end now."""
-        ranges = self._judged(new)
+        ranges = self._needed(new)
         needed: dict[str, dict[str, int]] = {}
-        firsts = ranges.groupBy("topic", "partition").agg(F.min(F.expr(_FIRST_OFFSET)).alias("first"))
-        for row in firsts.collect():
-            needed.setdefault(row["topic"], {})[str(row["partition"])] = row["first"]
+        for which, first in first_offsets(ranges).items():
+            needed.setdefault(which.topic, {})[str(which.partition)] = first
         # Of topics that are gone since there is no log.
         there = existing(self._job.bootstrap, needed) if needed else ()
         needed = {topic: needed[topic] for topic in there}
         if not needed:
             self._place.delete(f"log/batch={batch}")
+            self._place.delete(f"starts/batch={batch}")
             return
         ends = _decode(fix_ends(self._job.bootstrap, topics=sorted(needed)))
         # Of partitions that the batch does not speak of nothing is read.
@@ -66,7 +80,15 @@ class LookedAt:
         log = read_short_log(*read, topics=topics, start_offsets=begin, end_offsets=end)
         if log is None:
             log = read_log(*read, topics=topics, start_offsets=begin, end_offsets=end)
+        begun = [
+            (topic, int(partition), starts[topic][partition])
+            for topic, firsts_needed in needed.items()
+            for partition in firsts_needed
+            if partition in ends[topic]
+        ]
         with as_spark_failure("The logs could not be read"):
+            frame = self._session.createDataFrame(begun, _STARTS).coalesce(1)
+            frame.write.mode("overwrite").parquet(self._place.below(f"starts/batch={batch}"))
             log.write.mode("overwrite").parquet(self._place.below(f"log/batch={batch}"))
         for topic, firsts_needed in needed.items():
             read_to = {partition: ends[topic][partition] for partition in firsts_needed if partition in ends[topic]}
@@ -97,27 +119,36 @@ class LookedAt:
     def forget(self, batch: int) -> None:
         self._place.delete(f"rows/batch={batch}")
         self._place.delete(f"log/batch={batch}")
+        self._place.delete(f"starts/batch={batch}")
 
     def _newest_of_log(self, batches: list[int]) -> DataFrame:
         """Where a log was read twice the later one counts."""
-        there = [batch for batch in batches if self._place.has(self._place.below(f"log/batch={batch}"))]
+        there = self._there("log", batches)
         if not there:
             return self._session.createDataFrame([], LOG_SCHEMA)
+        log = self._kept("log", there)
+        # A checkpoint of an earlier release has none for what it read.
+        if begun := self._there("starts", there):
+            on = ["topic", "partition", "batch"]
+            later = Window.partitionBy("topic", "partition").orderBy("batch").rowsBetween(1, Window.unboundedFollowing)
+            again = self._kept("starts", begun).select(*on, F.min("read_from").over(later).alias("read_again_from"))
+            log = log.join(F.broadcast(again), on, "left")
+            log = log.where("read_again_from is null or base_offset < read_again_from")
+        # A batch that reaches over the begin of a reading is in it as well.
         header = F.max_by(F.struct(*LOG_SCHEMA.names), "batch").alias("header")
-        return self._kept("log", there).groupBy("topic", "partition", "base_offset").agg(header).select("header.*")
+        return log.groupBy("topic", "partition", "base_offset").agg(header).select("header.*")
 
     def _bounds(self, rows: DataFrame) -> DataFrame:
         """Of all topics that the rows speak of and that there are: a log without a batch in it has bounds as well."""
-        named = {row["topic"] for row in self._judged(rows).select("topic").distinct().collect()}
+        named = {row["topic"] for row in self._needed(rows).select("topic").distinct().collect()}
         topics = existing(self._job.bootstrap, named) if named else ()
         if not topics:
             return self._session.createDataFrame([], BOUNDS_SCHEMA)
         bounds = bounds_now(self._job.bootstrap, topics=topics, compacted=self._job.compacted)
         return self._session.createDataFrame(bounds, BOUNDS_SCHEMA)
 
-    def _judged(self, rows: DataFrame) -> DataFrame:
-        ranges = rows.where("kind = 'range'")
-        return ranges.where(F.col("topic").isin(*self._job.topics)) if self._job.topics else ranges
+    def _needed(self, rows: DataFrame) -> DataFrame:
+        return rows.where(judged(self._job, lookback_ms=LOG_LOOKBACK_MS))
 
     def _land(self, name: str, frame: DataFrame) -> DataFrame:
         """Kept on disk until the next micro-batch, or the next look: what Spark plans stays small."""
@@ -125,6 +156,10 @@ class LookedAt:
         place = self._place.below(f"work/{self._landings}-{name}")
         frame.write.mode("overwrite").parquet(place)
         return self._session.read.schema(frame.schema).parquet(place)
+
+    def _there(self, name: str, batches: list[int]) -> list[int]:
+        """Those of the batches for which there is something of this name."""
+        return [batch for batch in batches if self._place.has(self._place.below(f"{name}/batch={batch}"))]
 
     def _kept(self, name: str, batches: list[int]) -> DataFrame:
         places = [self._place.below(f"{name}/batch={batch}") for batch in batches]

@@ -7,15 +7,15 @@ batch has to be repeated: so a repeated batch gives the same results.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import msgspec
 
 from kproxy.pipeline.spark import as_spark_failure
 
-# Of what was told already so much is remembered, so that nothing is told twice.
-TOLD_AT_MOST: Final = 10_000
+# Of what was told already so much is remembered, so that nothing is told twice. More than is listed at a time.
+TOLD_AT_MOST: Final = 20_000
 # So many trails are remembered of which rows were forgotten.
 TRAILS_AT_MOST: Final = 10_000
 _KEPT_FILES: Final = 3
@@ -37,7 +37,8 @@ class FollowState(msgspec.Struct):
     """`read_to`: by topic and partition up to which offset logs were read. `settled_ms`: windows before it are written.
 
     `forgotten`: by trail how many of its first rows are not looked at any more. `is_behind`: there is more to be read
-    already. The sums are of all batches.
+    already. `told`: what was told one by one; `beyond`: by kind how many findings there were besides those that were
+    listed. The sums are of all batches.
     """
 
     batch: int = -1
@@ -47,16 +48,14 @@ class FollowState(msgspec.Struct):
     settled_ms: int = 0
     is_behind: bool = False
     told: list[str] = []
+    beyond: dict[str, int] = {}
     acked: int = 0
     failures: int = 0
     unproven: int = 0
 
-    def tell_once(self, key: str) -> bool:
-        """Whether it was not told before."""
-        if key in self.told:
-            return False
-        self.told = [*self.told[-TOLD_AT_MOST + 1 :], key]
-        return True
+    def remember(self, keys: Iterable[str]) -> None:
+        """These were told now."""
+        self.told = [*self.told, *keys][-TOLD_AT_MOST:]
 
     def forget(self, key: str, count: int) -> None:
         """So many of a trail's first rows are not looked at any more.

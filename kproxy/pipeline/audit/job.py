@@ -11,13 +11,13 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib import metadata
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 
+from kproxy import installed
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.places import check_places
 from kproxy.pipeline.audit.report_facts import Facts
@@ -25,7 +25,7 @@ from kproxy.pipeline.audit.report_gather import gather
 from kproxy.pipeline.audit.report_html import write_report
 from kproxy.pipeline.audit.report_place import check_report
 from kproxy.pipeline.audit.report_table import show_table
-from kproxy.pipeline.audit.run import AuditOptions, run_audit
+from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, TRAIL_LOOKBACK_MS, AuditOptions, run_audit
 from kproxy.pipeline.audit.scale import fitted
 from kproxy.pipeline.audit.tables import WINDOW_MS
 from kproxy.pipeline.audit.trail import TrailPlace
@@ -41,14 +41,15 @@ NO_VERDICT: Final = 2
 class AuditJob:
     """Addresses are `H:P[,H:P...]`, times in milliseconds since the epoch, `window_ms` a window's length.
 
-    `topics` empty: all that the trail speaks of. `output`: the directory for the tables, None for one that is deleted.
-    `strict`: what is unproven counts as wrong.
+    `topics` empty: all that the trail speaks of; `deleted_topics`: topics of these names were deleted on purpose.
+    `output`: the directory for the tables, None for one that is deleted. `strict`: what is unproven counts as wrong.
     """
 
     bootstrap: str
     trail: TrailPlace
     trail_bootstrap: str | None = None
     topics: tuple[str, ...] = ()
+    deleted_topics: tuple[str, ...] = ()
     from_ms: int | None = None
     to_ms: int | None = None
     window_ms: int = WINDOW_MS
@@ -95,7 +96,8 @@ def check(job: AuditJob) -> None:
     if job.from_ms is not None and job.to_ms is not None and job.from_ms >= job.to_ms:
         raise StartupError("--from is not before --to: nothing lies between them.")
     check_report(job.report)
-    check_places(job.bootstrap, job.trail, job.trail_bootstrap or job.bootstrap, job.topics)
+    there = tuple(topic for topic in job.topics if topic not in job.deleted_topics)
+    check_places(job.bootstrap, job.trail, job.trail_bootstrap or job.bootstrap, there)
 
 
 def audit(session: Any, job: AuditJob, said: Report) -> Facts:
@@ -114,6 +116,7 @@ def audit(session: Any, job: AuditJob, said: Report) -> Facts:
                     trail=_text(job.trail),
                     trail_bootstrap=job.trail_bootstrap,
                     topics=job.topics,
+                    deleted_topics=job.deleted_topics,
                     from_ms=job.from_ms,
                     to_ms=job.to_ms,
                     window_ms=job.window_ms,
@@ -133,13 +136,17 @@ def about(job: AuditJob) -> Mapping[str, str]:
     facts = {"logs": job.bootstrap, "trail": _text(job.trail)}
     if job.topics:
         facts["topics"] = ", ".join(job.topics)
+    if job.deleted_topics:
+        facts["deleted topics"] = ", ".join(job.deleted_topics)
     if job.from_ms is not None:
         facts["from"] = _time(job.from_ms)
+        trail, logs = (timedelta(milliseconds=ms) for ms in (TRAIL_LOOKBACK_MS, LOG_LOOKBACK_MS))
+        facts["read"] = f"trails from {trail} before, logs from the first offset acknowledged {logs} before"
     if job.to_ms is not None:
         facts["to"] = _time(job.to_ms)
     return facts | {
         "windows": f"{job.window_ms / 1000:g} s",
-        "made": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC by kproxy {metadata.version('kproxy-kafka')}",
+        "made": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC by kproxy {installed.version()}",
     }
 
 

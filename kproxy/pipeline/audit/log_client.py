@@ -175,7 +175,8 @@ class LogClient:
     def list_offsets(self, partitions: Iterable[TopicPartition], timestamp: int) -> dict[TopicPartition, int]:
         """Where logs begin (EARLIEST) or what is behind their last record (LATEST: the high watermark).
 
-        Raises LogReadFailed.
+        For a time in milliseconds the first offset with that timestamp or a later one, -1 where there is none. Raises
+        LogReadFailed.
         """
         offsets: dict[TopicPartition, int] = {}
         pending = dict.fromkeys(partitions, "nobody was asked")

@@ -17,6 +17,7 @@ from codec.control import Message, build_request, decode_response, encode_reques
 from codec.errors import CodecError, FrameTooLarge
 from codec.fetch import FINAL_EPOCH, MIN_VERSION, NO_SESSION, PartitionFetched
 from codec.fetch_answer import MAX_VERSION, read_fetch_answer
+from codec.foreign import ANSWER_TO_HTTP
 from codec.framing import LENGTH_BYTES
 from codec.headers import frame_message, request_header, response_body_offset, response_correlation_id
 from codec.primitives import INT32
@@ -31,6 +32,15 @@ _FIRST_BUFFER_BYTES: Final = 64 << 10
 _READ_UNCOMMITTED: Final = 0
 # A reader that has read all there is asks again; brokers need not wait long for it.
 _MAX_WAIT_MS: Final = 100
+# How answers of something else begin; as lengths they would be beyond any bound.
+_NOT_KAFKA: Final = {
+    b"HTTP": "HTTP, as etcd and admin pages do, and not Kafka's protocol",
+    b"\x15\x03": "TLS, which is not spoken here",
+    b"SSH-": "SSH, not Kafka's protocol",
+}
+# A port whose first answer takes longer is asked whether it speaks HTTP, as etcd does, which waits for more then.
+_SUSPECT_AFTER_S: Final = 1.0
+_HTTP_QUESTION: Final = b"GET / HTTP/1.0\r\n\r\n"
 
 
 class LogReadFailed(Exception):
@@ -45,11 +55,12 @@ class LogConnection:
     """Ask one broker. `timeout_s` bounds the dial and each answer, in seconds."""
 
     def __init__(self, address: Address, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Dial and learn what the broker serves. Raises BrokerFailed."""
+        """Dial and learn what the broker serves. Raises BrokerFailed, LogReadFailed where that is no broker."""
         self.address = address
         self._timeout_s = timeout_s
         self._clock = clock
         self._correlation_id = 0
+        self._has_answered = False
         self._buffer = bytearray(_FIRST_BUFFER_BYTES)
         self._offered: Mapping[int, tuple[int, int]] = MappingProxyType({keys.API_VERSIONS: (0, 0)})
         try:
@@ -61,7 +72,12 @@ class LogConnection:
             answer = self.ask(keys.API_VERSIONS, 0)
         except BrokerFailed:
             self.close()
+            self._expect_no_http()
             raise
+        except LogReadFailed:
+            self.close()
+            raise
+        self._has_answered = True
         self._offered = {api.api_key: (api.min_version, api.max_version) for api in answer.api_keys}
 
     def close(self) -> None:
@@ -126,6 +142,8 @@ class LogConnection:
             deadline = self._clock() + self._timeout_s
             self._socket.settimeout(self._timeout_s)
             self._socket.sendall(frame_message(header, body))
+            if not self._has_answered and not self._begins_to_answer():
+                self._expect_no_http()
             frame = self._receive(deadline, most_bytes)
             if response_correlation_id(frame) != self._correlation_id:
                 raise CodecError("an answer to something else")
@@ -133,8 +151,34 @@ class LogConnection:
             raise self._failed(api_key, error) from error
         return frame
 
+    def _begins_to_answer(self) -> bool:
+        self._socket.settimeout(min(_SUSPECT_AFTER_S, self._timeout_s))
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except TimeoutError:
+            return False
+        return True
+
+    def _expect_no_http(self) -> None:
+        """Ask by another connection. Raises LogReadFailed where HTTP is spoken there; what else is wrong is known."""
+        try:
+            with socket.create_connection(self.address, _SUSPECT_AFTER_S) as asked:
+                asked.sendall(_HTTP_QUESTION)
+                answer = asked.recv(len(ANSWER_TO_HTTP))
+        except OSError:
+            return
+        # That is a listener of kproxy's own, and slow.
+        if not ANSWER_TO_HTTP.startswith(answer):
+            self._expect_kafka(answer)
+
+    def _expect_kafka(self, beginning: bytes) -> None:
+        for begins, protocol in _NOT_KAFKA.items():
+            if beginning.startswith(begins):
+                raise LogReadFailed(f"{self.address} speaks {protocol}: give the address of a plain Kafka listener.")
+
     def _receive(self, deadline: float, most_bytes: int) -> memoryview:
         self._receive_into(memoryview(self._buffer)[:LENGTH_BYTES], deadline)
+        self._expect_kafka(bytes(self._buffer[:LENGTH_BYTES]))
         length: int = INT32.unpack_from(self._buffer)[0]
         if not 0 <= length <= most_bytes:
             raise FrameTooLarge(f"an answer of {length} bytes; at most {most_bytes} are read")

@@ -33,6 +33,7 @@ __all__ = [
     "LogReadFailed",
     "bounds_now",
     "fix_ends",
+    "fix_starts",
     "read_bounds",
     "read_log",
     "register",
@@ -106,6 +107,20 @@ def fix_ends(bootstrap: str, *, topics: Sequence[str] = (), pattern: str | None 
     options = read_options(written(bootstrap, topics, pattern, {"patienceMs": FIRST_PATIENCE_MS}))
     with options.client() as client:
         return offsets_as_json(client.list_offsets(options.partitions(client), LATEST))
+
+
+def fix_starts(bootstrap: str, *, topics: Sequence[str], from_ms: int, ends: str) -> str:
+    """Where begins what was written at `from_ms` or later, by its timestamps, as JSON like `ends`; the end for nothing.
+
+    Asked from here, as `fix_ends` does. Raises LogReadFailed.
+    """
+    _, behind = parse_offsets(ends, "endOffsets")
+    options = read_options(written(bootstrap, topics, None, {"patienceMs": FIRST_PATIENCE_MS}))
+    with options.client() as client:
+        found = client.list_offsets(behind, from_ms)
+    return offsets_as_json(
+        {which: end if found[which] < 0 else min(found[which], end) for which, end in behind.items()}
+    )
 
 
 def _read(session: Any, form: str, options: dict[str, str]) -> Any:

@@ -11,7 +11,7 @@ from typing import Final
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 
-from kproxy.pipeline.audit.spans import PARTITION, window_ms
+from kproxy.pipeline.audit.spans import PARTITION, in_buckets, window_ms
 
 _OWNERSHIP: Final = (*PARTITION, "owner", "revision")
 _WINDOW: Final = (*PARTITION, "window_ms")
@@ -54,10 +54,30 @@ def window_starts(rows: DataFrame, *, length_ms: int) -> DataFrame:
     return rows.where("kind = 'range'").select(*PARTITION, begin).distinct()
 
 
-def records(ranges: DataFrame, *, length_ms: int) -> DataFrame:
-    """How many, by topic, partition and window_ms, as `gone`."""
+def records(ranges: DataFrame, *by: str, length_ms: int, bits: int) -> DataFrame:
+    """How many `records`, by topic, partition, window_ms and what else is named, and when they were acknowledged.
+
+    Each offset counts once, in the window of the first row by offset that has it: what was acknowledged again, sent
+    again by its producer, is no other record.
+    """
+    logs = (*PARTITION, *by)
+    spans = F.arrays_zip(
+        F.filter("spans", lambda _, place: place % 2 == 0).alias("start"),
+        F.filter("spans", lambda _, place: place % 2 == 1).alias("count"),
+    )
+    times = ("first_acked_at", "last_acked_at")
+    told = ranges.select(*logs, *times, F.inline(spans)).withColumn("end", F.col("start") + F.col("count"))
+    earlier = Window.partitionBy(*logs, "bucket").orderBy("start", "first_acked_at")
+    said = F.max("end").over(earlier.rowsBetween(Window.unboundedPreceding, -1))
+    # Spark's greatest passes over nulls: nothing is said before the first.
+    new = F.greatest(F.lit(0), F.col("end") - F.greatest("start", said))
     begin = window_ms(F.col("last_acked_at"), length_ms).alias("window_ms")
-    return ranges.groupBy(*PARTITION, begin).agg(F.sum("record_count").alias("gone"))
+    each_once = in_buckets(told, bits).select(*logs, *times, begin, new.alias("new"))
+    return each_once.groupBy(*PARTITION, "window_ms", *by).agg(
+        F.sum("new").alias("records"),
+        F.min("first_acked_at").alias("from_ms"),
+        F.max("last_acked_at").alias("to_ms"),
+    )
 
 
 def owners(cells: DataFrame) -> DataFrame:

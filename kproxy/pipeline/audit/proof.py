@@ -19,6 +19,8 @@ TRAIL: Final = ("proxy", "incarnation")
 # (audit.interval_s), with what a proxy may be late.
 _INTERVAL_MS: Final = 61_000
 _MARK_MS: Final = 10_000
+# A trail of which rows are read from some time on has a row so soon after it, or was not there yet: a mark is due.
+FIRST_ROW_MS: Final = _INTERVAL_MS + _MARK_MS
 # Longer than a proxy that is replaced while it serves takes to let go of its last clients.
 _HANDOVER_MS: Final = 600_000
 _PIECE_BITS: Final = 6
@@ -105,26 +107,38 @@ def trails(pieces: DataFrame) -> DataFrame:
 
 
 def audit_end(trails: DataFrame, *, read_at_ms: int, to_ms: int | None, shipping_ms: int = SHIPPING_MS) -> DataFrame:
-    """One row, `end_ms`: up to when the audit judges.
+    """One row. `end_ms`: up to when the audit judges; `heard_ms`: whoever lives has promised a row by then.
 
     Unless `to_ms` says so, that is when the trail was read; but where proxies still write their trails it is up to when
     all of them are known whole. Else the last seconds of everything that lives were unproven every time. `shipping_ms`
     is what a row may take from being closed to being read.
     """
-    heard_of = F.lit(read_at_ms) - F.col("mark_ms") - F.col("interval_ms") - shipping_ms
-    lives = F.col("end").isNull() & (F.col("last_at") >= heard_of) & F.col("next_begin").isNull()
-    until = F.min(F.when(lives, F.col("whole_until")))
+    heard = F.lit(read_at_ms - shipping_ms).cast("long")
+    until = F.min(F.when(_lives(heard), F.col("whole_until")))
     return trails.agg(
         F.lit(to_ms).cast("long").alias("to_ms"), F.coalesce(until, F.lit(read_at_ms)).alias("until")
-    ).select(F.coalesce("to_ms", "until").alias("end_ms"))
+    ).select(F.coalesce("to_ms", "until").alias("end_ms"), heard.alias("heard_ms"))
 
 
-def gaps(rows: DataFrame, pieces: DataFrame, trails: DataFrame, *, has_begin: bool = True) -> DataFrame:
+def _lives(heard_ms: Column) -> Column:
+    """Whether a trail goes on: it has no end, nothing came after it, and its next row is not due before `heard_ms`."""
+    due = F.col("last_at") + F.col("mark_ms") + F.col("interval_ms")
+    return F.col("end").isNull() & (due >= heard_ms) & F.col("next_begin").isNull()
+
+
+def gaps(
+    rows: DataFrame,
+    pieces: DataFrame,
+    trails: DataFrame,
+    *,
+    has_begin: bool = True,
+    read_from_ms: int | None = None,
+) -> DataFrame:
     """Rows that are missing: proxy, incarnation, `sequence` of the first, how many (`missing`), from_ms, to_ms.
 
     An acknowledgement is in a row that is closed at most `interval_ms` later, so those that a missing row has came
     after the row before it was closed less that, and before the one behind it was. `has_begin`: whether trails should
-    have their first rows.
+    have their first rows, but for those that were there already before `read_from_ms`.
     """
     edges = pieces.select(*TRAIL, "first", "last", "first_at", "last_at")
     along = Window.partitionBy(*TRAIL).orderBy("first")
@@ -137,7 +151,10 @@ def gaps(rows: DataFrame, pieces: DataFrame, trails: DataFrame, *, has_begin: bo
     )
     within = _gaps_within(rows, pieces)
     earliest = trails.agg((F.min("first_at") - F.max("interval_ms")).alias("earliest"))
-    headless = trails.where(F.lit(has_begin) & (F.col("first") > 0)).crossJoin(F.broadcast(earliest)).select(
+    is_headless = F.lit(has_begin) & (F.col("first") > 0)
+    if read_from_ms is not None:
+        is_headless &= F.col("first_at") > read_from_ms + FIRST_ROW_MS
+    headless = trails.where(is_headless).crossJoin(F.broadcast(earliest)).select(
         *TRAIL,
         F.lit(0).cast("long").alias("sequence"),
         F.col("first").alias("behind"),
@@ -176,9 +193,10 @@ def _gaps_within(rows: DataFrame, pieces: DataFrame) -> DataFrame:
 
 
 def tails(trails: DataFrame, end: DataFrame, *, is_all: bool = True) -> DataFrame:
-    """Trails without an end: proxy, incarnation, `sequence` of the last row, from_ms, to_ms.
+    """Trails without an end: proxy, incarnation, `sequence` of the last row, from_ms, to_ms, whether it `lives`.
 
-    `is_all`: whether all has been read that there is. Else only those are over that another incarnation came after.
+    One that lives is among them where more is to be judged than it tells of yet. `is_all`: whether all has been read
+    that there is. Else only those are over that another incarnation came after.
     """
     return (
         trails.where(F.col("end").isNull() & (F.lit(is_all) | F.col("next_begin").isNotNull()))
@@ -188,6 +206,7 @@ def tails(trails: DataFrame, end: DataFrame, *, is_all: bool = True) -> DataFram
             F.col("last").alias("sequence"),
             F.col("whole_until").alias("from_ms"),
             F.coalesce("next_begin", "end_ms").alias("to_ms"),
+            _lives(F.col("heard_ms")).alias("lives"),
         )
         # One that is known whole up to the audit's end lives, and nothing of it is missing.
         .where("from_ms < to_ms")
@@ -196,9 +215,9 @@ def tails(trails: DataFrame, end: DataFrame, *, is_all: bool = True) -> DataFram
 
 def unproven(gaps: DataFrame, tails: DataFrame, end: DataFrame, *, from_ms: int | None) -> DataFrame:
     """Both as findings without their words, as far as they are within the times that are judged."""
-    both = gaps.withColumn("kind", F.lit(GAP)).unionByName(
+    both = gaps.select("*", F.lit(False).alias("lives"), F.lit(GAP).alias("kind")).unionByName(
         tails.select("*", F.lit(0).cast("long").alias("missing"), F.lit(TAIL).alias("kind"))
     )
-    judged = both.crossJoin(F.broadcast(end)).withColumn("to_ms", F.least("to_ms", "end_ms")).drop("end_ms")
+    judged = both.crossJoin(F.broadcast(end)).withColumn("to_ms", F.least("to_ms", "end_ms")).drop(*end.columns)
     begin = F.col("from_ms") if from_ms is None else F.greatest("from_ms", F.lit(from_ms))
     return judged.withColumn("from_ms", begin).where("from_ms < to_ms")

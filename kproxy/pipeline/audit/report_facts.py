@@ -28,7 +28,13 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """What was counted of one partition, or of several. `unproven` counts partitions of which not all is known."""
+    """What was counted of one partition, or of several. `unproven` counts partitions of which not all is known.
+
+    `deleted` and `gone` went with topics that are there no more; of the former somebody says that it was meant.
+
+    `corrupt`, `unchecked` and `unsequenced` are batches: their checksums are wrong, or nobody looked at them; or they
+    have no sequence numbers, so that what is there twice is not known of them.
+    """
 
     partitions: int = 0
     acked: int = 0
@@ -38,6 +44,11 @@ class Sums:
     duplicated: int = 0
     overlapped: int = 0
     unclaimed: int = 0
+    deleted: int = 0
+    gone: int = 0
+    corrupt: int = 0
+    unchecked: int = 0
+    unsequenced: int = 0
     late: int = 0
     batches: int = 0
     bytes: int = 0
@@ -50,7 +61,7 @@ class Sums:
 
     @property
     def failed(self) -> bool:
-        return bool(self.lost or self.duplicated or self.overlapped)
+        return bool(self.lost or self.duplicated or self.overlapped or self.corrupt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,18 +174,17 @@ class FindingCount:
 class Verdict:
     """What it all comes to.
 
-    `corrupt`: batches whose checksum is wrong. `trail_faults`: gaps and tails of trails. `conflicts`: findings of two
+    `trail_faults`: gaps and tails of trails. `conflicts`: findings of two
     brokers that gave out the same offsets, which is a split brain; one that does so alone is overlapped, too.
     """
 
     sums: Sums
-    corrupt: int = 0
     trail_faults: int = 0
     conflicts: int = 0
 
     @property
     def failed(self) -> bool:
-        return self.sums.failed or self.corrupt > 0
+        return self.sums.failed
 
     @property
     def unproven(self) -> bool:
@@ -186,7 +196,7 @@ class Verdict:
 
     @property
     def clean(self) -> bool:
-        return not (self.failed or self.unproven or self.empty)
+        return not (self.failed or self.unproven or self.empty or self.sums.deleted)
 
     def exit_status(self, *, strict: bool = False) -> int:
         """What the command ends with: 1 where something is wrong, and with `strict` where something is unproven."""

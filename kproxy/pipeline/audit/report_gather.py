@@ -31,11 +31,11 @@ from kproxy.pipeline.audit.report_facts import (
     Verdict,
 )
 from kproxy.pipeline.audit.results import Tables
-from kproxy.pipeline.audit.schemas import CORRUPT, FINDING_KINDS, GAP, OVERLAP, TAIL
+from kproxy.pipeline.audit.schemas import FINDING_KINDS, GAP, OVERLAP, TAIL
 from kproxy.pipeline.spark import as_spark_failure
 
-# What these kinds of findings say is that something cannot be known; the others say that something is wrong.
-UNPROVEN_KINDS: Final = (GAP, TAIL)
+# Findings of what is missing of trails, for some time and all topics.
+HOLES: Final = (GAP, TAIL)
 SUMMED: Final = tuple(name for name in Sums.__slots__ if name not in ("partitions", "unproven"))
 # Finding kinds are few; more than these are somebody's mistake and must not fill the report.
 KINDS_AT_MOST: Final = 32
@@ -72,10 +72,9 @@ class _Gathering:
         drawn = partitions[: self._limits.drawn]
         grid = self._grid()
         holdings, hidden_holdings = self._holdings(drawn)
-        holes = sum(counts[kind].findings for kind in UNPROVEN_KINDS if kind in counts)
-        corrupt = counts[CORRUPT].findings if CORRUPT in counts else 0
+        holes = sum(counts[kind].findings for kind in HOLES if kind in counts)
         return Facts(
-            verdict=Verdict(totals, corrupt=corrupt, trail_faults=holes, conflicts=conflicts),
+            verdict=Verdict(totals, trail_faults=holes, conflicts=conflicts),
             topics=topics,
             partitions=partitions,
             findings=self._findings(),
@@ -116,7 +115,8 @@ class _Gathering:
         rows = (
             self._tables.findings.groupBy("kind")
             .agg(
-                F.count(F.lit(1)).alias("findings"),
+                # However few are listed.
+                F.greatest(F.count(F.lit(1)), F.max("of_kind")).alias("findings"),
                 F.coalesce(F.sum("records"), F.lit(0)).alias("records"),
                 F.count_if(F.col("owner") != F.col("other_owner")).alias("conflicts"),
             )
@@ -161,7 +161,7 @@ class _Gathering:
         return Grid(row.start - before * window, window * together, -(-windows // together), together)
 
     def _holes(self) -> DataFrame:
-        return self._tables.findings.where(F.col("kind").isin(*UNPROVEN_KINDS) & F.col("from_ms").isNotNull())
+        return self._tables.findings.where(F.col("kind").isin(*HOLES) & F.col("from_ms").isNotNull())
 
     def _cells(self, grid: Grid, drawn: Sequence[Partition]) -> tuple[Cell, ...]:
         if not drawn:
@@ -171,7 +171,7 @@ class _Gathering:
             *[
                 F.when(condition, _rank(state)).otherwise(_rank(State.NOTHING))
                 for state, condition in (
-                    (State.REMOVED, F.col("removed") > 0),
+                    (State.REMOVED, F.col("removed") + F.coalesce("deleted", F.lit(0)) > 0),
                     (State.UNPROVEN, F.col("unproven")),
                     (State.DUPLICATED, F.col("duplicated") > 0),
                     (State.OVERLAPPED, F.col("overlapped") > 0),

@@ -33,7 +33,7 @@ from kproxy.pipeline.audit.report_words import (
     summary,
     where,
 )
-from kproxy.pipeline.audit.schemas import GAP, TAIL
+from kproxy.pipeline.audit.schemas import WRONG_KINDS
 
 POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 # As many as can be read at once; the others are there for who opens them.
@@ -94,7 +94,7 @@ def escaped(text: str) -> str:
 def _tone(verdict: Verdict) -> str:
     if verdict.failed:
         return "bad"
-    if verdict.unproven:
+    if verdict.unproven or verdict.sums.deleted:
         return "warn"
     return "idle" if verdict.empty else "good"
 
@@ -115,7 +115,14 @@ def _numbers(facts: Facts) -> str:
     sums, holes = facts.sums, facts.verdict.trail_faults
     in_holes = counted(holes, "hole") + " in the trails"
     unproven = f"of {counted(sums.partitions, 'partition')}" + (f"; {in_holes}" if holes else "")
+    if sums.unchecked:
+        unproven += f"; {counted(sums.unchecked, 'batch', 'batches')} not checked"
     removed = f"and {sums.removed:,} removed by retention or compaction" if sums.removed else "of those acknowledged"
+    if sums.deleted or sums.gone:
+        removed += f"; {sums.deleted + sums.gone:,} went with their topics"
+    twice = "in the log more than once"
+    if sums.unsequenced:
+        twice += f"; {counted(sums.unsequenced, 'batch', 'batches')} not judged"
     cards = [
         (
             "Acknowledged",
@@ -126,7 +133,7 @@ def _numbers(facts: Facts) -> str:
         ("In the log", sums.present, removed, ""),
         ("Lost", sums.lost, "acknowledged and not in the log", "bad"),
         ("Overlapped", sums.overlapped, "given an offset that others had too", "bad"),
-        ("Duplicated", sums.duplicated, "in the log more than once", "bad"),
+        ("Duplicated", sums.duplicated, twice, "bad"),
         ("Unproven", sums.unproven or holes, unproven if sums.unproven or not holes else "holes in the trails", "warn"),
     ]
     cells = [
@@ -150,12 +157,13 @@ def _findings(facts: Facts) -> str:
     hidden = facts.hidden_findings
     more = ""
     if hidden > 0:
-        more = f'<p class="muted">{counted(hidden, "finding")} besides these in the results, table “findings”.</p>'
+        said = f"{counted(hidden, 'finding')} besides these: the first of each kind are in the table “findings”."
+        more = f'<p class="muted">{said}</p>'
     return f'<h2>Findings</h2><p class="muted">{escaped(kinds_counted(facts))}</p>{listed}{more}'
 
 
 def _finding(finding: Finding) -> str:
-    tone = "warn" if finding.kind in (GAP, TAIL) else "bad"
+    tone = "bad" if finding.kind in WRONG_KINDS else "warn"
     known = "".join(
         f"<div><dt>{escaped(label)}</dt><dd>{escaped(text)}</dd></div>" for label, text in particulars(finding)
     )
@@ -218,7 +226,12 @@ _COUNTS: Final = (
     _Count("overlapped", "overlapped", tone="bad"),
     _Count("duplicated", "duplicated", tone="bad"),
     _Count("removed", "removed", rare=True),
+    _Count("deleted", "deleted", rare=True),
+    _Count("gone", "gone", rare=True, tone="warn"),
     _Count("unclaimed", "unclaimed", rare=True),
+    _Count("corrupt", "corrupt batches", rare=True, tone="bad"),
+    _Count("unsequenced", "unsequenced batches", rare=True),
+    _Count("unchecked", "unchecked batches", rare=True, tone="warn"),
     _Count("late", "late", rare=True),
 )
 

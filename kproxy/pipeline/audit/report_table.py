@@ -25,7 +25,7 @@ from kproxy.pipeline.audit.report_words import (
     summary,
     where,
 )
-from kproxy.pipeline.audit.schemas import GAP, TAIL
+from kproxy.pipeline.audit.schemas import WRONG_KINDS
 
 ROWS_AT_MOST: Final = 20
 FINDINGS_AT_MOST: Final = 10
@@ -34,7 +34,7 @@ NAME_LENGTHS: Final = (40, 22)
 # To measure what a table would like to have.
 _UNBOUNDED: Final = Console(width=10_000)
 OWNERS_AT_MOST: Final = 12
-VERDICT_AT_MOST: Final = 12
+VERDICT_AT_MOST: Final = 13
 # Columns of counts, in their order, with what stands over them. Only those of trouble are coloured.
 _TITLES: Final = {
     "acked": "acked",
@@ -43,20 +43,36 @@ _TITLES: Final = {
     "overlapped": "overlapped",
     "duplicated": "dupl.",
     "removed": "removed",
+    "deleted": "deleted",
+    "gone": "gone",
     "unclaimed": "unclaimed",
+    "corrupt": "corrupt",
+    "unchecked": "unchecked",
     "late": "late",
 }
-_BAD: Final = ("lost", "overlapped", "duplicated")
+_BAD: Final = ("lost", "overlapped", "duplicated", "corrupt")
 # What is nought for all partitions needs no column, except for these.
-_ALWAYS: Final = ("acked", "present", *_BAD)
+_ALWAYS: Final = ("acked", "present", "lost", "overlapped", "duplicated")
 # What a narrow terminal does without, by and by.
-_LEFT_OUT: Final = ("99 %", "owners", "late", "unclaimed", "removed", "present", "verdict")
+_LEFT_OUT: Final = (
+    "99 %",
+    "owners",
+    "late",
+    "unclaimed",
+    "unchecked",
+    "corrupt",
+    "removed",
+    "deleted",
+    "gone",
+    "present",
+    "verdict",
+)
 
 
 def show_table(facts: Facts, console: Console) -> None:
     """Print it; some dozens of lines, whatever the audit's size."""
     verdict = facts.verdict
-    style = "red" if verdict.failed else "yellow" if verdict.unproven or verdict.empty else "green"
+    style = "red" if verdict.failed else "green" if verdict.clean else "yellow"
     console.print(Text.assemble((f"{headline(verdict)}. ", f"bold {style}"), summary(verdict)), soft_wrap=True)
     if facts.partitions:
         console.print(_partitions(facts, console))
@@ -133,10 +149,10 @@ def _show_findings(facts: Facts, console: Console) -> None:
     hidden = facts.hidden_findings + len(facts.findings) - len(shown)
     console.print(Text.assemble(("Findings: ", "bold"), kinds_counted(facts), "."), soft_wrap=True)
     for finding in shown:
-        style = "yellow" if finding.kind in (GAP, TAIL) else "bold red"
+        style = "bold red" if finding.kind in WRONG_KINDS else "yellow"
         told = printable(f" {where(finding)}: {finding.detail}")
         console.print(Text.assemble("  ", (printable(kind_in_words(finding)), style), told), soft_wrap=True)
         if known := "; ".join(f"{label} {text}" for label, text in particulars(finding)):
             console.print(Text(printable(f"    {known}"), style="dim"), soft_wrap=True)
     if hidden > 0:
-        console.print(f"  and {counted(hidden, 'more finding')}, in the report and the results.", style="dim")
+        console.print(f"  and {counted(hidden, 'more finding')}: the results have the first of each kind.", style="dim")

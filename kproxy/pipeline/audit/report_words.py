@@ -6,7 +6,18 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 
 from kproxy.pipeline.audit.report_facts import Facts, Finding, State, Sums, Verdict
-from kproxy.pipeline.audit.schemas import CORRUPT, DUPLICATE, FINDING_KINDS, GAP, LOST, OVERLAP, TAIL
+from kproxy.pipeline.audit.schemas import (
+    CORRUPT,
+    DELETED,
+    DUPLICATE,
+    FINDING_KINDS,
+    GAP,
+    GONE,
+    LOST,
+    OVERLAP,
+    TAIL,
+    UNCHECKED,
+)
 
 _EPOCH = datetime(1970, 1, 1)
 # One of them, and several.
@@ -15,6 +26,9 @@ KIND_NAMES = {
     OVERLAP: ("overlap", "overlaps"),
     DUPLICATE: ("duplicate", "duplicates"),
     CORRUPT: ("corrupt batch", "corrupt batches"),
+    UNCHECKED: ("partition not checked", "partitions not checked"),
+    DELETED: ("deleted topic's partition", "deleted topics' partitions"),
+    GONE: ("partition gone with its topic", "partitions gone with their topics"),
     GAP: ("gap in a trail", "gaps in trails"),
     TAIL: ("trail without an end", "trails without an end"),
 }
@@ -34,15 +48,20 @@ GLOSSARY = {
     "lost": "Of these, not in the log, though neither retention nor compaction can have removed them.",
     "overlapped": "Given an offset that others had too: two brokers took themselves for the owner (split brain).",
     "duplicated": "In the log more than once, by producer id and sequence number.",
+    "unsequenced": "Batches of producers without idempotence, without such numbers: what is there twice is not known.",
     "removed": "Acknowledged, and removed since by retention or compaction, as the topic's settings have it.",
-    "unproven": "A proxy's trail has a hole there or no end: what was acknowledged then is not known.",
+    "deleted": "Acknowledged in a topic that was deleted since, on purpose, as whoever audits has said.",
+    "gone": "The same, but nobody has said so: a topic of that name has another id now.",
+    "unproven": "A proxy's trail has a hole there or no end: what was acknowledged then is not known. Or batches are "
+    "unchecked, or records gone.",
+    "unchecked": "Batches whose checksums were not looked at, for want of crc32c: they may not be whole.",
     "unclaimed": "In the log and in no trail: written past the proxies, with acks=0, or in an unproven time.",
     "late": "Came to the trail later than the proxy promises. It counts all the same.",
 }
 
 
 def headline(verdict: Verdict) -> str:
-    """One or two words in capitals' stead: what a person should know after a second."""
+    """A few words in capitals' stead: what a person should know after a second."""
     sums = verdict.sums
     wrong = [
         name
@@ -50,7 +69,7 @@ def headline(verdict: Verdict) -> str:
             ("loss", sums.lost),
             ("split brain" if verdict.conflicts else "offsets given out twice", sums.overlapped),
             ("duplicates", sums.duplicated),
-            ("corrupt batches", verdict.corrupt),
+            ("corrupt batches", sums.corrupt),
         )
         if count
     ]
@@ -58,19 +77,37 @@ def headline(verdict: Verdict) -> str:
         return _listed(wrong).capitalize()
     if verdict.unproven:
         return "Unproven"
-    return "Nothing acknowledged" if verdict.empty else "Clean"
+    if verdict.empty:
+        return "Nothing acknowledged"
+    if sums.deleted:
+        return "Deleted topics"
+    return "Clean, duplicates not known" if sums.unsequenced else "Clean"
 
 
 def summary(verdict: Verdict) -> str:
-    """What the headline means, in one or two sentences with the numbers."""
+    """What the headline means, with the numbers, and what the audit does not know, in a few sentences."""
     sums = verdict.sums
     if wrong := _wrong(verdict):
         found = f"Of {counted(sums.acked, 'acknowledged record')} {_listed(wrong)}."
     elif sums.acked:
-        found = f"{_there(sums)}{'' if verdict.unproven else ', once and at one offset'}."
+        found = f"{_there(sums)}{'' if verdict.unproven or not sums.present else _how_often(sums)}."
     else:
         found = "The trail has no acknowledged record in this time and of these topics: there is nothing to look for."
-    return f"{found} {_unproven(verdict)}" if verdict.unproven else found
+    said = [found, *([_unproven(verdict)] if verdict.unproven else []), *([] if verdict.empty else _unknown(sums))]
+    return " ".join(said)
+
+
+def _how_often(sums: Sums) -> str:
+    return ", each at one offset" if sums.unsequenced else ", once and at one offset"
+
+
+def _unknown(sums: Sums) -> list[str]:
+    """What no audit of headers can know, whatever it has found."""
+    contents = "Contents are not compared."
+    if not sums.unsequenced:
+        return [contents]
+    batches = f"{counted(sums.unsequenced, 'batch', 'batches')} of others {_are(sums.unsequenced)} not judged"
+    return [f"Duplicates are known of idempotent producers only: {batches}.", contents]
 
 
 def _wrong(verdict: Verdict) -> list[str]:
@@ -83,16 +120,28 @@ def _wrong(verdict: Verdict) -> list[str]:
         said.append(f"{sums.overlapped:,} {_were(sums.overlapped)} given an offset that {others}")
     if sums.duplicated:
         said.append(f"{sums.duplicated:,} {_are(sums.duplicated)} in the log more than once")
-    if verdict.corrupt:
-        said.append(f"{counted(verdict.corrupt, 'batch', 'batches')} in the log cannot be read")
+    if sums.corrupt:
+        batches = f"{counted(sums.corrupt, 'batch', 'batches')} in the log"
+        said.append(
+            f"{batches} {'does not match its checksum' if sums.corrupt == 1 else 'do not match their checksums'}"
+        )
     return said
 
 
 def _there(sums: Sums) -> str:
-    if sums.removed:
+    absent = [
+        f"{count:,} {how}"
+        for count, how in (
+            (sums.removed, "as removed by retention or compaction"),
+            (sums.deleted, "as deleted with their topics"),
+            (sums.gone, "as gone with topics that were deleted"),
+        )
+        if count
+    ]
+    if absent:
         return (
-            f"All {counted(sums.acked, 'acknowledged record')} are accounted for, {sums.removed:,} of them as "
-            f"removed by retention or compaction; {sums.present:,} {_are(sums.present)} in the log"
+            f"All {counted(sums.acked, 'acknowledged record')} are accounted for, {_listed(absent)}; "
+            f"{sums.present:,} {_are(sums.present)} in the log"
         )
     if sums.acked == 1:
         return "The one acknowledged record is in the log"
@@ -102,9 +151,18 @@ def _there(sums: Sums) -> str:
 def _unproven(verdict: Verdict) -> str:
     """That something is not known, and that this is not the same as fine."""
     sums, holes = verdict.sums, verdict.trail_faults
-    what = f"The trails have {counted(holes, 'hole')}" if holes else "The trails do not tell all of some time"
+    said = []
+    if sums.unchecked:
+        batches = f"{counted(sums.unchecked, 'batch', 'batches')} {_were(sums.unchecked)}"
+        said.append(f"{batches} not checked against checksums: what is in the log may not be whole")
+    if sums.gone:
+        records = f"{counted(sums.gone, 'record')} {_are(sums.gone)}"
+        said.append(f"Whether the topics were to be deleted that {records} gone with is not known")
+    if holes or not (sums.unchecked or sums.gone):
+        what = f"The trails have {counted(holes, 'hole')}" if holes else "The trails do not tell all of some time"
+        said.append(f"{what}: what else was acknowledged then nobody knows")
     concerned = f" ({sums.unproven:,} of {counted(sums.partitions, 'partition')} concerned)" if sums.unproven else ""
-    return f"{what}: what else was acknowledged then nobody knows{concerned}."
+    return f"{'. '.join(said)}{concerned}."
 
 
 def where(finding: Finding) -> str:
@@ -149,17 +207,26 @@ def owners_in_words(owners: Sequence[int]) -> str:
 
 
 def partition_verdict(sums: Sums) -> str:
-    """One word or two for a line of a table."""
+    """A few words for a line of a table; where duplicates are not known, that all is there at least once."""
     wrong = [
         name
-        for name, count in (("lost", sums.lost), ("overlapped", sums.overlapped), ("duplicates", sums.duplicated))
+        for name, count in (
+            ("lost", sums.lost),
+            ("overlapped", sums.overlapped),
+            ("duplicates", sums.duplicated),
+            ("corrupt", sums.corrupt),
+        )
         if count
     ]
     if wrong:
         return ", ".join(wrong)
     if sums.unproven:
         return "unproven"
-    return "clean" if sums.acked else "nothing"
+    if not sums.acked:
+        return "nothing"
+    if sums.deleted:
+        return "deleted"
+    return "at least once" if sums.unsequenced else "clean"
 
 
 def kinds_counted(facts: Facts) -> str:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from pyspark.sql import DataFrame
 
@@ -19,7 +19,8 @@ from kproxy.errors import StartupError
 from kproxy.pipeline.audit.coverage import Land
 from kproxy.pipeline.audit.log_connection import LogReadFailed
 from kproxy.pipeline.audit.log_ends import acknowledged_by_one, ends_behind
-from kproxy.pipeline.audit.log_source import bounds_now, fix_ends, read_log
+from kproxy.pipeline.audit.log_source import bounds_now, fix_ends, fix_starts, read_log
+from kproxy.pipeline.audit.log_starts import first_acknowledged, starts_at_or_before
 from kproxy.pipeline.audit.places import existing
 from kproxy.pipeline.audit.report_facts import TRAIL_READ
 from kproxy.pipeline.audit.report_words import utc
@@ -33,6 +34,12 @@ from kproxy.pipeline.spark import as_spark_failure
 
 # Spark's readers pass over names that begin so: whoever reads the results does not read what they were made from.
 _WORK = "_work"
+# With a time to judge from, the trail is read from so long before it: a proxy that was heard of then, and is silent
+# since, may have acknowledged what no row tells of.
+TRAIL_LOOKBACK_MS: Final = 86_400_000
+# And logs are read from the first offset that was acknowledged so long before it: what a producer wrote then may be
+# there once more, if it sent it again within its delivery.timeout.ms.
+LOG_LOOKBACK_MS: Final = 120_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +56,7 @@ class AuditOptions:
     output: str
     trail_bootstrap: str | None = None
     topics: tuple[str, ...] = ()
+    deleted_topics: tuple[str, ...] = ()
     from_ms: int | None = None
     to_ms: int | None = None
     window_ms: int = WINDOW_MS
@@ -82,12 +90,14 @@ def run_audit(
         # Before its end is fixed: reading may take longer than a proxy that lives is silent.
         read_at_ms = int(clock() * 1000)
         rows = land("rows", _read_trail(session, options))
-        topics = options.topics or _topics_of(rows, options.bootstrap)
+        topics = _there(options) if options.topics else _topics_of(rows, options.bootstrap)
         log, bounds = _read_logs(session, options, topics, rows, land)
         rules = AuditRules(
             read_at_ms=read_at_ms,
             topics=options.topics,
+            deleted_topics=options.deleted_topics,
             from_ms=options.from_ms,
+            read_from_ms=_read_from_ms(options),
             to_ms=options.to_ms,
             window_ms=options.window_ms,
             late_after_ms=options.late_after_ms,
@@ -124,15 +134,28 @@ def judge(
 
 
 def _read_trail(session: Any, options: AuditOptions) -> DataFrame:
-    place = parse_place(options.trail)
+    place, from_ms = parse_place(options.trail), _read_from_ms(options)
     if place.kind != TOPIC:
-        return read_files(session, place)
-    bootstrap = options.trail_bootstrap or options.bootstrap
+        return read_files(session, place, from_ms=from_ms)
+    bootstrap, topics, starts = options.trail_bootstrap or options.bootstrap, (place.name,), "earliest"
     try:
-        ends = fix_ends(bootstrap, topics=(place.name,))
+        ends = fix_ends(bootstrap, topics=topics)
+        if from_ms is not None:
+            starts = fix_starts(bootstrap, topics=topics, from_ms=from_ms, ends=ends)
     except LogReadFailed as error:
         raise StartupError(f"The audit trail could not be read: {error}") from error
-    return read_topic(session, place.name, bootstrap=bootstrap, ends=ends)
+    return read_topic(session, place.name, bootstrap=bootstrap, starts=starts, ends=ends)
+
+
+def _read_from_ms(options: AuditOptions) -> int | None:
+    return None if options.from_ms is None else max(0, options.from_ms - TRAIL_LOOKBACK_MS)
+
+
+def _there(options: AuditOptions) -> tuple[str, ...]:
+    """The topics that are named, but for those that were deleted, as far as they were not made anew."""
+    deleted = set(options.topics) & set(options.deleted_topics)
+    living = set(existing(options.bootstrap, deleted)) if deleted else set()
+    return tuple(topic for topic in options.topics if topic not in deleted - living)
 
 
 def _topics_of(rows: DataFrame, bootstrap: str) -> tuple[str, ...]:
@@ -149,9 +172,13 @@ def _read_logs(
         return session.createDataFrame([], LOG_SCHEMA), session.createDataFrame([], BOUNDS_SCHEMA)
     told = acknowledged_by_one(rows)
     ends = ends_behind(told, lambda: fix_ends(options.bootstrap, topics=topics))
-    log = read_short_log(session, options.bootstrap, topics=topics, end_offsets=ends)
+    starts = None
+    if options.from_ms is not None:
+        starts = starts_at_or_before(first_acknowledged(rows, options.from_ms - LOG_LOOKBACK_MS), ends)
+    log = read_short_log(session, options.bootstrap, topics=topics, start_offsets=starts, end_offsets=ends)
     if log is None:
-        log = land("log", read_log(session, options.bootstrap, topics=topics, end_offsets=ends))
+        everything = read_log(session, options.bootstrap, topics=topics, start_offsets=starts, end_offsets=ends)
+        log = land("log", everything)
     bounds = bounds_now(options.bootstrap, topics=topics, compacted=options.compacted)
     return log, session.createDataFrame(bounds, BOUNDS_SCHEMA)
 

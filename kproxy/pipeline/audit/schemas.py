@@ -108,6 +108,8 @@ _COUNTS: Final[dict[str, DataType]] = {
     "present": _LONG,
     "lost": _LONG,
     "removed": _LONG,
+    "deleted": _LONG,
+    "gone": _LONG,
     "duplicated": _LONG,
     "overlapped": _LONG,
     "unproven": _BOOL,
@@ -133,6 +135,10 @@ PARTITIONS_SCHEMA: Final = _columns(
         "partition": _INT,
         **_COUNTS,
         "unclaimed": _LONG,
+        # Of batches, all that were read of the log.
+        "corrupt": _LONG,
+        "unchecked": _LONG,
+        "unsequenced": _LONG,
         "log_start_offset": _LONG,
         "end_offset": _LONG,
     }
@@ -143,12 +149,20 @@ LOST: Final = "lost"
 OVERLAP: Final = "overlap"
 DUPLICATE: Final = "duplicate"
 CORRUPT: Final = "corrupt"
+DELETED: Final = "deleted"
+GONE: Final = "gone"
+UNCHECKED: Final = "unchecked"
 GAP: Final = "gap"
 TAIL: Final = "tail"
-FINDING_KINDS: Final = (LOST, OVERLAP, DUPLICATE, CORRUPT, GAP, TAIL)
+FINDING_KINDS: Final = (LOST, OVERLAP, DUPLICATE, CORRUPT, GONE, UNCHECKED, GAP, TAIL, DELETED)
+# What these say is that something cannot be known.
+UNPROVEN_KINDS: Final = (GONE, UNCHECKED, GAP, TAIL)
+# The others say that something is wrong, but for one, which says what is known to whoever audits.
+WRONG_KINDS: Final = (LOST, OVERLAP, DUPLICATE, CORRUPT)
 
 # `from_ms` to `to_ms` is when it was acknowledged, and of a gap or a tail the time that it leaves unproven, for all
-# topics. `sequence` is that of a row of the trail concerned. What a kind has not is null.
+# topics. `sequence` is that of a row of the trail concerned. `of_kind`: how many findings there are of this kind,
+# however few are listed. What a kind has not is null.
 FINDINGS_SCHEMA: Final = _columns(
     {
         "kind": _STRING,
@@ -168,6 +182,7 @@ FINDINGS_SCHEMA: Final = _columns(
         "sequence": _LONG,
         "from_ms": _LONG,
         "to_ms": _LONG,
+        "of_kind": _LONG,
         "detail": _STRING,
     }
 )

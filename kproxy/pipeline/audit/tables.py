@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from pyspark.sql import DataFrame
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 
 from kproxy.pipeline.audit import coverage, findings, measures, proof
 from kproxy.pipeline.audit.coverage import Land
 from kproxy.pipeline.audit.results import Tables
-from kproxy.pipeline.audit.schemas import FINDINGS_SCHEMA, GAP, PARTITIONS_SCHEMA, TAIL, WINDOWS_SCHEMA
+from kproxy.pipeline.audit.schemas import DELETED, FINDINGS_SCHEMA, GAP, GONE, PARTITIONS_SCHEMA, TAIL, WINDOWS_SCHEMA
 from kproxy.pipeline.audit.spans import BUCKET_BITS, PARTITION, claims, held, log_id
 from kproxy.pipeline.audit.trail import SHIPPING_MS
 
@@ -25,17 +25,20 @@ MAX_FINDINGS: Final = 1_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditRules:
-    """`read_at_ms`: when the trail was read. What was acknowledged from `from_ms` to before `to_ms` is judged.
+    """What was acknowledged from `from_ms` to before `to_ms` is judged, None for all that there is.
 
+    `read_at_ms`: when the trail was read, `read_from_ms`: of what was shipped from then on, None for all of it.
     `topics`: which ones, () for all that the trail has. `window_ms`: the length of a window. A row that takes longer
     than `late_after_ms` to the trail is late; a proxy's rows take up to `shipping_ms` to where they are read while it
     lives. Of each kind of finding at most `max_findings` are listed; the counts are of all. `goes_on`: rows before
     these were audited before, and are not missing; `is_all` False: there are later ones, which are not either.
+    `deleted_topics`: those of which somebody says that they were deleted on purpose.
     """
 
     read_at_ms: int
     topics: tuple[str, ...] = ()
     from_ms: int | None = None
+    read_from_ms: int | None = None
     to_ms: int | None = None
     window_ms: int = WINDOW_MS
     late_after_ms: int = LATE_AFTER_MS
@@ -43,6 +46,7 @@ class AuditRules:
     max_findings: int = MAX_FINDINGS
     goes_on: bool = False
     is_all: bool = True
+    deleted_topics: tuple[str, ...] = ()
     bucket_bits: int = BUCKET_BITS
 
 
@@ -68,20 +72,22 @@ def audit_tables(rows: DataFrame, log: DataFrame, bounds: DataFrame, rules: Audi
 def _audit(trail: _Trail, log: DataFrame, bounds: DataFrame, rules: AuditRules, land: Land) -> Tables:
     if "topic_id" not in bounds.columns:
         bounds = bounds.withColumn("topic_id", F.lit(None).cast("string"))
-    here, elsewhere = _by_topic_id(trail.judged, bounds)
+    here, elsewhere = _by_topic_id(trail.judged, bounds, rules)
     given_out = claims(here, length_ms=rules.window_ms, bits=rules.bucket_bits)
-    gone = land("gone", measures.records(elsewhere, length_ms=rules.window_ms))
+    by_id = ("topic_id", "now", "is_declared")
+    gone = land("gone", measures.records(elsewhere, *by_id, length_ms=rules.window_ms, bits=rules.bucket_bits))
     segments = land("segments", coverage.segments(given_out, held(log, bits=rules.bucket_bits), bounds, land))
     doubled = land("duplicates", findings.duplicates(log))
+    batches = land("batches", findings.batch_counts(log))
     owners = measures.owners(trail.cells)
     changes = measures.ownership_changes(owners, length_ms=rules.window_ms)
     by_log = trail.cells.select(*PARTITION).unionByName(bounds.select(*PARTITION)).distinct()
     logs = land("logs", by_log.withColumn("log_id", log_id()))
-    windows = _windows(trail, segments, doubled, given_out, gone, changes, logs, rules)
+    windows = _windows(trail, segments, doubled, batches, given_out, gone, changes, logs, rules)
     return Tables(
         windows=windows,
-        partitions=_partitions(trail, segments, doubled, gone, changes, logs, bounds),
-        findings=_findings(trail, segments, doubled, given_out, log, bounds, rules),
+        partitions=_partitions(trail, segments, doubled, batches, gone, changes, logs, bounds),
+        findings=_findings(trail, segments, doubled, batches, gone, given_out, log, bounds, rules, land),
         owners=owners,
         throughput=measures.throughput(trail.cells),
     )
@@ -111,15 +117,29 @@ def audit_increment(
     return replace(tables, windows=windows.select(*WINDOWS_SCHEMA.names))
 
 
-def _by_topic_id(ranges: DataFrame, bounds: DataFrame) -> tuple[DataFrame, DataFrame]:
-    """What was written to the topics that there are, and to ones of their names that were deleted before.
+def _by_topic_id(ranges: DataFrame, bounds: DataFrame, rules: AuditRules) -> tuple[DataFrame, DataFrame]:
+    """What was written to the topics that there are, and to ones that are there no more.
 
-    The offsets of one have nothing to do with those of the other. Rows that do not say are taken for the former.
+    Those have another id, whatever they are called: the offsets of one have nothing to do with those of the other. Rows
+    that do not say are taken for the former. Where there is no topic of a name at all somebody must have said that it
+    was deleted (`is_declared`); else it should be there. `now` is the id of the topic of that name, if there is one.
     """
-    ids = bounds.where("topic_id is not null").select("topic", F.col("topic_id").alias("now")).distinct()
-    known = ranges.join(F.broadcast(ids), "topic", "left")
+    living = bounds.select("topic", F.col("topic_id").alias("now"), F.lit(True).alias("lives")).distinct()
+    is_declared = F.col("topic").isin(*rules.deleted_topics)
+    known = ranges.join(F.broadcast(living), "topic", "left").withColumn("is_declared", is_declared)
     is_other = F.coalesce(F.col("topic_id") != F.col("now"), F.lit(False))
-    return known.where(~is_other).drop("now"), known.where(is_other).drop("now")
+    is_other |= F.col("lives").isNull() & F.col("is_declared")
+    extra = ("now", "lives", "is_declared")
+    return known.where(~is_other).drop(*extra), known.where(is_other)
+
+
+def _by_declaration(gone: DataFrame, *keys: str) -> DataFrame:
+    """By `keys`: how many records were `deleted`, as somebody has said, and how many are `gone`."""
+    records = F.col("records")
+    return gone.groupBy(*keys).agg(
+        F.sum(F.when(F.col("is_declared"), records).otherwise(0)).alias("deleted"),
+        F.sum(F.when(F.col("is_declared"), 0).otherwise(records)).alias("gone"),
+    )
 
 
 def _of(frame: DataFrame, partitions: DataFrame) -> DataFrame:
@@ -140,7 +160,7 @@ def _trail(rows: DataFrame, rules: AuditRules, land: Land, only: DataFrame | Non
     if only is not None:
         ranges = _of(ranges, only)
     end = proof.audit_end(trails, read_at_ms=rules.read_at_ms, to_ms=rules.to_ms, shipping_ms=rules.shipping_ms)
-    missing = proof.gaps(rows, pieces, trails, has_begin=not rules.goes_on)
+    missing = proof.gaps(rows, pieces, trails, has_begin=not rules.goes_on, read_from_ms=rules.read_from_ms)
     unproven = proof.unproven(missing, proof.tails(trails, end, is_all=rules.is_all), end, from_ms=rules.from_ms)
     cells = measures.cells(ranges, trails, length_ms=rules.window_ms, late_after_ms=rules.late_after_ms)
     return _Trail(
@@ -155,6 +175,7 @@ def _windows(
     trail: _Trail,
     segments: DataFrame,
     doubled: DataFrame,
+    batches: DataFrame,
     given_out: DataFrame,
     gone: DataFrame,
     changes: DataFrame,
@@ -172,9 +193,13 @@ def _windows(
     amounts = measures.amounts(trail.cells, *_WINDOW)
     percentiles = measures.percentiles(trail.latencies, *_WINDOW)
     joined = amounts.join(counts, list(_WINDOW), "left").join(percentiles, list(_WINDOW), "left")
-    joined = joined.join(gone, list(_WINDOW), "left")
+    joined = joined.join(_by_declaration(gone, *_WINDOW), list(_WINDOW), "left")
     joined = joined.join(changes, list(_WINDOW), "left").join(
         F.broadcast(_unproven_windows(trail, rules)), "window_ms", "left"
+    )
+    # Nobody knows which window a batch that was not checked belongs to: it counts in all of its partition's.
+    joined = joined.join(F.broadcast(batches.select(*PARTITION, "unchecked")), list(PARTITION), "left").withColumn(
+        "unproven", _is_unproven()
     )
     complete = _added_up(joined).select(
         "*",
@@ -185,9 +210,11 @@ def _windows(
 
 
 def _added_up(counts: DataFrame) -> DataFrame:
-    """With `gone` in `removed`, and `acked`."""
-    present, lost, removed, gone = (F.coalesce(name, F.lit(0)) for name in ("present", "lost", "removed", "gone"))
-    return counts.withColumns({"removed": removed + gone, "acked": present + lost + removed + gone})
+    """With `acked`."""
+    present, lost, removed, deleted, gone = (
+        F.coalesce(name, F.lit(0)) for name in ("present", "lost", "removed", "deleted", "gone")
+    )
+    return counts.withColumn("acked", present + lost + removed + deleted + gone)
 
 
 def _unproven_windows(trail: _Trail, rules: AuditRules) -> DataFrame:
@@ -197,10 +224,16 @@ def _unproven_windows(trail: _Trail, rules: AuditRules) -> DataFrame:
     return begins.join(intervals, meets, "left_semi").withColumn("unproven", F.lit(True))
 
 
+def _is_unproven() -> Column:
+    """By trails, by batches that nobody checked, or by what went with a topic, and nobody said that this was meant."""
+    return F.coalesce("unproven", F.lit(False)) | (F.coalesce("unchecked", F.lit(0)) + F.coalesce("gone", F.lit(0)) > 0)
+
+
 def _partitions(
     trail: _Trail,
     segments: DataFrame,
     doubled: DataFrame,
+    batches: DataFrame,
     gone: DataFrame,
     changes: DataFrame,
     logs: DataFrame,
@@ -212,12 +245,14 @@ def _partitions(
         logs.join(coverage.partition_counts(segments), "log_id", "left")
         .join(measures.amounts(trail.cells, *on), on, "left")
         .join(copies, on, "left")
-        .join(gone.groupBy(*on).agg(F.sum("gone").alias("gone")), on, "left")
+        .join(_by_declaration(gone, *on), on, "left")
         .join(measures.percentiles(trail.latencies, *on), on, "left")
         .join(changes.groupBy(*on).agg(F.sum("ownership_changes").alias("ownership_changes")), on, "left")
         .join(bounds, on, "left")
+        .join(batches, on, "left")
         # A trail does not say whose acknowledgements its missing rows have: they may be any partition's.
         .crossJoin(F.broadcast(trail.unproven.agg((F.count("*") > 0).alias("unproven"))))
+        .withColumn("unproven", _is_unproven())
     )
     return _shaped(_added_up(joined), PARTITIONS_SCHEMA)
 
@@ -244,23 +279,35 @@ def _findings(
     trail: _Trail,
     segments: DataFrame,
     doubled: DataFrame,
+    batches: DataFrame,
+    gone: DataFrame,
     given_out: DataFrame,
     log: DataFrame,
     bounds: DataFrame,
     rules: AuditRules,
+    land: Land,
 ) -> DataFrame:
     """The first so many of each kind. What is bounded here is broadcast there: those islands that are told of."""
     limit = rules.max_findings
-    islands = findings.first_of(coverage.islands(segments), limit, "log_id", "start")
-    about = findings.concerned(islands, given_out, bits=rules.bucket_bits)
+    islands = land("islands", coverage.islands(segments))
+    first_islands = findings.first_of(islands, limit, "log_id", "start")
+    about = findings.concerned(first_islands, given_out, bits=rules.bucket_bits)
     by_offset = ("topic", "partition", "first_offset")
-    everything = (
-        findings.of_lost(about, bounds)
-        .unionByName(findings.of_overlaps(about))
-        .unionByName(findings.first_of(findings.of_duplicates(doubled), limit, *by_offset))
-        .unionByName(findings.first_of(findings.of_corrupt(log), limit, *by_offset))
+    duplicates, corrupt = findings.of_duplicates(doubled), findings.of_corrupt(log)
+    not_of_offsets = (
+        findings.of_other_topics(gone, GONE)
+        .unionByName(findings.of_other_topics(gone, DELETED))
+        .unionByName(findings.of_unchecked(batches))
         .unionByName(findings.of_unproven(trail.unproven, GAP))
         .unionByName(findings.of_unproven(trail.unproven, TAIL))
     )
-    told = findings.first_of(everything, limit, *by_offset, "from_ms")
-    return told.select(*FINDINGS_SCHEMA.names)
+    everything = (
+        findings.of_lost(about, bounds)
+        .unionByName(findings.of_overlaps(about))
+        .unionByName(findings.first_of(duplicates, limit, *by_offset))
+        .unionByName(findings.first_of(corrupt, limit, *by_offset))
+        .unionByName(not_of_offsets)
+    )
+    told = findings.first_of(everything.drop("of_kind"), limit, *by_offset, "from_ms")
+    counted = findings.with_numbers(told, findings.numbers(islands, duplicates, corrupt, not_of_offsets))
+    return counted.select(*FINDINGS_SCHEMA.names)

@@ -60,33 +60,33 @@ def parse_place(text: str) -> TrailPlace:
     return TrailPlace(kind, name)
 
 
-def read_files(session: Any, place: TrailPlace) -> DataFrame:
-    """TRAIL_SCHEMA and `shipped_at`, which files do not tell. Raises StartupError where there are none."""
+def read_files(session: Any, place: TrailPlace, *, from_ms: int | None = None) -> DataFrame:
+    """TRAIL_SCHEMA and `shipped_at`, which files do not tell: of rows closed from `from_ms` on.
+
+    Raises StartupError where there are none.
+    """
     try:
         if place.kind == JSON:
             read = session.read.schema(TRAIL_SCHEMA).option("pathGlobFilter", "*.jsonl").json(place.name)
         else:
-            # What the files call 32 bits may be more here.
-            read = session.read.option("pathGlobFilter", "*.parquet").parquet(place.name)
-            read = read.select(*(_of(read, field) for field in TRAIL_SCHEMA.fields))
+            files = session.read.option("pathGlobFilter", "*.parquet")
+            # Fails where there are none. What it finds are one file's columns: others may have more, or wider numbers.
+            files.parquet(place.name)
+            read = files.schema(TRAIL_SCHEMA).parquet(place.name)
     except AnalysisException as error:
         raise StartupError(
             f"There is no audit trail in {place.name}: is it the directory of `--audit-sink`?"
         ) from error
-    return only_rows(read.withColumn("shipped_at", F.lit(None).cast("long")))
+    rows = only_rows(read.withColumn("shipped_at", F.lit(None).cast("long")))
+    return rows if from_ms is None else rows.where(F.col("at") >= from_ms)
 
 
-def _of(frame: DataFrame, field: Any) -> Column:
-    column = F.col(field.name) if field.name in frame.columns else F.lit(None)
-    return column.cast(field.dataType).alias(field.name)
-
-
-def read_topic(session: Any, topic: str, *, bootstrap: str, ends: str) -> DataFrame:
-    """TRAIL_SCHEMA and `shipped_at`, from the topic's beginning up to `ends`, JSON as of `log_source.fix_ends`."""
+def read_topic(session: Any, topic: str, *, bootstrap: str, ends: str, starts: str = "earliest") -> DataFrame:
+    """TRAIL_SCHEMA and `shipped_at`, from `starts` up to `ends`, JSON as of `log_source.fix_ends`."""
     options = {
         "kafka.bootstrap.servers": bootstrap,
         "subscribe": topic,
-        "startingOffsets": "earliest",
+        "startingOffsets": starts,
         "endingOffsets": ends,
         # What retention takes while it is read is missing from the trail, and told.
         "failOnDataLoss": "false",

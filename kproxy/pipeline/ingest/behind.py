@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -33,25 +34,24 @@ class FilesLeft:
     ) -> None:
         self._session = session
         self._source = source
-        self._log = f"{checkpoint}/sources/0"
+        self._checkpoint = checkpoint
         self._clock = clock
         self._not_before = 0.0
-        self._known: Behind | None = None
 
     def look(self, *, at_once: bool = False) -> Behind | None:
-        """As of some seconds ago; None where it is not known. `at_once` asks whenever it was asked last."""
+        """As counted now; None where it is not counted, being too soon, or not known. `at_once`: never too soon."""
         began = self._clock()
         if began < self._not_before and not at_once:
-            return self._known
+            return None
         try:
             with as_spark_failure("The files cannot be listed"):
-                self._known = Behind(self._count(), "files")
+                found = Behind(self._count(), "files")
         except SparkFailed:
             # Nothing has been read yet, so that there is no list; or files went while they were listed.
-            self._known = None
+            found = None
         ended = self._clock()
         self._not_before = ended + max(LEAST_PAUSE_S, PAUSE_FACTOR * (ended - began))
-        return self._known
+        return found
 
     def _count(self) -> int:
         names = {
@@ -61,13 +61,19 @@ class FilesLeft:
         }
         there = self._session.read.format("binaryFile").options(**names).load(self._source.path)
         paths = there.select(_same(F.col("path")).alias("path"))
-        return int(paths.join(self._begun(), "path", "left_anti").count())
+        begun = taken(self._session, self._checkpoint).select(_same(F.col("path")).alias("path")).distinct()
+        return int(paths.join(begun, "path", "left_anti").count())
 
-    def _begun(self) -> DataFrame:
-        """Spark's list: a version in the first line of each file, then a line of JSON for each file that it took."""
-        lines = self._session.read.text(self._log).where(F.col("value").startswith("{"))
-        path = F.url_decode(F.replace(F.get_json_object("value", "$.path"), F.lit("+"), F.lit("%2B")))
-        return lines.select(_same(path).alias("path")).distinct()
+
+def taken(session: SparkSession, checkpoint: str) -> DataFrame:
+    """The files that Spark has begun: path, log_offset (which micro-batches of a file source begin and end at).
+
+    From its log: a version in the first line of each file, then a line of JSON for each file that it took.
+    """
+    lines = session.read.text(f"{checkpoint}/sources/0").where(F.col("value").startswith("{"))
+    path = F.url_decode(F.replace(F.get_json_object("value", "$.path"), F.lit("+"), F.lit("%2B")))
+    log_offset = F.get_json_object("value", "$.batchId").cast("long")
+    return lines.select(path.alias("path"), log_offset.alias("log_offset"))
 
 
 def _same(path: Column) -> Column:
@@ -75,10 +81,15 @@ def _same(path: Column) -> Column:
     return F.regexp_replace(path, "^([A-Za-z][A-Za-z0-9+.-]*):/+", "$1:/")
 
 
-def records_behind(progress: Mapping[str, Any] | None) -> Behind | None:
-    """From a query's last progress, of a Kafka source; None where it does not tell. Pure."""
+def records_behind(progress: Mapping[str, Any] | None, last: int = 0) -> Behind | None:
+    """From a query's last progress, of a Kafka source; None where it does not tell. Pure.
+
+    `last` is the number of the last micro-batch that is written: what is told of one before it is over.
+    """
+    if progress is None or progress["batchId"] < last:
+        return None
     total = None
-    for source in () if progress is None else progress["sources"]:
+    for source in progress["sources"]:
         latest, end = _offsets(source["latestOffset"]), _offsets(source["endOffset"])
         if latest is None or end is None:
             continue
@@ -90,8 +101,19 @@ def records_behind(progress: Mapping[str, Any] | None) -> Behind | None:
 
 
 def _offsets(value: Any) -> dict[str, dict[str, int]] | None:
-    """A source's offsets as its progress has them: text or object, by topic and partition."""
-    found = json.loads(value) if isinstance(value, str) else value
+    """A source's offsets as its progress has them: an object, its JSON, or (PySpark 4.1) its text in Python's words.
+
+    None for what is nothing of that: how far behind a job is, is no reason to end it.
+    """
+    found = value
+    if isinstance(value, str):
+        try:
+            found = json.loads(value)
+        except ValueError:
+            try:
+                found = ast.literal_eval(value)
+            except (ValueError, SyntaxError):
+                return None
     if not isinstance(found, dict) or not all(isinstance(each, dict) for each in found.values()):
         return None
     return found

@@ -12,7 +12,7 @@ from pyspark.sql.types import StructType
 
 from kproxy.config import split_list
 from kproxy.errors import StartupError
-from kproxy.pipeline.ingest import sources, target
+from kproxy.pipeline.ingest import sources, target, timestamps, verbatim
 from kproxy.pipeline.ingest.checkpoint import Checkpoint, Found, Job, settle, source_in_words
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource
 from kproxy.pipeline.ingest.sink import BatchDone, BatchWriter
@@ -51,10 +51,14 @@ def start(
         options,
         job.job_id,
         tasks=options.tasks or ours.sparkContext.defaultParallelism,
-        schema=schema if isinstance(options.source, KafkaSource) else None,
+        schema=schema,
         on_batch=on_batch,
         stopping=stopping,
     )
+    if options.keeps_timestamps:
+        timestamps.add_interceptor(ours)
+    if options.verbatim:
+        verbatim.add_function(ours)
     rows = sources.read(ours, options, schema)
     with as_spark_failure("The rows cannot be made into messages"):
         # For its complaints: a column that there is not is found before anything is written.
@@ -85,13 +89,20 @@ def _ask_clusters(session: SparkSession, options: IngestOptions, asked: Job) -> 
                     )
                 cluster.create(topic, options.partitions)
         asked = replace(asked, target_cluster=cluster.cluster_id())
+        room = cluster.partitions(options.topic) if options.keep_partitions and options.topic is not None else None
     source = options.source
     if not isinstance(source, KafkaSource):
         return asked
     with target.asking(session, source.bootstrap, "--from-bootstrap", _client_options(source.options)) as cluster:
         for topic in split_list(source.topics, "--from kafka:"):
-            if cluster.partitions(topic) is None:
+            count = cluster.partitions(topic)
+            if count is None:
                 raise StartupError(f"there is no topic {topic} at --from-bootstrap {source.bootstrap}: check its name.")
+            if room is not None and count > room:
+                raise StartupError(
+                    f"--keep-partitions: topic {topic} has {count} partitions and topic {options.topic} has {room}: "
+                    "add some to that one, or leave it out."
+                )
         return replace(asked, source_cluster=cluster.cluster_id())
 
 

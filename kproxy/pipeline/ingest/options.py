@@ -88,6 +88,11 @@ class IngestOptions:
     require_key:        a row without a key is a dead letter.
     value_columns:      the value is JSON of these; empty: of all. `value_column`: the value is this column as it is.
     drop_nulls:         fields that are null are left out of that JSON.
+    on_new_columns:     a row with fields that the schema lacks: the job ends, a dead letter, they are left out, or they
+                        are added: the value is the JSON document as it stands in the source.
+    not_finite:         NaN and infinities, which JSON has no numbers for: a dead letter, or their names as text.
+    keep_timestamps:    of a Kafka source: records are written with the timestamps that they have.
+    keep_partitions:    of a Kafka source: and to the partitions that they are in.
     headers:            (name, column): the column's text. constant_headers: (name, text).
     copy_headers:       a Kafka source's headers come first.
     batch_header:       name of a header that tells `job/micro-batch`; row_header: of one that tells whence a row is.
@@ -109,6 +114,10 @@ class IngestOptions:
     value_columns: tuple[str, ...] = ()
     value_column: str | None = None
     drop_nulls: bool = False
+    on_new_columns: Literal["fail", "dead-letter", "ignore", "add"] = "dead-letter"
+    not_finite: Literal["dead-letter", "text"] = "dead-letter"
+    keep_timestamps: bool = True
+    keep_partitions: bool = False
     headers: tuple[tuple[str, str], ...] = ()
     constant_headers: tuple[tuple[str, str], ...] = ()
     copy_headers: bool = False
@@ -121,6 +130,20 @@ class IngestOptions:
     kafka_options: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def keeps_timestamps(self) -> bool:
+        return self.keep_timestamps and isinstance(self.source, KafkaSource)
+
+    @property
+    def takes_new_columns(self) -> bool:
+        """Whether a row with fields that the schema lacks is written."""
+        return self.on_new_columns in ("ignore", "add")
+
+    @property
+    def verbatim(self) -> bool:
+        """Whether the value is the JSON document as it stands in the source."""
+        return self.on_new_columns == "add"
+
+    @property
     def target(self) -> str:
         """The target in words."""
         return f"topic {self.topic}" if self.topic is not None else f"the topics named by column {self.topic_column}"
@@ -131,6 +154,7 @@ class IngestOptions:
             parse_address(address, "--bootstrap")
         self._check_target()
         self._check_source()
+        self._check_documents()
         if not self.checkpoint:
             raise StartupError(
                 "--checkpoint is needed: name a directory of this job's own that will be there next time."
@@ -162,10 +186,34 @@ class IngestOptions:
             if self.dead_letters.where == self.topic:
                 raise StartupError(f"--dead-letters topic:{self.topic} is the topic that is written to: give another.")
 
+    def _check_documents(self) -> None:
+        if not self.verbatim:
+            return
+        source = self.source
+        said = "--on-new-columns add writes JSON documents as they stand in the source"
+        if isinstance(source, KafkaSource) and source.schema is None:
+            raise StartupError(
+                f"{said}, whose fields --schema tells: give one, or --value-column value to copy whatever records hold."
+            )
+        if isinstance(source, FileSource) and source.format != "json":
+            raise StartupError(
+                f"{said}, and {source.format} has none: give a --schema with the new columns, and leave it out."
+            )
+        if isinstance(source, RateSource):
+            raise StartupError(f"{said}, and --from rate has none: leave it out.")
+        flags = {"--value": self.value_columns, "--value-column": self.value_column, "--drop-nulls": self.drop_nulls}
+        for flag, given in flags.items():
+            if given:
+                raise StartupError(f"{said}: leave {flag} out, or take --on-new-columns ignore, which goes with it.")
+
     def _check_source(self) -> None:
         source = self.source
         if self.copy_headers and not isinstance(source, KafkaSource):
             raise StartupError("--copy-headers goes with --from kafka:TOPIC: nothing else has headers to copy.")
+        if self.keep_partitions and not (isinstance(source, KafkaSource) and self.topic is not None):
+            raise StartupError(
+                "--keep-partitions goes with --from kafka:TOPIC and --topic: name both, or leave it out."
+            )
         if isinstance(source, RateSource):
             _within("--rows-per-second", source.rows_per_second, 1, 100_000_000)
             if self.processing_time is None:

@@ -28,7 +28,18 @@ class Tally:
         self.batches = 0
         self.last: BatchDone | None = None
         self.dead: Counter[str] = Counter()
-        self.behind: Behind | None = None
+        self._behind: Behind | None = None
+        self._behind_after = 0
+
+    @property
+    def behind(self) -> Behind | None:
+        """What is left, where that was counted since the last micro-batch: before it is another number."""
+        return self._behind if self._behind_after == self.batches else None
+
+    def left(self, behind: Behind | None, batches: int) -> None:
+        """`behind` was left, if known, when so many `batches` were done."""
+        if behind is not None:
+            self._behind, self._behind_after = behind, batches
 
     def done(self, batch: BatchDone) -> None:
         self.written += batch.written

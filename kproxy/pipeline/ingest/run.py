@@ -92,11 +92,13 @@ def _watch(
     files = FilesLeft(session, options.source, options.checkpoint) if isinstance(options.source, FileSource) else None
 
     def look(*, at_once: bool = False) -> None:
+        batches, last, found = tally.batches, tally.last, None
         if files is not None:
-            tally.behind = files.look(at_once=at_once)
+            found = files.look(at_once=at_once)
         elif isinstance(options.source, KafkaSource):
-            tally.behind = records_behind(query.lastProgress)
-        metrics.behind(tally.behind)
+            found = records_behind(query.lastProgress, 0 if last is None else last.batch)
+        tally.left(found, batches)
+        metrics.behind(found)
 
     try:
         while not query.awaitTermination(POLL_S):

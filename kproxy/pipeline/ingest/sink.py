@@ -11,20 +11,21 @@ Invariants
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pyspark.sql import Column, DataFrame, Observation
+from pyspark.sql import Column, DataFrame, Observation, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 from pyspark.sql.types import StructType
 
-from kproxy.pipeline.ingest import transforms
-from kproxy.pipeline.ingest.options import IngestOptions
-from kproxy.pipeline.ingest.transforms import REASON, REASONS, ROW
+from kproxy.pipeline.ingest import documents, parquet, timestamps, transforms
+from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource
+from kproxy.pipeline.ingest.transforms import NEW, REASON, REASONS, ROW
 
 # What the job's error begins with where a row cannot be written; Java's stack trace stands around it.
 REFUSED: Final = "kproxy-refused-row"
+NEW_IN_FILE: Final = "new column in a file"
 OBSERVED_TIMEOUT_S: Final = 10.0
 _POLL_S: Final = 0.005
 
@@ -49,8 +50,15 @@ class Stopped(Exception):
         super().__init__(self.SAID)
 
 
+class RefusedFile(Exception):
+    """A file has columns that would be lost, and nothing of its micro-batch has been written. It comes back as text."""
+
+    def __init__(self, path: str, names: Sequence[str]) -> None:
+        super().__init__("|".join([REFUSED, NEW_IN_FILE, path, ", ".join(names).replace("|", " "), ""]))
+
+
 class BatchWriter:
-    """Writes micro-batches of the job `job_id`; `schema` is that of values that are JSON.
+    """Writes micro-batches of the job `job_id`; `schema` is that of files, or of values that are JSON.
 
     `on_batch` is told when one is written, `stopping` asked before one begins; both on a thread of Spark's.
     """
@@ -76,6 +84,7 @@ class BatchWriter:
         if self._stopping():
             raise Stopped
         began = time.monotonic()
+        self._check_files(batch.sparkSession, number)
         rows = self.encode(batch, number)
         counts = self._write_messages(rows)
         dead = {reason: counts[reason] for reason in REASONS if counts[reason]}
@@ -86,8 +95,21 @@ class BatchWriter:
 
     def encode(self, batch: DataFrame, number: int) -> DataFrame:
         """The rows with their messages. Raises StartupError for a column that there is not."""
-        rows = batch if self._schema is None else transforms.parsed(batch, self._schema)
+        rows = batch
+        if isinstance(self._options.source, KafkaSource) and self._schema is not None:
+            rows = documents.of_records(batch, self._schema, verbatim=self._options.verbatim)
         return transforms.encoded(transforms.placed(rows), self._options, batch=self._name(number))
+
+    def _check_files(self, session: SparkSession, number: int) -> None:
+        """Parquet's rows cannot tell what they have lost."""
+        source = self._options.source
+        if not isinstance(source, FileSource) or source.format != "parquet" or self._schema is None:
+            return
+        if self._options.on_new_columns != "ignore":
+            try:
+                parquet.check_files(session, self._options.checkpoint, number, self._schema, source.options)
+            except parquet.NewColumns as error:
+                raise RefusedFile(error.path, error.names) from error
 
     def _write_messages(self, rows: DataFrame) -> dict[str, int]:
         """The number of `rows`, and of dead letters by reason; counted while the messages are written."""
@@ -96,12 +118,13 @@ class BatchWriter:
         counts += [F.count(F.when(F.col(REASON) == reason, 1)).alias(reason) for reason in REASONS]
         counted = rows.observe(observation, *counts)
         if self._options.dead_letters is None:
-            counted = counted.where(_refuse())
+            counted = counted.where(_refuse(rows, REASONS))
+        elif self._options.on_new_columns == "fail":
+            counted = counted.where(_refuse(rows, ("new column",)))
         messages = transforms.messages(
             counted,
             tasks=self._tasks,
-            keyed=bool(self._options.key),
-            with_headers=transforms.has_headers(self._options),
+            options=self._options,
         )
         self._to_kafka(messages)
         return _observed(observation) or _counted(rows)
@@ -145,15 +168,22 @@ def _counted(rows: DataFrame) -> dict[str, int]:
 
 def sink_options(options: IngestOptions) -> dict[str, str]:
     """For Spark's Kafka sink. A producer has limits of its own on what it sends, which must not be below the job's."""
+    producer = dict(options.kafka_options)
+    if options.keeps_timestamps:
+        theirs = producer.get("interceptor.classes")
+        producer["interceptor.classes"] = ",".join(filter(None, [theirs, timestamps.CLASS_NAME]))
     own = {
         "max.request.size": str(max(options.max_message_bytes, 1 << 20)),
         "buffer.memory": str(max(2 * options.max_message_bytes, 32 << 20)),
-        **options.kafka_options,
+        **producer,
     }
     return {f"kafka.{name}": value for name, value in {**own, "bootstrap.servers": options.bootstrap}.items()}
 
 
-def _refuse() -> Column:
-    """True for a row that can be written; ends the job where there is one that cannot."""
-    said = F.concat(F.lit(f"{REFUSED}|"), F.col(REASON), F.lit("|"), F.col(ROW), F.lit("|"))
-    return F.when(F.col(REASON).isNull(), F.lit(True)).otherwise(F.raise_error(said).isNull())
+def _refuse(rows: DataFrame, reasons: Sequence[str]) -> Column:
+    """True for a row that has none of these `reasons`; ends the job where there is one that has."""
+    named = F.array_join(F.col(NEW), ", ") if NEW in rows.columns else F.lit("")
+    told = (F.col(REASON), F.col(ROW), F.translate(F.coalesce(named, F.lit("")), "|", " "))
+    said = F.concat(F.lit(REFUSED), *(F.concat(F.lit("|"), each) for each in told), F.lit("|"))
+    refused = F.coalesce(F.col(REASON).isin(*reasons), F.lit(False))
+    return F.when(~refused, F.lit(True)).otherwise(F.raise_error(said).isNull())

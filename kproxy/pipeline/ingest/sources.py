@@ -2,30 +2,55 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
-from pyspark.sql.types import StringType, StructType
+from pyspark.sql.types import BinaryType, StringType, StructType
 
 from kproxy.errors import StartupError
+from kproxy.pipeline.ingest.documents import opened
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource, RateSource
-from kproxy.pipeline.ingest.transforms import BLOCK, CORRUPT, FILE, MODIFIED
+from kproxy.pipeline.ingest.transforms import (
+    BLOCK,
+    CORRUPT,
+    DOCUMENT,
+    FILE,
+    MODIFIED,
+    NEW,
+    TEXT,
+    json_of,
+    quoted,
+)
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure, cause_in
 
 # A block is what one task reads; lines are counted within it (`transforms.placed`), so it may not depend on how many
 # cores there are. Files below this size are a block each.
 BLOCK_BYTES: Final = 128 << 20
-# A header that does not fit the schema is an error, and not columns that have changed places; a line is looked at as a
-# whole, and not only where a column is asked for.
+# RFC 4180: a quote within quotes is doubled, and newlines may stand there. A header that does not fit the schema is an
+# error, and not columns that have changed places; a row is looked at as a whole, and not only where a column is asked
+# for.
 _READER_OPTIONS: Final = {
-    "csv": {"header": "true", "enforceSchema": "false", "columnPruning": "false"},
+    "csv": {
+        "header": "true",
+        "escape": '"',
+        "multiLine": "true",
+        "enforceSchema": "false",
+        "columnPruning": "false",
+    },
     "json": {},
     "parquet": {},
 }
 # What cannot be parsed is told, and told where it is looked for: nobody's options may have it become nulls.
 _REQUIRED: Final = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": CORRUPT}
+# What Java reads for bytes that are not of the encoding.
+_REPLACED: Final = "\ufffd"
+_BOM: Final = "\ufeff"
+_ALL: Final = (1 << 31) - 1
 
 
 def own_session(session: SparkSession) -> SparkSession:
@@ -61,7 +86,7 @@ def parse_schema(text: str) -> StructType:
 
 def infer_schema(session: SparkSession, source: FileSource) -> StructType:
     """From the files that are there now, all of which are read for it. Raises StartupError where there are none."""
-    options = {"inferSchema": "true", **_READER_OPTIONS[source.format], **source.options, **_REQUIRED}
+    options = {"inferSchema": "true", **_reader_options(source)}
     with_hint = f"give --schema, or put a file there that has the columns ({source.path})"
     try:
         with as_spark_failure("The schema could not be inferred"):
@@ -69,8 +94,19 @@ def infer_schema(session: SparkSession, source: FileSource) -> StructType:
     except SparkFailed as error:
         if any(known in str(error) for known in ("UNABLE_TO_INFER_SCHEMA", "PATH_NOT_FOUND")):
             raise StartupError(f"there are no files yet to infer a schema from: {with_hint}.") from error
+        if "COLUMN_ALREADY_EXISTS" in str(error):
+            raise StartupError(
+                f"no schema can be inferred from fields that differ in case alone ({cause_in(str(error))}): give a "
+                "--schema with one of them (--on-new-columns add writes documents of JSON with all of them)."
+            ) from error
         raise
     schema = StructType([field for field in found.fields if field.name != CORRUPT])
+    odd = [name for name in schema.names if _REPLACED in name or "\0" in name]
+    if source.format == "csv" and odd and not _names_encoding(source.options):
+        raise StartupError(
+            f"the header of a file in {source.path} is not UTF-8: name its encoding with --source-option "
+            "encoding=NAME, for example ISO-8859-1 or UTF-16."
+        )
     if not schema.fields:
         raise StartupError(f"no column can be found in the files that are there: {with_hint}.")
     return schema
@@ -86,7 +122,7 @@ def read(session: SparkSession, options: IngestOptions, schema: StructType | Non
         with as_spark_failure("The source cannot be read"):
             if isinstance(source, FileSource):
                 assert schema is not None  # noqa: S101 - given or inferred by the caller
-                return _files(session, source, schema)
+                return _files(session, source, schema, verbatim=options.verbatim)
             if isinstance(source, KafkaSource):
                 return _records(session, source, options.copy_headers)
             return _numbers(session, source)
@@ -98,21 +134,105 @@ def read(session: SparkSession, options: IngestOptions, schema: StructType | Non
         raise
 
 
-def _files(session: SparkSession, source: FileSource, schema: StructType) -> DataFrame:
+def _files(session: SparkSession, source: FileSource, schema: StructType, *, verbatim: bool) -> DataFrame:
+    settings = _reader_options(source)
+    reader = session.readStream.options(**settings).option("maxFilesPerTrigger", source.max_files)
+    if source.format == "json":
+        wholetext = settings.get("multiline", "false")
+        lines = _placed(reader.format("text").option("wholetext", wholetext).load(source.path))
+        return _documents(lines, schema, settings, verbatim=verbatim)
     expected = StructType([*schema.fields])
-    if source.format != "parquet":
+    if source.format == "csv":
         expected.add(CORRUPT, StringType())
-    settings = {**_READER_OPTIONS[source.format], **source.options, **_REQUIRED}
-    reader = session.readStream.format(source.format).schema(expected).options(**settings)
-    rows = reader.option("maxFilesPerTrigger", source.max_files).load(source.path)
+    rows = _placed(reader.format(source.format).schema(expected).load(source.path))
+    return _damage_told(rows, schema, settings) if source.format == "csv" else rows
+
+
+def _placed(rows: DataFrame) -> DataFrame:
     place = {FILE: "file_path", MODIFIED: "file_modification_time", BLOCK: "file_block_start"}
     return rows.select("*", *(F.col(f"_metadata.{theirs}").alias(ours) for ours, theirs in place.items()))
+
+
+def _documents(lines: DataFrame, schema: StructType, settings: Mapping[str, str], *, verbatim: bool) -> DataFrame:
+    """The rows in `lines` of JSON files, or in files whole; what directories' names say (`day=7/`) goes over both."""
+    encoding = settings.get("encoding", settings.get("charset", "UTF-8"))
+    text = F.col("value")
+    if encoding.upper() != "UTF-8":
+        text = F.decode(text.cast("binary"), encoding)
+    kept = [name for name in lines.columns if name != "value"]
+    # By functions that leave bytes alone which are no UTF-8: they are told, and not made U+FFFD.
+    text = F.when(text.startswith(_BOM), F.substring(text, 2, _ALL)).otherwise(text)
+    named = lines.select(*map(quoted, kept), text.alias(TEXT))
+    by_directory = {name.lower(): name for name in kept if not name.startswith("_kproxy_")}
+    inside = StructType([field for field in schema.fields if field.name.lower() not in by_directory])
+    rows = opened(named.where(F.col(TEXT).rlike(r"\S")), inside, settings, several=True, verbatim=verbatim)
+    columns, told = [], []
+    for field in schema.fields:
+        there = by_directory.pop(field.name.lower(), None)
+        found = F.col(quoted(field.name)) if there is None else F.col(quoted(there)).cast(field.dataType)
+        columns.append(found.alias(field.name))
+        told += [] if there is None else [field.name]
+    ours = [name for name in rows.columns if name.startswith("_kproxy_")]
+    told += by_directory.values()
+    together = rows.select(*columns, *map(quoted, by_directory.values()), *ours)
+    return _told_by_directories(together, told) if verbatim and told else together
+
+
+def _told_by_directories(rows: DataFrame, names: Sequence[str]) -> DataFrame:
+    """`rows` with the columns of these names as fields of DOCUMENT; corrupt where it has one of them itself."""
+    rest = F.regexp_replace(DOCUMENT, r"^\{\s*", "")
+    comma = F.when(rest.startswith("}"), F.lit("")).otherwise(F.lit(","))
+    fields = F.regexp_replace(json_of(names), r"\}$", "")
+    twice = F.arrays_overlap(NEW, F.array(*map(F.lit, names)))
+    return rows.withColumns(
+        {
+            CORRUPT: F.coalesce(CORRUPT, F.when(twice, F.col(DOCUMENT))),
+            DOCUMENT: F.concat(fields, comma, rest),
+        }
+    )
+
+
+def _reader_options(source: FileSource) -> dict[str, str]:
+    """Spark's, whose names may be written in any case; those of `source` go over the defaults."""
+    settings = {**_READER_OPTIONS[source.format], **source.options, **_REQUIRED}
+    return {name.lower(): value for name, value in settings.items()}
+
+
+def _finds_line_ends(settings: Mapping[str, str]) -> bool:
+    """Whether Spark takes the first line end in a CSV file for that of all its rows."""
+    return settings["multiline"].lower() == "true" and "linesep" not in settings
+
+
+def _names_encoding(options: Mapping[str, str]) -> bool:
+    return any(name.lower() in ("encoding", "charset") for name in options)
+
+
+def _damage_told(rows: DataFrame, schema: StructType, settings: Mapping[str, str]) -> DataFrame:
+    """CSV rows as corrupt whose texts are not what stands in the file, which Spark's reader does not tell.
+
+    Where nobody named the encoding: bytes that are no UTF-8, read as U+FFFD. A carriage return at the end of the last
+    value is part of the line end, in a file whose first line ends with a newline alone and others with both.
+    """
+    tests = []
+    # Binary columns are of a text's bytes; what is of another type is not parsed with either of these in it.
+    texts = [field.name for field in schema.fields if isinstance(field.dataType, (StringType, BinaryType))]
+    if not _names_encoding(settings):
+        tests += [F.col(quoted(name)).cast("string").contains(_REPLACED) for name in texts]
+    if _finds_line_ends(settings) and texts[-1:] == schema.names[-1:]:
+        tests.append(F.col(quoted(texts[-1])).cast("string").endswith("\r"))
+    if not tests:
+        return rows
+    # A value that is null passes each of them.
+    damaged = functools.reduce(operator.or_, (F.coalesce(test, F.lit(False)) for test in tests))
+    return rows.withColumn(CORRUPT, F.coalesce(F.col(CORRUPT), F.when(damaged, json_of(schema.names))))
 
 
 def _records(session: SparkSession, source: KafkaSource, with_headers: bool) -> DataFrame:
     settings: dict[str, Any] = {
         "startingOffsets": source.starting_offsets,
         "maxOffsetsPerTrigger": source.max_offsets,
+        # What a producer has aborted was never there.
+        "kafka.isolation.level": "read_committed",
         **source.options,
         "kafka.bootstrap.servers": source.bootstrap,
         "subscribe": source.topics,

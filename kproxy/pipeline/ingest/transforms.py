@@ -21,13 +21,28 @@ from typing import Any, Final
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
-from pyspark.sql.types import ArrayType, BinaryType, DataType, MapType, StringType, StructType, TimestampType
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    DataType,
+    DoubleType,
+    FloatType,
+    MapType,
+    StructType,
+    TimestampType,
+)
 
 from kproxy.errors import StartupError
+from kproxy.pipeline.ingest import timestamps
 from kproxy.pipeline.ingest.options import MAX_NAME, IngestOptions
 
 # What a reader could not parse, as it stands in the source; only of CSV and JSON.
 CORRUPT: Final = "_kproxy_corrupt"
+# Of JSON: the document's text, and the names of its fields that the schema lacks, null where there are none.
+TEXT: Final = "_kproxy_text"
+NEW: Final = "_kproxy_new"
+# And, where documents are written as they stand in the source, one's text.
+DOCUMENT: Final = "_kproxy_document"
 # Of files, as their reader tells them.
 FILE: Final = "_kproxy_file"
 MODIFIED: Final = "_kproxy_modified"
@@ -45,7 +60,7 @@ TOPIC: Final = "_kproxy_topic"
 # Why it is a dead letter; null: it is none.
 REASON: Final = "_kproxy_reason"
 
-REASONS: Final = ("corrupt", "no key", "no topic", "too large")
+REASONS: Final = ("corrupt", "new column", "not finite", "no key", "no topic", "too large")
 # What kafka-clients reckons with, or more, before it knows better: a batch's header, a record's, and each length.
 RECORD_OVERHEAD: Final = 61 + 21 + 15
 HEADER_OVERHEAD: Final = 10
@@ -53,8 +68,15 @@ HEADER_OVERHEAD: Final = 10
 RECORD_EXCERPT: Final = 64 << 10
 # A row's number within its task, as `monotonically_increasing_id` counts: the task's number is above these bits.
 _NUMBER_BITS: Final = (1 << 33) - 1
+_NESTED: Final = (StructType, ArrayType, MapType)
 _HEADER_TYPE: Final = "array<struct<key:string,value:binary>>"
-_JSON: Final = {"timeZone": "UTC"}
+# To the microsecond, which is what Spark has; left alone it writes milliseconds.
+_JSON: Final = {
+    "timeZone": "UTC",
+    "timestampFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX",
+    "timestampNTZFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSS",
+}
+_WITH_NULLS: Final = {**_JSON, "ignoreNullFields": "false"}
 
 
 def placed(rows: DataFrame) -> DataFrame:
@@ -78,19 +100,6 @@ def placed(rows: DataFrame) -> DataFrame:
     return rows.withColumn(ROW, F.col("value").cast("string")).withColumn(ORDER, F.struct("value"))
 
 
-def parsed(records: DataFrame, schema: StructType) -> DataFrame:
-    """Kafka records whose values are JSON: the fields of `schema`, CORRUPT, and the record's own columns in `kafka`."""
-    text = F.col("value").cast("string")
-    expected = StructType([*schema.fields]).add(CORRUPT, StringType())
-    document = F.from_json(text, expected, {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": CORRUPT})
-    opened = records.select(document.alias("document"), F.struct(*records.columns).alias(RECORD))
-    # JSON's null and no value at all are no object, and no error to the parser.
-    corrupt = F.when(F.col("document").isNull(), F.coalesce(F.col(f"{RECORD}.value").cast("string"), F.lit("")))
-    corrupt = F.coalesce(F.col(f"document.{CORRUPT}"), corrupt)
-    fields = [F.col("document").getField(field.name).alias(field.name) for field in schema.fields]
-    return opened.select(*fields, RECORD, corrupt.alias(CORRUPT))
-
-
 def encoded(rows: DataFrame, options: IngestOptions, *, batch: str) -> DataFrame:
     """`placed` rows with their message (KEY, VALUE, HEADERS, TOPIC) and REASON, null where it can be written.
 
@@ -108,16 +117,29 @@ def encoded(rows: DataFrame, options: IngestOptions, *, batch: str) -> DataFrame
     return with_message.withColumn(REASON, _reason(with_message, options))
 
 
-def messages(rows: DataFrame, *, tasks: int, keyed: bool, with_headers: bool) -> DataFrame:
+def messages(rows: DataFrame, *, tasks: int, options: IngestOptions) -> DataFrame:
     """What Kafka's sink takes, of the `encoded` rows that can be written; each key's in ORDER, by one of `tasks`."""
     good = rows.where(F.col(REASON).isNull())
-    wanted = {"key": KEY, "value": VALUE, "topic": TOPIC} | ({"headers": HEADERS} if with_headers else {})
-    columns = [F.col(ours).alias(theirs) for theirs, ours in wanted.items()]
-    if not keyed:
+    wanted = {"key": F.col(KEY), "value": F.col(VALUE), "topic": F.col(TOPIC)}
+    headers = []
+    if has_headers(options):
+        headers.append(F.coalesce(F.col(HEADERS), F.array().cast(_HEADER_TYPE)))
+    if options.keeps_timestamps:
+        told = F.encode(F.unix_millis(_of_record(rows, "timestamp")).cast("string"), "utf-8")
+        headers.append(F.array(F.struct(F.lit(timestamps.HEADER).alias("key"), told.alias("value"))).cast(_HEADER_TYPE))
+    if headers:
+        wanted["headers"] = F.concat(*headers)
+    if options.keep_partitions:
+        wanted["partition"] = _of_record(rows, "partition")
+    columns = [column.alias(name) for name, column in wanted.items()]
+    if not options.key:
+        # A task has a partition of the source, in its order.
         return good.select(*columns)
     # Rows without a key are spread over all tasks, and not all given to one.
-    place = F.coalesce(F.col(KEY), F.encode(ROW, "utf-8"))
-    return good.repartition(tasks, place).sortWithinPartitions(ORDER).select(*columns)
+    place = [F.coalesce(F.col(KEY), F.encode(ROW, "utf-8"))]
+    if options.keep_partitions:
+        place = [_of_record(rows, "topic"), _of_record(rows, "partition")]
+    return good.repartition(tasks, *place).sortWithinPartitions(ORDER).select(*columns)
 
 
 def dead_letters(rows: DataFrame, *, batch: str, excerpt: int | None = None) -> DataFrame:
@@ -156,6 +178,11 @@ def message_bytes() -> Column:
     return F.lit(RECORD_OVERHEAD) + _length(F.col(KEY)) + _length(F.col(VALUE)) + F.coalesce(headers, F.lit(0))
 
 
+def _of_record(rows: DataFrame, name: str) -> Column:
+    """What Spark knows of a Kafka source's record."""
+    return F.col(RECORD).getField(name) if RECORD in rows.columns else F.col(name)
+
+
 def column_of(rows: DataFrame, name: str) -> Column:
     """The column, or the field `column.field`. Raises StartupError, with the columns that there are."""
     return _find(rows, name)[0]
@@ -164,11 +191,16 @@ def column_of(rows: DataFrame, name: str) -> Column:
 def text_of(rows: DataFrame, name: str) -> Column:
     """A column as text: nested ones as JSON, timestamps in UTC whatever the session's zone, binary ones not at all."""
     column, kind = _find(rows, name)
-    if isinstance(kind, (StructType, ArrayType, MapType)):
+    if isinstance(kind, _NESTED):
         return F.to_json(column, _JSON)
     if isinstance(kind, TimestampType):
         return F.concat(F.to_utc_timestamp(column, F.current_timezone()).cast("string"), F.lit("Z"))
     return column.cast("string")
+
+
+def json_of(names: Sequence[str]) -> Column:
+    """JSON of these columns, with those that are null."""
+    return F.to_json(F.struct(*map(quoted, names)), _WITH_NULLS)
 
 
 def columns_of(rows: DataFrame) -> list[str]:
@@ -179,15 +211,16 @@ def columns_of(rows: DataFrame) -> list[str]:
 def _find(rows: DataFrame, name: str) -> tuple[Column, DataType]:
     fields = {field.name: field.dataType for field in rows.schema.fields if not field.name.startswith("_kproxy_")}
     if name in fields:
-        return F.col(_quoted(name)), fields[name]
+        return F.col(quoted(name)), fields[name]
     parent, _, child = name.partition(".")
     kind = fields.get(parent)
     if isinstance(kind, StructType) and child in kind.names:
-        return F.col(_quoted(parent)).getField(child), kind[child].dataType
+        return F.col(quoted(parent)).getField(child), kind[child].dataType
     raise StartupError(f"there is no column {name}: the source has {', '.join(fields) or 'none'}.")
 
 
-def _quoted(name: str) -> str:
+def quoted(name: str) -> str:
+    """As Spark's SQL has a name that may be of any characters."""
     return "`" + re.sub("`", "``", name) + "`"
 
 
@@ -204,7 +237,7 @@ def _key(rows: DataFrame, names: Sequence[str]) -> Column | None:
     # Fields that are null stay: a key is the same text for the same values, and none only where all are missing.
     columns = [column_of(rows, name) for name in names]
     together = F.struct(*(column.alias(name) for column, name in zip(columns, names, strict=True)))
-    text = F.to_json(together, {**_JSON, "ignoreNullFields": "false"})
+    text = F.to_json(together, _WITH_NULLS)
     any_there = functools.reduce(operator.or_, (column.isNotNull() for column in columns))
     return F.when(any_there, F.encode(text, "utf-8"))
 
@@ -212,11 +245,16 @@ def _key(rows: DataFrame, names: Sequence[str]) -> Column | None:
 def _value(rows: DataFrame, options: IngestOptions) -> Column:
     if options.value_column is not None:
         return _bytes_of(rows, options.value_column)
-    # What Kafka knows of a record is no part of its value, unless it is asked for.
-    names = options.value_columns or [name for name in columns_of(rows) if name != RECORD]
-    together = F.struct(*(column_of(rows, name).alias(name) for name in names))
+    if DOCUMENT in rows.columns:
+        return F.encode(DOCUMENT, "utf-8")
+    together = F.struct(*(column_of(rows, name).alias(name) for name in _value_columns(rows, options)))
     json = F.to_json(together, {**_JSON, "ignoreNullFields": str(options.drop_nulls).lower()})
     return F.encode(json, "utf-8")
+
+
+def _value_columns(rows: DataFrame, options: IngestOptions) -> Sequence[str]:
+    # What Kafka knows of a record is no part of its value, unless it is asked for.
+    return options.value_columns or [name for name in columns_of(rows) if name != RECORD]
 
 
 def _headers(rows: DataFrame, options: IngestOptions, batch: str) -> Column | None:
@@ -245,6 +283,8 @@ def has_headers(options: IngestOptions) -> bool:
 def _reason(rows: DataFrame, options: IngestOptions) -> Column:
     tests: Mapping[str, Column | None] = {
         "corrupt": F.col(CORRUPT).isNotNull() if CORRUPT in rows.columns else None,
+        "new column": F.col(NEW).isNotNull() if NEW in rows.columns and not options.takes_new_columns else None,
+        "not finite": _not_finite(rows, options) if options.not_finite == "dead-letter" else None,
         "no key": F.col(KEY).isNull() if options.require_key else None,
         "no topic": None if options.topic_column is None else ~_is_topic(F.col(TOPIC)),
         "too large": message_bytes() > options.max_message_bytes,
@@ -257,6 +297,46 @@ def _reason(rows: DataFrame, options: IngestOptions) -> Column:
     return reason
 
 
+def _not_finite(rows: DataFrame, options: IngestOptions) -> Column | None:
+    """Whether there is NaN or an infinity in what JSON is made of; None where no column can have one."""
+    named = [*options.key, *(column for _, column in options.headers)]
+    made = options.value_column is None and DOCUMENT not in rows.columns
+    whole = _value_columns(rows, options) if made else ()
+    if options.value_column is not None:
+        named.append(options.value_column)
+    # A column by itself is text, which has names for them; JSON are several that make a key, and nested ones.
+    nested = [name for name in named if isinstance(_find(rows, name)[1], _NESTED)]
+    several = options.key if len(options.key) > 1 else ()
+    found = [_find(rows, name) for name in dict.fromkeys((*whole, *nested, *several))]
+    tests = [_has_no_number(column, kind) for column, kind in found if _has_fractions(kind)]
+    return functools.reduce(operator.or_, tests) if tests else None
+
+
+def _has_fractions(kind: DataType) -> bool:
+    if isinstance(kind, StructType):
+        return any(_has_fractions(field.dataType) for field in kind.fields)
+    if isinstance(kind, ArrayType):
+        return _has_fractions(kind.elementType)
+    if isinstance(kind, MapType):
+        return _has_fractions(kind.valueType)
+    return isinstance(kind, (FloatType, DoubleType))
+
+
+def _has_no_number(column: Column, kind: DataType) -> Column:
+    """Whether a number of it, however deep, is NaN or infinite; of a type that `_has_fractions`. Never null."""
+    if isinstance(kind, StructType):
+        fields = [field for field in kind.fields if _has_fractions(field.dataType)]
+        each = [_has_no_number(column.getField(field.name), field.dataType) for field in fields]
+        return functools.reduce(operator.or_, each)
+    if isinstance(kind, ArrayType):
+        inner = kind.elementType
+        return F.coalesce(F.exists(column, lambda one: _has_no_number(one, inner)), F.lit(False))
+    if isinstance(kind, MapType):
+        value = kind.valueType
+        return F.coalesce(F.exists(F.map_values(column), lambda one: _has_no_number(one, value)), F.lit(False))
+    return F.coalesce(F.isnan(column) | (F.abs(column) == F.lit(float("inf"))), F.lit(False))
+
+
 def _is_topic(name: Column) -> Column:
     legal = name.rlike(rf"^[a-zA-Z0-9._-]{{1,{MAX_NAME}}}$") & ~name.isin(".", "..")
     return F.coalesce(legal, F.lit(False))
@@ -267,5 +347,8 @@ def _length(column: Column) -> Column:
 
 
 def _whole(rows: DataFrame) -> Column:
-    columns = F.to_json(F.struct(*map(_quoted, columns_of(rows))), {**_JSON, "ignoreNullFields": "false"})
-    return F.coalesce(F.col(CORRUPT), columns) if CORRUPT in rows.columns else columns
+    texts = [F.col(name) for name in (CORRUPT, DOCUMENT) if name in rows.columns]
+    if NEW in rows.columns:
+        # The columns are what the schema has room for.
+        texts.append(F.when(F.col(REASON) == "new column", F.col(TEXT)))
+    return F.coalesce(*texts, json_of(columns_of(rows)))

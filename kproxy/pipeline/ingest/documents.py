@@ -1,0 +1,170 @@
+"""JSON documents to rows: those that parse, those that do not, and the fields that the schema lacks.
+
+A document is read twice: as the schema says, and for the names of its fields. Spark stops reading where a document
+ends, so that `{"a":1} {"a":2}` would be its first half; here each of the two readings puts the text between brackets of
+its own, and text behind the document cannot close both of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
+from pyspark.sql.types import ArrayType, DataType, MapType, StringType, StructField, StructType
+
+from kproxy.pipeline.ingest.transforms import CORRUPT, DOCUMENT, NEW, RECORD, TEXT
+from kproxy.pipeline.ingest.verbatim import documents_in
+
+_VALUES: Final = "_kproxy_values"
+_NAMES: Final = "_kproxy_names"
+_TEXTS: Final = "_kproxy_texts"
+_ONE: Final = "_kproxy_one"
+_NO_NAMES: Final = "array<string>"
+
+
+def of_records(records: DataFrame, schema: StructType, *, verbatim: bool = False) -> DataFrame:
+    """Kafka records whose values are JSON: what `opened` has, and the record's own columns in `kafka`."""
+    # No value at all is no document.
+    text = F.coalesce(F.col("value").cast("string"), F.lit(""))
+    texts = records.select(F.struct(*records.columns).alias(RECORD), text.alias(TEXT))
+    return opened(texts, schema, {}, several=False, verbatim=verbatim)
+
+
+def opened(
+    rows: DataFrame, schema: StructType, options: Mapping[str, str], *, several: bool, verbatim: bool = False
+) -> DataFrame:
+    """The fields of `schema` from the documents in TEXT, CORRUPT and NEW, and all that `rows` have besides.
+
+    `several`: TEXT may be an array of documents, each a row. `options` are those of Spark's JSON reader. `verbatim`:
+    each document's own text in DOCUMENT, for which it has to be JSON as RFC 8259 has it (`verbatim.add_function`).
+    """
+    text = F.col(TEXT)
+    listed = F.concat(F.lit("["), text, F.lit("]"))
+    if several:
+        listed = F.when(text.rlike(r"^\s*\["), text).otherwise(listed)
+    read = rows.withColumns(
+        {
+            _VALUES: _parse(F.concat(F.lit('{"rows":'), listed, F.lit("}")), _expected(schema), options),
+            _NAMES: _parse(F.concat(F.lit("["), listed, F.lit("]")), ArrayType(_shape(ArrayType(schema))), options),
+            _TEXTS: documents_in(text) if verbatim else F.lit(None).cast(_NO_NAMES),
+        }
+    )
+    found, names = F.col(_VALUES).getField("rows"), F.get(_NAMES, 0)
+    none = F.lit(None).cast("string")
+    one = F.struct(
+        F.get(found, 0).alias("row"),
+        F.lit(None).cast(_shape(schema)).alias("names"),
+        text.alias("corrupt"),
+        none.alias("document"),
+    )
+    each = F.transform(
+        found,
+        lambda row, number: F.struct(
+            row.alias("row"),
+            F.get(names, number).alias("names"),
+            none.alias("corrupt"),
+            F.get(_TEXTS, number).alias("document"),
+        ),
+    )
+    whole = _is_whole(schema, found, names, options, several=several)
+    if verbatim:
+        whole = whole & F.coalesce(F.size(_TEXTS) == F.size(found), F.lit(False))
+    parts = F.when(whole, each).otherwise(F.array(one))
+    exploded = read.withColumn(_ONE, F.explode(parts))
+    row = F.col(_ONE).getField("row")
+    new = F.array_distinct(_lacking(schema, F.col(_ONE).getField("names"), "", options))
+    return exploded.select(
+        *(row.getField(field.name).alias(field.name) for field in schema.fields),
+        *rows.columns,
+        F.col(_ONE).getField("corrupt").alias(CORRUPT),
+        F.when(F.size(new) > 0, new).alias(NEW),
+        *([F.col(_ONE).getField("document").alias(DOCUMENT)] if verbatim else []),
+    )
+
+
+def _expected(schema: StructType) -> StructType:
+    return StructType([StructField("rows", ArrayType(schema)), StructField(CORRUPT, StringType())])
+
+
+def _parse(text: Column, kind: DataType, options: Mapping[str, str]) -> Column:
+    required = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": CORRUPT}
+    settings = {name: value for name, value in options.items() if name.lower() not in map(str.lower, required)}
+    return F.from_json(text, kind.simpleString() if isinstance(kind, MapType) else kind, {**settings, **required})
+
+
+def _is_whole(schema: StructType, found: Column, names: Column, options: Mapping[str, str], *, several: bool) -> Column:
+    """Whether all of the text was read, and no field of it is there twice."""
+    count = F.size(found) == F.size(names)
+    if not several:
+        count = count & (F.size(found) == 1)
+    tests = (
+        F.col(_VALUES).getField(CORRUPT).isNull(),
+        F.is_valid_utf8(TEXT),
+        F.size(_NAMES) == 1,
+        count,
+        F.forall(found, lambda row: row.isNotNull()),
+        _unique(ArrayType(schema), names, options),
+    )
+    whole = tests[0]
+    for test in tests[1:]:
+        whole = whole & test
+    return F.coalesce(whole, F.lit(False))
+
+
+def _shape(kind: DataType) -> DataType:
+    """Of `kind` what is read for the names alone: a struct is the text of its fields by name."""
+    if isinstance(kind, StructType):
+        return MapType(StringType(), StringType())
+    if isinstance(kind, ArrayType):
+        return ArrayType(_shape(kind.elementType))
+    if isinstance(kind, MapType):
+        return MapType(StringType(), _shape(kind.valueType))
+    return StringType()
+
+
+def _has_fields(kind: DataType) -> bool:
+    if isinstance(kind, ArrayType):
+        return _has_fields(kind.elementType)
+    if isinstance(kind, MapType):
+        return _has_fields(kind.valueType)
+    return isinstance(kind, StructType)
+
+
+def _has_names(kind: DataType) -> bool:
+    return _has_names(kind.elementType) if isinstance(kind, ArrayType) else isinstance(kind, (StructType, MapType))
+
+
+def _unique(kind: DataType, names: Column, options: Mapping[str, str]) -> Column:
+    """Whether no object in `names`, of the `_shape` of `kind`, has a name twice; never null."""
+    if isinstance(kind, ArrayType):
+        inner_kind = kind.elementType
+        return F.coalesce(F.forall(names, lambda one: _unique(inner_kind, one, options)), F.lit(True))
+    found = F.coalesce(F.size(F.array_distinct(F.map_keys(names))) == F.size(F.map_keys(names)), F.lit(True))
+    if isinstance(kind, MapType) and _has_names(kind.valueType):
+        return found & _unique(ArrayType(kind.valueType), F.map_values(names), options)
+    for field in kind.fields if isinstance(kind, StructType) else ():
+        if _has_names(field.dataType):
+            inner = _parse(names.getItem(field.name), _shape(field.dataType), options)
+            found = found & _unique(field.dataType, inner, options)
+    return found
+
+
+def _lacking(kind: DataType, names: Column, path: str, options: Mapping[str, str]) -> Column:
+    """The names in `names`, of the `_shape` of `kind`, that `kind` does not have; never null."""
+    if isinstance(kind, StructType):
+        known = F.array(*map(F.lit, kind.names)).cast(_NO_NAMES)
+        here = F.transform(F.array_except(F.map_keys(names), known), lambda name: F.concat(F.lit(path), name))
+        parts = [F.coalesce(here, F.array().cast(_NO_NAMES))]
+        for field in kind.fields:
+            if _has_fields(field.dataType):
+                inner = _parse(names.getItem(field.name), _shape(field.dataType), options)
+                parts.append(_lacking(field.dataType, inner, f"{path}{field.name}.", options))
+        return F.concat(*parts)
+    if isinstance(kind, MapType):
+        return _lacking(ArrayType(kind.valueType), F.map_values(names), path, options)
+    assert isinstance(kind, ArrayType)  # noqa: S101 - nothing else `_has_fields`
+    inner_kind = kind.elementType
+    found = F.flatten(F.transform(names, lambda one: _lacking(inner_kind, one, path, options)))
+    return F.coalesce(found, F.array().cast(_NO_NAMES))

@@ -1,0 +1,27 @@
+"""What an ingest makes of files, without a topic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kproxy.pipeline.ingest import sources, transforms, verbatim
+from kproxy.pipeline.ingest.options import FileSource, IngestOptions
+
+BATCH_TIMEOUT_S = 240
+
+
+def read_files(spark: Any, source: FileSource, **options: Any) -> list[Any]:
+    """The rows of all files that are there, `encoded`."""
+    seen: list[Any] = []
+    asked = IngestOptions(source, "ck", topic="t", **options)
+    session = sources.own_session(spark)
+    if asked.verbatim:
+        verbatim.add_function(session)
+    rows = sources.read(session, asked, sources.parse_schema(str(source.schema)))
+
+    def take(batch: Any, _: int) -> None:
+        seen.extend(transforms.encoded(transforms.placed(batch), asked, batch="b").collect())
+
+    query = rows.writeStream.foreachBatch(take).trigger(availableNow=True).start()
+    assert query.awaitTermination(BATCH_TIMEOUT_S)
+    return sorted(seen, key=lambda row: (row[transforms.FILE], row[transforms.BLOCK], row[transforms.ORDER][3]))

@@ -1,0 +1,91 @@
+"""Jobs that are killed in mid-stream, and how far they are, as their topic tells."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import confluent_kafka
+import psutil
+
+STEP_TIMEOUT_S = 240.0
+
+
+class Job:
+    """A process with Spark in it; all that it says goes to the file `said`."""
+
+    def __init__(self, command: Sequence[str | Path], directory: Path, name: str) -> None:
+        self.said = directory / name
+        with self.said.open("wb") as said:
+            # What a killed one cannot clear away goes with the test's directory.
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                env={**os.environ, "TMPDIR": str(directory)},
+            )
+
+    def kill(self) -> None:
+        """kill -9 of it and of its Java, one right after the other."""
+        processes = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        for process in processes:
+            process.kill()
+        psutil.wait_procs(processes[1:], timeout=60)
+        self.process.wait(60)
+
+    async def ended(self) -> int:
+        async with asyncio.timeout(STEP_TIMEOUT_S):
+            while self.process.poll() is None:
+                await asyncio.sleep(0.1)
+        return self.process.returncode
+
+
+@asynccontextmanager
+async def running(command: Sequence[str | Path], directory: Path, name: str) -> AsyncIterator[Job]:
+    job = Job(command, directory, name)
+    try:
+        yield job
+    finally:
+        if job.process.poll() is None:
+            job.kill()
+
+
+class Watched:
+    """How many records a topic has, asked of the proxy."""
+
+    def __init__(self, bootstrap: str, topic: str, partitions: int) -> None:
+        settings = {"bootstrap.servers": bootstrap, "group.id": "unused", "log_level": 0}
+        self._topic = topic
+        self._partitions = partitions
+        self._consumer = confluent_kafka.Consumer(settings)
+
+    def _end(self, partition: int) -> int:
+        try:
+            return self._consumer.get_watermark_offsets(confluent_kafka.TopicPartition(self._topic, partition), 5.0)[1]
+        except confluent_kafka.KafkaException:
+            # Nobody owns it just now.
+            return 0
+
+    def count(self) -> int:
+        return sum(map(self._end, range(self._partitions)))
+
+    async def until(self, least: int, job: Job) -> int:
+        """Wait for so many, while `job` runs."""
+        async with asyncio.timeout(STEP_TIMEOUT_S):
+            while (count := await asyncio.to_thread(self.count)) < least:
+                assert job.process.poll() is None, job.said.read_text()
+                await asyncio.sleep(0.05)
+        return count
+
+    def close(self) -> None:
+        self._consumer.close()
+
+
+def committed(checkpoint: Path) -> int:
+    """The number of micro-batches that are."""
+    return sum(1 for each in (checkpoint / "commits").glob("*") if each.name.isdigit())

@@ -1,0 +1,175 @@
+"""CSV files as other programs write them, value by value, on a real Spark and without Kafka."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kproxy.errors import StartupError
+from kproxy.pipeline.ingest import sources, transforms
+from kproxy.pipeline.ingest.options import FileSource
+from tests.pipeline.ingest_rows import read_files
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
+
+COLUMNS = ("id", "name", "n")
+SCHEMA = "id STRING, name STRING, n STRING"
+ODD = (
+    "plain",
+    'say "hi"',
+    '"',
+    '""',
+    "two\nlines",
+    '"quoted"\n\n"twice"',
+    "ends in one\n",
+    " spaces ",
+    "back\\slash",
+    'back\\"quote',
+    "a,b;c\td",
+    "#no comment",
+    "it's",
+    "naïve ✓",
+    "",
+)
+ROWS = [(str(number), value, other) for number, (value, other) in enumerate(zip(ODD, reversed(ODD), strict=True), 1)]
+
+
+def written(*, bom: str = "", rows: Any = ROWS, **dialect: Any) -> bytes:
+    """By Python's csv module."""
+    text = io.StringIO(newline="")
+    csv.writer(text, **dialect).writerows([COLUMNS, *rows])
+    return (bom + text.getvalue()).encode()
+
+
+# As DataFrame(...).to_csv(index=False) writes it: newlines alone end rows, quotes only where they are needed.
+PANDAS = b'id,name,n\n1,"say ""hi""",1.5\n2,"two\nlines",\n3,,"a,b"\n'
+
+
+def read(spark: Any, directory: Path, **options: str) -> list[Any]:
+    return read_files(spark, FileSource("csv", str(directory), SCHEMA, options=options))
+
+
+def of_file(rows: list[Any], name: str) -> list[Any]:
+    named = [row for row in rows if row[transforms.FILE].endswith(f"/{name}")]
+    return sorted(named, key=lambda row: int(row[transforms.ROW].rpartition(":")[2]))
+
+
+def values(row: Any) -> list[str]:
+    # Nothing between two commas is null; to the csv module it is the same as "".
+    return [row[name] or "" for name in COLUMNS]
+
+
+def test_what_other_programs_write_is_read_as_they_meant_it(spark: Any, tmp_path: Path) -> None:
+    files = {
+        "python.csv": written(),
+        "unix.csv": written(lineterminator="\n"),
+        "all_quoted.csv": written(quoting=csv.QUOTE_ALL),
+        "bom.csv": written(bom="\ufeff"),
+        "pandas.csv": PANDAS,
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    rows = read(spark, tmp_path)
+    for name, content in files.items():
+        expected = list(csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""), strict=True))[1:]
+        found = of_file(rows, name)
+        assert [values(row) for row in found] == expected, name
+        assert {row[transforms.CORRUPT] for row in found} == {None}
+        assert [row[transforms.ROW].rpartition("/")[2] for row in found] == [f"{name}#0:{n}" for n in range(len(found))]
+
+
+def test_a_spreadsheets_semicolons_and_windows_newlines_within_quotes_are_asked_for(spark: Any, tmp_path: Path) -> None:
+    rows = [(1, "one\r\ntwo", "x;y"), (2, 'say "hi"', "cr\ralone")]
+    (tmp_path / "a.csv").write_bytes(written(bom="\ufeff", rows=rows, delimiter=";"))
+    found = of_file(read(spark, tmp_path, sep=";", lineSep="\r\n"), "a.csv")
+    assert [values(row) for row in found] == [[str(row[0]), *row[1:]] for row in rows]
+
+
+def test_rows_that_cannot_be_read_are_told_with_their_text(spark: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b'id,name,n\n1,a\n2,b,c,d\n3,"x\ny"\n4,e,f\n"5,g,open\n6,"h",i\n7,j,k\n')
+    # Long enough that rows reach from one of the parser's buffers into the next.
+    long = [(number, "x\n" * 600 if number % 3 else "short\n", "z") for number in range(2_000)]
+    lines = "".join(f'{n},"{text}"\n' if n % 7 == 0 else f'{n},"{text}",{z}\n' for n, text, z in long)
+    (tmp_path / "long.csv").write_text("id,name,n\n" + lines)
+    # Its header ends with a newline alone.
+    (tmp_path / "mixed.csv").write_bytes(b"id,name,n\n1,a,b\r\n2,c,d\n")
+    rows = read(spark, tmp_path)
+
+    found = of_file(rows, "a.csv")
+    good = [values(row) for row in found if row[transforms.CORRUPT] is None]
+    assert good == [["4", "e", "f"], ["7", "j", "k"]]
+    corrupt = [row[transforms.CORRUPT] for row in found if row[transforms.CORRUPT] is not None]
+    assert corrupt[:3] == ["1,a", "2,b,c,d", '3,"x\ny"']
+    assert "5,g,open" in "".join(corrupt[3:])
+    assert '6,"h' in "".join(corrupt[3:])
+
+    told = {n: row[transforms.CORRUPT] for n, row in enumerate(of_file(rows, "long.csv"))}
+    assert {n: text for n, text in told.items() if text is not None} == {
+        n: f'{n},"{text}"' for n, text, _ in long if n % 7 == 0
+    }
+    (left, right) = of_file(rows, "mixed.csv")
+    assert json.loads(left[transforms.CORRUPT]) == {"id": "1", "name": "a", "n": "b\r"}
+    assert right[transforms.CORRUPT] is None
+
+
+def test_a_row_with_bytes_that_are_no_utf_8_is_told_unless_the_encoding_is_named(spark: Any, tmp_path: Path) -> None:
+    latin = "id,name,n\n1,é,x\n2,plain,y\n".encode("latin-1")
+    files = {
+        "latin.csv": latin,
+        "middle.csv": b"\xef\xbb\xbfid,name,n\n1,a,x\n2,b,\xff\n3,\xc3\xa9,\x00\n",
+        "pair.csv": b"id,name,n\n1,\xed\xa0\xbd,x\n",
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    for options in ({}, {"multiLine": "false"}):
+        rows = read(spark, tmp_path, **options)
+        told = {name: [(row[transforms.REASON], row["id"]) for row in of_file(rows, name)] for name in files}
+        assert told == {
+            "latin.csv": [("corrupt", "1"), (None, "2")],
+            "middle.csv": [(None, "1"), ("corrupt", "2"), (None, "3")],
+            "pair.csv": [("corrupt", "1")],
+        }
+    assert values(of_file(rows, "middle.csv")[2]) == ["3", "é", "\0"]
+    binary = FileSource("csv", str(tmp_path), SCHEMA.replace("n STRING", "n BINARY"), options={"pathGlobFilter": "m*"})
+    assert [row[transforms.REASON] for row in read_files(spark, binary)] == [None, "corrupt", None]
+    assert json.loads(of_file(rows, "latin.csv")[0][transforms.CORRUPT])["name"] == "\ufffd"
+
+    named = {"encoding": "ISO-8859-1", "pathGlobFilter": "latin.csv"}
+    assert [values(row) for row in read(spark, tmp_path, **named)] == [["1", "é", "x"], ["2", "plain", "y"]]
+    (tmp_path / "utf-16.csv").write_bytes("id,name,n\n1,é,x\n".encode("utf-16"))
+    named = {"encoding": "UTF-16", "pathGlobFilter": "utf-16.csv"}
+    assert [values(row) for row in read(spark, tmp_path, **named)] == [["1", "é", "x"]]
+    # Who names the encoding has U+FFFD as it stands.
+    (tmp_path / "there.csv").write_text("id,name,n\n1,\ufffd,x\n")
+    named = {"encoding": "UTF-8", "pathGlobFilter": "there.csv"}
+    assert [values(row) for row in read(spark, tmp_path, **named)] == [["1", "\ufffd", "x"]]
+
+
+def test_no_schema_is_inferred_from_a_header_in_an_encoding_that_is_not_named(spark: Any, tmp_path: Path) -> None:
+    for encoding in ("utf-16", "latin-1"):
+        (tmp_path / "a.csv").write_bytes("id,é,n\n1,a,x\n".encode(encoding))
+        with pytest.raises(StartupError, match=r"is not UTF-8: name its encoding with --source-option encoding="):
+            sources.infer_schema(spark, FileSource("csv", str(tmp_path)))
+    found = sources.infer_schema(spark, FileSource("csv", str(tmp_path), options={"encoding": "ISO-8859-1"}))
+    assert found.names == ["id", "é", "n"]
+
+
+def test_a_row_a_line_is_split_where_it_is_asked_for(spark: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 1_000)
+    (tmp_path / "a.csv").write_bytes(written(rows=[(n, 'say "hi"', "x") for n in range(100)]))
+    whole = read(spark, tmp_path)
+    assert {row[transforms.BLOCK] for row in whole} == {0}
+    split = read(spark, tmp_path, multiLine="false")
+    assert {row[transforms.BLOCK] for row in split} == {0, 1_000}
+    assert sorted(map(values, split)) == sorted(map(values, whole))
+
+
+def test_a_schema_is_inferred_from_rows_of_several_lines(spark: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(written(rows=[(1, "two\nlines", 1.5), (2, 'a "b"', 2)]))
+    found = sources.infer_schema(spark, FileSource("csv", str(tmp_path)))
+    assert found.simpleString() == "struct<id:int,name:string,n:double>"

@@ -1,0 +1,194 @@
+"""JSON documents that are not as the schema has them: none loses a field in silence. On a real Spark, without Kafka."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kproxy.errors import StartupError
+from kproxy.pipeline.ingest import documents, sources, transforms, verbatim
+from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource
+from tests.pipeline.ingest_rows import read_files
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
+
+SCHEMA = "id LONG, deep STRUCT<x: STRING>, many ARRAY<STRUCT<a: INT>>, by MAP<STRING, STRUCT<a: INT>>, raw STRING"
+
+# A line, and its rows: as JSON, by reason (with the names of what is new).
+LINES: tuple[tuple[str, list[Any]], ...] = (
+    ('{"id":1,"deep":{"x":"y"},"many":[{"a":1},null],"by":{"k":{"a":2}}}', [{"id": 1, "deep": {"x": "y"}}]),
+    ('  {"id":2}  ', [{"id": 2}]),
+    ('[{"id":3},{"id":4}]', [{"id": 3}, {"id": 4}]),
+    ("[]", []),
+    ("   ", []),
+    ('{"id":5,"raw":{"any":[1.5]}}', [{"id": 5, "raw": '{"any":[1.5]}'}]),
+    ('{"ID":13,"extra":1}', [["ID", "extra"]]),
+    ('{"id":14,"deep":{"x":"y","z":null}}', [["deep.z"]]),
+    ('{"id":15,"many":[{"a":1},{"b":2}],"by":{"k":{"c":1}}}', [["many.b", "by.c"]]),
+    ('[{"id":16},{"id":17,"new":1}]', [{"id": 16}, ["new"]]),
+    ('{"id":20} {"id":21}', ["corrupt"]),
+    ('{"id":22}]', ["corrupt"]),
+    ('{"id":23}]}', ["corrupt"]),
+    ('{"id":24}}', ["corrupt"]),
+    ('{"id":25,"id":26}', ["corrupt"]),
+    ('{"id":30,"deep":{"x":"y","x":"z"}}', ["corrupt"]),
+    ('{"id":31,"many":[{"a":1},{"a":1,"a":2}]}', ["corrupt"]),
+    ('{"id":32,"by":{"k":{"a":1},"k":{"a":2}}}', ["corrupt"]),
+    ('{"id":33,"by":{"k":{"a":1,"a":2}}}', ["corrupt"]),
+    ('{"id":34,"raw":{"a":1,"a":2}}', [{"id": 34, "raw": '{"a":1,"a":2}'}]),
+    ('{"id":"x","new":1}', ["corrupt"]),
+    ('[{"id":27},{"id":"x"}]', ["corrupt"]),
+    ("[28]", ["corrupt"]),
+    ("null", ["corrupt"]),
+    ('{"id":29', ["corrupt"]),
+    ('{"id":1.5}', ["corrupt"]),
+)
+
+
+def told(rows: list[Any]) -> list[Any]:
+    """As LINES has it, without fields that are null."""
+    found: list[Any] = []
+    for row in rows:
+        if row[transforms.REASON] is None:
+            value = json.loads(row[transforms.VALUE])
+            found.append({name: each for name, each in value.items() if each is not None})
+        else:
+            found.append(row[transforms.NEW] or row[transforms.REASON])
+    return found
+
+
+def test_a_document_is_read_whole_or_told(spark: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("\ufeff" + "".join(f"{line}\n" for line, _ in LINES))
+    rows = read_files(spark, FileSource("json", str(tmp_path), SCHEMA))
+    expected = [row for _, rows in LINES for row in rows]
+    expected[0] = {**expected[0], "many": [{"a": 1}, None], "by": {"k": {"a": 2}}}
+    assert told(rows) == expected
+    assert [row[transforms.ROW].rpartition("/")[2] for row in rows] == [f"a.json#0:{n}" for n in range(len(rows))]
+    corrupt = [row[transforms.CORRUPT] for row in rows if row[transforms.REASON] == "corrupt"]
+    assert corrupt == [line for line, rows in LINES if rows == ["corrupt"]]
+
+
+def test_records_are_documents_of_their_own_and_a_dead_letter_has_their_text(spark: Any) -> None:
+    lines = ['{"id":1}', '[{"id":2}]', '{"id":3},{"id":4}', '{"id":5,"new":{"a":1}}', "", '{"id":6}{']
+    # A byte that is no UTF-8 would be another character.
+    broken = "unhex(concat(hex('{\"id\":7,\"raw\":\"'), 'ff', hex('\"}')))"
+    values = [*(f"cast('{line}' as binary)" for line in lines), broken, "cast(null as binary)"]
+    table = ", ".join(f"({value}, 't', 0, {offset}L)" for offset, value in enumerate(values))
+    records = spark.sql(f"select * from values {table} as records(value, topic, partition, offset)")
+    asked = IngestOptions(FileSource("json", "in"), "ck", topic="t")
+    opened = documents.of_records(records, sources.parse_schema(SCHEMA))
+    encoded = transforms.encoded(transforms.placed(opened), asked, batch="b")
+    rows = sorted(encoded.collect(), key=lambda row: str(row[transforms.ROW]))
+    assert told(rows) == [{"id": 1}, "corrupt", "corrupt", ["new"], "corrupt", "corrupt", "corrupt", "corrupt"]
+    letters = {row["row"]: row for row in transforms.dead_letters(encoded, batch="b").collect()}
+    assert letters["t/0/3"]["reason"] == "new column"
+    assert letters["t/0/3"]["record"] == lines[3]
+    assert letters["t/0/2"]["record"] == lines[2]
+
+
+def test_a_line_with_bytes_that_are_no_utf_8_is_told(spark: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf{"id":1,"raw":"\xff"}\n{"id":2,"raw":"\xef\xbf\xbd"}\n')
+    (tmp_path / "b.json").write_bytes(b'{"id":3,"raw":"\xed\xa0\x80"}\n{"id":4,"\xff":1}\n{"id":5,"raw":"\xc3\xa4"}\n')
+    rows = read_files(spark, FileSource("json", str(tmp_path), SCHEMA))
+    assert told(rows) == ["corrupt", {"id": 2, "raw": "\ufffd"}, "corrupt", "corrupt", {"id": 5, "raw": "ä"}]
+
+
+def test_files_that_are_documents_and_directories_that_name_columns(spark: Any, tmp_path: Path) -> None:
+    (tmp_path / "day=7").mkdir()
+    (tmp_path / "day=7" / "a.json").write_text('\ufeff[{"id": 1},\n {"id": 2}]\n')
+    (tmp_path / "day=7" / "b.json").write_text('{"id": 3}\n{"id": 4}\n')
+    source = FileSource("json", str(tmp_path), "id LONG, day STRING", options={"multiLine": "true"})
+    assert told(read_files(spark, source)) == [{"id": 1, "day": "7"}, {"id": 2, "day": "7"}, "corrupt"]
+    (tmp_path / "day=7" / "c.json").write_bytes('{"id": 5, "name": "ä"}'.encode("latin-1"))
+    options = {"encoding": "ISO-8859-1", "pathGlobFilter": "c.json"}
+    latin = FileSource("json", str(tmp_path), "id LONG, name STRING, day INT", options=options)
+    assert told(read_files(spark, latin)) == [{"id": 5, "name": "ä", "day": 7}]
+
+
+def test_fields_that_are_new_are_left_out_where_that_is_asked_for(spark: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"id":1,"new":2}\n')
+    rows = read_files(spark, FileSource("json", str(tmp_path), "id LONG"), on_new_columns="ignore")
+    assert told(rows) == [{"id": 1}]
+
+
+# What the schema knows and what it does not; in front of each what of it a double, or Spark's own JSON, would change.
+EXACT: tuple[tuple[str, str], ...] = (
+    ("a fraction", '{"id":1,"new":0.1000000000000000055511151231257827}'),
+    ("one in a column", '{"id":2,"deep":{"x":"y"},"f":0.1000000000000000055511151231257827,"n":1}'),
+    ("digits at its end", '{"id":3,"new":[1.50,1e5,1E400,-0.0,0e0]}'),
+    ("integers", '{"id":4,"new":[9223372036854775808,-123456789012345678901234567890,18446744073709551615]}'),
+    ("escapes", r'{"id":5,"new":"\u00e9\ud83d\ude00\u0000\/\b\\ \"","k\u00e9y":"é😀"}'),
+    ("half of a pair", r'{"id":6,"new":"\ud83d"}'),
+    ("null and absent", '{"id":7,"raw":null,"new":null}'),
+    ("absent", '{"new":{}}'),
+    ("nothing in it", '{"id":8,"new":{},"deep":{},"many":[],"list":[{},[],null]}'),
+    ("case", '{"id":9,"ID":10,"Id":{"iD":1}}'),
+    ("spaces", '{ "id" : 10 ,\t"new" : [ 1 , { "a b" : " " } ] }'),
+    ("nested", '{"id":11,"deep":{"x":"y","z":{"w":1.10}},"by":{"k":{"a":1,"b":2}},"many":[{"a":1,"c":[[]]}]}'),
+    ("long", json.dumps({"id": 12, "new": [[{"n": n, "t": "x" * 20}] * 5 for n in range(2_000)]})),
+    ("none of them new", '{"raw":"x","id":13}'),
+    ("only this", "{}"),
+    ("separators", '{"id":14,"new":"\u2028\u2029"}'),
+)
+
+
+def exactly(text: str) -> Any:
+    """By Python's reader: numbers as they are written, fields in their order, and each as often as it is there."""
+    return json.loads(text, parse_float=Decimal, parse_int=Decimal, object_pairs_hook=list)
+
+
+def added(spark: Any, source: FileSource, **options: Any) -> list[Any]:
+    rows = read_files(spark, source, on_new_columns="add", **options)
+    return [row[transforms.REASON] or bytes(row[transforms.VALUE]).decode() for row in rows]
+
+
+def test_documents_are_written_as_they_stand_where_new_fields_are_added(spark: Any, tmp_path: Path) -> None:
+    documents_ = [document for _, document in EXACT]
+    (tmp_path / "a.json").write_text("\ufeff" + "\r\n".join(f" {each} " for each in documents_), newline="")
+    (tmp_path / "b.json").write_text(f"[{' , '.join(documents_)}]\n[]\n")
+    # None of these is what RFC 8259 has, or can be written as it stands: twice at places that the schema does not know.
+    refused = ("{'id':20}", '{"id":21,"new":NaN}', '{"id":22,"new":{"a":1,"a":2}}', '{"id":23} {"id":24}', "[[{}]]")
+    (tmp_path / "c.json").write_text("\n".join([*refused, '[{"id":25},null]', '{"id":"x"}', '{"id":26}']) + "\n")
+    values = added(spark, FileSource("json", str(tmp_path), f"{SCHEMA}, f DOUBLE, n BYTE"))
+    assert values == [*documents_, *documents_, *["corrupt"] * 7, '{"id":26}']
+    for (name, document), value in zip(EXACT * 2, values[: 2 * len(EXACT)], strict=True):
+        assert exactly(value) == exactly(document), name
+
+
+def test_what_directories_name_is_a_field_of_a_document_that_is_written_as_it_stands(
+    spark: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "day=7" / "hour=a%22b").mkdir(parents=True)
+    lines = ['{"id":1,"new":1.50}', "{ }", '{"id":2,"DAY":1}', '{"id":3,"day":1}', '{"id":4,"day":7']
+    (tmp_path / "day=7" / "hour=a%22b" / "a.json").write_text("\n".join(lines))
+    values = added(spark, FileSource("json", str(tmp_path), "id LONG, day STRING"))
+    told_ = r'{"day":"7","hour":"a\"b"'
+    assert values == [told_ + ',"id":1,"new":1.50}', told_ + "}", told_ + ',"id":2,"DAY":1}', "corrupt", "corrupt"]
+
+
+def test_no_schema_is_inferred_from_fields_that_differ_in_case_alone(spark: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"id":1,"ID":2}\n')
+    with pytest.raises(StartupError, match=r"differ in case alone \(.*`id`.*\): give a --schema with one of them"):
+        sources.infer_schema(spark, FileSource("json", str(tmp_path)))
+
+
+def test_keys_and_dead_letters_of_documents_that_are_written_as_they_stand(spark: Any) -> None:
+    values = ['{"id":1,"x":1.50}', '{"x":1.50}', '[{"id":2}]', '{"f":"NaN","id":3}', '{"f":1e400,"id":4}', "x"]
+    table = ", ".join(f"(cast('{value}' as binary), 't', 0, {offset}L)" for offset, value in enumerate(values))
+    records = spark.sql(f"select * from values {table} as records(value, topic, partition, offset)")
+    source = KafkaSource("127.0.0.1:1", "from", "id LONG, f DOUBLE")
+    asked = IngestOptions(source, "ck", topic="t", key=("id",), require_key=True, on_new_columns="add")
+    asked.check()
+    verbatim.add_function(spark)
+    opened = documents.of_records(records, sources.parse_schema(str(source.schema)), verbatim=True)
+    encoded = transforms.encoded(transforms.placed(opened), asked, batch="b")
+    rows = sorted(encoded.collect(), key=lambda row: str(row[transforms.ROW]))
+    assert [row[transforms.REASON] for row in rows] == [None, "no key", "corrupt", None, None, "corrupt"]
+    written = {bytes(row[transforms.KEY]): bytes(row[transforms.VALUE]) for row in rows if not row[transforms.REASON]}
+    assert written == {f"{n}".encode(): values[at].encode() for n, at in ((1, 0), (3, 3), (4, 4))}
+    letters = {row["row"]: row["record"] for row in transforms.dead_letters(encoded, batch="b").collect()}
+    assert letters == {"t/0/1": values[1], "t/0/2": values[2], "t/0/5": values[5]}

@@ -1,0 +1,69 @@
+"""What a following audit tells: each finding once, whatever was told before, and of too many how many there are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kproxy.pipeline.audit.follow_state import TOLD_AT_MOST, FollowState
+from kproxy.pipeline.audit.follow_telling import LISTED, TOLD_ONE_BY_ONE, tell
+from kproxy.pipeline.audit.schemas import FINDING_KINDS, FINDINGS_SCHEMA, GAP, LOST, UNPROVEN_KINDS
+
+
+def lost(first: int, records: int = 1, of_kind: int = 1) -> dict[str, Any]:
+    row = dict.fromkeys(FINDINGS_SCHEMA.names)
+    offsets = {"first_offset": first, "last_offset": first + records - 1, "records": records}
+    return {**row, "kind": LOST, "topic": "t", "partition": 0, **offsets, "of_kind": of_kind, "detail": "Gone."}
+
+
+def gap(sequence: int) -> dict[str, Any]:
+    return {**dict.fromkeys(FINDINGS_SCHEMA.names), "kind": GAP, "sequence": sequence, "of_kind": 1, "detail": "Hole."}
+
+
+def told(state: FollowState, *findings: dict[str, Any]) -> list[str]:
+    return [each.sentence for each in tell(state, findings, FINDING_KINDS)[1]]
+
+
+def test_what_is_new_is_told_however_much_was_told_before() -> None:
+    state = FollowState()
+    many = [lost(2 * n, of_kind=150) for n in range(150)]
+    first = told(state, *many)
+    assert len(first) == TOLD_ONE_BY_ONE + 1
+    assert first[-1] == "lost: 50 more, too many to tell one by one: see the table findings."
+    assert state.failures == 150
+    assert told(state, *many, lost(5000, 500_000, of_kind=151)) == ["lost: t/0 offsets 5000 to 504999: Gone."]
+    assert state.failures == 151
+
+
+def test_the_worst_are_told_one_by_one() -> None:
+    findings = [lost(1000 * n, 1 + n, of_kind=200) for n in range(200)]
+    assert told(FollowState(), *findings)[0] == "lost: t/0 offsets 199000 to 199199: Gone."
+
+
+def test_a_loss_that_has_grown_is_told_again() -> None:
+    state = FollowState()
+    assert told(state, lost(5, 10)) == ["lost: t/0 offsets 5 to 14: Gone."]
+    assert told(state, lost(5, 10)) == []
+    assert told(state, lost(5, 20)) == ["lost: t/0 offsets 5 to 24: Gone."]
+
+
+def test_of_more_than_are_listed_the_number_is_told_as_it_rises() -> None:
+    state = FollowState()
+    listed = [lost(2 * n, of_kind=LISTED + 7) for n in range(LISTED)]
+    assert told(state, *listed)[-1].startswith(f"lost: {LISTED + 7 - TOLD_ONE_BY_ONE:,} more")
+    assert told(state, *listed) == []
+    grown = [{**row, "of_kind": LISTED + 10} for row in listed]
+    assert told(state, *grown) == ["lost: 3 more, too many to tell one by one: see the table findings."]
+    assert state.failures == LISTED + 10
+
+
+def test_all_that_is_listed_at_a_time_is_remembered() -> None:
+    assert len(FINDING_KINDS) * LISTED <= TOLD_AT_MOST
+
+
+def test_what_is_unproven_is_counted_apart_and_can_be_told_alone() -> None:
+    state = FollowState()
+    new, said = tell(state, [lost(1), gap(3)], UNPROVEN_KINDS)
+    assert [row["kind"] for row in new] == [GAP]
+    assert [tuple(each) for each in said] == [("Hole.", False)]
+    assert (state.failures, state.unproven) == (0, 1)
+    assert told(state, lost(1), gap(3)) == ["lost: t/0 offsets 1 to 1: Gone."]

@@ -1,0 +1,99 @@
+"""Where something else than Kafka listens, that is said at once and with the address, and not waited out."""
+
+from __future__ import annotations
+
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from codec.foreign import ANSWER_TO_HTTP
+from kproxy.errors import StartupError
+from kproxy.pipeline.audit.log_connection import BrokerFailed, LogConnection, LogReadFailed
+from kproxy.pipeline.audit.places import check_places, parse_trail
+from kproxy.routing.topology import Address
+
+SOON_S = 4.0
+HTTP_ANSWER = b"HTTP/1.1 400 Bad Request\r\n\r\n"
+
+
+def answers_http(handler: socketserver.StreamRequestHandler) -> None:
+    handler.connection.recv(1)
+    handler.wfile.write(HTTP_ANSWER)
+
+
+def waits_for_a_line(handler: socketserver.StreamRequestHandler) -> None:
+    """As etcd does: what is no HTTP yet may become it."""
+    if handler.rfile.readline().startswith(b"GET"):
+        handler.wfile.write(HTTP_ANSWER)
+
+
+def closes_what_is_no_http(handler: socketserver.StreamRequestHandler) -> None:
+    if handler.rfile.read(4).startswith(b"GET"):
+        handler.wfile.write(HTTP_ANSWER)
+
+
+def alerts(handler: socketserver.StreamRequestHandler) -> None:
+    """A TLS listener's answer to what is no TLS."""
+    handler.connection.recv(1)
+    handler.wfile.write(b"\x15\x03\x03\x00\x02\x02\x46")
+
+
+def is_silent(handler: socketserver.StreamRequestHandler) -> None:
+    handler.rfile.read()
+
+
+Behaviour = Callable[[socketserver.StreamRequestHandler], None]
+
+
+@contextmanager
+def listening(behaviour: Behaviour) -> Iterator[Address]:
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            behaviour(self)
+
+    class Server(socketserver.ThreadingTCPServer):
+        daemon_threads = True
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield Address("127.0.0.1", server.server_address[1])
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "protocol"),
+    [(answers_http, "HTTP"), (waits_for_a_line, "HTTP"), (closes_what_is_no_http, "HTTP"), (alerts, "TLS")],
+)
+def test_what_speaks_something_else_is_named_at_once(behaviour: Behaviour, protocol: str) -> None:
+    began = time.monotonic()
+    with listening(behaviour) as address, pytest.raises(StartupError) as raised:
+        check_places(str(address), parse_trail("topic"), str(address), ())
+    assert str(raised.value).startswith(f"No Kafka answers at --bootstrap {address}: {address} speaks {protocol}")
+    assert time.monotonic() - began < SOON_S
+
+
+def is_slow(handler: socketserver.StreamRequestHandler) -> None:
+    """A Kafka listener of kproxy's own, on a machine that is busy; who speaks HTTP has his answer at once."""
+    if handler.rfile.read(4).startswith(b"GET"):
+        handler.wfile.write(ANSWER_TO_HTTP)
+    else:
+        handler.rfile.read()
+
+
+@pytest.mark.parametrize("behaviour", [is_silent, is_slow])
+def test_who_may_speak_kafka_is_waited_for(behaviour: Behaviour) -> None:
+    with listening(behaviour) as address, pytest.raises(BrokerFailed, match="no answer in time"):
+        LogConnection(address, timeout_s=1.5)
+
+
+def test_what_is_no_broker_is_no_passing_failure() -> None:
+    with listening(answers_http) as address, pytest.raises(LogReadFailed, match=f"^{address} speaks HTTP"):
+        LogConnection(address, timeout_s=5.0)
