@@ -1,9 +1,11 @@
-"""Tell on stderr what a serving command waits for: at once, and again every REMIND_S."""
+"""Tell on stderr, and the service manager, what a serving command waits for: at once, and again every REMIND_S."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+
+from kproxy.notify import notify
 
 # A sentence that is still true is repeated after this time, in seconds.
 REMIND_S = 60.0
@@ -35,3 +37,4 @@ def say_waiting(sentence: str) -> None:
     """`sentence` names what keeps the command from serving, and the way out."""
     sys.stderr.write(f"kproxy: {sentence} Waiting for it.\n")
     sys.stderr.flush()
+    notify(f"STATUS={sentence} Waiting for it.")

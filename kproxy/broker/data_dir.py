@@ -16,13 +16,16 @@ directory, as it does in etcd.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import sys
 import threading
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 
@@ -43,6 +46,8 @@ _BROKER_FILE = "broker.json"
 _PARTITION_FILE = "partition.json"
 _LOG_IDS = "log-ids"
 VERSION = 2
+THREADS = 8
+_Result = TypeVar("_Result")
 _logger = structlog.get_logger(__name__)
 
 
@@ -53,6 +58,7 @@ class DataDir:
         self.path = path
         self.log_id = log_id
         self._lock_fd = lock_fd
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="data-dir")
         self._log_options = log_options
         # Held between looking whose a directory is and giving it another name: a topic that is deleted and at once
         # created again is removed by one thread and set up by another.
@@ -86,6 +92,10 @@ class DataDir:
                 "give another with --data-dir, or make it one that this user can write to"
             ) from error
         return cls(path, lock_fd, log_options or LogOptions(), log_id)
+
+    async def in_thread(self, work: Callable[[], _Result]) -> _Result:
+        """Do what blocks for as long as the disk takes; nothing but this directory waits behind it."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def partition_path(self, topic: str, partition_index: int) -> Path:
         return self.path / f"{topic}-{partition_index}"
@@ -224,8 +234,11 @@ class DataDir:
         self._id_file(topic_id, partition_index).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Let another broker have the directory."""
-        os.close(self._lock_fd)
+        """Let another broker have the directory. May be called twice."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        lock_fd, self._lock_fd = self._lock_fd, -1
+        if lock_fd >= 0:
+            os.close(lock_fd)
 
 
 def _lock(lock_fd: int, path: Path) -> None:

@@ -9,9 +9,9 @@ Invariants
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import structlog
 
@@ -75,7 +75,7 @@ class ReplicaHost:
             return partition
         settings = self._settings_of(topic, key.partition_index)
         try:
-            log, log_id = await asyncio.to_thread(self._open_log, key, topic, settings.log_options)
+            log, log_id = await self._data_dir.in_thread(partial(self._open_log, key, topic, settings.log_options))
         except (OSError, LogFailed) as error:
             self._tell_not_opened(key, topic, str(error))
             return None

@@ -48,6 +48,18 @@ class ReplicaKey(NamedTuple):
     node_id: int
     log_id: uuid.UUID
 
+    @classmethod
+    def parse(cls, text: str) -> ReplicaKey:
+        """What `str` makes of one. Raises ValueError."""
+        node_id, _, log_id = text.partition("/")
+        key = cls(parse_node_id(node_id), uuid.UUID(log_id))
+        if str(key) != text:
+            raise ValueError(f"{text[:60]!r} is not a broker id and a log id")
+        return key
+
+    def __str__(self) -> str:
+        return f"{self.node_id}/{self.log_id}"
+
 
 def node_ids(replicas: Iterable[ReplicaKey]) -> list[int]:
     """The brokers that keep those logs, in order."""

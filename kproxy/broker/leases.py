@@ -35,6 +35,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import structlog
@@ -498,7 +499,9 @@ class PartitionLeaseManager:
             if partition is not None and partition.topic_id == topic.topic_id:
                 self._drop(key, "its topic is deleted")
             try:
-                await asyncio.to_thread(self._data_dir.delete_log, topic.name, partition_index, topic.topic_id)
+                await self._data_dir.in_thread(
+                    partial(self._data_dir.delete_log, topic.name, partition_index, topic.topic_id)
+                )
             except OSError as error:
                 _logger.error("deleted topic's log lingers", **key._asdict(), error=str(error))
         self._data_dir.all_deleted(topic.topic_id)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import sys
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -39,7 +38,7 @@ from kproxy.broker.connection import ClientConnection
 from kproxy.broker.context import Body, Broker, Request
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.fence_keeper import FenceKeeper
-from kproxy.broker.keys import BrokerValue, Keys
+from kproxy.broker.keys import BrokerValue, Keys, ReplicaKey
 from kproxy.broker.leases import PartitionLeaseManager
 from kproxy.broker.listening import bind, bound_port
 from kproxy.broker.log_keeper import LogKeeper
@@ -54,6 +53,7 @@ from kproxy.broker.replication.secret import SharedSecret
 from kproxy.broker.standing import Standing
 from kproxy.broker.topics import TopicAdmin
 from kproxy.errors import StartupError
+from kproxy.notify import say_ready, say_stopping
 from kproxy.open_files import raise_limit
 from kproxy.ownership.etcd import EtcdClient, EtcdError, EtcdMisused, EtcdUnavailable, IdBlocks, PrefixMirror
 from kproxy.ownership.etcd.clock import lease_clock
@@ -145,7 +145,7 @@ class _Server:
         self._secret = SharedSecret(client, self._keys)
         self._replication = ReplicationListener(lambda: self._secret.current, self._arena, self._presence)
         self._fetchers = ReplicaFetchers(
-            config.node_id,
+            ReplicaKey(config.node_id, data_dir.log_id),
             self._view,
             self._leases.hosted,
             lambda: self._secret.current,
@@ -233,8 +233,7 @@ class _Server:
         await listener.start_serving()
         self._not_serving = ""
         kafka = f"{self._config.listen[0]}:{bound_port(listener)}"
-        sys.stdout.write(f"ready kafka={kafka}{admin} etcd={self._client.endpoints}\n")
-        sys.stdout.flush()
+        say_ready(f"kafka={kafka}{admin} etcd={self._client.endpoints}")
 
     async def _when_etcd_answers(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Ask until there is an answer. Raises what waiting does not mend: EtcdError, IdInUse, StartupError."""
@@ -281,7 +280,7 @@ class _Server:
         """Topics may have been deleted while we were away. Their logs stay: an etcd that was emptied looks the same."""
         topic_ids = [topic.topic_id for topic in self._view.topics.values()]
         try:
-            leftovers = await asyncio.to_thread(self._data_dir.logs_of_others, topic_ids)
+            leftovers = await self._data_dir.in_thread(lambda: self._data_dir.logs_of_others(topic_ids))
         except OSError as error:
             _logger.warning("logs not looked through", error=str(error))
             return
@@ -423,6 +422,7 @@ class _Server:
     async def _stop(self, listener: asyncio.Server) -> None:
         """Refuse writes, finish what is at work, let followers catch up, bring logs to the disk, give up the lease."""
         self._not_serving = "stopping: writes are refused, and followers get the rest"
+        say_stopping()
         listener.close()
         self._leases.resign_all()
         loop = asyncio.get_running_loop()

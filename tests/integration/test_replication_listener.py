@@ -19,10 +19,11 @@ from codec.api_keys import API_VERSIONS, CREATE_TOPICS, FETCH, METADATA, SASL_AU
 from codec.fetch import PartitionFetch
 from codec.headers import request_header
 from codec.partitioned import MAX_PARTITIONS
+from kproxy.broker.keys import ReplicaKey
 from kproxy.broker.replication import listener
 from kproxy.broker.replication.sasl import MECHANISM, FollowerHandshake, Secret
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from tests.support.follower_client import FollowerClient, Replication, replication_of
+from tests.support.follower_client import NO_DIRECTORY, FollowerClient, Replication, replication_of
 from tests.support.record_batches import build_batch
 from tests.support.reference_broker import BrokerProcess, Cluster, wait_for
 
@@ -198,7 +199,7 @@ def test_who_does_not_know_the_secret_is_told_so_and_no_more(leader: Leader, nam
     before = leader.closings()
     with leader.replication.client() as client:
         client.shake_hands()
-        handshake = FollowerHandshake(name, secret or leader.replication.secret)
+        handshake = FollowerHandshake(ReplicaKey(name, NO_DIRECTORY), secret or leader.replication.secret)
         answer = client.prove(handshake.first())
         if secret is not None:
             answer = client.prove(handshake.final(answer.auth_bytes))
@@ -214,7 +215,7 @@ def test_what_follows_a_failed_proof_is_not_looked_at(leader: Leader) -> None:
     """All in one packet, so that it is there before the connection is closed."""
     with leader.replication.client() as client:
         client.shake_hands()
-        handshake = FollowerHandshake(2, ANOTHER)
+        handshake = FollowerHandshake(ReplicaKey(2, NO_DIRECTORY), ANOTHER)
         final = handshake.final(client.prove(handshake.first()).auth_bytes)
         client.send(SASL_AUTHENTICATE, 2, auth_bytes=final)
         client.send_fetch(2, leader.asking(fetch_offset=10**6))
@@ -232,6 +233,23 @@ def test_strangers_do_not_keep_brokers_out(leader: Leader) -> None:
             assert client.fetch(STRANGER, leader.asking()).error_code == error_codes.NONE
         assert strangers[-1].request(API_VERSIONS, 0).error_code == error_codes.NONE
         leader.replicates()
+
+
+def test_what_is_left_of_an_earlier_data_directory_is_refused(leader: Leader, cluster: Cluster) -> None:
+    """It would end the connection of the broker that has the id now."""
+    follower = next(broker for broker in cluster.brokers if broker is not leader.broker)
+    closings, authenticated = leader.closings(), leader.broker.log().count("follower authenticated")
+    with leader.replication.client() as client:
+        client.shake_hands()
+        handshake = FollowerHandshake(ReplicaKey(follower.node_id, NO_DIRECTORY), leader.replication.secret)
+        answer = client.prove(handshake.final(client.prove(handshake.first()).auth_bytes))
+        assert (answer.error_code, answer.auth_bytes) == (error_codes.SASL_AUTHENTICATION_FAILED, b"")
+        assert client.is_closed()
+    (line,) = leader.closings()[len(closings) :]
+    assert f"broker {follower.node_id} runs with the data directory" in line
+    assert str(NO_DIRECTORY) in line
+    leader.replicates()
+    assert leader.broker.log().count("follower authenticated") == authenticated, "its own connection has ended"
 
 
 def test_a_broker_has_one_connection(leader: Leader) -> None:

@@ -39,8 +39,10 @@ class Storm:
         self.site = site
         proxy = ("127.0.0.1", proxy_port)
         self.idempotent = [
-            IdempotentWriter(f"{proxy[0]}:{proxy[1]}", f"{TOTAL}-proxied", PARTITIONS, per_second=200),
-            IdempotentWriter(site.bootstrap, f"{TOTAL}-direct", PARTITIONS, per_second=200),
+            IdempotentWriter(
+                bootstrap, f"{TOTAL}-{way}", PARTITIONS, per_second=200, log=site.directory / f"librdkafka-{way}"
+            )
+            for way, bootstrap in (("proxied", f"{proxy[0]}:{proxy[1]}"), ("direct", site.bootstrap))
         ]
         self.writers = [
             Writer(

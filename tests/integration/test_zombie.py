@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import psutil
@@ -43,6 +44,8 @@ PLACES = {
 }
 ACKS = (-1, 1, 0)
 NOT_LEADER = error_codes.NOT_LEADER_OR_FOLLOWER
+REFUSED_UNWRITTEN = {NOT_LEADER, error_codes.NOT_ENOUGH_REPLICAS}
+HANG_S = 60.0
 # After the append nothing may be said that sounds like a refusal.
 NO_ACK = {
     "asleep": {NOT_LEADER},
@@ -77,10 +80,6 @@ class Zombie:
 
     def produce(self, client: RawClient, value: bytes, *, acks: int = -1, answered: bool = True) -> Any:
         return client.produce(self.topic, self.partition, build_batch([value]), acks=acks, answered=answered)
-
-    def write_before(self) -> None:
-        with self.broker.client() as client:
-            assert self.produce(client, b"before").error_code == 0
 
     def fall_asleep(self) -> None:
         """Stop, with a produce and a fetch on their way."""
@@ -143,6 +142,21 @@ class Zombie:
         assert produced[1] == NOT_LEADER, f"{self.place}: {produced}"
 
 
+async def written(site: FaultySite, zombie: Zombie, leaders: Sequence[int], value: bytes) -> tuple[int, int]:
+    """Error code and base offset of a write to one of these, sent again where it is refused before it is written.
+
+    On a slow machine a follower may leave the ISR, or a leader lose its lease, for a moment.
+    """
+    deadline = time.monotonic() + HANG_S
+    while True:
+        owner = await site.led_by(zombie.topic, zombie.partition, leaders, HANG_S)
+        with site.brokers[owner].client() as client:
+            taken = await asyncio.to_thread(zombie.produce, client, value)
+        if taken.error_code not in REFUSED_UNWRITTEN or time.monotonic() > deadline:
+            return taken.error_code, taken.base_offset
+        await asyncio.sleep(0.05)
+
+
 @pytest.mark.parametrize("round_number", range(ROUNDS))
 async def test_a_leader_stopped_for_longer_than_its_lease_acknowledges_and_keeps_nothing(
     site: FaultySite, round_number: int
@@ -151,27 +165,29 @@ async def test_a_leader_stopped_for_longer_than_its_lease_acknowledges_and_keeps
     await site.put_topic(topic, [[node_id, *OTHERS] for node_id in ZOMBIES])
     zombies = [Zombie(site.brokers[node_id], topic, round_number) for node_id in ZOMBIES]
     for zombie in zombies:
-        await site.led_by(topic, zombie.partition, [zombie.broker.node_id])
-        await site.in_sync(topic, zombie.partition, [zombie.broker.node_id, *OTHERS])
-        await asyncio.to_thread(zombie.write_before)
+        own_id = zombie.broker.node_id
+        await site.led_by(topic, zombie.partition, [own_id], HANG_S)
+        await site.in_sync(topic, zombie.partition, [own_id, *OTHERS], HANG_S)
+        assert await written(site, zombie, [own_id], b"before") == (0, 0)
     for zombie in zombies:
         zombie.fall_asleep()
 
     async def all_sleep() -> bool:
         return all(zombie.is_stopped for zombie in zombies)
 
-    await until(all_sleep, 5, "they all stop")
-    for zombie in zombies:
-        zombie.send_more()
-        owner = await site.led_by(topic, zombie.partition, OTHERS)
-        with site.brokers[owner].client() as client:
-            taken = await asyncio.to_thread(zombie.produce, client, b"meanwhile")
-        assert (taken.error_code, taken.base_offset) == (0, 1), "the new leader does not write where the old one would"
-    await asyncio.gather(*(zombie.wake() for zombie in zombies))
+    try:
+        await until(all_sleep, HANG_S, "they all stop")
+        for zombie in zombies:
+            zombie.send_more()
+            taken = await written(site, zombie, OTHERS, b"meanwhile")
+            assert taken == (0, 1), "the new leader does not write where the old one would"
+    finally:
+        # Also when this round fails: the next one needs them awake.
+        await asyncio.gather(*(zombie.wake() for zombie in zombies))
     for zombie in zombies:
         await asyncio.to_thread(zombie.check_answers)
     for zombie in zombies:
         everyone = [zombie.broker.node_id, *OTHERS]
-        await site.in_sync(topic, zombie.partition, everyone)
-        log = await site.same_logs(topic, zombie.partition, everyone)
+        await site.in_sync(topic, zombie.partition, everyone, HANG_S)
+        log = await site.same_logs(topic, zombie.partition, everyone, HANG_S)
         assert log == [Stored(0, b"before"), Stored(1, b"meanwhile")], f"{zombie.place}, acks={zombie.acks}"

@@ -11,10 +11,13 @@ from codec import control
 from codec.api_keys import SASL_AUTHENTICATE, SASL_HANDSHAKE
 from codec.fetch import PartitionFetch
 from codec.replica_fetch import ReplicaAnswer, encode_replica_fetch, read_replica_answer
-from kproxy.broker.keys import BrokerValue, Keys, decode_value
+from kproxy.broker.keys import BrokerValue, Keys, ReplicaKey, decode_value
 from kproxy.broker.replication.sasl import MECHANISM, FollowerHandshake, Secret
 from kproxy.ownership.etcd import EtcdClient
 from tests.support.reference_broker import RawClient
+
+# As a data directory's id.
+NO_DIRECTORY = uuid.UUID(int=0)
 
 
 class Replication(NamedTuple):
@@ -27,9 +30,9 @@ class Replication(NamedTuple):
     def client(self) -> FollowerClient:
         return FollowerClient(self.host, self.port)
 
-    def follower(self, node_id: int) -> FollowerClient:
-        """Authenticated as broker `node_id`."""
-        return self.client().authenticate(node_id, self.secret)
+    def follower(self, node_id: int, log_id: uuid.UUID = NO_DIRECTORY) -> FollowerClient:
+        """Authenticated as broker `node_id`, with that data directory."""
+        return self.client().authenticate(node_id, self.secret, log_id=log_id)
 
 
 def replication_of(etcd: str, prefix: str, node_id: int) -> Replication:
@@ -59,8 +62,8 @@ class FollowerClient(RawClient):
     def prove(self, message: bytes, version: int = 2) -> control.Message:
         return self.request(SASL_AUTHENTICATE, version, auth_bytes=message)
 
-    def authenticate(self, node_id: int, secret: Secret, version: int = 2) -> Self:
-        handshake = FollowerHandshake(node_id, secret)
+    def authenticate(self, node_id: int, secret: Secret, version: int = 2, *, log_id: uuid.UUID = NO_DIRECTORY) -> Self:
+        handshake = FollowerHandshake(ReplicaKey(node_id, log_id), secret)
         assert self.shake_hands().error_code == 0
         final = handshake.final(self.prove(handshake.first(), version).auth_bytes)
         handshake.check(self.prove(final, version).auth_bytes)

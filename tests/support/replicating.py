@@ -112,7 +112,7 @@ class FollowerSide(Side):
         self.hosted: dict[tuple[bytes, int], Partition] = {}
         self.holds_lease = True
         self.fetchers = ReplicaFetchers(
-            node_id,
+            on_disk(node_id),
             self.view,
             self.hosted,
             lambda: SECRET,

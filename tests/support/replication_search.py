@@ -45,12 +45,14 @@ def run(
     weights: Weights,
     watched: frozenset[Rule] = EVERYTHING,
     *,
+    begin: Sequence[Taken] = (),
     steps: int = STEPS_PER_RUN,
 ) -> tuple[list[Taken], Violation | None]:
-    """A run drawn from that seed, and recovery after it where that is watched."""
+    """A run that goes on from `begin` as drawn from that seed, and recovery after it where that is watched."""
     random = Random(seed)
     with World(setting, watched) as world:
         try:
+            world.replay(begin)
             for _ in range(steps):
                 _step(world, random, weights)
             world.recover()
@@ -98,6 +100,8 @@ def _numbers(world: World, what: str | Taken) -> Sequence[int]:
         return ()
     if name == "advance":
         return ADVANCES
+    if name in ("arrive", "lose"):
+        return range(len(world.network.flights))
     befalls = _BEFALLS.get(name)
     if befalls is not None and isinstance(what, str):
         return [node_id - 1 for node_id, process in world.processes.items() if befalls(process)]
@@ -111,13 +115,14 @@ def search(
     weights: Weights,
     watched: frozenset[Rule] = EVERYTHING,
     *,
+    begin: Sequence[Taken] = (),
     steps: int = STEPS_PER_RUN,
     shorten: bool = True,
 ) -> Found | None:
     """The first of these runs that breaks a rule that is watched; each has one of the settings, by its seed."""
     for runs, seed in enumerate(seeds, 1):
         setting = settings[seed % len(settings)]
-        taken, violation = run(seed, setting, weights, watched, steps=steps)
+        taken, violation = run(seed, setting, weights, watched, begin=begin, steps=steps)
         if violation is None:
             continue
         if shorten:

@@ -7,7 +7,7 @@ import contextlib
 import random
 import shutil
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from typing import NamedTuple
 
@@ -82,8 +82,6 @@ class Trouble:
         self._healing = AsyncExitStack()
         self._etcd_is_troubled = False
         self.wipes = 0
-        # Who lost a partition with its disk, as long as it has not been seen to have it again.
-        self._wiped: set[tuple[int, str, int]] = set()
 
     async def make(self, step: Step) -> None:
         """From its beginning on for as long as it holds; where it is healed, until every process serves again."""
@@ -146,7 +144,6 @@ class Trouble:
             if await self._others_hold_what_was_promised(broker.node_id):
                 shutil.rmtree(broker.data_dir)
                 self.wipes += 1
-                self._wiped.update((broker.node_id, *each) for each in self._partitions)
         else:
             with contextlib.suppress(EtcdError):
                 found = await self._site.client.get(self._site.keys.broker(broker.node_id))
@@ -154,25 +151,20 @@ class Trouble:
                     await self._site.client.lease_revoke(found.lease_id)
 
     async def _others_hold_what_was_promised(self, node_id: int) -> bool:
-        """Whether of each partition another one in sync has not lost its disk since it had everything."""
+        """Whether of each partition another one is in sync, with the very log that it has on its disk."""
         try:
             states = [await self._site.state(*each) for each in self._partitions]
         except EtcdError:
             return False
-        for place, state in zip(self._partitions, states, strict=True):
-            others = set(state.isr if state is not None else ()) - {node_id}
-            holders = {each for each in others if (each, *place) not in self._wiped}
-            for each in others - holders:
-                if await asyncio.to_thread(self._has_all, each, holders, *place):
-                    self._wiped.discard((each, *place))
-            if not holders:
-                return False
-        return True
-
-    def _has_all(self, node_id: int, holders: Iterable[int], topic: str, partition: int) -> bool:
-        """Whether what lies on a disk begins with all that lies on the disk of one that holds everything."""
-        theirs = [self._site.log_bytes(each, topic, partition) for each in holders]
-        return any(self._site.log_bytes(node_id, topic, partition).startswith(each) for each in theirs)
+        return all(
+            state is not None
+            and any(
+                replica.node_id != node_id
+                and self._site.log_id(replica.node_id, state.topic_id, partition) == replica.log_id
+                for replica in state.isr
+            )
+            for (_, partition), state in zip(self._partitions, states, strict=True)
+        )
 
 
 class Reader(ThreadedClient):

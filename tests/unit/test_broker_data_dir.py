@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import shutil
 import threading
@@ -134,6 +135,25 @@ def test_a_directory_of_a_later_release_is_refused(tmp_path: Path) -> None:
     tmp_path.joinpath("broker.json").write_text('{"node_id": 1, "version": 3}')
     with pytest.raises(StartupError, match="is of version 3, which a later release has made"):
         DataDir.open(tmp_path, 1)
+
+
+def test_a_disk_that_hangs_takes_no_threads_of_others(tmp_path: Path) -> None:
+    """The files of etcd's TLS are read in the loop's own threads."""
+    release = threading.Event()
+
+    async def run() -> None:
+        data_dir = DataDir.open(tmp_path, 1)
+        hanging = [asyncio.create_task(data_dir.in_thread(release.wait)) for _ in range(64)]
+        await asyncio.sleep(0)
+        try:
+            assert await asyncio.wait_for(asyncio.to_thread(lambda: 7), 10) == 7
+            assert not any(task.done() for task in hanging)
+        finally:
+            release.set()
+            await asyncio.gather(*hanging)
+            data_dir.close()
+
+    asyncio.run(run())
 
 
 def test_only_the_very_topics_log_is_deleted(tmp_path: Path) -> None:

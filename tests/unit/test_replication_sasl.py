@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import uuid
 from contextlib import suppress
 
 import pytest
@@ -10,10 +11,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scramp import ScramClient
 
+from kproxy.broker.keys import ReplicaKey
 from kproxy.broker.replication import sasl
 from kproxy.broker.replication.sasl import AuthenticationFailed, FollowerHandshake, ListenerHandshake, Secret
 
 SECRET = Secret.of("the cluster's secret, as long as one from etcd")
+LOG_ID = uuid.UUID(int=0xA11)
+SEVEN = ReplicaKey(7, LOG_ID)
 ANOTHER = Secret.of("another cluster's secret, as long as this one's")
 
 
@@ -30,25 +34,25 @@ def converse(listener: ListenerHandshake, follower: FollowerHandshake) -> list[b
 @pytest.mark.parametrize("node_id", [0, 7, 2**31 - 1])
 def test_who_knows_the_secret_is_who_it_says(node_id: int) -> None:
     listener = ListenerHandshake(SECRET)
-    messages = converse(listener, FollowerHandshake(node_id, SECRET))
-    assert listener.node_id == node_id
+    messages = converse(listener, FollowerHandshake(ReplicaKey(node_id, LOG_ID), SECRET))
+    assert listener.follower == (node_id, LOG_ID)
     assert SECRET.text.encode() not in b"".join(messages)
 
 
 def test_who_does_not_know_the_secret_is_nobody() -> None:
-    listener, follower = ListenerHandshake(SECRET), FollowerHandshake(7, ANOTHER)
+    listener, follower = ListenerHandshake(SECRET), FollowerHandshake(SEVEN, ANOTHER)
     final = follower.final(listener.answer(follower.first()))
     with pytest.raises(AuthenticationFailed):
         listener.answer(final)
-    assert listener.node_id is None
+    assert listener.follower is None
     with pytest.raises(AuthenticationFailed):
         listener.answer(final)
-    assert listener.node_id is None
+    assert listener.follower is None
 
 
 def test_a_listener_that_does_not_know_the_secret_is_found_out() -> None:
     """It lets anybody in and hopes to be believed."""
-    follower = FollowerHandshake(7, SECRET)
+    follower = FollowerHandshake(SEVEN, SECRET)
     first = ListenerHandshake(ANOTHER).answer(follower.first())
     follower.final(first)
     for signature in (b"v=" + b"A" * 43 + b"=", b"e=other-error", b"", b"v="):
@@ -57,24 +61,38 @@ def test_a_listener_that_does_not_know_the_secret_is_found_out() -> None:
 
 
 def test_what_was_overheard_opens_nothing() -> None:
-    first, _, final, _ = converse(ListenerHandshake(SECRET), FollowerHandshake(7, SECRET))
+    first, _, final, _ = converse(ListenerHandshake(SECRET), FollowerHandshake(SEVEN, SECRET))
     listener = ListenerHandshake(SECRET)
     listener.answer(first)
     with pytest.raises(AuthenticationFailed, match="nonce"):
         listener.answer(final)
-    assert listener.node_id is None
+    assert listener.follower is None
 
 
 def test_nobody_takes_another_name_on_the_way() -> None:
-    listener, follower = ListenerHandshake(SECRET), FollowerHandshake(7, SECRET)
-    final = follower.final(listener.answer(follower.first().replace(b"n=7,", b"n=8,")))
+    listener, follower = ListenerHandshake(SECRET), FollowerHandshake(SEVEN, SECRET)
+    final = follower.final(listener.answer(follower.first().replace(b"n=7/", b"n=8/")))
     with pytest.raises(AuthenticationFailed):
         listener.answer(final)
-    assert listener.node_id is None
+    assert listener.follower is None
 
 
-@pytest.mark.parametrize("name", ["admin", "-1", "7.0", "99999999999", "٧"])
-def test_a_name_is_a_broker_id(name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "admin",
+        "7",
+        "7/",
+        f"-1/{LOG_ID}",
+        f"7.0/{LOG_ID}",
+        f"99999999999/{LOG_ID}",
+        f"٧/{LOG_ID}",
+        f"7/{LOG_ID}/",
+        f"7/{LOG_ID.hex}",
+        f"07/{LOG_ID}",
+    ],
+)
+def test_a_name_is_a_broker_id_and_a_log_id(name: str) -> None:
     client = ScramClient([sasl.MECHANISM], name, SECRET.text)
     listener = ListenerHandshake(SECRET)
     with pytest.raises(AuthenticationFailed):
@@ -84,7 +102,7 @@ def test_a_name_is_a_broker_id(name: str) -> None:
 def test_a_listener_cannot_keep_a_follower_busy() -> None:
     """Ten million rounds of hashing are several seconds in which this broker serves nobody."""
     costly = SECRET._replace(iterations=sasl.MAX_ITERATIONS + 1)
-    follower = FollowerHandshake(7, SECRET)
+    follower = FollowerHandshake(SEVEN, SECRET)
     with pytest.raises(AuthenticationFailed, match="iterations"):
         follower.final(ListenerHandshake(costly).answer(follower.first()))
 
@@ -127,16 +145,16 @@ def test_a_message_that_was_changed_convinces_nobody(place: int, seed: int, nois
         assume(changed != message)
         return bytes(changed) if noise is None else noise
 
-    listener, follower = ListenerHandshake(SECRET), FollowerHandshake(7, SECRET)
+    listener, follower = ListenerHandshake(SECRET), FollowerHandshake(SEVEN, SECRET)
     first = passed_on(follower.first(), 0)
     try:
         answer = passed_on(listener.answer(first), 1)
         final = passed_on(follower.final(answer), 2)
         proof = passed_on(listener.answer(final), 3)
     except AuthenticationFailed:
-        assert listener.node_id is None
+        assert listener.follower is None
         return
-    assert (place, listener.node_id) == (3, 7), "what was changed was believed"
+    assert (place, listener.follower) == (3, SEVEN), "what was changed was believed"
     # Behind the proof anything may stand that nobody knows (RFC 5802); within it, nothing.
     with suppress(AuthenticationFailed):
         follower.check(proof)

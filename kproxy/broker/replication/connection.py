@@ -31,6 +31,7 @@ from codec.fetch import PartitionFetch
 from codec.framing import FrameReader, ReceiveArena
 from codec.headers import frame_message, request_header, response_body_offset, response_correlation_id
 from codec.replica_fetch import ReplicaAnswer, encode_replica_fetch, read_replica_answer
+from kproxy.broker.keys import ReplicaKey
 from kproxy.broker.replication.sasl import MECHANISM, AuthenticationFailed, FollowerHandshake, Secret
 from kproxy.resolver import dial
 
@@ -46,11 +47,11 @@ class LeaderLost(Exception):
 
 
 class LeaderConnection(asyncio.BufferedProtocol):
-    """One connection of broker `node_id` to a leader. See `open`."""
+    """One connection of a follower, by its broker and data directory, to a leader. See `open`."""
 
-    def __init__(self, node_id: int, arena: ReceiveArena) -> None:
-        self._node_id = node_id
-        self._sender = b"broker-%d" % node_id
+    def __init__(self, follower: ReplicaKey, arena: ReceiveArena) -> None:
+        self._follower = follower
+        self._sender = b"broker-%d" % follower.node_id
         self._reader = FrameReader(UNAUTHENTICATED_FRAME_BYTES, arena)
         self._transport: asyncio.Transport | None = None
         self._awaited: deque[tuple[int, asyncio.Future[memoryview]]] = deque()
@@ -59,10 +60,16 @@ class LeaderConnection(asyncio.BufferedProtocol):
 
     @classmethod
     async def open(
-        cls, address: tuple[str, int], node_id: int, secret: Secret, *, arena: ReceiveArena, max_answer_bytes: int
+        cls,
+        address: tuple[str, int],
+        follower: ReplicaKey,
+        secret: Secret,
+        *,
+        arena: ReceiveArena,
+        max_answer_bytes: int,
     ) -> LeaderConnection:
         """A connection on which both sides are authenticated. Raises LeaderLost."""
-        connection = cls(node_id, arena)
+        connection = cls(follower, arena)
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 loop = asyncio.get_running_loop()
@@ -79,7 +86,7 @@ class LeaderConnection(asyncio.BufferedProtocol):
         return connection
 
     async def _authenticate(self, secret: Secret) -> None:
-        handshake = FollowerHandshake(self._node_id, secret)
+        handshake = FollowerHandshake(self._follower, secret)
         agreed = await self._control(SASL_HANDSHAKE, _HANDSHAKE_VERSION, mechanism=MECHANISM)
         if agreed.error_code != error_codes.NONE:
             raise AuthenticationFailed(f"{MECHANISM} is refused: {error_codes.name_of(agreed.error_code)}")
@@ -112,7 +119,7 @@ class LeaderConnection(asyncio.BufferedProtocol):
         """Ask for topics by id; the answer, for `read_answer`, or LeaderLost, comes as the future's."""
         correlation_id = self._next_correlation_id()
         frame = encode_replica_fetch(
-            self._node_id,
+            self._follower.node_id,
             topics,
             correlation_id=correlation_id,
             sender=self._sender,

@@ -40,6 +40,7 @@ from codec.framing import ReceiveArena
 from codec.partitioned import MAX_PARTITIONS
 from codec.replica_fetch import ReplicaAnswer
 from kproxy.broker.cluster import Change, ClusterView, Kind
+from kproxy.broker.keys import ReplicaKey
 from kproxy.broker.partition import Partition
 from kproxy.broker.replication.connection import LeaderConnection, LeaderLost
 from kproxy.broker.replication.sasl import Secret
@@ -72,7 +73,7 @@ class ReplicaFetchers:
 
     def __init__(
         self,
-        node_id: int,
+        replica: ReplicaKey,
         view: ClusterView,
         hosted: Mapping[tuple[bytes, int], Partition],
         secret: Callable[[], Secret],
@@ -81,10 +82,10 @@ class ReplicaFetchers:
         *,
         may_fetch: Callable[[], bool],
     ) -> None:
-        """`hosted` is read anew whenever something changes, `secret` at each connection; `may_fetch`, whether our lease
-        is certain to live, before each request.
+        """`replica` is this broker and its data directory. `hosted` is read anew whenever something changes, `secret`
+        at each connection; `may_fetch`, whether our lease is certain to live, before each request.
         """
-        self._node_id = node_id
+        self._replica = replica
         self._view = view
         self._hosted = hosted
         self._secret = secret
@@ -122,7 +123,7 @@ class ReplicaFetchers:
         followed: dict[int, list[Partition]] = {}
         for partition in self._hosted.values():
             leader = self._view.brokers.get(partition.leader_id)
-            if leader is not None and leader.node_id != self._node_id and leader.replication_port:
+            if leader is not None and leader.node_id != self._replica.node_id and leader.replication_port:
                 followed.setdefault(leader.node_id, []).append(partition)
         for leader_id, fetcher in list(self._fetchers.items()):
             leader = self._view.brokers.get(leader_id)
@@ -155,7 +156,7 @@ class ReplicaFetchers:
 
     async def _open(self, address: tuple[str, int]) -> LeaderConnection:
         return await LeaderConnection.open(
-            address, self._node_id, self._secret(), arena=self._arena, max_answer_bytes=self._max_answer_bytes
+            address, self._replica, self._secret(), arena=self._arena, max_answer_bytes=self._max_answer_bytes
         )
 
 

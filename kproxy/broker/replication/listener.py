@@ -9,6 +9,7 @@ States of a connection
 Transitions
   new -> handshaking             SaslHandshake names the mechanism that is spoken here
   handshaking -> authenticated   the second SaslAuthenticate proves it
+  handshaking -> closed          the live broker of that id keeps another data directory, as etcd has it
   authenticated -> closed        the same broker has authenticated on another connection
   any -> closed                  anything else; AUTHENTICATION_TIMEOUT_S without being authenticated
 
@@ -17,7 +18,8 @@ Invariants
    are at most UNAUTHENTICATED_FRAME_BYTES long.
 2. At most MAX_UNAUTHENTICATED connections are not authenticated: the oldest one goes. So strangers cannot keep brokers
    out, who need a few milliseconds. Of those that are, each broker has one.
-3. A follower fetches under the id that it has proved to be.
+3. A follower fetches under the id that it has proved to be, and none does that is left of an earlier data directory
+   of the broker with that id: it would take the place of the present one's connection.
 4. A request is refused by Kafka's own answer where there is one, and by closing the connection, with one log line.
 """
 
@@ -209,17 +211,27 @@ class _Session:
         try:
             answer = self._handshake.answer(bytes(message.auth_bytes))
         except AuthenticationFailed as error:
-            code = error_codes.SASL_AUTHENTICATION_FAILED
-            # What exactly was wrong is for the log alone.
-            refused = _encoded(request, error_code=code, error_message="authentication failed", auth_bytes=b"")
-            raise CloseConnection(f"authentication failed: {error}", refused) from error
-        if self._handshake.node_id is not None:
-            self._replica_id = self._handshake.node_id
+            raise CloseConnection(f"authentication failed: {error}", _authentication_failed(request)) from error
+        follower = self._handshake.follower
+        if follower is not None:
+            live = self._listener.broker.view.brokers.get(follower.node_id)
+            if live is not None and live.log_id not in (None, follower.log_id):
+                raise CloseConnection(
+                    f"broker {follower.node_id} runs with the data directory {live.log_id}, not {follower.log_id}",
+                    _authentication_failed(request),
+                )
+            self._replica_id = follower.node_id
             self._stop_timer()
             self.connection.admit(FRAME_BYTES)
             self._listener.authenticated(self, self._replica_id)
-            _logger.info("follower authenticated", replica_id=self._replica_id)
+            _logger.info("follower authenticated", replica_id=follower.node_id, log_id=str(follower.log_id))
         return _encoded(request, error_code=error_codes.NONE, error_message=None, auth_bytes=answer)
+
+
+def _authentication_failed(request: Request) -> Body:
+    """What exactly was wrong is for the log alone."""
+    code = error_codes.SASL_AUTHENTICATION_FAILED
+    return _encoded(request, error_code=code, error_message="authentication failed", auth_bytes=b"")
 
 
 def _encoded(request: Request, **fields: object) -> Body:

@@ -1,8 +1,9 @@
 """How brokers prove to each other that they belong to one cluster: SCRAM-SHA-256 (RFC 5802, RFC 7677), both ways.
 
-The secret is the cluster's, random, and kept in etcd, which every broker can read anyway. A follower gives its broker
-id for the name. Neither side shows the secret: a listener learns nothing from a follower that came to the wrong
-address, and a follower believes nothing of a listener that has not proved to know it.
+The secret is the cluster's, random, and kept in etcd, which every broker can read anyway. A follower's name is its
+broker id and the log id of its data directory (as KIP-858's directory ids), so that a listener can tell it from an
+earlier one with that id. Neither side shows the secret: a listener learns nothing from a follower that came to the
+wrong address, and a follower believes nothing of a listener that has not proved to know it.
 
 States, of either handshake
   first     nothing was said
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 from scramp import ScramClient, ScramException, ScramMechanism
 
-from kproxy.broker.keys import parse_node_id
+from kproxy.broker.keys import ReplicaKey
 
 MECHANISM = "SCRAM-SHA-256"
 # A listener could ask for so many rounds of hashing that its follower does nothing else; our own ask for 4,096.
@@ -54,17 +55,17 @@ class Secret(NamedTuple):
 
 
 class ListenerHandshake:
-    """The listener's side. `node_id` is who the other side has proved to be; None until it has."""
+    """The listener's side. `follower` is who the other side has proved to be; None until it has."""
 
     def __init__(self, secret: Secret) -> None:
-        self.node_id: int | None = None
+        self.follower: ReplicaKey | None = None
         self._secret = secret
-        self._claimed = -1
+        self._claimed: ReplicaKey | None = None
         self._server = ScramMechanism(MECHANISM).make_server(self._find)
         self._has_begun = False
 
     def _find(self, name: str) -> tuple[bytes, bytes, bytes, int]:
-        self._claimed = parse_node_id(name)
+        self._claimed = ReplicaKey.parse(name)
         return self._secret[1:]
 
     def answer(self, message: bytes) -> bytes:
@@ -79,15 +80,15 @@ class ListenerHandshake:
             answer = str(self._server.get_server_final()).encode()
         except (ScramException, ValueError) as error:
             raise AuthenticationFailed(str(error)) from error
-        self.node_id = self._claimed
+        self.follower = self._claimed
         return answer
 
 
 class FollowerHandshake:
     """The follower's side, which speaks first."""
 
-    def __init__(self, node_id: int, secret: Secret) -> None:
-        self._client = ScramClient([MECHANISM], str(node_id), secret.text)
+    def __init__(self, follower: ReplicaKey, secret: Secret) -> None:
+        self._client = ScramClient([MECHANISM], str(follower), secret.text)
 
     def first(self) -> bytes:
         return str(self._client.get_client_first()).encode()

@@ -1,0 +1,76 @@
+"""Which batches are out of order because of an earlier one that was refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from kproxy.routing.refused import MAX_LANES, Place, Refused
+
+LAST = (1 << 31) - 1
+
+
+@pytest.mark.parametrize(
+    ("place", "misled"),
+    [
+        (Place(7, 0, 6), True),
+        (Place(7, 0, 5), False),
+        (Place(7, 0, 4), False),
+        (Place(7, 1, 6), False),
+        (Place(8, 0, 6), False),
+    ],
+)
+def test_what_follows_in_the_same_epoch_is_misled(place: Place, misled: bool) -> None:
+    refused = Refused()
+    refused.note("a", Place(7, 0, 5))
+    assert refused.misleads("a", place) is misled
+    assert not refused.misleads("b", place)
+
+
+def test_sequences_begin_again_behind_the_last() -> None:
+    assert Place(7, 0, 0).is_behind(Place(7, 0, LAST))
+    assert not Place(7, 0, LAST).is_behind(Place(7, 0, 0))
+
+
+@pytest.mark.parametrize("order", [(5, 6, 7), (7, 6, 5), (6, 7, 5)])
+def test_what_is_behind_the_first_is_misled_in_whatever_order_they_were_refused(order: tuple[int, ...]) -> None:
+    refused = Refused()
+    for sequence in order:
+        refused.note("a", Place(7, 0, sequence))
+    assert [each for each in range(4, 10) if refused.misleads("a", Place(7, 0, each))] == [6, 7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("place", "misled"),
+    [
+        (Place(7, 0, 8), True),
+        (Place(7, 0, 7), False),
+        (Place(7, 0, 5), False),
+        (Place(7, 0, 4), False),
+        (Place(7, 1, 8), False),
+    ],
+    ids=["what follows", "the last again", "the first again", "what was before", "another epoch"],
+)
+def test_what_comes_again_ends_it(place: Place, misled: bool) -> None:
+    refused = Refused()
+    for sequence in (5, 7):
+        refused.note("a", Place(7, 0, sequence))
+    refused.arrived("a", place)
+    assert refused.misleads("a", Place(7, 0, 9)) is misled
+
+
+def test_of_several_epochs_the_one_refused_last_counts() -> None:
+    refused = Refused()
+    refused.note("a", Place(7, 0, 5))
+    refused.note("a", Place(7, 1, 0))
+    assert not refused.misleads("a", Place(7, 0, 6))
+    assert refused.misleads("a", Place(7, 1, 1))
+
+
+def test_the_latest_lanes_are_known() -> None:
+    refused = Refused()
+    for lane in range(MAX_LANES):
+        refused.note(lane, Place(7, 0, 5))
+    refused.note(0, Place(7, 0, 5))
+    refused.note("one more", Place(7, 0, 5))
+    known = [lane for lane in (*range(MAX_LANES), "one more") if refused.misleads(lane, Place(7, 0, 6))]
+    assert known == [0, *range(2, MAX_LANES), "one more"]
