@@ -29,6 +29,7 @@ COMMANDS = {
     "own": ("kproxy.cli.own", "Show who owns what by the Own API, claim, and free."),
     "doctor": ("kproxy.cli.doctor", "Look at etcd, a proxy and Kafka, and say what is not as it should be."),
     "check-config": ("kproxy.cli.check_config", "Check a configuration and show what is in force."),
+    "completion": ("kproxy.cli.completion", "Print what completes commands in bash, zsh or fish."),
 }
 # What commands start and people do not.
 INTERNAL = {"worker": "kproxy.cli.worker"}
@@ -73,12 +74,28 @@ class _Commands(LazyGroup):
             return 0
 
 
+def _show_version(context: click.Context, option: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        from kproxy.installed import commit, version
+
+        built = commit()
+        click.echo(f"kproxy, version {version()}{f' ({built})' if built else ''}")
+        context.exit()
+
+
 @click.command(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Begin with `kproxy dev`, then point any Kafka client at 127.0.0.1:9092.",
 )
-@click.version_option(package_name="kproxy-kafka", prog_name="kproxy")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Show the version and the commit, and exit.",
+)
 @click.option("--debug", is_flag=True, envvar="KPROXY_DEBUG", help="On an unexpected error show where it came from.")
 @click.option(
     "--log-level",

@@ -115,7 +115,8 @@ async def _member(endpoint: str, options: EtcdOptions, prefix: str) -> tuple[lis
     try:
         status = await client.connect()
         began = time.monotonic()
-        permitted = await _may_read(client, f"{prefix}/")
+        # What every proxy reads; a user need not see all that is under the prefix (deploy/etcd/roles.sh).
+        permitted = await _may_read(client, f"{prefix}/partition-leases/")
         took_ms = (time.monotonic() - began) * 1000
     except EtcdError as error:
         return [Finding("FAIL", str(error), "etcd.member", endpoint)], None

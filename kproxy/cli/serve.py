@@ -16,7 +16,7 @@ from kproxy.open_files import raise_limit
 @click.command(
     "serve",
     epilog="Prints one line when it serves: `ready kafka=H:P admin=H:P etcd=URL`. On SIGTERM and Ctrl-C it answers "
-    "what it has read and ends.",
+    "what it has read and ends; with --drain-delay it serves on for that long before, unless it is told twice.",
 )
 @click.option("--config", metavar="FILE", type=click.Path(path_type=Path), help="Options from a TOML file.")
 @click.option("--listen", metavar="H:P", help=f"Where clients connect; port 0: any free one. [{DEFAULT_LISTEN}]")
@@ -38,6 +38,12 @@ from kproxy.open_files import raise_limit
     "--confirm-acks0/--no-confirm-acks0",
     default=None,
     help="Send acks=0 upstream as acks=1, so that none is lost to a move; clients still get no answer. [on]",
+)
+@click.option(
+    "--drain-delay",
+    metavar="SECONDS",
+    type=float,
+    help="How long to serve on after SIGTERM, while /readyz says 503 and other proxies are named instead. [0]",
 )
 @writer_group_flag
 @audit_flags

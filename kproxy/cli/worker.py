@@ -21,5 +21,5 @@ def command(context: click.Context, number: int, channel: int) -> int:
     from kproxy.dev.orphan import end_with_parent
     from kproxy.proxy.workers.worker import run_worker
 
-    end_with_parent()
+    end_with_parent(insist=True)
     return run_async(lambda: run_worker(channel))

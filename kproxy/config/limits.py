@@ -27,6 +27,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     control_attempt_s: Seconds = 5.0
     own_timeout_s: Seconds = 30.0
     deadline_cap_ms: _Count = 120_000
+    # After SIGTERM, before clients are let go: they go elsewhere by themselves meanwhile. The flag is --drain-delay.
+    drain_delay: Annotated[float, Meta(ge=0, le=3_600)] = 0.0
     drain_s: Seconds = 10.0
     # How long what earlier writers may still write keeps claims waiting, before brokers that keep no fences.
     own_unsettled_s: Seconds = 60.0

@@ -64,7 +64,7 @@ class _Own(msgspec.Struct, kw_only=True):
     writer_group: str | list[str] | UnsetType = UNSET
 
 
-_ROOMS: dict[str, type[msgspec.Struct]] = {
+ROOMS: dict[str, type[msgspec.Struct]] = {
     "listen": _Listen,
     "ownership": _Ownership,
     "etcd": EtcdRoom,
@@ -89,10 +89,16 @@ OF_ONE_SOURCE = {"ownership.bootstrap": "kafka", "ownership.refresh_s": "kafka",
 # key path -> (type, default)
 _KEYS = {
     f"{room}.{field.name}": (field.type, field.default)
-    for room, struct in _ROOMS.items()
+    for room, struct in ROOMS.items()
     for field in msgspec.structs.fields(struct)
 }
-_FLAG_PATHS = {flag_of(path): path for path in _KEYS if not path.startswith("limits.") and path not in SECRETS}
+# Limits are for the file and the environment, but for these.
+_LIMITS_WITH_FLAGS = ("limits.drain_delay",)
+_FLAG_PATHS = {
+    flag_of(path): path
+    for path in _KEYS
+    if (not path.startswith("limits.") or path in _LIMITS_WITH_FLAGS) and path not in SECRETS
+}
 
 
 @dataclass(frozen=True)
@@ -352,8 +358,8 @@ def _file_values(file: Path | None) -> dict[str, object]:
         if room in TABLE_ROOMS:
             values[room] = table
             continue
-        if room not in _ROOMS or not isinstance(table, dict):
-            unknown(room, f"in {file}", f"[{nearest(room, _ROOMS)}]", isinstance(table, dict))
+        if room not in ROOMS or not isinstance(table, dict):
+            unknown(room, f"in {file}", f"[{nearest(room, ROOMS)}]", isinstance(table, dict))
         for key, value in table.items():
             path = f"{room}.{key}"
             if path not in _KEYS:

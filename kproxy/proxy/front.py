@@ -6,7 +6,6 @@ A process that serves alone has a `Front` of its own: its admin page, stdout and
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
@@ -14,6 +13,7 @@ import msgspec
 
 from kproxy.config import Address, ProxyConfig
 from kproxy.fencing.desk import ClaimDesk
+from kproxy.notify import say_ready, say_stopping
 from kproxy.observe.admin import AdminPage
 from kproxy.observe.audit.shipper import ShipperVitals
 from kproxy.observe.claims import ClaimsQuery, FreeOrder
@@ -93,6 +93,10 @@ class Front(Protocol):
         """Clients are served at `kafka`; `source` is what the ready line says of the ownership source."""
         ...
 
+    def stops(self) -> None:
+        """Say that it stops, before clients notice."""
+        ...
+
     async def close(self) -> None:
         """Show nothing more."""
         ...
@@ -117,7 +121,10 @@ class OwnFront:
         say_waiting(sentence)
 
     def ready(self, kafka: str, source: str) -> None:
-        say_ready(kafka, self._said, source)
+        say_ready(f"kafka={kafka}{self._said}{source}")
+
+    def stops(self) -> None:
+        say_stopping()
 
     async def close(self) -> None:
         if self._admin is not None:
@@ -129,9 +136,3 @@ async def start_admin(admin: AdminPage, address: Address) -> tuple[AdminPage, st
     """The page, started, and what the ready line says of it. Raises StartupError."""
     host, port = address
     return admin, f" admin={host}:{await admin.start(host, port)}"
-
-
-def say_ready(kafka: str, admin: str, source: str) -> None:
-    """The one line on stdout."""
-    sys.stdout.write(f"ready kafka={kafka}{admin}{source}\n")
-    sys.stdout.flush()

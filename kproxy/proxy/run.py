@@ -1,7 +1,8 @@
 """One proxy process from start to stop: the listener, the ownership source, and what it shows of itself.
 
 A proxy may be started before its source is there: it says what it waits for, `/readyz` too, and serves once its table
-is loaded. SIGHUP has the source read anew; SIGTERM and SIGINT drain.
+is loaded. SIGHUP has the source read anew. SIGTERM and SIGINT have it leave the other proxies, serve on for
+`drain_delay`, which a second signal cuts short, and drain.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from kproxy.proxy.membership import Membership
 from kproxy.proxy.owning import attach, open_own
 from kproxy.proxy.readiness import Brokers, readiness
 from kproxy.proxy.server import Listener
-from kproxy.proxy.signals import until_stopped
+from kproxy.proxy.signals import Signals, until_stopped
 from kproxy.proxy.sources import OpenSource, Source, open_source
 from kproxy.proxy.tasks import cancel, unless_failed
 from kproxy.routing.topology import Topology
@@ -50,15 +51,15 @@ log = structlog.get_logger(__name__)
 async def run_proxy(config: ProxyConfig, front: Front | None = None) -> None:
     """Serve until SIGTERM or SIGINT; without a `front` alone. Raises StartupError."""
     front = front or OwnFront(config)
-    await until_stopped(lambda signals: _Proxy(config, signals.hangup, front).serve())
+    await until_stopped(lambda signals: _Proxy(config, signals, front).serve())
 
 
 class _Proxy:
-    """What a process holds while it serves; `hangup` is set when the source is to read anew."""
+    """What a process holds while it serves."""
 
-    def __init__(self, config: ProxyConfig, hangup: asyncio.Event, front: Front) -> None:
+    def __init__(self, config: ProxyConfig, signals: Signals, front: Front) -> None:
         self._config = config
-        self._hangup = hangup
+        self._signals = signals
         self._front = front
         self._topology = Topology(offers_unowned=config.ownership == "etcd")
         self._listener = Listener(config.limits)
@@ -95,18 +96,26 @@ class _Proxy:
             if self._front.worker in (None, 1):
                 _tell_of_too_few_files(config.limits.max_connections)
             audit.ship()
+            stack.push_async_exit(self._linger)
             stack.push_async_callback(membership.leave)
+            stack.callback(self._listener.leave)
             await membership.join()
             _calm_collector()
             # Also where only the other proxies are known by it.
             etcd = f" etcd={','.join(config.etcd)}" if config.etcd else ""
             self._front.ready(f"{config.listen.host}:{port}", opened.ready or etcd)
+            stack.callback(self._front.stops)
             failing = asyncio.create_task(membership.failed())
             stack.push_async_callback(cancel, failing)
             running = [opened.following, failing]
             if own is not None and own.running is not None:
                 running.append(own.running)
-            await unless_failed(_reload_at(self._hangup, opened.source), running)
+            await unless_failed(_reload_at(self._signals.hangup, opened.source), running)
+
+    async def _linger(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Where it was told to end; what has failed serves nobody any longer."""
+        if kind is asyncio.CancelledError:
+            await self._listener.linger(self._signals.insists)
 
     def _advertised(self, port: int) -> tuple[str, int]:
         """The address that clients are told; `port` is the one listened on."""

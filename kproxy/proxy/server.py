@@ -3,12 +3,13 @@
 States
   starting   the listener is bound and the lease table loaded, in this order, so that a taken port is said at once
   serving    `ready` has been printed
+  leaving    `/readyz` is 503, and clients are served as before: they find other proxies meanwhile
   draining   no new connections; every client's answers what it has read, for at most `drain_s`
   drained    clients are gone; connections from within this process are served as before
   stopped
 
-Transitions: starting --serve()--> serving --drain()--> draining --the last client, or the time--> drained --stop()-->
-stopped; from serving `stop` goes by way of `drain`.
+Transitions: starting --serve()--> serving --leave()--> leaving --drain()--> draining --the last client, or the time-->
+drained --stop()--> stopped; `drain` may come without `leave`, and `stop` goes by way of `drain`.
 
 Invariants
 1. Every session is in `_sessions` until its `close` has been awaited; nothing is left running when `stop` returns.
@@ -56,6 +57,7 @@ class Listener:
         self._inside: set[ClientSession] = set()
         self._adopting: set[asyncio.Task[None]] = set()
         self._empty = asyncio.Event()
+        self._leaving = False
         self._draining = False
         self._stopped = False
         self._follows_versions = True
@@ -68,6 +70,8 @@ class Listener:
         """Why no clients are served; None where they are."""
         if self._draining:
             return "draining: what is in flight is being answered, new connections are not taken"
+        if self._leaving:
+            return "draining: clients are served for a little longer, new ones should go elsewhere"
         if self._context is None:
             return f"starting: {self.waits_for or 'the routing table is not loaded yet'}"
         return None
@@ -90,7 +94,7 @@ class Listener:
             sent_bytes=sent_bytes,
             hung_brokers=self._context.health.open_count if self._context is not None else 0,
             brokers=self._brokers_up(),
-            draining=self._draining,
+            draining=self._leaving or self._draining,
             own_claims=own.held_count if own is not None else 0,
             own_members=len(own.table.members) if own is not None else 0,
             own_unsettled=len(own.settlement.unsettled()) if own is not None else 0,
@@ -259,6 +263,18 @@ class Listener:
                 except Exception:  # the boundary: one session's trouble must not stop the others' clock
                     log.exception("deadlines of a client connection could not be watched")
                     session.abandon()
+
+    def leave(self) -> None:
+        """Say that clients should go elsewhere, and serve on."""
+        self._leaving = True
+
+    async def linger(self, insists: asyncio.Event) -> None:
+        """Serve on for `drain_delay`, or until somebody `insists` on the end."""
+        if self._limits.drain_delay:
+            log.info("serving on before draining", seconds=self._limits.drain_delay)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._limits.drain_delay):
+                    await insists.wait()
 
     async def drain(self) -> None:
         """Answer what clients have sent, and let them go; none of them hears anything more."""

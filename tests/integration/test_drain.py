@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.dev import KproxyProcess
+from tests.support.etcd import eventually
 from tests.support.raw_client import RawClient, batch, fetch_frame, produce_frame
 from tests.support.scripted_upstream import answers_everything
-from tests.support.served import ServedBroker, page, port_of, refused, static_proxy
+from tests.support.served import ServedBroker, page, port_of, refused, samples, static_proxy
 
 T0 = ("t", 0)
 # Far below drain_s, far above what it takes.
@@ -25,6 +26,11 @@ async def ended(process: KproxyProcess, within_s: float) -> float:
     began = time.monotonic()
     assert await asyncio.to_thread(process.wait, within_s) == 0, process.stderr()[-2000:]
     return time.monotonic() - began
+
+
+def not_ready(process: KproxyProcess) -> bool:
+    status, text = page(process.admin, "/readyz")
+    return status == 503 and text.startswith("draining")
 
 
 async def test_what_is_in_flight_is_answered_and_nothing_new_is_taken(tmp_path: Path) -> None:
@@ -52,6 +58,36 @@ async def test_what_is_in_flight_is_answered_and_nothing_new_is_taken(tmp_path: 
         assert await ended(process, SOON_S) < SOON_S
         assert len(upstream.log) == 3
     await upstream.stop()
+
+
+async def test_with_a_delay_all_is_served_on_while_readyz_sends_clients_elsewhere(tmp_path: Path) -> None:
+    upstream = await ServedBroker(1, answers_everything).start()
+    with static_proxy(tmp_path, {1: upstream.port}, more=("--drain-delay", "3")) as process:
+        idle, busy = [await RawClient().connect(port_of(process)) for _ in range(2)]
+        began = time.monotonic()
+        process.signal(signal.SIGTERM)
+        await eventually(lambda: not_ready(process), what="/readyz says so")
+        late = await RawClient().connect(port_of(process))
+        for number, client in enumerate((busy, late, idle)):
+            client.send(produce_frame(records=batch(number), correlation_id=number))
+            assert (await client.answer()).codes == {T0: 0}
+        assert samples(page(process.admin, "/metrics")[1])["kproxy_draining", ()] == 1
+        await asyncio.to_thread(process.wait, 3 + SOON_S)
+        assert time.monotonic() - began > 3
+        for client in (idle, busy, late):
+            assert await client.is_closed()
+            client.close()
+    await upstream.stop()
+
+
+@pytest.mark.parametrize("more", [(), ("--workers", "2")], ids=["alone", "workers"])
+async def test_a_second_signal_ends_the_delay(tmp_path: Path, more: tuple[str, ...]) -> None:
+    with static_proxy(tmp_path, {1: 1}, more=("--drain-delay", "600", *more)) as process:
+        process.signal(signal.SIGTERM)
+        await eventually(lambda: not_ready(process), what="/readyz says so")
+        assert (await asyncio.to_thread(page, process.admin, "/livez"))[0] == 200
+        process.signal(signal.SIGTERM)
+        await ended(process, SOON_S)
 
 
 async def test_what_hangs_is_cut_at_the_end_of_its_time(tmp_path: Path) -> None:

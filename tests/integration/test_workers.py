@@ -211,9 +211,11 @@ async def test_a_signal_is_handed_on_and_what_is_in_flight_is_answered(tmp_path:
     await upstream.stop()
 
 
-async def test_nobody_outlives_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), ("--drain-delay", "600")], ids=["", "with_a_delay"])
+async def test_nobody_outlives_a_supervisor_that_is_killed(tmp_path: Path, more: tuple[str, ...]) -> None:
     upstream = await ServedBroker(1, answers_everything).start()
-    process = KproxyProcess(["serve", *static_arguments(tmp_path, upstream.port), *workers(2)], tmp_path / "stderr")
+    arguments = ["serve", *static_arguments(tmp_path, upstream.port), *workers(2), *more]
+    process = KproxyProcess(arguments, tmp_path / "stderr")
     try:
         await asyncio.to_thread(process.wait_ready)
         clients = [held[0] for held in (await clients_of_each(process)).values()]

@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[2]
 # Names and flags are a public interface.
 ETCD_FLAGS = "etcd-ca etcd-cert etcd-key etcd-server-name etcd-username etcd-password-file"
 FLAGS = {
-    "serve": f"config listen advertise ownership etcd prefix bootstrap table admin workers writer-group {ETCD_FLAGS}",
+    "serve": "config listen advertise ownership etcd prefix bootstrap table admin workers writer-group drain-delay "
+    f"{ETCD_FLAGS}",
     "broker": "node-id listen advertise replication-listen admin data-dir etcd prefix lease-ttl replication-factor "
     f"{ETCD_FLAGS}",
     "dev": "listen brokers data-dir admin lease-ttl writer-group",
@@ -35,6 +36,7 @@ FLAGS = {
     "own": "",
     "doctor": f"bootstrap topic no-write etcd prefix admin json {ETCD_FLAGS}",
     "check-config": "config json",
+    "completion": "help",
 }
 
 
@@ -386,3 +388,14 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
 def test_the_version_is_told() -> None:
     ended = run_kproxy("--version")
     assert (ended.status, ended.stdout.split()[0]) == (0, "kproxy,")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands_and_flags(shell: str) -> None:
+    script = run_kproxy("completion", shell)
+    assert (script.status, script.stderr) == (0, "")
+    assert "_KPROXY_COMPLETE" in script.stdout
+
+    asked = {"_KPROXY_COMPLETE": f"{shell}_complete", "COMP_WORDS": "kproxy serve --dr"}
+    asked["COMP_CWORD"] = "--dr" if shell == "fish" else "2"
+    assert "--drain-delay" in run_kproxy(environ=asked).stdout

@@ -10,8 +10,8 @@ Transitions
   starting -> serving   the last worker is ready
   starting -> stopped   one of them could not be started: the others are stopped, and its sentence is this command's
   serving  -> stopping  SIGTERM, SIGINT
-  stopping -> stopped   all have ended; by SIGKILL where one takes longer than `drain_s` and STOP_MARGIN_S, and at once
-                        upon a second signal
+  stopping -> stopped   all have ended; by SIGKILL where one takes longer than `drain_delay`, `drain_s` and
+                        STOP_MARGIN_S, and at once upon a second signal
 
 Invariants
 1. The port is held by a socket that never listens: it takes no connections, and port 0 is one port for all workers.
@@ -34,8 +34,9 @@ import structlog
 
 from kproxy.config import Address, ProxyConfig, share_limits
 from kproxy.errors import StartupError
+from kproxy.notify import say_ready, say_stopping
 from kproxy.observe.admin import AdminPage
-from kproxy.proxy.front import say_ready, start_admin
+from kproxy.proxy.front import start_admin
 from kproxy.proxy.membership import Membership
 from kproxy.proxy.port import bind
 from kproxy.proxy.replicas import ReplicaPages
@@ -92,7 +93,8 @@ class _Supervisor:
             stack.push_async_callback(membership.leave)
             await membership.join()
             stack.callback(pages.drain)
-            say_ready(f"{config.listen.host}:{port}", admin, ready.source)
+            say_ready(f"kafka={config.listen.host}:{port}{admin}{ready.source}")
+            stack.callback(say_stopping)
             following = asyncio.create_task(membership.failed())
             stack.push_async_callback(cancel, following)
             await unless_failed(self._hand_on_hangups(), [*keepers, following])
@@ -133,12 +135,13 @@ class _Supervisor:
                 slot.reload(owners)
 
     async def _stop(self) -> None:
+        limits = self._config.limits
         ending = asyncio.gather(*(slot.stop() for slot in self._slots))
         insisting = asyncio.create_task(self._signals.insists.wait())
         try:
             await asyncio.wait(
                 (ending, insisting),
-                timeout=self._config.limits.drain_s + STOP_MARGIN_S,
+                timeout=limits.drain_delay + limits.drain_s + STOP_MARGIN_S,
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if not ending.done():

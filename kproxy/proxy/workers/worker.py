@@ -91,6 +91,9 @@ class WorkerFront:
     def ready(self, kafka: str, source: str) -> None:
         self._channel.send(encode(Ready(source)))
 
+    def stops(self) -> None:
+        """The supervisor knows: it asked for it, and tells for all."""
+
     async def close(self) -> None:
         if self._answering is not None:
             await cancel(self._answering)

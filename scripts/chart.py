@@ -1,0 +1,101 @@
+"""Write what of the Helm chart follows from elsewhere: `make docs`; with --check say whether it is up to date.
+
+The table of values in README.md comes from values.yaml: a comment that begins with `# --` describes the key below it,
+and `# @default --` says in words what is too long to show. What is below a described key needs no words of its own.
+The schema of the value `config` comes from the options of `kproxy serve`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kproxy.config.proxy import ROOMS
+
+CHART = Path(__file__).parents[1] / "deploy/helm/kproxy"
+_BEGIN, _END = "<!-- values: written by `make docs` -->\n", "<!-- end of values -->\n"
+_LINE = re.compile(r"(?P<indent> *)(?P<key>[A-Za-z0-9_]+):(?: (?P<value>.*))?")
+
+
+class Value(NamedTuple):
+    """A line of the table."""
+
+    path: str
+    default: str
+    description: str
+
+
+def values(lines: list[str]) -> Iterator[Value]:
+    """What values.yaml describes, in its order. Raises ValueError for a value that nobody describes."""
+    comment: list[str] = []
+    open_keys: list[tuple[int, str]] = []
+    described_at: int | None = None
+    for line in lines:
+        text = line.strip()
+        if not text:
+            comment = []
+        elif text.startswith("#"):
+            comment.append(text.removeprefix("#").strip())
+        elif match := _LINE.fullmatch(line):
+            indent, path = len(match["indent"]), match["key"]
+            open_keys = [each for each in open_keys if each[0] < indent]
+            path = ".".join([*(key for _, key in open_keys), match["key"]])
+            open_keys.append((indent, match["key"]))
+            if described_at is None or indent <= described_at:
+                described_at = indent if comment and comment[0].startswith("--") else None
+                if described_at is not None:
+                    yield _described(path, match["value"] or "", comment)
+                elif match["value"]:
+                    raise ValueError(f"values.yaml: nothing describes {path}: write `# -- ...` above it")
+            comment = []
+
+
+def _described(path: str, value: str, comment: list[str]) -> Value:
+    words = [each for each in comment if not each.startswith("@default")]
+    told = [each.removeprefix("@default --").strip() for each in comment if each.startswith("@default")]
+    return Value(path, told[0] if told else f"`{value}`", " ".join(words).removeprefix("--").strip())
+
+
+def readme(before: str, table: list[Value]) -> str:
+    """README.md with that table between its marks."""
+    head, _, rest = before.partition(_BEGIN)
+    _, _, tail = rest.partition(_END)
+    rows = [f"| `{path}` | {default} | {description} |\n" for path, default, description in table]
+    return "".join([head, _BEGIN, "| value | default | meaning |\n| --- | --- | --- |\n", *rows, _END, tail])
+
+
+def schema(before: str) -> str:
+    """values.schema.json with `config` as `kproxy serve` has it."""
+    whole: dict[str, Any] = json.loads(before)
+    config = {}
+    for name, room in ROOMS.items():
+        found = msgspec.json.schema(room)["$defs"][room.__name__]["properties"]
+        config[name] = {"type": "object", "additionalProperties": False, "properties": found}
+    whole["properties"]["config"] = {"type": "object", "additionalProperties": False, "properties": config}
+    return json.dumps(whole, indent=2) + "\n"
+
+
+def main() -> int:
+    table = list(values((CHART / "values.yaml").read_text().splitlines()))
+    stale = []
+    for file, make in ((CHART / "README.md", lambda old: readme(old, table)), (CHART / "values.schema.json", schema)):
+        old = file.read_text()
+        new = make(old)
+        if old != new:
+            stale.append(str(file.relative_to(CHART.parents[2])))
+            if "--check" not in sys.argv[1:]:
+                file.write_text(new)
+    if stale and "--check" in sys.argv[1:]:
+        sys.stderr.write(f"not up to date: {', '.join(stale)}: run `make docs`\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

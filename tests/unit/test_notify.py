@@ -1,0 +1,63 @@
+"""What systemd is told arrives, and that it cannot be told costs nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from kproxy.notify import TIMEOUT_S, notify
+from kproxy.waiting import say_waiting
+
+# Only Linux has names that are no files.
+NAMES = ("path", "abstract") if sys.platform == "linux" else ("path",)
+
+
+@pytest.fixture(params=NAMES)
+def manager(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """The socket of a service manager, named in the environment."""
+    name = str(tmp_path / "notify") if request.param == "path" else f"@kproxy-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
+        listening.bind("\0" + name[1:] if name.startswith("@") else name)
+        listening.settimeout(5)
+        monkeypatch.setenv("NOTIFY_SOCKET", name)
+        yield listening
+
+
+def test_assignments_arrive_as_one_message(manager: socket.socket) -> None:
+    notify("READY=1", "STATUS=serves")
+    assert manager.recv(1024) == b"READY=1\nSTATUS=serves"
+
+
+def test_what_is_waited_for_arrives_as_the_status_in_one_line(manager: socket.socket) -> None:
+    say_waiting("No etcd\nanswers.")
+    assert manager.recv(1024) == b"STATUS=No etcd answers. Waiting for it."
+
+
+def test_nothing_is_sent_where_no_socket_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    notify("READY=1")
+
+
+@pytest.mark.parametrize("name", ["/nowhere/notify", "@nobody-listens-here", "vsock:2:1234", "/" + "x" * 200, ""])
+def test_a_socket_that_cannot_be_used_raises_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", name)
+    notify("READY=1")
+
+
+def test_a_manager_that_reads_nothing_holds_up_no_longer_than_the_timeout(manager: socket.socket) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as filler:
+        filler.setblocking(False)
+        filler.connect(manager.getsockname())
+        with suppress(BlockingIOError):
+            while True:
+                filler.send(b"x")
+    began = time.monotonic()
+    notify("READY=1")
+    assert time.monotonic() - began < TIMEOUT_S + 2
