@@ -6,13 +6,17 @@ UV     ?= uv
 ARGS   ?=
 LANES  ?= 2
 SECTION ?=
+AGAINST ?=
+PYTHONS ?=
 MINUTES ?= 10
 SEED   ?= 1
 SEEDS  ?= 1000
 HISTORIES ?= 500
+MUTANTS ?= 60
+WORLDS ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test chaos storm sim sim-rules own-histories check bench bench-quick lock clean
+.PHONY: help install demo test chaos storm sim sim-rules worlds worlds-rules own-histories mutants check docs kubernetes check-deploy deploy-tools try-compose try-image packages bench bench-quick lock lock-image clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do \
@@ -46,29 +50,70 @@ sim-rules: install  ## switch off every rule of replication, the rarest too, and
 	@KPROXY_SIM_RULES=all KPROXY_SIM_FIRST_SEED=$(SEED) \
 		$(BIN)/python -m pytest -q --timeout=0 tests/property/test_replication_model.py -k random_runs_find $(ARGS)
 
+worlds: install  ## put the proxy's own code through WORLDS=10000 simulated worlds of brokers, clients and time, from SEED=1
+	@$(BIN)/python -m tests.simulation --worlds $(WORLDS) --seed $(SEED) $(ARGS)
+
+worlds-rules: install  ## switch off rules of the produce path, the rarest too, and have simulated worlds from SEED=1 miss each
+	@KPROXY_WORLDS_RULES=all KPROXY_WORLDS_SEED=$(SEED) \
+		$(BIN)/python -m pytest -q -rP --timeout=0 tests/property/test_worlds.py -k missed $(ARGS)
+
 own-histories: install  ## HISTORIES=500 random histories of claims, writes and deaths before reference brokers, from SEED=1, judged
 	@KPROXY_OWN_HISTORIES=$(HISTORIES) KPROXY_OWN_SEED=$(SEED) \
 		$(BIN)/python -m pytest -q tests/integration/test_own_histories.py $(ARGS)
+
+# The default SEED is for the targets above; here there is a new one in each run.
+mutants: install  ## put MUTANTS=60 small faults into routing, one at a time, and see which the tests notice; SEED=7 draws the same again
+	@$(BIN)/python -m scripts.mutants --mutants $(MUTANTS) $(if $(filter file,$(origin SEED)),,--seed $(SEED)) $(ARGS)
 
 check: install  ## lint, types, dependency direction, generated files; runs no tests
 	@echo "ruff";         $(BIN)/ruff check .
 	@echo "ruff format";  $(BIN)/ruff format --check .
 	@echo "mypy";         $(BIN)/mypy
 	@echo "import-linter"; $(BIN)/lint-imports
-	@echo "generated";    $(BIN)/python -m kproxy.ownership.etcd.generate --check
+	@echo "generated";    $(BIN)/python -m kproxy.ownership.etcd.generate --check && $(BIN)/python scripts/man_pages.py --check && \
+		$(BIN)/python scripts/chart.py --check
 
-bench: install  ## every measurement, or one: make bench SECTION=quick, SECTION=table, SECTION=acks, SECTION=acks0, SECTION=own, SECTION=pipeline
-	@$(BIN)/python -m bench $(SECTION)
+docs: install  ## write anew what is generated from the commands: docs/man, and the chart's table of values and schema
+	@$(BIN)/python scripts/man_pages.py && $(BIN)/python scripts/chart.py
+
+kubernetes:  ## render the Helm chart into deploy/kubernetes (needs helm)
+	@sh scripts/kubernetes.sh
+
+check-deploy:  ## check deploy/ with helm, kubernetes-validate, promtool, docker compose, systemd-analyze and shellcheck
+	@sh scripts/check_deploy.sh
+
+deploy-tools:  ## install what check-deploy needs beside Helm and Docker, on Debian and Ubuntu (needs sudo and pipx)
+	@sudo apt-get update && sudo apt-get install --yes --no-install-recommends prometheus shellcheck
+	@pipx install kubernetes-validate
+
+try-compose:  ## start the reference brokers' Compose file, write and read through both proxies, and remove it all
+	@sh scripts/try_compose.sh
+
+try-image: install  ## run the container image's steps in root file systems of Debian packages (needs root, mmdebstrap)
+	@$(BIN)/python scripts/try_image.py
+
+packages: install  ## build the source distribution and the wheel into dist/, and try them: PYTHONS="python3.11 python3.12 python3.13"
+	@rm -rf dist && $(BIN)/python -m build --no-isolation >/dev/null && ls dist
+	@KPROXY_TEST_DIST=dist KPROXY_TEST_PYTHONS="$(PYTHONS)" $(BIN)/python -m pytest -q -rP tests/packaging $(ARGS)
+
+bench: install  ## every measurement, or one: make bench SECTION=quick, SECTION=paths, SECTION=table, SECTION=acks, SECTION=acks0, SECTION=own, SECTION=pipeline; or beside another checkout: SECTION=against AGAINST=path
+	@$(BIN)/python -m bench $(SECTION) $(AGAINST) $(ARGS)
 
 bench-quick: install  ## what the proxy costs in CPU, beside haproxy where it is installed; about a minute
 	@$(BIN)/python -m bench quick
 
+LOCK := pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links \
+	--custom-compile-command "make lock"
+LOCKS := requirements.lock requirements-build.lock deploy/docker/requirements.lock deploy/docker/requirements-sbom.lock
 lock:  ## resolve the lock files anew from pyproject.toml (needs uv)
-	@$(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links \
-		--custom-compile-command "make lock" --all-extras pyproject.toml --output-file requirements.lock
-	@$(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links \
-		--allow-unsafe --custom-compile-command "make lock" --group build --output-file requirements-build.lock
-	@if grep -nE '://|^ *--?(index|extra-index|find-links|i |f )' requirements.lock requirements-build.lock; then \
+	@$(UV) $(LOCK) --all-extras pyproject.toml --output-file requirements.lock
+	@$(UV) $(LOCK) --allow-unsafe --group build --output-file requirements-build.lock
+	@$(MAKE) -s lock-image
+
+lock-image:  ## resolve only the lock files of the container image anew, with the versions of requirements.lock (needs uv)
+	@$(UV) $(LOCK) --constraint requirements.lock pyproject.toml --output-file deploy/docker/requirements.lock
+	@$(UV) $(LOCK) --group sbom --output-file deploy/docker/requirements-sbom.lock
+	@if grep -nE '://|^ *--?(index|extra-index|find-links|i |f )' $(LOCKS); then \
 		echo "make lock: a lock file names an address; it must not." >&2; exit 1; fi
 
 clean:  ## remove .venv, caches and build results; topics and records of kproxy dev stay

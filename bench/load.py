@@ -7,12 +7,12 @@ proxy, so the generator does little.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count, repeat
 from struct import Struct
-from typing import cast
+from typing import NamedTuple, TypeAlias, cast
 
 from codec import api_keys
 from codec.framing import FrameReader, ReceiveArena
@@ -34,6 +34,8 @@ _PRODUCER_OFFSET = 43
 _TIMESTAMP = 1_700_000_000_000
 _MAX_SEQUENCE = 0x7FFF_FFFF
 _producer_ids = count(1)
+Frames: TypeAlias = bytes | Callable[[], bytes | bytearray]
+"""What a connection sends: one request again and again, or what each call gives."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +62,16 @@ SHAPES = (
 )
 
 
-def produce_frame(shape: Shape, first: int = 0, acks: int = -1) -> bytes:
+def produce_frame(shape: Shape, first: int = 0, acks: int = -1, topic: bytes = TOPIC) -> bytes:
     """One produce request of this shape, to partitions from `first` on, length prefix included."""
-    return _frame(shape, first, acks)[0]
+    return _frame(shape, first, acks, topic)[0]
 
 
-def _frame(shape: Shape, first: int, acks: int = -1) -> tuple[bytes, list[int]]:
+def _frame(shape: Shape, first: int, acks: int = -1, topic: bytes = TOPIC) -> tuple[bytes, list[int]]:
     """The request, and where in it each batch begins."""
     tags = encode_tagged_fields([])
     body = encode_count(-1, compact=True) + INT16.pack(acks) + INT32.pack(30_000)
-    body += encode_count(1, compact=True) + encode_count(len(TOPIC), compact=True) + TOPIC
+    body += encode_count(1, compact=True) + encode_count(len(topic), compact=True) + topic
     body += encode_count(shape.partitions, compact=True)
     header = INT32.pack(0) + request_header(api_keys.PRODUCE, VERSION, 0, b"bench")
     starts = []
@@ -93,8 +95,8 @@ def _batch(shape: Shape) -> bytes:
 class ProducerFrames:
     """What an idempotent producer of its own id sends: the same request, its sequence numbers going on."""
 
-    def __init__(self, shape: Shape) -> None:
-        self._frame, self._starts = _frame(shape, 0)
+    def __init__(self, shape: Shape, first: int = 0, topic: bytes = TOPIC) -> None:
+        self._frame, self._starts = _frame(shape, first, topic=topic)
         self._records = shape.records
         self._producer_id = next(_producer_ids)
         self._sequence = 0
@@ -110,8 +112,8 @@ class ProducerFrames:
 class Connection(asyncio.BufferedProtocol):
     """One connection. It sends `opening`, whose answer `ready` gives, or nothing; then, from `start` on, the load."""
 
-    def __init__(self, frame: bytes | ProducerFrames, requests: int, arena: ReceiveArena, opening: bytes = b"") -> None:
-        self._frame = frame
+    def __init__(self, frames: Frames, requests: int, arena: ReceiveArena, opening: bytes = b"") -> None:
+        self._frames = frames
         self._to_send = requests
         self._to_come = requests
         self._opening = opening
@@ -130,13 +132,25 @@ class Connection(asyncio.BufferedProtocol):
     def start(self) -> None:
         self._send(IN_FLIGHT)
 
+    def start_again(self, requests: int) -> None:
+        """So many more, once every answer is there."""
+        if self._transport.is_closing():
+            raise ConnectionError("the proxy has closed")
+        self._to_send = self._to_come = requests
+        self.done = asyncio.get_running_loop().create_future()
+        self.start()
+
+    def close(self) -> None:
+        self._transport.close()
+
     def _send(self, wanted: int) -> None:
         count = min(wanted, self._to_send)
         self._to_send -= count
         if count:
-            frame = self._frame
-            frames = [frame] * count if isinstance(frame, bytes) else [frame() for _ in range(count)]
-            self._transport.writelines(frames)
+            frames = self._frames
+            self._transport.writelines(
+                [frames] * count if isinstance(frames, bytes) else [frames() for _ in range(count)]
+            )
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._reader.get_buffer(sizehint)
@@ -146,10 +160,13 @@ class Connection(asyncio.BufferedProtocol):
         if frames and not self.ready.done():
             self.ready.set_result(bytes(frames[0]))
             return
+        self._take(frames)
+
+    def _take(self, frames: Sequence[memoryview]) -> None:
+        """Answers have come."""
         answers = len(frames)
         self._to_come -= answers
         if self._to_come == 0:
-            self._transport.close()
             self.done.set_result(None)
         else:
             self._send(answers)
@@ -162,28 +179,64 @@ class Connection(asyncio.BufferedProtocol):
 
 
 async def open_all(
-    port: int, frames: Sequence[bytes | ProducerFrames], requests: int, openings: Sequence[bytes] = ()
+    port: int,
+    frames: Sequence[Frames],
+    requests: int,
+    openings: Sequence[bytes] = (),
+    kind: type[Connection] = Connection,
 ) -> list[Connection]:
-    """A connection for each of `frames`, to send it `requests` times; each has the answer to its opening, if any."""
+    """A connection for each of `frames`, to send `requests`; each has the answer to its opening, if any."""
     loop = asyncio.get_running_loop()
     arena = ReceiveArena()
     connections = []
     for frame, opening in zip(frames, chain(openings, repeat(b"")), strict=False):
-        _, connection = await loop.create_connection(
-            partial(Connection, frame, requests, arena, opening), "127.0.0.1", port
-        )
+        _, connection = await loop.create_connection(partial(kind, frame, requests, arena, opening), "127.0.0.1", port)
         await connection.ready
         connections.append(connection)
     return connections
 
 
 async def send(connections: Sequence[Connection]) -> None:
-    """The load of all of them, IN_FLIGHT requests at a time on each, until every answer is there."""
+    """The load of all of them, IN_FLIGHT requests at a time on each, until every answer is there; then they close."""
     for connection in connections:
         connection.start()
+    await asyncio.gather(*(connection.done for connection in connections))
+    for connection in connections:
+        connection.close()
+
+
+async def send_again(connections: Sequence[Connection], requests: int) -> None:
+    """So many more on each of connections that are open and have all their answers."""
+    for connection in connections:
+        connection.start_again(requests)
     await asyncio.gather(*(connection.done for connection in connections))
 
 
 async def send_all(port: int, frame: bytes, requests: int, connections: int = CONNECTIONS) -> None:
     """Send `requests` on each connection, and wait for every answer."""
     await send(await open_all(port, [frame] * connections, requests))
+
+
+class Load(NamedTuple):
+    """A row of a table: `requests` on each of `connections`, for each of which `frames` makes what it sends."""
+
+    name: str
+    frames: Callable[[], Frames]
+    requests: int
+    request_bytes: int
+    connections: int = CONNECTIONS
+    kind: type[Connection] = Connection
+
+    async def open(self, port: int, requests: int) -> list[Connection]:
+        frames = [self.frames() for _ in range(self.connections)]
+        return await open_all(port, frames, requests, kind=self.kind)
+
+    async def send(self, port: int, requests: int) -> None:
+        """So many requests on each of new connections."""
+        await send(await self.open(port, requests))
+
+
+def shape_load(shape: Shape) -> Load:
+    """The same request again and again."""
+    frame = produce_frame(shape)
+    return Load(shape.name, lambda: frame, shape.requests, len(frame))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
 from struct import pack_into, unpack_from
 from typing import NamedTuple, cast
 
@@ -31,7 +32,7 @@ from codec.produce import parse_produce, records_span
 from codec.produce_response import PRODUCE_API, result_entry
 
 MAX_FRAME_BYTES = 128 << 20
-MAX_KNOWN_SHAPES = 1024
+MAX_KNOWN_SHAPES = 4096
 LAST_OFFSET_DELTA_OFFSET = 23
 OFFSET_BYTES = 8
 
@@ -59,11 +60,12 @@ class NullBroker(asyncio.BufferedProtocol):
         return self._reader.get_buffer(sizehint)
 
     def buffer_updated(self, nbytes: int) -> None:
-        answers = [self._answer(frame) for frame in self._reader.buffer_updated(nbytes)]
+        answers = [self.answer(frame) for frame in self._reader.buffer_updated(nbytes)]
         if answers:
             self._transport.write(b"".join(answers))
 
-    def _answer(self, frame: memoryview) -> bytearray:
+    def answer(self, frame: memoryview) -> bytes | bytearray:
+        """Of one request; empty for none."""
         header = parse_request_header(frame)
         if header.api_key == API_VERSIONS:
             return _versions(header)
@@ -94,19 +96,20 @@ class NullBroker(asyncio.BufferedProtocol):
 
 def _make(request: PartitionedRequest) -> Answer:
     """The answer to requests of this shape."""
-    none, all_ones = (_encoded(request, base_offset) for base_offset in (0, -1))
+    none, all_ones = (encoded(request, base_offset) for base_offset in (0, -1))
     # Of an offset all eight bytes differ, and of nothing else any.
     differing = [place for place, (one, other) in enumerate(zip(none, all_ones, strict=True)) if one != other]
     return Answer(none, differing[::OFFSET_BYTES])
 
 
-def _encoded(request: PartitionedRequest, base_offset: int) -> bytes:
+def encoded(request: PartitionedRequest, base_offset: int, error_code: int = NONE, correlation_id: int = 0) -> bytes:
+    """An answer that says the same of every partition, length prefix included."""
     header = request.header
     topics = [
         (
             topic.name,
             [
-                result_entry(header.api_version, index, 0, base_offset=base_offset, log_start_offset=0)
+                result_entry(header.api_version, index, error_code, base_offset=base_offset, log_start_offset=0)
                 for index in topic.partitions
             ],
             len(topic.partitions),
@@ -114,7 +117,7 @@ def _encoded(request: PartitionedRequest, base_offset: int) -> bytes:
         for topic in request.topics
     ]
     head, tail = PRODUCE_API.response_ends(header.api_version, 0, [])
-    parts = [response_header(header.api_key, header.api_version, 0) + head]
+    parts = [response_header(header.api_key, header.api_version, correlation_id) + head]
     return b"".join(with_length([*parts, *encode_topics(topics, flexible=request.flexible, by_id=request.by_id), tail]))
 
 
@@ -134,9 +137,10 @@ def _bound(frame: memoryview, header: RequestHeader) -> bytearray:
     return bytearray(frame_message(response_header(BIND_FENCES, header.api_version, header.correlation_id), body))
 
 
-async def main() -> None:
+async def main(make: Callable[[ReceiveArena], NullBroker] = NullBroker) -> None:
+    """Serve; each connection is one that is made."""
     arena = ReceiveArena()
-    server = await asyncio.get_running_loop().create_server(lambda: NullBroker(arena), "127.0.0.1", 0)
+    server = await asyncio.get_running_loop().create_server(lambda: make(arena), "127.0.0.1", 0)
     sys.stdout.write(f"{server.sockets[0].getsockname()[1]}\n")
     sys.stdout.flush()
     await server.serve_forever()

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -18,10 +18,12 @@ from bench.load import send_all
 
 
 @contextlib.contextmanager
-def child(*command: str, stderr: IO[str] | None = None) -> Iterator[subprocess.Popen[str]]:
+def child(
+    *command: str, stderr: IO[str] | None = None, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
     """A child process that is ended, whatever happens."""
     process = subprocess.Popen(  # noqa: S603 -- our own commands
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=cwd, env=env
     )
     try:
         yield process
@@ -66,6 +68,11 @@ def peak_resident_bytes(pid: int) -> int | None:
 
 def measure(pid: int, port: int, frame: bytes, requests: int) -> tuple[float, float]:
     """CPU seconds of the proxy and seconds on the clock for one run of the load."""
+    return measure_run(pid, send_all(port, frame, requests))
+
+
+def measure_run(pid: int, run: Coroutine[object, object, None]) -> tuple[float, float]:
+    """The same for whatever is run."""
     before, started = cpu_seconds(pid), time.monotonic()
-    uvloop.run(send_all(port, frame, requests))
+    uvloop.run(run)
     return cpu_seconds(pid) - before, time.monotonic() - started

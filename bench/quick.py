@@ -8,43 +8,57 @@ TCP mode reads nothing and splits nothing: it is the floor for a proxy of one ad
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 from rich.console import Console
 from rich.table import Table
 
-from bench.load import CONNECTIONS, IN_FLIGHT, SHAPES, TOPIC, Shape, produce_frame
-from bench.processes import child, first_line, measure
+from bench.load import CONNECTIONS, IN_FLIGHT, SHAPES, TOPIC, Load, shape_load
+from bench.processes import child, first_line, measure_run
 
 BROKERS = 3
 ROUNDS = 4
 WARM_UP_REQUESTS = 50
 PARTITIONS = 12
 START_TIMEOUT_S = 20.0
+UNITS = ("µs/req", "ms/MB", "req/s")
+CHECKOUT = Path(__file__).parents[1]
+OWNERS = {TOPIC: [index % BROKERS + 1 for index in range(PARTITIONS)]}
 
 
-def write_table(ports: list[int], directory: Path) -> Path:
-    """A static table of the load's topic, its partitions spread over brokers at these ports."""
-    owners = [index % len(ports) + 1 for index in range(PARTITIONS)]
-    brokers = "".join(f'{number} = "127.0.0.1:{port}"\n' for number, port in enumerate(ports, 1))
+def write_table(ports: Sequence[int], directory: Path, owners: Mapping[bytes, Sequence[int]] = OWNERS) -> Path:
+    """A static table of brokers at these ports, 1 and up, and of topics: the owner of each partition."""
+    lines = ["[brokers]", *(f'{number} = "127.0.0.1:{port}"' for number, port in enumerate(ports, 1))]
+    for topic, brokers in owners.items():
+        lines += ["[[topics]]", f'name = "{topic.decode()}"', f"owners = {list(brokers)}"]
     table = directory / "table.toml"
-    table.write_text(f'[brokers]\n{brokers}[[topics]]\nname = "{TOPIC.decode()}"\nowners = {owners}\n')
+    table.write_text("\n".join(lines) + "\n")
     return table
 
 
 @contextlib.contextmanager
 def kproxy(ports: list[int], directory: Path, *flags: str) -> Iterator[tuple[int, int]]:
     """(pid, port) of kproxy in front of the brokers."""
-    table = write_table(ports, directory)
+    with serve(write_table(ports, directory), *flags) as proxy:
+        yield proxy
+
+
+@contextlib.contextmanager
+def serve(table: Path, *flags: str, checkout: Path = CHECKOUT) -> Iterator[tuple[int, int]]:
+    """(pid, port) of a checkout's kproxy before the brokers of a static table."""
     arguments = ("--ownership", "static", "--table", str(table), "--listen", "127.0.0.1:0", *flags)
-    with child(sys.executable, "-m", "kproxy", "serve", *arguments) as process:
+    # `python -m` looks in the working directory first, and elsewhere for what is not there.
+    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    with child(sys.executable, "-m", "kproxy", "serve", *arguments, cwd=checkout, env=environment) as process:
         address = first_line(process).partition("kafka=")[2].split()[0]
         yield process.pid, int(address.rpartition(":")[2])
 
@@ -81,20 +95,39 @@ def free_port() -> int:
         return port
 
 
-def compare(shape: Shape, proxies: dict[str, tuple[int, int]]) -> dict[str, tuple[float, float, float]]:
-    """For each proxy: CPU µs per request, CPU ms per MB, requests per second; the least CPU of the rounds."""
-    frame = produce_frame(shape)
-    best: dict[str, tuple[float, float]] = {}
+class Cost(NamedTuple):
+    """Of one run: CPU seconds of the proxy, and seconds on the clock."""
+
+    cpu: float
+    elapsed: float
+
+
+def take_turns(load: Load, proxies: Mapping[str, tuple[int, int]], rounds: int) -> dict[str, Cost]:
+    """The least of each proxy's runs, after one that warms it up."""
+    best: dict[str, Cost] = {}
+    warm_up = min(WARM_UP_REQUESTS * CONNECTIONS // load.connections, load.requests)
     for pid, port in proxies.values():
-        measure(pid, port, frame, min(WARM_UP_REQUESTS, shape.requests))
-    for _ in range(ROUNDS):
+        measure_run(pid, load.send(port, warm_up))
+    for _ in range(rounds):
         for name, (pid, port) in proxies.items():
-            best[name] = min(best.get(name, (1e9, 1e9)), measure(pid, port, frame, shape.requests))
-    requests = shape.requests * CONNECTIONS
-    megabytes = requests * len(frame) / 1e6
-    return {
-        name: (cpu / requests * 1e6, cpu / megabytes * 1e3, requests / elapsed) for name, (cpu, elapsed) in best.items()
-    }
+            cost = Cost(*measure_run(pid, load.send(port, load.requests)))
+            best[name] = min(best.get(name, cost), cost)
+    return best
+
+
+def per_request(load: Load, cost: Cost) -> tuple[float, float, float]:
+    """CPU µs per request, CPU ms per MB, requests per second."""
+    requests = load.requests * load.connections
+    return (
+        cost.cpu / requests * 1e6,
+        cost.cpu / (requests * load.request_bytes / 1e6) * 1e3,
+        requests / cost.elapsed,
+    )
+
+
+def cells(load: Load, cost: Cost) -> list[str]:
+    """The same as a table shows it, below UNITS."""
+    return [f"{value:,.{digits}f}" for value, digits in zip(per_request(load, cost), (1, 3, 0), strict=True)]
 
 
 def quick(console: Console) -> None:
@@ -114,16 +147,11 @@ def quick(console: Console) -> None:
         )
         table.add_column("request", no_wrap=True)
         for name in proxies:
-            for unit in ("µs/req", "ms/MB", "req/s"):
+            for unit in UNITS:
                 table.add_column(f"{name}\n{unit}", justify="right")
         table.add_column("kproxy /\nhaproxy", justify="right")
-        for shape in SHAPES:
-            results = compare(shape, proxies)
-            cells = [
-                f"{value:,.{digits}f}"
-                for each in results.values()
-                for value, digits in zip(each, (1, 3, 0), strict=True)
-            ]
-            ratio = f"{results['kproxy'][0] / results['haproxy'][0]:.2f}" if "haproxy" in results else "-"
-            table.add_row(shape.name, *cells, ratio)
+        for load in map(shape_load, SHAPES):
+            costs = take_turns(load, proxies, ROUNDS)
+            ratio = f"{costs['kproxy'].cpu / costs['haproxy'].cpu:.2f}" if "haproxy" in costs else "-"
+            table.add_row(load.name, *(cell for cost in costs.values() for cell in cells(load, cost)), ratio)
         console.print(table)

@@ -223,7 +223,7 @@ def _connections(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric
         "Producers that got none, because etcd did not answer.",
         counters.get("producer_ids.refused", 0),
     )
-    yield gauge("kproxy_draining", "1 while what is in flight is answered before the end.", int(vitals.draining), "max")
+    yield gauge("kproxy_draining", "1 from SIGTERM to the end.", int(vitals.draining), "max")
 
 
 def _table(view: TableView) -> Iterable[Metric]:

@@ -20,23 +20,48 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 
+from codec.partitioned import PartitionedRequest
 from codec.primitives import Buffer
 from kproxy.observe.tally import PRODUCE_BOUNDS_S
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.outbox import PacedOutbox
+from kproxy.routing.merge import Exchange
 
 
 class Slot:
-    """The place of one answer in the order of answers.
+    """The place of one answer in the order of answers; `sequence` is the request's own number on its connection.
 
     `weight` is its share of the connection's bytes in flight, `frame_bytes` the request's of what is held in all.
     `is_allowed` is asked when the answer's turn comes, for one that may be nobody's to have by then.
+
+    Of a request on the plain path (kproxy.proxy.plain_path), and of no other, it is the record: `deadline` in seconds
+    of the proxy's clock, `routed_at` the topology's revision, `exchange` its results where it is sent in parts.
     """
 
-    __slots__ = ("began", "buffers", "frame_bytes", "is_allowed", "order", "weight")
+    __slots__ = (
+        "began",
+        "buffers",
+        "deadline",
+        "exchange",
+        "frame_bytes",
+        "is_allowed",
+        "is_silent",
+        "order",
+        "request",
+        "routed_at",
+        "sequence",
+        "weight",
+    )
 
-    def __init__(self, order: AnswerOrder, weight: int, began: float) -> None:
+    request: PartitionedRequest
+    deadline: float
+    routed_at: int
+    is_silent: bool
+    exchange: Exchange | None
+
+    def __init__(self, order: AnswerOrder, sequence: int, weight: int, began: float) -> None:
         self.order = order
+        self.sequence = sequence
         self.weight = weight
         self.frame_bytes = weight
         # When the first byte of a produce request came; other requests take as long as they are told to, and have 0.

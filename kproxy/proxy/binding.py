@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from math import inf
 from typing import Final
 
 import structlog
@@ -69,6 +70,7 @@ class _BoundBefore:
     """The ticket of a binding that goes before a batch: nobody waits for it, the batch's own answer says more."""
 
     expects_answer = True
+    may_wait_until = -inf
 
     def __init__(self, upstream: Upstream, bindings: Sequence[FenceBinding]) -> None:
         self._upstream = upstream

@@ -37,7 +37,6 @@ from codec.headers import request_header
 from codec.partitioned import with_length
 from kproxy.config import Limits
 from kproxy.proxy.dialling import Dialler, Turn
-from kproxy.proxy.pieces import Piece
 from kproxy.proxy.question import Lost, ask
 from kproxy.proxy.upstream import Oldest, Upstream
 from kproxy.routing.broker_health import PROBE_PAUSE_S, SUSPICIOUS_S, Breaker, is_cut_off
@@ -238,7 +237,7 @@ class BrokerHealth:
 def _may_wait_until(upstream: Upstream) -> float:
     """Until when the next answer may take its time, for that is what was asked: a fetch that waits for data."""
     ticket = upstream.oldest_unanswered()
-    return ticket.exchange.look_until if isinstance(ticket, Piece) and ticket.whole else -inf
+    return ticket.may_wait_until if ticket is not None else -inf
 
 
 class Waiting:

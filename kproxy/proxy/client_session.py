@@ -51,8 +51,7 @@ from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.control import Unanswerable
 from kproxy.proxy.control_requests import ControlRequests
-from kproxy.proxy.fanout import Fanout
-from kproxy.proxy.open_exchanges import NoRoom
+from kproxy.proxy.fanout import FanoutShell, NoRoom
 from kproxy.proxy.outbox import PacedOutbox
 from kproxy.proxy.produce import produce
 from kproxy.proxy.reads import fetch, list_offsets
@@ -103,14 +102,22 @@ class ClientSession(asyncio.BufferedProtocol):
         self._max_bytes = context.limits.max_in_flight_bytes
         self._max_requests = context.limits.max_open_requests
         self._share = Share(context.answer_room, lambda holds: self._connections.hold_back(holds))
-        self._connections = Connections(context, self._on_broker_pressure, self._share)
+        self._connections = Connections(
+            context,
+            self._on_broker_pressure,
+            self._share,
+            before_open=lambda upstream: self._fanout.before_open(upstream),
+            on_end=lambda upstream: self._fanout.ended(upstream),
+        )
         self._broker_pressure = 0
         self._client_pressure = False
         self._reading = True
         self._draining = False
         self.closed = False
         self._gone = asyncio.get_running_loop().create_future()
-        self._fanout = Fanout(context, self._connections, self._undeliverable)
+        self._fanout = FanoutShell(context, self._connections, self._undeliverable)
+        # Of the newest request.
+        self._sequence = 0
         self._control = ControlRequests(
             context, self, self._connections, self._fanout, self._on_broker_pressure, self._offered
         )
@@ -187,7 +194,8 @@ class ClientSession(asyncio.BufferedProtocol):
         if not lowest <= api_version <= highest:
             check_served(header, self._ranges)
         weight, answers = len(frame), self._answers
-        slot = Slot(answers, weight, first_byte_at if api_key == PRODUCE else 0.0)
+        self._sequence += 1
+        slot = Slot(answers, self._sequence, weight, first_byte_at if api_key == PRODUCE else 0.0)
         # The slot is taken before anything is sent: an answer may come within this very step.
         answers.slots.append(slot)
         answers.in_flight_bytes += weight
@@ -197,7 +205,7 @@ class ClientSession(asyncio.BufferedProtocol):
             self._control.start(frame, header, slot, self._ranges)
         else:
             try:
-                answer_bytes = handler(self._context, self._fanout, frame, header, first_byte_at, slot.fill)
+                answer_bytes = handler(self._context, self._fanout, frame, header, first_byte_at, slot)
             except NoRoom as full:
                 self._put_back(frame, first_byte_at, full.partitions)
                 return
@@ -376,7 +384,7 @@ class ClientSession(asyncio.BufferedProtocol):
 
         `is_late`: this process has not run for a while. What came meanwhile waits in the kernel and is not judged yet.
         """
-        waits = self._fanout.has_open_exchanges or self._broker_pressure or self._control.tasks
+        waits = self._fanout.open_count or self._broker_pressure or self._control.tasks
         if waits or self._waiting.watches:
             self._waiting.look(chain(self._connections.by_broker.values(), self._control.upstreams), now)
             self._fanout.take_out()
@@ -444,7 +452,7 @@ class ClientSession(asyncio.BufferedProtocol):
         self._end_if_drained()
 
     def _end_if_drained(self) -> None:
-        if self._draining and not self._answers.slots and not self._backlog and not self._fanout.has_open_exchanges:
+        if self._draining and not self._answers.slots and not self._backlog and not self._fanout.open_count:
             self._end(lingers=self._lingers)
 
     def eof_received(self) -> bool:

@@ -23,16 +23,24 @@ class Connections:
     """`by_broker` has them all, closed ones too until they are replaced; treat it as read-only.
 
     `on_pressure` is told when one of them takes no more for now, and when it does again. With a `share` their large
-    answers wait for room.
+    answers wait for room. `before_open` and `on_end` as in `Upstream`, for all of them.
     """
 
-    def __init__(self, context: ProxyContext, on_pressure: Callable[[bool], None], share: Share | None = None) -> None:
+    def __init__(
+        self,
+        context: ProxyContext,
+        on_pressure: Callable[[bool], None],
+        share: Share | None = None,
+        *,
+        before_open: Callable[[Upstream], object] = lambda upstream: None,
+        on_end: Callable[[Upstream], object] = lambda upstream: None,
+    ) -> None:
         self._context = context
         self._on_pressure = on_pressure
         self._share = share
         self.by_broker: dict[int, Upstream] = {}
-        # As in `Upstream`, for all of them.
-        self.before_open: Callable[[], object] = lambda: None
+        self._before_open = before_open
+        self._on_end = on_end
 
     def to(self, broker: int) -> Upstream:
         """The open connection to where a broker is now, or a new one. Raises NoAddress."""
@@ -57,7 +65,8 @@ class Connections:
             connect_timeout_s=self._context.limits.connect_timeout_s,
             on_pressure=self._on_pressure,
             dials=not self._context.health.refuses(address),
-            before_open=lambda: self.before_open(),
+            before_open=self._before_open,
+            on_end=self._on_end,
             share=self._share,
         )
 

@@ -23,7 +23,7 @@ from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.control import ControlPlane, Unanswerable
-from kproxy.proxy.fanout import Fanout
+from kproxy.proxy.fanout import FanoutShell
 from kproxy.proxy.owning import MAX_CLIENT_BYTES, Owning
 from kproxy.proxy.upstream import Upstream
 from kproxy.proxy.versions import NOT_SERVED, Ranges
@@ -64,7 +64,7 @@ class ControlRequests:
         context: ProxyContext,
         client: Client,
         connections: Connections,
-        fanout: Fanout,
+        fanout: FanoutShell,
         on_pressure: Callable[[bool], None],
         on_offered: Callable[[Ranges], None],
     ) -> None:

@@ -1,61 +1,128 @@
-"""Split, send, take answers, retry, merge: the one mechanism behind Produce, Fetch and ListOffsets.
+"""Carry out what the fan-out decides (kproxy.routing.fanout) for one client connection.
 
-Decisions are made in `kproxy.routing`; here they are carried out for one client connection. An exchange enters by
-`submit` and leaves by its `respond`, called exactly once. What it passes through on its way:
-
-  dispatcher      which parts of it go to which broker (`following`: after the topology has changed, too)
-  order           what of it waits in lanes until something before it is resolved
-  answers         what brokers say to its pieces, and `failures` what is done about what is no success
-  open_exchanges  its results, and its end
-  standing        whether its client is still one to send for
-
-This module is where it begins and where time and the client's end reach it.
+Events reach the core one after another: while the actions of one are carried out, what they cause waits. Before any
+event but a success on the plain path (kproxy.proxy.plain_path) all requests that are under way there enter the core.
 
 Invariants
-1. A partition's entry is at any time in one place: a piece that is under way, a lane, or done.
-2. What is sent again goes through a lane; nothing of that partition overtakes it (kproxy.routing.lanes).
-3. On a new route one batch goes first, and the next follow its success (kproxy.routing.routes).
-4. When the topology has changed and a partition is to go elsewhere than its unanswered batches went, it waits for them.
-5. What was answered at its deadline is not sent afterwards; what a broker may have seen keeps its lane until it is
-   answered or its connection is closed, and what the client sent behind it meanwhile is given up with it.
-6. Once the client is gone nothing more is sent for topics with a writer group, and once it is severed nothing at all.
-7. An event (an answer, a lost connection, a deadline) changes all lanes it concerns before anything is sent.
+1. Where the topology has changed, that is the next event.
+2. Whether claims are live is asked when something is written and again when a dial completes: no past event says so.
+   The fences that a batch is to stand behind are asked for when it is written, too.
+3. At most MAX_OPEN_PARTITIONS partitions are asked for in requests that are open, or what one request asks for: an
+   event, such as the end of a broker's connection, concerns no more, and takes no longer. Requests for one partition do
+   not count: their number is bounded by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any, Final
 
-from codec.error_codes import NOT_LEADER_OR_FOLLOWER, POLICY_VIOLATION
-from codec.partitioned import PartitionedApi, PartitionedRequest
-from kproxy.fencing.settlement import Settlement
-from kproxy.observe.audit.noted import Noted
-from kproxy.proxy.answers import Answers
+from codec.api_keys import PRODUCE
+from codec.partitioned import MAX_PARTITIONS, PartitionedApi, PartitionedRequest
+from codec.produce_response import PRODUCE_API
+from kproxy.fencing.settlement import Hold
+from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
-from kproxy.proxy.dispatcher import Dispatcher
-from kproxy.proxy.failures import Failures
-from kproxy.proxy.last_writes import LastWrites, note_lost
-from kproxy.proxy.open_exchanges import NoRoom, OpenExchanges
-from kproxy.proxy.order import Order
-from kproxy.proxy.owning import NOTHING_REFUSED, Owning, Respond
-from kproxy.proxy.pieces import Piece, UnderWay, ordered_pieces, pieces_of, withdraw
-from kproxy.proxy.standing import Standing
-from kproxy.proxy.upstream import FLUSH_S, Upstream
-from kproxy.routing.identity import lane_key
+from kproxy.proxy.lookups import OwnerLookups
+from kproxy.proxy.owning import Owning, Respond
+from kproxy.proxy.plain_path import PlainPath, PlainPiece
+from kproxy.proxy.upstream import FLUSH_S, Ticket, Upstream
+from kproxy.routing import actions
+from kproxy.routing.actions import Action
+from kproxy.routing.events import Adopted, Loss
+from kproxy.routing.fanout import Fanout
 from kproxy.routing.merge import Exchange
-from kproxy.routing.routes import Routes
-from kproxy.routing.split import Entry
+from kproxy.routing.retry import Conduct
+from kproxy.routing.split import NOTHING_REFUSED, Entry, Selection
+from kproxy.routing.topology import Address, Topology
 
-# A broker that has not answered so long after a deadline is not going to: its own timer has run out as well.
-HUNG_AFTER_S = 5.0
+MAX_OPEN_PARTITIONS: Final = MAX_PARTITIONS
+_NO_TOPICS: Final = frozenset[bytes]()
 
 
-class Fanout:
-    """The exchanges of one client connection.
+class NoRoom(Exception):
+    """A request for `partitions` has to wait until others are answered."""
 
-    It sends on `connections`; `on_undeliverable` learns of acks=0 parts that cannot be sent.
-    """
+    def __init__(self, partitions: int) -> None:
+        super().__init__(f"{partitions} partitions are too many for now")
+        self.partitions = partitions
+
+
+class ContextView:
+    """What the core decides upon besides its events (kproxy.routing.events.View)."""
+
+    def __init__(self, context: ProxyContext) -> None:
+        self._context = context
+        self.topology: Topology = context.topology
+        self.max_nameless = context.limits.max_open_requests
+
+    @property
+    def conduct(self) -> Conduct:
+        return self._context.conduct
+
+    @property
+    def knows_batches_again(self) -> bool:
+        return self._context.knows_batches_again
+
+    @property
+    def gated(self) -> Collection[bytes]:
+        own = self._context.own
+        return own.settlement.topics if own is not None and own.gated else _NO_TOPICS
+
+    @property
+    def fenced(self) -> bool:
+        return self._context.versions.fenced
+
+    def is_hung(self, address: Address | None) -> bool:
+        health = self._context.health
+        return health.watching and health.is_open(address)
+
+
+class PieceTicket:
+    """The ticket of one of the core's pieces, which the core knows by its number."""
+
+    __slots__ = ("_shell", "exchange", "expects_answer", "part", "piece", "upstream")
+
+    def __init__(
+        self, shell: FanoutShell, upstream: Upstream, piece: int, exchange: Exchange, part: Selection | None
+    ) -> None:
+        self._shell = shell
+        self.upstream = upstream
+        self.piece = piece
+        self.exchange = exchange
+        self.part = part
+        self.expects_answer = exchange.request.acks != 0
+
+    @property
+    def may_wait_until(self) -> float:
+        return self.exchange.look_until if self.part is None else 0.0
+
+    def is_plain(self, frame: memoryview) -> bool:
+        """Whether an answer is a success for all that was asked, or to a read: it concerns no other request."""
+        if not self.exchange.is_ordered:
+            return True
+        plain = self.exchange.api.plain_answer(self.exchange.request, self.exchange.selection(self.part))
+        return plain is not None and plain.is_met(frame)
+
+    def answered(self, frame: memoryview) -> None:
+        self._shell.answered(self, frame)
+
+    def sent(self) -> None:
+        self._shell.left(self)
+
+    def unconfirmed(self) -> None:
+        self._shell.leave_unconfirmed(self.upstream)
+
+    def lost(self, *, written: bool) -> None:
+        self._shell.lost(self, Loss.WRITTEN if written else Loss.UNWRITTEN)
+
+
+class FanoutShell:
+    """It sends on `connections`; `on_undeliverable` learns of acks=0 parts that cannot be sent."""
 
     def __init__(
         self,
@@ -64,238 +131,433 @@ class Fanout:
         on_undeliverable: Callable[[bytes, int], None],
     ) -> None:
         self._context = context
-        self._upstreams: Mapping[int, Upstream] = connections.by_broker
+        self._topology = context.topology
+        self._connections = connections
+        self._on_undeliverable = on_undeliverable
         # What of its acknowledgements is noted, where the proxy keeps a trail of them.
         self.acks = context.trail.connection(context.topology) if context.trail is not None else None
-        routes: Routes[Upstream, Noted] = Routes(context.topology, self.acks.part if self.acks is not None else None)
-        self._standing = Standing(context)
-        self._exchanges = OpenExchanges(context, self._look_again, on_undeliverable)
-        self._order = Order(context, self._exchanges, self._wake)
-        self._under_way = UnderWay(self._upstreams)
-        self._failures = Failures(context, self._exchanges, self._order, self._under_way, self._standing)
-        self._answers = Answers(
-            context,
-            self._exchanges,
-            self._order,
-            self._under_way,
-            routes,
-            self._standing,
-            self._failures,
-            self.acks,
-            self._end_event,
-        )
-        self._dispatcher = Dispatcher(
-            context,
-            connections,
-            self._exchanges,
-            self._order,
-            self._under_way,
-            routes,
-            self._standing,
-            self._failures,
-            self._answers,
-        )
-        self._last_writes: LastWrites | None = None
-        if self._standing.settlement is not None:
-            connections.before_open = self._standing.lapses
+        # What its client has claimed, once it has claimed anything.
+        self.owning: Owning | None = None
+        self._view = ContextView(context)
+        self.core = Fanout(self._view)
+        self._upstreams: dict[int, Upstream] = {}
+        self._numbers: dict[Upstream, int] = {}
+        self.plain = PlainPath(self.core, self._upstreams, self.acks, context.counters, self._take_over)
+        self.lookups = OwnerLookups(context)
+        # By sequence, of the core's requests: where the answer goes, and how many partitions were asked for.
+        self._responds: dict[int, tuple[Respond, int]] = {}
+        self._open_partitions = 0
+        self._events: deque[Callable[[float, float], list[Action]]] = deque()
+        self._is_running = False
+        # What connections that are ending lose, until the core knows; and whether acks=0 batches are in doubt with it.
+        self._losses: dict[int, list[tuple[int, Loss]]] = {}
+        self._doubted: set[int] = set()
+        self._holds: dict[int, list[Hold]] = {}
+        self._held = asyncio.Event()
+        self._emptied = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+        # The topology's version when something was sent last.
+        self._sent_at = -1
+        # The sequence of the newest request: now, at the last call of `take_out`, and at the one before.
+        self._newest = 0
+        self._seen = 0
+        self._taken_out_to = 0
+
+    # Requests
+
+    def admit(self, request: PartitionedRequest) -> None:
+        """Raises NoRoom where a request has to wait; to be called before anything of it is changed."""
+        # Nearly always nothing that counts is open, and every request asks.
+        if self._open_partitions or self.plain.open_partitions:
+            partitions = request.partition_count
+            if not self.has_room_for(partitions):
+                raise NoRoom(partitions)
+
+    def has_room_for(self, partitions: int) -> bool:
+        """Whether a request for so many partitions may be begun."""
+        taken = self._open_partitions + self.plain.open_partitions
+        return not taken or taken + partitions <= MAX_OPEN_PARTITIONS
+
+    def name_topics(self, request: PartitionedRequest) -> None:
+        """Put names in the place of topic ids."""
+        self.core.name_topics(request)
 
     def submit(
         self,
         api: PartitionedApi,
         request: PartitionedRequest,
+        slot: Slot,
         *,
         deadline: float,
-        respond: Respond,
+        respond: Respond | None = None,
         look_until: float = 0.0,
         silent: bool = False,
         refused: Mapping[Entry, int] = NOTHING_REFUSED,
     ) -> None:
-        """Begin an exchange; `silent` where its client is never answered (acks=0).
+        """Begin a request whose answer goes to `slot`, by `respond` where that is another way to it.
 
-        `refused` are entries that are not to be sent, with the error code of each.
-
-        `deadline` and `look_until`, the time until which a read that spans brokers asks again for want of data, are on
-        the proxy's clock, in seconds.
+        `silent` where its client is never answered (acks=0). `refused` are entries that are not to be sent, with the
+        error code of each. `deadline` and `look_until`, the time until which a read that spans brokers asks again for
+        want of data, are on the proxy's clock, in seconds.
         """
         api.admit(request)
-        exchange = self._exchanges.begin(api, request, deadline, respond)
-        if look_until:
-            exchange.look_until = look_until
-        if silent:
-            exchange.is_silent = silent
-        elif deadline <= self._context.clock():
-            self._end_unsent(exchange)
-            return
-        self._dispatcher.dispatch(exchange, refused)
-        # What is under way first: with acks=0 a refusal ends the connection.
-        for entry, error_code in refused.items():
-            self._exchanges.conclude(exchange, entry, error_code)
-        if refused:
-            self._exchanges.finish_if_complete(exchange)
+        core = self.core
+        self._newest = slot.sequence
+        self._give_up_moved()
+        if self._topology.version != core.version:
+            self._run()
+        is_ordered = api is PRODUCE_API and request.acks != 0
+        if is_ordered and not refused and core.is_quiet and (silent or deadline > self._context.clock()):
+            if core.awaits:
+                core.arrived(Exchange(api, request, slot.sequence, deadline))
+            if self.plain.send(slot, request, deadline, self._topology.revision, is_silent=silent):
+                return
+        exchange = Exchange(api, request, slot.sequence, deadline)
+        exchange.look_until = look_until
+        exchange.is_silent = silent
+        self._open(exchange, respond or slot.fill)
+        self._bring(lambda now, jitter: core.submitted(exchange, refused, now, jitter))
 
-    def admit(self, request: PartitionedRequest) -> None:
-        """Raises NoRoom where a request has to wait; to be called before anything of it is changed."""
-        if self._exchanges.open_partitions and not self._exchanges.has_room_for(request.partition_count):
-            raise NoRoom(request.partition_count)
+    def _open(self, exchange: Exchange, respond: Respond) -> None:
+        partitions = exchange.request.partition_count
+        self._responds[exchange.sequence] = (respond, partitions)
+        if partitions > 1:
+            self._open_partitions += partitions
 
-    def has_room_for(self, partitions: int) -> bool:
-        """Whether a request that had to wait may be begun."""
-        return self._exchanges.has_room_for(partitions)
-
-    def name_topics(self, request: PartitionedRequest) -> None:
-        """Put names in the place of topic ids."""
-        self._dispatcher.following.name_topics(request)
-
-    @property
-    def owning(self) -> Owning | None:
-        """What its client has claimed, once it has claimed anything."""
-        return self._standing.owning
-
-    @owning.setter
-    def owning(self, owning: Owning) -> None:
-        self._standing.owning = owning
+    def _take_respond(self, sequence: int) -> Respond:
+        respond, partitions = self._responds.pop(sequence)
+        if partitions > 1:
+            self._open_partitions -= partitions
+        return respond
 
     @property
     def open_count(self) -> int:
-        """Exchanges that are not answered yet, or with acks=0 not sent."""
-        return len(self._exchanges.table)
+        """Requests that are not answered yet, or with acks=0 not sent."""
+        return self.core.open_count + self.plain.open_count
 
-    @property
-    def has_open_exchanges(self) -> bool:
-        return bool(self._exchanges.table)
+    # The plain path
 
-    # What its parts are told to call
+    def _take_over(self, piece: PlainPiece) -> PieceTicket:
+        """Have the core take over the plain path; the ticket in the place of this one, which is no upstream's."""
+        return self._adopt((piece,))[piece]
 
-    def _look_again(self, exchange: Exchange) -> None:
-        self._dispatcher.dispatch(exchange)
+    def _adopt(self, pieces: Iterable[PlainPiece] = ()) -> Mapping[Ticket, PieceTicket]:
+        if not self.plain.open_count:
+            return {}
+        by_sequence: dict[int, list[PlainPiece]] = {}
+        for piece in chain(pieces, self._plain_pieces()):
+            by_sequence.setdefault(piece.slot.sequence, []).append(piece)
+        records = []
+        for sequence, parts in sorted(by_sequence.items()):
+            slot = parts[0].slot
+            exchange = slot.exchange
+            if exchange is None:
+                exchange = Exchange(PRODUCE_API, slot.request, sequence, slot.deadline)
+                exchange.is_silent = slot.is_silent
+            self._open(exchange, slot.fill)
+            sent = [(part.planned.connection, part.planned.part) for part in parts]
+            records.append((Adopted(exchange, slot.routed_at, sent), parts))
+        numbers = iter(self.core.adopt([record for record, _ in records]))
+        tickets: dict[Ticket, PieceTicket] = {
+            part: PieceTicket(self, part.planned.upstream, next(numbers), record.exchange, part.planned.part)
+            for record, parts in records
+            for part in parts
+        }
+        for upstream in self._upstreams.values():
+            upstream.replace(tickets)
+        self.plain.open_count = self.plain.open_partitions = 0
+        return tickets
 
-    def _wake(self) -> None:
-        self._dispatcher.send_due()
+    def _plain_pieces(self) -> Iterator[PlainPiece]:
+        """What is under way on the plain path."""
+        if self.plain.open_count:
+            for upstream in self._upstreams.values():
+                for ticket in upstream.unanswered():
+                    if isinstance(ticket, PlainPiece):
+                        yield ticket
 
-    def _end_event(self) -> None:
-        self._dispatcher.send_released()
+    # Events
 
-    # Time
+    def _bring(self, event: Callable[[float, float], list[Action]]) -> None:
+        self._events.append(event)
+        if not self._is_running:
+            self._run()
+
+    def _run(self) -> None:
+        """Bring all events that wait, and before each a change of the topology."""
+        self._is_running = True
+        core, clock, random = self.core, self._context.clock, self._context.random.random
+        try:
+            while True:
+                if self._topology.version != core.version:
+                    self._follow()
+                    event: Callable[[float, float], list[Action]] = core.topology_changed
+                elif self._events:
+                    event = self._events.popleft()
+                else:
+                    break
+                for action in event(clock(), random()):
+                    _CARRY_OUT[type(action)](self, action)
+        finally:
+            self._is_running = False
+        if core.lanes.table and not self._is_closed:
+            self._topology.on_next_change(self._topology_changed)
+        if not core.open_count:
+            self._emptied.set()
+
+    def _follow(self) -> None:
+        if self.plain.open_count and self.core.is_concerned:
+            self._adopt()
+
+    def _give_up_moved(self) -> None:
+        """Before something is sent: give up what leads to where a broker is no more. It may answer until then."""
+        if self._topology.version != self._sent_at:
+            self._sent_at = self._topology.version
+            self._connections.give_up_moved()
+
+    def _topology_changed(self) -> None:
+        # One change may come as many: look at them together.
+        asyncio.get_running_loop().call_soon(self._run_unless_running)
+
+    def _run_unless_running(self) -> None:
+        if not self._is_running and not self._is_closed:
+            self._run()
+
+    def before_open(self, upstream: Upstream) -> None:
+        """A dial has succeeded, and what waited for it is about to be written."""
+        if self._view.gated and self._has_lapsed():
+            self._sever()
+        number = self._numbers.get(upstream)
+        if number is not None and not upstream.closed:
+            self.core.opened(number)
+
+    def answered(self, ticket: PieceTicket, frame: memoryview) -> None:
+        """A broker's answer to a piece."""
+        if self.plain.open_count and not ticket.is_plain(frame):
+            self._adopt()
+        self._bring(lambda now, jitter: self.core.answered(ticket.piece, frame, now, jitter))
+
+    def left(self, ticket: PieceTicket) -> None:
+        """A piece that has no answer (acks=0) has left."""
+        if ticket.upstream.closed:
+            self.lost(ticket, Loss.LEFT)
+        else:
+            self._bring(lambda now, jitter: self.core.left([ticket.piece], now, jitter))
+
+    def lost(self, ticket: PieceTicket, loss: Loss) -> None:
+        """A piece is lost with its connection, which is about to say that it has ended."""
+        self._losses.setdefault(self._numbers[ticket.upstream], []).append((ticket.piece, loss))
+
+    def leave_unconfirmed(self, upstream: Upstream) -> None:
+        """The same of what had left on it with acks=0."""
+        self._doubted.add(self._numbers[upstream])
+
+    def ended(self, upstream: Upstream) -> None:
+        """A connection has ended, and all that was on it is known to be lost."""
+        number = self._numbers.get(upstream)
+        if number is None:
+            return
+        self._adopt()
+        losses = self._losses.setdefault(number, [])
+
+        def event(now: float, jitter: float) -> list[Action]:
+            del self._losses[number], self._numbers[upstream], self._upstreams[number]
+            is_unconfirmed = number in self._doubted
+            self._doubted.discard(number)
+            return self.core.lost(number, losses, now, jitter, is_unconfirmed=is_unconfirmed)
+
+        # What waits to be sent on it is not to be sent before.
+        self._events.appendleft(event)
+        if not self._is_running:
+            self._run()
 
     def expire(self, now: float) -> None:
-        """Answer what has reached its deadline: done entries with their results, the rest with an error.
-
-        Produce that a broker may have seen gets REQUEST_TIMED_OUT, what was never written NOT_LEADER_OR_FOLLOWER.
-        """
-        due = [exchange for exchange in self._exchanges.all() if exchange.deadline <= now]
-        self._context.counters["deadlines"] += len(due)
-        self._end(due)
-        for upstream in list(self._upstreams.values()):
-            oldest = upstream.oldest_unanswered()
-            if isinstance(oldest, Piece) and oldest.exchange.deadline + HUNG_AFTER_S <= now:
-                upstream.give_up("it does not answer")
-        self._end_event()
-
-    def _end_unsent(self, exchange: Exchange) -> None:
-        """Its deadline was over before it could be begun: no broker gets anything of it."""
-        self._context.counters["deadlines"] += 1
-        self._end_one(exchange, {(exchange.sequence, entry) for entry in exchange.open_entries()})
-        self._end_event()
+        """Answer what has reached its deadline."""
+        is_plain_due = any(piece.slot.deadline <= now for piece in self._plain_pieces())
+        if is_plain_due or (self.plain.open_count and self.core.is_due(now)):
+            self._adopt()
+        if self.core.is_idle:
+            return
+        oldest = {
+            number: ticket.piece
+            for number, upstream in self._upstreams.items()
+            if isinstance(ticket := upstream.oldest_unanswered(), PieceTicket)
+        }
+        # At the time that was asked about: what is due a moment later has to enter first.
+        self._bring(lambda _, jitter: self.core.tick(oldest, now, jitter))
 
     def take_out(self) -> None:
         """Called now and then: what has waited since the last call keeps no receive buffer from being used again."""
-        self._exchanges.take_out()
-        if not self._order.lanes:
-            self._under_way.forget()
+        since, self._taken_out_to, self._seen = self._taken_out_to, self._seen, self._newest
+        self.core.take_out(since, self._taken_out_to)
+        for piece in self._plain_pieces():
+            if since < piece.slot.sequence <= self._taken_out_to:
+                piece.slot.request.take_out()
 
-    def _end(self, due: list[Exchange]) -> None:
-        """Answer what of these exchanges is still open; their pieces that no broker has seen are taken back."""
-        if not due:
+    # Actions
+
+    def _send(self, action: actions.Send) -> None:
+        connection, broker, piece, exchange, part, shares = action
+        self._give_up_moved()
+        upstream = self._upstreams.get(connection)
+        if upstream is None:
+            upstream = self._upstreams[connection] = self._connections.to(broker)
+            self._numbers[upstream] = connection
+            if upstream.is_open:
+                self.core.opened(connection)
+        ticket = PieceTicket(self, upstream, piece, exchange, part)
+        owning = self.owning
+        if owning is not None and exchange.api.api_key == PRODUCE and not upstream.closed:
+            if self._has_lapsed():
+                self.core.unsent(piece)
+                self._sever()
+                return
+            owning.binder.before(upstream, exchange, exchange.selection(part), owning.holdings)
+        if upstream.closed:
+            # It ends by one of the actions before.
+            self._losses[connection].append((piece, Loss.UNWRITTEN))
             return
-        sequences = {exchange.sequence for exchange in due}
-        withdrawn = withdraw(self._upstreams.values(), lambda piece: piece.exchange.sequence in sequences)
-        for piece in (*withdrawn, *pieces_of(self._upstreams.values(), sequences)):
-            for entry in piece.entries():
-                piece.exchange.note_sent(entry, piece.upstream.owner)
-        unwritten = {(piece.exchange.sequence, entry) for piece in withdrawn for entry in piece.entries()}
-        for piece in withdrawn:
-            self._under_way.remove(piece)
-        for exchange in due:
-            # It may have been answered with another one, whose end gave up what waited behind it.
-            if exchange in self._exchanges:
-                self._end_one(exchange, unwritten)
-        self._order.settle_pieces(withdrawn)
+        if part is None:
+            upstream.forward(ticket, exchange.request.frame)
+        else:
+            correlation_id = upstream.next_correlation_id()
+            upstream.send(ticket, correlation_id, exchange.splitter(shares).part(part, correlation_id))
 
-    def _end_one(self, exchange: Exchange, unwritten: set[tuple[int, Entry]]) -> None:
-        exchanges, lanes = self._exchanges, self._order.lanes
-        exchanges.looks.stop(exchange)
-        written = self._failures.unanswered_code(exchange)
-        for entry in exchange.open_entries():
-            key = lane_key(exchange, entry)
-            exchanges.give_up(lanes.give_up(key, exchange.sequence, exchanges.newest, self._under_way.of(key)))
-            if exchange.is_open(entry):
-                never_written = (exchange.sequence, entry) in unwritten
-                exchanges.conclude(exchange, entry, NOT_LEADER_OR_FOLLOWER if never_written else written)
-        exchanges.finish_if_complete(exchange)
-        if exchange not in exchanges:
-            # Its pieces may wait for long; what they are still wanted for is order.
-            exchange.request.let_go()
+    def _has_lapsed(self) -> bool:
+        """Whether what the client claimed may be another's by now.
+
+        What was let through waits for a dial or a retry, and time may have passed without this process.
+        """
+        own, owning = self._context.own, self.owning
+        return own is not None and owning is not None and owning.holdings.group is not None and not own.is_live()
+
+    def _sever(self) -> None:
+        if self.owning is not None:
+            reason = "its claims may be others' by now: the proxy's lease in etcd is not certain to live"
+            self.owning.holdings.sever(reason)
+
+    def _withdraw(self, action: actions.Withdraw) -> None:
+        upstream = self._upstreams[action.connection]
+        upstream.withdraw(lambda ticket: isinstance(ticket, PieceTicket) and ticket.piece in action.pieces)
+
+    def _respond(self, action: actions.Respond) -> None:
+        self._take_respond(action.sequence)(action.answer)
+
+    def _drop(self, action: actions.Drop) -> None:
+        self._take_respond(action.sequence)
+
+    def _note(self, action: actions.Note) -> None:
+        if self.acks is not None:
+            self.acks.note(*action)
+
+    def _hold(self, action: actions.Hold) -> None:
+        if self._context.own is not None:
+            begin = self._context.own.settlement.begin
+            self._holds[action.piece] = [begin(topic.decode(), index) for topic, index in action.partitions]
+
+    def _let_go(self, action: actions.LetGo) -> None:
+        for hold in self._holds.pop(action.piece, ()):
+            if self._context.own is not None:
+                self._context.own.settlement.done(hold)
+        if not self._holds:
+            self._held.set()
+
+    def _note_lost(self, action: actions.NoteLost) -> None:
+        if self._context.own is not None:
+            for topic, partition_index in action.partitions:
+                self._context.own.settlement.note_written_lost(topic.decode(), partition_index)
+
+    def _wake_at(self, action: actions.WakeAt) -> None:
+        if self._is_closed:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(max(0.0, action.at - self._context.clock()), self._wake)
+
+    def _wake(self) -> None:
+        self._timer = None
+        self._give_up_moved()
+        self._bring(self.core.woken)
+
+    def _close(self, action: actions.Close) -> None:
+        upstream = self._upstreams[action.connection]
+        if action.is_untrue:
+            upstream.distrust(action.reason)
+        else:
+            upstream.give_up(action.reason)
+
+    def _reread(self, action: actions.Reread) -> None:
+        self.lookups.ask(*action)
+
+    def _tell_undeliverable(self, action: actions.Undeliverable) -> None:
+        self._on_undeliverable(*action)
+
+    def _count(self, action: actions.Counted) -> None:
+        self._context.counters[action.counter] += action.amount
+
+    def _count_unconfirmed(self, action: actions.Unconfirmed) -> None:
+        self._context.tally.leave_unconfirmed(*action)
+
+    def _count_retry(self, action: actions.Retried) -> None:
+        self._context.tally.retry(*action)
+
+    def _count_failure(self, action: actions.Failed) -> None:
+        self._context.tally.error(*action)
 
     # The client's end
 
     def part(self, *, severed: bool = False) -> None:
-        """The client is gone: for topics with a writer group nothing is sent that has not been, whatever its acks.
-
-        What brokers have got for these is held until it is answered. `severed`: nothing is sent for any topic.
-        """
-        if not self._standing.part(severed=severed):
-            return
-        is_over, upstreams = self._standing.is_over, self._upstreams.values()
-        withdrawn = withdraw(upstreams, lambda piece: any(is_over(piece.exchange, entry) for entry in piece.entries()))
-        written = [piece for upstream in upstreams for piece in ordered_pieces(upstream)]
-        if self._standing.settlement is not None:
-            self._hold(self._standing.settlement, written)
-        sent = {(piece.exchange.sequence, entry) for piece in written for entry in piece.entries()}
-        for exchange in self._exchanges.all():
-            if any(is_over(exchange, entry) for entry in exchange.open_entries()):
-                self._part_from(exchange, sent)
-        self._order.settle_pieces(withdrawn)
-        self._under_way.forget()
-
-    def _hold(self, settlement: Settlement, written: list[Piece]) -> None:
-        if self._context.versions.fenced:
-            # These connections end, and it is the fences that count; but another process may not know of them yet.
-            for piece in written:
-                note_lost(piece, settlement)
-            return
-        if self._last_writes is None:
-            self._last_writes = LastWrites(settlement, self._answers)
-        self._last_writes.hold(written)
-
-    def _part_from(self, exchange: Exchange, sent: set[tuple[int, Entry]]) -> None:
-        if not exchange.is_silent:
-            self._exchanges.drop(exchange)
-            exchange.request.let_go()
-            return
-        for entry in exchange.open_entries():
-            if (exchange.sequence, entry) not in sent:
-                self._exchanges.conclude(exchange, entry, POLICY_VIOLATION)
-        self._exchanges.finish_if_complete(exchange)
+        """The client is gone; or it is severed, and nothing is sent for any topic."""
+        if severed or self._view.gated:
+            self._adopt()
+            self._bring(self.core.severed if severed else self.core.parted)
 
     def hurry(self) -> None:
-        """Wait no longer for the answers to what was written last."""
-        if self._last_writes is not None:
-            self._last_writes.hurry()
+        """Wait no longer for answers to what was written last; what is not answered stays unsettled for its time."""
+        self._held.set()
 
     async def close(self) -> None:
-        """The client is gone. What it would hear of is dropped, it will send that again itself; what it sent with
-        acks=0 still goes, or is counted as lost. What is held (`part`) is waited for.
-        """
-        for exchange in self._exchanges.all():
-            if not exchange.is_silent:
-                self._exchanges.drop(exchange)
-        self._order.lanes.drop(lambda exchange: not exchange.is_silent)
-        self._order.settle_pieces(withdraw(self._upstreams.values(), lambda piece: not piece.exchange.is_silent))
-        self._under_way.forget()
-        self._end_event()
-        if self._last_writes is not None:
-            await self._last_writes.settle(self._context.limits.own_unsettled_s)
-        await self._exchanges.emptied(FLUSH_S)
-        self._end(self._exchanges.all())
-        self._order.timer.close()
-        await self._failures.lookups.close()
+        """The client is gone. What it sent with acks=0 goes, or is counted as lost; what is held is waited for."""
+        self._adopt()
+        self._bring(self.core.closing)
+        if self._holds:
+            await _until(self._held, self._context.limits.own_unsettled_s)
+        if self.core.open_count:
+            self._emptied.clear()
+            await _until(self._emptied, FLUSH_S)
+        self._bring(self.core.ended)
+        self._is_closed = True
+        self._topology.forget(self._topology_changed)
+        if self._timer is not None:
+            self._timer.cancel()
+        await self.lookups.close()
+
+
+_CARRY_OUT: Final[Mapping[type[Action], Callable[[FanoutShell, Any], None]]] = {
+    actions.Send: FanoutShell._send,
+    actions.Withdraw: FanoutShell._withdraw,
+    actions.Respond: FanoutShell._respond,
+    actions.Drop: FanoutShell._drop,
+    actions.Note: FanoutShell._note,
+    actions.Hold: FanoutShell._hold,
+    actions.LetGo: FanoutShell._let_go,
+    actions.NoteLost: FanoutShell._note_lost,
+    actions.Reread: FanoutShell._reread,
+    actions.WakeAt: FanoutShell._wake_at,
+    actions.Close: FanoutShell._close,
+    actions.Undeliverable: FanoutShell._tell_undeliverable,
+    actions.Unconfirmed: FanoutShell._count_unconfirmed,
+    actions.Retried: FanoutShell._count_retry,
+    actions.Failed: FanoutShell._count_failure,
+    actions.Counted: FanoutShell._count,
+}
+
+
+async def _until(event: asyncio.Event, timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return

@@ -12,7 +12,6 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
-from types import MappingProxyType
 from typing import Final, Protocol
 
 import structlog
@@ -32,13 +31,12 @@ from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.sources import connect
 from kproxy.proxy.tasks import cancel, in_time
-from kproxy.routing.split import Entry
+from kproxy.routing.split import NOTHING_REFUSED, Entry
 
 # An etcd that is there answers at once; a proxy without it serves as well, and grants nothing.
 PATIENCE_S: Final = 2.0
 # Of a client's id: so much of it is told to those who look at claims.
 MAX_CLIENT_BYTES: Final = 100
-NOTHING_REFUSED: Final[Mapping[Entry, int]] = MappingProxyType({})
 
 log = structlog.get_logger(__name__)
 

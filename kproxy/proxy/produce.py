@@ -22,16 +22,18 @@ from codec.partitioned import PartitionedApi, PartitionedRequest, encode_topics,
 from codec.primitives import Buffer
 from codec.produce import parse_produce, set_acks
 from codec.produce_response import PRODUCE_API
+from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.context import ProxyContext
-from kproxy.proxy.fanout import Fanout
-from kproxy.proxy.owning import NOTHING_REFUSED, Respond, refused_writes
+from kproxy.proxy.fanout import FanoutShell
+from kproxy.proxy.owning import refused_writes
 from kproxy.routing.retry import deadline_s
+from kproxy.routing.split import NOTHING_REFUSED
 
 _ACKS = (-1, 1, 0)
 
 
 def produce(
-    context: ProxyContext, fanout: Fanout, frame: memoryview, header: RequestHeader, now: float, respond: Respond
+    context: ProxyContext, fanout: FanoutShell, frame: memoryview, header: RequestHeader, now: float, slot: Slot
 ) -> int | None:
     """Serve one produce request whose first byte came at `now`.
 
@@ -45,7 +47,7 @@ def produce(
             raise InvalidField("an acks=0 request names a partition twice, or too many of them")
         refusal = INVALID_REQUEST if acks in _ACKS else INVALID_REQUIRED_ACKS
         context.tally.error(PRODUCE, refusal, partitions=request.partition_count)
-        respond(refuse(PRODUCE_API, request, refusal))
+        slot.fill(refuse(PRODUCE_API, request, refusal))
         return 0
     fanout.admit(request)
     began = context.clock() if acks == 0 else now
@@ -59,7 +61,7 @@ def produce(
             context.counters["own.gated"] += len(refused)
     if acks == 0 and (context.confirm_acks0 or _is_gated(context, request)):
         set_acks(request, 1)
-    fanout.submit(PRODUCE_API, request, deadline=deadline, respond=respond, silent=acks == 0, refused=refused)
+    fanout.submit(PRODUCE_API, request, slot, deadline=deadline, silent=acks == 0, refused=refused)
     return None if acks == 0 else 0
 
 

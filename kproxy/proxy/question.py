@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from math import inf
 
 from codec.primitives import Buffer
 from kproxy.proxy.upstream import Upstream
@@ -21,6 +22,7 @@ class Question:
     """The ticket of one request that somebody awaits."""
 
     expects_answer = True
+    may_wait_until = -inf
 
     def __init__(self) -> None:
         self.answer: asyncio.Future[memoryview] = asyncio.get_running_loop().create_future()

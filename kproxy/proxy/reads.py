@@ -13,10 +13,12 @@ from codec.fetch import NO_SESSION, FetchApi, response_ends
 from codec.headers import RequestHeader, response_header
 from codec.list_offsets import LIST_OFFSETS_API
 from codec.partitioned import encode_topics, with_length
+from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.context import ProxyContext
-from kproxy.proxy.fanout import Fanout
-from kproxy.proxy.owning import NOTHING_REFUSED, Respond
+from kproxy.proxy.fanout import FanoutShell
+from kproxy.proxy.owning import Respond
 from kproxy.proxy.produce import refuse
+from kproxy.routing.split import NOTHING_REFUSED
 
 FETCH_API = FetchApi()
 MAX_FETCH_WAIT_S = 300.0
@@ -25,7 +27,7 @@ READ_GRACE_S = 30.0
 
 
 def fetch(
-    context: ProxyContext, fanout: Fanout, frame: memoryview, header: RequestHeader, now: float, respond: Respond
+    context: ProxyContext, fanout: FanoutShell, frame: memoryview, header: RequestHeader, now: float, slot: Slot
 ) -> int | None:
     """Serve one fetch request; how many bytes it may bring. Raises CodecError, NoRoom."""
     request = FETCH_API.parse_request(frame, header)
@@ -33,32 +35,35 @@ def fetch(
         head, tail = response_ends(header.api_version, 0, [], FETCH_SESSION_ID_NOT_FOUND)
         answer_header = response_header(header.api_key, header.api_version, header.correlation_id)
         context.tally.error(FETCH, FETCH_SESSION_ID_NOT_FOUND)
-        respond(with_length([answer_header + head, *encode_topics([], flexible=request.flexible), tail]))
+        slot.fill(with_length([answer_header + head, *encode_topics([], flexible=request.flexible), tail]))
         return 0
     if request.is_too_large or request.repeats_a_partition():
         context.tally.error(FETCH, INVALID_REQUEST, partitions=request.partition_count)
-        respond(refuse(FETCH_API, request, INVALID_REQUEST))
+        slot.fill(refuse(FETCH_API, request, INVALID_REQUEST))
         return 0
     fanout.admit(request)
     refused = NOTHING_REFUSED
+    respond: Respond = slot.fill
     if fanout.owning is not None:
-        refused, respond = fanout.owning.read(request, respond)
+        refused, respond = fanout.owning.read(request, slot.fill)
         context.counters["own.fetch_gated"] += len(refused)
     wait_s = min(max(request.max_wait_ms, 0) / 1000, MAX_FETCH_WAIT_S)
     deadline = now + wait_s + READ_GRACE_S
-    fanout.submit(FETCH_API, request, deadline=deadline, respond=respond, look_until=now + wait_s, refused=refused)
+    fanout.submit(
+        FETCH_API, request, slot, deadline=deadline, respond=respond, look_until=now + wait_s, refused=refused
+    )
     return min(max(request.max_bytes, 0), context.limits.max_answer_bytes)
 
 
 def list_offsets(
-    context: ProxyContext, fanout: Fanout, frame: memoryview, header: RequestHeader, now: float, respond: Respond
+    context: ProxyContext, fanout: FanoutShell, frame: memoryview, header: RequestHeader, now: float, slot: Slot
 ) -> int | None:
     """Serve one ListOffsets request; its answer is as small as itself. Raises CodecError, NoRoom."""
     request = LIST_OFFSETS_API.parse_request(frame, header)
     if request.is_too_large or request.repeats_a_partition():
         context.tally.error(LIST_OFFSETS, INVALID_REQUEST, partitions=request.partition_count)
-        respond(refuse(LIST_OFFSETS_API, request, INVALID_REQUEST))
+        slot.fill(refuse(LIST_OFFSETS_API, request, INVALID_REQUEST))
         return 0
     fanout.admit(request)
-    fanout.submit(LIST_OFFSETS_API, request, deadline=now + READ_GRACE_S, respond=respond)
+    fanout.submit(LIST_OFFSETS_API, request, slot, deadline=now + READ_GRACE_S)
     return 0

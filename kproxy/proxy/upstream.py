@@ -28,7 +28,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, cast
 
 import structlog
@@ -59,6 +59,11 @@ class Ticket(Protocol):
 
     expects_answer: bool
 
+    @property
+    def may_wait_until(self) -> float:
+        """Until when the answer may take its time, for that is what was asked: seconds of the proxy's clock."""
+        ...
+
     def sent(self) -> None:
         """The request has left this process; said only to tickets that expect no answer (acks=0)."""
         ...
@@ -87,7 +92,8 @@ class Upstream(asyncio.BufferedProtocol):
     """A connection to the broker `owner` at `address`, which `dialler` dials when it is its `turn`.
 
     Not `dials`: what is sent to it is lost unwritten. `before_open` is called before what waited for the dial is
-    written: it may withdraw some of that. Large answers wait for room in `share`, where there is one.
+    written: it may withdraw some of that. `on_end` is called when it has ended and all tickets are told, but not by
+    `close`. Large answers wait for room in `share`, where there is one.
     """
 
     def __init__(
@@ -102,7 +108,8 @@ class Upstream(asyncio.BufferedProtocol):
         on_pressure: Callable[[bool], None],
         turn: Turn = Turn.PACED,
         dials: bool = True,
-        before_open: Callable[[], object] = lambda: None,
+        before_open: Callable[[Upstream], object] = lambda upstream: None,
+        on_end: Callable[[Upstream], object] = lambda upstream: None,
         share: Share | None = None,
     ) -> None:
         self.owner = owner
@@ -123,6 +130,7 @@ class Upstream(asyncio.BufferedProtocol):
         self._queued_bytes = 0
         self._on_pressure = on_pressure
         self._before_open = before_open
+        self._on_end = on_end
         self._presses = False
         # What expects no answer and may still be here, each with the place of its last byte; the last that has left.
         self._leaving: deque[tuple[int, Ticket]] = deque()
@@ -189,6 +197,18 @@ class Upstream(asyncio.BufferedProtocol):
         """Who waits, written or not, in order."""
         return [ticket for _, ticket in self._in_flight] + [ticket for ticket, _, _ in self._queue]
 
+    @property
+    def is_open(self) -> bool:
+        """Whether what is sent is written at once."""
+        return self._outbox is not None and not self.closed
+
+    def replace(self, tickets: Mapping[Ticket, Ticket]) -> None:
+        """Put others in the place of some tickets that wait for answers to what is written."""
+        waiting = [(number, tickets.get(ticket, ticket)) for number, ticket in self._in_flight]
+        # In place: answers may be being taken.
+        self._in_flight.clear()
+        self._in_flight.extend(waiting)
+
     def oldest_unanswered(self) -> Ticket | None:
         """Whose answer is the next to come."""
         return self._in_flight[0][1] if self._in_flight else None
@@ -229,7 +249,7 @@ class Upstream(asyncio.BufferedProtocol):
         self._end()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._before_open()
+        self._before_open(self)
         if self.closed or self._dial.cancelling():
             cast(asyncio.Transport, transport).abort()
             return
@@ -390,6 +410,7 @@ class Upstream(asyncio.BufferedProtocol):
         self._end_unanswered(by_client=by_client)
         while self._queue:
             self._queue.popleft()[0].lost(written=False)
+        self._on_end(self)
 
     def _end_unanswered(self, *, by_client: bool) -> None:
         """What expects no answer and has not left is lost. Of the rest nobody knows, unless the client ends it."""

@@ -7,8 +7,9 @@ from collections.abc import Hashable
 from codec.api_keys import PRODUCE
 from codec.errors import CodecError
 from codec.produce import records_of
-from codec.record_batch import NO_PRODUCER_ID, iterate_batches
+from codec.record_batch import NO_PRODUCER_ID, iterate_batches, parse_header
 from kproxy.routing.merge import Exchange
+from kproxy.routing.refused import Place
 from kproxy.routing.split import Entry
 
 
@@ -18,6 +19,19 @@ def lane_key(exchange: Exchange, entry: Entry) -> Hashable:
     if exchange.api.api_key == PRODUCE:
         return topic, partition_index
     return topic, partition_index, exchange.sequence
+
+
+def place_of(exchange: Exchange, entry: Entry) -> Place | None:
+    """Where a produced batch stands among those of its producer; None where it has none, or cannot be read."""
+    if exchange.api.api_key != PRODUCE:
+        return None
+    try:
+        batch = parse_header(records_of(exchange.request, exchange.topic(entry), entry[1]))
+    except CodecError:
+        return None
+    if batch.producer_id == NO_PRODUCER_ID:
+        return None
+    return Place(batch.producer_id, batch.producer_epoch, batch.base_sequence)
 
 
 def is_recognisable(exchange: Exchange, entry: Entry) -> bool:

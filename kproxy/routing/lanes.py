@@ -10,15 +10,16 @@ States of a lane
   blocked    items wait; some are still unanswered on an earlier route, or the back-off is not over; it ends early
              (`hasten`) when the partition has another owner
   probing    one item is under way on the new route, the rest waits for its success
-  (gone)     nothing waits and nothing is unresolved
+  gone       nothing waits and nothing is unresolved; it is not in the table any more
 
 Transitions
-  (gone)  -> probing   `probe`: the first batch on a new route is sent
-  (gone)  -> blocked   `refused`, `block` or `give_up`
-  blocked -> probing   `ready`: nothing outstanding, the back-off is over; the first item goes
-  probing -> blocked   `refused` of the item under way
-  probing -> (gone)    `settled`: its success releases all that waits, in order; its failure gives all of it up
-  blocked -> (gone)    `settled` with a later batch appended after all: everything that waits gets its own code
+  (new)   -> blocked   `refused`, `block`, `give_up` or `probe`
+  blocked -> probing   `probe`: a batch goes first on a new route; `ready`: nothing outstanding, the back-off is over,
+                       and the first item goes
+  probing -> blocked   `refused` of the item under way, or `settled`: its success releases all that waits, in order, its
+                       failure gives all of it up; `rename` into another lane
+  blocked -> gone      nothing waits or is outstanding any more. `settled` with a later batch appended after all gives
+                       everything up that waits
 
 Invariants
 1. Items wait in the order of their requests (`Exchange.sequence`).
@@ -34,10 +35,11 @@ Invariants
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from enum import IntEnum, auto
 from heapq import heappop, heappush
 from itertools import count
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kproxy.routing.merge import Exchange
 from kproxy.routing.split import Entry
@@ -74,6 +76,21 @@ class Pause(NamedTuple):
     routed_at: int
 
 
+class LaneState(IntEnum):
+    """See the module's text."""
+
+    BLOCKED = auto()
+    PROBING = auto()
+    GONE = auto()
+
+
+_NEXT: Final[Mapping[LaneState, Sequence[LaneState]]] = {
+    LaneState.BLOCKED: (LaneState.PROBING, LaneState.GONE),
+    LaneState.PROBING: (LaneState.BLOCKED,),
+    LaneState.GONE: (),
+}
+
+
 class _Lane:
     __slots__ = (
         "due",
@@ -84,10 +101,12 @@ class _Lane:
         "routed_at",
         "scheduled",
         "soonest",
+        "state",
         "waiting",
     )
 
     def __init__(self) -> None:
+        self.state = LaneState.BLOCKED
         self.waiting: list[Item] = []
         self.outstanding: set[int] = set()
         self.probing: int | None = None
@@ -98,6 +117,13 @@ class _Lane:
         # Sequences above the one and up to the other are behind a batch that was given up.
         self.given_up_behind = 0
         self.given_up_to = 0
+
+    def move(self, state: LaneState, probing: int | None = None) -> None:
+        """Raises ValueError where there is no such transition; `probing` is the sequence of the item under way."""
+        if state not in _NEXT[self.state]:
+            raise ValueError(f"a lane cannot go from {self.state.name.lower()} to {state.name.lower()}")
+        self.state = state
+        self.probing = probing
 
 
 def _sequence(item: Item) -> int:
@@ -133,8 +159,8 @@ class Lanes:
     def probe(self, key: LaneKey, sequence: int) -> None:
         """A batch goes first on a new route; no change where it is the lane's own item under way."""
         lane = self.table.setdefault(key, _Lane())
-        if lane.probing is None:
-            lane.probing = sequence
+        if lane.state is LaneState.BLOCKED:
+            lane.move(LaneState.PROBING, sequence)
 
     def hold(self, key: LaneKey, item: Item) -> None:
         """Let an item of a blocked partition wait behind what waits there."""
@@ -161,7 +187,7 @@ class Lanes:
             lane.outstanding.update(outstanding)
         lane.outstanding.discard(item.exchange.sequence)
         if lane.probing == item.exchange.sequence:
-            lane.probing = None
+            lane.move(LaneState.BLOCKED)
         insort(lane.waiting, item, key=_sequence)
         if pause is not None:
             lane.due = max(lane.due, pause.due)
@@ -172,7 +198,7 @@ class Lanes:
     def hasten(self, has_moved: Callable[[Item, int], bool]) -> None:
         """Owners have changed: what has another one than at the revision it was sent at last is due at its soonest."""
         for key, lane in self.table.items():
-            backs_off = lane.probing is None and lane.waiting and lane.soonest < lane.due
+            backs_off = lane.state is LaneState.BLOCKED and lane.waiting and lane.soonest < lane.due
             if backs_off and has_moved(lane.waiting[0], lane.routed_at):
                 lane.due = lane.soonest
                 self._schedule(key, lane)
@@ -183,7 +209,7 @@ class Lanes:
         if lane is None:
             return _NOTHING
         if lane.probing == sequence:
-            lane.probing = None
+            lane.move(LaneState.BLOCKED)
             waiting, lane.waiting = lane.waiting, []
             self._settle(key, lane)
             overtaken = appended and bool(waiting) and waiting[0].exchange.sequence < sequence
@@ -222,7 +248,7 @@ class Lanes:
             lane = self.table[heappop(self._by_due)[2]]
             lane.scheduled = None
             item = lane.waiting.pop(0)
-            lane.probing = item.exchange.sequence
+            lane.move(LaneState.PROBING, item.exchange.sequence)
             items.append(item)
         return items
 
@@ -244,32 +270,38 @@ class Lanes:
             lane.scheduled = lane.due
             heappush(self._by_due, (lane.due, next(self._ties), key))
 
-    def rename(self, key: LaneKey, new_key: LaneKey) -> None:
+    def rename(self, key: LaneKey, new_key: LaneKey) -> list[Item]:
         """A partition is called something else from now on; where that has a lane of its own, the two become one.
 
-        What is under way of both is to be settled before anything of the one lane goes.
+        What is under way of both is to be settled before anything of the one lane goes. Returns what waited in the one
+        behind a batch that was given up in the other: it is not sent any more.
         """
         old = self.table.pop(key, None)
         if old is None:
-            return
+            return []
         lane = self.table.get(new_key)
         if lane is None:
             self.table[new_key] = old
             old.scheduled = None
             self._schedule(new_key, old)
-            return
+            return []
         for each in (old, lane):
             if each.probing is not None:
                 each.outstanding.add(each.probing)
-        lane.probing = None
+                each.move(LaneState.BLOCKED)
         lane.outstanding |= old.outstanding
-        lane.waiting = sorted((*lane.waiting, *old.waiting), key=_sequence)
+        waiting = sorted((*lane.waiting, *old.waiting), key=_sequence)
         lane.due, lane.soonest = max(lane.due, old.due), max(lane.soonest, old.soonest)
         lane.routed_at = max(lane.routed_at, old.routed_at)
         behind = [each.given_up_behind for each in (old, lane) if each.given_up_to]
         lane.given_up_behind = min(behind, default=0)
         lane.given_up_to = max(lane.given_up_to, old.given_up_to)
+        abandoned: list[Item] = []
+        lane.waiting = []
+        for item in waiting:
+            (abandoned if self.is_given_up(new_key, _sequence(item)) else lane.waiting).append(item)
         self._settle(new_key, lane)
+        return abandoned
 
     def drop(self, is_dropped: Callable[[Exchange], bool]) -> None:
         """Take what waits of some exchanges out of every lane: nobody wants it any more."""
@@ -281,9 +313,10 @@ class Lanes:
         """Less is unresolved than before: the lane may be of no use any more, or wait for nothing but time."""
         if lane.waiting:
             self._schedule(key, lane)
-        elif not lane.outstanding and lane.probing is None:
-            self.table.pop(key, None)
+        elif not lane.outstanding and lane.state is LaneState.BLOCKED:
+            lane.move(LaneState.GONE)
+            del self.table[key]
 
 
 def _waits_for_time(lane: _Lane) -> bool:
-    return bool(lane.waiting) and lane.probing is None and not lane.outstanding
+    return bool(lane.waiting) and lane.state is LaneState.BLOCKED and not lane.outstanding

@@ -1,11 +1,18 @@
 """One client request from its split to its one answer.
 
-States of an entry (one partition of the request)
-  open       no result yet: in a piece that is under way, or waiting in a lane
-  done       its bytes of the answer are known
+States
+  open       some entry of it (one partition) has no result; or all have one, and it is about to be answered
+  looking    a read found too little in all of its results, and is asked again after a pause
+  answered   its client has the answer, or with acks=0 it is done with
+  dropped    its client is gone and hears of nothing any more
 
 Transitions
-  open -> done   a broker's result is taken, or an error code is given
+  open    -> looking     the pause begins
+  looking -> open        `reset`, for it is asked again; `stop_looking`, for its time is over
+  open    -> answered
+  open, looking -> dropped
+
+An entry is open while it has no result, and done once a broker's result is taken or an error code is given.
 
 Invariants
 1. Every partition of the request is answered exactly once: a second result for an entry is ignored, and the exchange is
@@ -17,9 +24,10 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from enum import IntEnum, auto
 from struct import Struct
-from typing import cast
+from typing import Final, cast
 
 from codec.api_keys import PRODUCE
 from codec.errors import InvalidField
@@ -33,12 +41,29 @@ from codec.partitioned import (
 )
 from codec.primitives import INT32, Buffer, encode_count, encode_tagged_fields
 from kproxy.routing.retry import Attempts
-from kproxy.routing.split import Entry, Selection, route
+from kproxy.routing.split import Entry, Selection, route, split_whole
 from kproxy.routing.topology import NO_OWNER, Topology
 
 _NO_TAGS = encode_tagged_fields([])
 # length, correlation_id
 _START = Struct(">ii")
+
+
+class ExchangeState(IntEnum):
+    """See the module's text."""
+
+    OPEN = auto()
+    LOOKING = auto()
+    ANSWERED = auto()
+    DROPPED = auto()
+
+
+_NEXT: Final[Mapping[ExchangeState, Sequence[ExchangeState]]] = {
+    ExchangeState.OPEN: (ExchangeState.LOOKING, ExchangeState.ANSWERED, ExchangeState.DROPPED),
+    ExchangeState.LOOKING: (ExchangeState.OPEN, ExchangeState.DROPPED),
+    ExchangeState.ANSWERED: (),
+    ExchangeState.DROPPED: (),
+}
 
 
 class Exchange:
@@ -61,12 +86,14 @@ class Exchange:
         "payload_bytes",
         "request",
         "sequence",
+        "state",
         "throttle_time_ms",
     )
 
     def __init__(self, api: PartitionedApi, request: PartitionedRequest, sequence: int, deadline: float) -> None:
         self.api = api
         self.request = request
+        self.state = ExchangeState.OPEN
         self.sequence = sequence
         self.deadline = deadline
         self.open_count = request.partition_count
@@ -86,6 +113,14 @@ class Exchange:
         self.looks = 0
         self._results: list[list[Buffer | None]] | None = None
         self._tags: list[Tag] | None = None
+
+    def move(self, state: ExchangeState) -> None:
+        """Raises ValueError where there is no such transition."""
+        if state not in _NEXT[self.state]:
+            raise ValueError(
+                f"request {self.sequence} cannot go from {self.state.name.lower()} to {state.name.lower()}"
+            )
+        self.state = state
 
     def attempts(self, entry: Entry) -> Attempts:
         """How often an entry was tried and failed."""
@@ -121,6 +156,10 @@ class Exchange:
     @property
     def complete(self) -> bool:
         return self.open_count == 0
+
+    def selection(self, part: Selection | None) -> Selection:
+        """The entries that a part of the request asks for; all of them where it is None."""
+        return split_whole(self.request.topics) if part is None else part
 
     def topic(self, entry: Entry) -> TopicSpan:
         return self.request.topics[entry[0]]
@@ -197,11 +236,23 @@ class Exchange:
 
     def reset(self) -> None:
         """Begin anew, for a read that is asked again."""
+        self.move(ExchangeState.OPEN)
         self._results = None
         self.open_count = self.request.partition_count
         self._attempts = None
         self.payload_bytes = 0
         self.looks += 1
+
+    def stop_looking(self) -> None:
+        """Its time is over: what has been found is its answer."""
+        self.look_until = 0.0
+        if self.state is ExchangeState.LOOKING:
+            self.move(ExchangeState.OPEN)
+
+    def drop(self) -> None:
+        """Nobody is to have its answer. A piece of it that is under way keeps it, and brokers' answers are large."""
+        self.move(ExchangeState.DROPPED)
+        self._results = None
 
     def encode(self) -> list[Buffer]:
         """The whole answer as buffers, the length prefix first. The exchange must be complete."""

@@ -164,17 +164,6 @@ READ: Final[dict[int, Row]] = {
 }
 
 
-# Handed on as they came, and the client sends the same batch again by itself (retriable errors of Kafka's clients).
-_TRIED_AGAIN_BY_CLIENTS = frozenset(
-    {
-        codes.CORRUPT_MESSAGE,
-        codes.UNKNOWN_TOPIC_OR_PARTITION,
-        codes.KAFKA_STORAGE_ERROR,
-        codes.FENCED_LEADER_EPOCH,
-        codes.UNKNOWN_LEADER_EPOCH,
-        codes.THROTTLING_QUOTA_EXCEEDED,
-    }
-)
 _SAY_NOT_APPENDED = frozenset(
     {
         codes.NOT_LEADER_OR_FOLLOWER,
@@ -184,6 +173,17 @@ _SAY_NOT_APPENDED = frozenset(
         codes.UNKNOWN_TOPIC_OR_PARTITION,
     }
 )
+# Retriable errors of Kafka's clients: the client sends the same batch again by itself.
+_COMES_AGAIN = _SAY_NOT_APPENDED | {
+    codes.CORRUPT_MESSAGE,
+    codes.REQUEST_TIMED_OUT,
+    codes.NETWORK_EXCEPTION,
+    codes.NOT_ENOUGH_REPLICAS_AFTER_APPEND,
+    codes.KAFKA_STORAGE_ERROR,
+    codes.FENCED_LEADER_EPOCH,
+    codes.UNKNOWN_LEADER_EPOCH,
+    codes.THROTTLING_QUOTA_EXCEEDED,
+}
 _HELD_BACK = frozenset(
     {
         codes.NOT_LEADER_OR_FOLLOWER,
@@ -264,11 +264,12 @@ def doubts_the_owner(event: int) -> bool:
     return event in _DOUBTS_THE_OWNER
 
 
-def is_tried_again_by_clients(error_code: int) -> bool:
-    """Whether a batch refused with this code comes again from the client, so that what waits behind it must not be
-    sent before: to a broker that knows nothing of the producer it would be the first.
+def comes_again(error_code: int) -> bool:
+    """Whether a client that gets this code for a batch sends the same batch again.
+
+    What waits behind it must not be sent before: to a broker that knows nothing of the producer it would be the first.
     """
-    return error_code in _TRIED_AGAIN_BY_CLIENTS
+    return error_code in _COMES_AGAIN
 
 
 def is_held_back(error_code: int) -> bool:

@@ -1,136 +1,175 @@
 """Which connection has shown that its broker takes a partition's batches: on that one they may be pipelined.
 
-A route is a partition's way over one upstream connection under one ownership. It is new until a batch on it has
+A route is a partition's way over one connection to a broker under one ownership. It is new until a batch on it has
 succeeded, and new again on another connection, at another owner, and when the same owner returns: a broker that refuses
 batch N, becomes the owner and then sees N+1 would append it, if it knows nothing of the producer.
 
 Invariants
 1. A partition has at most one proven route.
 2. What is proven at one revision of the partition's ownership is forgotten at the next.
-3. No plan outlives a change of what is proven, or of which topic an id names.
+3. `generation` grows with every change after which a plan that was made before may be wrong: a partition is proven on
+   another connection, or a route is forgotten. No plan outlives it (`Plans`).
+4. The plans that are kept have at most MAX_PLANNED_PARTITIONS partitions. Beyond that any of them goes for a new one: a
+   client with more kinds of requests than are kept still finds many of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 
-from codec.partitioned import PartitionedApi, PartitionedRequest, PlainAnswer, TopicSpan
+from codec.partitioned import PartitionedRequest, TopicSpan
 from kproxy.routing.split import Selection, add_entry
 from kproxy.routing.topology import Topology
 
-Connection = TypeVar("Connection")
+MAX_PLANNED_PARTITIONS: Final = 8_192
+# A step through the places of the plans that are kept; prime, so that it comes by all of them.
+_STRIDE: Final = 7_919
 Kept = TypeVar("Kept")
-# So many partitions are in the plans that are kept.
-MAX_PLANNED_PARTITIONS = 512
 
 
-class Part(NamedTuple, Generic[Connection, Kept]):
-    """What of a request goes over one connection, the answer to it when all goes well, and what is kept with it."""
+class Route(NamedTuple):
+    """A partition's proven way: the connection's number, and the revision of the ownership under which it holds."""
 
-    connection: Connection
+    connection: int
+    revision: int
+
+
+class Part(NamedTuple):
+    """What of a request goes over one connection."""
+
+    connection: int
     selection: Selection
-    plain: PlainAnswer | None
-    kept: Kept | None
 
 
-Plan: TypeAlias = Sequence[Part[Connection, Kept]]
+Plan: TypeAlias = Sequence[Part]
 
 
-class Routes(Generic[Connection, Kept]):
-    """The proven routes of one client connection. An upstream connection is any object, compared by identity.
+class Routes:
+    """The proven routes of one client connection."""
 
-    `keep` makes what is kept with a part, for as long as its plan is.
-    """
-
-    def __init__(
-        self,
-        topology: Topology,
-        keep: Callable[[Connection, PartitionedRequest, Selection, PlainAnswer | None], Kept | None] | None = None,
-    ) -> None:
+    def __init__(self, topology: Topology) -> None:
         self._topology = topology
-        self._keep = keep
         # By topic and partition index.
-        self._proven: dict[bytes, dict[int, Connection]] = {}
-        self._revisions: dict[tuple[bytes, int], int] = {}
-        # Clients ask for the same again and again. By version, topics and partitions, as a request names them.
-        self._plans: dict[Hashable, Plan[Connection, Kept]] = {}
-        self._planned = 0
+        self._proven: dict[bytes, dict[int, Route]] = {}
+        self.generation = 0
 
-    def plan(self, api: PartitionedApi, request: PartitionedRequest) -> Plan[Connection, Kept]:
+    def plan(self, request: PartitionedRequest) -> Plan:
         """What of a request goes over which connection and may be pipelined there; nothing where some partition's route
         is new.
         """
-        topics = request.topics
-        if len(topics) == 1:
-            shape: Hashable = (request.header.api_version, topics[0].wire, *topics[0].partitions)
-        else:
-            shape = (request.header.api_version, *[(topic.wire, *topic.partitions) for topic in topics])
-        plan = self._plans.get(shape)
-        if plan is None:
-            plan = self._make_plan(api, request)
-            if plan and request.partition_count <= MAX_PLANNED_PARTITIONS:
-                if self._planned + request.partition_count > MAX_PLANNED_PARTITIONS:
-                    # What a client asks changes with time; what it asked first must not be all that is remembered.
-                    self._forget_plans()
-                self._planned += request.partition_count
-                self._plans[shape] = plan
-        return plan
-
-    def _make_plan(self, api: PartitionedApi, request: PartitionedRequest) -> Plan[Connection, Kept]:
-        selections: dict[Connection, Selection] = {}
+        selections: dict[int, Selection] = {}
         for topic_place, topic in enumerate(request.topics):
             proven = self._proven.get(topic.name)
             if proven is None:
                 return ()
             for ordinal, partition_index in enumerate(topic.partitions):
-                connection = proven.get(partition_index)
-                if connection is None:
+                route = proven.get(partition_index)
+                if route is None:
                     return ()
-                add_entry(selections.setdefault(connection, []), topic_place, ordinal)
-        parts = []
-        for connection, selection in selections.items():
-            plain = api.plain_answer(request, selection)
-            kept = self._keep(connection, request, selection, plain) if self._keep is not None else None
-            parts.append(Part(connection, selection, plain, kept))
-        return parts
+                add_entry(selections.setdefault(route.connection, []), topic_place, ordinal)
+        return [Part(*each) for each in selections.items()]
 
-    def all_proven(self, topic: TopicSpan, ordinals: Iterable[int], connection: Connection) -> bool:
-        """Whether these partitions of a request may be pipelined on `connection`."""
+    def new_among(self, topic: TopicSpan, ordinals: Iterable[int], connection: int) -> list[int]:
+        """Those of these partitions of a request that may not be pipelined on a connection, by ordinal."""
         proven = self._proven.get(topic.name)
         if proven is None:
-            return False
-        partitions = topic.partitions
-        for ordinal in ordinals:  # noqa: SIM110 -- on the path of every request, and a generator costs twice as much
-            if proven.get(partitions[ordinal]) is not connection:
-                return False
-        return True
+            return list(ordinals)
+        new = []
+        for ordinal in ordinals:
+            route = proven.get(topic.partitions[ordinal])
+            if route is None or route.connection != connection:
+                new.append(ordinal)
+        return new
 
-    def is_proven(self, topic: bytes, partition_index: int, connection: Connection) -> bool:
-        return self._proven.get(topic, {}).get(partition_index) is connection
-
-    def prove(self, topic: bytes, partition_index: int, connection: Connection, routed_at: int) -> None:
+    def prove(self, topic: bytes, partition_index: int, connection: int, routed_at: int) -> None:
         """A batch that was sent on `connection` when the topology was at revision `routed_at` has succeeded."""
         revision = self._topology.owner_revision(topic, partition_index)
         if revision <= routed_at:
-            self._forget_plans()
-            self._proven.setdefault(topic, {})[partition_index] = connection
-            self._revisions[topic, partition_index] = revision
+            proven = self._proven.setdefault(topic, {})
+            if partition_index in proven:
+                self.generation += 1
+            proven[partition_index] = Route(connection, revision)
+
+    def is_outdated(self, moved: Iterable[tuple[bytes, int]] | None) -> bool:
+        """Whether `forget_outdated` might forget something."""
+        if moved is None:
+            return bool(self._proven)
+        return any(partition_index in self._proven.get(topic, ()) for topic, partition_index in moved)
 
     def forget_outdated(self, moved: Iterable[tuple[bytes, int]] | None) -> None:
         """The topology has changed: routes whose partition has another owner, or has one again, are new.
 
-        `moved`: the partitions that may have (`Topology.moved_since`); None for all.
+        `moved`: the partitions that may have (`Topology.moved_since`); None for all, and for other changes.
         """
         if moved is None:
-            self._forget_plans()
-        for partition in list(self._revisions) if moved is None else moved:
-            revision = self._revisions.get(partition)
-            if revision is not None and self._topology.owner_revision(*partition) != revision:
-                del self._revisions[partition]
-                del self._proven[partition[0]][partition[1]]
-                self._forget_plans()
+            self.generation += 1
+            moved = [(topic, partition_index) for topic, proven in self._proven.items() for partition_index in proven]
+        for topic, partition_index in moved:
+            route = self._proven.get(topic, {}).get(partition_index)
+            if route is not None and self._topology.owner_revision(topic, partition_index) != route.revision:
+                self._forget(topic, partition_index)
 
-    def _forget_plans(self) -> None:
-        self._plans.clear()
-        self._planned = 0
+    def forget_connection(self, connection: int) -> None:
+        """A connection has ended."""
+        gone = [
+            (topic, partition_index)
+            for topic, proven in self._proven.items()
+            for partition_index, route in proven.items()
+            if route.connection == connection
+        ]
+        for partition in gone:
+            self._forget(*partition)
+
+    def _forget(self, topic: bytes, partition_index: int) -> None:
+        self.generation += 1
+        proven = self._proven[topic]
+        del proven[partition_index]
+        if not proven:
+            del self._proven[topic]
+
+
+class Plans(Generic[Kept]):
+    """What is kept for requests of one kind: of one version, for the same partitions."""
+
+    def __init__(self, routes: Routes) -> None:
+        self._routes = routes
+        self._generation = routes.generation
+        self._table: dict[Hashable, Kept] = {}
+        # The kinds in it, each with its number of partitions.
+        self._kinds: list[tuple[Hashable, int]] = []
+        self._place = 0
+        self.planned_partitions = 0
+
+    def find(self, kind: Hashable) -> Kept | None:
+        """What was kept for this kind of request, as long as it holds."""
+        if self._generation != self._routes.generation:
+            self._generation = self._routes.generation
+            self._table.clear()
+            self._kinds.clear()
+            self.planned_partitions = 0
+        return self._table.get(kind)
+
+    def keep(self, kind: Hashable, partitions: int, kept: Kept) -> None:
+        """Keep what `find` has not found; what is too large is not kept."""
+        if partitions > MAX_PLANNED_PARTITIONS:
+            return
+        while self.planned_partitions + partitions > MAX_PLANNED_PARTITIONS:
+            self._place = (self._place + _STRIDE) % len(self._kinds)
+            # The last one takes the place of the one that goes.
+            gone, its_partitions = self._kinds[self._place]
+            self._kinds[self._place] = self._kinds[-1]
+            self._kinds.pop()
+            del self._table[gone]
+            self.planned_partitions -= its_partitions
+        self._table[kind] = kept
+        self._kinds.append((kind, partitions))
+        self.planned_partitions += partitions
+
+
+def kind_of(request: PartitionedRequest) -> Hashable:
+    """By version, topics and partitions, as the request names them. Clients ask for the same again and again."""
+    topics = request.topics
+    if len(topics) == 1:
+        return (request.header.api_version, topics[0].wire, *topics[0].partitions)
+    return (request.header.api_version, *[(topic.wire, *topic.partitions) for topic in topics])

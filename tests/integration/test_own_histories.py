@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from itertools import pairwise
+from math import inf, isinf
 from random import Random
 
 import pytest
@@ -65,9 +66,12 @@ async def run_batch(site: OwnSite, histories: list[History], befalling: list[Tro
     times = [time.monotonic()]
     try:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(run_histories(histories))
-            for trouble in befalling:
-                tasks.create_task(maker.make(trouble))
+            running = tasks.create_task(run_histories(histories))
+            making = [(each, tasks.create_task(maker.make(each))) for each in befalling]
+            await running
+            for trouble, task in making:
+                if isinf(trouble.hold_s):
+                    task.cancel()
         times.append(time.monotonic())
         await site.heal()
         await asyncio.gather(*(each.settle() for each in histories))
@@ -134,12 +138,12 @@ async def test_where_no_fence_is_bound_it_gets_through_and_the_judge_sees_it(unb
 
 
 async def test_where_no_fence_is_bound_random_histories_show_it_too(unbound: OwnSite) -> None:
-    """Nine of ten batches do: the next one tries again."""
+    """Nearly every batch does, also where clients are slow: the next one tries again."""
     found: list[str] = []
     for first in range(-TOLD - AT_A_TIME, LOWEST - 1, -AT_A_TIME):
         batch = [History(unbound, number, SEED) for number in range(first, first + AT_A_TIME)]
         try:
-            await run_batch(unbound, batch, [Trouble(HELD_TO_THE_LAST, "way", -first, 0.3, 1.5)])
+            await run_batch(unbound, batch, [Trouble(HELD_TO_THE_LAST, "way", -first, 0.3, inf)])
         except AssertionError as error:
             found.append(str(error))
             break

@@ -77,6 +77,33 @@ async def test_out_of_order_behind_a_refused_batch_is_not_handed_on_at_the_deadl
         assert await upstream.is_silent()
 
 
+@pytest.mark.parametrize("code", [56, 3])
+@both_loops
+async def test_out_of_order_behind_a_batch_that_its_client_sends_again_is_not_handed_on(code: int) -> None:
+    """librdkafka would begin a new epoch, and send again in it what is in doubt in its other partitions."""
+    upstream = ScriptedUpstream(1)
+    async with running_proxy(upstream) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        await prove(client, upstream, 7)
+        client.send(*(produce_frame(records=batch(n), correlation_id=n) for n in (1, 2)))
+        first, second = await upstream.next(), await upstream.next()
+        first.answer(results={T0: code})
+        assert (await client.answer()).codes == {T0: code}
+        # Its client has not read that yet.
+        client.send(produce_frame(records=batch(3), correlation_id=3))
+        third = await upstream.next()
+        for each in (second, third):
+            each.answer(results={T0: OUT_OF_ORDER})
+            assert (await client.answer()).codes == {T0: NOT_LEADER}
+        # Once it has come again, what is still out of order is so by itself.
+        client.send(*(produce_frame(records=batch(n), correlation_id=n) for n in (1, 3)))
+        for result in (0, OUT_OF_ORDER):
+            (await upstream.next()).answer(results={T0: result})
+            assert (await client.answer()).codes == {T0: result}
+        assert await upstream.is_silent()
+
+
 @pytest.mark.parametrize(("code", "waiting"), [(56, "given up"), (3, "given up"), (2, "given up"), (87, "sent")])
 @both_loops
 async def test_what_waits_behind_a_batch_that_its_client_sends_again_is_not_sent_before_it(
@@ -160,4 +187,25 @@ async def test_what_is_lost_with_a_batch_whose_time_is_over_is_not_sent_again() 
         now[0] += 0.99
         asked[0].connection.abort()
         assert [(await client.answer()).codes[T0] for _ in range(2)] == [TIMED_OUT, TIMED_OUT]
+        assert await upstream.is_silent()
+
+
+@both_loops
+async def test_what_goes_the_plain_path_behind_a_batch_whose_time_is_over_is_not_sent_again() -> None:
+    """The first waited for its route to be proven, the second did not; nobody answers, and the connection is lost."""
+    now = [100.0]
+    upstream = ScriptedUpstream(1)
+    async with running_proxy(upstream, clock=lambda: now[0]) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        client.send(*(produce_frame(records=batch(n), correlation_id=n, timeout_ms=SHORT_MS) for n in (0, 1)))
+        (await upstream.next()).answer()
+        await client.answer()
+        asked = await upstream.next()
+        client.send(produce_frame(records=batch(2), correlation_id=2, timeout_ms=30 * SHORT_MS))
+        await upstream.next()
+        now[0] += 1.5
+        assert (await client.answer()).codes == {T0: TIMED_OUT}
+        asked.connection.abort()
+        assert (await client.answer()).codes == {T0: TIMED_OUT}
         assert await upstream.is_silent()

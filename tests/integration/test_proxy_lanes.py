@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kproxy.proxy import fanout
+from kproxy.routing import fanout
 from tests.support.raw_client import Answer, RawClient, batch, produce_frame
 from tests.support.running_proxy import both_loops, eventually, running_proxy
 from tests.support.scripted_upstream import Asked, ScriptedUpstream
@@ -310,6 +310,25 @@ async def test_an_owner_that_changes_its_address_keeps_the_order() -> None:
         for each in await take(new, [2, 3]):
             each.answer()
         assert await answers(client, [1, 2, 3]) == [0, 0, 0]
+
+
+@both_loops
+async def test_what_comes_when_its_owner_has_left_waits_for_what_the_owner_has_not_answered() -> None:
+    upstream = ScriptedUpstream(1)
+    async with running_proxy(upstream) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        await prove(client, upstream)
+        send(client, [1])
+        (asked,) = await take(upstream, [1])
+        proxy.topology.remove_broker(1)
+        send(client, [2])
+        assert await upstream.is_silent()
+        proxy.topology.set_broker(1, upstream.address)
+        asked.answer()
+        for each in await take(upstream, [2]):
+            each.answer()
+        assert await answers(client, [1, 2]) == [0, 0]
 
 
 @both_loops

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from codec.framing import CHUNK_BYTES
+from kproxy.proxy.plain_path import PlainPiece
 from tests.support.raw_client import batch, produce_frame
 from tests.support.running_proxy import RunningProxy, both_loops, eventually, running_proxy
 from tests.support.scripted_upstream import ScriptedUpstream, answers_everything
@@ -16,10 +17,10 @@ TIMED_OUT = 7
 def kept(proxy: RunningProxy) -> list[int]:
     """The sizes of the buffers that open requests keep, and of what unanswered pieces keep."""
     requests = [
-        exchange.request for session in proxy.listener._sessions for exchange in session._fanout._exchanges.all()
+        exchange.request for session in proxy.listener._sessions for exchange in session._fanout.core.open_exchanges()
     ]
     waiting = [
-        ticket.exchange.request  # type: ignore[attr-defined]
+        (ticket.slot if isinstance(ticket, PlainPiece) else ticket.exchange).request  # type: ignore[attr-defined]
         for session in proxy.listener._sessions
         for upstream in session._connections.by_broker.values()
         for ticket in upstream.unanswered()

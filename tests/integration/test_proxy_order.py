@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from kproxy.proxy.dispatcher import Dispatcher
-from kproxy.proxy.following import Following
-from kproxy.proxy.order import Order
+from kproxy.routing.fanout import Fanout
 from tests.support.moving_cluster import NOT_LEADER, OUT_OF_ORDER, MovingCluster, disorder
 from tests.support.raw_client import RawClient, batch, produce_frame
 from tests.support.running_proxy import both_loops, run_on, running_proxy
@@ -115,20 +113,20 @@ async def test_nothing_is_lost_doubled_or_reordered_while_ownership_moves(
     assert producer.failures < batches / 4
 
 
-def nothing_is_held(self: Order, exchange: Any) -> set[tuple[int, int]]:
+def nothing_is_held(self: Fanout, *_: Any) -> set[tuple[int, int]]:
     return set()
 
 
-def no_route_is_probed(self: Dispatcher, *_: Any) -> None:
+def no_route_is_probed(self: Fanout, *_: Any) -> None:
     pass
 
 
-def strays_are_not_looked_for(self: Following) -> None:
+def strays_are_not_looked_for(self: Fanout) -> None:
     self.version = self._topology.version
-    self._routes.forget_outdated(None)
+    self.routes.forget_outdated(None)
 
 
-HOLDS_BACK, PROBES, CATCHES_UP = (Order, "hold_back"), (Dispatcher, "_probe_new_routes"), (Following, "catch_up")
+HOLDS_BACK, PROBES, CATCHES_UP = (Fanout, "_hold_back"), (Fanout, "_probe_new_routes"), (Fanout, "_follow")
 RULES: dict[str, dict[tuple[type, str], Callable[..., Any]]] = {
     "nothing overtakes a batch that waits": {HOLDS_BACK: nothing_is_held, PROBES: no_route_is_probed},
     "on a new route one goes first": {PROBES: no_route_is_probed},

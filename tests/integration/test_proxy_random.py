@@ -14,7 +14,7 @@ from random import Random
 import pytest
 import uvloop
 
-from kproxy.proxy import fanout
+from kproxy.routing import fanout
 from kproxy.routing.retry import KAFKA, LEASED
 from tests.support.at_rest import what_is_left
 from tests.support.model_cluster import ModelCluster

@@ -15,7 +15,8 @@ import pytest
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from tests.support.dev import dev_arguments, run_kproxy, serving
 from tests.support.ports import free_port
-from tests.support.rules import RUN_MARK, describe, marked_processes
+from tests.support.reaper import RUN_MARK, marked_processes
+from tests.support.rules import describe
 from tests.support.served import page, static_proxy
 
 

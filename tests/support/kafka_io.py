@@ -67,6 +67,7 @@ class Placed(NamedTuple):
     key: bytes | None
     value: bytes | None
     headers: tuple[tuple[str, bytes | None], ...] = ()
+    timestamp_ms: int | None = None
 
 
 def read_topic(
@@ -107,7 +108,9 @@ def read_topic(
 
 def _placed(message: Any) -> Placed:
     headers = tuple(message.headers() or ())
-    return Placed(message.partition(), message.offset(), message.key(), message.value(), headers)
+    return Placed(
+        message.partition(), message.offset(), message.key(), message.value(), headers, message.timestamp()[1]
+    )
 
 
 async def read_with_aiokafka(

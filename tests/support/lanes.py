@@ -21,6 +21,7 @@ INTEGRATION = "tests/integration/test_"
 WITH_SPARK = (
     "tests/clients/test_produce_versions.py::test_spark",
     "tests/clients/test_rolled_cluster.py",
+    "tests/clients/test_rolling_restart.py",
     "tests/integration/test_own_spark.py",
     "tests/pipeline/",
 )
@@ -33,6 +34,7 @@ WITH_KAFKA = (
     "tests/integration/test_several_proxies.py",
     "tests/integration/test_stale_views.py",
     "tests/integration/test_transactions.py",
+    "tests/packaging/",
     "tests/unit/test_java_truststore.py",
 )
 # By the initials of files, and so that none of them is much longer than others.

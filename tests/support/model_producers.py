@@ -372,9 +372,11 @@ class Idempotent(Producer):
         if code == NONE:
             unacked.discard(batch.number)
             return
-        if code == OUT_OF_ORDER and batch.number == min(unacked):
-            # All before it are acknowledged, and this one is out of order: for Java this producer is broken.
-            raise Violation(self, f"batch {batch.number} is out of order: {batch.codes}", batch.partition)
+        if code == OUT_OF_ORDER:
+            # With all before it acknowledged this producer is broken for Java; with one that is not, librdkafka begins
+            # a new epoch.
+            told = self.tail(batch.partition)
+            raise Violation(self, f"batch {batch.number} is out of order: {told}", batch.partition)
         self._failed.append(batch)
 
     def _lost(self, batch: Batch) -> None:

@@ -26,7 +26,9 @@ from tests.support.scripted_upstream import HOST
 PARTITIONS = 2
 TOPICS = [f"own-{number}" for number in range(60)]
 # Who stops holds up claims for so long, and no longer.
+# Of proxies that tests kill, and of those that they do not.
 TTL_S = 2
+LASTING_TTL_S = 10
 OPEN_TOPIC = "everybody-s"
 
 _Value = TypeVar("_Value")
@@ -42,7 +44,9 @@ class OwnSite:
         self._started = 0
         self._unused = iter(TOPICS)
         self._topics: dict[str, str] = {}
-        self.proxies = [stack.enter_context(self.proxy("--workers", "2")) for _ in range(2)]
+        # They live as long as the site: on a busy machine a short lease ends, and nobody may read or write.
+        lasting = ("--workers", "2", "--lease-ttl", str(LASTING_TTL_S))
+        self.proxies = [stack.enter_context(self.proxy(*lasting)) for _ in range(2)]
         self.pool, self.etcd = Pool(self.proxies), EtcdClient([etcd])
         self.run(self.etcd.connect())
         stack.callback(lambda: self.run(self.etcd.close()))

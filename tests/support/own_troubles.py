@@ -24,7 +24,7 @@ OF_WAYS: Final = (*("held up",) * 2, *(HELD_TO_THE_LAST,) * 2, "cut")
 
 
 class Trouble(NamedTuple):
-    """One of them: it begins so many seconds after the histories and lasts for so many.
+    """One of them: it begins so many seconds after the histories and lasts for so many, at most until they end for inf.
 
     `number` is a proxy's place, a broker's id, or which of the ways' connections it concerns.
     """

@@ -3,7 +3,8 @@
 1. With KPROXY_TEST_REQUIRE=all a skipped test fails: where everything should be there, nothing is passed over. An
    expected failure is no skip.
 2. No test leaves a process behind. All processes inherit a mark of this run in their environment; those that still have
-   it when every fixture is torn down are named, ended by their ids, and fail the run.
+   it when every fixture is torn down are named, ended by their ids, and fail the run. Where the run itself is killed,
+   a process of its own ends them (tests.support.reaper).
 3. Coroutines run on uvloop, as the product does; KPROXY_TEST_LOOP=asyncio takes asyncio's own loop.
 4. Ctrl-C reaches what tests start, also where who started the tests ignores it, as shells do for what they put aside.
 5. What hundreds of processes run is compiled once, also where the environment says that nothing compiled is kept.
@@ -14,16 +15,22 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.support import reaper as reaping
+from tests.support.reaper import RUN_MARK, marked_processes
+
 REQUIRE = "KPROXY_TEST_REQUIRE"
 LOOP = "KPROXY_TEST_LOOP"
-RUN_MARK = "KPROXY_TEST_RUN"
 # A process that was told to end may take a moment to be gone.
 LEFT_BEHIND_GRACE_S = 30.0
 
@@ -75,9 +82,26 @@ def _fail_where_required(report: pytest.TestReport | pytest.CollectReport) -> No
 def _no_process_left_behind() -> Iterator[None]:
     """Set up before every other fixture, and so torn down after them."""
     mark = uuid.uuid4().hex
-    os.environ[RUN_MARK] = mark
-    yield
-    del os.environ[RUN_MARK]
+    with reaper(mark):
+        os.environ[RUN_MARK] = mark
+        yield
+        del os.environ[RUN_MARK]
+        _end_what_is_left(mark)
+
+
+@contextmanager
+def reaper(mark: str) -> Iterator[None]:
+    """While the block runs, the end of this process is the end of all with this mark."""
+    process = subprocess.Popen(
+        [sys.executable, Path(reaping.__file__), mark], stdin=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        yield
+    finally:
+        process.communicate()
+
+
+def _end_what_is_left(mark: str) -> None:
     left = marked_processes(mark)
     deadline = time.monotonic() + LEFT_BEHIND_GRACE_S
     while left and time.monotonic() < deadline:
@@ -87,23 +111,6 @@ def _no_process_left_behind() -> Iterator[None]:
     for process in left:
         process.kill()
     assert not described, "processes left behind by the tests: " + "; ".join(described)
-
-
-def marked_processes(mark: str) -> list[psutil.Process]:
-    """The living processes, wherever they hang, that a test run with this mark has started."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if (
-                process.pid != os.getpid()
-                and process.environ().get(RUN_MARK) == mark
-                and process.status() != psutil.STATUS_ZOMBIE
-            ):
-                found.append(process)
-        except (psutil.AccessDenied, psutil.NoSuchProcess):
-            # Another user's, or gone: not one of ours that lives.
-            continue
-    return found
 
 
 def describe(process: psutil.Process) -> str:

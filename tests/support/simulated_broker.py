@@ -312,6 +312,7 @@ class SimulatedProcess:
         self.keeper.close()
         for partition in self.partitions():
             partition.close()
+        self._data_dir.close()
 
     # What clients and other brokers do with it
 

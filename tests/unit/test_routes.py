@@ -1,4 +1,4 @@
-"""A plan for a request is kept for the next one like it, and for no other."""
+"""Proven routes make a plan; it is kept for the next request like it, and for no other."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 from codec.api_keys import PRODUCE
 from codec.partitioned import PartitionedRequest
 from codec.produce import parse_produce
-from codec.produce_response import PRODUCE_API
-from kproxy.routing.routes import MAX_PLANNED_PARTITIONS, Routes
+from kproxy.routing.routes import MAX_PLANNED_PARTITIONS, Plans, Routes, kind_of
 from kproxy.routing.topology import Address, Topology
 from tests.support.messages import head_of, request_body, request_frame, sample_request
 
+EVEN, ODD, OTHER = 1, 2, 3
 TOPICS = {"a": [0, 1, 2], "b": [0]}
 
 
@@ -22,29 +22,29 @@ def _request(topics: dict[str, list[int]], version: int = 9) -> PartitionedReque
     return parse_produce(frame, head_of(frame))
 
 
-def _proven() -> tuple[Topology, Routes[str, None]]:
+def _proven() -> tuple[Topology, Routes]:
     """Everything of TOPICS is proven: even partitions on one connection, odd ones on another."""
     topology = Topology()
     for broker in (1, 2):
         topology.set_broker(broker, Address("localhost", broker))
-    routes: Routes[str, None] = Routes(topology)
+    routes = Routes(topology)
     for name, partitions in TOPICS.items():
         for index in partitions:
             topology.set_owner(name.encode(), index, index % 2 + 1, revision=1)
-            routes.prove(name.encode(), index, "odd" if index % 2 else "even", routed_at=1)
+            routes.prove(name.encode(), index, ODD if index % 2 else EVEN, routed_at=1)
     return topology, routes
 
 
-def _ways(routes: Routes[str, None], request: PartitionedRequest) -> dict[tuple[bytes, int], str]:
+def _ways(routes: Routes, request: PartitionedRequest) -> dict[tuple[bytes, int], int]:
     return {
         (request.topics[place].name, request.topics[place].partitions[ordinal]): part.connection
-        for part in routes.plan(PRODUCE_API, request)
+        for part in routes.plan(request)
         for place, ordinals in part.selection
         for ordinal in ordinals
     }
 
 
-WAYS = {(b"a", 0): "even", (b"a", 1): "odd", (b"a", 2): "even", (b"b", 0): "even"}
+WAYS = {(b"a", 0): EVEN, (b"a", 1): ODD, (b"a", 2): EVEN, (b"b", 0): EVEN}
 
 
 @pytest.mark.parametrize(
@@ -68,78 +68,120 @@ def test_each_partition_goes_over_the_connection_that_is_proven_for_it(topics: d
         assert _ways(routes, _request(each)) == {key: WAYS[key] for key in asked}
 
 
-def test_the_next_request_like_it_is_not_planned_anew() -> None:
+def _planned(plans: Plans[list[int]], request: PartitionedRequest) -> list[int]:
+    """What is kept for a request, made where there is nothing yet."""
+    kept = plans.find(kind_of(request))
+    if kept is None:
+        kept = []
+        plans.keep(kind_of(request), request.partition_count, kept)
+    return kept
+
+
+@pytest.mark.parametrize("topics", [{"a": [0]}, {"a": [1, 0]}, TOPICS], ids=str)
+def test_the_next_request_like_it_is_not_planned_again(topics: dict[str, list[int]]) -> None:
     _, routes = _proven()
-    first = routes.plan(PRODUCE_API, _request(TOPICS))
-    assert len(first) == 2
-    assert routes.plan(PRODUCE_API, _request(TOPICS)) is first
+    plans: Plans[list[int]] = Plans(routes)
+    first = _planned(plans, _request(topics))
+    assert _planned(plans, _request(topics)) is first
+    others = [
+        _request(topics, version=7),
+        _request({"b": [0], "a": [2]}),
+        _request({"a": [0, 1]}),
+        _request({"b": [0]}),
+    ]
+    kept = [first, *(_planned(plans, other) for other in others)]
+    assert len(set(map(id, kept))) == 5
 
 
-def test_another_version_is_answered_otherwise() -> None:
-    _, routes = _proven()
-    (old,) = routes.plan(PRODUCE_API, _request({"b": [0]}, version=7))
-    (new,) = routes.plan(PRODUCE_API, _request({"b": [0]}, version=9))
-    assert old.plain is not None
-    assert old.plain is not new.plain
-
-
-def _moves(topology: Topology, routes: Routes[str, None]) -> None:
+def _moves(topology: Topology, routes: Routes) -> None:
     version = topology.version
     topology.set_owner(b"a", 1, 1, revision=2)
     routes.forget_outdated(topology.moved_since(version))
 
 
-def _returns(topology: Topology, routes: Routes[str, None]) -> None:
+def _returns(topology: Topology, routes: Routes) -> None:
     _moves(topology, routes)
-    routes.prove(b"a", 1, "other", routed_at=2)
+    routes.prove(b"a", 1, OTHER, routed_at=2)
 
 
-def _reconnects(topology: Topology, routes: Routes[str, None]) -> None:
-    routes.prove(b"a", 1, "other", routed_at=1)
+def _reconnects(topology: Topology, routes: Routes) -> None:
+    routes.prove(b"a", 1, OTHER, routed_at=1)
 
 
 @pytest.mark.parametrize(
     ("change", "way"),
-    [(_moves, None), (_returns, "other"), (_reconnects, "other")],
+    [(_moves, None), (_returns, OTHER), (_reconnects, OTHER)],
     ids=["moves", "returns", "reconnects"],
 )
-def test_no_plan_outlives_a_change(change: Callable[[Topology, Routes[str, None]], None], way: str | None) -> None:
+def test_no_plan_outlives_a_change(change: Callable[[Topology, Routes], None], way: int | None) -> None:
     topology, routes = _proven()
     assert _ways(routes, _request({"a": [0, 1]}))
     change(topology, routes)
-    expected = {} if way is None else {(b"a", 0): "even", (b"a", 1): way}
+    expected = {} if way is None else {(b"a", 0): EVEN, (b"a", 1): way}
     assert _ways(routes, _request({"a": [0, 1]})) == expected
 
 
 def test_plans_outlive_what_happens_to_others_and_not_what_may_be_anything() -> None:
     topology, routes = _proven()
-    plan = routes.plan(PRODUCE_API, _request(TOPICS))
+    plans: Plans[list[int]] = Plans(routes)
+    plan = _planned(plans, _request(TOPICS))
     topology.set_owner(b"b", 1, 1, revision=2)
     routes.forget_outdated([(b"b", 1)])
-    assert routes.plan(PRODUCE_API, _request(TOPICS)) is plan
+    routes.prove(b"b", 1, EVEN, routed_at=2)
+    assert _planned(plans, _request(TOPICS)) is plan
     routes.forget_outdated(None)
-    assert routes.plan(PRODUCE_API, _request(TOPICS)) is not plan
+    assert _planned(plans, _request(TOPICS)) is not plan
+
+
+def test_a_connection_that_ends_takes_its_routes_along_and_every_plan() -> None:
+    _, routes = _proven()
+    plans: Plans[list[int]] = Plans(routes)
+    plan = _planned(plans, _request({"a": [0]}))
+    routes.forget_connection(ODD)
+    assert _ways(routes, _request({"a": [0, 1]})) == {}
+    assert _ways(routes, _request({"a": [0, 2], "b": [0]})) == dict.fromkeys(((b"a", 0), (b"a", 2), (b"b", 0)), EVEN)
+    assert _planned(plans, _request({"a": [0]})) is not plan
 
 
 def test_a_new_route_among_proven_ones_makes_no_plan() -> None:
     topology, routes = _proven()
     topology.set_owner(b"b", 1, 1, revision=2)
-    assert routes.plan(PRODUCE_API, _request({"a": [0], "b": [0, 1]})) == ()
-    assert routes.plan(PRODUCE_API, _request({"c": [0]})) == ()
+    assert routes.plan(_request({"a": [0], "b": [0, 1]})) == ()
+    assert routes.plan(_request({"c": [0]})) == ()
 
 
-def test_few_plans_are_kept() -> None:
+def test_what_was_sent_before_the_partition_moved_proves_nothing() -> None:
     topology, routes = _proven()
-    indexes = range(2 * MAX_PLANNED_PARTITIONS)
-    for index in indexes:
-        topology.set_owner(b"many", index, 1, revision=1)
-        routes.prove(b"many", index, "one", routed_at=1)
-    for index in indexes:
-        request = _request({"many": [index]})
-        assert routes.plan(PRODUCE_API, request) is routes.plan(PRODUCE_API, request), "the latest is among them"
-        assert len(routes._plans) <= MAX_PLANNED_PARTITIONS
-    # One that is too large is not kept, and takes no other one's place.
-    request = _request({"many": list(indexes)})
-    assert routes.plan(PRODUCE_API, request) is not routes.plan(PRODUCE_API, request)
-    assert len(routes._plans) == MAX_PLANNED_PARTITIONS
-    assert _ways(routes, _request({"many": [indexes[-1]]})) == {(b"many", indexes[-1]): "one"}
+    topology.set_owner(b"a", 1, 1, revision=5)
+    routes.forget_outdated([(b"a", 1)])
+    routes.prove(b"a", 1, ODD, routed_at=4)
+    assert routes.plan(_request({"a": [1]})) == ()
+    routes.prove(b"a", 1, EVEN, routed_at=5)
+    assert _ways(routes, _request({"a": [1]})) == {(b"a", 1): EVEN}
+
+
+@pytest.mark.parametrize("partitions", [1, 3])
+def test_few_plans_are_kept_and_one_kind_more_costs_few_of_them(partitions: int) -> None:
+    _, routes = _proven()
+    plans: Plans[int] = Plans(routes)
+    kinds = MAX_PLANNED_PARTITIONS // partitions + 200
+    found = 0
+    for turn in range(3):
+        for kind in range(kinds):
+            if plans.find(kind) is None:
+                plans.keep(kind, partitions, kind)
+            elif turn:
+                found += 1
+            assert plans.find(kind) == kind, "the latest is among them"
+            assert plans.planned_partitions <= MAX_PLANNED_PARTITIONS
+    assert found > kinds, "most are found again, though all are asked for in turn"
+
+
+def test_what_is_too_large_is_not_kept_and_takes_no_others_place() -> None:
+    _, routes = _proven()
+    plans: Plans[str] = Plans(routes)
+    plans.keep("small", 1, "small")
+    plans.keep("large", MAX_PLANNED_PARTITIONS + 1, "large")
+    assert (plans.find("small"), plans.find("large")) == ("small", None)
+    plans.keep("all", MAX_PLANNED_PARTITIONS, "all")
+    assert (plans.find("small"), plans.find("all")) == (None, "all")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -103,3 +105,23 @@ def test_coroutines_run_on_the_loop_that_is_asked_for(tmp_path: Path, loop: str)
         f"    assert type(asyncio.get_running_loop()).__module__.split('.')[0] == {loop!r}\n"
     )
     assert run_pytest(tmp_path, test, KPROXY_TEST_LOOP=loop).returncode == 0
+
+
+KILLED = """
+import os, pathlib, signal, subprocess, time
+
+def test_it():
+    started = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    pathlib.Path("PLACE").write_text(str(started.pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_run_has_started_does_not_outlive_it(tmp_path: Path) -> None:
+    place = tmp_path / "pid"
+    assert run_pytest(tmp_path, KILLED.replace("PLACE", str(place))).returncode == -signal.SIGKILL
+    left = int(place.read_text())
+    deadline = time.monotonic() + 60
+    while psutil.pid_exists(left) and psutil.Process(left).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "it is still there"
+        time.sleep(0.1)

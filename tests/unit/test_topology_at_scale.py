@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from codec.partitioned import TopicSpan
 from kproxy.observe.table import TableView, merge_pages, table_page
 from kproxy.routing.routes import Routes
 from kproxy.routing.topology import MAX_MOVES_KEPT, NO_OWNER, PORTION_ROWS, Address, Ownership, Topology
@@ -132,10 +133,12 @@ def test_a_route_is_new_again_once_its_partition_has_moved_and_only_then(
     moved: Sequence[tuple[bytes, int]] | None,
 ) -> None:
     topology = Topology()
-    routes: Routes[str, None] = Routes(topology)
+    routes = Routes(topology)
     for index in range(3):
         topology.set_owner(b"t", index, 1, index + 1)
-        routes.prove(b"t", index, "connection", 9)
+        routes.prove(b"t", index, 7, 9)
     topology.set_owner(b"t", 1, 1, 10)
     routes.forget_outdated(moved)
-    assert [routes.is_proven(b"t", index, "connection") for index in range(3)] == [True, False, True]
+    topic = TopicSpan(b"t", 0, 0)
+    topic.partitions = [0, 1, 2]
+    assert routes.new_among(topic, range(3), 7) == [1]

@@ -1,0 +1,125 @@
+"""`make bench SECTION=paths`: what a request costs where it is not sent straight on; half a minute.
+
+Connections send batches of 1 KiB, IN_FLIGHT requests at a time. One connection:
+
+  plain             all to one partition, whose route is proven after the first: what the others are to be held against
+  first batches     each to another partition, so that its route is new: it is probed, and proven by its answer
+
+REFUSED_CONNECTIONS at once, for a batch that is refused waits for its back-off, and a process that rests between
+requests pays for waking up:
+
+  refused, alone    by turns to more partitions than are in flight; the broker refuses each tenth batch once with
+                    NOT_LEADER_OR_FOLLOWER (`bench.refusing_broker`), so that nothing is under way behind it
+  refused, behind   all to one partition; what is under way behind the refused batch is refused too, and sent again
+
+Batches that are refused are an idempotent producer's. Every answer has to be a success: a proxy that hands a refusal on
+does something else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.load import (
+    IN_FLIGHT,
+    VERSION,
+    Connection,
+    Frames,
+    Load,
+    ProducerFrames,
+    Shape,
+    produce_frame,
+)
+from bench.processes import child, first_line
+from bench.quick import BROKERS, OWNERS, UNITS, cells, per_request, serve, take_turns, write_table
+from codec.produce_response import PRODUCE_API
+
+ROUNDS = 5
+FIRST_PARTITIONS = 2000
+TURNS = 7
+REFUSED_CONNECTIONS = 64
+REFUSED_REQUESTS = 160
+PLAIN_REQUESTS = 10_000
+FIRST, REFUSED = b"first", b"refused"
+REFUSING = BROKERS + 1
+ALL_OWNERS: Mapping[bytes, Sequence[int]] = {
+    **OWNERS,
+    FIRST: [index % BROKERS + 1 for index in range(FIRST_PARTITIONS)],
+    REFUSED: [REFUSING] * TURNS,
+}
+SHAPE = Shape("", 1, 1 << 10, 0)
+_FIRSTS = [produce_frame(SHAPE, index, topic=FIRST) for index in range(FIRST_PARTITIONS)]
+
+
+class Successes(Connection):
+    """One connection, which fails with the first answer that is no success."""
+
+    def _take(self, frames: Sequence[memoryview]) -> None:
+        for frame in frames:
+            codes = [code for topic in PRODUCE_API.parse_response(frame, VERSION).topics for code in topic.error_codes]
+            if any(codes) and not self.done.done():
+                self.done.set_exception(SystemExit(f"the proxy has answered with the error codes {codes}"))
+                self._transport.abort()
+                return
+        super()._take(frames)
+
+
+def first_batches() -> Frames:
+    """One for each partition."""
+    return iter(_FIRSTS).__next__
+
+
+def refused_alone() -> Frames:
+    """To each of TURNS partitions by turns, as idempotent producers do."""
+    following = cycle([ProducerFrames(SHAPE, index, REFUSED) for index in range(TURNS)])
+    return lambda: next(following)()
+
+
+def path_loads() -> list[Load]:
+    """The rows; for proxies before `path_table`."""
+    plain = produce_frame(SHAPE)
+
+    def row(name: str, frames: Callable[[], Frames], requests: int, connections: int) -> Load:
+        return Load(name, frames, requests, len(plain), connections, Successes)
+
+    return [
+        row("plain", lambda: plain, PLAIN_REQUESTS, 1),
+        row("first batches", first_batches, FIRST_PARTITIONS, 1),
+        row("refused, alone", refused_alone, REFUSED_REQUESTS, REFUSED_CONNECTIONS),
+        row("refused, behind", lambda: ProducerFrames(SHAPE, topic=REFUSED), REFUSED_REQUESTS, REFUSED_CONNECTIONS),
+    ]
+
+
+@contextlib.contextmanager
+def path_table(directory: Path) -> Iterator[Path]:
+    """A static table of every topic that is sent to, and its brokers while it is used: null ones and a refusing one."""
+    with contextlib.ExitStack() as stack:
+        modules = ["bench.null_broker"] * BROKERS + ["bench.refusing_broker"]
+        brokers = [stack.enter_context(child(sys.executable, "-m", module)) for module in modules]
+        yield write_table([int(first_line(broker)) for broker in brokers], directory, ALL_OWNERS)
+
+
+def paths(console: Console) -> None:
+    """The table that is printed."""
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kproxy-bench-")))
+        proxy = stack.enter_context(serve(stack.enter_context(path_table(directory))))
+        table = Table(title=f"CPU of the proxy process; {IN_FLIGHT} requests in flight", title_style="")
+        table.add_column("path", no_wrap=True)
+        for column in ("connections", *UNITS, "µs / plain"):
+            table.add_column(column, justify="right")
+        plain = 0.0
+        for load in path_loads():
+            cost = take_turns(load, {"kproxy": proxy}, ROUNDS)["kproxy"]
+            cpu = per_request(load, cost)[0]
+            plain = plain or cpu
+            table.add_row(load.name, str(load.connections), *cells(load, cost), f"{cpu / plain:.2f}")
+        console.print(table)

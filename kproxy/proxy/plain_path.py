@@ -1,0 +1,176 @@
+"""The plain path of a produce request: every route is proven, every answer a success.
+
+Nothing is decided here. A request goes to the brokers by the plan of its shape, and its answer comes back the same way.
+Whatever else happens, first all that is under way here goes to the core (kproxy.routing.fanout) by `adopt`.
+
+Invariants
+1. What is sent here follows, on the same connections, what was sent before of its partitions.
+2. A plan is used only while the routes it was made of are proven (kproxy.routing.routes).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from math import inf
+
+from codec.partitioned import PartitionedRequest, PlainAnswer, set_response_correlation_id
+from codec.produce_response import PRODUCE_API
+from kproxy.observe.audit.noted import ConnectionAcks, Noted
+from kproxy.proxy.answer_order import Slot
+from kproxy.proxy.upstream import Ticket, Upstream
+from kproxy.routing.fanout import Fanout
+from kproxy.routing.merge import Exchange
+from kproxy.routing.routes import Plans, kind_of
+from kproxy.routing.split import Selection
+
+
+class PlannedPart:
+    """What of a request goes over one connection, all of it where `part` is None, and the answer to it."""
+
+    __slots__ = ("connection", "noted", "part", "plain", "upstream")
+
+    def __init__(
+        self, connection: int, upstream: Upstream, part: Selection | None, plain: PlainAnswer, noted: Noted | None
+    ) -> None:
+        self.connection = connection
+        self.upstream = upstream
+        self.part = part
+        self.plain = plain
+        self.noted = noted
+
+
+class PlainPiece:
+    """The ticket of one part of a request."""
+
+    __slots__ = ("path", "planned", "slot")
+
+    expects_answer = True
+    may_wait_until = -inf
+
+    def __init__(self, path: PlainPath, slot: Slot, planned: PlannedPart) -> None:
+        self.path = path
+        self.slot = slot
+        self.planned = planned
+
+    def sent(self) -> None:
+        """Never said: it has an answer."""
+
+    def unconfirmed(self) -> None:
+        """Never said, for the same reason."""
+
+    def answered(self, frame: memoryview) -> None:
+        if not self.path.succeeded(self, frame):
+            self.path.adopt(self).answered(frame)
+
+    def lost(self, *, written: bool) -> None:
+        self.path.adopt(self).lost(written=written)
+
+
+class PlainPath:
+    """Of one client connection. `upstreams` are its connections to brokers by their numbers, `acks` its trail.
+
+    `adopt` has the core take over all that is under way, and returns the ticket that takes the place of this one.
+    """
+
+    def __init__(
+        self,
+        core: Fanout,
+        upstreams: Mapping[int, Upstream],
+        acks: ConnectionAcks | None,
+        counters: Counter[str],
+        adopt: Callable[[PlainPiece], Ticket],
+    ) -> None:
+        self._core = core
+        self._upstreams = upstreams
+        self._acks = acks
+        self._counters = counters
+        self.adopt = adopt
+        # Requests that are not answered, and the partitions of those for more than one.
+        self.open_count = 0
+        self.open_partitions = 0
+        self._plans: Plans[list[PlannedPart]] = Plans(core.routes)
+
+    def send(
+        self, slot: Slot, request: PartitionedRequest, deadline: float, routed_at: int, *, is_silent: bool
+    ) -> bool:
+        """Send a request whose answer goes to `slot`; False where some partition's route is new.
+
+        `routed_at` is the topology's revision.
+        """
+        kind = kind_of(request)
+        plan = self._plans.find(kind)
+        if plan is None:
+            plan = self._make_plan(request)
+            if not plan:
+                return False
+            self._plans.keep(kind, request.partition_count, plan)
+        slot.request = request
+        slot.deadline = deadline
+        slot.routed_at = routed_at
+        slot.is_silent = is_silent
+        self.open_count += 1
+        partitions = request.partition_count
+        if len(plan) == 1:
+            planned = plan[0]
+            slot.exchange = None
+            if partitions > 1:
+                self.open_partitions += partitions
+            planned.upstream.forward(PlainPiece(self, slot, planned), request.frame)
+            return True
+        self.open_partitions += partitions
+        self._counters["splits"] += 1
+        slot.exchange = exchange = Exchange(PRODUCE_API, request, slot.sequence, deadline)
+        exchange.is_silent = is_silent
+        splitter = exchange.splitter(len(plan))
+        for planned in plan:
+            upstream = planned.upstream
+            correlation_id = upstream.next_correlation_id()
+            buffers = splitter.part(planned.part or [], correlation_id)
+            upstream.send(PlainPiece(self, slot, planned), correlation_id, buffers)
+        return True
+
+    def succeeded(self, piece: PlainPiece, frame: memoryview) -> bool:
+        """Take an answer; False where it is anything but success for all that was asked."""
+        slot, planned = piece.slot, piece.planned
+        exchange = slot.exchange
+        if exchange is None:
+            if not planned.plain.is_met(frame):
+                return False
+            if planned.noted is not None and not slot.is_silent:
+                planned.noted.note(slot, frame)
+            self._close(slot)
+            if slot.is_silent:
+                slot.fill([])
+            else:
+                set_response_correlation_id(frame, slot.request.header.correlation_id)
+                slot.fill([frame])
+            return True
+        results = planned.plain.results(frame)
+        if results is None:
+            return False
+        if planned.noted is not None and not slot.is_silent:
+            planned.noted.note(slot, frame)
+        exchange.take_all(planned.part or [], results)
+        if exchange.open_count == 0:
+            self._close(slot)
+            slot.fill([] if slot.is_silent else exchange.encode())
+        return True
+
+    def _close(self, slot: Slot) -> None:
+        self.open_count -= 1
+        if self.open_partitions:
+            partitions = slot.request.partition_count
+            self.open_partitions -= partitions if partitions > 1 else 0
+
+    # Plans
+
+    def _make_plan(self, request: PartitionedRequest) -> list[PlannedPart]:
+        parts = self._core.routes.plan(request)
+        plan = []
+        for connection, selection in parts:
+            upstream = self._upstreams[connection]
+            plain = PRODUCE_API.plain_answer(request, selection)
+            noted = self._acks.part(upstream, request, selection, plain) if self._acks is not None else None
+            plan.append(PlannedPart(connection, upstream, selection if len(parts) > 1 else None, plain, noted))
+        return plan

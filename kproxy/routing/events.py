@@ -1,0 +1,62 @@
+"""What the fan-out (kproxy.routing.fanout) is told with its events, and what it looks at besides."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from kproxy.routing.merge import Exchange
+from kproxy.routing.retry import Conduct
+from kproxy.routing.split import Selection
+from kproxy.routing.topology import Address, Topology
+
+
+class View(Protocol):
+    """What is decided upon besides the events: as it is at the moment of an event."""
+
+    @property
+    def topology(self) -> Topology: ...
+
+    @property
+    def conduct(self) -> Conduct: ...
+
+    @property
+    def knows_batches_again(self) -> bool:
+        """Whether the brokers recognise a batch with a producer id that was appended before."""
+        ...
+
+    @property
+    def gated(self) -> Collection[bytes]:
+        """The topics with a writer group."""
+        ...
+
+    @property
+    def fenced(self) -> bool:
+        """Whether brokers keep fences, so that nothing of an earlier writer is appended behind them."""
+        ...
+
+    @property
+    def max_nameless(self) -> int:
+        """How many topic ids without a name are remembered."""
+        ...
+
+    def is_hung(self, address: Address | None) -> bool:
+        """Whether the broker there is known not to answer."""
+        ...
+
+
+class Adopted(NamedTuple):
+    """A request of the plain path that enters: its results so far are in `exchange`, `parts` are unanswered."""
+
+    exchange: Exchange
+    routed_at: int
+    parts: Sequence[tuple[int, Selection | None]]
+
+
+class Loss(Enum):
+    """What is known of a piece whose connection has ended."""
+
+    LEFT = "it expects no answer, and its last byte had left this process"
+    WRITTEN = "the broker may have seen it"
+    UNWRITTEN = "the broker has not seen it"

@@ -1,0 +1,780 @@
+"""Split, send, take answers, retry, merge: the decisions behind Produce, Fetch and ListOffsets for one client.
+
+Events come in as method calls and actions go out as values (kproxy.routing.actions). Nothing here knows sockets, tasks
+or clocks: an event carries the time `now`, in seconds, and a `jitter` in [0, 1). The caller carries out all actions of
+an event, in order, before it brings the next one; where the topology has changed, that is the next one to bring.
+
+A request whose routes are all proven is not brought here as long as it meets nothing but success: its shell sends it by
+a `plan`, in its turn, and answers it (the plain path). Before any other event such requests enter by `adopt`.
+
+States of a client
+  present   all may be sent
+  parted    it is gone: of topics with a writer group nothing more is sent, whatever its acks
+  severed   what it had claimed is another's: nothing more is sent at all
+
+Transitions of a client
+  present         -> parted    `parted`; there is no such state where no topic has a writer group
+  present, parted -> severed   `severed`
+
+Those of an exchange are in kproxy.routing.merge, of a lane in kproxy.routing.lanes, of a connection to a broker in
+kproxy.routing.in_flight.
+
+Invariants
+1. A partition's entry is at any time in one place: a piece that is under way, a lane, or done.
+2. What is sent again goes through a lane; nothing of that partition overtakes it.
+3. On a new route one batch goes first, and the next follow its success (kproxy.routing.routes).
+4. When the topology has changed and a partition is to go elsewhere than its unanswered batches went, it waits for them.
+5. What was answered at its deadline is not sent afterwards; what a broker may have seen keeps its lane until it is
+   answered or its connection has ended, and what the client sent behind it meanwhile is given up with it.
+6. Once the client is gone nothing more is sent for topics with a writer group, and once it is severed nothing at all.
+   What a broker has got for such topics is held from that event on until it is answered or lost.
+7. An event changes all lanes it concerns before anything is sent.
+8. A request is answered once, or never if it is dropped. The acknowledgement of an entry is noted once, before that.
+9. An error that a client gets is counted; what is not delivered of a client that gets no answer (acks=0) is told as
+   Undeliverable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import IntEnum, auto
+from itertools import groupby
+from typing import Final
+
+from codec.api_keys import PRODUCE
+from codec.error_codes import (
+    NOT_LEADER_OR_FOLLOWER,
+    OUT_OF_ORDER_SEQUENCE_NUMBER,
+    POLICY_VIOLATION,
+    UNKNOWN_TOPIC_ID,
+)
+from codec.errors import CodecError
+from codec.partitioned import PartitionedRequest, PartitionedResponse, set_response_correlation_id
+from codec.primitives import Buffer
+from codec.produce_response import base_offset_of
+from kproxy.routing import retry
+from kproxy.routing.actions import (
+    Action,
+    Actions,
+    Close,
+    Counted,
+    Hold,
+    LetGo,
+    Note,
+    NoteLost,
+    Reread,
+    Retried,
+    Send,
+    Unconfirmed,
+    WakeAt,
+    Withdraw,
+)
+from kproxy.routing.events import Adopted, Loss, View
+from kproxy.routing.identity import is_recognisable, lane_key
+from kproxy.routing.in_flight import BrokerConnection, ConnectionState, InFlight, Piece, entries_of
+from kproxy.routing.in_flight import Unconfirmed as UnconfirmedBatches
+from kproxy.routing.lanes import Item, LaneKey, Lanes, Pause
+from kproxy.routing.merge import Exchange, Matched, answers_in_order, match_results
+from kproxy.routing.open_exchanges import OpenExchanges
+from kproxy.routing.retry import Attempts
+from kproxy.routing.routes import Routes
+from kproxy.routing.split import NOTHING_REFUSED, Entry, Selection, add_entry, split
+from kproxy.routing.topology import NO_OWNER
+
+# A broker that has not answered so long after a deadline is not going to: its own timer has run out as well.
+HUNG_AFTER_S = 5.0
+# Timers are counted in milliseconds and may ring a part of one early, when nothing is due yet.
+TIMER_STEP_S: Final = 0.001
+# A broker has a piece, and its answer does not come any more.
+_MAY_STILL_BE_APPENDED: Final = (retry.CONNECTION_LOST, retry.UNREADABLE)
+_NONE_HELD: Final[set[Entry]] = set()
+
+
+class ClientState(IntEnum):
+    """See the module's text."""
+
+    PRESENT = auto()
+    PARTED = auto()
+    SEVERED = auto()
+
+
+_NEXT: Final[Mapping[ClientState, Sequence[ClientState]]] = {
+    ClientState.PRESENT: (ClientState.PARTED, ClientState.SEVERED),
+    ClientState.PARTED: (ClientState.SEVERED,),
+    ClientState.SEVERED: (),
+}
+
+
+class Fanout:
+    """The exchanges of one client connection."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self._topology = view.topology
+        self._client = ClientState.PRESENT
+        self.lanes = Lanes()
+        self.routes = Routes(view.topology)
+        self._in_flight = InFlight()
+        self._actions = Actions()
+        self._exchanges = OpenExchanges(self._actions)
+        # Topic ids that were asked for before anybody knew the topic's name.
+        self._nameless: set[bytes] = set()
+        # The topology's version that has been followed.
+        self.version = -1
+        self._wakes_at: float | None = None
+        # Of the event that is under way.
+        self._now = 0.0
+        self._jitter = 0.0
+        self._released: list[Item] = []
+
+    # What its shell asks
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether requests whose routes are all proven may go the plain path."""
+        return not self.lanes.table
+
+    @property
+    def is_concerned(self) -> bool:
+        """Whether the topology's change concerns what has been sent by a plan."""
+        return self.routes.is_outdated(self._topology.moved_since(self.version))
+
+    @property
+    def awaits(self) -> bool:
+        """Whether it is to be told by `arrived` what comes on the plain path."""
+        return self._exchanges.awaits
+
+    @property
+    def open_count(self) -> int:
+        """Exchanges that are not answered yet, or with acks=0 not sent."""
+        return len(self._exchanges)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether time alone changes nothing."""
+        return not len(self._exchanges) and not self._in_flight.pieces
+
+    def is_due(self, now: float) -> bool:
+        """Whether a tick at this time answers something at its deadline; the plain path enters before."""
+        return any(exchange.deadline <= now for exchange in self._exchanges)
+
+    def open_exchanges(self) -> list[Exchange]:
+        """In the order of their requests."""
+        return list(self._exchanges)
+
+    def name_topics(self, request: PartitionedRequest) -> None:
+        """Put names in the place of topic ids.
+
+        Order is kept by what a partition is called, and a client may name its topic by id in one request and by name in
+        the next, as franz-go does.
+        """
+        for topic in request.topics:
+            name = self._topology.name_of(topic.wire)
+            if name is not None:
+                topic.name = name
+            elif len(self._nameless) < self._view.max_nameless:
+                self._nameless.add(topic.wire)
+
+    def arrived(self, exchange: Exchange) -> None:
+        """A request has come from the client that goes the plain path."""
+        self._exchanges.arrived(exchange)
+
+    # Events: requests
+
+    def adopt(self, records: Sequence[Adopted]) -> list[int]:
+        """Requests of the plain path, in their order; the numbers of their pieces, in order. No event of its own."""
+        numbers = []
+        for exchange, routed_at, parts in records:
+            for connection, part in parts:
+                piece = self._in_flight.add(exchange, self._in_flight.connections[connection], part, routed_at)
+                numbers.append(piece.number)
+        self._exchanges.adopt(record.exchange for record in records)
+        return numbers
+
+    def submitted(self, exchange: Exchange, refused: Mapping[Entry, int], now: float, jitter: float) -> list[Action]:
+        """A request has come; entries in `refused` are not to be sent, each gets its error code."""
+        self._begin(now, jitter)
+        self._exchanges.add(exchange)
+        if not exchange.is_silent and exchange.deadline <= now:
+            # It was over before it could be begun: no broker gets anything of it.
+            self._actions.add(Counted("deadlines", 1))
+            self._expire_one(exchange, {(exchange.sequence, entry) for entry in exchange.open_entries()})
+            return self._finish()
+        self._dispatch(exchange, refused)
+        for entry, error_code in refused.items():
+            self._exchanges.conclude(exchange, entry, error_code)
+        if refused:
+            self._exchanges.finish_if_complete(exchange, self._now)
+        return self._finish()
+
+    # Events: brokers
+
+    def opened(self, connection: int) -> None:
+        """A dial has succeeded, and what waited for it is about to be written; no event of its own."""
+        self._in_flight.opened(connection)
+
+    def left(self, pieces: Sequence[int], now: float, jitter: float) -> list[Action]:
+        """Pieces that have no answer (acks=0) have left: that is all that will be known of them."""
+        self._begin(now, jitter)
+        for number in pieces:
+            self._left(self._in_flight.pieces[number])
+        return self._finish()
+
+    def answered(self, number: int, frame: memoryview, now: float, jitter: float) -> list[Action]:
+        """A broker's answer to a piece."""
+        self._begin(now, jitter)
+        piece = self._in_flight.pieces[number]
+        exchange = piece.exchange
+        api_version = exchange.request.header.api_version
+        try:
+            response = exchange.api.parse_response(frame, api_version)
+            passes = self._passes_through(piece, response)
+            is_looked_at = not response.error_code and (exchange.is_ordered or not passes)
+            matched = match_results(exchange, piece.selection, response) if is_looked_at else []
+        except CodecError as error:
+            self._fail_piece(piece, retry.UNREADABLE)
+            self._close(piece.connection, str(error), is_untrue=True)
+            return self._finish(piece)
+        if response.error_code:
+            exchange.note(response)
+            self._fail_piece(piece, response.error_code)
+            return self._finish(piece)
+        self._in_flight.remove(piece)
+        self._note(piece, frame, matched)
+        if passes:
+            for entry, *_ in matched:
+                self._succeeded(piece, entry)
+            set_response_correlation_id(frame, exchange.request.header.correlation_id)
+            exchange.open_count = 0
+            self._exchanges.respond(exchange, [frame])
+        else:
+            exchange.note(response)
+            self._take_results(piece, frame, matched)
+        return self._finish(piece)
+
+    def lost(
+        self, connection: int, losses: Sequence[tuple[int, Loss]], now: float, jitter: float, *, is_unconfirmed: bool
+    ) -> list[Action]:
+        """A connection has ended with these pieces on it.
+
+        `is_unconfirmed`: what had left on it with acks=0 a moment ago may not have arrived, or was refused by closing
+        it. That is what Kafka's brokers do, so that the owners are looked up again.
+        """
+        self._begin(now, jitter)
+        ended = self._in_flight.connections[connection]
+        self._in_flight.closed(ended)
+        self.routes.forget_connection(connection)
+        pieces = [self._in_flight.pieces[number] for number, _ in losses]
+        for piece, (_, loss) in zip(pieces, losses, strict=True):
+            if loss is Loss.LEFT:
+                self._left(piece)
+            else:
+                self._fail_piece(piece, retry.CONNECTION_LOST if loss is Loss.WRITTEN else retry.NOT_WRITTEN)
+        if is_unconfirmed and ended.unconfirmed is not None:
+            for (topic, partition_index), (batches, routed_at) in ended.unconfirmed.take(now).items():
+                self._actions.add(Unconfirmed(self._topology.name_of(topic) or topic, batches))
+                self._ask_for_owner(topic, partition_index, routed_at)
+        del self._in_flight.connections[connection]
+        return self._finish(*pieces)
+
+    def unsent(self, number: int) -> None:
+        """A piece was not written, for its client is about to be severed; no event of its own."""
+        piece = self._in_flight.pieces[number]
+        self._in_flight.remove(piece)
+        self._settle(piece.exchange, piece.entries(), appended=False)
+
+    # Events: the topology and time
+
+    def topology_changed(self, now: float, jitter: float) -> list[Action]:
+        """What waits out a back-off for one owner, and has another now, waits no longer."""
+        self._begin(now, jitter)
+        self._follow()
+        self.lanes.hasten(self._has_moved)
+        return self._finish()
+
+    def woken(self, now: float, jitter: float) -> list[Action]:
+        """The time of the last WakeAt has come: lanes may be due, or reads to be asked again."""
+        self._begin(now, jitter)
+        self._wakes_at = None
+        self._send_items(self.lanes.ready(now))
+        self._send_released()
+        for exchange in self._exchanges.look(now):
+            self._dispatch(exchange)
+        return self._finish()
+
+    def tick(self, oldest: Mapping[int, int], now: float, jitter: float) -> list[Action]:
+        """Answer what has reached its deadline: done entries with their results, the rest with an error.
+
+        Produce that a broker may have seen gets REQUEST_TIMED_OUT, what was never written NOT_LEADER_OR_FOLLOWER.
+        `oldest` is the piece that each connection is to answer next.
+        """
+        self._begin(now, jitter)
+        due = [exchange for exchange in self._exchanges if exchange.deadline <= now]
+        if due:
+            self._actions.add(Counted("deadlines", len(due)))
+            self._expire(due)
+        for number in oldest.values():
+            piece = self._in_flight.pieces.get(number)
+            if piece is not None and piece.exchange.deadline + HUNG_AFTER_S <= now:
+                self._close(piece.connection, "it does not answer")
+        return self._finish()
+
+    # Events: the client's end
+
+    def parted(self, now: float, jitter: float) -> list[Action]:
+        """The client is gone: for topics with a writer group nothing is sent that has not been, whatever its acks."""
+        return self._part(ClientState.PARTED, now, jitter) if self._view.gated else []
+
+    def severed(self, now: float, jitter: float) -> list[Action]:
+        """What the client had claimed is another's: nothing is sent for any topic."""
+        return self._part(ClientState.SEVERED, now, jitter)
+
+    def closing(self, now: float, jitter: float) -> list[Action]:
+        """The client is gone. What it would hear of is dropped, it will send that again itself; what it sent with
+        acks=0 still goes.
+        """
+        self._begin(now, jitter)
+        for exchange in self._exchanges:
+            if not exchange.is_silent:
+                self._exchanges.drop(exchange)
+        self.lanes.drop(lambda exchange: not exchange.is_silent)
+        self._settle_pieces(self._withdraw(lambda piece: not piece.exchange.is_silent))
+        return self._finish()
+
+    def ended(self, now: float, jitter: float) -> list[Action]:
+        """What is left is waited for no longer."""
+        self._begin(now, jitter)
+        self._expire(list(self._exchanges))
+        return self._finish()
+
+    def take_out(self, since: int, up_to: int) -> None:
+        """Called now and then: requests with a sequence above the one and up to the other keep no receive buffer from
+        being used again.
+        """
+        self._exchanges.take_out(since, up_to)
+        if not self.lanes.table:
+            self._in_flight.forget()
+
+    # One event
+
+    def _begin(self, now: float, jitter: float) -> None:
+        self._now = now
+        self._jitter = jitter
+
+    def _finish(self, *pieces: Piece) -> list[Action]:
+        """Send what waited and may go now; `pieces` are answered or lost."""
+        self._send_released()
+        for piece in pieces:
+            if piece.is_held:
+                self._actions.add(LetGo(piece.number))
+        due = self._next_wake()
+        if due is not None and (self._wakes_at is None or due < self._wakes_at):
+            self._wakes_at = due
+            self._actions.add(WakeAt(due))
+        return self._actions.take()
+
+    def _next_wake(self) -> float | None:
+        due = self.lanes.next_due() if self.lanes.table else None
+        if due is not None:
+            due = max(due, self._now) + TIMER_STEP_S
+        look = self._exchanges.next_look()
+        return look if due is None or (look is not None and look < due) else due
+
+    # Sending
+
+    def _dispatch(self, exchange: Exchange, refused: Mapping[Entry, int] = NOTHING_REFUSED) -> None:
+        """Send all of an exchange that is not `refused`, or let it wait its turn."""
+        held = self._hold_back(exchange, refused) if self.lanes.table else _NONE_HELD
+        if refused:
+            held = held | refused.keys()
+        pieces = split(exchange.request, self._topology, held)
+        if len(pieces) > 1:
+            self._actions.add(Counted("splits", 1))
+        whole = len(pieces) == 1 and not held
+        for owner, selection in pieces.items():
+            self._send(exchange, owner, selection, shares=len(pieces), whole=whole)
+        self._exchanges.finish_if_complete(exchange, self._now)
+
+    def _hold_back(self, exchange: Exchange, refused: Mapping[Entry, int]) -> set[Entry]:
+        """The entries that must wait, put into their lanes; what is refused waits for nothing."""
+        held: set[Entry] = set()
+        for entry in exchange.open_entries():
+            key = lane_key(exchange, entry)
+            if key in self.lanes.table and entry not in refused:
+                self.lanes.hold(key, Item(exchange, entry, NOT_LEADER_OR_FOLLOWER))
+                held.add(entry)
+        return held
+
+    def _send(self, exchange: Exchange, owner: int, selection: Selection, *, shares: int, whole: bool) -> None:
+        if owner == NO_OWNER:
+            for entry in entries_of(selection):
+                is_nameless = exchange.request.is_nameless(exchange.topic(entry))
+                event = UNKNOWN_TOPIC_ID if is_nameless else retry.NOT_WRITTEN
+                self._failed(exchange, entry, event, self._topology.revision)
+            return
+        connection = self._in_flight.connection_to(owner)
+        if exchange.is_ordered:
+            self._probe_new_routes(exchange, connection, selection)
+        part = None if whole else selection
+        piece = self._in_flight.add(exchange, connection, part, self._topology.revision)
+        self._actions.add(Send(connection.number, owner, piece.number, exchange, part, shares))
+
+    def _probe_new_routes(self, exchange: Exchange, connection: BrokerConnection, selection: Selection) -> None:
+        for topic_place, ordinals in selection:
+            topic = exchange.request.topics[topic_place]
+            for ordinal in self.routes.new_among(topic, ordinals, connection.number):
+                self.lanes.probe(lane_key(exchange, (topic_place, ordinal)), exchange.sequence)
+
+    def _send_released(self) -> None:
+        while self._released:
+            released, self._released = self._released, []
+            self._send_items(released)
+
+    def _send_items(self, items: list[Item]) -> None:
+        """Send items that may go now: one piece for each exchange and broker."""
+        items.sort(key=lambda item: (item.exchange.sequence, item.entry))
+        for sequence, group in groupby(items, key=lambda item: item.exchange.sequence):
+            pieces: dict[int, Selection] = {}
+            for item in group:
+                exchange = item.exchange
+                key = lane_key(exchange, item.entry)
+                if exchange not in self._exchanges or not exchange.is_open(item.entry):
+                    self._settle(exchange, (item.entry,), appended=False)
+                elif key in self.lanes.table and not self.lanes.is_probing(key, sequence):
+                    # One before it found its route new, or no route at all.
+                    self.lanes.hold(key, item)
+                else:
+                    owner = exchange.route(item.entry, self._topology)
+                    add_entry(pieces.setdefault(owner, []), *item.entry)
+            for owner, selection in pieces.items():
+                # What is sent again is one part among others, whatever became of those.
+                self._send(exchange, owner, selection, shares=max(2, len(pieces)), whole=False)
+            self._exchanges.finish_if_complete(exchange, self._now)
+
+    def _close(self, connection: BrokerConnection, reason: str, *, is_untrue: bool = False) -> None:
+        """End a connection; that it is lost, with what is on it, is an event of its own."""
+        if connection.state is not ConnectionState.CLOSED:
+            self._in_flight.closed(connection)
+            self._actions.add(Close(connection.number, reason, is_untrue))
+
+    # Following the topology
+
+    def _follow(self) -> None:
+        """What is unanswered elsewhere than it would go now blocks its partition.
+
+        Where many partitions change owners, most of them are none of this client's: what did not move is not looked at.
+        """
+        moved = self._topology.moved_since(self.version)
+        self.version = self._topology.version
+        self.routes.forget_outdated(moved)
+        if moved is None and self._nameless:
+            self._name_the_nameless()
+        topics = {topic for topic, _ in moved} if moved is not None else None
+        for piece in self._in_flight.ordered():
+            exchange = piece.exchange
+            if topics is not None and not exchange.asks_of_any(topics):
+                continue
+            for entry in piece.entries():
+                # An owner that has it once more is as good as another one: what it refused before, it takes now.
+                is_new = self._topology.owner_revision(*exchange.partition(entry)) > piece.routed_at
+                if is_new or exchange.route(entry, self._topology) != piece.connection.broker:
+                    self.lanes.block(lane_key(exchange, entry), (exchange.sequence,))
+
+    def _name_the_nameless(self) -> None:
+        """The topology may have learnt the names of topics that something waits for."""
+        names = {each: name for each in self._nameless if (name := self._topology.name_of(each)) is not None}
+        if not names:
+            return
+        self._nameless -= names.keys()
+        renamed = []
+        for exchange in (*(piece.exchange for piece in self._in_flight.ordered()), *self._exchanges):
+            for topic in exchange.request.topics:
+                if topic.name in names and exchange.request.is_nameless(topic):
+                    topic.name = names[topic.wire]
+                    renamed += [((topic.wire, index), (topic.name, index)) for index in topic.partitions]
+        self._in_flight.forget()
+        for key, new_key in renamed:
+            self._give_up(self.lanes.rename(key, new_key))
+
+    def _has_moved(self, item: Item, routed_at: int) -> bool:
+        """Whether another owner has been told of since, one that can be sent to."""
+        if self._topology.owner_revision(*item.exchange.partition(item.entry)) <= routed_at:
+            return False
+        return item.exchange.route(item.entry, self._topology) != NO_OWNER
+
+    # Answers
+
+    def _passes_through(self, piece: Piece, response: PartitionedResponse) -> bool:
+        """Whether an answer can be handed on as it came."""
+        exchange = piece.exchange
+        return (
+            piece.part is None
+            and not response.error_code
+            and not response.names_brokers
+            and exchange in self._exchanges
+            and exchange.throttle_time_ms == 0
+            and answers_in_order(exchange.request, response)
+        )
+
+    def _note(self, piece: Piece, frame: memoryview, matched: Matched) -> None:
+        """Note what an answer acknowledges to a client that is still waiting for it."""
+        exchange = piece.exchange
+        if exchange not in self._exchanges or not exchange.is_ordered or exchange.is_silent:
+            return
+        broker = piece.connection.broker
+        for entry, error_code, topic, ordinal in matched:
+            if not error_code and exchange.is_open(entry):
+                result = frame[topic.starts[ordinal] : topic.ends[ordinal]]
+                self._actions.add(Note(exchange, entry, broker, piece.routed_at, result))
+
+    def _take_results(self, piece: Piece, frame: memoryview, matched: Matched) -> None:
+        """Successes first: what they release is known before anything is judged to have failed."""
+        exchange = piece.exchange
+        failures = []
+        for entry, error_code, topic, ordinal in matched:
+            result = frame[topic.starts[ordinal] : topic.ends[ordinal]]
+            if error_code:
+                failures.append((entry, error_code, result))
+            else:
+                exchange.take(entry, result)
+                self._succeeded(piece, entry)
+        broker = piece.connection.broker
+        for entry, error_code, result in failures:
+            exchange.note_sent(entry, broker)
+            if error_code == NOT_LEADER_OR_FOLLOWER:
+                exchange.attempts(entry).refused_by |= {broker}
+            self._failed(exchange, entry, error_code, piece.routed_at, result)
+        self._exchanges.finish_if_complete(exchange, self._now)
+
+    def _succeeded(self, piece: Piece, entry: Entry) -> None:
+        if not self.lanes.table:
+            return
+        exchange = piece.exchange
+        key = lane_key(exchange, entry)
+        connection = piece.connection
+        is_probing = exchange.is_ordered and self.lanes.is_probing(key, exchange.sequence)
+        if is_probing and connection.state is ConnectionState.OPEN:
+            self.routes.prove(*exchange.partition(entry), connection.number, piece.routed_at)
+        self._settle_lane(key, exchange.sequence, appended=True)
+
+    def _left(self, piece: Piece) -> None:
+        exchange, connection = piece.exchange, piece.connection
+        self._in_flight.remove(piece)
+        if connection.unconfirmed is None:
+            connection.unconfirmed = UnconfirmedBatches(self._now)
+        for entry in piece.entries():
+            exchange.take(entry, b"")
+            connection.unconfirmed.note(exchange.partition(entry), piece.routed_at, self._now)
+        self._settle(exchange, piece.entries(), appended=True)
+        self._exchanges.finish_if_complete(exchange, self._now)
+
+    def _fail_piece(self, piece: Piece, event: int) -> None:
+        """The same event (kproxy.routing.retry) for every entry of a piece."""
+        if event in _MAY_STILL_BE_APPENDED and (gated := self._gated_partitions(piece)):
+            self._actions.add(NoteLost(gated))
+        self._in_flight.remove(piece)
+        exchange = piece.exchange
+        for entry in piece.entries():
+            exchange.note_sent(entry, piece.connection.broker)
+            self._failed(exchange, entry, event, piece.routed_at)
+        self._exchanges.finish_if_complete(exchange, self._now)
+
+    # Failures
+
+    def _failed(
+        self, exchange: Exchange, entry: Entry, event: int, routed_at: int, result: Buffer | None = None
+    ) -> None:
+        """An `event` (kproxy.routing.retry) has met what was sent at the topology's revision `routed_at`.
+
+        `result` is the broker's own entry, for codes that are handed on.
+        """
+        key, sequence = lane_key(exchange, entry), exchange.sequence
+        partition = exchange.partition(entry)
+        if retry.doubts_the_owner(event):
+            # Whether or not anything is sent again from here: the client's own next attempt is to find the new owner.
+            self._ask_for_owner(*partition, routed_at)
+        if not exchange.is_open(entry) or exchange not in self._exchanges:
+            # It was answered at its deadline, or its client is gone; only the lane still wants to know.
+            self._settle(exchange, (entry,), appended=False)
+            return
+        rows = self._rows(exchange, result)
+        safe, is_ambiguous = False, retry.is_ambiguous(rows, event)
+        if is_ambiguous:
+            exchange.ambiguous.add(entry)
+            safe = self._view.knows_batches_again and is_recognisable(exchange, entry)
+        is_probing = self.lanes.is_probing(key, sequence)
+        # Where a refusal may come after an append, being behind another one does not make a second sending safe.
+        behind = key in self.lanes and retry.is_held_back(event) and not is_probing and (safe or not is_ambiguous)
+        attempts = exchange.attempts(entry)
+        if not behind:
+            attempts.add(routed_at, self._topology.owner_revision(*partition), self._now)
+        verdict = retry.decide(rows, event, exhausted=attempts.exhausted, resend_is_safe=safe)
+        # Being out of order behind another one is not its own outcome, and producers end at that code.
+        is_misled = event == OUT_OF_ORDER_SEQUENCE_NUMBER and (behind or self._exchanges.is_misled(exchange, entry))
+        error_code = NOT_LEADER_OR_FOLLOWER if is_misled else verdict.error_code
+        item = Item(exchange, entry, error_code)
+        pause = None if behind else self._pause(item, attempts, routed_at)
+        latest = min(exchange.deadline, attempts.first_failed_at + verdict.wait_s)
+        tries_again = pause is None or (verdict.retry and pause.due < latest and not self._owner_hangs(exchange, entry))
+        if tries_again and not self._is_over(exchange, entry) and not self.lanes.is_given_up(key, sequence):
+            self._actions.add(Retried(event, attempts.sent_to))
+            later = () if key in self.lanes else [each for each in self._in_flight.of(key) if each > sequence]
+            self.lanes.refused(key, item, pause, later)
+            return
+        self._exchanges.conclude(exchange, entry, error_code, result if error_code == event else None)
+        gives_up = event in rows or (is_probing and retry.comes_again(event))
+        if gives_up and exchange.is_ordered and ((behind_it := self._in_flight.of(key)) or key in self.lanes):
+            # Its client sends it again; what it sent behind it before it could know is not to come first.
+            self._give_up(self.lanes.give_up(key, sequence, self._exchanges.newest, behind_it))
+        self._settle(exchange, (entry,), appended=False, given_up=gives_up)
+
+    def _pause(self, item: Item, attempts: Attempts, routed_at: int) -> Pause:
+        """How long an item waits that was sent in vain at the topology's revision `routed_at`."""
+        soonest = self._now + attempts.soonest_s(self._jitter)
+        due = soonest if self._has_moved(item, routed_at) else self._now + attempts.due_s(self._jitter)
+        return Pause(due, soonest, routed_at)
+
+    def _ask_for_owner(self, topic: bytes, partition_index: int, routed_at: int) -> None:
+        """Have the owner looked up, unless something new has been said of it since."""
+        if self._topology.owner_revision(topic, partition_index) <= routed_at:
+            self._actions.add(Reread(topic, partition_index, routed_at))
+
+    def _owner_hangs(self, exchange: Exchange, entry: Entry) -> bool:
+        """Whether sending again would wait behind a hung broker; a new owner's state counts, not the old one's."""
+        return self._view.is_hung(self._topology.address(exchange.route(entry, self._topology)))
+
+    def _rows(self, exchange: Exchange, result: Buffer | None) -> dict[int, retry.Row]:
+        api_key = exchange.api.api_key
+        base_offset = base_offset_of(result) if result is not None and api_key == PRODUCE else None
+        return retry.rows_of(api_key, exchange.request.acks, self._view.conduct, base_offset)
+
+    # Lanes
+
+    def _settle(self, exchange: Exchange, entries: Iterable[Entry], *, appended: bool, given_up: bool = False) -> None:
+        """Tell the lanes, if there are any, of an outcome; what one lets go is sent at the end of the event."""
+        if not self.lanes.table:
+            return
+        for entry in entries:
+            self._settle_lane(lane_key(exchange, entry), exchange.sequence, appended=appended, given_up=given_up)
+
+    def _settle_lane(self, key: LaneKey, sequence: int, *, appended: bool, given_up: bool = False) -> None:
+        release = self.lanes.settled(key, sequence, appended=appended, given_up=given_up)
+        if release.send:
+            self._released += release.send
+        if release.give_up:
+            self._give_up(release.give_up)
+
+    def _settle_pieces(self, withdrawn: Iterable[Piece]) -> None:
+        """The same for pieces that no broker gets."""
+        for piece in withdrawn:
+            self._settle(piece.exchange, piece.entries(), appended=False)
+
+    def _give_up(self, items: Iterable[Item]) -> None:
+        """Each of these gets its `give_up_code`."""
+        for item in items:
+            self._exchanges.conclude(item.exchange, item.entry, item.give_up_code)
+            self._exchanges.finish_if_complete(item.exchange, self._now)
+
+    def _withdraw(self, is_meant: Callable[[Piece], bool]) -> list[Piece]:
+        """Take back pieces that no broker has seen."""
+        withdrawn = self._in_flight.withdraw(is_meant)
+        by_connection: dict[int, set[int]] = {}
+        for piece in withdrawn:
+            by_connection.setdefault(piece.connection.number, set()).add(piece.number)
+        for connection, pieces in by_connection.items():
+            self._actions.add(Withdraw(connection, frozenset(pieces)))
+        return withdrawn
+
+    # Deadlines
+
+    def _expire(self, due: list[Exchange]) -> None:
+        """Answer what of these exchanges is still open; their pieces that no broker has seen are taken back."""
+        if not due:
+            return
+        sequences = {exchange.sequence for exchange in due}
+        withdrawn = self._withdraw(lambda piece: piece.exchange.sequence in sequences)
+        written = [piece for piece in self._in_flight.pieces.values() if piece.exchange.sequence in sequences]
+        for piece in (*withdrawn, *written):
+            for entry in piece.entries():
+                piece.exchange.note_sent(entry, piece.connection.broker)
+        unwritten = {(piece.exchange.sequence, entry) for piece in withdrawn for entry in piece.entries()}
+        for exchange in due:
+            # It may have been answered with another one, whose end gave up what waited behind it.
+            if exchange in self._exchanges:
+                self._expire_one(exchange, unwritten)
+        self._settle_pieces(withdrawn)
+
+    def _expire_one(self, exchange: Exchange, unwritten: set[tuple[int, Entry]]) -> None:
+        exchange.stop_looking()
+        written = self._rows(exchange, None)[retry.CONNECTION_LOST].final or NOT_LEADER_OR_FOLLOWER
+        for entry in exchange.open_entries():
+            key = lane_key(exchange, entry)
+            self._give_up(self.lanes.give_up(key, exchange.sequence, self._exchanges.newest, self._in_flight.of(key)))
+            if exchange.is_open(entry):
+                never_written = (exchange.sequence, entry) in unwritten
+                self._exchanges.conclude(exchange, entry, NOT_LEADER_OR_FOLLOWER if never_written else written)
+        self._exchanges.finish_if_complete(exchange, self._now)
+        if exchange not in self._exchanges:
+            # Its pieces may wait for long; what they are still wanted for is order.
+            exchange.request.let_go()
+
+    # The client's end
+
+    def _part(self, state: ClientState, now: float, jitter: float) -> list[Action]:
+        self._begin(now, jitter)
+        if state not in _NEXT[self._client]:
+            raise ValueError(f"a client cannot go from {self._client.name.lower()} to {state.name.lower()}")
+        self._client = state
+
+        def is_over(piece: Piece) -> bool:
+            return any(self._is_over(piece.exchange, entry) for entry in piece.entries())
+
+        withdrawn = self._withdraw(is_over)
+        written = self._in_flight.ordered()
+        self._hold(written)
+        sent = {(piece.exchange.sequence, entry) for piece in written for entry in piece.entries()}
+        is_severed = state is ClientState.SEVERED
+        for exchange in self._exchanges:
+            # A read that looks again has no open entry, and would ask for all of them once more.
+            if is_severed or any(self._is_over(exchange, entry) for entry in exchange.open_entries()):
+                self._part_from(exchange, sent)
+        self._settle_pieces(withdrawn)
+        # What these release is over as well: it is found so at the next event.
+        return self._actions.take()
+
+    def _is_over(self, exchange: Exchange, entry: Entry) -> bool:
+        """Whether the connection has ended in a way that lets this not be sent any more."""
+        if self._client is not ClientState.PARTED:
+            return self._client is ClientState.SEVERED
+        return exchange.api.api_key == PRODUCE and exchange.topic(entry).name in self._view.gated
+
+    def _hold(self, written: Iterable[Piece]) -> None:
+        """Of interest are those for topics with a writer group."""
+        for piece in written:
+            partitions = self._gated_partitions(piece)
+            if not partitions or piece.is_held:
+                continue
+            if self._view.fenced:
+                # These connections end, and it is the fences that count; but another process may not know of them yet.
+                self._actions.add(NoteLost(partitions))
+            else:
+                piece.is_held = True
+                self._actions.add(Hold(piece.number, partitions))
+
+    def _gated_partitions(self, piece: Piece) -> list[tuple[bytes, int]]:
+        """The partitions of a piece whose topics have a writer group."""
+        gated = self._view.gated
+        if not gated:
+            return []
+        partitions = map(piece.exchange.partition, piece.entries())
+        return [partition for partition in partitions if partition[0] in gated]
+
+    def _part_from(self, exchange: Exchange, sent: set[tuple[int, Entry]]) -> None:
+        if not exchange.is_silent:
+            self._exchanges.drop(exchange)
+            exchange.request.let_go()
+            return
+        for entry in exchange.open_entries():
+            if (exchange.sequence, entry) not in sent:
+                self._exchanges.conclude(exchange, entry, POLICY_VIOLATION)
+        self._exchanges.finish_if_complete(exchange, self._now)

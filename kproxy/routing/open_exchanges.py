@@ -1,0 +1,160 @@
+"""The requests of one client connection that are not answered yet, and how they end.
+
+The states of an exchange are in kproxy.routing.merge.
+
+Invariants
+1. A request is answered once, or never if it is dropped.
+2. An error that a client gets is counted; what is not delivered of a client that gets no answer (acks=0) is told as
+   Undeliverable.
+3. A read that found too little is asked again after a pause, until its time is up.
+4. A batch that is out of order only because one before it was refused is not told so (kproxy.routing.refused).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from heapq import heappop, heappush
+from typing import Final
+
+from codec.primitives import Buffer
+from kproxy.routing import retry
+from kproxy.routing.actions import Actions, Drop, Failed, Respond, Undeliverable
+from kproxy.routing.identity import lane_key, place_of
+from kproxy.routing.merge import Exchange, ExchangeState
+from kproxy.routing.refused import Refused
+from kproxy.routing.split import Entry
+
+# Pauses of a read that spans brokers and waits for data, in seconds: soon at first, then easy on the brokers.
+LOOK_PAUSES_S: Final = (0.005, 0.01, 0.02, 0.04)
+# Times are sums: what is due now may be so by a little less.
+_SAME_TIME_S: Final = 1e-6
+
+
+class OpenExchanges:
+    """What is to be done goes into `actions`."""
+
+    def __init__(self, actions: Actions) -> None:
+        self._actions = actions
+        # By sequence, in the order of requests.
+        self._table: dict[int, Exchange] = {}
+        self._refused = Refused()
+        # (due, sequence) of the reads that wait to be asked again.
+        self._looking: list[tuple[float, int]] = []
+        # The newest request that has been read.
+        self.newest = 0
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __iter__(self) -> Iterator[Exchange]:
+        return iter(list(self._table.values()))
+
+    def __contains__(self, exchange: Exchange) -> bool:
+        return exchange.sequence in self._table
+
+    def add(self, exchange: Exchange) -> None:
+        """A request has come."""
+        self.newest = exchange.sequence
+        self._table[exchange.sequence] = exchange
+        if self.awaits and exchange.is_ordered:
+            self.arrived(exchange)
+
+    def adopt(self, exchanges: Iterable[Exchange]) -> None:
+        """Requests that may have come before others that are here."""
+        for exchange in exchanges:
+            self.newest = max(self.newest, exchange.sequence)
+            self._table[exchange.sequence] = exchange
+        self._table = dict(sorted(self._table.items()))
+
+    @property
+    def awaits(self) -> bool:
+        """Whether `arrived` is to be told of what comes: a batch that was refused may come again."""
+        return bool(self._refused.lanes)
+
+    def arrived(self, exchange: Exchange) -> None:
+        """A request has come from the client."""
+        for entry in exchange.open_entries():
+            key = lane_key(exchange, entry)
+            if key in self._refused.lanes and (place := place_of(exchange, entry)) is not None:
+                self._refused.arrived(key, place)
+
+    def take_out(self, since: int, up_to: int) -> None:
+        """Requests with a sequence above the one and up to the other keep no receive buffer from being used again."""
+        for sequence, exchange in self._table.items():
+            if since < sequence <= up_to:
+                exchange.request.take_out()
+
+    # Results
+
+    def is_misled(self, exchange: Exchange, entry: Entry) -> bool:
+        """Whether a batch may be out of order only because its client sends an earlier one again."""
+        place = place_of(exchange, entry)
+        return place is not None and self._refused.misleads(lane_key(exchange, entry), place)
+
+    def conclude(self, exchange: Exchange, entry: Entry, error_code: int, result: Buffer | None = None) -> None:
+        """Give an entry its final error; `result` is the broker's own entry where its code is handed on."""
+        final = retry.final_code(error_code, is_ambiguous=entry in exchange.ambiguous)
+        if exchange.is_silent:
+            exchange.take(entry, b"")
+            self._actions.add_last(Undeliverable(exchange.partition(entry)[0], final))
+            return
+        self._actions.add(Failed(exchange.api.api_key, final, exchange.sent_to(entry)))
+        if exchange.is_ordered and retry.comes_again(final) and (place := place_of(exchange, entry)) is not None:
+            self._refused.note(lane_key(exchange, entry), place)
+        if result is not None and final == error_code:
+            exchange.has_errors = True
+            exchange.take(entry, result)
+        else:
+            exchange.give_error(entry, final)
+
+    def finish_if_complete(self, exchange: Exchange, now: float) -> None:
+        """Answer a complete exchange, unless it is answered already or is asked again."""
+        if not exchange.complete or exchange.state is not ExchangeState.OPEN:
+            return
+        if exchange.look_until and self._looks_again(exchange, now):
+            return
+        self.respond(exchange, [] if exchange.is_silent else exchange.encode())
+
+    def respond(self, exchange: Exchange, answer: list[Buffer]) -> None:
+        """Answer an exchange; one whose client gets no answer (acks=0) is done with."""
+        exchange.move(ExchangeState.ANSWERED)
+        del self._table[exchange.sequence]
+        self._actions.add(Respond(exchange.sequence, [] if exchange.is_silent else answer))
+
+    def drop(self, exchange: Exchange) -> None:
+        """Its client is gone."""
+        exchange.drop()
+        del self._table[exchange.sequence]
+        self._actions.add(Drop(exchange.sequence))
+
+    # Reads that look again
+
+    def _looks_again(self, exchange: Exchange, now: float) -> bool:
+        """Whether a read that found too little is asked once more; if so, it will be."""
+        pause = LOOK_PAUSES_S[min(exchange.looks, len(LOOK_PAUSES_S) - 1)]
+        if exchange.has_errors or now + pause >= exchange.look_until:
+            return False
+        if exchange.api.holds_enough(exchange.request, exchange.payload_bytes):
+            return False
+        exchange.move(ExchangeState.LOOKING)
+        heappush(self._looking, (now + pause, exchange.sequence))
+        return True
+
+    def next_look(self) -> float | None:
+        """When a read is to be asked again."""
+        while self._looking and not self._is_looking(self._looking[0][1]):
+            heappop(self._looking)
+        return self._looking[0][0] if self._looking else None
+
+    def _is_looking(self, sequence: int) -> bool:
+        exchange = self._table.get(sequence)
+        return exchange is not None and exchange.state is ExchangeState.LOOKING
+
+    def look(self, now: float) -> list[Exchange]:
+        """The reads that are to be asked again now; they begin anew."""
+        again = []
+        while (due := self.next_look()) is not None and due <= now + _SAME_TIME_S:
+            exchange = self._table[heappop(self._looking)[1]]
+            exchange.reset()
+            again.append(exchange)
+        return again

@@ -1,0 +1,273 @@
+"""Put small faults into modules, one at a time, and see which ones the tests notice: `make mutants MUTANTS=60 SEED=7`.
+
+A seed draws the faults (scripts/mutation.py); without one there is a new seed, which is printed. `--patch` runs faults
+that are unified diffs, beside the drawn ones; a survivor is printed as such a diff.
+
+Each fault is tried in a copy of the tree: the checkout is only read. It is killed where the tests fail, or run into
+their time limit, and survives where they pass. Exit status: 0 where at least PASS_SHARE of all are killed and every
+patch is, 1 otherwise, 2 where nothing could be judged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import random
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from scripts.mutation import Mutant, diff, draw
+
+REPOSITORY: Final = Path(__file__).parents[1]
+MODULES: Final = tuple(
+    f"kproxy/routing/{name}.py"
+    for name in (
+        "fanout",
+        "identity",
+        "in_flight",
+        "lanes",
+        "merge",
+        "open_exchanges",
+        "refused",
+        "retry",
+        "routes",
+        "split",
+    )
+)
+TESTS: Final = (
+    *(f"tests/unit/test_{name}.py" for name in ("lanes", "routes", "retry", "refused", "topology")),
+    *(f"tests/unit/test_fanout_{name}.py" for name in ("answers", "clients", "ends", "lanes", "retries", "topology")),
+)
+MUTANTS: Final = 60
+PASS_SHARE: Final = 0.9
+# Of one mutant: at most so long, and at least, and so many times what the tests take without a fault.
+MAX_TIMEOUT_S: Final = 120.0
+MIN_TIMEOUT_S: Final = 30.0
+TIMEOUT_FACTOR: Final = 10.0
+# A loop that never ends may gather until there is no memory left.
+MAX_MEMORY_KIB: Final = 4 << 20
+NOT_COPIED: Final = (".git", ".venv", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", "dist", "build")
+
+
+class Fault(NamedTuple):
+    """A drawn mutant or a patch: `put` puts it into a copy of the tree; `paths` are the files that it changes."""
+
+    name: str
+    diff: str
+    paths: Sequence[str]
+    put: Callable[[Path], None]
+    is_patch: bool
+
+
+class Outcome(NamedTuple):
+    """`killed_by` is empty for a survivor."""
+
+    fault: Fault
+    killed_by: str
+
+
+def drawn_fault(mutant: Mutant, source: bytes) -> Fault:
+    def put(tree: Path) -> None:
+        _write(tree / mutant.path, mutant.apply(source))
+
+    return Fault(str(mutant), diff(mutant, source), [mutant.path], put, is_patch=False)
+
+
+def patch_fault(patch: Path, repository: Path) -> Fault:
+    """Raises ValueError where the patch does not apply to the checkout."""
+    patch = patch.resolve()
+    try:
+        _git_apply(patch, repository, "--check")
+    except subprocess.CalledProcessError as error:
+        raise ValueError(f"{patch} does not apply: {error.stderr.strip()}") from error
+    lines = _git_apply(patch, repository, "--numstat").splitlines()
+    paths = [line.split("\t")[2] for line in lines]
+
+    def put(tree: Path) -> None:
+        _git_apply(patch, tree)
+        for path in paths:
+            _forget_bytecode(tree / path)
+
+    return Fault(patch.name, patch.read_text(), paths, put, is_patch=True)
+
+
+def _git_apply(patch: Path, tree: Path, *flags: str) -> str:
+    # What is copied is no repository, and may lie in one.
+    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.parent)}
+    command = ["git", "apply", *flags, str(patch)]
+    ran = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=True)  # noqa: S603
+    return ran.stdout
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    _forget_bytecode(path)
+
+
+def _forget_bytecode(path: Path) -> None:
+    """Bytecode is told from its source's size and seconds: two mutants may have both alike."""
+    for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+        compiled.unlink()
+
+
+class Runner:
+    """Runs the tests in copies of a tree, one copy for each job."""
+
+    def __init__(self, repository: Path, directory: Path, command: Sequence[str], jobs: int) -> None:
+        self._repository = repository
+        self._directory = directory
+        self._command = command
+        self._jobs = jobs
+        self.timeout_s = MAX_TIMEOUT_S
+
+    async def check(self) -> None:
+        """Run the tests without a fault, which bounds the time with one. Raises ValueError where they fail."""
+        tree = self._copy("unchanged")
+        began = time.monotonic()
+        killed_by = await self._run(tree)
+        if killed_by:
+            output = (tree.parent / "unchanged.out").read_text()
+            raise ValueError(f"without a fault: {killed_by}\n{output[-4000:]}")
+        wanted = max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * (time.monotonic() - began))
+        self.timeout_s = min(MAX_TIMEOUT_S, wanted)
+
+    async def run(self, faults: Sequence[Fault], report: Callable[[Outcome], None]) -> list[Outcome]:
+        """Every fault's outcome, in their order; `report` gets each when it is known."""
+        waiting = iter(enumerate(faults))
+        outcomes: dict[int, Outcome] = {}
+
+        async def work(tree: Path) -> None:
+            for place, fault in waiting:
+                fault.put(tree)
+                try:
+                    outcomes[place] = Outcome(fault, await self._run(tree))
+                finally:
+                    for path in fault.paths:
+                        self._restore(tree, path)
+                report(outcomes[place])
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(min(self._jobs, len(faults))):
+                group.create_task(work(self._copy(str(number))))
+        return [outcomes[place] for place in range(len(faults))]
+
+    def _copy(self, name: str) -> Path:
+        tree = self._directory / name
+        unchanged = self._directory / "unchanged"
+        # What ran once has its bytecode beside it.
+        source = unchanged if unchanged.exists() else self._repository
+        shutil.copytree(source, tree, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
+        return tree
+
+    def _restore(self, tree: Path, path: str) -> None:
+        source = self._repository / path
+        if source.exists():
+            _write(tree / path, source.read_bytes())
+        else:
+            (tree / path).unlink(missing_ok=True)
+
+    async def _run(self, tree: Path) -> str:
+        """How the tests failed, or nothing."""
+        environment = {**os.environ, "PYTHONPATH": str(tree)}
+        bounded = ("sh", "-c", f'ulimit -v {MAX_MEMORY_KIB}; exec "$@"', "sh", *self._command)
+        with (tree.parent / f"{tree.name}.out").open("wb") as output:
+            process = await asyncio.create_subprocess_exec(
+                *bounded, cwd=tree, env=environment, stdout=output, stderr=output, start_new_session=True
+            )
+            try:
+                async with asyncio.timeout(self.timeout_s):
+                    status = await process.wait()
+            except TimeoutError:
+                return f"time-out after {self.timeout_s:.0f} s"
+            finally:
+                # Whatever the tests have started is in their session.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+        return f"tests failed with status {status}" if status else ""
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """Survivors with their diffs, and how many were killed: of each file, and of all."""
+    survivors = [each.fault for each in outcomes if not each.killed_by]
+    timed_out = sum(each.killed_by.startswith("time-out") for each in outcomes)
+    killed = len(outcomes) - len(survivors)
+    parts = [f"survived: {fault.name}\n{fault.diff}\n" for fault in survivors]
+    for path in sorted({path for each in outcomes for path in each.fault.paths}):
+        judged = [each for each in outcomes if path in each.fault.paths]
+        parts.append(f"{path}: {sum(bool(each.killed_by) for each in judged)} of {len(judged)} killed\n")
+    parts.append(
+        f"{killed} of {len(outcomes)} killed ({killed / len(outcomes):.0%}), {timed_out} of them by time-out; "
+        f"{len(survivors)} survived\n"
+    )
+    return "".join(parts)
+
+
+def passes(outcomes: Sequence[Outcome]) -> bool:
+    """Whether enough are killed, and every patch."""
+    survivors = [each.fault for each in outcomes if not each.killed_by]
+    killed = len(outcomes) - len(survivors)
+    return killed >= PASS_SHARE * len(outcomes) and not any(fault.is_patch for fault in survivors)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+async def judge(faults: Sequence[Fault], command: Sequence[str], jobs: int) -> list[Outcome]:
+    """Every fault's outcome, and a line for each as it comes. Raises ValueError where the tests fail without one."""
+    with tempfile.TemporaryDirectory(prefix="kproxy-mutants-") as directory:
+        runner = Runner(REPOSITORY, Path(directory), command, jobs)
+        await runner.check()
+        return await runner.run(
+            faults, lambda outcome: _say(f"{outcome.killed_by or 'SURVIVED'}: {outcome.fault.name}\n")
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m scripts.mutants", description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--mutants", type=int, default=MUTANTS, metavar="N", help="how many are drawn; 0 for patches alone")
+    add("--seed", type=int, help="of the draw; a new one where none is given")
+    add("--modules", nargs="+", default=MODULES, metavar="FILE", help="from the repository's root")
+    add("--tests", nargs="+", default=TESTS, metavar="FILE", help="what pytest runs")
+    add("--command", help="what runs in a copy of the tree in place of pytest, and fails where it notices a fault")
+    add("--patch", nargs="+", default=(), type=Path, metavar="FILE", help="unified diffs, tried too")
+    add("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="how many are tried side by side")
+    return parser
+
+
+def main() -> int:
+    arguments = _parser().parse_args()
+    seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(1 << 32)
+    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments.tests]
+    command = shlex.split(arguments.command) if arguments.command else pytest
+    sources = {path: (REPOSITORY / path).read_bytes() for path in arguments.modules}
+    drawn = draw(sources, arguments.mutants, seed)
+    _say(f"SEED={seed}: {len(drawn)} mutants of {len(sources)} modules, {len(arguments.patch)} patches\n")
+    try:
+        faults = [patch_fault(patch, REPOSITORY) for patch in arguments.patch]
+        faults += [drawn_fault(mutant, sources[mutant.path]) for mutant in drawn]
+        if not faults:
+            raise ValueError("there is nothing to run")
+        outcomes = asyncio.run(judge(faults, command, arguments.jobs))
+    except ValueError as error:
+        sys.stderr.write(f"mutants: {error}\n")
+        return 2
+    _say("\n" + summary(outcomes) + f"SEED={seed}\n")
+    return 0 if passes(outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

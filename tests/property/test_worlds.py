@@ -1,0 +1,54 @@
+"""The proxy's own code in simulated worlds: whatever befalls brokers, clients and the network, nothing is lost, doubled
+or reordered, and every request is answered once and in time.
+
+`KPROXY_WORLDS` is how many worlds are run and `KPROXY_WORLDS_SEED` the first one's seed; without it each run has new
+ones. `make worlds WORLDS=10000` runs as many as one likes, on all cores. Rules that only many worlds miss are switched
+off with `KPROXY_WORLDS_RULES=all` (`make worlds-rules`).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+import pytest
+
+from tests.simulation.__main__ import Summary
+from tests.simulation.switches import SWITCHES, Switch, Worlds, search
+from tests.simulation.world import run_world
+
+WORLDS = int(os.environ.get("KPROXY_WORLDS", "300"))
+SEED = int(os.environ.get("KPROXY_WORLDS_SEED", "0")) or secrets.randbelow(1 << 40)
+TESTS = 8
+EVERY_RULE = os.environ.get("KPROXY_WORLDS_RULES") == "all"
+
+
+@pytest.mark.parametrize("part", range(TESTS))
+def test_in_every_world_nothing_is_lost_doubled_reordered_or_late(part: int) -> None:
+    summary = Summary()
+    for seed in range(SEED + part, SEED + WORLDS, TESTS):
+        summary.add(run_world(seed))
+    assert not summary.broken, "\n".join(
+        [f"KPROXY_WORLDS_SEED={summary.broken[0].seed} KPROXY_WORLDS=1", str(summary), *summary.complaints()]
+    )
+    if summary.worlds >= 10:
+        assert summary.amid >= summary.worlds / 2, f"too little happens: {summary}"
+        assert summary.requests >= 200 * summary.worlds
+
+
+def test_a_world_is_the_same_each_time() -> None:
+    first, second = run_world(SEED), run_world(SEED)
+    assert first.digest == second.digest, f"KPROXY_WORLDS_SEED={SEED}"
+
+
+def _searched_for(switch: Switch) -> bool:
+    return switch.takes is Worlds.FEW or (EVERY_RULE and switch.takes is Worlds.MANY)
+
+
+@pytest.mark.parametrize(
+    "switch", [switch for switch in SWITCHES if _searched_for(switch)], ids=lambda switch: switch.name
+)
+def test_a_rule_that_is_switched_off_is_missed(switch: Switch) -> None:
+    runs, outcome = search(switch, SEED, switch.takes.value)
+    assert outcome is not None, f"not found in {runs} worlds from KPROXY_WORLDS_SEED={SEED}: {switch.rule}"
+    print(f"{switch.name}: found in {runs} worlds, seed {outcome.seed}: {outcome.found[0]}")

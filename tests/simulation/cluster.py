@@ -1,0 +1,737 @@
+"""Simulated brokers: one log per partition, Kafka's rules for what goes into it, and all that can go wrong.
+
+A model, not a broker: replication is perfect. In a world whose brokers know batches again a new owner knows every
+producer's last batches, as brokers do that rebuild that state from the log; in the others it knows nothing, and accepts
+any sequence number first.
+
+A connection's requests are served one after another. What one has brought and nobody has begun to serve dies with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable
+from enum import Enum
+from typing import Final
+
+from codec import api_keys, control
+from kproxy.proxy.client_session import ClientSession
+from kproxy.proxy.versions import own_ranges
+from kproxy.routing.topology import NO_OWNER, Address, Topology
+from tests.simulation import wire
+from tests.simulation.dice import Dice, What
+from tests.simulation.network import NetworkLoop, SimulatedTransport
+from tests.simulation.setting import Move, Setting, Trouble
+
+NOT_LEADER: Final = 6
+UNKNOWN_TOPIC_ID: Final = 100
+STORAGE_ERROR: Final = 56
+OUT_OF_ORDER: Final = 45
+# Kafka keeps five batches of each producer to know them again.
+RETAINED_BATCHES: Final = 5
+REFUSED_BEFORE_APPEND: Final = (5, 6, 19)
+# Perhaps appended, with acks=all and brokers that may say so afterwards; else refused before.
+REFUSED_AT_ANY_TIME: Final = (3, 6, 56)
+OUTCOME_UNKNOWN: Final = (7, 13)
+APPENDED_ALL_THE_SAME: Final = 20
+REFUSED_FOR_GOOD: Final = (2, 10, 29, 87)
+# A request in thirty or so that is served late is served when its client and its proxy have given it up.
+LONG_PAUSE_S: Final = 1.35
+# How old what expects no answer may be, and still be missed by nobody: kproxy doubts what left in the last second.
+DOUBTED_S: Final = 0.9
+
+
+def _be_done(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class Fate(Enum):
+    """What becomes of one request."""
+
+    RESET_BEFORE = "the connection is reset, nothing appended"
+    RESET_AFTER = "appended; the connection is reset within the answer"
+    CLOSED_AFTER = "appended; the connection is closed within the answer"
+    SLOW = "served after a while"
+    HALVES = "served; the answer comes in halves"
+    # Lies
+    WRONG_ID = "appended; the answer carries another's correlation_id"
+    TWICE = "appended; the answer comes twice"
+    INCOMPLETE = "appended; the answer lacks a partition"
+    OTHERS = "appended; the answer is for other partitions"
+    NOISE = "appended; the answer is noise"
+
+
+HONEST: Final = (Fate.RESET_BEFORE, Fate.RESET_AFTER, Fate.CLOSED_AFTER, Fate.SLOW, Fate.SLOW, Fate.HALVES)
+FATES: Final = tuple(Fate)
+
+
+class Batch:
+    """One batch of one client, and what became of it: `places` are its offsets in the log."""
+
+    __slots__ = (
+        "acks",
+        "appended_of",
+        "arrivals",
+        "client",
+        "codes",
+        "connection",
+        "count",
+        "first_arrived_at",
+        "id",
+        "is_excused",
+        "number",
+        "offset",
+        "partition",
+        "places",
+        "producer",
+        "records",
+        "sends",
+        "sequence",
+        "taken_at",
+    )
+
+    def __init__(self, batch_id: int, client: int, partition: Partition, number: int, count: int) -> None:
+        self.id = batch_id
+        self.client = client
+        self.partition = partition
+        self.number = number
+        self.count = count
+        self.records = b""
+        self.producer = -1
+        self.sequence = -1
+        self.acks = -1
+        # Of the client's connection that it was sent on last, with how often it was sent and the answers it got, None
+        # for one that never came.
+        self.connection = -1
+        self.sends = 0
+        self.codes: list[int | None] = []
+        self.offset = -1
+        # How often it has arrived at a broker.
+        self.arrivals = 0
+        self.places: list[int] = []
+        # When the proxy had it whole, the last time, and when it had got what was appended first; when it arrived at a
+        # broker first, where that was of its first sending. -1 for never.
+        self.taken_at = -1.0
+        self.appended_of = -1.0
+        self.first_arrived_at = -1.0
+        # With acks=0: nobody can be blamed for its loss.
+        self.is_excused = False
+
+    def arrive(self, now: float) -> None:
+        """A broker has it."""
+        self.arrivals += 1
+        if self.arrivals == 1 and self.sends == 1:
+            self.first_arrived_at = now
+
+    def __str__(self) -> str:
+        return (
+            f"batch {self.number} of client {self.client} for {self.partition}, sent {self.sends} times, "
+            f"answers {self.codes[-8:]}"
+        )
+
+
+class Partition:
+    """One partition: its log, who owns it by the authority's word, and who serves it."""
+
+    __slots__ = (
+        "end",
+        "index",
+        "known",
+        "latest",
+        "log",
+        "number",
+        "owner",
+        "refreshes",
+        "revision",
+        "serving",
+        "topic",
+        "topic_id",
+    )
+
+    def __init__(self, number: int, topic: bytes, topic_id: bytes, index: int, owner: int) -> None:
+        self.number = number
+        self.topic = topic
+        self.topic_id = topic_id
+        self.index = index
+        self.owner = owner
+        self.revision = 0
+        # 0 for nobody; and who served it last.
+        self.serving = owner
+        self.latest = owner
+        self.log: list[Batch] = []
+        self.end = 0
+        # By producer id: (base_sequence, sequence behind it, offset) of its last batches.
+        self.known: dict[int, deque[tuple[int, int, int]]] = {}
+        self.refreshes = 0
+
+    def __str__(self) -> str:
+        return f"{self.topic.decode()}/{self.index}"
+
+    def append(self, batch: Batch) -> tuple[int, int]:
+        """The error code and the base offset."""
+        if batch.producer >= 0:
+            known = self.known.get(batch.producer)
+            if known is None:
+                known = self.known[batch.producer] = deque(maxlen=RETAINED_BATCHES)
+            for sequence, _, offset in known:
+                if sequence == batch.sequence:
+                    return 0, offset
+            if known and batch.sequence != known[-1][1]:
+                return OUT_OF_ORDER, wire.NO_OFFSET
+            known.append((batch.sequence, batch.sequence + batch.count, self.end))
+        offset = self.end
+        if not batch.places:
+            batch.appended_of = batch.taken_at
+        batch.places.append(offset)
+        self.log.append(batch)
+        self.end += batch.count
+        return 0, offset
+
+
+class BrokerConnection:
+    """A broker's end of one connection (`FarEnd`)."""
+
+    def __init__(self, cluster: Cluster, broker: Broker) -> None:
+        self.broker = broker
+        self.is_open = True
+        # The session it is for, where it is a client connection's, and the number of that.
+        self.session: ClientSession | None = None
+        self.whose = 0
+        self.transport: SimulatedTransport | None = None
+        self._cluster = cluster
+        self._bytes = b""
+        # With the times at which they came.
+        self._queue: deque[tuple[bytes, float]] = deque()
+        self._is_busy = False
+        self._has_ended = False
+
+    def fed(self, total: int, now: float) -> None:
+        """Nobody asks."""
+
+    def got(self, data: bytes, written_at: float) -> None:
+        if not self.is_open:
+            return
+        data = self._bytes + data if self._bytes else data
+        at, now = 0, self._cluster.loop.now
+        while len(data) >= at + 4:
+            end = at + 4 + int.from_bytes(data[at : at + 4], "big")
+            if end > len(data):
+                break
+            self._queue.append((data[at:end], now))
+            at = end
+        self._bytes = data[at:]
+        self.serve()
+
+    def ended(self, *, reset: bool) -> None:
+        if not self.is_open:
+            self.cut_short()
+        if reset and not self._has_ended:
+            self._drop()
+            self.broker.connections.pop(self, None)
+        self._has_ended = True
+        self.serve()
+
+    def _drop(self) -> None:
+        """It is gone, with all that nobody has begun to serve."""
+        self.is_open = False
+        now = self._cluster.loop.now
+        for frame, came_at in self._queue:
+            if now - came_at > DOUBTED_S and wire.head_of(frame)[0] == wire.PRODUCE:
+                for _, _, batch in self._cluster.batches_of(wire.read_produce_request(frame)):
+                    batch.is_excused = True
+        self._queue.clear()
+
+    def serve(self) -> None:
+        """Serve what waits, one after another, as far as that can be done now."""
+        while self._queue and self.is_open and not self._is_busy and not self.broker.is_hung:
+            self._cluster.serve(self, self._queue.popleft()[0])
+        if self._has_ended and self.is_open and not self._queue and not self._is_busy:
+            self.close()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether something waits to be served."""
+        return self._is_busy or bool(self._queue)
+
+    def pause(self, seconds: float, then: Callable[[], object] = lambda: None) -> None:
+        """Serve nothing for so long, and then do this first."""
+        self._is_busy = True
+        self._cluster.pauses += 1
+        self._cluster.loop.call_later(seconds, self._go_on, then)
+
+    def _go_on(self, then: Callable[[], object]) -> None:
+        self._is_busy = False
+        self._cluster.pauses -= 1
+        then()
+        self.serve()
+
+    def write(self, data: bytes) -> None:
+        if self.transport is not None:
+            self.transport.send(data)
+
+    def close(self) -> None:
+        """Close behind what was written."""
+        if self._queue or not self._has_ended:
+            self.cut_short()
+        self._drop()
+        self.broker.connections.pop(self, None)
+        if self.transport is not None:
+            self.transport.end()
+
+    def cut_short(self) -> None:
+        """Where the client has gone already, its proxy does not look any more at what ends here."""
+        if self.session is not None and self.session.closed:
+            self._cluster.cut_short.add(self.whose)
+
+    def reset(self) -> None:
+        self.cut_short()
+        self._drop()
+        self.broker.connections.pop(self, None)
+        if self.transport is not None:
+            self.transport.reset()
+
+
+class Broker:
+    """One broker: `is_up` it accepts dials, unless it is `is_deaf`, and `is_hung` it serves nothing."""
+
+    def __init__(self, node_id: int, address: Address) -> None:
+        self.node_id = node_id
+        self.address = address
+        self.is_up = True
+        self.is_hung = False
+        self.is_deaf = False
+        self.is_stalled = False
+        self.connections: dict[BrokerConnection, None] = {}
+
+
+class Cluster:
+    """The brokers, who owns what, and what befalls them.
+
+    `on_fault` is told of everything that goes wrong, `found` gets what must not be. Told of the table is `topology`.
+    """
+
+    def __init__(
+        self,
+        loop: NetworkLoop,
+        dice: Dice,
+        setting: Setting,
+        topology: Topology,
+        on_fault: Callable[[str], None],
+        found: list[str],
+    ) -> None:
+        self.loop = loop
+        self.dice = dice
+        self.setting = setting
+        self.topology = topology
+        self.batches: dict[int, Batch] = {}
+        self.happened: Counter[str] = Counter()
+        # Requests that brokers take their time for.
+        self.pauses = 0
+        # Client connections whose acks=0 requests met a broker's end when the client had gone.
+        self.cut_short: set[int] = set()
+        # What became of everything, for whoever has to find out what went wrong.
+        self.keeps_history = False
+        self.history: list[str] = []
+        self._on_fault = on_fault
+        self._found = found
+        self._fates = setting.fates
+        self._codes = setting.codes
+        self._kinds = FATES if setting.lies else HONEST
+        self.brokers = [
+            Broker(node_id, Address(f"10.0.0.{node_id}", 9092)) for node_id in range(1, setting.brokers + 1)
+        ]
+        self.partitions: list[Partition] = []
+        for topic, count in enumerate(setting.topics):
+            name = b"topic-%d" % topic
+            for index in range(count):
+                number = len(self.partitions)
+                owner = number % setting.brokers + 1
+                self.partitions.append(Partition(number, name, b"id-%013d" % topic, index, owner))
+        self._found_by = {(each.topic, each.index): each for each in self.partitions}
+        self._found_by |= {(each.topic_id, each.index): each for each in self.partitions}
+        self._revision = 0
+        self._introduction = {version: self._introduce(version) for version in (0, 3, 4)}
+        for broker in self.brokers:
+            topology.set_broker(broker.node_id, broker.address)
+        for partition in self.partitions:
+            self._give(partition, partition.owner)
+            self._tell(partition.number, partition.owner, partition.revision)
+        for topic in range(len(setting.topics)):
+            self._learn_at(topic, setting.late_ids.get(topic, 0.0))
+        for move in setting.moves:
+            loop.call_at(move.at, self._release, move)
+        for trouble in setting.troubles:
+            loop.call_at(trouble.at, self._befall, trouble)
+
+    def _learn_at(self, topic: int, at: float) -> None:
+        """The proxy learns of the topic's id then."""
+        partition = next(each for each in self.partitions if each.topic == b"topic-%d" % topic)
+        if at:
+            self.loop.call_at(at, self.topology.set_topic_id, partition.topic, partition.topic_id)
+        else:
+            self.topology.set_topic_id(partition.topic, partition.topic_id)
+
+    def _introduce(self, version: int) -> bytes:
+        ranges = [
+            {"api_key": key, "min_version": lowest, "max_version": highest}
+            for key, (lowest, highest) in own_ranges().items()
+            if key != api_keys.OWN and (self.setting.knows_again or key != api_keys.INIT_PRODUCER_ID)
+        ]
+        body = control.build_response(api_keys.API_VERSIONS, version, error_code=0, api_keys=ranges)
+        return bytes(control.encode_response(body))
+
+    # Serving
+
+    def accept(self, broker: Broker) -> BrokerConnection:
+        connection = BrokerConnection(self, broker)
+        broker.connections[connection] = None
+        return connection
+
+    def serve(self, connection: BrokerConnection, frame: bytes) -> None:
+        """Serve one request."""
+        key, version, correlation_id, _ = wire.head_of(frame)
+        if key == wire.PRODUCE:
+            self._serve_produce(connection, frame)
+        elif key == wire.API_VERSIONS:
+            body = correlation_id.to_bytes(4, "big") + self._introduction[version]
+            connection.write(len(body).to_bytes(4, "big") + body)
+        else:
+            self._serve_read(connection, frame)
+
+    def batches_of(self, request: wire.ProduceRequest) -> list[tuple[bytes, Partition, Batch]]:
+        """By the topic as it is called in the request."""
+        found = []
+        for topic, entries in request.topics:
+            for index, records in entries:
+                batch = self.batches.get(wire.batch_id_of(records))
+                partition = self._found_by.get((topic, index))
+                if batch is None or partition is not batch.partition or batch.records != records:
+                    self._found.append(f"a broker got bytes for {topic!r}/{index} that nobody sent: {records[:80]!r}")
+                else:
+                    found.append((topic, partition, batch))
+        return found
+
+    def _serve_produce(self, connection: BrokerConnection, frame: bytes) -> None:
+        try:
+            request = wire.read_produce_request(frame)
+            batches = self.batches_of(request)
+        except wire.NoMessage as error:
+            self._found.append(f"broker {connection.broker.node_id} got {error}")
+            return
+        if not batches:
+            self._found.append(f"broker {connection.broker.node_id} got a request for nothing")
+            return
+        node_id, first = connection.broker.node_id, batches[0][2]
+        for _, _, batch in batches:
+            batch.arrive(self.loop.now)
+        fate = self._fate_of(node_id, first)
+        if fate is Fate.SLOW:
+            # As if it came later: it is served then, and what is behind it too.
+            waits_s = self.dice.at(What.PAUSE, node_id, first.id, first.arrivals) ** 3 * 1.5
+            if waits_s > LONG_PAUSE_S:
+                # Longer than anybody waits.
+                waits_s *= 7
+            connection.pause(waits_s, lambda: self._serve_late(connection, request, batches, waits_s))
+            return
+        self._append_all(connection, request, batches, fate)
+
+    def _serve_late(
+        self,
+        connection: BrokerConnection,
+        request: wire.ProduceRequest,
+        batches: list[tuple[bytes, Partition, Batch]],
+        waited_s: float,
+    ) -> None:
+        if connection.is_open:
+            self._append_all(connection, request, batches, None)
+        elif waited_s > DOUBTED_S:
+            for _, _, batch in batches:
+                batch.is_excused = True
+
+    def _fate_of(self, node_id: int, first: Batch) -> Fate | None:
+        drawn = self.dice.at(What.FATE, node_id, first.id, first.arrivals)
+        if drawn >= self._fates:
+            return None
+        fate = self._kinds[int(drawn / self._fates * len(self._kinds))]
+        self._befell(fate.name)
+        return fate
+
+    def _note(self, what: str) -> None:
+        self.history.append(f"  {self.loop.now:.7f} {what}")
+
+    def _befell(self, what: str) -> None:
+        if self.keeps_history:
+            self._note(what)
+        self.happened[what] += 1
+        self._on_fault(what)
+
+    def _append_all(
+        self,
+        connection: BrokerConnection,
+        request: wire.ProduceRequest,
+        batches: list[tuple[bytes, Partition, Batch]],
+        fate: Fate | None,
+    ) -> None:
+        if fate is Fate.RESET_BEFORE:
+            connection.reset()
+            return
+        results: wire.Results = []
+        has_failed = False
+        leader = None
+        for topic, partition, batch in batches:
+            code, offset = self._append(connection.broker.node_id, partition, batch, request.acks)
+            if self.keeps_history:
+                self._note(f"{connection.broker.node_id}: {batch}: code {code}, offset {offset}, {fate}")
+            if code:
+                has_failed, leader = True, partition.owner
+            if results and results[-1][0] == topic:
+                results[-1][1].append((partition.index, code, offset))
+            else:
+                results.append((topic, [(partition.index, code, offset)]))
+        if request.acks != 0:
+            self._answer(connection, request, results, leader, fate, batches[0][2])
+        elif has_failed:
+            # What Kafka does, so that a producer without answers learns of it.
+            connection.cut_short()
+            connection.close()
+
+    def _answer(
+        self,
+        connection: BrokerConnection,
+        request: wire.ProduceRequest,
+        results: wire.Results,
+        leader: int | None,
+        fate: Fate | None,
+        first: Batch,
+    ) -> None:
+        version, correlation_id = request.version, request.correlation_id
+        throttle_ms = 0
+        if self.dice.at(What.THROTTLE, first.id, first.arrivals) < self._fates / 2:
+            throttle_ms = 1 + first.number % 100
+        frame = wire.produce_response(version, correlation_id, results, leader, throttle_ms)
+        if fate is None:
+            connection.write(frame)
+            return
+        drawn = self.dice.at(What.LATE, connection.broker.node_id, first.id, first.arrivals)
+        cut = int(drawn * len(frame))
+        if fate in (Fate.RESET_AFTER, Fate.CLOSED_AFTER):
+            connection.write(frame[:cut])
+            if fate is Fate.RESET_AFTER:
+                connection.reset()
+            else:
+                connection.close()
+        elif fate is Fate.HALVES:
+            connection.write(frame[:cut])
+            connection.pause(drawn * 0.003, lambda: connection.write(frame[cut:]))
+        elif fate is Fate.WRONG_ID:
+            connection.write(wire.produce_response(version, correlation_id + (1 if drawn < 0.5 else -1), results))
+        elif fate is Fate.TWICE:
+            connection.write(frame + frame)
+        elif fate is Fate.INCOMPLETE:
+            connection.write(wire.produce_response(version, correlation_id, results[1:]))
+        elif fate is Fate.OTHERS:
+            others = [(topic, [(index + 1, code, offset) for index, code, offset in rows]) for topic, rows in results]
+            connection.write(wire.produce_response(version, correlation_id, others))
+        else:
+            connection.write(frame[:8] + bytes(byte ^ 0xA5 for byte in frame[8:]))
+
+    def _append(self, node_id: int, partition: Partition, batch: Batch, acks: int) -> tuple[int, int]:
+        """Append one partition's batch or refuse it: the code and the base offset of its entry."""
+        may_be_late = acks == -1 and not self.setting.conduct.refuses_before_append
+        if partition.serving != node_id and not self._takes_over(node_id, partition):
+            self.happened["not the owner"] += 1
+            is_deposed = not partition.serving and partition.latest == node_id
+            if is_deposed and may_be_late and self.dice.at(What.LATE, node_id, batch.id, batch.arrivals) < 0.5:
+                # A leader that is deposed while it waits for the others: the batch is in the log for all that.
+                code, offset = partition.append(batch)
+                return code or NOT_LEADER, offset
+            return NOT_LEADER, wire.NO_OFFSET
+        drawn = self.dice.at(What.CODE, node_id, batch.id, batch.arrivals)
+        if drawn >= self._codes:
+            return partition.append(batch)
+        return self._fail(partition, batch, drawn / self._codes, may_be_late=may_be_late)
+
+    def _takes_over(self, node_id: int, partition: Partition) -> bool:
+        """What nobody owns is taken by the broker that it is offered to, where brokers do so."""
+        if partition.owner != NO_OWNER or not self.setting.conduct.refuses_before_append:
+            return False
+        if not self.setting.knows_again:
+            return False
+        self.happened["taken over"] += 1
+        self._give(partition, node_id)
+        partition.serving = partition.latest = node_id
+        self.loop.call_later(0.002, self._tell, partition.number, node_id, partition.revision)
+        return True
+
+    def _fail(self, partition: Partition, batch: Batch, drawn: float, *, may_be_late: bool) -> tuple[int, int]:
+        kinds = 5 if batch.producer < 0 else 4
+        kind, drawn = divmod(drawn * kinds, 1.0)
+        keeps_offset = False
+        if kind == 0:
+            code, appends = REFUSED_BEFORE_APPEND[int(drawn * 3)], False
+        elif kind == 1:
+            which, drawn = divmod(drawn * 3, 1.0)
+            code, appends = REFUSED_AT_ANY_TIME[int(which)], may_be_late and drawn < 0.5
+            # A refusal that comes after the append keeps the offset, but for a flush that fails.
+            keeps_offset = code != STORAGE_ERROR or drawn < 0.25
+        elif kind == 2:
+            code, appends = OUTCOME_UNKNOWN[drawn < 0.5], drawn % 0.5 < 0.25
+        elif kind == 3:
+            code, appends = APPENDED_ALL_THE_SAME, True
+        else:
+            code, appends = REFUSED_FOR_GOOD[int(drawn * 4)], False
+        self._befell(f"code {code}")
+        if not appends:
+            return code, wire.NO_OFFSET
+        failed, offset = partition.append(batch)
+        return failed or code, offset if keeps_offset else wire.NO_OFFSET
+
+    def _serve_read(self, connection: BrokerConnection, frame: bytes) -> None:
+        key, correlation_id, topics = wire.read_read_request(frame)
+        results = []
+        for topic, indexes in topics.items():
+            entries = []
+            for index in indexes:
+                partition = self._found_by[topic, index]
+                is_owner = partition.serving == connection.broker.node_id
+                entries.append((index, 0 if is_owner else NOT_LEADER, partition.end if is_owner else -1))
+            results.append((topic, entries))
+        connection.write(wire.read_response(key, correlation_id, results))
+
+    # Who owns what
+
+    def _give(self, partition: Partition, owner: int) -> None:
+        self._revision += 1
+        partition.owner, partition.revision = owner, self._revision
+
+    def _tell(self, number: int, owner: int, revision: int) -> None:
+        partition = self.partitions[number]
+        if self.keeps_history:
+            self._note(f"the proxy hears that {partition} is owned by {owner}, revision {revision}")
+        self.topology.set_owner(partition.topic, partition.index, owner, revision)
+
+    async def refresh(self, topic: bytes, partition_index: int, seen_revision: int) -> None:
+        """As an ownership source does."""
+        partition = self._found_by.get((topic, partition_index))
+        if partition is None:
+            return
+        if topic == partition.topic_id and self.topology.name_of(topic) is None:
+            # It hears of that by itself.
+            return
+        partition.refreshes += 1
+        took = self.loop.create_future()
+        drawn = self.dice.at(What.REFRESH, partition.number, self.loop.now)
+        self.loop.call_later(0.0005 + drawn**4 * 0.3, _be_done, took)
+        await took
+        self._tell(partition.number, partition.owner, partition.revision)
+
+    def _release(self, move: Move) -> None:
+        partition = self.partitions[move.partition]
+        if not partition.serving:
+            # It is on its way already.
+            return
+        self._befell("move")
+        partition.serving = 0
+        if move.is_released:
+            self._give(partition, NO_OWNER)
+            if move.told_after_s is not None:
+                self.loop.call_later(move.told_after_s / 2, self._tell, partition.number, NO_OWNER, partition.revision)
+        self.loop.call_at(move.taken_at, self._take, move)
+
+    def _take(self, move: Move) -> None:
+        partition = self.partitions[move.partition]
+        if partition.serving:
+            # Somebody has taken what nobody owned.
+            return
+        self._give(partition, move.to)
+        if move.told_after_s is not None:
+            self.loop.call_later(move.told_after_s, self._tell, partition.number, move.to, partition.revision)
+        self.loop.call_at(move.served_at, self._begin, move)
+
+    def _begin(self, move: Move) -> None:
+        partition = self.partitions[move.partition]
+        if partition.serving:
+            return
+        partition.serving = partition.latest = move.to
+        if self.keeps_history:
+            self._note(f"{partition} is served by {move.to}, revision {partition.revision}")
+        if not self.setting.knows_again:
+            partition.known.clear()
+            # What it was sent when it had the partition before must not wait for it now: it would begin in the midst.
+            for connection in list(self.brokers[move.to - 1].connections):
+                if connection.is_behind:
+                    connection.reset()
+
+    # What befalls brokers
+
+    def _befall(self, trouble: Trouble) -> None:
+        broker = self.brokers[trouble.broker - 1]
+        self._befell(trouble.kind)
+        if trouble.kind == "crash":
+            broker.is_up = False
+            for connection in list(broker.connections):
+                connection.reset()
+        elif trouble.kind == "hang":
+            broker.is_hung = True
+        elif trouble.kind == "stall":
+            broker.is_stalled = True
+            for connection in broker.connections:
+                if connection.transport is not None:
+                    connection.transport.stall()
+        elif trouble.kind == "deaf":
+            broker.is_deaf = True
+        elif trouble.kind == "leave":
+            self.topology.remove_broker(broker.node_id)
+        elif trouble.kind == "readdress":
+            broker.address = Address(broker.address.host, broker.address.port + 1)
+            self.loop.call_later(trouble.lasts_s, self.topology.set_broker, broker.node_id, broker.address)
+            return
+        else:
+            self._cut_one(broker)
+            return
+        self.loop.call_later(trouble.lasts_s, self._recover, broker)
+        if trouble.kind in ("crash", "hang"):
+            self._lose_leases(broker, trouble)
+
+    def _lose_leases(self, broker: Broker, trouble: Trouble) -> None:
+        """What it owns goes to others after a while, if it has not come back by then."""
+        now = self.loop.now
+        for partition in self.partitions:
+            drawn = self.dice.at(What.VICTIM, partition.number, now)
+            at = now + 0.05 + drawn
+            if partition.owner == broker.node_id and at < min(now + trouble.lasts_s, self.setting.trouble_s):
+                to = (broker.node_id + (int(drawn * 1000) % 2 if self.setting.knows_again else 0)) % len(
+                    self.brokers
+                ) + 1
+                self.loop.call_at(at, self._release, Move(at, partition.number, to, at, at + 0.02 * drawn, 0.01, False))
+
+    def _cut_one(self, broker: Broker) -> None:
+        keys = {each.transport.key: each for each in broker.connections if each.transport is not None}
+        if keys:
+            victim = min(keys, key=lambda key: self.dice.at(What.VICTIM, key))
+            keys[victim].reset()
+
+    def _recover(self, broker: Broker) -> None:
+        if broker.node_id not in self.topology.brokers:
+            self.topology.set_broker(broker.node_id, broker.address)
+        broker.is_up, broker.is_hung, broker.is_deaf, broker.is_stalled = True, False, False, False
+        for connection in list(broker.connections):
+            if connection.transport is not None:
+                connection.transport.flow()
+            connection.serve()
+
+    def heal(self) -> None:
+        """Everything serves, nothing goes wrong any more, and the table says so."""
+        self._fates = self._codes = 0.0
+        for broker in self.brokers:
+            self._recover(broker)
+            self.topology.set_broker(broker.node_id, broker.address)
+        for partition in self.partitions:
+            if partition.owner == NO_OWNER:
+                self._give(partition, partition.latest)
+            if not partition.serving and not self.setting.knows_again:
+                partition.known.clear()
+            partition.serving = partition.latest = partition.owner
+            self._tell(partition.number, partition.owner, partition.revision)

@@ -1,0 +1,76 @@
+"""Chance in a simulated world: every draw is a function of what is drawn, not of how much was drawn before.
+
+So a proxy that does two things in another order within one moment meets the same brokers and the same network after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from random import Random
+from typing import Final, TypeVar
+
+Drawn = TypeVar("Drawn")
+
+_MASK: Final = (1 << 64) - 1
+_FRACTION: Final = 2.0**-53
+
+
+class What(IntEnum):
+    """What is drawn: the first part of every key."""
+
+    JITTER = 1
+    LATENCY = 2
+    CUT = 3
+    CUT_AT = 4
+    DIAL = 5
+    FATE = 6
+    CODE = 7
+    LATE = 8
+    PAUSE = 9
+    PACE = 10
+    PARTITIONS = 11
+    VERSION = 12
+    CORRELATION = 13
+    LEAVE = 14
+    REFRESH = 15
+    VICTIM = 16
+    COUNT = 17
+    PROXY = 18
+    READ = 19
+    THROTTLE = 20
+
+
+class Dice:
+    """The draws of one world. Keys are integers, and times in seconds."""
+
+    __slots__ = ("_seed",)
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def at(self, *key: float) -> float:
+        """A number in [0, 1)."""
+        mixed = hash((self._seed, *key)) & _MASK
+        mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+        return (mixed ^ mixed >> 27) * 0x94D049BB133111EB % (1 << 53) * _FRACTION
+
+    def choice(self, choices: Sequence[Drawn], *key: float) -> Drawn:
+        return choices[int(self.at(*key) * len(choices))]
+
+    def sample(self, choices: Sequence[Drawn], count: int, *key: float) -> list[Drawn]:
+        """So many of these, in any order."""
+        left = list(choices)
+        return [left.pop(int(self.at(*key, each) * len(left))) for each in range(count)]
+
+
+class TimeRandom(Random):
+    """What the proxy draws from: within one moment always the same, however often it is asked."""
+
+    def __init__(self, dice: Dice, clock: Callable[[], float]) -> None:
+        self._dice = dice
+        self._clock = clock
+        super().__init__(0)
+
+    def random(self) -> float:
+        return self._dice.at(What.PROXY, self._clock())

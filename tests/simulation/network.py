@@ -1,0 +1,414 @@
+"""A network without sockets: connections whose bytes take simulated time, in order in each direction.
+
+One end of a connection is the proxy's: a transport as asyncio's, with the protocol of the product's code. The other is
+a client's or a broker's (`FarEnd`), which are part of the simulation and take bytes as they come.
+
+What the proxy writes is with the kernel at once, unless the connection is stalled, and arrives later. An `abort` loses
+what is on its way to the other end, so that nothing of it arrives behind what is sent on a later connection. Bytes to
+the proxy may arrive in two pieces. Times are multiples of a tenth of a microsecond: two ways to compute one time must
+not make two worlds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from asyncio import events
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextvars import Context
+from typing import Any, Final, Protocol
+
+from codec.primitives import Buffer
+from tests.simulation.dice import Dice, What
+from tests.support.simulated_loop import NeverRests, SimulatedLoop
+
+TICKS_PER_S: Final = 10_000_000
+# More callbacks than any moment has.
+MOST_AT_ONCE: Final = 50_000
+# As asyncio's: above it a transport asks for a pause, below the other it is over.
+HIGH_WATER_BYTES: Final = 64 << 10
+LOW_WATER_BYTES: Final = 16 << 10
+
+
+class _Call:
+    """A callback that is to run; what asyncio calls a handle, with no more than what is used of it."""
+
+    __slots__ = ("_args", "_callback", "_context", "_is_cancelled", "_when")
+
+    def __init__(self, callback: Callable[..., object], args: tuple[Any, ...], context: Context | None) -> None:
+        self._callback = callback
+        self._args = args
+        self._context = context
+        self._is_cancelled = False
+        self._when = 0.0
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+        self._callback, self._args = _do_nothing, ()
+
+    def cancelled(self) -> bool:
+        return self._is_cancelled
+
+    def when(self) -> float:
+        return self._when
+
+    def _run(self) -> None:
+        if self._context is None:
+            self._callback(*self._args)
+        else:
+            self._context.run(self._callback, *self._args)
+
+
+def _do_nothing() -> None:
+    """What a cancelled call does."""
+
+
+class NetworkLoop(SimulatedLoop):
+    """Runs itself, on a clock that stands still while anything can run; `dial` serves `create_connection`."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._ticks = 0
+        self._calls: deque[_Call] = deque()
+        self._later: list[tuple[int, int, _Call]] = []
+        self._count = 0
+        self.dial: Callable[..., Any] | None = None
+        super().__init__(lambda: self.now)
+
+    def time(self) -> float:
+        return self.now
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> Any:
+        call = _Call(callback, args, context)
+        self._calls.append(call)
+        return call
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> Any:
+        call = _Call(callback, args, context)
+        call._when = when
+        ticks = max(self._ticks, int(when * TICKS_PER_S + 0.5))
+        self._count += 1
+        heapq.heappush(self._later, (ticks, self._count, call))
+        return call
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> Any:
+        return self.call_at(self.now + delay, callback, *args, context=context)
+
+    async def create_connection(  # type: ignore[override]
+        self, protocol_factory: Callable[[], asyncio.BaseProtocol], host: str, port: int
+    ) -> tuple[asyncio.Transport, asyncio.BaseProtocol]:
+        if self.dial is None:
+            raise ConnectionRefusedError("there is no network")
+        connected: tuple[asyncio.Transport, asyncio.BaseProtocol] = await self.dial(protocol_factory, host, port)
+        return connected
+
+    def run(self, until: float, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Let time pass until then, or until it `is_over`, which is asked whenever time is about to pass."""
+        outer, self._running = events._get_running_loop(), True
+        events._set_running_loop(self)
+        try:
+            self._go(int(until * TICKS_PER_S), is_over)
+        finally:
+            self._running = False
+            events._set_running_loop(outer)
+
+    def _go(self, until_ticks: int, is_over: Callable[[], bool]) -> None:
+        calls, later = self._calls, self._later
+        while True:
+            for _ in range(MOST_AT_ONCE):
+                if not calls:
+                    break
+                call = calls.popleft()
+                if not call._is_cancelled:
+                    try:
+                        call._run()
+                    except Exception as error:  # noqa: BLE001 - whoever runs the loop looks at them
+                        self.errors.append({"message": "escaped into the event loop", "exception": error})
+            else:
+                raise NeverRests(f"it does not come to rest at {self.now}: {calls[0]._callback!r}")
+            if is_over():
+                return
+            if not later or later[0][0] > until_ticks:
+                self._ticks = max(self._ticks, until_ticks)
+                self.now = self._ticks / TICKS_PER_S
+                return
+            self._ticks = ticks = later[0][0]
+            self.now = ticks / TICKS_PER_S
+            while later and later[0][0] == ticks:
+                calls.append(heapq.heappop(later)[2])
+
+    @property
+    def open_tasks(self) -> list[asyncio.Task[Any]]:
+        return [task for task in self._tasks if not task.done()]
+
+
+class FarEnd(Protocol):
+    """The simulated end of a connection."""
+
+    def got(self, data: bytes, written_at: float) -> None:
+        """The proxy wrote this, then; it arrives now."""
+        ...
+
+    def ended(self, *, reset: bool) -> None:
+        """The proxy sends nothing more; with `reset` it reads nothing more either."""
+        ...
+
+    def fed(self, total: int, now: float) -> None:
+        """The proxy is about to read on, up to so many bytes from the beginning."""
+        ...
+
+
+_END: Final = object()
+_RESET: Final = object()
+
+
+class SimulatedTransport(asyncio.Transport):
+    """The proxy's end of one connection; what it `sent` is kept with its times.
+
+    `key` names the connection in draws. A way takes `latency_s` and up to `jitter_s` more; of the messages to the proxy
+    a share of `cuts` comes in two pieces.
+    """
+
+    def __init__(
+        self,
+        loop: NetworkLoop,
+        dice: Dice,
+        key: int,
+        far: FarEnd,
+        *,
+        latency_s: float,
+        jitter_s: float,
+        cuts: float,
+        peername: tuple[str, int],
+    ) -> None:
+        super().__init__({"peername": peername})
+        self.key = key
+        self.sent: list[tuple[float, bytes]] = []
+        self.is_lost = False
+        self._loop = loop
+        self._dice = dice
+        self._far = far
+        self._latency_s = latency_s
+        self._jitter_s = jitter_s
+        self._cuts = cuts
+        self._protocol: Any = None
+        # To the other end: what was written in this moment, and when the latest arrives.
+        self._parcel: list[bytes] = []
+        self._parcel_at = -1.0
+        self._out_at = 0.0
+        self._is_stalled = False
+        self._buffer: list[bytes] = []
+        self._buffered_bytes = 0
+        self._presses = False
+        self._is_closing = False
+        self._has_ended = False
+        self._is_dead = False
+        # From the other end.
+        self._in_at = 0.0
+        self._is_paused = False
+        self._inbound: deque[object] = deque()
+        self._fed_bytes = 0
+        self._far_ended = False
+
+    def begin(self, protocol: asyncio.BaseProtocol) -> None:
+        self._protocol = protocol
+        protocol.connection_made(self)
+
+    # To the other end
+
+    def write(self, data: Buffer) -> None:
+        if self._is_closing or self._has_ended or not len(data):
+            return
+        written = bytes(data)
+        self.sent.append((self._loop.now, written))
+        if self._is_stalled:
+            self._buffer.append(written)
+            self._buffered_bytes += len(written)
+            if self._buffered_bytes > HIGH_WATER_BYTES and not self._presses:
+                self._presses = True
+                self._protocol.pause_writing()
+        else:
+            self._ship(written)
+
+    def writelines(self, list_of_data: Iterable[Buffer]) -> None:
+        self.write(b"".join(list_of_data))
+
+    def _arrival(self) -> float:
+        now = self._loop.now
+        way_s = self._latency_s + self._jitter_s * self._dice.at(What.JITTER, self.key, now)
+        self._out_at = max(self._out_at, now + way_s)
+        return self._out_at
+
+    def _ship(self, data: bytes) -> None:
+        now = self._loop.now
+        if self._parcel_at == now:
+            self._parcel.append(data)
+            return
+        self._parcel_at = now
+        self._parcel = [data]
+        self._loop.call_at(self._arrival(), self._deliver, self._parcel, now)
+
+    def _deliver(self, parcel: list[bytes], written_at: float) -> None:
+        if not self._is_dead:
+            self._far.got(parcel[0] if len(parcel) == 1 else b"".join(parcel), written_at)
+
+    def _deliver_end(self) -> None:
+        if not self._is_dead:
+            self._far.ended(reset=False)
+
+    def write_eof(self) -> None:
+        if not self._has_ended and not self._is_closing:
+            self._has_ended = True
+            self._send_end()
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def _send_end(self) -> None:
+        if not self._is_stalled:
+            self._loop.call_at(self._arrival(), self._deliver_end)
+
+    def get_write_buffer_size(self) -> int:
+        return self._buffered_bytes
+
+    def is_closing(self) -> bool:
+        return self._is_closing
+
+    def close(self) -> None:
+        if self._is_closing:
+            return
+        self._is_closing = True
+        if not self._buffer:
+            self._send_end()
+            self._lose(None)
+
+    def abort(self) -> None:
+        self._is_closing = True
+        self._buffer, self._buffered_bytes = [], 0
+        if not self._is_dead and not self.is_lost:
+            self._is_dead = True
+            self._loop.call_soon(self._far_is_reset)
+        self._lose(None)
+
+    def _far_is_reset(self) -> None:
+        self._far.ended(reset=True)
+
+    def _lose(self, error: Exception | None) -> None:
+        if not self.is_lost:
+            self.is_lost = True
+            self._loop.call_soon(self._protocol.connection_lost, error)
+
+    def stall(self) -> None:
+        """The kernel takes nothing more from now on."""
+        self._is_stalled = True
+
+    def flow(self) -> None:
+        """It takes everything again."""
+        if not self._is_stalled:
+            return
+        self._is_stalled = False
+        buffer, self._buffer, self._buffered_bytes = self._buffer, [], 0
+        if self._is_dead:
+            return
+        for data in buffer:
+            self._ship(data)
+        if self._has_ended or self._is_closing:
+            self._send_end()
+        if self._is_closing:
+            self._lose(None)
+        elif self._presses:
+            self._presses = False
+            self._protocol.resume_writing()
+
+    # From the other end, which calls these
+
+    def send(self, data: bytes) -> None:
+        """Bytes for the proxy."""
+        if self._far_ended or self._is_dead:
+            return
+        now = self._loop.now
+        drawn = self._dice.at(What.CUT, self.key, now)
+        if drawn < self._cuts and len(data) > 1:
+            at = 1 + int(self._dice.at(What.CUT_AT, self.key, now) * (len(data) - 1))
+            self._send_piece(data[:at], 0.0)
+            self._send_piece(data[at:], drawn / self._cuts * 0.002)
+        else:
+            self._send_piece(data, 0.0)
+
+    def _send_piece(self, data: object, more_s: float) -> None:
+        now = self._loop.now
+        way_s = self._latency_s + self._jitter_s * self._dice.at(What.JITTER, -self.key, now)
+        self._in_at = max(self._in_at, now + way_s) + more_s
+        self._loop.call_at(self._in_at, self._arrive, data)
+
+    def end(self) -> None:
+        """The other end sends nothing more, and closes."""
+        if not self._far_ended:
+            self._far_ended = True
+            self._send_piece(_END, 0.0)
+
+    def reset(self) -> None:
+        """The other end is gone, and with it what is on its way from here; what is on its way to here arrives."""
+        if not self._far_ended:
+            self._far_ended = True
+            self._send_piece(_RESET, 0.0)
+        self._is_dead = True
+
+    def _arrive(self, what: object) -> None:
+        if self.is_lost:
+            return
+        if self._is_paused or self._inbound:
+            self._inbound.append(what)
+        else:
+            self._take(what)
+
+    def _take(self, what: object) -> None:
+        if isinstance(what, bytes):
+            self._feed(what)
+        elif what is _RESET:
+            self._is_closing = True
+            self._buffer, self._buffered_bytes = [], 0
+            self._lose(ConnectionResetError("the other end is gone"))
+        elif not self._is_closing:
+            if not self._protocol.eof_received():
+                self.close()
+        elif self._buffer:
+            self.abort()
+
+    def _feed(self, data: bytes) -> None:
+        position, total, protocol = 0, len(data), self._protocol
+        while position < total:
+            if self.is_lost or self._is_closing:
+                return
+            if self._is_paused:
+                self._inbound.appendleft(data[position:])
+                return
+            buffer = protocol.get_buffer(-1)
+            count = min(len(buffer), total - position)
+            buffer[:count] = data[position : position + count]
+            position += count
+            self._fed_bytes += count
+            self._far.fed(self._fed_bytes, self._loop.now)
+            protocol.buffer_updated(count)
+
+    def pause_reading(self) -> None:
+        self._is_paused = True
+
+    def resume_reading(self) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            self._loop.call_soon(self._take_inbound)
+
+    def is_reading(self) -> bool:
+        return not self._is_paused
+
+    def _take_inbound(self) -> None:
+        while self._inbound and not self._is_paused and not self.is_lost:
+            self._take(self._inbound.popleft())

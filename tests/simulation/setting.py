@@ -1,0 +1,201 @@
+"""What a world is like and what befalls it, drawn from its seed before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Final
+
+from kproxy.routing.retry import KAFKA, LEASED, Conduct
+
+KINDS: Final = ("plain", "idempotent", "transactional", "silent")
+
+
+@dataclass(frozen=True)
+class Move:
+    """A partition goes from whoever serves it to the broker `to`; times in seconds.
+
+    From `at` on nobody serves it, from `taken_at` on it is `to`'s, and from `served_at` on that one serves it. The
+    proxy hears of it `told_after_s` after it is taken, or (None) not of itself; where `is_released` it is also told
+    that nobody owns it.
+    """
+
+    at: float
+    partition: int
+    to: int
+    taken_at: float
+    served_at: float
+    told_after_s: float | None
+    is_released: bool
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Something that befalls a broker for a while: `crash`, `hang`, `stall`, `deaf`, `readdress`, `leave`, `cut`."""
+
+    at: float
+    kind: str
+    broker: int
+    lasts_s: float
+
+
+@dataclass(frozen=True)
+class ClientSetting:
+    """One client: `count` requests, at a pace of one in `pace_s`, each for some of `partitions`."""
+
+    kind: str
+    count: int
+    partitions: tuple[int, ...]
+    in_flight: int
+    acks: int
+    timeout_ms: int
+    versions: tuple[int, ...]
+    leaves: float
+    reads: float
+    pace_s: float
+    padding: int
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One world. `trouble_s` is how long its trouble lasts; rates are shares of requests or of batches.
+
+    `limits` are those of the proxy that are not the defaults. The id of a topic in `late_ids` is not known to the proxy
+    before that time.
+    """
+
+    seed: int
+    conduct: Conduct
+    knows_again: bool
+    confirm_acks0: bool
+    brokers: int
+    topics: tuple[int, ...]
+    trouble_s: float
+    fates: float
+    codes: float
+    lies: bool
+    cuts: float
+    latency_s: float
+    limits: Mapping[str, float]
+    late_ids: Mapping[int, float]
+    clients: tuple[ClientSetting, ...]
+    moves: tuple[Move, ...]
+    troubles: tuple[Trouble, ...]
+
+
+def draw(seed: int, *, forgets: bool = False) -> Setting:
+    """The setting of the world with this seed; `forgets`: of one whose brokers forget, in any case."""
+    random = Random(seed)
+    knows_again = random.random() < 0.8 and not forgets
+    brokers = random.randint(3, 5)
+    topics = tuple(random.randint(1, 4) for _ in range(random.randint(1, 3)))
+    partitions = sum(topics)
+    trouble_s = random.choice((0.6, 1.5, 3.0))
+    # Whether what is sent is known again matters where outcomes are unknown; brokers that forget are well otherwise.
+    fates = random.choice((0.0, 0.01, 0.03, 0.1))
+    late_ids = {topic: random.random() * trouble_s for topic in range(len(topics)) if random.random() < 0.1}
+    return Setting(
+        seed=seed,
+        conduct=random.choice((LEASED, LEASED, KAFKA)),
+        knows_again=knows_again,
+        confirm_acks0=random.random() < 0.25,
+        brokers=brokers,
+        topics=topics,
+        trouble_s=trouble_s,
+        fates=fates,
+        codes=random.choice((0.0, 0.01, 0.05, 0.15)),
+        lies=random.random() < 0.3,
+        cuts=random.choice((0.0, 0.02, 0.1)),
+        latency_s=random.choice((0.0003, 0.001, 0.004)),
+        limits=_limits(random),
+        late_ids=late_ids,
+        clients=_clients(random, partitions, trouble_s, mixes_versions=not late_ids),
+        moves=_moves(random, brokers, partitions, trouble_s, knows_again=knows_again),
+        troubles=_troubles(random, brokers, trouble_s),
+    )
+
+
+def _limits(random: Random) -> Mapping[str, float]:
+    """Now and then so low that requests have to wait for each other."""
+    limits: dict[str, float] = {"connect_timeout_s": random.choice((0.3, 1.0, 1.0, 3.0))}
+    if random.random() < 0.15:
+        limits["max_open_requests"] = random.choice((2, 4))
+    if random.random() < 0.15:
+        limits["max_in_flight_bytes"] = random.choice((500, 2_000))
+    if random.random() < 0.1:
+        limits["max_in_flight_bytes_total"] = 4_000
+    if random.random() < 0.2:
+        limits["probe_timeout_s"] = 0.5
+    return limits
+
+
+def _clients(random: Random, partitions: int, trouble_s: float, *, mixes_versions: bool) -> tuple[ClientSetting, ...]:
+    count = random.randint(4, 6)
+    kinds = ["idempotent", "plain", *random.choices(KINDS, (4, 2, 1, 2), k=count - 2)]
+    requests = 240 // count + random.randrange(20)
+    clients = []
+    for kind in kinds:
+        lowest = random.randint(3, 13)
+        clients.append(
+            ClientSetting(
+                kind=kind,
+                count=requests,
+                partitions=tuple(sorted(random.sample(range(partitions), random.randint(1, min(4, partitions))))),
+                in_flight=random.choice((1, 2, 5, 5, 5)) if kind != "plain" else random.choice((1, 3, 5, 10)),
+                acks={"silent": 0, "plain": random.choice((-1, 1))}.get(kind, -1),
+                timeout_ms=random.choice((500, 1000, 1500, 3000)),
+                # What calls a topic by an id that nobody knows is not known to be the same as what calls it by name.
+                versions=(lowest,)
+                if random.random() < 0.5 or not mixes_versions
+                else tuple(random.randint(3, 13) for _ in range(4)),
+                leaves=random.choice((0.0, 0.0, 0.01, 0.04)),
+                reads=random.choice((0.0, 0.0, 0.05)),
+                pace_s=trouble_s / requests * random.choice((0.3, 0.8, 1.2)),
+                padding=random.choice((8, 10, 60, 200, 9_000 if random.random() < 0.1 else 30)),
+            )
+        )
+    return tuple(clients)
+
+
+def _moves(random: Random, brokers: int, partitions: int, trouble_s: float, *, knows_again: bool) -> tuple[Move, ...]:
+    # Where brokers forget, moves are what matters.
+    a_second = random.choice((0.0, 0.5, 2.0, 5.0) if knows_again else (2.0, 5.0, 8.0))
+    moves = []
+    for partition in range(partitions):
+        at, owner = 0.0, partition % brokers + 1
+        while a_second and (at := at + random.expovariate(a_second)) < trouble_s:
+            taken_at = at + (random.random() * random.choice((0.004, 0.05, 0.2)) if random.random() < 0.6 else 0.0)
+            served_at = taken_at + (random.random() * random.choice((0.004, 0.05)) if random.random() < 0.5 else 0.0)
+            told_after_s = random.random() * random.choice((0.002, 0.02, 0.3)) if random.random() < 0.75 else None
+            if knows_again:
+                # Now and then it comes back to where it was.
+                owner = random.choice((owner, *range(1, brokers + 1)))
+            else:
+                # A broker that forgets must not be back while batches for it are on their way.
+                owner = owner % brokers + 1
+                taken_at = at + random.random() * 0.01
+                served_at = taken_at + 0.01 + random.random() * 0.04
+                told_after_s = random.random() * 0.01
+            released = random.random() < 0.2
+            moves.append(Move(at, partition, owner, taken_at, served_at, told_after_s, released))
+            at = served_at + (0.0 if knows_again else 0.05)
+    return tuple(moves)
+
+
+def _troubles(random: Random, brokers: int, trouble_s: float) -> tuple[Trouble, ...]:
+    troubles = []
+    for kind, most in (
+        ("crash", 3),
+        ("hang", 2),
+        ("stall", 2),
+        ("deaf", 1),
+        ("readdress", 1),
+        ("leave", 1),
+        ("cut", 8),
+    ):
+        if random.random() < 0.4:
+            for _ in range(random.randint(1, most)):
+                lasts_s = random.random() * random.choice((0.02, 0.2, 1.0 if kind != "hang" else 4.0))
+                troubles.append(Trouble(random.random() * trouble_s, kind, random.randint(1, brokers), lasts_s))
+    return tuple(sorted(troubles, key=lambda trouble: trouble.at))

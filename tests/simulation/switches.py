@@ -1,0 +1,281 @@
+"""Rules of the produce path switched off, each of which the simulated worlds must miss.
+
+The rules are the numbered invariants of `kproxy.routing`; a switch names the one that it breaks. Switches are made on
+these modules alone, in ways that hold whoever imports what: methods of classes, rows of tables, what functions read
+from their modules, and the code of functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import Enum
+from types import FunctionType
+from typing import Any, Final, NamedTuple, cast
+
+import pytest
+
+from codec import error_codes as codes
+from kproxy.routing import lanes, merge, retry
+from kproxy.routing.lanes import Lanes
+from kproxy.routing.merge import Exchange
+from kproxy.routing.refused import Refused
+from kproxy.routing.retry import CONNECTION_LOST, UNREADABLE, Bound, Row
+from kproxy.routing.routes import Routes
+from tests.simulation.setting import draw
+from tests.simulation.world import Outcome, run_world
+
+Patch = pytest.MonkeyPatch
+
+
+class Worlds(Enum):
+    """How many worlds are searched: many times what it takes."""
+
+    FEW = 1_000
+    MANY = 20_000
+    # Nothing that clients or brokers see is known to follow; the reason stands in the table.
+    NONE = 0
+
+
+class Switch(NamedTuple):
+    """`off` switches off what `rule` says; `forgets`: only brokers that forget show it."""
+
+    name: str
+    rule: str
+    off: Callable[[Patch], None]
+    takes: Worlds = Worlds.FEW
+    forgets: bool = False
+
+
+def _method(kind: type, name: str, new: Callable[..., object]) -> Callable[[Patch], None]:
+    return lambda patch: patch.setattr(kind, name, new)
+
+
+def _code(function: Callable[..., object], new: Callable[..., object]) -> Callable[[Patch], None]:
+    """Whoever has imported the function has the new one."""
+    return lambda patch: patch.setattr(cast(FunctionType, function), "__code__", cast(FunctionType, new).__code__)
+
+
+def _in_module(module: object, name: str, new: object) -> Callable[[Patch], None]:
+    return lambda patch: patch.setattr(module, name, new)
+
+
+_TABLES: Final = (retry.PRODUCE, retry.PRODUCE_UNCLEAR, retry.PRODUCE_REFUSED)
+
+
+def _rows(events: Iterable[int], row: Row, tables: Iterable[dict[int, Row]] = _TABLES) -> Callable[[Patch], None]:
+    def off(patch: Patch) -> None:
+        for table in tables:
+            for event in events:
+                patch.setitem(table, event, row)
+
+    return off
+
+
+# What becomes of the methods
+
+_settled, _refused, _prove, _note = Lanes.settled, Lanes.refused, Routes.prove, Refused.note
+
+
+def _settled_always_releases(self: Lanes, key: Any, sequence: int, *, appended: bool, given_up: bool) -> Any:
+    return _settled(self, key, sequence, appended=appended, given_up=False)
+
+
+def _settled_knows_no_overtaking(self: Lanes, key: Any, sequence: int, *, appended: bool, given_up: bool) -> Any:
+    return _settled(self, key, sequence, appended=False, given_up=given_up)
+
+
+def _refused_waits_for_nobody(self: Lanes, key: Any, item: Any, pause: Any, outstanding: Any) -> None:
+    _refused(self, key, item, pause, ())
+
+
+def _prove_at_any_revision(self: Any, topic: bytes, partition_index: int, connection: Any, routed_at: int) -> None:
+    _prove(self, topic, partition_index, connection, 1 << 62)
+
+
+def _take_twice(self: Exchange, entry: Any, result: Any) -> None:
+    if self._results is None:
+        self._results = [[None] * len(topic.partitions) for topic in self.request.topics]
+    self._results[entry[0]][entry[1]] = result
+    self.open_count -= 1
+
+
+def _note_the_last_alone(self: Refused, key: Any, place: Any) -> None:
+    self.lanes.pop(key, None)
+    _note(self, key, place)
+
+
+def _yes(*_: object, **__: object) -> bool:
+    return True
+
+
+def _no(*_: object, **__: object) -> bool:
+    return False
+
+
+def _no_list(*_: object, **__: object) -> list[int]:
+    return []
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """Do nothing."""
+
+
+def _late(timeout_ms: int, cap_ms: int) -> float:
+    return 30.0
+
+
+SWITCHES: Final = (
+    # kproxy.routing.lanes
+    Switch(
+        "a lane goes on although something is outstanding elsewhere",
+        "lanes 2: while a lane exists, nothing of its partition is sent but the one item that probes",
+        _in_module(lanes, "_waits_for_time", lambda lane: bool(lane.waiting) and lane.probing is None),
+    ),
+    Switch(
+        "a partition that has moved is not blocked by what is unanswered at its earlier owner",
+        "lanes, blocked: N is unresolved on an earlier route and N+1 is to go elsewhere",
+        _method(Lanes, "block", _nothing),
+    ),
+    Switch(
+        "what is under way behind a refused batch is not waited for",
+        "lanes, refused: later ones already under way behind it",
+        _method(Lanes, "refused", _refused_waits_for_nobody),
+        Worlds.MANY,
+    ),
+    Switch(
+        "a lane's items wait in any order",
+        "lanes 1: items wait in the order of their requests",
+        _in_module(lanes, "_sequence", lambda item: -item.exchange.sequence),
+    ),
+    Switch(
+        "a new route is not probed",
+        "lanes 3: a new route is proven by one success before anything is pipelined on it",
+        _method(Lanes, "probe", _nothing),
+        forgets=True,
+    ),
+    Switch(
+        "what waits behind a batch that was given up goes on",
+        "lanes, probing -> (gone): its failure gives all of it up",
+        _method(Lanes, "settled", _settled_always_releases),
+    ),
+    Switch(
+        "a batch is sent again although a later one was appended",
+        "lanes, blocked -> (gone): a later batch appended after all",
+        _method(Lanes, "settled", _settled_knows_no_overtaking),
+    ),
+    Switch(
+        "a lane does not hear of what is answered at its deadline",
+        "lanes 4: what the client sent before it could know that a batch was given up is not sent again after it",
+        _method(Lanes, "give_up", lambda *_: []),
+        Worlds.MANY,
+        forgets=True,
+    ),
+    Switch(
+        "what is behind a batch that was given up is sent again",
+        "lanes 4",
+        _method(Lanes, "is_given_up", _no),
+        Worlds.MANY,
+        forgets=True,
+    ),
+    Switch(
+        "what waits in lanes outlives its client",
+        "fanout: dropped when its client is gone",
+        # Its client has sent that again, or never will: brokers know it again, and nobody hears of it.
+        _method(Lanes, "drop", _nothing),
+        Worlds.NONE,
+    ),
+    # kproxy.routing.routes
+    Switch(
+        "every route is proven",
+        "routes: a route is new until a batch on it has succeeded",
+        _method(Routes, "new_among", _no_list),
+        forgets=True,
+    ),
+    Switch(
+        "a route stays proven when its partition's owner changes, or comes back",
+        "routes 2: what is proven at one revision of the partition's ownership is forgotten at the next",
+        _method(Routes, "forget_outdated", _nothing),
+    ),
+    Switch(
+        "a route is proven by what was sent under an earlier ownership",
+        "routes 2",
+        # What follows goes where the partition was, is refused there, and then goes where it is.
+        _method(Routes, "prove", _prove_at_any_revision),
+        Worlds.NONE,
+    ),
+    # kproxy.routing.retry
+    Switch(
+        "what may have been appended is sent again, recognisable or not",
+        "retry: ambiguous rows",
+        _rows((CONNECTION_LOST, UNREADABLE), Row(Bound.TIME, codes.REQUEST_TIMED_OUT)),
+    ),
+    Switch(
+        "what too few replicas have is sent again, recognisable or not",
+        "retry: 20 comes after the append",
+        _rows((codes.NOT_ENOUGH_REPLICAS_AFTER_APPEND,), Row(Bound.TIME, codes.REQUEST_TIMED_OUT)),
+    ),
+    Switch(
+        "a deposed leader's refusal after its append is sent again",
+        "retry, PRODUCE_UNCLEAR: acks=all before brokers that may have appended when they say these",
+        _rows((codes.NOT_LEADER_OR_FOLLOWER,), Row(Bound.ATTEMPTS, None), (retry.PRODUCE_UNCLEAR,)),
+    ),
+    Switch(
+        "no code says that the batch comes again",
+        "retry, comes_again: what waits behind it must not be sent before",
+        _in_module(retry, "_COMES_AGAIN", frozenset()),
+    ),
+    Switch(
+        "what is refused behind a refused batch is told at once",
+        "retry, is_held_back: a batch refused with this code, behind one that was refused, is sent again behind it",
+        _in_module(retry, "_HELD_BACK", frozenset()),
+    ),
+    Switch(
+        "a refusal is told although an earlier attempt may have been appended",
+        "retry, final_code: a refusal of one attempt says nothing of an earlier one",
+        _in_module(retry, "_SAY_NOT_APPENDED", frozenset()),
+    ),
+    Switch(
+        "deadlines are too late",
+        "retry, deadline_s: before the client's own timer",
+        _code(retry.deadline_s, _late),
+    ),
+    # kproxy.routing.refused
+    Switch(
+        "no batch is misled",
+        "refused 1: a batch is misled where one before it was refused and has not come again",
+        _method(Refused, "misleads", _no),
+    ),
+    Switch(
+        "only the latest refused batch is remembered",
+        "refused 1",
+        # These clients wait for all answers before they send anything again.
+        _method(Refused, "note", _note_the_last_alone),
+        Worlds.NONE,
+    ),
+    Switch("what comes again is still misled", "refused, refused -> (unknown)", _method(Refused, "arrived", _nothing)),
+    # kproxy.routing.merge
+    Switch(
+        "a second result for one partition is taken",
+        "merge 1: every partition is answered exactly once",
+        # Nothing that runs today takes one: who is told late asks first whether the entry is open.
+        _method(Exchange, "take", _take_twice),
+        Worlds.NONE,
+    ),
+    Switch(
+        "any answer of one broker is handed on as it came",
+        "merge 2: the answer lists topics and partitions in the request's order",
+        _code(merge.answers_in_order, _yes),
+    ),
+)
+
+
+def search(switch: Switch, first_seed: int, worlds: int) -> tuple[int, Outcome | None]:
+    """The first of so many worlds that misses the rule, and how many it took."""
+    with pytest.MonkeyPatch.context() as patch:
+        switch.off(patch)
+        for run in range(worlds):
+            seed = first_seed + run
+            outcome = run_world(seed, setting=draw(seed, forgets=switch.forgets))
+            if outcome.found:
+                return run + 1, outcome
+    return worlds, None

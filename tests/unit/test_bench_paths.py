@@ -1,0 +1,80 @@
+"""What `bench.paths` sends, and its broker that refuses each tenth batch, and what comes before that is there again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from bench.against import against
+from bench.load import VERSION, Frames, ProducerFrames
+from bench.paths import ALL_OWNERS, FIRST, REFUSED, SHAPE, TURNS, first_batches, refused_alone
+from bench.refusing_broker import REFUSED_EVERY, RefusingBroker
+from codec.framing import ReceiveArena
+from codec.headers import parse_request_header
+from codec.produce import parse_produce
+from codec.produce_response import PRODUCE_API
+
+NONE, NOT_LEADER = 0, 6
+
+
+@pytest.fixture
+def broker() -> RefusingBroker:
+    return RefusingBroker(ReceiveArena())
+
+
+def code(broker: RefusingBroker, frame: bytes | bytearray) -> int:
+    """What the broker says of a request's one batch."""
+    answer = PRODUCE_API.parse_response(memoryview(bytearray(broker.answer(memoryview(frame)))), VERSION)
+    ((error_code,),) = (topic.error_codes for topic in answer.topics)
+    return error_code
+
+
+def test_each_tenth_batch_is_refused_and_taken_when_it_comes_again(broker: RefusingBroker) -> None:
+    frames = ProducerFrames(SHAPE, topic=REFUSED)
+    codes = []
+    for _ in range(3 * REFUSED_EVERY):
+        frame = frames()
+        codes.append(code(broker, frame))
+        if codes[-1]:
+            assert code(broker, frame) == NONE
+    assert codes == ([NONE] * (REFUSED_EVERY - 1) + [NOT_LEADER]) * 3
+
+
+def test_what_comes_behind_a_refused_batch_is_refused_until_that_is_taken(broker: RefusingBroker) -> None:
+    frames = ProducerFrames(SHAPE, topic=REFUSED)
+    others = ProducerFrames(SHAPE, 1, REFUSED)
+    for _ in range(REFUSED_EVERY - 1):
+        assert code(broker, frames()) == NONE
+    refused, behind = frames(), frames()
+    assert [code(broker, frame) for frame in (refused, behind, behind)] == [NOT_LEADER] * 3
+    assert code(broker, others()) == NONE
+    assert [code(broker, frame) for frame in (refused, behind)] == [NONE] * 2
+
+
+def partitions(frames: Frames, count: int) -> list[tuple[bytes, int]]:
+    """Where the first requests of a row go."""
+    assert not isinstance(frames, bytes)
+    found = []
+    for _ in range(count):
+        frame = memoryview(frames())
+        (topic,) = parse_produce(frame, parse_request_header(frame)).topics
+        (partition_index,) = topic.partitions
+        found.append((topic.name, partition_index))
+    return found
+
+
+def test_a_first_batch_goes_where_its_connection_has_sent_nothing_yet() -> None:
+    count = len(ALL_OWNERS[FIRST])
+    assert partitions(first_batches(), count) == [(FIRST, index) for index in range(count)]
+
+
+def test_what_is_refused_alone_has_nothing_of_its_partition_behind_it() -> None:
+    assert partitions(refused_alone(), 2 * TURNS) == [(REFUSED, index) for index in range(TURNS)] * 2
+
+
+def test_a_checkout_without_kproxy_is_not_measured_by_the_installed_one(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(SystemExit, match="is no checkout of kproxy"):
+            against(Console(), path)
