@@ -24,8 +24,9 @@ Invariants
 2. What is sent again goes through a lane; nothing of that partition overtakes it.
 3. On a new route one batch goes first, and the next follow its success (kproxy.routing.routes).
 4. When the topology has changed and a partition is to go elsewhere than its unanswered batches went, it waits for them.
-5. What was answered at its deadline is not sent afterwards; what a broker may have seen keeps its lane until it is
-   answered or its connection has ended, and what the client sent behind it meanwhile is given up with it.
+5. Nothing is sent again after its deadline, or for the first time after waiting until then; what a broker may have
+   seen keeps its lane until it is answered or its connection has ended, and what the client sent behind it meanwhile is
+   given up with it.
 6. Once the client is gone nothing more is sent for topics with a writer group, and once it is severed nothing at all.
    What a broker has got for such topics is held from that event on until it is answered or lost.
 7. An event changes all lanes it concerns before anything is sent.
@@ -387,7 +388,7 @@ class Fanout:
         held = self._hold_back(exchange, refused) if self.lanes.table else _NONE_HELD
         if refused:
             held = held | refused.keys()
-        pieces = split(exchange.request, self._topology, held)
+        pieces = split(exchange.request, self._topology, held, self._taken_by)
         if len(pieces) > 1:
             self._actions.add(Counted("splits", 1))
         whole = len(pieces) == 1 and not held
@@ -404,6 +405,15 @@ class Fanout:
                 self.lanes.hold(key, Item(exchange, entry, NOT_LEADER_OR_FOLLOWER))
                 held.add(entry)
         return held
+
+    def _route(self, exchange: Exchange, entry: Entry) -> int:
+        """The broker to send an entry to, or NO_OWNER."""
+        return exchange.route(entry, self._topology, self._taken_by(*exchange.partition(entry)))
+
+    def _taken_by(self, topic: bytes, partition_index: int) -> int:
+        """The broker that has taken a partition that nobody is known to own, or NO_OWNER."""
+        number = self.routes.proven_on(topic, partition_index)
+        return NO_OWNER if number is None else self._in_flight.connections[number].broker
 
     def _send(self, exchange: Exchange, owner: int, selection: Selection, *, shares: int, whole: bool) -> None:
         if owner == NO_OWNER:
@@ -433,6 +443,7 @@ class Fanout:
     def _send_items(self, items: list[Item]) -> None:
         """Send items that may go now: one piece for each exchange and broker."""
         items.sort(key=lambda item: (item.exchange.sequence, item.entry))
+        given_up: set[LaneKey] = set()
         for sequence, group in groupby(items, key=lambda item: item.exchange.sequence):
             pieces: dict[int, Selection] = {}
             for item in group:
@@ -440,12 +451,15 @@ class Fanout:
                 key = lane_key(exchange, item.entry)
                 if exchange not in self._exchanges or not exchange.is_open(item.entry):
                     self._settle(exchange, (item.entry,), appended=False)
+                elif key in given_up or self._is_late(exchange):
+                    # It, or one before it, has waited for too long.
+                    given_up.add(key)
+                    self._give_up_late(item)
                 elif key in self.lanes.table and not self.lanes.is_probing(key, sequence):
                     # One before it found its route new, or no route at all.
                     self.lanes.hold(key, item)
                 else:
-                    owner = exchange.route(item.entry, self._topology)
-                    add_entry(pieces.setdefault(owner, []), *item.entry)
+                    add_entry(pieces.setdefault(self._route(exchange, item.entry), []), *item.entry)
             for owner, selection in pieces.items():
                 # What is sent again is one part among others, whatever became of those.
                 self._send(exchange, owner, selection, shares=max(2, len(pieces)), whole=False)
@@ -477,7 +491,7 @@ class Fanout:
             for entry in piece.entries():
                 # An owner that has it once more is as good as another one: what it refused before, it takes now.
                 is_new = self._topology.owner_revision(*exchange.partition(entry)) > piece.routed_at
-                if is_new or exchange.route(entry, self._topology) != piece.connection.broker:
+                if is_new or self._route(exchange, entry) != piece.connection.broker:
                     self.lanes.block(lane_key(exchange, entry), (exchange.sequence,))
 
     def _name_the_nameless(self) -> None:
@@ -500,7 +514,7 @@ class Fanout:
         """Whether another owner has been told of since, one that can be sent to."""
         if self._topology.owner_revision(*item.exchange.partition(item.entry)) <= routed_at:
             return False
-        return item.exchange.route(item.entry, self._topology) != NO_OWNER
+        return self._route(item.exchange, item.entry) != NO_OWNER
 
     # Answers
 
@@ -543,6 +557,7 @@ class Fanout:
             exchange.note_sent(entry, broker)
             if error_code == NOT_LEADER_OR_FOLLOWER:
                 exchange.attempts(entry).refused_by |= {broker}
+                self.routes.refuted(*exchange.partition(entry), piece.connection.number)
             self._failed(exchange, entry, error_code, piece.routed_at, result)
         self._exchanges.finish_if_complete(exchange, self._now)
 
@@ -641,7 +656,7 @@ class Fanout:
 
     def _owner_hangs(self, exchange: Exchange, entry: Entry) -> bool:
         """Whether sending again would wait behind a hung broker; a new owner's state counts, not the old one's."""
-        return self._view.is_hung(self._topology.address(exchange.route(entry, self._topology)))
+        return self._view.is_hung(self._topology.address(self._route(exchange, entry)))
 
     def _rows(self, exchange: Exchange, result: Buffer | None) -> dict[int, retry.Row]:
         api_key = exchange.api.api_key
@@ -674,6 +689,17 @@ class Fanout:
         for item in items:
             self._exchanges.conclude(item.exchange, item.entry, item.give_up_code)
             self._exchanges.finish_if_complete(item.exchange, self._now)
+
+    def _is_late(self, exchange: Exchange) -> bool:
+        return exchange.deadline <= self._now
+
+    def _give_up_late(self, item: Item) -> None:
+        """An item may go, but its deadline has come, or that of one before it in its lane."""
+        exchange = item.exchange
+        self._give_up([item])
+        if self._is_late(exchange) and exchange not in self._exchanges:
+            self._actions.add(Counted("deadlines", 1))
+        self._settle(exchange, (item.entry,), appended=False, given_up=True)
 
     def _withdraw(self, is_meant: Callable[[Piece], bool]) -> list[Piece]:
         """Take back pieces that no broker has seen."""

@@ -173,7 +173,7 @@ class Exchange:
         """Whether one of these topics is in the request."""
         return any(topic.name in topics for topic in self.request.topics)
 
-    def route(self, entry: Entry, topology: Topology) -> int:
+    def route(self, entry: Entry, topology: Topology, taken_by: int) -> int:
         """The broker to send an entry to, or NO_OWNER; see `split.route`."""
         topic = self.request.topics[entry[0]]
         attempts = None if self._attempts is None else self._attempts.get(entry)
@@ -182,6 +182,7 @@ class Exchange:
             topic.name,
             topic.partitions[entry[1]],
             is_nameless=self.request.is_nameless(topic),
+            taken_by=taken_by,
             refused_by=() if attempts is None else attempts.refused_by,
         )
 

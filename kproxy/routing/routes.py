@@ -1,12 +1,14 @@
 """Which connection has shown that its broker takes a partition's batches: on that one they may be pipelined.
 
 A route is a partition's way over one connection to a broker under one ownership. It is new until a batch on it has
-succeeded, and new again on another connection, at another owner, and when the same owner returns: a broker that refuses
-batch N, becomes the owner and then sees N+1 would append it, if it knows nothing of the producer.
+succeeded, and new again on another connection, at another owner, when the same owner returns, and when its broker says
+that it is no owner: a broker that refuses batch N, becomes the owner and then sees N+1 would append it, if it knows
+nothing of the producer.
 
 Invariants
 1. A partition has at most one proven route.
-2. What is proven at one revision of the partition's ownership is forgotten at the next.
+2. What is proven at one revision of the partition's ownership is forgotten at the next, at the end of the connection
+   (`forget_connection`), and when its broker refuses (`refuted`).
 3. `generation` grows with every change after which a plan that was made before may be wrong: a partition is proven on
    another connection, or a route is forgotten. No plan outlives it (`Plans`).
 4. The plans that are kept have at most MAX_PLANNED_PARTITIONS partitions. Beyond that any of them goes for a new one: a
@@ -90,6 +92,16 @@ class Routes:
             if partition_index in proven:
                 self.generation += 1
             proven[partition_index] = Route(connection, revision)
+
+    def proven_on(self, topic: bytes, partition_index: int) -> int | None:
+        """The number of the connection on which a partition's route is proven."""
+        route = self._proven.get(topic, {}).get(partition_index)
+        return route.connection if route is not None else None
+
+    def refuted(self, topic: bytes, partition_index: int, connection: int) -> None:
+        """The broker at this connection does not take the partition's batches any more."""
+        if self.proven_on(topic, partition_index) == connection:
+            self._forget(topic, partition_index)
 
     def is_outdated(self, moved: Iterable[tuple[bytes, int]] | None) -> bool:
         """Whether `forget_outdated` might forget something."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
@@ -24,20 +24,24 @@ def route(
     partition_index: int,
     *,
     is_nameless: bool = False,
+    taken_by: int = NO_OWNER,
     refused_by: Collection[int] = (),
 ) -> int:
     """The broker to send this partition to, or NO_OWNER.
 
     An owned partition goes to its owner and nowhere else, even where the owner's address is unknown (then NO_OWNER).
-    One that nobody owns is offered to the broker that rendezvous hashing prefers among the topology's `takers`, where
-    its brokers take partitions; but not to those in `refused_by`, since a broker that stops takes nothing more. Not so
-    where `topic` is an id that nobody knows, which may be that of a topic that is no more.
+    One that nobody owns goes on to the broker that it was `taken_by`, or else is offered to the one that rendezvous
+    hashing prefers among the topology's `takers`, where its brokers take partitions; but not to those in `refused_by`,
+    since a broker that stops takes nothing more. Not so where `topic` is an id that nobody knows, which may be that of
+    a topic that is no more.
     """
     owner = topology.owner(topic, partition_index)
     if owner != NO_OWNER:
         return owner if topology.address(owner) is not None else NO_OWNER
     if is_nameless or not topology.offers_unowned:
         return NO_OWNER
+    if topology.address(taken_by) is not None:
+        return taken_by
     takers = topology.takers
     if refused_by:
         takers = [broker_id for broker_id in takers if broker_id not in refused_by] or takers
@@ -45,8 +49,13 @@ def route(
     return NO_OWNER if candidate is None else candidate
 
 
-def split(request: PartitionedRequest, topology: Topology, held: set[Entry]) -> dict[int, Selection]:
-    """What goes to which broker, entries in `held` left out; NO_OWNER collects what cannot be sent."""
+def split(
+    request: PartitionedRequest, topology: Topology, held: set[Entry], taken_by: Callable[[bytes, int], int]
+) -> dict[int, Selection]:
+    """What goes to which broker, entries in `held` left out; NO_OWNER collects what cannot be sent.
+
+    `taken_by` says of a partition that nobody owns which broker has taken it, or NO_OWNER.
+    """
     pieces: dict[int, Selection] = {}
     for topic_place, topic in enumerate(request.topics):
         name = topic.name
@@ -55,7 +64,9 @@ def split(request: PartitionedRequest, topology: Topology, held: set[Entry]) -> 
                 continue
             owner = topology.owner(name, partition_index)
             if owner == NO_OWNER or topology.address(owner) is None:
-                owner = route(topology, name, partition_index, is_nameless=request.is_nameless(topic))
+                is_nameless = request.is_nameless(topic)
+                taker = taken_by(name, partition_index) if owner == NO_OWNER else NO_OWNER
+                owner = route(topology, name, partition_index, is_nameless=is_nameless, taken_by=taker)
             add_entry(pieces.setdefault(owner, []), topic_place, ordinal)
     return pieces
 

@@ -408,7 +408,52 @@ def test_what_nobody_owns_is_offered_again_to_a_broker_that_would_take_it_later(
     assert play.sent[2].broker == play.sent[1].broker
 
 
-@pytest.mark.xfail(strict=True, reason="each batch avoids just those brokers that refused it itself, and one is proven")
+def test_what_nobody_owns_goes_on_to_the_broker_that_has_taken_it() -> None:
+    play = Playbook({"t": [None]})
+    play.submits(1, "t-0")
+    first = play.sent[1].broker
+    play.answers(1, "t-0=6")
+    play.wakes()
+    second = play.sent[2].broker
+    assert second != first
+    play.answers(2, "t-0")
+    play.submits(2, "t-0")
+    play.submits(3, "t-0")
+    assert [each.broker for each in play.sent.values()] == [first, second, second, second]
+    assert play.lanes == []
+    play.removes(second)
+    play.submits(4, "t-0")
+    assert 5 not in play.sent
+    play.answers(3, "t-0")
+    play.answers(4, "t-0")
+    play.wakes()
+    assert play.sent[5].broker != second
+
+
+def test_a_broker_that_says_it_is_no_owner_gets_one_batch_first_afterwards() -> None:
+    """Whether or not the refused batch is its client's to send again."""
+    play = piped(2)
+    assert play.proven("t-0")
+    for piece in (2, 3, 4):
+        told = play.answers(piece, "t-0=6")
+        if piece < 4:
+            assert play.wakes() == [f"send #{piece + 1} b1/c1: 2 t-0"]
+    assert told == ["answer 2: t-0=6"]
+    assert not play.proven("t-0")
+    assert play.submits(3, "t-0") == ["send #5 b1/c1: 3 t-0"]
+    assert play.submits(4, "t-0") == []
+
+
+def test_a_late_refusal_by_another_broker_leaves_a_route_proven() -> None:
+    play = piped(2)
+    play.moves("t-0", 2)
+    assert play.submits(3, "t-0") == []
+    play.answers(2, "t-0")
+    assert play.wakes() == ["send #3 b2/c2: 3 t-0"]
+    play.answers(3, "t-0")
+    assert play.proven("t-0")
+
+
 def test_of_what_nobody_owns_no_two_batches_are_under_way_at_two_brokers() -> None:
     play = Playbook({"t": [None]})
     for n in (1, 2, 3, 4):
@@ -419,8 +464,12 @@ def test_of_what_nobody_owns_no_two_batches_are_under_way_at_two_brokers() -> No
     play.answers(3, "t-0=45")
     play.answers(4, "t-0=6")
     play.wakes()
-    # The third goes to the first broker, on whose route it need not go first; the fourth not to that one again.
-    assert len(play.answers(5, "t-0=87")) == 2
+    # The third goes to the first broker, and not by a proven route any more; the fourth waits, whoever refused it.
+    assert play.answers(5, "t-0=87")[0] == "answer 2: t-0=87"
+    assert play.sent[6].exchange.sequence == 3
+    assert play.lanes == ["t-0 probing"]
+    assert len(play.answers(6, "t-0")) == 2
+    assert play.sent[7].broker == play.sent[6].broker
 
 
 # Events that concern several

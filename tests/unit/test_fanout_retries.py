@@ -241,7 +241,6 @@ def test_what_waits_for_its_retry_at_the_deadline_is_not_sent_any_more() -> None
     assert play.wakes() == []
 
 
-@pytest.mark.xfail(strict=True, reason="the tick alone looks at deadlines, up to 0.1 s late; until then retries go on")
 def test_what_waits_for_others_past_its_deadline_is_not_sent_when_they_are_answered_before_the_tick() -> None:
     play = Playbook()
     play.submits(1, "t-0")
@@ -251,7 +250,33 @@ def test_what_waits_for_others_past_its_deadline_is_not_sent_when_they_are_answe
     play.answers(2, "t-0=6")
     play.waits(1.05)
     play.answers(3, "t-0=6")
-    assert play.wakes() == []
+    assert play.wakes() == ["answer 2: t-0=6", "answer 3: t-0=6"]
+    assert play.lanes == []
+
+
+def test_what_is_released_after_its_deadline_is_answered_and_not_sent() -> None:
+    """What stands behind it is given up with it, and what came before it is answered as it was."""
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.submits(2, "t-0")
+    play.submits(3, "t-0 t-1", deadline_s=1)
+    play.submits(4, "t-0")
+    play.waits(1)
+    assert play.answers(1, "t-0") == ["answer 1: t-0@10", "send #3 b1/c1: 2 t-0", "answer 4: t-0=6"]
+    assert play.lanes == ["t-1 probing"]
+    assert play.answers(2, "t-1@8") == ["answer 3: t-0=6 t-1@8"]
+    assert play.ticks() == []
+
+
+def test_what_is_released_after_its_deadline_counts_once() -> None:
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.submits(2, "t-0", deadline_s=1)
+    play.waits(1)
+    assert play.answers(1, "t-0") == ["answer 1: t-0@10", "answer 2: t-0=6"]
+    assert play.aside.count("count deadlines 1") == 1
+    assert play.ticks() == []
+    assert play.aside == []
 
 
 def test_a_time_is_asked_for_once_unless_there_is_an_earlier_one() -> None:

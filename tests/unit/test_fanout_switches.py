@@ -24,6 +24,7 @@ from kproxy.routing.merge import Exchange, Matched
 from kproxy.routing.open_exchanges import OpenExchanges
 from kproxy.routing.routes import Routes
 from kproxy.routing.split import Entry
+from kproxy.routing.topology import NO_OWNER
 from tests.unit import (
     test_fanout_answers,
     test_fanout_clients,
@@ -79,7 +80,7 @@ def follow_owners_alone(core: Fanout) -> None:
     core.version = core._topology.version
     for piece in core._in_flight.ordered():
         for entry in piece.entries():
-            if piece.exchange.route(entry, core._topology) != piece.connection.broker:
+            if core._route(piece.exchange, entry) != piece.connection.broker:
                 core.lanes.block(piece.exchange.partition(entry), (piece.exchange.sequence,))
 
 
@@ -208,6 +209,10 @@ SWITCHES: dict[str, Switch] = {
         replaced(Fanout, "_failed", fail_without_a_deadline),
         test_fanout_retries.test_a_move_to_another_owner_sends_nothing_again_past_the_deadline,
     ),
+    "fanout 5: nothing is sent that waited past the deadline": Switch(
+        replaced(Fanout, "_is_late", says(False)),
+        test_fanout_retries.test_what_is_released_after_its_deadline_is_answered_and_not_sent,
+    ),
     "fanout 5: what waits behind is given up": Switch(
         replaced(Lanes, "give_up", says([])),
         test_fanout_ends.test_what_waits_behind_a_piece_that_is_taken_back_is_given_up_with_it,
@@ -330,6 +335,14 @@ SWITCHES: dict[str, Switch] = {
     "routes 2: what is proven is forgotten with the ownership": Switch(
         replaced(Routes, "forget_outdated", nothing),
         partial(test_fanout_lanes.test_a_route_is_new_again_when_ownership_has_moved_and_come_back, (2, 1)),
+    ),
+    "routes 2: and with its broker's refusal": Switch(
+        replaced(Routes, "refuted", nothing),
+        test_fanout_lanes.test_a_broker_that_says_it_is_no_owner_gets_one_batch_first_afterwards,
+    ),
+    "split: what nobody owns goes on to its taker": Switch(
+        replaced(Fanout, "_taken_by", says(NO_OWNER)),
+        test_fanout_lanes.test_what_nobody_owns_goes_on_to_the_broker_that_has_taken_it,
     ),
     "routes 2: and with the connection": Switch(
         replaced(Routes, "forget_connection", nothing),
