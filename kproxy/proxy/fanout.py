@@ -147,7 +147,7 @@ class FanoutShell:
         # By sequence, of the core's requests: where the answer goes, and how many partitions were asked for.
         self._responds: dict[int, tuple[Respond, int]] = {}
         self._open_partitions = 0
-        self._events: deque[Callable[[float, float], list[Action]]] = deque()
+        self._events: deque[tuple[Callable[..., list[Action]], tuple[object, ...]]] = deque()
         self._is_running = False
         # What connections that are ending lose, until the core knows; and whether acks=0 batches are in doubt with it.
         self._losses: dict[int, list[tuple[int, Loss]]] = {}
@@ -217,7 +217,7 @@ class FanoutShell:
         exchange.look_until = look_until
         exchange.is_silent = silent
         self._open(exchange, respond or slot.fill)
-        self._bring(lambda now, jitter: core.submitted(exchange, refused, now, jitter))
+        self._bring(core.submitted, exchange, refused)
 
     def _open(self, exchange: Exchange, respond: Respond) -> None:
         partitions = exchange.request.partition_count
@@ -279,8 +279,9 @@ class FanoutShell:
 
     # Events
 
-    def _bring(self, event: Callable[[float, float], list[Action]]) -> None:
-        self._events.append(event)
+    def _bring(self, event: Callable[..., list[Action]], *arguments: object) -> None:
+        """`event` takes the time and a jitter behind these."""
+        self._events.append((event, arguments))
         if not self._is_running:
             self._run()
 
@@ -292,12 +293,13 @@ class FanoutShell:
             while True:
                 if self._topology.version != core.version:
                     self._follow()
-                    event: Callable[[float, float], list[Action]] = core.topology_changed
+                    todo = core.topology_changed(clock(), random())
                 elif self._events:
-                    event = self._events.popleft()
+                    event, arguments = self._events.popleft()
+                    todo = event(*arguments, clock(), random())
                 else:
                     break
-                for action in event(clock(), random()):
+                for action in todo:
                     _CARRY_OUT[type(action)](self, action)
         finally:
             self._is_running = False
@@ -336,14 +338,14 @@ class FanoutShell:
         """A broker's answer to a piece."""
         if self.plain.open_count and not ticket.is_plain(frame):
             self._adopt()
-        self._bring(lambda now, jitter: self.core.answered(ticket.piece, frame, now, jitter))
+        self._bring(self.core.answered, ticket.piece, frame)
 
     def left(self, ticket: PieceTicket) -> None:
         """A piece that has no answer (acks=0) has left."""
         if ticket.upstream.closed:
             self.lost(ticket, Loss.LEFT)
         else:
-            self._bring(lambda now, jitter: self.core.left([ticket.piece], now, jitter))
+            self._bring(self.core.left, (ticket.piece,))
 
     def lost(self, ticket: PieceTicket, loss: Loss) -> None:
         """A piece is lost with its connection, which is about to say that it has ended."""
@@ -368,7 +370,7 @@ class FanoutShell:
             return self.core.lost(number, losses, now, jitter, is_unconfirmed=is_unconfirmed)
 
         # What waits to be sent on it is not to be sent before.
-        self._events.appendleft(event)
+        self._events.appendleft((event, ()))
         if not self._is_running:
             self._run()
 
