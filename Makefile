@@ -16,7 +16,7 @@ MUTANTS ?= 60
 WORLDS ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test chaos storm sim sim-rules worlds worlds-rules own-histories mutants check docs kubernetes check-deploy deploy-tools try-compose try-image packages bench bench-quick lock lock-image clean
+.PHONY: help install demo test test-all chaos storm sim sim-rules worlds worlds-rules own-histories mutants check docs kubernetes check-deploy deploy-tools try-compose try-image packages bench bench-quick lock lock-image clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do \
@@ -31,8 +31,11 @@ $(STAMP): pyproject.toml requirements.lock requirements-build.lock scripts/insta
 demo: install  ## write 336,776 flights through the proxy with Spark, kill -9 an owner meanwhile, read them back, judge and audit it
 	@$(BIN)/kproxy demo --kill-owner $(ARGS)
 
-test: install  ## run every test, two at a time; LANES=0 for one after the other
+test: install  ## run the tests, two at a time; LANES=0 for one after the other
 	@$(BIN)/python -m pytest -n $(LANES) $(ARGS)
+
+test-all: install  ## run these and the long tests: every client release, more seeds, every byte of a reset
+	@KPROXY_TEST_ALL=1 $(BIN)/python -m pytest -n $(LANES) $(ARGS)
 
 chaos: install  ## kill, stop and cut off members of etcd at random for MINUTES=10, from SEED=1, and judge the table
 	@KPROXY_CHAOS_MINUTES=$(MINUTES) KPROXY_CHAOS_SEED=$(SEED) \

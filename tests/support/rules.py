@@ -8,6 +8,8 @@
 3. Coroutines run on uvloop, as the product does; KPROXY_TEST_LOOP=asyncio takes asyncio's own loop.
 4. Ctrl-C reaches what tests start, also where who started the tests ignores it, as shells do for what they put aside.
 5. What hundreds of processes run is compiled once, also where the environment says that nothing compiled is kept.
+6. Tests marked `long` run with KPROXY_TEST_ALL=1 (`make test-all`), and where their file is named on the command line.
+   They repeat a shape that another test has: more releases of a client, more seeds, every byte of a reset.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from tests.support.reaper import RUN_MARK, marked_processes
 
 REQUIRE = "KPROXY_TEST_REQUIRE"
 LOOP = "KPROXY_TEST_LOOP"
+ALL = "KPROXY_TEST_ALL"
 # A process that was told to end may take a moment to be gone.
 LEFT_BEHIND_GRACE_S = 30.0
 
@@ -48,6 +51,17 @@ def pytest_configure(config: pytest.Config) -> None:
         asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     if os.environ.get(REQUIRE, "") not in ("", "all"):
         raise pytest.UsageError(f"{REQUIRE} is all or nothing, not {os.environ[REQUIRE]!r}")
+    if os.environ.get(ALL, "") not in ("", "1"):
+        raise pytest.UsageError(f"{ALL} is 1 or nothing, not {os.environ[ALL]!r}")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if os.environ.get(ALL) == "1" or any(".py" in argument for argument in config.args):
+        return
+    long = [item for item in items if item.get_closest_marker("long") is not None]
+    if long:
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item.get_closest_marker("long") is None]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -16,14 +16,14 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 
 
-def run_pytest(directory: Path, test: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def run_pytest(directory: Path, test: str, *, by_file: bool = True, **environ: str) -> subprocess.CompletedProcess[str]:
     file = directory / "test_it.py"
     file.write_text(test)
     settings = {name: value for name, value in os.environ.items() if not name.startswith("KPROXY_TEST_")}
     return subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-p", "tests.support.rules", "-p", "pytest_asyncio.plugin"),
-            *("-p", "no:cacheprovider", "--rootdir", directory, "-c", os.devnull, file),
+            *("-p", "no:cacheprovider", "--rootdir", directory, "-c", os.devnull, file if by_file else directory),
         ],
         cwd=REPOSITORY,
         env={**settings, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **environ},
@@ -75,9 +75,28 @@ def test_a_module_that_skips_itself_fails_where_everything_is_required(tmp_path:
     assert re.search(r"this was skipped: .*no_java", required.stdout)
 
 
+LONG = """
+import pytest
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_it(seed):
+    pass
+"""
+
+
+def test_a_long_test_runs_where_all_are_asked_for_or_its_file_is_named(tmp_path: Path) -> None:
+    def outcome(*, by_file: bool, **environ: str) -> str:
+        return run_pytest(tmp_path, LONG, by_file=by_file, **environ).stdout.splitlines()[-1]
+
+    assert "1 passed, 1 deselected" in outcome(by_file=False)
+    assert "2 passed" in outcome(by_file=False, KPROXY_TEST_ALL="1")
+    assert "2 passed" in outcome(by_file=True)
+
+
 def test_a_misspelt_rule_is_refused(tmp_path: Path) -> None:
     assert run_pytest(tmp_path, "def test_it(): pass", KPROXY_TEST_REQUIRE="al").returncode == 4
     assert run_pytest(tmp_path, "def test_it(): pass", KPROXY_TEST_LOOP="twisted").returncode == 4
+    assert run_pytest(tmp_path, "def test_it(): pass", KPROXY_TEST_ALL="yes").returncode == 4
 
 
 def test_a_process_left_behind_fails_the_run_and_is_ended(tmp_path: Path) -> None:
