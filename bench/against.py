@@ -13,7 +13,6 @@ the same code on both sides has 1 within, or next to, these two.
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from rich.table import Table
 from bench.load import IN_FLIGHT, SHAPES, Load, send_again, shape_load
 from bench.paths import path_loads, path_table
 from bench.processes import cpu_seconds
-from bench.quick import CHECKOUT, serve
+from bench.quick import CHECKOUT, environment_of, serve
 
 ROUNDS = 8
 # Of each row in each round, that much shorter than in the other tables.
@@ -87,7 +86,7 @@ async def _take_turns(load: Load, proxies: Mapping[str, tuple[int, int]]) -> dic
 
 def _expect_own_code(checkout: Path) -> None:
     """A checkout that lacks kproxy would be measured with the installed one."""
-    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    environment = environment_of(checkout)
     command = [sys.executable, "-c", "import kproxy; print(kproxy.__file__)"]
     if checkout.is_dir():
         found = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)  # noqa: S603

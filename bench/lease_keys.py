@@ -15,7 +15,7 @@ from itertools import islice
 
 import uvloop
 
-from kproxy.ownership.etcd import EtcdClient, TxnOp, put_op
+from kproxy.etcd import EtcdClient, TxnOp, put_op
 
 # etcd's own limit on the operations of one transaction.
 OPERATIONS = 128

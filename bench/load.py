@@ -14,11 +14,11 @@ from itertools import chain, count, repeat
 from struct import Struct
 from typing import NamedTuple, TypeAlias, cast
 
-from codec import api_keys
-from codec.framing import FrameReader, ReceiveArena
-from codec.headers import request_header
-from codec.primitives import INT16, INT32, encode_count, encode_tagged_fields
-from codec.record_batch import HEADER_BYTES, LOG_OVERHEAD_BYTES, MAGIC
+from kproxy_codec import api_keys
+from kproxy_codec.framing import FrameReader, ReceiveArena
+from kproxy_codec.headers import request_header
+from kproxy_codec.primitives import INT16, INT32, encode_count, encode_tagged_fields
+from kproxy_codec.record_batch import HEADER_BYTES, LOG_OVERHEAD_BYTES, MAGIC
 
 MAX_ANSWER_BYTES = 1 << 20
 CONNECTIONS = 8

@@ -15,21 +15,21 @@ from typing import NamedTuple, cast
 
 import uvloop
 
-from codec.api_keys import API_VERSIONS, BIND_FENCES, PRODUCE
-from codec.control import build_response, encode_response
-from codec.error_codes import NONE
-from codec.framing import FrameReader, ReceiveArena
-from codec.headers import (
+from kproxy_codec.api_keys import API_VERSIONS, BIND_FENCES, PRODUCE
+from kproxy_codec.control import build_response, encode_response
+from kproxy_codec.error_codes import NONE
+from kproxy_codec.framing import FrameReader, ReceiveArena
+from kproxy_codec.headers import (
     RESPONSE_CORRELATION_ID_OFFSET,
     RequestHeader,
     frame_message,
     parse_request_header,
     response_header,
 )
-from codec.own import BIND_FENCES_VERSION, BoundFence, encode_bind_fences_response, parse_bind_fences_request
-from codec.partitioned import PartitionedRequest, encode_topics, with_length
-from codec.produce import parse_produce, records_span
-from codec.produce_response import PRODUCE_API, result_entry
+from kproxy_codec.own import BIND_FENCES_VERSION, BoundFence, encode_bind_fences_response, parse_bind_fences_request
+from kproxy_codec.partitioned import PartitionedRequest, encode_topics, with_length
+from kproxy_codec.produce import parse_produce, records_span
+from kproxy_codec.produce_response import PRODUCE_API, result_entry
 
 MAX_FRAME_BYTES = 128 << 20
 MAX_KNOWN_SHAPES = 4096

@@ -30,10 +30,10 @@ from bench.own_client import OwnConnection
 from bench.own_gate import gate
 from bench.processes import child, first_line
 from bench.table import serve
+from kproxy.claims.keys import OwnKeys
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.errors import StartupError
-from kproxy.fencing.keys import OwnKeys
-from kproxy.ownership.etcd import EtcdClient
+from kproxy.etcd import EtcdClient
 
 TOPIC = "own"
 WRITERS = "writers"

@@ -11,11 +11,11 @@ import sys
 import time
 from typing import Self
 
-from codec.api_keys import OWN
-from codec.error_codes import COORDINATOR_NOT_AVAILABLE, FENCED_INSTANCE_ID, NONE, REQUEST_TIMED_OUT, name_of
-from codec.framing import LENGTH_BYTES
-from codec.headers import frame_message, request_header
-from codec.own import (
+from kproxy_codec.api_keys import OWN
+from kproxy_codec.error_codes import COORDINATOR_NOT_AVAILABLE, FENCED_INSTANCE_ID, NONE, REQUEST_TIMED_OUT, name_of
+from kproxy_codec.framing import LENGTH_BYTES
+from kproxy_codec.headers import frame_message, request_header
+from kproxy_codec.own import (
     OWN_MAX_VERSION,
     OwnedResource,
     OwnRequest,
@@ -23,7 +23,7 @@ from codec.own import (
     encode_own_request,
     parse_own_response,
 )
-from codec.primitives import INT32
+from kproxy_codec.primitives import INT32
 
 HOST = "127.0.0.1"
 # What a claim that cannot be granted yet, or not be confirmed yet, comes to: it is asked for again.

@@ -23,10 +23,10 @@ from bench.own_client import own_frame
 from bench.processes import child, cpu_seconds, first_line
 from bench.quick import PARTITIONS, kproxy
 from bench.table import serve
-from codec.error_codes import NONE, name_of
-from codec.own import OWN_MAX_VERSION, parse_own_response
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.ownership.etcd import EtcdClient, put_op
+from kproxy.etcd import EtcdClient, put_op
+from kproxy_codec.error_codes import NONE, name_of
+from kproxy_codec.own import OWN_MAX_VERSION, parse_own_response
 
 BROKERS = 3
 PREFIX = "/gate"

@@ -11,14 +11,14 @@ import time
 from typing import NamedTuple
 
 from bench.load import ProducerFrames, Shape
-from codec.headers import parse_request_header
-from codec.primitives import INT64
-from codec.produce import parse_produce
-from codec.produce_response import PRODUCE_API
-from kproxy.observe.audit.noted import Noted
-from kproxy.observe.audit.trail import LOOK_S, Trail
 from kproxy.routing.merge import Exchange
 from kproxy.routing.topology import Topology
+from kproxy.trail.noted import Noted
+from kproxy.trail.trail import LOOK_S, Trail
+from kproxy_codec.headers import parse_request_header
+from kproxy_codec.primitives import INT64
+from kproxy_codec.produce import parse_produce
+from kproxy_codec.produce_response import PRODUCE_API
 
 PRODUCERS = 8
 # Each producer's, between two looks: what a busy connection has.

@@ -52,12 +52,17 @@ def kproxy(ports: list[int], directory: Path, *flags: str) -> Iterator[tuple[int
         yield proxy
 
 
+def environment_of(checkout: Path) -> dict[str, str]:
+    """In which Python finds a checkout's packages."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(checkout), str(checkout / "codec")])}
+
+
 @contextlib.contextmanager
 def serve(table: Path, *flags: str, checkout: Path = CHECKOUT) -> Iterator[tuple[int, int]]:
     """(pid, port) of a checkout's kproxy before the brokers of a static table."""
     arguments = ("--ownership", "static", "--table", str(table), "--listen", "127.0.0.1:0", *flags)
     # `python -m` looks in the working directory first, and elsewhere for what is not there.
-    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    environment = environment_of(checkout)
     with child(sys.executable, "-m", "kproxy", "serve", *arguments, cwd=checkout, env=environment) as process:
         address = first_line(process).partition("kafka=")[2].split()[0]
         yield process.pid, int(address.rpartition(":")[2])

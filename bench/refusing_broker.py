@@ -14,12 +14,12 @@ from typing import Final
 import uvloop
 
 from bench.null_broker import NullBroker, encoded, main
-from codec.api_keys import PRODUCE
-from codec.error_codes import NOT_LEADER_OR_FOLLOWER
-from codec.framing import ReceiveArena
-from codec.headers import parse_request_header
-from codec.partitioned import PartitionedRequest
-from codec.produce import parse_produce, records_span
+from kproxy_codec.api_keys import PRODUCE
+from kproxy_codec.error_codes import NOT_LEADER_OR_FOLLOWER
+from kproxy_codec.framing import ReceiveArena
+from kproxy_codec.headers import parse_request_header
+from kproxy_codec.partitioned import PartitionedRequest
+from kproxy_codec.produce import parse_produce, records_span
 
 REFUSED_EVERY: Final = 10
 BASE_SEQUENCE_OFFSET: Final = 53

@@ -10,8 +10,8 @@ from types import FrameType
 from typing import Any
 
 from kproxy.__main__ import main
-from kproxy.observe.audit.trail import Trail
 from kproxy.proxy.context import ProxyContext
+from kproxy.trail.trail import Trail
 
 
 def _switched(context: ProxyContext, trail: Trail | None) -> Callable[[int, FrameType | None], None]:

@@ -30,7 +30,7 @@ from bench.lease_keys import WRITE_TIMEOUT_S, Shape, change_steadily, fill, leas
 from bench.load import CONNECTIONS, SHAPES, TOPIC, produce_frame
 from bench.processes import child, cpu_seconds, first_line, measure, peak_resident_bytes, resident_bytes
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.ownership.etcd import EtcdClient, put_op
+from kproxy.etcd import EtcdClient, put_op
 
 PARTITIONS = 1_000_000
 PREFIX = "/kafscale"

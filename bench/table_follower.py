@@ -18,8 +18,8 @@ import uvloop
 
 from bench.lease_keys import Shape, lease_key
 from bench.processes import cpu_seconds, peak_resident_bytes, resident_bytes
-from kproxy.ownership.etcd import EtcdClient, WatchEvent
-from kproxy.ownership.etcd.messages import key_value, rpc
+from kproxy.etcd import EtcdClient, WatchEvent
+from kproxy.etcd.messages import key_value, rpc
 from kproxy.ownership.leases import LeaseTable
 from kproxy.routing.topology import Topology
 

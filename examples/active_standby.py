@@ -32,7 +32,7 @@ from typing import Any
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.errors import KafkaError
 
-from kproxy.fencing.clients import OwnError, own
+from kproxy.claims.client import OwnError, own
 
 # Those who stand by ask with one less, those who take over with one more.
 GENERATION = 2

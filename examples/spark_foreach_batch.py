@@ -41,7 +41,7 @@ from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 from pyspark.sql.streaming import StreamingQuery
 
-from kproxy.fencing.clients import own_sync
+from kproxy.claims.client import own_sync
 
 ACK_TIMEOUT_S = 60.0
 LOOK_BACK = 100

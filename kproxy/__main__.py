@@ -7,7 +7,7 @@ import sys
 def main() -> int:
     """Run the command of `sys.argv`; its exit status."""
     try:
-        from kproxy.interrupts import end_at_once
+        from kproxy.runtime.interrupts import end_at_once
 
         end_at_once()
         # gRPC tells each failed handshake with etcd in words of its own; what is wrong is said by the command.

@@ -43,7 +43,7 @@ class Side(NamedTuple):
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         environment = {
             **os.environ,
-            "PYTHONPATH": str(self.directory),
+            "PYTHONPATH": os.pathsep.join([str(self.directory), str(self.directory / "codec")]),
             "PYTHONPYCACHEPREFIX": str(self.directory / "pycache"),
         }
         return subprocess.Popen(  # noqa: S603 - this interpreter, on the simulation

@@ -178,7 +178,7 @@ class Runner:
 
     async def _run(self, tree: Path) -> str:
         """How the tests failed, or nothing."""
-        environment = {**os.environ, "PYTHONPATH": str(tree)}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), str(tree / "codec")])}
         bounded = ("sh", "-c", f'ulimit -v {MAX_MEMORY_KIB}; exec "$@"', "sh", *self._command)
         with (tree.parent / f"{tree.name}.out").open("wb") as output:
             process = await asyncio.create_subprocess_exec(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kproxy.ownership.etcd import EtcdClient, get_op, key_absent, put_op
+from kproxy.etcd import EtcdClient, get_op, key_absent, put_op
 
 
 async def agreed_value(client: EtcdClient, key: str, proposal: bytes) -> bytes:

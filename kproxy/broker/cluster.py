@@ -32,7 +32,7 @@ from kproxy.broker.keys import (
     parse_partition,
 )
 from kproxy.broker.topic_config import check_configs
-from kproxy.ownership.etcd import KeyValue, Snapshot, WatchEvent
+from kproxy.etcd import KeyValue, Snapshot, WatchEvent
 
 NO_OWNER = -1
 _logger = structlog.get_logger(__name__)

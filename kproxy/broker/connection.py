@@ -26,12 +26,12 @@ from typing import cast
 
 import structlog
 
-from codec.errors import CodecError
-from codec.foreign import foreign_protocol
-from codec.framing import FrameReader, ReceiveArena
-from codec.headers import parse_request_header, response_header
-from codec.primitives import INT32
 from kproxy.broker.context import Bindings, Body, CloseConnection, Request
+from kproxy_codec.errors import CodecError
+from kproxy_codec.foreign import foreign_protocol
+from kproxy_codec.framing import FrameReader, ReceiveArena
+from kproxy_codec.headers import parse_request_header, response_header
+from kproxy_codec.primitives import INT32
 
 MAX_QUEUED_BYTES = 1 << 20
 WRITE_HIGH_WATER_BYTES = 1 << 20

@@ -6,10 +6,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from codec import error_codes
-from codec.headers import RequestHeader
-from codec.partitioned import PartitionedRequest
-from codec.primitives import Buffer
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.config import BrokerConfig
 from kproxy.broker.fence_keeper import FenceKeeper
@@ -17,7 +13,11 @@ from kproxy.broker.keys import PartitionKey
 from kproxy.broker.leases import PartitionLeaseManager
 from kproxy.broker.partition import Partition
 from kproxy.broker.topics import TopicAdmin
-from kproxy.ownership.etcd import IdBlocks
+from kproxy.etcd import IdBlocks
+from kproxy_codec import error_codes
+from kproxy_codec.headers import RequestHeader
+from kproxy_codec.partitioned import PartitionedRequest
+from kproxy_codec.primitives import Buffer
 
 # How long a client's request waits for a partition that is being taken, for the leaders of a topic just created, and
 # for etcd to keep a fence.

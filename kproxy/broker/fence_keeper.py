@@ -25,14 +25,12 @@ from weakref import WeakKeyDictionary
 
 import structlog
 
-from codec import error_codes
-from codec.own import NO_FENCE, BoundFence, FenceBinding
 from kproxy.broker.cluster import Change, ClusterView, Kind
 from kproxy.broker.keys import FenceValue, encode_value
 from kproxy.broker.partition import Partition
 from kproxy.broker.take_over import kept_fence
 from kproxy.broker.writer_fence import KeptFence, Standing
-from kproxy.ownership.etcd import (
+from kproxy.etcd import (
     EtcdClient,
     EtcdError,
     create_revision_is,
@@ -40,6 +38,8 @@ from kproxy.ownership.etcd import (
     mod_revision_is,
     put_op,
 )
+from kproxy_codec import error_codes
+from kproxy_codec.own import NO_FENCE, BoundFence, FenceBinding
 
 CONCURRENT_FENCES = 16
 # Of what one connection asks, beside that of others.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from codec.fetch import EpochEnd
+from kproxy_codec.fetch import EpochEnd
 
 NO_LEADER_EPOCH = -1
 _NONE = EpochEnd(NO_LEADER_EPOCH, -1)

@@ -54,8 +54,8 @@ from kproxy.broker.replication.reconciliation import Inconsistent
 from kproxy.broker.segment import LogFailed
 from kproxy.broker.take_over import TakeOver
 from kproxy.broker.turns import Turns
-from kproxy.ownership.etcd import EtcdClient, EtcdError
-from kproxy.ownership.etcd.lease_fence import LeaseFence
+from kproxy.etcd import EtcdClient, EtcdError
+from kproxy.etcd.lease_fence import LeaseFence
 
 CONCURRENT_WORKS = 16
 SWEEP_INTERVAL_S = 3.0

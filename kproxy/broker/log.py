@@ -32,8 +32,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from codec.primitives import Buffer
-from codec.record_batch import NO_TIMESTAMP, RecordBatch, leader_epoch_of
 from kproxy.broker.checkpoint import NO_LEADERSHIP, Checkpoint, Leadership, read_checkpoint, write_checkpoint
 from kproxy.broker.disk import ChangedNames, DiskError, disk_error, sync_directory
 from kproxy.broker.leader_epochs import LeaderEpochs
@@ -43,6 +41,8 @@ from kproxy.broker.producer_state import ProducerStates
 from kproxy.broker.retention import removable
 from kproxy.broker.segment import SUFFIX, LogFailed, Segment, TimestampAndOffset
 from kproxy.broker.validation import check_replicated
+from kproxy_codec.primitives import Buffer
+from kproxy_codec.record_batch import NO_TIMESTAMP, RecordBatch, leader_epoch_of
 
 # Above every offset.
 _NOWHERE = 1 << 63

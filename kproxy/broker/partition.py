@@ -29,10 +29,6 @@ from typing import NamedTuple, Protocol
 
 import structlog
 
-from codec import error_codes
-from codec.fetch import PartitionFetch, PartitionFetched
-from codec.partitioned import TOPIC_ID_BYTES
-from codec.record_batch import RecordBatch, assign_offsets
 from kproxy.broker.checkpoint import NO_LEADERSHIP, Leadership
 from kproxy.broker.flusher import LogFlusher
 from kproxy.broker.keys import ReplicaKey, node_ids
@@ -49,7 +45,11 @@ from kproxy.broker.replication.reconciliation import (
 from kproxy.broker.segment import LogFailed, TimestampAndOffset
 from kproxy.broker.validation import ReplicatedBatchInvalid
 from kproxy.broker.writer_fence import UNBOUND, KeptFence, WriterFence
-from kproxy.ownership.etcd.clock import Clock
+from kproxy.etcd.clock import Clock
+from kproxy_codec import error_codes
+from kproxy_codec.fetch import PartitionFetch, PartitionFetched
+from kproxy_codec.partitioned import TOPIC_ID_BYTES
+from kproxy_codec.record_batch import RecordBatch, assign_offsets
 
 MAX_REPLICA_FETCH_BYTES = 1 << 20
 NO_EPOCH = -1

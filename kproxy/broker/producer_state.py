@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 import structlog
 
-from codec.record_batch import NO_PRODUCER_ID, NO_TIMESTAMP, RecordBatch, add_sequence
+from kproxy_codec.record_batch import NO_PRODUCER_ID, NO_TIMESTAMP, RecordBatch, add_sequence
 
 RETAINED_BATCHES = 5
 EXPIRATION_MS = 86_400_000

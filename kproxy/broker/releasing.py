@@ -15,8 +15,8 @@ from collections.abc import Callable
 import structlog
 
 from kproxy.broker.keys import Keys, PartitionKey
-from kproxy.ownership.etcd import EtcdClient, EtcdError, create_revision_is, delete_op
-from kproxy.ownership.etcd.lease_fence import LeaseFence
+from kproxy.etcd import EtcdClient, EtcdError, create_revision_is, delete_op
+from kproxy.etcd.lease_fence import LeaseFence
 
 CONCURRENT_RELEASES = 16
 # Before a key that could not be deleted is tried again.

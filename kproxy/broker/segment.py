@@ -26,11 +26,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from codec.errors import CodecError
-from codec.primitives import Buffer
-from codec.record_batch import HEADER_BYTES, NO_TIMESTAMP, RecordBatch, parse_batch, parse_header
-from codec.record_crc import crc_is_valid
 from kproxy.broker.flush_times import FLUSHES
+from kproxy_codec.errors import CodecError
+from kproxy_codec.primitives import Buffer
+from kproxy_codec.record_batch import HEADER_BYTES, NO_TIMESTAMP, RecordBatch, parse_batch, parse_header
+from kproxy_codec.record_crc import crc_is_valid
 
 INDEX_INTERVAL_BYTES = 4096
 SUFFIX = ".log"

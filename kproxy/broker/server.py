@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
-from codec.framing import ReceiveArena
 from kproxy.broker import topic_config
 from kproxy.broker.agreed import agreed_value
 from kproxy.broker.apis import registry
@@ -53,12 +52,13 @@ from kproxy.broker.replication.secret import SharedSecret
 from kproxy.broker.standing import Standing
 from kproxy.broker.topics import TopicAdmin
 from kproxy.errors import StartupError
-from kproxy.notify import say_ready, say_stopping
-from kproxy.open_files import raise_limit
-from kproxy.ownership.etcd import EtcdClient, EtcdError, EtcdMisused, EtcdUnavailable, IdBlocks, PrefixMirror
-from kproxy.ownership.etcd.clock import lease_clock
-from kproxy.ownership.etcd.lease_fence import LeaseFence
-from kproxy.waiting import Reminders, say_waiting
+from kproxy.etcd import EtcdClient, EtcdError, EtcdMisused, EtcdUnavailable, IdBlocks, PrefixMirror
+from kproxy.etcd.clock import lease_clock
+from kproxy.etcd.lease_fence import LeaseFence
+from kproxy.runtime.notify import say_ready, say_stopping
+from kproxy.runtime.open_files import raise_limit
+from kproxy.runtime.waiting import Reminders, say_waiting
+from kproxy_codec.framing import ReceiveArena
 
 if TYPE_CHECKING:
     from kproxy.observe.http_page import HttpPage

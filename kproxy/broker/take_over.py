@@ -16,7 +16,7 @@ from typing import NamedTuple
 from kproxy.broker.cluster import Topic
 from kproxy.broker.keys import FenceValue, Keys, PartitionKey, StateValue, decode_value, encode_value
 from kproxy.broker.writer_fence import KeptFence
-from kproxy.ownership.etcd import (
+from kproxy.etcd import (
     EtcdClient,
     EtcdError,
     KeyValue,

@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from codec import error_codes
 from kproxy.broker.cluster import ClusterView, Topic
 from kproxy.broker.config import BrokerConfig
 from kproxy.broker.keys import MAX_PARTITIONS_PER_TOPIC, TopicValue, encode_value
 from kproxy.broker.replica_assignment import check_assignments, spread_replicas
 from kproxy.broker.topic_config import InvalidConfig, check_configs
-from kproxy.ownership.etcd import EtcdClient, EtcdError, delete_op, key_absent, mod_revision_is, put_op
+from kproxy.etcd import EtcdClient, EtcdError, delete_op, key_absent, mod_revision_is, put_op
+from kproxy_codec import error_codes
 
 MAX_NAME_LENGTH = 249
 _LEGAL_NAME = re.compile(r"[a-zA-Z0-9._-]+")

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from codec import error_codes
-from codec.errors import CodecError, InvalidField, Truncated
-from codec.primitives import Buffer
-from codec.record_batch import MAGIC, MAGIC_OFFSET, NO_PRODUCER_ID, RecordBatch, parse_batch
-from codec.record_crc import crc_is_valid
+from kproxy_codec import error_codes
+from kproxy_codec.errors import CodecError, InvalidField, Truncated
+from kproxy_codec.primitives import Buffer
+from kproxy_codec.record_batch import MAGIC, MAGIC_OFFSET, NO_PRODUCER_ID, RecordBatch, parse_batch
+from kproxy_codec.record_crc import crc_is_valid
 
 _ZSTD = 4
 _LEAST_VERSION_FOR_ZSTD = 7

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import click
 
 from kproxy.errors import StartupError
-from kproxy.interrupts import INTERRUPTED, interruptible
+from kproxy.runtime.interrupts import INTERRUPTED, interruptible
 
 # name -> module, the line in `kproxy --help`
 COMMANDS = {

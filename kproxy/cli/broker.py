@@ -139,7 +139,7 @@ def command(
     endpoints = split_list(etcd, "--etcd")
     options = etcd_options_from(etcd_access)
     from kproxy.broker.server import BrokerConfig, run_broker
-    from kproxy.dev.orphan import end_with_parent
+    from kproxy.runtime.orphan import end_with_parent
 
     end_with_parent()
     config = BrokerConfig(

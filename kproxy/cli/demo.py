@@ -63,7 +63,7 @@ def command(
       kproxy demo --rows 20000 --bootstrap 127.0.0.1:9092
     """
     start_logging(context, default="warning")
-    from kproxy.pipeline.demo import DemoOptions, run_demo
+    from kproxy.demo.run import DemoOptions, run_demo
 
     return run_demo(
         DemoOptions(

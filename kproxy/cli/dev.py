@@ -15,7 +15,7 @@ import click
 from kproxy.cli import run_async, start_logging
 from kproxy.cli.options import writer_group_flag
 from kproxy.config import DEFAULT_ADMIN, DEFAULT_LISTEN, Limits
-from kproxy.open_files import raise_limit
+from kproxy.runtime.open_files import raise_limit
 
 if TYPE_CHECKING:
     from kproxy.dev.cluster import DevCluster
@@ -79,7 +79,7 @@ def command(
     max_connections = _max_connections(raise_limit())
     from kproxy.dev.cluster import DEFAULT_REPLICATION_FACTOR, DevCluster
     from kproxy.dev.data_dir import default_data_dir
-    from kproxy.dev.orphan import end_with_parent
+    from kproxy.runtime.orphan import end_with_parent
 
     end_with_parent()
     directory = data_dir or default_data_dir()

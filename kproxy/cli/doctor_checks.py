@@ -17,19 +17,19 @@ from typing import NamedTuple
 
 from kafka.record.default_records import DefaultRecordBatchBuilder
 
-from codec import api_keys as keys
-from codec import error_codes as codes
-from codec.control import Message
-from codec.errors import CodecError
-from codec.record_batch import iterate_batches
 from kproxy.config import Address
 from kproxy.config.etcd import EtcdOptions, tls_context
 from kproxy.config.topic_name import RULE as TOPIC_RULE
 from kproxy.errors import StartupError
-from kproxy.ownership.etcd import EtcdClient, EtcdDenied, EtcdError, EtcdStatus
-from kproxy.ownership.etcd.target import parse_endpoints
+from kproxy.etcd import EtcdClient, EtcdDenied, EtcdError, EtcdStatus
+from kproxy.etcd.target import parse_endpoints
 from kproxy.ownership.kafka_client import BrokerConnection, BrokerUnreachable
 from kproxy.routing import topology
+from kproxy_codec import api_keys as keys
+from kproxy_codec import error_codes as codes
+from kproxy_codec.control import Message
+from kproxy_codec.errors import CodecError
+from kproxy_codec.record_batch import iterate_batches
 
 # The first releases without the known faults in leases: revoked early (before 3.5.13), renewals confirmed of leases
 # that had been revoked (before 3.5.23, 3.6.5), and what was mended since.

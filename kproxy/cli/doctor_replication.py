@@ -10,8 +10,8 @@ from kproxy.cli.doctor_checks import ANSWER_TIMEOUT_S, Finding
 from kproxy.cli.table_sources import ReplicasUnknown, ask_replication
 from kproxy.config import Address
 from kproxy.config.etcd import EtcdOptions
+from kproxy.etcd import EtcdClient, EtcdError
 from kproxy.observe.replication import NO_LEADER, ReplicaRow
-from kproxy.ownership.etcd import EtcdClient, EtcdError
 from kproxy.ownership.replication import read_replication
 
 # Of the partitions, in a sentence and in the facts.

@@ -7,8 +7,8 @@ from typing import Literal
 
 import msgspec
 
-from codec.own import WHOLE_GROUP
 from kproxy.observe.claims import ClaimRow
+from kproxy_codec.own import WHOLE_GROUP
 
 Kind = Literal["is owned", "claimed", "raised", "reset", "taken over", "freed"]
 

@@ -14,8 +14,15 @@ from typing import Final, NamedTuple
 
 import click
 
-from codec.api_keys import API_VERSIONS, OWN
-from codec.error_codes import (
+from kproxy.cli.own_sources import Claims
+from kproxy.cli.own_view import printable, resource_text, who
+from kproxy.config import Address
+from kproxy.errors import StartupError
+from kproxy.observe.claims import ClaimRow
+from kproxy.ownership.kafka_client import BrokerConnection, BrokerUnreachable, open_any
+from kproxy.routing import topology
+from kproxy_codec.api_keys import API_VERSIONS, OWN
+from kproxy_codec.error_codes import (
     COORDINATOR_NOT_AVAILABLE,
     FENCED_INSTANCE_ID,
     NONE,
@@ -24,8 +31,8 @@ from codec.error_codes import (
     UNKNOWN_TOPIC_OR_PARTITION,
     name_of,
 )
-from codec.errors import CodecError
-from codec.own import (
+from kproxy_codec.errors import CodecError
+from kproxy_codec.own import (
     MAX_NAME_BYTES,
     MAX_RESOURCES,
     OWN_MAX_VERSION,
@@ -37,13 +44,6 @@ from codec.own import (
     encode_own_request,
     parse_own_response,
 )
-from kproxy.cli.own_sources import Claims
-from kproxy.cli.own_view import printable, resource_text, who
-from kproxy.config import Address
-from kproxy.errors import StartupError
-from kproxy.observe.claims import ClaimRow
-from kproxy.ownership.kafka_client import BrokerConnection, BrokerUnreachable, open_any
-from kproxy.routing import topology
 
 SEVERED: Final = 3
 CONNECT_TIMEOUT_S = 5.0

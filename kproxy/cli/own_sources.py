@@ -19,9 +19,9 @@ from kproxy.errors import StartupError
 from kproxy.observe.claims import ClaimRow, ClaimsPage, FreeOrder, FreeOutcome, merge_claims
 
 if TYPE_CHECKING:
-    from kproxy.fencing.keys import OwnKeys
-    from kproxy.fencing.table import Member, TableRow
-    from kproxy.ownership.etcd import EtcdClient, Snapshot, WatchEvent
+    from kproxy.claims.keys import OwnKeys
+    from kproxy.claims.table import Member, TableRow
+    from kproxy.etcd import EtcdClient, Snapshot, WatchEvent
 
 # Claims that change between two of their pages are read again, this often at most.
 CONSISTENT_READS = 5
@@ -118,26 +118,26 @@ class EtcdClaims:
     """Of an etcd, under a prefix."""
 
     def __init__(self, endpoints: Sequence[str], options: EtcdOptions, prefix: str) -> None:
-        from kproxy.fencing.keys import OwnKeys
+        from kproxy.claims.keys import OwnKeys
 
         self._endpoints = endpoints
         self._options = options
         self._keys: OwnKeys = OwnKeys(prefix)
 
     async def page(self, group: str | None) -> ClaimsPage:
-        from kproxy.fencing.view import read_table, whole_page
+        from kproxy.claims.view import read_table, whole_page
 
         async with self._client() as client:
             return whole_page(await read_table(client, self._keys), group)
 
     async def free(self, order: FreeOrder) -> FreeOutcome:
-        from kproxy.fencing.freeing import free
+        from kproxy.claims.freeing import free
 
         async with self._client() as client:
             return await free(client, self._keys, order)
 
     async def follow(self, group: str | None) -> AsyncGenerator[Told]:
-        from kproxy.ownership.etcd import PrefixMirror
+        from kproxy.etcd import PrefixMirror
 
         async with self._client() as client:
             watched = _Watched(self._keys, group)
@@ -160,7 +160,7 @@ class EtcdClaims:
 
     @asynccontextmanager
     async def _client(self) -> AsyncIterator[EtcdClient]:
-        from kproxy.ownership.etcd import EtcdClient, EtcdError
+        from kproxy.etcd import EtcdClient, EtcdError
 
         client = EtcdClient(self._endpoints, self._options)
         try:
@@ -176,7 +176,7 @@ class _Watched:
     """Turns what the mirror tells into `told`, which is as long as what one turn of the event loop brings."""
 
     def __init__(self, keys: OwnKeys, group: str | None) -> None:
-        from kproxy.fencing.table import OwnTable
+        from kproxy.claims.table import OwnTable
 
         self.told: deque[ClaimsPage | Change] = deque()
         self.news = asyncio.Event()
@@ -189,7 +189,7 @@ class _Watched:
         self._table.on_restored()
 
     def on_snapshot(self, snapshot: Snapshot) -> None:
-        from kproxy.fencing.view import addresses_of, whole_page
+        from kproxy.claims.view import addresses_of, whole_page
 
         is_first = self._table.listener is None
         self._table.on_snapshot(snapshot)
@@ -214,7 +214,7 @@ class _Watched:
         self._tell(row, change_by_end(self._row(row), self._row_or_none(whole)))
 
     def member_put(self, name: str, member: Member) -> None:
-        from kproxy.fencing.view import address_of, addresses_of
+        from kproxy.claims.view import address_of, addresses_of
 
         if len(self._addresses) >= MAX_KNOWN_ADDRESSES:
             self._addresses = addresses_of(self._table)
@@ -234,7 +234,7 @@ class _Watched:
             self.told.append(change)
 
     def _row(self, row: TableRow) -> ClaimRow:
-        from kproxy.fencing.view import claim_row
+        from kproxy.claims.view import claim_row
 
         return claim_row(row, self._addresses)
 

@@ -10,7 +10,7 @@ import click
 from kproxy.cli import run_async, start_logging
 from kproxy.cli.options import audit_flags, etcd_flags, writer_group_flag
 from kproxy.config import DEFAULT_LISTEN, DEFAULT_PREFIX, ProxyConfig, load_proxy_config
-from kproxy.open_files import raise_limit
+from kproxy.runtime.open_files import raise_limit
 
 
 @click.command(
@@ -69,7 +69,7 @@ def command(
     start_logging(context)
     raise_limit()
     options = load_proxy_config(config, flags=flags)
-    from kproxy.dev.orphan import end_with_parent
+    from kproxy.runtime.orphan import end_with_parent
 
     end_with_parent()
     if options.workers > 1:
@@ -81,9 +81,9 @@ def command(
 
 def _serve_by_workers(context: click.Context, options: ProxyConfig) -> int:
     from kproxy.dev.child import ParentPipe
-    from kproxy.dev.orphan import PARENT_FD
-    from kproxy.proxy.workers.child import Launch
-    from kproxy.proxy.workers.supervisor import run_workers
+    from kproxy.runtime.orphan import PARENT_FD
+    from kproxy.workers.child import Launch
+    from kproxy.workers.supervisor import run_workers
 
     given = context.find_root().params
     # -P: what is imported must not hang on the files of the directory somebody stands in.

@@ -97,8 +97,8 @@ async def tables_from_etcd(
     endpoints: Sequence[str], options: EtcdOptions, prefix: str, topic: str | None
 ) -> AsyncGenerator[TablePage | Unanswered]:
     """What etcd says, kept current by a watch."""
-    from kproxy.ownership.etcd import EtcdClient, EtcdError
-    from kproxy.ownership.fleet_view import named_in
+    from kproxy.etcd import EtcdClient, EtcdError
+    from kproxy.fleet.view import named_in
     from kproxy.ownership.leases import LeaseTable
     from kproxy.ownership.replication import read_replication
     from kproxy.routing.topology import Topology

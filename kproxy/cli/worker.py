@@ -6,7 +6,7 @@ import click
 import structlog
 
 from kproxy.cli import run_async, start_logging
-from kproxy.open_files import raise_limit
+from kproxy.runtime.open_files import raise_limit
 
 
 @click.command("worker")
@@ -18,8 +18,8 @@ def command(context: click.Context, number: int, channel: int) -> int:
     start_logging(context)
     raise_limit()
     structlog.contextvars.bind_contextvars(worker=number)
-    from kproxy.dev.orphan import end_with_parent
-    from kproxy.proxy.workers.worker import run_worker
+    from kproxy.runtime.orphan import end_with_parent
+    from kproxy.workers.worker import run_worker
 
     end_with_parent(insist=True)
     return run_async(lambda: run_worker(channel))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from codec.own import MAX_NAME_BYTES
 from kproxy.config.topic_name import RULE, is_topic_name
 from kproxy.errors import StartupError
+from kproxy_codec.own import MAX_NAME_BYTES
 
 
 def parse_writer_groups(value: str | Sequence[str], source: str) -> Mapping[str, str]:

@@ -6,7 +6,7 @@ by itself, which `wait_ready` and `wait` tell.
 Invariants
 1. A child is in a session of its own: Ctrl-C in a terminal does not reach it, so that its parent decides the order.
 2. A child does not outlive us, even if we are killed: it inherits the read end of a pipe that only we hold open, and
-   stops when it sees it close (`kproxy.dev.orphan`). No call of one platform alone is needed for that.
+   stops when it sees it close (`kproxy.runtime.orphan`). No call of one platform alone is needed for that.
 3. What it logs is kept in one file and one predecessor of bounded size; the last lines are also held in memory.
 4. After `stop` the process is gone and its tasks have ended.
 """
@@ -23,8 +23,8 @@ from pathlib import Path
 
 import structlog
 
-from kproxy.dev.orphan import PARENT_FD
 from kproxy.errors import StartupError
+from kproxy.runtime.orphan import PARENT_FD
 
 LOG_LIMIT_BYTES = 8 << 20
 TAIL_BYTES = 8 << 10

@@ -31,8 +31,8 @@ from typing import IO, Self
 import structlog
 
 from kproxy.errors import StartupError
+from kproxy.etcd import EtcdClient, EtcdUnavailable
 from kproxy.installed import install_command
-from kproxy.ownership.etcd import EtcdClient, EtcdUnavailable
 
 if sys.platform != "win32":
     import fcntl

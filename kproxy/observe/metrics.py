@@ -13,14 +13,14 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from codec import api_keys, error_codes
-from kproxy.observe.audit.shipper import ShipperVitals
 from kproxy.observe.exposition import counter, gauge, histogram, this_process
 from kproxy.observe.families import Gauge
 from kproxy.observe.table import TableView
 from kproxy.observe.tally import DELAY_BOUNDS_S, OTHER_BROKERS, OTHER_VERSION, PRODUCE_BOUNDS_S, VERSION_BITS, Tally
 from kproxy.routing.retry import event_name
 from kproxy.routing.topology import NO_OWNER
+from kproxy.trail.shipper import ShipperVitals
+from kproxy_codec import api_keys, error_codes
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
-from kproxy.ownership.etcd import KeyValue, WatchEvent
+from kproxy.etcd import KeyValue, WatchEvent
 from kproxy.ownership.group_leases import GroupLease, GroupLeases
 from kproxy.ownership.layers import Layers
 from kproxy.ownership.lease_keys import (

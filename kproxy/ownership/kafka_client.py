@@ -8,13 +8,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from codec import api_keys as keys
-from codec.control import Message, build_request, decode_response, encode_request, version_range
-from codec.errors import CodecError, FrameTooLarge, UnsupportedVersion
-from codec.headers import frame_message, request_header, response_body_offset, response_correlation_id
-from codec.primitives import INT32
-from kproxy.resolver import dial
 from kproxy.routing.topology import Address
+from kproxy.runtime.resolver import dial
+from kproxy_codec import api_keys as keys
+from kproxy_codec.control import Message, build_request, decode_response, encode_request, version_range
+from kproxy_codec.errors import CodecError, FrameTooLarge, UnsupportedVersion
+from kproxy_codec.headers import frame_message, request_header, response_body_offset, response_correlation_id
+from kproxy_codec.primitives import INT32
 
 MAX_ANSWER_BYTES = 64 << 20
 CLIENT_ID = b"kproxy"

@@ -21,15 +21,15 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from codec.error_codes import (
+from kproxy.routing.topology import MAX_PARTITION_INDEX, NO_OWNER, Address, Topology
+from kproxy_codec.error_codes import (
     INVALID_TOPIC_EXCEPTION,
     NONE,
     REPLICA_NOT_AVAILABLE,
     UNKNOWN_TOPIC_ID,
     UNKNOWN_TOPIC_OR_PARTITION,
 )
-from codec.metadata import NO_EPOCH, MetadataReader, TopicLeaders
-from kproxy.routing.topology import MAX_PARTITION_INDEX, NO_OWNER, Address, Topology
+from kproxy_codec.metadata import NO_EPOCH, MetadataReader, TopicLeaders
 
 log = structlog.get_logger(__name__)
 

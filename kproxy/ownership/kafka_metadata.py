@@ -26,13 +26,13 @@ from uuid import UUID
 
 import structlog
 
-from codec import api_keys as keys
-from codec.errors import CodecError
-from codec.metadata import HIGHEST_VERSION, TOPICS_BY_ID_FROM, MetadataReader
-from codec.partitioned import TOPIC_ID_BYTES
 from kproxy.ownership.kafka_client import BrokerConnection, BrokerGone, BrokerUnreachable, open_any
 from kproxy.ownership.kafka_leaders import PORTION, KafkaLeaders
 from kproxy.routing.topology import Address, Topology
+from kproxy_codec import api_keys as keys
+from kproxy_codec.errors import CodecError
+from kproxy_codec.metadata import HIGHEST_VERSION, TOPICS_BY_ID_FROM, MetadataReader
+from kproxy_codec.partitioned import TOPIC_ID_BYTES
 
 log = structlog.get_logger(__name__)
 

@@ -11,8 +11,8 @@ from uuid import UUID
 
 import msgspec
 
-from codec.partitioned import TOPIC_ID_BYTES
 from kproxy.routing.topology import MAX_PARTITION_INDEX, Address
+from kproxy_codec.partitioned import TOPIC_ID_BYTES
 
 MAX_BROKER_ID = 2**31 - 1
 MAX_BROKER_VALUE_BYTES = 4096

@@ -30,8 +30,7 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from kproxy.ownership.directory import PORTION_ENTRIES, Directory
-from kproxy.ownership.etcd import (
+from kproxy.etcd import (
     EtcdClient,
     EtcdError,
     KeyValue,
@@ -40,6 +39,7 @@ from kproxy.ownership.etcd import (
     WatchEvent,
     get_op,
 )
+from kproxy.ownership.directory import PORTION_ENTRIES, Directory
 from kproxy.ownership.lease_keys import (
     Partition,
     Senseless,

@@ -20,9 +20,9 @@ from uuid import UUID
 import msgspec
 
 from kproxy.config.etcd import EtcdOptions
+from kproxy.etcd import EtcdClient, EtcdError, KeyValue
 from kproxy.observe.replication import NO_LEADER, ReplicaRow, Replication
 from kproxy.ownership.directory import PORTION_ENTRIES
-from kproxy.ownership.etcd import EtcdClient, EtcdError, KeyValue
 from kproxy.ownership.lease_keys import Senseless, parse_broker_key, parse_lease_key, parse_owner
 
 FRESH_S = 1.0

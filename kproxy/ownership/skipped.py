@@ -6,7 +6,7 @@ from collections import Counter
 
 import structlog
 
-from kproxy.ownership.etcd import KeyValue
+from kproxy.etcd import KeyValue
 from kproxy.ownership.lease_keys import Senseless
 
 log = structlog.get_logger(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from kproxy.pipeline.report import Stage
+from kproxy.pipeline.progress import Stage
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 import kproxy
+import kproxy_codec
 from kproxy.pipeline.java import Java
 from kproxy.pipeline.truststore import trust_options
 
@@ -35,7 +36,10 @@ _NEVER: Final = (
 )
 # Optimising the code and collecting in parallel cost a short job on few cores more than they give.
 _SHORT_JOB: Final = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC")
-_PACKAGE_ROOT: Final = Path(kproxy.__file__).resolve().parents[1]
+# In a checkout the two packages lie in two directories.
+PACKAGE_ROOTS: Final = tuple(
+    dict.fromkeys(str(Path(package.__path__[0]).resolve().parent) for package in (kproxy, kproxy_codec))
+)
 
 
 def on_this_machine(master: str) -> bool:
@@ -65,7 +69,7 @@ def spark_environment(environ: Mapping[str, str], java: Java, home: Path, master
     # Its scripts need a shell and its small tools even where PATH was emptied.
     kept["PATH"] = os.pathsep.join(filter(None, [environ.get("PATH"), os.defpath]))
     # This package may have been found by way of the working directory or of sys.path, where workers do not look.
-    kept["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_PACKAGE_ROOT), environ.get("PYTHONPATH")]))
+    kept["PYTHONPATH"] = os.pathsep.join(filter(None, [*PACKAGE_ROOTS, environ.get("PYTHONPATH")]))
     if on_this_machine(master):
         kept["SPARK_LOCAL_IP"] = "127.0.0.1"
     elif "SPARK_CONF_DIR" not in kept and (Path(environ.get("SPARK_HOME", "")) / "conf").is_dir():

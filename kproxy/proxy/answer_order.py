@@ -20,12 +20,12 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 
-from codec.partitioned import PartitionedRequest
-from codec.primitives import Buffer
 from kproxy.observe.tally import PRODUCE_BOUNDS_S
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.outbox import PacedOutbox
 from kproxy.routing.merge import Exchange
+from kproxy_codec.partitioned import PartitionedRequest
+from kproxy_codec.primitives import Buffer
 
 
 class Slot:

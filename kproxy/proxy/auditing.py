@@ -19,11 +19,11 @@ from random import Random
 import structlog
 
 from kproxy.config import ProxyConfig
-from kproxy.observe.audit.given_out import Overlap
-from kproxy.observe.audit.shipper import Shipper, ShipperVitals
-from kproxy.observe.audit.sinks.make import make_sink
-from kproxy.observe.audit.trail import Trail
-from kproxy.proxy.tasks import cancel
+from kproxy.runtime.tasks import cancel
+from kproxy.trail.given_out import Overlap
+from kproxy.trail.shipper import Shipper, ShipperVitals
+from kproxy.trail.sinks.make import make_sink
+from kproxy.trail.trail import Trail
 
 SHIP_REST_S = 5.0
 

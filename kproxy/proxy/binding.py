@@ -1,6 +1,6 @@
 """Fences at the leaders of partitions: bound on the connections that writes go out on, and released.
 
-A leader that knows fences (codec.own, BindFences) serves a connection's requests in order: what is sent behind a
+A leader that knows fences (kproxy_codec.own, BindFences) serves a connection's requests in order: what is sent behind a
 binding stands behind its fence. So a claim is bound when it is made, on the connection that its client's writes take,
 and again before the first batch on every other connection to whoever leads by then.
 
@@ -19,27 +19,9 @@ from typing import Final
 
 import structlog
 
-from codec.api_keys import BIND_FENCES
-from codec.error_codes import (
-    NONE,
-    POLICY_VIOLATION,
-    REQUEST_TIMED_OUT,
-    UNKNOWN_TOPIC_OR_PARTITION,
-)
-from codec.errors import CodecError
-from codec.headers import request_header
-from codec.own import (
-    BIND_FENCES_VERSION,
-    MAX_RESOURCES,
-    FenceBinding,
-    encode_bind_fences_request,
-    parse_bind_fences_response,
-)
-from codec.partitioned import with_length
-from codec.primitives import Buffer
-from kproxy.fencing.holdings import Holdings
-from kproxy.fencing.releasing import Release
-from kproxy.fencing.service import OwnService
+from kproxy.claims.holdings import Holdings
+from kproxy.claims.releasing import Release
+from kproxy.claims.service import OwnService
 from kproxy.proxy.connections import Connections, NoAddress
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.question import Lost, ask
@@ -47,6 +29,24 @@ from kproxy.proxy.upstream import Upstream
 from kproxy.routing.merge import Exchange
 from kproxy.routing.split import Selection, route
 from kproxy.routing.topology import NO_OWNER
+from kproxy_codec.api_keys import BIND_FENCES
+from kproxy_codec.error_codes import (
+    NONE,
+    POLICY_VIOLATION,
+    REQUEST_TIMED_OUT,
+    UNKNOWN_TOPIC_OR_PARTITION,
+)
+from kproxy_codec.errors import CodecError
+from kproxy_codec.headers import request_header
+from kproxy_codec.own import (
+    BIND_FENCES_VERSION,
+    MAX_RESOURCES,
+    FenceBinding,
+    encode_bind_fences_request,
+    parse_bind_fences_response,
+)
+from kproxy_codec.partitioned import with_length
+from kproxy_codec.primitives import Buffer
 
 MAX_RELEASES: Final = 10_000
 RELEASE_TIMEOUT_S: Final = 30.0

@@ -31,16 +31,16 @@ from typing import Final
 
 import structlog
 
-from codec import api_keys as keys
-from codec.framing import ReceiveArena
-from codec.headers import request_header
-from codec.partitioned import with_length
 from kproxy.config import Limits
 from kproxy.proxy.dialling import Dialler, Turn
 from kproxy.proxy.question import Lost, ask
 from kproxy.proxy.upstream import Oldest, Upstream
 from kproxy.routing.broker_health import PROBE_PAUSE_S, SUSPICIOUS_S, Breaker, is_cut_off
 from kproxy.routing.topology import Address, Topology
+from kproxy_codec import api_keys as keys
+from kproxy_codec.framing import ReceiveArena
+from kproxy_codec.headers import request_header
+from kproxy_codec.partitioned import with_length
 
 log = structlog.get_logger(__name__)
 

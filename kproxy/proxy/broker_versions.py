@@ -36,14 +36,6 @@ from typing import Final
 
 import structlog
 
-from codec import api_keys as keys
-from codec.control import Message, build_request, decode_response, encode_request
-from codec.error_codes import NONE
-from codec.errors import CodecError, InvalidField
-from codec.framing import ReceiveArena
-from codec.headers import request_header, response_body_offset
-from codec.own import BIND_FENCES_VERSION
-from codec.partitioned import with_length
 from kproxy.config import Limits
 from kproxy.proxy.broker_health import BrokerHealth
 from kproxy.proxy.dialling import Turn
@@ -51,6 +43,14 @@ from kproxy.proxy.question import Lost, ask
 from kproxy.proxy.upstream import Upstream
 from kproxy.proxy.versions import NO_CAPS, Offered, Ranges, Serves, covers, offer
 from kproxy.routing.topology import Address, Topology
+from kproxy_codec import api_keys as keys
+from kproxy_codec.control import Message, build_request, decode_response, encode_request
+from kproxy_codec.error_codes import NONE
+from kproxy_codec.errors import CodecError, InvalidField
+from kproxy_codec.framing import ReceiveArena
+from kproxy_codec.headers import request_header, response_body_offset
+from kproxy_codec.own import BIND_FENCES_VERSION
+from kproxy_codec.partitioned import with_length
 
 log = structlog.get_logger(__name__)
 

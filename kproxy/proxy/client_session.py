@@ -32,15 +32,6 @@ from typing import cast
 
 import structlog
 
-from codec import api_keys
-from codec.api_keys import PRODUCE
-from codec.error_codes import NOT_LEADER_OR_FOLLOWER
-from codec.errors import CodecError
-from codec.foreign import foreign_protocol
-from codec.framing import FrameReader
-from codec.headers import parse_request_header
-from codec.partitioned import PartitionedRequest
-from codec.produce import parse_produce
 from kproxy.observe.tally import VERSION_BITS
 from kproxy.proxy.answer_order import AnswerOrder, Slot
 from kproxy.proxy.answer_room import Share
@@ -55,10 +46,19 @@ from kproxy.proxy.fanout import FanoutShell, NoRoom
 from kproxy.proxy.outbox import PacedOutbox
 from kproxy.proxy.produce import produce
 from kproxy.proxy.reads import fetch, list_offsets
-from kproxy.proxy.sockets import keep_alive
 from kproxy.proxy.upstream import FLUSH_S
 from kproxy.proxy.versions import NOT_SERVED, Ranges, check_served, covers
 from kproxy.routing.topology import Address
+from kproxy.runtime.sockets import keep_alive
+from kproxy_codec import api_keys
+from kproxy_codec.api_keys import PRODUCE
+from kproxy_codec.error_codes import NOT_LEADER_OR_FOLLOWER
+from kproxy_codec.errors import CodecError
+from kproxy_codec.foreign import foreign_protocol
+from kproxy_codec.framing import FrameReader
+from kproxy_codec.headers import parse_request_header
+from kproxy_codec.partitioned import PartitionedRequest
+from kproxy_codec.produce import parse_produce
 
 log = structlog.get_logger(__name__)
 

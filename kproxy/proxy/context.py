@@ -8,12 +8,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
-from codec.api_keys import FIND_COORDINATOR, INIT_PRODUCER_ID, OWN
-from codec.framing import ReceiveArena
-from codec.primitives import Buffer
+from kproxy.claims.service import OwnService
 from kproxy.config import Limits
-from kproxy.fencing.service import OwnService
-from kproxy.observe.audit.trail import Trail
 from kproxy.observe.tally import Tally
 from kproxy.proxy.answer_room import AnswerRoom
 from kproxy.proxy.broker_health import BrokerHealth
@@ -26,6 +22,10 @@ from kproxy.proxy.versions import NO_CAPS
 from kproxy.routing.fleet import Fleet
 from kproxy.routing.retry import LEASED, Conduct
 from kproxy.routing.topology import Topology
+from kproxy.trail.trail import Trail
+from kproxy_codec.api_keys import FIND_COORDINATOR, INIT_PRODUCER_ID, OWN
+from kproxy_codec.framing import ReceiveArena
+from kproxy_codec.primitives import Buffer
 
 
 class ProducerIds(Protocol):

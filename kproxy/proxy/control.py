@@ -13,30 +13,6 @@ from collections.abc import Awaitable, Callable, Iterable
 from itertools import chain
 from typing import Any, Final, TypeVar
 
-from codec import api_keys as keys
-from codec.api_keys import is_flexible
-from codec.cluster import ASK_ANOTHER, Named, asks_for_all_topics, leaderless_metadata, rename_brokers
-from codec.control import Message, build_request, build_response, encode_request, encode_response
-from codec.coordination import (
-    BATCHED_FROM,
-    KEY_TYPES_FROM,
-    Found,
-    coordination_key,
-    parse_find_coordinator,
-    replace_coordinators,
-)
-from codec.error_codes import UNSUPPORTED_VERSION
-from codec.errors import CodecError
-from codec.headers import (
-    RequestHeader,
-    parse_request_header,
-    request_header,
-    response_body_offset,
-    response_header,
-)
-from codec.partitioned import set_correlation_id, set_response_correlation_id, with_length
-from codec.primitives import Buffer
-from codec.walk import Walk
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.coordination import Coordination
@@ -47,6 +23,30 @@ from kproxy.proxy.upstream import Upstream
 from kproxy.proxy.versions import OFFERS, Handling, Offered, Ranges
 from kproxy.routing.rendezvous import preferred
 from kproxy.routing.topology import Address
+from kproxy_codec import api_keys as keys
+from kproxy_codec.api_keys import is_flexible
+from kproxy_codec.cluster import ASK_ANOTHER, Named, asks_for_all_topics, leaderless_metadata, rename_brokers
+from kproxy_codec.control import Message, build_request, build_response, encode_request, encode_response
+from kproxy_codec.coordination import (
+    BATCHED_FROM,
+    KEY_TYPES_FROM,
+    Found,
+    coordination_key,
+    parse_find_coordinator,
+    replace_coordinators,
+)
+from kproxy_codec.error_codes import UNSUPPORTED_VERSION
+from kproxy_codec.errors import CodecError
+from kproxy_codec.headers import (
+    RequestHeader,
+    parse_request_header,
+    request_header,
+    response_body_offset,
+    response_header,
+)
+from kproxy_codec.partitioned import set_correlation_id, set_response_correlation_id, with_length
+from kproxy_codec.primitives import Buffer
+from kproxy_codec.walk import Walk
 
 # Up to this version of ApiVersions a feature that is supported from level 0 cannot be said (KIP-1022).
 _NO_LEVEL_0_TO = 3

@@ -14,10 +14,6 @@ from typing import Final, Protocol
 
 import structlog
 
-from codec import api_keys
-from codec.errors import CodecError, FrameTooLarge
-from codec.headers import RequestHeader, client_id
-from codec.primitives import Buffer
 from kproxy.observe.tally import OTHER_VERSION, VERSION_BITS
 from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.connections import Connections
@@ -28,6 +24,10 @@ from kproxy.proxy.owning import MAX_CLIENT_BYTES, Owning
 from kproxy.proxy.upstream import Upstream
 from kproxy.proxy.versions import NOT_SERVED, Ranges
 from kproxy.routing.topology import Address
+from kproxy_codec import api_keys
+from kproxy_codec.errors import CodecError, FrameTooLarge
+from kproxy_codec.headers import RequestHeader, client_id
+from kproxy_codec.primitives import Buffer
 
 AT_ONCE: Final = 8
 

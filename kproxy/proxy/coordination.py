@@ -21,9 +21,13 @@ from typing import Final, NamedTuple
 
 import structlog
 
-from codec import api_keys as keys
-from codec.control import build_response, encode_response
-from codec.coordination import (
+from kproxy.proxy.connections import Connections
+from kproxy.proxy.context import ProxyContext
+from kproxy.proxy.question import Lost, ask
+from kproxy.proxy.upstream import Upstream
+from kproxy_codec import api_keys as keys
+from kproxy_codec.control import build_response, encode_response
+from kproxy_codec.coordination import (
     BATCHED_FROM,
     GROUP,
     REFUSED_BY_PARTITION,
@@ -36,20 +40,16 @@ from codec.coordination import (
     parse_find_coordinator,
     refuse_partitions,
 )
-from codec.error_codes import (
+from kproxy_codec.error_codes import (
     COORDINATOR_NOT_AVAILABLE,
     NOT_COORDINATOR,
     TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
     UNSUPPORTED_VERSION,
 )
-from codec.errors import CodecError
-from codec.headers import RequestHeader, response_body_offset, response_header
-from codec.partitioned import set_correlation_id, set_response_correlation_id, with_length
-from codec.primitives import Buffer
-from kproxy.proxy.connections import Connections
-from kproxy.proxy.context import ProxyContext
-from kproxy.proxy.question import Lost, ask
-from kproxy.proxy.upstream import Upstream
+from kproxy_codec.errors import CodecError
+from kproxy_codec.headers import RequestHeader, response_body_offset, response_header
+from kproxy_codec.partitioned import set_correlation_id, set_response_correlation_id, with_length
+from kproxy_codec.primitives import Buffer
 
 log = structlog.get_logger(__name__)
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
-from codec.coordination import GROUP, Found
-from codec.error_codes import NONE
 from kproxy.routing.rendezvous import preferred
 from kproxy.routing.topology import Topology
+from kproxy_codec.coordination import GROUP, Found
+from kproxy_codec.error_codes import NONE
 
 MAX_REMEMBERED: Final = 10_000
 MAX_KEY_LENGTH: Final = 1_000

@@ -30,9 +30,9 @@ from typing import Final, Self
 
 import structlog
 
-from kproxy.resolver import Resolver
 from kproxy.routing.broker_health import Redial
 from kproxy.routing.topology import Address
+from kproxy.runtime.resolver import Resolver
 
 log = structlog.get_logger(__name__)
 

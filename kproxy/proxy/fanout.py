@@ -20,10 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, Final
 
-from codec.api_keys import PRODUCE
-from codec.partitioned import MAX_PARTITIONS, PartitionedApi, PartitionedRequest
-from codec.produce_response import PRODUCE_API
-from kproxy.fencing.settlement import Hold
+from kproxy.claims.settlement import Hold
 from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
@@ -39,6 +36,9 @@ from kproxy.routing.merge import Exchange
 from kproxy.routing.retry import Conduct
 from kproxy.routing.split import NOTHING_REFUSED, Entry, Selection
 from kproxy.routing.topology import Address, Topology
+from kproxy_codec.api_keys import PRODUCE
+from kproxy_codec.partitioned import MAX_PARTITIONS, PartitionedApi, PartitionedRequest
+from kproxy_codec.produce_response import PRODUCE_API
 
 MAX_OPEN_PARTITIONS: Final = MAX_PARTITIONS
 _NO_TOPICS: Final = frozenset[bytes]()

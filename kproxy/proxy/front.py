@@ -1,7 +1,7 @@
 """What stands between a proxy process and those who look at it: what it says of itself, and to whom.
 
 A process that serves alone has a `Front` of its own: its admin page, stdout and stderr. A worker's tells its supervisor
-(kproxy.proxy.workers).
+(kproxy.workers).
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ from typing import Protocol
 
 import msgspec
 
+from kproxy.claims.desk import ClaimDesk
 from kproxy.config import Address, ProxyConfig
-from kproxy.fencing.desk import ClaimDesk
-from kproxy.notify import say_ready, say_stopping
 from kproxy.observe.admin import AdminPage
-from kproxy.observe.audit.shipper import ShipperVitals
 from kproxy.observe.claims import ClaimsQuery, FreeOrder
 from kproxy.observe.exposition import render
 from kproxy.observe.families import Family, family_of
@@ -24,7 +22,9 @@ from kproxy.observe.metrics import ProxyCollector, Vitals, own_process
 from kproxy.observe.table import TableQuery, TableView, table_page
 from kproxy.observe.tally import Tally
 from kproxy.proxy.replicas import ReplicaPages
-from kproxy.waiting import say_waiting
+from kproxy.runtime.notify import say_ready, say_stopping
+from kproxy.runtime.waiting import say_waiting
+from kproxy.trail.shipper import ShipperVitals
 
 
 class OwnPages:

@@ -19,13 +19,13 @@ from typing import Self
 import structlog
 
 from kproxy.config import ProxyConfig
+from kproxy.etcd import EtcdClient
+from kproxy.fleet.registration import Registrar
+from kproxy.fleet.view import FleetView, alone
 from kproxy.observe.table import ProxyRow
-from kproxy.ownership.etcd import EtcdClient
-from kproxy.ownership.fleet_view import FleetView, alone
-from kproxy.ownership.registrar import Registrar
 from kproxy.proxy.sources import connect
-from kproxy.proxy.tasks import cancel, in_time
 from kproxy.routing.fleet import Fleet
+from kproxy.runtime.tasks import cancel, in_time
 
 # An etcd that is there answers at once; a proxy without it serves as well.
 PATIENCE_S = 2.0

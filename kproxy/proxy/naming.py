@@ -10,12 +10,12 @@ An answer is written in portions, and names who was there when it was begun.
 
 from __future__ import annotations
 
-from codec.cluster import Named
-from codec.coordination import Found
-from codec.error_codes import NONE
-from kproxy.fencing.service import OwnService
+from kproxy.claims.service import OwnService
 from kproxy.proxy.naming_claimants import Claimants
 from kproxy.routing.fleet import Fleet
+from kproxy_codec.cluster import Named
+from kproxy_codec.coordination import Found
+from kproxy_codec.error_codes import NONE
 
 
 def named(fleet: Fleet, own: OwnService | None) -> Named:

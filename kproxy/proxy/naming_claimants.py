@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kproxy.fencing.service import OwnService
+from kproxy.claims.service import OwnService
 from kproxy.routing.fleet import Fleet, Proxy
 
 

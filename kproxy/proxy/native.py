@@ -13,15 +13,15 @@ from collections.abc import Sequence
 
 import structlog
 
-from codec import api_keys as keys
-from codec.control import build_response, encode_response
-from codec.coordination import GROUP, Found, answer_find_coordinator
-from codec.error_codes import COORDINATOR_NOT_AVAILABLE, INVALID_REQUEST, NONE
-from codec.headers import RequestHeader, response_body_offset
-from codec.primitives import INT16, INT32, INT64, Buffer
-from kproxy.ownership.etcd import EtcdError
+from kproxy.etcd import EtcdError
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.naming import renamed
+from kproxy_codec import api_keys as keys
+from kproxy_codec.control import build_response, encode_response
+from kproxy_codec.coordination import GROUP, Found, answer_find_coordinator
+from kproxy_codec.error_codes import COORDINATOR_NOT_AVAILABLE, INVALID_REQUEST, NONE
+from kproxy_codec.headers import RequestHeader, response_body_offset
+from kproxy_codec.primitives import INT16, INT32, INT64, Buffer
 
 log = structlog.get_logger(__name__)
 

@@ -10,8 +10,8 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 
-from codec.primitives import Buffer
 from kproxy.proxy.answer_room import AnswerBuffer, Share
+from kproxy_codec.primitives import Buffer
 
 # Up to here one copy is cheaper than one more buffer for the kernel to gather.
 JOIN_BYTES = 64 << 10

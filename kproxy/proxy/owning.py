@@ -16,22 +16,22 @@ from typing import Final, Protocol
 
 import structlog
 
-from codec.error_codes import POLICY_VIOLATION, UNKNOWN_TOPIC_ID
-from codec.headers import RequestHeader, response_header
-from codec.own import FenceBinding, encode_own_response, parse_own_request
-from codec.partitioned import PartitionedRequest, with_length
-from codec.primitives import Buffer
+from kproxy.claims.holdings import Holdings
+from kproxy.claims.service import OwnService
+from kproxy.claims.settlement import Settlement
 from kproxy.config import ProxyConfig
-from kproxy.fencing.holdings import Holdings
-from kproxy.fencing.service import OwnService
-from kproxy.fencing.settlement import Settlement
-from kproxy.ownership.etcd import EtcdClient
+from kproxy.etcd import EtcdClient
 from kproxy.proxy.binding import Binder, Releases
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.sources import connect
-from kproxy.proxy.tasks import cancel, in_time
 from kproxy.routing.split import NOTHING_REFUSED, Entry
+from kproxy.runtime.tasks import cancel, in_time
+from kproxy_codec.error_codes import POLICY_VIOLATION, UNKNOWN_TOPIC_ID
+from kproxy_codec.headers import RequestHeader, response_header
+from kproxy_codec.own import FenceBinding, encode_own_response, parse_own_request
+from kproxy_codec.partitioned import PartitionedRequest, with_length
+from kproxy_codec.primitives import Buffer
 
 # An etcd that is there answers at once; a proxy without it serves as well, and grants nothing.
 PATIENCE_S: Final = 2.0

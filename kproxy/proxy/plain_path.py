@@ -14,15 +14,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from math import inf
 
-from codec.partitioned import PartitionedRequest, PlainAnswer, set_response_correlation_id
-from codec.produce_response import PRODUCE_API
-from kproxy.observe.audit.noted import ConnectionAcks, Noted
 from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.upstream import Ticket, Upstream
 from kproxy.routing.fanout import Fanout
 from kproxy.routing.merge import Exchange
 from kproxy.routing.routes import Plans, kind_of
 from kproxy.routing.split import Selection
+from kproxy.trail.noted import ConnectionAcks, Noted
+from kproxy_codec.partitioned import PartitionedRequest, PlainAnswer, set_response_correlation_id
+from kproxy_codec.produce_response import PRODUCE_API
 
 
 class PlannedPart:

@@ -1,7 +1,7 @@
 """Work on long messages in portions, and share one answer among clients that ask the same.
 
 A message to a client or a broker may be megabytes long, and work on it in one go would delay all other clients. It is
-done in portions of about a millisecond (`codec.walk`), one in a turn of the event loop.
+done in portions of about a millisecond (`kproxy_codec.walk`), one in a turn of the event loop.
 
 Invariants
 1. In a turn of the event loop at most one portion of one long message is worked on; several messages take turns, a
@@ -18,7 +18,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Hashable
 from typing import Final, Generic, TypeVar
 
-from codec.walk import Work, at_once
+from kproxy_codec.walk import Work, at_once
 
 Result = TypeVar("Result")
 

@@ -14,20 +14,20 @@ topics with a writer group in any case.
 
 from __future__ import annotations
 
-from codec.api_keys import PRODUCE
-from codec.error_codes import INVALID_REQUEST, INVALID_REQUIRED_ACKS
-from codec.errors import InvalidField
-from codec.headers import RequestHeader, response_header
-from codec.partitioned import PartitionedApi, PartitionedRequest, encode_topics, with_length
-from codec.primitives import Buffer
-from codec.produce import parse_produce, set_acks
-from codec.produce_response import PRODUCE_API
 from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.fanout import FanoutShell
 from kproxy.proxy.owning import refused_writes
 from kproxy.routing.retry import deadline_s
 from kproxy.routing.split import NOTHING_REFUSED
+from kproxy_codec.api_keys import PRODUCE
+from kproxy_codec.error_codes import INVALID_REQUEST, INVALID_REQUIRED_ACKS
+from kproxy_codec.errors import InvalidField
+from kproxy_codec.headers import RequestHeader, response_header
+from kproxy_codec.partitioned import PartitionedApi, PartitionedRequest, encode_topics, with_length
+from kproxy_codec.primitives import Buffer
+from kproxy_codec.produce import parse_produce, set_acks
+from kproxy_codec.produce_response import PRODUCE_API
 
 _ACKS = (-1, 1, 0)
 

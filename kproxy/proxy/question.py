@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from math import inf
 
-from codec.primitives import Buffer
 from kproxy.proxy.upstream import Upstream
+from kproxy_codec.primitives import Buffer
 
 
 class Lost(Exception):

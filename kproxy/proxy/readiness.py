@@ -21,13 +21,13 @@ import struct
 from collections.abc import Callable, Mapping
 from random import Random
 
-from codec import api_keys
-from codec.headers import request_header
-from codec.partitioned import with_length
 from kproxy.observe.http_page import Readiness
 from kproxy.observe.table import TableView
 from kproxy.proxy.dialling import Dialler, Turn
 from kproxy.routing.topology import Address
+from kproxy_codec import api_keys
+from kproxy_codec.headers import request_header
+from kproxy_codec.partitioned import with_length
 
 FRESH_S = 1.0
 AT_ONCE = 16

@@ -7,18 +7,18 @@ all without waiting, and again until there is enough or its time is up.
 
 from __future__ import annotations
 
-from codec.api_keys import FETCH, LIST_OFFSETS
-from codec.error_codes import FETCH_SESSION_ID_NOT_FOUND, INVALID_REQUEST
-from codec.fetch import NO_SESSION, FetchApi, response_ends
-from codec.headers import RequestHeader, response_header
-from codec.list_offsets import LIST_OFFSETS_API
-from codec.partitioned import encode_topics, with_length
 from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.fanout import FanoutShell
 from kproxy.proxy.owning import Respond
 from kproxy.proxy.produce import refuse
 from kproxy.routing.split import NOTHING_REFUSED
+from kproxy_codec.api_keys import FETCH, LIST_OFFSETS
+from kproxy_codec.error_codes import FETCH_SESSION_ID_NOT_FOUND, INVALID_REQUEST
+from kproxy_codec.fetch import NO_SESSION, FetchApi, response_ends
+from kproxy_codec.headers import RequestHeader, response_header
+from kproxy_codec.list_offsets import LIST_OFFSETS_API
+from kproxy_codec.partitioned import encode_topics, with_length
 
 FETCH_API = FetchApi()
 MAX_FETCH_WAIT_S = 300.0

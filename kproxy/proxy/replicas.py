@@ -7,11 +7,11 @@ import time
 import msgspec
 
 from kproxy.config import ProxyConfig
+from kproxy.etcd import EtcdError
 from kproxy.observe.admin import Unanswered
 from kproxy.observe.claims import NotOffered
 from kproxy.observe.replication import replication_page
 from kproxy.observe.table import TableQuery
-from kproxy.ownership.etcd import EtcdError
 from kproxy.ownership.replication import ReplicationReader
 
 

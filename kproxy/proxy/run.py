@@ -17,13 +17,11 @@ from random import Random
 
 import structlog
 
-from kproxy import open_files
+from kproxy.claims.desk import ClaimDesk
+from kproxy.claims.service import OwnService
 from kproxy.config import Address, ProxyConfig
 from kproxy.errors import StartupError
-from kproxy.fencing.desk import ClaimDesk
-from kproxy.fencing.service import OwnService
 from kproxy.observe.admin import Unanswered
-from kproxy.observe.audit.trail import Trail
 from kproxy.observe.claims import NotOffered
 from kproxy.observe.table import TableView
 from kproxy.observe.tally import Tally
@@ -36,11 +34,13 @@ from kproxy.proxy.membership import Membership
 from kproxy.proxy.owning import attach, open_own
 from kproxy.proxy.readiness import Brokers, readiness
 from kproxy.proxy.server import Listener
-from kproxy.proxy.signals import Signals, until_stopped
 from kproxy.proxy.sources import OpenSource, Source, open_source
-from kproxy.proxy.tasks import cancel, unless_failed
 from kproxy.routing.topology import Topology
-from kproxy.waiting import Reminders
+from kproxy.runtime import open_files
+from kproxy.runtime.signals import Signals, until_stopped
+from kproxy.runtime.tasks import cancel, unless_failed
+from kproxy.runtime.waiting import Reminders
+from kproxy.trail.trail import Trail
 
 # Objects more made than freed before the collector looks at the youngest; rounds before it looks at older ones.
 COLLECTOR_THRESHOLDS = (20_000, 50, 100)

@@ -26,7 +26,6 @@ import socket
 
 import structlog
 
-from kproxy import open_files
 from kproxy.config import Limits
 from kproxy.observe.metrics import Vitals
 from kproxy.proxy.client_session import TURN_S, ClientSession
@@ -35,6 +34,7 @@ from kproxy.proxy.descriptors import Descriptors, in_use
 from kproxy.proxy.port import accept_from, bind
 from kproxy.proxy.versions import Ranges
 from kproxy.routing.topology import Address
+from kproxy.runtime import open_files
 
 log = structlog.get_logger(__name__)
 

@@ -9,20 +9,20 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol
 
-from codec.api_keys import PRODUCE
-from codec.produce import TOPIC_IDS_FROM
 from kproxy.config import ProxyConfig
 from kproxy.errors import StartupError
-from kproxy.ownership.etcd import EtcdClient, EtcdError, EtcdMisused, IdBlocks
+from kproxy.etcd import EtcdClient, EtcdError, EtcdMisused, IdBlocks
 from kproxy.ownership.kafka_metadata import KafkaMetadata
 from kproxy.ownership.leases import LeaseTable
 from kproxy.ownership.static_table import StaticTable
 from kproxy.proxy.context import ProducerIds
 from kproxy.proxy.coordinators import Coordinators, LeasedCoordinators
-from kproxy.proxy.tasks import cancel, in_time
 from kproxy.proxy.versions import NO_CAPS
 from kproxy.routing import retry
 from kproxy.routing.topology import Address, Topology
+from kproxy.runtime.tasks import cancel, in_time
+from kproxy_codec.api_keys import PRODUCE
+from kproxy_codec.produce import TOPIC_IDS_FROM
 
 # Topics are known by their names alone.
 _WITHOUT_TOPIC_IDS: Mapping[int, int] = MappingProxyType({PRODUCE: TOPIC_IDS_FROM - 1})

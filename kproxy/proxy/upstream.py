@@ -33,16 +33,16 @@ from typing import NamedTuple, Protocol, cast
 
 import structlog
 
-from codec.errors import CodecError
-from codec.framing import CHUNK_BYTES, FrameReader, ReceiveArena
-from codec.headers import response_correlation_id
-from codec.partitioned import set_correlation_id
-from codec.primitives import Buffer
 from kproxy.proxy.answer_room import LARGE_BYTES, AnswerBuffer, Share
 from kproxy.proxy.dialling import Dialler, Turn, reason_of
 from kproxy.proxy.outbox import Outbox
-from kproxy.proxy.sockets import Delivery, delivery, discard_at_close, keep_alive, watch_path
 from kproxy.routing.topology import Address
+from kproxy.runtime.sockets import Delivery, delivery, discard_at_close, keep_alive, watch_path
+from kproxy_codec.errors import CodecError
+from kproxy_codec.framing import CHUNK_BYTES, FrameReader, ReceiveArena
+from kproxy_codec.headers import response_correlation_id
+from kproxy_codec.partitioned import set_correlation_id
+from kproxy_codec.primitives import Buffer
 
 log = structlog.get_logger(__name__)
 

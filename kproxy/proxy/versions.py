@@ -18,10 +18,10 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from codec import api_keys as keys
-from codec import fetch, foreign, list_offsets, own, produce
-from codec.errors import UnsupportedVersion
-from codec.headers import RequestHeader
+from kproxy_codec import api_keys as keys
+from kproxy_codec import fetch, foreign, list_offsets, own, produce
+from kproxy_codec.errors import UnsupportedVersion
+from kproxy_codec.headers import RequestHeader
 
 
 class Handling(Enum):

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
-from codec.primitives import Buffer
 from kproxy.routing.merge import Exchange
 from kproxy.routing.split import Entry, Selection
+from kproxy_codec.primitives import Buffer
 
 Partition: TypeAlias = tuple[bytes, int]
 """Topic, as requests name it, and partition index."""
@@ -61,7 +61,7 @@ class Note(NamedTuple):
 
 
 class Hold(NamedTuple):
-    """Hold these partitions until the piece is answered or lost: their writer is gone (kproxy.fencing.settlement)."""
+    """Hold these partitions until the piece is answered or lost: their writer is gone (kproxy.claims.settlement)."""
 
     piece: int
     partitions: list[Partition]

@@ -77,7 +77,7 @@ class Breaker:
 
 
 def is_cut_off(*, unacknowledged: int, retransmits: int, probes: int, silent_s: float, patience_s: float) -> bool:
-    """Whether nothing gets through on a connection, by what its kernel says of it (kproxy.proxy.sockets.Delivery).
+    """Whether nothing gets through on a connection, by what its kernel says of it (kproxy.runtime.sockets.Delivery).
 
     A broker that merely does not read closes its window, and its kernel acknowledges each probe of that.
     """

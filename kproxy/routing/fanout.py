@@ -42,17 +42,6 @@ from enum import IntEnum, auto
 from itertools import groupby
 from typing import Final
 
-from codec.api_keys import PRODUCE
-from codec.error_codes import (
-    NOT_LEADER_OR_FOLLOWER,
-    OUT_OF_ORDER_SEQUENCE_NUMBER,
-    POLICY_VIOLATION,
-    UNKNOWN_TOPIC_ID,
-)
-from codec.errors import CodecError
-from codec.partitioned import PartitionedRequest, PartitionedResponse, set_response_correlation_id
-from codec.primitives import Buffer
-from codec.produce_response import base_offset_of
 from kproxy.routing import retry
 from kproxy.routing.actions import (
     Action,
@@ -81,6 +70,17 @@ from kproxy.routing.retry import Attempts
 from kproxy.routing.routes import Routes
 from kproxy.routing.split import NOTHING_REFUSED, Entry, Selection, add_entry, split
 from kproxy.routing.topology import NO_OWNER
+from kproxy_codec.api_keys import PRODUCE
+from kproxy_codec.error_codes import (
+    NOT_LEADER_OR_FOLLOWER,
+    OUT_OF_ORDER_SEQUENCE_NUMBER,
+    POLICY_VIOLATION,
+    UNKNOWN_TOPIC_ID,
+)
+from kproxy_codec.errors import CodecError
+from kproxy_codec.partitioned import PartitionedRequest, PartitionedResponse, set_response_correlation_id
+from kproxy_codec.primitives import Buffer
+from kproxy_codec.produce_response import base_offset_of
 
 # A broker that has not answered so long after a deadline is not going to: its own timer has run out as well.
 HUNG_AFTER_S = 5.0

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from codec.api_keys import PRODUCE
-from codec.errors import CodecError
-from codec.produce import records_of
-from codec.record_batch import NO_PRODUCER_ID, iterate_batches, parse_header
 from kproxy.routing.merge import Exchange
 from kproxy.routing.refused import Place
 from kproxy.routing.split import Entry
+from kproxy_codec.api_keys import PRODUCE
+from kproxy_codec.errors import CodecError
+from kproxy_codec.produce import records_of
+from kproxy_codec.record_batch import NO_PRODUCER_ID, iterate_batches, parse_header
 
 
 def lane_key(exchange: Exchange, entry: Entry) -> Hashable:

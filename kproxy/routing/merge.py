@@ -29,9 +29,12 @@ from enum import IntEnum, auto
 from struct import Struct
 from typing import Final, cast
 
-from codec.api_keys import PRODUCE
-from codec.errors import InvalidField
-from codec.partitioned import (
+from kproxy.routing.retry import Attempts
+from kproxy.routing.split import Entry, Selection, route, split_whole
+from kproxy.routing.topology import NO_OWNER, Topology
+from kproxy_codec.api_keys import PRODUCE
+from kproxy_codec.errors import InvalidField
+from kproxy_codec.partitioned import (
     PartitionedApi,
     PartitionedRequest,
     PartitionedResponse,
@@ -39,10 +42,7 @@ from codec.partitioned import (
     Tag,
     TopicSpan,
 )
-from codec.primitives import INT32, Buffer, encode_count, encode_tagged_fields
-from kproxy.routing.retry import Attempts
-from kproxy.routing.split import Entry, Selection, route, split_whole
-from kproxy.routing.topology import NO_OWNER, Topology
+from kproxy_codec.primitives import INT32, Buffer, encode_count, encode_tagged_fields
 
 _NO_TAGS = encode_tagged_fields([])
 # length, correlation_id

@@ -16,13 +16,13 @@ from collections.abc import Iterable, Iterator
 from heapq import heappop, heappush
 from typing import Final
 
-from codec.primitives import Buffer
 from kproxy.routing import retry
 from kproxy.routing.actions import Actions, Drop, Failed, Respond, Undeliverable
 from kproxy.routing.identity import lane_key, place_of
 from kproxy.routing.merge import Exchange, ExchangeState
 from kproxy.routing.refused import Refused
 from kproxy.routing.split import Entry
+from kproxy_codec.primitives import Buffer
 
 # Pauses of a read that spans brokers and waits for data, in seconds: soon at first, then easy on the brokers.
 LOOK_PAUSES_S: Final = (0.005, 0.01, 0.02, 0.04)

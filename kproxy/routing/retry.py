@@ -16,9 +16,9 @@ from __future__ import annotations
 from enum import Enum
 from typing import Final, NamedTuple
 
-from codec import error_codes as codes
-from codec.api_keys import PRODUCE as PRODUCE_KEY
 from kproxy.routing.topology import NO_OWNER
+from kproxy_codec import error_codes as codes
+from kproxy_codec.api_keys import PRODUCE as PRODUCE_KEY
 
 # Events beside Kafka's codes, which are 16 bits wide.
 NOT_WRITTEN: Final = 1 << 16

@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 
-from codec.partitioned import PartitionedRequest, TopicSpan
 from kproxy.routing.split import Selection, add_entry
 from kproxy.routing.topology import Topology
+from kproxy_codec.partitioned import PartitionedRequest, TopicSpan
 
 MAX_PLANNED_PARTITIONS: Final = 8_192
 # A step through the places of the plans that are kept; prime, so that it comes by all of them.

@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from codec.partitioned import PartitionedRequest, TopicSpan
 from kproxy.routing.rendezvous import preferred
 from kproxy.routing.topology import NO_OWNER, Topology
+from kproxy_codec.partitioned import PartitionedRequest, TopicSpan
 
 # By topic (its place in the request): the ordinals of the partitions meant, ascending.
 Selection = list[tuple[int, list[int]]]

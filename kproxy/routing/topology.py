@@ -30,7 +30,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from itertools import islice
 from typing import NamedTuple
 
-from codec.partitioned import TOPIC_ID_BYTES
+from kproxy_codec.partitioned import TOPIC_ID_BYTES
 
 NO_OWNER = -1
 MAX_PARTITION_INDEX = 999_999

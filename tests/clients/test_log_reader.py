@@ -12,11 +12,11 @@ import confluent_kafka
 import kafka
 import pytest
 
-from codec.record_crc import crc_is_valid
 from kproxy.pipeline.audit.log_client import LATEST, LogClient, TopicPartition
 from kproxy.pipeline.audit.log_options import read_options
 from kproxy.pipeline.audit.log_plan import LogRange, cut
 from kproxy.pipeline.audit.log_reader import RangeReader, Row
+from kproxy_codec.record_crc import crc_is_valid
 from tests.support.kafka_io import TIMEOUT_S
 from tests.support.real_kafka import RealKafka
 from tests.support.reference_broker import wait_for

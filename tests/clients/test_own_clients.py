@@ -1,4 +1,4 @@
-"""Stock aiokafka clients that own what they write and read, through two proxies: `own` of kproxy.fencing.clients."""
+"""Stock aiokafka clients that own what they write and read, through two proxies: `own` of kproxy.claims.client."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from aiokafka.errors import PolicyViolationError
 from aiokafka.protocol.produce import ProduceRequest
 
-from codec.error_codes import FENCED_INSTANCE_ID, NONE
-from kproxy.fencing.clients import OwnNotOffered, OwnRefused, Severed, own
+from kproxy.claims.client import OwnNotOffered, OwnRefused, Severed, own
+from kproxy_codec.error_codes import FENCED_INSTANCE_ID, NONE
 from tests.support.owned_topics import PARTITIONS, WRITERS, OwnedTopics
 from tests.support.record_batches import build_batch
 

@@ -13,8 +13,8 @@ import kafka
 import pytest
 from kafka.errors import PolicyViolationError
 
-from codec.error_codes import FENCED_INSTANCE_ID
-from kproxy.fencing.clients import OwnNotOffered, OwnRefused, Severed, own_sync
+from kproxy.claims.client import OwnNotOffered, OwnRefused, Severed, own_sync
+from kproxy_codec.error_codes import FENCED_INSTANCE_ID
 from tests.support.owned_topics import PARTITIONS, WRITERS, OwnedTopics
 
 PATIENCE_S = 15.0

@@ -16,8 +16,8 @@ import aiokafka  # type: ignore[import-untyped]
 import kafka
 import pytest
 
-from codec.api_keys import PRODUCE
-from codec.record_batch import iterate_batches
+from kproxy_codec.api_keys import PRODUCE
+from kproxy_codec.record_batch import iterate_batches
 from tests.support.dev import serving
 from tests.support.java_client import run_java_client
 from tests.support.kafka_io import Placed, Record, read_topic

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from codec.api_keys import (
+from kproxy_codec.api_keys import (
     ALTER_PARTITION_REASSIGNMENTS,
     CREATE_TOPICS,
     DELETE_TOPICS,

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import pytest
 from crc32c import crc32c
 
-from codec import error_codes
-from codec.api_keys import PRODUCE
+from kproxy_codec import error_codes
+from kproxy_codec.api_keys import PRODUCE
 from tests.support.oracle import (
     LAST_SEQUENCE,
     NODES,

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from codec.api_keys import PRODUCE
 from kproxy.config import ProxyConfig, load_proxy_config
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.ownership.etcd import EtcdClient, TxnOp, delete_op, put_op
+from kproxy.etcd import EtcdClient, TxnOp, delete_op, put_op
 from kproxy.proxy.sources import OpenSource, open_source
 from kproxy.routing.topology import NO_OWNER, Address, Topology
+from kproxy_codec.api_keys import PRODUCE
 from tests.support.kafscale import snapshot_value
 from tests.support.real_kafka import RealKafka
 from tests.support.reference_broker import RawClient

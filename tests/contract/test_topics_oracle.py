@@ -5,8 +5,8 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from codec import error_codes
-from codec.api_keys import CREATE_TOPICS
+from kproxy_codec import error_codes
+from kproxy_codec.api_keys import CREATE_TOPICS
 from tests.support.oracle import Side, on_both
 
 Asked = dict[str, Any]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -18,7 +17,7 @@ from typing import Self
 import kafka
 import pytest
 
-from kproxy.fencing.clients import own_sync
+from kproxy.claims.client import own_sync
 from tests.support.owned_topics import WRITERS, OwnedTopics
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "active_standby.py"
@@ -40,7 +39,6 @@ class Writer:
                 [*command, "--group", WRITERS, "--every", "0", *more],
                 stdout=said,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1])},
             )
 
     @property

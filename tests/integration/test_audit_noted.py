@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from codec.api_keys import PRODUCE
-from kproxy.observe.audit.rows import Range
+from kproxy.trail.rows import Range
+from kproxy_codec.api_keys import PRODUCE
 from tests.support.raw_client import RawClient, batch, fetch_frame, produce_frame
 from tests.support.record_batches import build_batch
 from tests.support.running_proxy import both_loops, eventually, running_proxy

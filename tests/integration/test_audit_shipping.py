@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy.observe.audit.rows import Begin, End, Mark, Range, Row
+from kproxy.trail.rows import Begin, End, Mark, Range, Row
 from tests.integration.test_audit_noted import Offsets
 from tests.support.audit_trails import is_whole, rows_in_files, trails_in_topic
 from tests.support.dev import KproxyProcess, run_kproxy, serving

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from kproxy.demo.topic import create_topic, partition_owners
 from kproxy.dev.cluster import DevCluster
-from kproxy.observe.audit.rows import Begin, End, Mark, Range, Row, decode_page
-from kproxy.pipeline.topic import create_topic, partition_owners
+from kproxy.trail.rows import Begin, End, Mark, Range, Row, decode_page
 from tests.support.attempts import Writer
 from tests.support.dev import asyncios_own_loop, serving
 from tests.support.idempotent_writers import IdempotentWriter

@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
-from codec import api_keys, control, error_codes
-from codec.record_batch import iterate_batches
+from kproxy_codec import api_keys, control, error_codes
+from kproxy_codec.record_batch import iterate_batches
 from tests.support.record_batches import build_batch, with_attributes
 from tests.support.reference_broker import BrokerProcess, Closed, Cluster, RawClient, wait_for
 

@@ -17,8 +17,8 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer  # type: ignore[import-u
 from aiokafka import TopicPartition as AioTopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic  # type: ignore[attr-defined]
 
-from codec.record_batch import iterate_batches
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy_codec.record_batch import iterate_batches
 from tests.integration.test_broker_apis import fetch
 from tests.support.reference_broker import BrokerProcess, Cluster, wait_for
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from codec import error_codes
+from kproxy_codec import error_codes
 from tests.integration.test_broker_apis import fetch
 from tests.support.attempts import Writer, judge, stored
 from tests.support.etcd_cluster import EtcdCluster, running_cluster

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from codec import error_codes
-from codec.api_keys import API_VERSIONS, BIND_FENCES, DELETE_TOPICS
-from codec.own import NO_FENCE, BoundFence, FenceBinding
 from kproxy.broker.keys import FenceValue, Keys, TopicValue, decode_value, encode_value
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.ownership.etcd import EtcdClient
+from kproxy.etcd import EtcdClient
+from kproxy_codec import error_codes
+from kproxy_codec.api_keys import API_VERSIONS, BIND_FENCES, DELETE_TOPICS
+from kproxy_codec.own import NO_FENCE, BoundFence, FenceBinding
 from tests.integration.test_broker_apis import fetch
 from tests.support.attempts import stored
 from tests.support.etcd import freeze, kill, own_etcd

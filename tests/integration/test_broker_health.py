@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from codec import api_keys as keys
 from kproxy.routing import retry
+from kproxy_codec import api_keys as keys
 from tests.support.raw_client import RawClient, batch, control_frame, produce_frame
 from tests.support.running_proxy import both_loops, eventually, running_proxy
 from tests.support.scripted_upstream import Asked, DeafListener, ScriptedUpstream, answers_everything

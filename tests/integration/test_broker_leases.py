@@ -18,9 +18,9 @@ from kproxy.broker.data_dir import DataDir
 from kproxy.broker.keys import BrokerValue, Keys, PartitionKey, StateValue, encode_value
 from kproxy.broker.leases import PartitionLeaseManager
 from kproxy.broker.partition import ReplicaSettings
-from kproxy.ownership.etcd import EtcdClient, Snapshot
-from kproxy.ownership.etcd.clock import lease_clock
-from kproxy.ownership.etcd.lease_fence import LeaseFence
+from kproxy.etcd import EtcdClient, Snapshot
+from kproxy.etcd.clock import lease_clock
+from kproxy.etcd.lease_fence import LeaseFence
 
 pytest_plugins = ["tests.support.etcd"]
 

@@ -18,16 +18,16 @@ from typing import Any
 
 import pytest
 
-from codec import error_codes
-from codec.api_keys import DESCRIBE_TOPIC_PARTITIONS
-from codec.record_batch import iterate_batches
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.config import BrokerConfig
 from kproxy.broker.keys import BrokerValue, TopicValue, encode_value
 from kproxy.broker.keys import Keys as BrokerKeys
 from kproxy.broker.topics import NewTopic, TopicAdmin
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.ownership.etcd import EtcdClient, KeyValue
+from kproxy.etcd import EtcdClient, KeyValue
+from kproxy_codec import error_codes
+from kproxy_codec.api_keys import DESCRIBE_TOPIC_PARTITIONS
+from kproxy_codec.record_batch import iterate_batches
 from tests.integration.test_broker_apis import fetch
 from tests.support.etcd import own_etcd
 from tests.support.record_batches import build_batch

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kproxy.broker.keys import Keys
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.ownership.etcd import EtcdClient
+from kproxy.etcd import EtcdClient
 from tests.support.dev import serving
 from tests.support.etcd import own_etcd
 from tests.support.reference_broker import BrokerProcess, start_broker, start_brokers, wait_for

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from codec.record_batch import iterate_batches
 from kproxy.broker.keys import Keys, PartitionKey, StateValue, decode_value, node_ids
+from kproxy_codec.record_batch import iterate_batches
 from tests.integration.test_broker_leases import TOPIC, Member
 from tests.support.etcd_cluster import EtcdCluster
 from tests.support.etcd_history import connected, history

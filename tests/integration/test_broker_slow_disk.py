@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from codec import api_keys, error_codes
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy_codec import api_keys, error_codes
 from tests.support.record_batches import build_batch
 from tests.support.reference_broker import BrokerProcess, RawClient, start_brokers, wait_for
 

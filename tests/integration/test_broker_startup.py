@@ -17,9 +17,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from codec import api_keys
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.ownership.etcd import EtcdClient
+from kproxy.etcd import EtcdClient
+from kproxy_codec import api_keys
 from tests.support.dev import KproxyProcess, asyncios_own_loop, serving
 from tests.support.etcd import eventually
 from tests.support.ports import free_port

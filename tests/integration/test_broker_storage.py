@@ -7,9 +7,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from codec import api_keys, error_codes
-from codec.record_batch import iterate_batches
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy_codec import api_keys, error_codes
+from kproxy_codec.record_batch import iterate_batches
 from tests.support.record_batches import build_batch
 from tests.support.reference_broker import BrokerProcess, RawClient, start_broker, wait_for
 from tests.support.small_disk import small_disk

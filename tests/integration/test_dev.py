@@ -20,9 +20,9 @@ import pytest
 from confluent_kafka.admin import AdminClient
 
 from kproxy.config import DEFAULT_PREFIX
+from kproxy.demo.topic import partition_owners
 from kproxy.dev.cluster import ChildEnded, DevCluster
-from kproxy.observe.audit.rows import Range
-from kproxy.pipeline.topic import partition_owners
+from kproxy.trail.rows import Range
 from tests.support.audit_trails import trails_in_topic
 from tests.support.dev import KPROXY, KproxyProcess, asyncios_own_loop, dev_arguments, gone, run_kproxy, serving
 from tests.support.kafka_io import produce, read_partition

@@ -15,9 +15,6 @@ from typing import Any
 
 import pytest
 
-from codec.api_keys import API_VERSIONS, METADATA
-from codec.control import decode_request
-from codec.error_codes import UNKNOWN_TOPIC_OR_PARTITION
 from kproxy.cli.doctor_checks import (
     Finding,
     _about_clock,
@@ -29,7 +26,10 @@ from kproxy.cli.doctor_checks import (
 from kproxy.config import Address, parse_address
 from kproxy.config.etcd import EtcdOptions
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.ownership.etcd import EtcdClient, EtcdError
+from kproxy.etcd import EtcdClient, EtcdError
+from kproxy_codec.api_keys import API_VERSIONS, METADATA
+from kproxy_codec.control import decode_request
+from kproxy_codec.error_codes import UNKNOWN_TOPIC_OR_PARTITION
 from tests.support.dev import KproxyProcess, run_kproxy, serving
 from tests.support.etcd import QUICK
 from tests.support.etcd_cluster import ETCD_VERSION, EtcdCluster

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy.ownership.etcd import EtcdClient, EtcdUnavailable, PrefixMirror
+from kproxy.etcd import EtcdClient, EtcdUnavailable, PrefixMirror
 from kproxy.ownership.leases import LeaseTable
 from kproxy.routing.topology import Topology
 from tests.support.etcd import eventually, running

@@ -13,7 +13,7 @@ import pytest
 import uvloop
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.ownership.etcd import (
+from kproxy.etcd import (
     Compacted,
     EtcdClient,
     EtcdUnavailable,
@@ -29,7 +29,7 @@ from kproxy.ownership.etcd import (
     put_op,
     value_is,
 )
-from kproxy.ownership.etcd import client as client_module
+from kproxy.etcd import client as client_module
 from tests.support.etcd import compact, freeze, kill, own_etcd, put_many
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy.ownership.etcd import PrefixMirror
+from kproxy.etcd import PrefixMirror
 from kproxy.ownership.leases import LeaseTable
 from kproxy.routing.topology import Topology
 from tests.support.etcd import eventually, running

@@ -18,8 +18,8 @@ import pytest
 from kproxy.dev import embedded_etcd
 from kproxy.dev.embedded_etcd import EmbeddedEtcd, find_etcd
 from kproxy.errors import StartupError
+from kproxy.etcd import EtcdClient
 from kproxy.installed import install_command
-from kproxy.ownership.etcd import EtcdClient
 from tests.support.etcd import QUICK, kill
 
 

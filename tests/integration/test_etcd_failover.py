@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 import pytest
 import uvloop
 
-from kproxy.ownership.etcd import EtcdClient, EtcdUnavailable, PrefixMirror, Snapshot, WatchEvent, get_op, put_op
-from kproxy.ownership.etcd import members as members_module
+from kproxy.etcd import EtcdClient, EtcdUnavailable, PrefixMirror, Snapshot, WatchEvent, get_op, put_op
+from kproxy.etcd import members as members_module
 from tests.support.etcd import Relay, eventually, running
 from tests.support.etcd_cluster import EtcdCluster
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from kproxy.ownership.etcd import EtcdClient, EtcdError, EtcdUnavailable, IdBlocks, TxnCompare, TxnOp, TxnResult
-from kproxy.ownership.etcd.id_blocks import BLOCK
+from kproxy.etcd import EtcdClient, EtcdError, EtcdUnavailable, IdBlocks, TxnCompare, TxnOp, TxnResult
+from kproxy.etcd.id_blocks import BLOCK
 from tests.support.etcd import Relay
 
 

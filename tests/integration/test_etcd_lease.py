@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.ownership.etcd import EtcdClient, LeaseLost
-from kproxy.ownership.etcd import lease as lease_module
+from kproxy.etcd import EtcdClient, LeaseLost
+from kproxy.etcd import lease as lease_module
 from tests.support.etcd import Relay, freeze, kill, own_etcd, running
 
 

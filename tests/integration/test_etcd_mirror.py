@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from kproxy.ownership.etcd import EtcdClient, EtcdUnavailable, PrefixMirror, Snapshot, WatchEvent
-from kproxy.ownership.etcd import mirror as mirror_module
-from kproxy.ownership.etcd.messages import Pages
-from kproxy.ownership.etcd.mirror import MirrorState
-from kproxy.ownership.etcd.watch import WatchMessage, WatchStream
+from kproxy.etcd import EtcdClient, EtcdUnavailable, PrefixMirror, Snapshot, WatchEvent
+from kproxy.etcd import mirror as mirror_module
+from kproxy.etcd.messages import Pages
+from kproxy.etcd.mirror import MirrorState
+from kproxy.etcd.watch import WatchMessage, WatchStream
 from tests.support.etcd import Relay, compact, eventually, kill, own_etcd, put_many, running
 
 

@@ -14,13 +14,13 @@ from typing import NamedTuple
 import pytest
 import pytest_asyncio
 
-from codec.error_codes import NONE
 from kproxy.broker.keys import Keys
+from kproxy.claims.keys import OwnKeys
 from kproxy.config.etcd import EtcdOptions
 from kproxy.dev.embedded_etcd import EmbeddedEtcd, find_etcd
-from kproxy.fencing.keys import OwnKeys
-from kproxy.ownership.etcd import EtcdClient, EtcdDenied
-from kproxy.ownership.fleet_keys import proxies_prefix
+from kproxy.etcd import EtcdClient, EtcdDenied
+from kproxy.fleet.keys import proxies_prefix
+from kproxy_codec.error_codes import NONE
 from tests.support.dev import KproxyProcess, run_kproxy
 from tests.support.etcd import QUICK
 from tests.support.etcd_secured import PASSWORD

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from codec.api_keys import PRODUCE
-from kproxy.ownership.etcd import (
+from kproxy.etcd import (
     EtcdClient,
     EtcdUnavailable,
     PrefixMirror,
@@ -23,6 +22,7 @@ from kproxy.ownership.etcd import (
 )
 from kproxy.ownership.leases import LeaseTable
 from kproxy.routing.topology import Topology
+from kproxy_codec.api_keys import PRODUCE
 from tests.support.dev import KproxyProcess, serving
 from tests.support.etcd import compact, eventually, put_many, running
 from tests.support.etcd_cluster import EtcdCluster, running_cluster

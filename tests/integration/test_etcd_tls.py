@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from kproxy.config.etcd import EtcdOptions
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.ownership.etcd import EtcdClient, EtcdMisused
+from kproxy.etcd import EtcdClient, EtcdMisused
 from tests.support.etcd import running, written
 from tests.support.etcd_cluster import etcd_binaries
 from tests.support.etcd_secured import Authority, Pair, TlsCluster, tls_etcd

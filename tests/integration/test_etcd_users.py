@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from kproxy.config.etcd import EtcdOptions
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.ownership.etcd import (
+from kproxy.etcd import (
     EtcdClient,
     EtcdDenied,
     EtcdMisused,
@@ -22,7 +22,7 @@ from kproxy.ownership.etcd import (
     get_op,
     put_op,
 )
-from kproxy.ownership.etcd.lease import RENEWALS_PER_TTL
+from kproxy.etcd.lease import RENEWALS_PER_TTL
 from tests.support.etcd import QUICK, eventually, running, written
 from tests.support.etcd_cluster import EtcdCluster, running_cluster
 from tests.support.etcd_secured import PASSWORD, ask_gateway, enable_users

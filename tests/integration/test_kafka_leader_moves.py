@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from codec.api_keys import API_VERSIONS
+from kproxy_codec.api_keys import API_VERSIONS
 from tests.support.dev import KproxyProcess
 from tests.support.kafka_cluster import KafkaCluster
 from tests.support.raw_client import RawClient, batch, control_frame, produce_frame

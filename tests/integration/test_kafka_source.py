@@ -16,8 +16,8 @@ import confluent_kafka
 import kafka
 import pytest
 
-from codec import api_keys as keys
-from kproxy.observe.audit.rows import Range
+from kproxy.trail.rows import Range
+from kproxy_codec import api_keys as keys
 from tests.support.audit_trails import is_whole, trails_in_topic
 from tests.support.dev import KproxyProcess, serving
 from tests.support.java import SHORT_JAVA, java_executable

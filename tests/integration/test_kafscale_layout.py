@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from codec import api_keys as keys
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.ownership.etcd import EtcdClient
-from kproxy.ownership.etcd.id_blocks import BLOCK
+from kproxy.etcd import EtcdClient
+from kproxy.etcd.id_blocks import BLOCK
 from kproxy.routing.rendezvous import preferred
+from kproxy_codec import api_keys as keys
 from tests.support.dev import KproxyProcess
 from tests.support.etcd import Relay
 from tests.support.kafscale import KafScaleBroker, snapshot_value

@@ -19,8 +19,7 @@ from kproxy.cli import table_sources
 from kproxy.cli.table_sources import Unanswered, tables_from_etcd
 from kproxy.config.etcd import EtcdOptions
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.observe.table import TablePage
-from kproxy.ownership.etcd import (
+from kproxy.etcd import (
     EtcdClient,
     EtcdUnavailable,
     LeaseLost,
@@ -30,6 +29,7 @@ from kproxy.ownership.etcd import (
     key_absent,
     put_op,
 )
+from kproxy.observe.table import TablePage
 from kproxy.ownership.lease_keys import MAX_TOPIC_VALUE_BYTES
 from kproxy.ownership.leases import LeaseTable
 from kproxy.ownership.rereads import REREAD_KEYS

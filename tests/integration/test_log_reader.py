@@ -10,13 +10,13 @@ from typing import Any
 import confluent_kafka
 import pytest
 
-from codec.record_crc import crc_is_valid
+from kproxy.demo.topic import create_topic
 from kproxy.pipeline.audit.log_client import EARLIEST, LATEST, LogClient, TopicPartition
 from kproxy.pipeline.audit.log_connection import LogReadFailed
 from kproxy.pipeline.audit.log_options import read_options
 from kproxy.pipeline.audit.log_plan import cut
 from kproxy.pipeline.audit.log_reader import RangeReader, Row
-from kproxy.pipeline.topic import create_topic
+from kproxy_codec.record_crc import crc_is_valid
 from tests.support.dev import KproxyProcess
 from tests.support.kafka_io import TIMEOUT_S, produce
 from tests.support.ports import free_port

@@ -28,10 +28,10 @@ from typing import Any, Final
 
 import pytest
 
-from codec import api_keys as keys
-from codec import own
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.proxy.versions import OFFERS, Handling
+from kproxy_codec import api_keys as keys
+from kproxy_codec import own
 from tests.support.dev import KproxyProcess
 from tests.support.fattest import arrays, body_of, control_answer, control_request, fattest, many_tags
 from tests.support.raw_client import RawClient, batch, control_frame, fetch_frame, list_offsets_frame, produce_frame

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from codec.api_keys import API_VERSIONS, METADATA
 from kproxy.observe.exposition import render
 from kproxy.observe.metrics import ProxyCollector
 from kproxy.observe.table import TableView
 from kproxy.observe.tally import MAX_BROKERS, MAX_DROP_TOPICS, OTHER_BROKERS, Tally
+from kproxy_codec.api_keys import API_VERSIONS, METADATA
 from tests.support.raw_client import batch, fetch_frame, list_offsets_frame, produce_frame, raw_frame
 from tests.support.running_proxy import RunningProxy, both_loops, eventually, running_proxy
 from tests.support.scripted_upstream import Asked, ScriptedUpstream, answers_everything

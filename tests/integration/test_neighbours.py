@@ -12,9 +12,9 @@ from importlib import import_module
 import psutil
 import pytest
 
-from codec.errors import FrameTooLarge
-from codec.framing import FrameReader
 from kproxy.routing.rendezvous import preferred
+from kproxy_codec.errors import FrameTooLarge
+from kproxy_codec.framing import FrameReader
 from tests.support.raw_client import produce_frame
 from tests.support.running_proxy import both_loops, running_proxy
 from tests.support.scripted_upstream import ScriptedUpstream, answers_everything

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from codec.api_keys import PRODUCE
 from kproxy.proxy.descriptors import NEW_S, Descriptors, most_clients, wanted
+from kproxy_codec.api_keys import PRODUCE
 from tests.support.dev import KPROXY, KproxyProcess, dev_arguments
 from tests.support.raw_client import RawClient, batch, produce_frame
 from tests.support.scripted_upstream import Asked

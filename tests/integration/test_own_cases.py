@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import pytest
 
-from codec.api_keys import OWN
-from codec.error_codes import (
+from kproxy_codec.api_keys import OWN
+from kproxy_codec.error_codes import (
     FENCED_INSTANCE_ID,
     INVALID_REQUEST,
     NONE,

@@ -15,16 +15,16 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import pytest
 
-from codec.error_codes import NONE, POLICY_VIOLATION, REQUEST_TIMED_OUT
+from kproxy.claims.freeing import free
+from kproxy.claims.keys import ClaimValue, MemberValue, OwnKeys, encode_value
 from kproxy.cli.own_sources import AdminClaims, Claims, EtcdClaims
 from kproxy.cli.own_view import members_line
 from kproxy.config import parse_address
 from kproxy.config.etcd import EtcdOptions
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.fencing.freeing import free
-from kproxy.fencing.keys import ClaimValue, MemberValue, OwnKeys, encode_value
+from kproxy.etcd import EtcdClient, put_op
 from kproxy.observe.claims import MAX_CLAIM_ROWS, ClaimRow, ClaimsPage, FreeOrder
-from kproxy.ownership.etcd import EtcdClient, put_op
+from kproxy_codec.error_codes import NONE, POLICY_VIOLATION, REQUEST_TIMED_OUT
 from tests.support.dev import KproxyProcess, run_kproxy
 from tests.support.own_client import OwnClient
 from tests.support.served import counted, page, port_of

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import pytest
 
-from codec.error_codes import COORDINATOR_NOT_AVAILABLE, NONE, POLICY_VIOLATION
-from codec.own import OwnedResource
-from kproxy.fencing.keys import decode_claim
+from kproxy.claims.keys import decode_claim
+from kproxy_codec.error_codes import COORDINATOR_NOT_AVAILABLE, NONE, POLICY_VIOLATION
+from kproxy_codec.own import OwnedResource
 from tests.support.dev import KproxyProcess
 from tests.support.etcd import Relay
 from tests.support.own_cases import PATIENCE_S, Place, Pool, writers_of

@@ -18,9 +18,9 @@ from random import Random
 import pytest
 import pytest_asyncio
 
-from codec.error_codes import NONE, REQUEST_TIMED_OUT
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.ownership.etcd import EtcdClient
+from kproxy.etcd import EtcdClient
+from kproxy_codec.error_codes import NONE, REQUEST_TIMED_OUT
 from tests.support.etcd import eventually
 from tests.support.linearizability import check
 from tests.support.own_histories import GOES_ON_S, History, Member, close_all, group_of, run_histories, topic_of

@@ -14,21 +14,21 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from codec.api_keys import API_VERSIONS, BIND_FENCES, PRODUCE
-from codec.error_codes import NONE, NOT_LEADER_OR_FOLLOWER, POLICY_VIOLATION, REQUEST_TIMED_OUT
-from codec.headers import response_header
-from codec.own import (
+from kproxy.claims.service import OwnService
+from kproxy.claims.settlement import Settlement
+from kproxy.etcd import EtcdClient
+from kproxy.proxy.owning import attach
+from kproxy_codec.api_keys import API_VERSIONS, BIND_FENCES, PRODUCE
+from kproxy_codec.error_codes import NONE, NOT_LEADER_OR_FOLLOWER, POLICY_VIOLATION, REQUEST_TIMED_OUT
+from kproxy_codec.headers import response_header
+from kproxy_codec.own import (
     BIND_FENCES_VERSION,
     BoundFence,
     FenceBinding,
     encode_bind_fences_response,
     parse_bind_fences_request,
 )
-from codec.partitioned import with_length
-from kproxy.fencing.service import OwnService
-from kproxy.fencing.settlement import Settlement
-from kproxy.ownership.etcd import EtcdClient
-from kproxy.proxy.owning import attach
+from kproxy_codec.partitioned import with_length
 from tests.support.etcd import eventually, running
 from tests.support.kafscale import KafScaleBroker
 from tests.support.own_client import OwnClient

@@ -9,14 +9,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from unittest import mock
 
-from codec.error_codes import FENCED_INSTANCE_ID, INVALID_REQUEST, NONE, THROTTLING_QUOTA_EXCEEDED
-from codec.own import FenceBinding, OwnRequest, OwnResource
+from kproxy.claims import claiming, service
+from kproxy.claims.holdings import Holdings
+from kproxy.claims.service import OwnService
+from kproxy.claims.settlement import Settlement
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.fencing import claiming, service
-from kproxy.fencing.holdings import Holdings
-from kproxy.fencing.service import OwnService
-from kproxy.fencing.settlement import Settlement
-from kproxy.ownership.etcd import EtcdClient
+from kproxy.etcd import EtcdClient
+from kproxy_codec.error_codes import FENCED_INSTANCE_ID, INVALID_REQUEST, NONE, THROTTLING_QUOTA_EXCEEDED
+from kproxy_codec.own import FenceBinding, OwnRequest, OwnResource
 
 GROUP = "g"
 MOST = 5

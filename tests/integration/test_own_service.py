@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest_asyncio
 
-from codec.error_codes import FENCED_INSTANCE_ID, NONE
-from codec.own import FenceBinding, OwnRequest, OwnResource
+from kproxy.claims.keys import ClaimValue, OwnKeys, encode_value
+from kproxy.claims.releasing import Release
+from kproxy.claims.service import OwnService
+from kproxy.claims.settlement import Settlement
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.fencing.keys import ClaimValue, OwnKeys, encode_value
-from kproxy.fencing.releasing import Release
-from kproxy.fencing.service import OwnService
-from kproxy.fencing.settlement import Settlement
-from kproxy.ownership.etcd import EtcdClient, put_op
-from kproxy.ownership.etcd.mirror import CHUNK_EVENTS
+from kproxy.etcd import EtcdClient, put_op
+from kproxy.etcd.mirror import CHUNK_EVENTS
+from kproxy_codec.error_codes import FENCED_INSTANCE_ID, NONE
+from kproxy_codec.own import FenceBinding, OwnRequest, OwnResource
 from tests.support.dev import KproxyProcess
 from tests.support.etcd import Relay, eventually, running
 
@@ -161,7 +161,7 @@ async def test_a_claim_is_given_up_only_where_it_is_the_very_one(site: Site) -> 
 FORGETFUL = """
 import sys
 from kproxy.cli import main
-from kproxy.fencing.table import OwnTable
+from kproxy.claims.table import OwnTable
 
 def put(self, kv):
     raise LookupError(f"a mistake, at {kv.key}")

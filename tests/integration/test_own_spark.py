@@ -15,7 +15,7 @@ from typing import Any
 import kafka
 import pytest
 
-from kproxy.fencing.clients import OwnRefused, own_sync
+from kproxy.claims.client import OwnRefused, own_sync
 from tests.support.owned_topics import PARTITIONS, WRITERS, OwnedTopics
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "spark_foreach_batch.py"

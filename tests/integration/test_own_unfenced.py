@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from codec.error_codes import NONE, POLICY_VIOLATION, REQUEST_TIMED_OUT
+from kproxy.claims.keys import OwnKeys
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.fencing.keys import OwnKeys
-from kproxy.ownership.etcd import EtcdClient
+from kproxy.etcd import EtcdClient
+from kproxy_codec.error_codes import NONE, POLICY_VIOLATION, REQUEST_TIMED_OUT
 from tests.support.dev import KproxyProcess
 from tests.support.etcd import eventually
 from tests.support.held_bytes import HOST, Way

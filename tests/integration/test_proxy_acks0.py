@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from codec.api_keys import PRODUCE
 from kproxy.proxy import fanout
 from kproxy.proxy import upstream as upstream_module
+from kproxy_codec.api_keys import PRODUCE
 from tests.support.messages import response_body, response_frame, sample_response
 from tests.support.raw_client import RawClient, batch, produce_frame
 from tests.support.running_proxy import both_loops, eventually, running_proxy

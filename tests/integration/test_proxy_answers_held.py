@@ -13,10 +13,10 @@ from pathlib import Path
 
 import psutil
 
-from codec.api_keys import FETCH
 from kproxy.proxy.answer_room import AnswerBuffer, AnswerRoom, Share
 from kproxy.proxy.arrival import USUAL
 from kproxy.proxy.budget import Budget
+from kproxy_codec.api_keys import FETCH
 from tests.support.raw_client import RawClient, batch, fetch_frame, produce_frame
 from tests.support.running_proxy import RunningProxy, both_loops, eventually, running_proxy
 from tests.support.scripted_upstream import Asked, ScriptedUpstream, answers_everything

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from codec import api_keys
-from codec.api_keys import FETCH, LIST_OFFSETS
 from kproxy.proxy import broker_health
 from kproxy.routing.rendezvous import preferred
 from kproxy.routing.topology import Address
+from kproxy_codec import api_keys
+from kproxy_codec.api_keys import FETCH, LIST_OFFSETS
 from tests.support.raw_client import RawClient, batch, control_frame, fetch_frame, list_offsets_frame, produce_frame
 from tests.support.running_proxy import RunningProxy, both_loops, eventually, running_proxy
 from tests.support.scripted_upstream import HOST, Asked, DeafListener, ScriptedUpstream, answers_everything

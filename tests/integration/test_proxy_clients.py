@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import pytest
 
-from codec import api_keys
-from codec.api_keys import FETCH, LIST_OFFSETS
 from kproxy.proxy import client_session
+from kproxy_codec import api_keys
+from kproxy_codec.api_keys import FETCH, LIST_OFFSETS
 from tests.support.messages import request_body, request_frame, sample_request
 from tests.support.raw_client import (
     RawClient,

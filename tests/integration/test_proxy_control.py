@@ -10,12 +10,12 @@ from uuid import UUID
 
 import pytest
 
-from codec import api_keys, control
-from codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
-from codec.cluster import ASK_ANOTHER
 from kproxy.proxy import broker_versions
 from kproxy.proxy.versions import OFFERS, Handling
 from kproxy.routing.fleet import Proxy
+from kproxy_codec import api_keys, control
+from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
+from kproxy_codec.cluster import ASK_ANOTHER
 from tests.support.raw_client import (
     RawClient,
     control_frame,
@@ -433,7 +433,7 @@ async def test_a_client_that_leaves_takes_its_questions_along() -> None:
 
 def test_the_control_codec_reads_every_version_that_is_offered() -> None:
     for key, offer in OFFERS.items():
-        # Own is this project's, and has a codec of its own (codec.own).
+        # Own is this project's, and has a codec of its own (kproxy_codec.own).
         if offer.handling is not Handling.PARTITIONED and key != api_keys.OWN:
             lowest, highest = control.version_range(key)
             assert lowest <= offer.min_version <= offer.max_version <= highest

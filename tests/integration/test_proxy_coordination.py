@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from codec import api_keys as keys
-from codec.control import decode_request
-from codec.coordination import GROUP, TRANSACTION
 from kproxy.proxy import coordinators
 from kproxy.proxy.coordination import COORDINATED, NO_TRANSACTIONS
 from kproxy.proxy.coordinators import Coordinators
 from kproxy.proxy.versions import OFFERS, Handling
+from kproxy_codec import api_keys as keys
+from kproxy_codec.control import decode_request
+from kproxy_codec.coordination import GROUP, TRANSACTION
 from tests.support.raw_client import RawClient, control_frame, produce_frame
 from tests.support.running_proxy import IDENTITY, RunningProxy, both_loops, eventually
 from tests.support.running_proxy import running_among_strangers as running_proxy

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from codec.api_keys import FETCH, LIST_OFFSETS, METADATA
+from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, METADATA
 from tests.support.raw_client import batch, control_frame, fetch_frame, list_offsets_frame, produce_frame
 from tests.support.running_proxy import RunningProxy, both_loops, eventually, running_proxy
 from tests.support.scripted_upstream import Asked, ScriptedUpstream, answers_everything

@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from codec.api_keys import FETCH, PRODUCE
-from codec.error_codes import INVALID_REQUEST, NOT_LEADER_OR_FOLLOWER
-from codec.partitioned import MAX_PARTITIONS
 from kproxy.proxy.arrival import USUAL
+from kproxy_codec.api_keys import FETCH, PRODUCE
+from kproxy_codec.error_codes import INVALID_REQUEST, NOT_LEADER_OR_FOLLOWER
+from kproxy_codec.partitioned import MAX_PARTITIONS
 from tests.support.raw_client import RawClient, batch, fetch_frame, produce_frame
 from tests.support.running_proxy import both_loops, eventually, running_proxy
 from tests.support.scripted_upstream import PATIENCE_S, ScriptedUpstream, answers_everything

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from codec.framing import CHUNK_BYTES
 from kproxy.proxy.plain_path import PlainPiece
+from kproxy_codec.framing import CHUNK_BYTES
 from tests.support.raw_client import batch, produce_frame
 from tests.support.running_proxy import RunningProxy, both_loops, eventually, running_proxy
 from tests.support.scripted_upstream import ScriptedUpstream, answers_everything

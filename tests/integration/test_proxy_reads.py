@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from codec.api_keys import FETCH, PRODUCE
+from kproxy_codec.api_keys import FETCH, PRODUCE
 from tests.support.raw_client import fetch_frame, produce_frame
 from tests.support.running_proxy import both_loops, running_proxy
 from tests.support.scripted_upstream import Asked, ScriptedUpstream

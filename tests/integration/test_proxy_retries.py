@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from codec.api_keys import LIST_OFFSETS
 from kproxy.routing import retry
 from kproxy.routing.retry import BACKOFF_S, MAX_ATTEMPTS_IN_ALL
 from kproxy.routing.topology import Address
+from kproxy_codec.api_keys import LIST_OFFSETS
 from tests.support.raw_client import RawClient, batch, list_offsets_frame, produce_frame
 from tests.support.running_proxy import both_loops, eventually, running_proxy
 from tests.support.scripted_upstream import SILENCE_S, Asked, DeafListener, Script, ScriptedUpstream, answers_everything

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import pytest
 
-from codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
 from kproxy.routing import retry
 from kproxy.routing.retry import CONNECTION_LOST, KAFKA, LEASED, NOT_WRITTEN, UNREADABLE, Conduct
+from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
 from tests.support.raw_client import batch, list_offsets_frame, produce_frame
 from tests.support.running_proxy import RunningProxy, both_loops, running_proxy
 from tests.support.scripted_upstream import Asked, ScriptedUpstream

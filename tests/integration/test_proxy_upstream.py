@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-from codec.framing import ReceiveArena
 from kproxy.proxy.dialling import Dialler
 from kproxy.proxy.upstream import Upstream
 from kproxy.routing.topology import Address
+from kproxy_codec.framing import ReceiveArena
 from tests.support.raw_client import produce_frame
 from tests.support.running_proxy import both_loops, eventually, running_proxy
 from tests.support.scripted_upstream import HOST, ScriptedUpstream, answers_everything

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from codec import api_keys as keys
-from codec.produce import TOPIC_IDS_FROM
 from kproxy.proxy import broker_versions
 from kproxy.proxy.versions import OFFERS
+from kproxy_codec import api_keys as keys
+from kproxy_codec.produce import TOPIC_IDS_FROM
 from tests.support.raw_client import RawClient, control_frame, fetch_frame, list_offsets_frame, produce_frame
 from tests.support.running_proxy import RunningProxy, both_loops, eventually
 from tests.support.running_proxy import running_among_strangers as running_proxy

@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 from random import Random
 
-from codec.api_keys import API_VERSIONS
 from kproxy.observe.table import TableView
 from kproxy.proxy.dialling import Dialler
 from kproxy.proxy.readiness import AT_ONCE, FRESH_S, Brokers, readiness
 from kproxy.routing.topology import Address, Topology
+from kproxy_codec.api_keys import API_VERSIONS
 from tests.support.running_proxy import both_loops
 from tests.support.scripted_upstream import Asked, DeafListener, ScriptedUpstream
 from tests.support.served import page, static_proxy

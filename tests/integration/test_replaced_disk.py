@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from codec import error_codes
+from kproxy_codec import error_codes
 from tests.support.attempts import stored
 from tests.support.etcd_cluster import EtcdCluster
 from tests.support.faulty_site import FaultySite, faulty_site, until

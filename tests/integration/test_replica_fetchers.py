@@ -16,17 +16,17 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from codec import control, error_codes, partitioned
-from codec.api_keys import FETCH, SASL_AUTHENTICATE, SASL_HANDSHAKE
-from codec.fetch import PartitionFetched, partition_fetch, response_ends, result_entry
-from codec.fetch import parse_fetch as parse
-from codec.headers import frame_message, parse_request_header, response_header
-from codec.partitioned import encode_topics
 from kproxy.broker import segment
 from kproxy.broker.log_options import LogOptions
 from kproxy.broker.partition import Partition
 from kproxy.broker.replication import connection, fetchers, listener, sasl
 from kproxy.broker.replication.sasl import ListenerHandshake, Secret
+from kproxy_codec import control, error_codes, partitioned
+from kproxy_codec.api_keys import FETCH, SASL_AUTHENTICATE, SASL_HANDSHAKE
+from kproxy_codec.fetch import PartitionFetched, partition_fetch, response_ends, result_entry
+from kproxy_codec.fetch import parse_fetch as parse
+from kproxy_codec.headers import frame_message, parse_request_header, response_header
+from kproxy_codec.partitioned import encode_topics
 from tests.support.broker_logs import leader_batches, read_all
 from tests.support.etcd import eventually
 from tests.support.replicating import LEADER, SECRET, FollowerSide, LeaderSide, append, fetching, pair

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import pytest
 import pytest_asyncio
 
-from codec import error_codes
 from kproxy.broker.turns import START_GRACE_S
+from kproxy_codec import error_codes
 from tests.support.attempts import Attempt, Writer, judge
 from tests.support.dev import KproxyProcess, serving
 from tests.support.etcd_cluster import EtcdCluster

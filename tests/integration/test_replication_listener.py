@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from codec import error_codes
-from codec.api_keys import API_VERSIONS, CREATE_TOPICS, FETCH, METADATA, SASL_AUTHENTICATE, SASL_HANDSHAKE
-from codec.fetch import PartitionFetch
-from codec.headers import request_header
-from codec.partitioned import MAX_PARTITIONS
 from kproxy.broker.keys import ReplicaKey
 from kproxy.broker.replication import listener
 from kproxy.broker.replication.sasl import MECHANISM, FollowerHandshake, Secret
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy_codec import error_codes
+from kproxy_codec.api_keys import API_VERSIONS, CREATE_TOPICS, FETCH, METADATA, SASL_AUTHENTICATE, SASL_HANDSHAKE
+from kproxy_codec.fetch import PartitionFetch
+from kproxy_codec.headers import request_header
+from kproxy_codec.partitioned import MAX_PARTITIONS
 from tests.support.follower_client import NO_DIRECTORY, FollowerClient, Replication, replication_of
 from tests.support.record_batches import build_batch
 from tests.support.reference_broker import BrokerProcess, Cluster, wait_for

@@ -9,7 +9,7 @@ import pytest
 from kproxy.broker.keys import Keys
 from kproxy.broker.replication.secret import SharedSecret
 from kproxy.errors import StartupError
-from kproxy.ownership.etcd import EtcdClient, delete_op, put_op
+from kproxy.etcd import EtcdClient, delete_op, put_op
 
 pytest_plugins = ["tests.support.etcd"]
 

@@ -17,7 +17,7 @@ import grpc
 import pytest
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.ownership.etcd import EtcdClient
+from kproxy.etcd import EtcdClient
 from tests.support.dev import KPROXY, KproxyProcess
 from tests.support.etcd import QUICK, put_many
 from tests.support.ports import free_port, free_ports

@@ -19,11 +19,11 @@ import kafka
 import msgspec
 import pytest
 
-from codec import api_keys as keys
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy.etcd import EtcdClient
+from kproxy.fleet.keys import proxies_prefix
 from kproxy.observe.table import TablePage
-from kproxy.ownership.etcd import EtcdClient
-from kproxy.ownership.fleet_keys import proxies_prefix
+from kproxy_codec import api_keys as keys
 from tests.support.dev import KproxyProcess, run_kproxy, serving
 from tests.support.etcd import Relay, own_etcd, running
 from tests.support.java_client import run_java_client

@@ -17,8 +17,8 @@ import confluent_kafka
 import kafka
 import pytest
 
-from codec import error_codes
-from codec.api_keys import (
+from kproxy_codec import error_codes
+from kproxy_codec.api_keys import (
     API_VERSIONS,
     CREATE_TOPICS,
     DESCRIBE_CLUSTER,

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from codec.api_keys import CREATE_TOPICS, LIST_OFFSETS
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy_codec.api_keys import CREATE_TOPICS, LIST_OFFSETS
 from tests.integration.test_broker_apis import base_offsets, fetch
 from tests.support.record_batches import build_batch
 from tests.support.reference_broker import BrokerProcess, RawClient, start_brokers, wait_for

@@ -18,10 +18,10 @@ import psutil
 import pytest
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy.etcd import EtcdClient
+from kproxy.fleet.keys import encode_proxy, proxies_prefix
+from kproxy.fleet.view import named_in
 from kproxy.observe.table import TablePage
-from kproxy.ownership.etcd import EtcdClient
-from kproxy.ownership.fleet_keys import encode_proxy, proxies_prefix
-from kproxy.ownership.fleet_view import named_in
 from kproxy.routing.fleet import FIRST_NODE_ID, Proxy
 from tests.support.dev import KproxyProcess, run_kproxy, serving
 from tests.support.kafka_io import Record, read_topic

@@ -23,8 +23,8 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from codec import error_codes
-from codec.api_keys import FETCH
+from kproxy_codec import error_codes
+from kproxy_codec.api_keys import FETCH
 from tests.support.attempts import Stored
 from tests.support.broker_hooks import AFTER_THE_APPEND, AFTER_THE_WRITE, BEFORE_THE_WRITE
 from tests.support.etcd_cluster import EtcdCluster

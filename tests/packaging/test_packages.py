@@ -85,7 +85,10 @@ def environment(request: pytest.FixtureRequest, built: Built, tmp_path_factory: 
 def test_the_wheel_has_the_code_its_commit_and_man_pages_and_nothing_else(built: Built) -> None:
     names = zipfile.ZipFile(built.wheel).namelist()
     tops = {name.split("/")[0] for name in names}
-    assert {top for top in tops if not re.match(r"kproxy_kafka-.*\.(dist-info|data)$", top)} == {"kproxy", "codec"}
+    assert {top for top in tops if not re.match(r"kproxy_kafka-.*\.(dist-info|data)$", top)} == {
+        "kproxy",
+        "kproxy_codec",
+    }
     assert {"kproxy/_commit.txt", "kproxy/py.typed"} <= set(names)
     assert any(name.endswith("/share/man/man1/kproxy-serve.1") for name in names)
     assert any(name.endswith("/licenses/LICENSE") for name in names)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from codec.record_batch import RecordBatch, assign_offsets, iterate_batches, leader_epoch_of
+from kproxy_codec.record_batch import RecordBatch, assign_offsets, iterate_batches, leader_epoch_of
 
 
 class Offsets(NamedTuple):

@@ -15,12 +15,12 @@ from rich.console import Console
 
 from kproxy.cli import main
 from kproxy.config.audit import DEFAULT_TOPIC
-from kproxy.observe.audit.rows import encode_page
 from kproxy.pipeline.audit.awaiting import await_trails
 from kproxy.pipeline.audit.job import AuditJob, run_audit_job
 from kproxy.pipeline.audit.places import parse_trail
-from kproxy.pipeline.report import Report
+from kproxy.pipeline.progress import Report
 from kproxy.pipeline.session import SessionOptions
+from kproxy.trail.rows import encode_page
 from tests.support.dev import KproxyProcess, run_kproxy
 from tests.support.forged_trail import ForgedTrail, now_ms
 from tests.support.java import require_java

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.observe.audit.rows import Range, decode_page
+from kproxy.trail.rows import Range, decode_page
 from tests.pipeline.audit_sites import (
     PREFIX,
     Audited,

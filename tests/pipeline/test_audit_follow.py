@@ -17,7 +17,6 @@ import pytest
 from confluent_kafka.admin import AdminClient, NewTopic
 from rich.console import Console
 
-from kproxy.observe.audit.rows import Row, encode_page
 from kproxy.pipeline.audit.follow import Follower, Following, Stretch
 from kproxy.pipeline.audit.follow_job import pages_of, run_follow_job
 from kproxy.pipeline.audit.job import AuditJob
@@ -25,8 +24,9 @@ from kproxy.pipeline.audit.log_source import bounds_now
 from kproxy.pipeline.audit.places import existing, parse_trail
 from kproxy.pipeline.audit.trail import rows_of
 from kproxy.pipeline.ingest.run import Stop
-from kproxy.pipeline.report import Report
+from kproxy.pipeline.progress import Report
 from kproxy.pipeline.session import SessionOptions
+from kproxy.trail.rows import Row, encode_page
 from tests.support.dev import KproxyProcess
 from tests.support.forged_trail import ForgedTrail, now_ms
 from tests.support.kafka_io import produce

@@ -10,9 +10,9 @@ from typing import Any
 import confluent_kafka
 import pytest
 
-from kproxy.observe.audit.rows import Row, encode_page
 from kproxy.pipeline.audit.log_client import LogClient
 from kproxy.pipeline.audit.run import TRAIL_LOOKBACK_MS, AuditOptions, run_audit
+from kproxy.trail.rows import Row, encode_page
 from tests.pipeline.audit_sites import Audited
 from tests.support.dev import KproxyProcess
 from tests.support.forged_trail import ForgedTrail, now_ms

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from codec.record_batch import iterate_batches
+from kproxy_codec.record_batch import iterate_batches
 from tests.pipeline.audit_sites import Audited, AuditedProxies, audit, write
 from tests.pipeline.forging import Offsets, cut_out
 from tests.support.real_kafka import start_real_kafka

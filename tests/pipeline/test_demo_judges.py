@@ -21,9 +21,9 @@ import pytest
 from rich.console import Console
 
 from kproxy.config import Address
+from kproxy.demo.run import DemoOptions, run_demo
 from kproxy.dev.cluster import DevCluster
-from kproxy.pipeline.demo import DemoOptions, run_demo
-from kproxy.pipeline.report import Report
+from kproxy.pipeline.progress import Report
 from kproxy.pipeline.spark import SparkDriver
 from tests.pipeline.tampering import Record, Tamper, TamperingRelay, double_one, drop_one, swap_two
 from tests.support.dev import asyncios_own_loop
@@ -108,9 +108,9 @@ def test_one_record_lost_doubled_or_swapped_on_the_wire_is_found_and_the_exit_st
         rows=ROWS, bootstrap=course.relay.address, etcd=(course.etcd,), data_dir=tmp_path, audit=False
     )
     shown = io.StringIO()
-    report = Report(progress=Console(file=io.StringIO()), output=Console(file=shown, width=120))
+    report = Report(progress=Console(file=io.StringIO()))
 
-    status = run_demo(options, driver=course.spark, report=report)
+    status = run_demo(options, driver=course.spark, report=report, output=Console(file=shown, width=120))
 
     table = _rows_of(shown.getvalue())
     assert {name: int(table[name][0]) for name in FAULTS} == {name: wrong.get(name, 0) for name in FAULTS}
@@ -145,12 +145,12 @@ def test_with_an_owner_killed_in_mid_stream_what_is_wrong_is_still_found(
             arguments = super()._proxy_arguments(listen, admin)
             return [*arguments, "--listen", behind_relay, "--advertise", relay.address]
 
-    monkeypatch.setattr("kproxy.pipeline.demo.DevCluster", RelayedCluster)
+    monkeypatch.setattr("kproxy.demo.run.DevCluster", RelayedCluster)
     said, shown = io.StringIO(), io.StringIO()
-    report = Report(progress=Console(file=said), output=Console(file=shown, width=120))
+    report = Report(progress=Console(file=said))
     try:
         options = DemoOptions(rows=ROWS, kill_owner=True, data_dir=tmp_path, audit=False)
-        status = run_demo(options, driver=course.spark, report=report)
+        status = run_demo(options, driver=course.spark, report=report, output=Console(file=shown, width=120))
     finally:
         course.beside.run(relay.stop())
 

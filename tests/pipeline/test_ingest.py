@@ -23,7 +23,7 @@ from kproxy.errors import StartupError
 from kproxy.pipeline.ingest.metrics import Metrics, serving
 from kproxy.pipeline.ingest.options import DeadLetters, FileSource, IngestOptions, KafkaSource, RateSource
 from kproxy.pipeline.ingest.run import Stop, run
-from kproxy.pipeline.report import Report
+from kproxy.pipeline.progress import Report
 from kproxy.pipeline.spark import SparkFailed
 from tests.support.dev import KproxyProcess
 from tests.support.kafka_io import Placed, read_topic

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-import kproxy
 from kproxy.errors import StartupError
 from kproxy.pipeline.java import find_java
 from kproxy.pipeline.session import SessionOptions, open_session
 from kproxy.pipeline.spark import pyspark_home
-from kproxy.pipeline.spark_settings import LOCAL_MASTER, spark_environment
+from kproxy.pipeline.spark_settings import LOCAL_MASTER, PACKAGE_ROOTS, spark_environment
 from tests.support.java import require_java
 from tests.support.spark import QUICK
 
@@ -97,7 +96,7 @@ def test_under_spark_submit_a_master_for_the_job_is_refused(tmp_path: Path) -> N
 
 
 def _run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join([str(Path(kproxy.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([*PACKAGE_ROOTS, os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths, **environment}
     )

@@ -19,8 +19,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from codec.fetch import EpochEnd
-from codec.record_batch import RecordBatch, assign_offsets, iterate_batches, parse_batch
 from kproxy.broker import producer_history
 from kproxy.broker.checkpoint import NO_LEADERSHIP, Leadership
 from kproxy.broker.disk import DiskError
@@ -28,6 +26,8 @@ from kproxy.broker.log import Log
 from kproxy.broker.log_options import LogOptions
 from kproxy.broker.producer_state import Verdict
 from kproxy.broker.validation import ReplicatedBatchInvalid
+from kproxy_codec.fetch import EpochEnd
+from kproxy_codec.record_batch import RecordBatch, assign_offsets, iterate_batches, parse_batch
 from tests.support.broker_logs import read_all
 from tests.support.record_batches import build_batch
 

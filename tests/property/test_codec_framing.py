@@ -14,8 +14,8 @@ from unittest import mock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from codec import framing
-from codec.framing import FrameReader, ReceiveArena
+from kproxy_codec import framing
+from kproxy_codec.framing import FrameReader, ReceiveArena
 
 CHUNK = 1024
 LIMIT = 6 * CHUNK

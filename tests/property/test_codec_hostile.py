@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from codec import partitioned, primitives, replica_fetch
-from codec.api_keys import FETCH, PRODUCE
-from codec.errors import CodecError
-from codec.fetch import FetchRequest, partition_fetch
-from codec.headers import parse_request_header, response_body_offset
-from codec.partitioned import PartitionedRequest, PartitionedResponse, Splitter
-from codec.primitives import Buffer, read_tagged_fields
-from codec.produce import records_of, transactional_id
-from codec.replica_fetch import ReplicaAnswer, read_replica_answer
+from kproxy_codec import partitioned, primitives, replica_fetch
+from kproxy_codec.api_keys import FETCH, PRODUCE
+from kproxy_codec.errors import CodecError
+from kproxy_codec.fetch import FetchRequest, partition_fetch
+from kproxy_codec.headers import parse_request_header, response_body_offset
+from kproxy_codec.partitioned import PartitionedRequest, PartitionedResponse, Splitter
+from kproxy_codec.primitives import Buffer, read_tagged_fields
+from kproxy_codec.produce import records_of, transactional_id
+from kproxy_codec.replica_fetch import ReplicaAnswer, read_replica_answer
 from tests.support.messages import (
     APIS,
     EVERY_VERSION,

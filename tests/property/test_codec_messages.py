@@ -18,12 +18,12 @@ from kio.index import load_payload_module
 from kio.serial import entity_reader, entity_writer
 from kio.static.constants import EntityType
 
-from codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
-from codec.fetch import FetchRequest, PartitionFetch, partition_fetch
-from codec.headers import response_header
-from codec.partitioned import PartitionedRequest, Places, Splitter, encode_topics, with_length
-from codec.primitives import Buffer
-from codec.produce import records_of, transactional_id
+from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
+from kproxy_codec.fetch import FetchRequest, PartitionFetch, partition_fetch
+from kproxy_codec.headers import response_header
+from kproxy_codec.partitioned import PartitionedRequest, Places, Splitter, encode_topics, with_length
+from kproxy_codec.primitives import Buffer
+from kproxy_codec.produce import records_of, transactional_id
 from tests.support.messages import (
     APIS,
     EVERY_VERSION,

@@ -1,7 +1,7 @@
-"""The Own API's messages and the brokers': what is written is what is read, and what somebody broke is a CodecError.
+"""Encode and decode the messages of the Own API and of the brokers' fences; broken ones raise CodecError.
 
-No other codec knows them: a second writer here builds the same bytes from the description in `codec.own`, tagged fields
-included.
+No other codec knows these messages. A second writer here builds the same bytes from the description in
+`kproxy_codec.own`, tagged fields included.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from codec import own
-from codec.api_keys import BIND_FENCES, OWN, is_flexible
-from codec.errors import CodecError, InvalidField
-from codec.headers import parse_request_header, request_header, response_header
-from codec.own import (
+from kproxy_codec import own
+from kproxy_codec.api_keys import BIND_FENCES, OWN, is_flexible
+from kproxy_codec.errors import CodecError, InvalidField
+from kproxy_codec.headers import parse_request_header, request_header, response_header
+from kproxy_codec.own import (
     MAX_NAME_BYTES,
     MAX_RESOURCES,
     BoundFence,

@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from codec import api_keys as keys
-from codec import control
-from codec.cluster import Named, asks_for_all_topics, leaderless_metadata, rename_brokers
-from codec.coordination import (
+from kproxy.proxy.coordination import COORDINATED
+from kproxy.proxy.versions import OFFERS
+from kproxy_codec import api_keys as keys
+from kproxy_codec import control
+from kproxy_codec.cluster import Named, asks_for_all_topics, leaderless_metadata, rename_brokers
+from kproxy_codec.coordination import (
     BATCHED_FROM,
     GROUP,
     REFUSED_BY_PARTITION,
@@ -26,10 +28,8 @@ from codec.coordination import (
     refuse_partitions,
     replace_coordinators,
 )
-from codec.errors import CodecError
-from codec.walk import PORTION, Work, at_once
-from kproxy.proxy.coordination import COORDINATED
-from kproxy.proxy.versions import OFFERS
+from kproxy_codec.errors import CodecError
+from kproxy_codec.walk import PORTION, Work, at_once
 from tests.support.fattest import arrays, body_of, fattest, many_tags, schema_of
 
 BROKERS = [(1_000_000, "proxy-0.test", 9092), (1_000_001, "::1", 9093), (1_000_002, "proxy-2.test", 9094)]

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from codec import control, replica_fetch
-from codec.api_keys import FETCH
-from codec.errors import InvalidField, Truncated
-from codec.fetch import (
+from kproxy_codec import control, replica_fetch
+from kproxy_codec.api_keys import FETCH
+from kproxy_codec.errors import InvalidField, Truncated
+from kproxy_codec.fetch import (
     EpochEnd,
     PartitionFetch,
     PartitionFetched,
@@ -21,9 +21,9 @@ from codec.fetch import (
     response_ends,
     result_entry,
 )
-from codec.headers import parse_request_header, response_header
-from codec.partitioned import encode_topics, with_length
-from codec.replica_fetch import encode_replica_fetch, read_replica_answer
+from kproxy_codec.headers import parse_request_header, response_header
+from kproxy_codec.partitioned import encode_topics, with_length
+from kproxy_codec.replica_fetch import encode_replica_fetch, read_replica_answer
 from tests.support.messages import frame_of, response_body, response_frame, sample_response, tag_section, topic_id
 
 INT16, INT32, INT64 = (st.integers(-(1 << bits - 1), (1 << bits - 1) - 1) for bits in (16, 32, 64))

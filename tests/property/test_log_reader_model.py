@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from codec import error_codes
-from codec.fetch import PartitionFetched
-from codec.record_batch import assign_offsets, parse_batch
-from codec.record_crc import crc_is_valid
 from kproxy.pipeline.audit.log_client import EARLIEST, LogClient, Patience, TopicPartition
 from kproxy.pipeline.audit.log_connection import LARGEST_BATCH_BYTES, LogReadFailed
 from kproxy.pipeline.audit.log_plan import LogRange, cut
 from kproxy.pipeline.audit.log_reader import RangeReader, Row
+from kproxy_codec import error_codes
+from kproxy_codec.fetch import PartitionFetched
+from kproxy_codec.record_batch import assign_offsets, parse_batch
+from kproxy_codec.record_crc import crc_is_valid
 from tests.support.record_batches import build_batch
 
 T0 = TopicPartition("t", 0)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from codec.own import MAX_NAME_BYTES, WHOLE_GROUP
-from kproxy.fencing.keys import ClaimValue, MemberValue, OwnKeys, decode_claim, decode_member, encode_value
+from kproxy.claims.keys import ClaimValue, MemberValue, OwnKeys, decode_claim, decode_member, encode_value
+from kproxy_codec.own import MAX_NAME_BYTES, WHOLE_GROUP
 
 KEYS = OwnKeys("/pre fix")
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40)

@@ -12,9 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from codec.error_codes import FENCED_INSTANCE_ID, INVALID_REQUEST, NONE
-from codec.own import WHOLE_GROUP
-from kproxy.fencing.rules import Claim, Decision, Owner, decide, decide_whole, in_force, latest
+from kproxy.claims.rules import Claim, Decision, Owner, decide, decide_whole, in_force, latest
+from kproxy_codec.error_codes import FENCED_INSTANCE_ID, INVALID_REQUEST, NONE
+from kproxy_codec.own import WHOLE_GROUP
 
 RESOURCES = ("r/0", "r/1", "x")
 # A new one comes for each that is severed.

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Final
 
-from codec import api_keys, control
 from kproxy.proxy.client_session import ClientSession
 from kproxy.proxy.versions import own_ranges
 from kproxy.routing.topology import NO_OWNER, Address, Topology
+from kproxy_codec import api_keys, control
 from tests.simulation import wire
 from tests.simulation.dice import Dice, What
 from tests.simulation.network import NetworkLoop, SimulatedTransport

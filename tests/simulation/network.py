@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from contextvars import Context
 from typing import Any, Final, Protocol
 
-from codec.primitives import Buffer
+from kproxy_codec.primitives import Buffer
 from tests.simulation.dice import Dice, What
 from tests.support.simulated_loop import NeverRests, SimulatedLoop
 

@@ -14,13 +14,13 @@ from typing import Any, Final, NamedTuple, cast
 
 import pytest
 
-from codec import error_codes as codes
 from kproxy.routing import lanes, merge, retry
 from kproxy.routing.lanes import Lanes
 from kproxy.routing.merge import Exchange
 from kproxy.routing.refused import Refused
 from kproxy.routing.retry import CONNECTION_LOST, UNREADABLE, Bound, Row
 from kproxy.routing.routes import Routes
+from kproxy_codec import error_codes as codes
 from tests.simulation.setting import draw
 from tests.simulation.world import Outcome, run_world
 

@@ -20,13 +20,13 @@ import msgspec
 import structlog
 
 from kproxy.config import Limits
-from kproxy.observe.audit.rows import Range, decode_page
-from kproxy.observe.audit.trail import LOOK_S, Trail
 from kproxy.proxy.client_session import ClientSession
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.dialling import Dialler
 from kproxy.routing.fleet import Fleet, Proxy
 from kproxy.routing.topology import Address, Topology
+from kproxy.trail.rows import Range, decode_page
+from kproxy.trail.trail import LOOK_S, Trail
 from tests.simulation.clients import KINDS, TICK_S, Client, Connection
 from tests.simulation.cluster import Broker, BrokerConnection, Cluster
 from tests.simulation.dice import Dice, TimeRandom, What

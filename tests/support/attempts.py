@@ -18,7 +18,7 @@ from typing import NamedTuple, Self
 
 from kafka.record.memory_records import MemoryRecords
 
-from codec import error_codes
+from kproxy_codec import error_codes
 from tests.support.record_batches import build_batch
 from tests.support.reference_broker import Closed, RawClient
 

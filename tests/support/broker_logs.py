@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from codec.record_batch import assign_offsets, iterate_batches, parse_batch
 from kproxy.broker.log import Log
+from kproxy_codec.record_batch import assign_offsets, iterate_batches, parse_batch
 from tests.support.record_batches import build_batch
 
 

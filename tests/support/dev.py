@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from kproxy.dev.child import ParentPipe
-from kproxy.dev.orphan import PARENT_FD
+from kproxy.runtime.orphan import PARENT_FD
 
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 45.0

@@ -22,8 +22,8 @@ import pytest
 import pytest_asyncio
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.ownership.etcd import EtcdClient, EtcdUnavailable, put_op
-from kproxy.ownership.etcd.messages import rpc
+from kproxy.etcd import EtcdClient, EtcdUnavailable, put_op
+from kproxy.etcd.messages import rpc
 
 # A single member need not wait a second to elect itself. Not for `etcd`: the shortest TTL granted hangs on it too.
 QUICK = ("--heartbeat-interval", "20", "--election-timeout", "200", "--unsafe-no-fsync")

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import NamedTuple
 
-from kproxy.ownership.etcd import EtcdClient, Snapshot, WatchEvent
+from kproxy.etcd import EtcdClient, Snapshot, WatchEvent
 from tests.support.etcd import Relay, compact, put_many
 from tests.support.etcd_cluster import EtcdCluster
 from tests.support.etcd_history import Change, change_of

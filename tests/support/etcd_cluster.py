@@ -24,7 +24,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from kproxy.ownership.etcd import EtcdClient, EtcdError
+from kproxy.etcd import EtcdClient, EtcdError
 from kproxy.pipeline.cache import user_cache_dir
 from tests.support.ports import free_ports
 

@@ -9,8 +9,8 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from codec import control
-from codec.api_keys import API_VERSIONS, is_flexible
+from kproxy_codec import control
+from kproxy_codec.api_keys import API_VERSIONS, is_flexible
 from tests.support.messages import uvarint
 
 Path = tuple[str, ...]

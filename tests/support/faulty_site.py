@@ -19,7 +19,7 @@ import msgspec
 
 from kproxy.broker.json_file import read_json
 from kproxy.broker.keys import Keys, StateValue, decode_value
-from kproxy.ownership.etcd import EtcdClient, EtcdError
+from kproxy.etcd import EtcdClient, EtcdError
 from tests.support.attempts import Address, Stored, log_bytes, stored
 from tests.support.etcd import Relay
 from tests.support.etcd_cluster import EtcdCluster

@@ -11,21 +11,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from codec import error_codes
-from codec.api_keys import BIND_FENCES
-from codec.headers import parse_request_header, request_header, response_header
-from codec.own import (
+from kproxy.broker.apis import bind_fences
+from kproxy.broker.context import Bindings, Request
+from kproxy.broker.writer_fence import UNBOUND
+from kproxy.etcd import put_op
+from kproxy_codec import error_codes
+from kproxy_codec.api_keys import BIND_FENCES
+from kproxy_codec.headers import parse_request_header, request_header, response_header
+from kproxy_codec.own import (
     BIND_FENCES_VERSION,
     BoundFence,
     FenceBinding,
     encode_bind_fences_request,
     parse_bind_fences_response,
 )
-from codec.primitives import INT32
-from kproxy.broker.apis import bind_fences
-from kproxy.broker.context import Bindings, Request
-from kproxy.broker.writer_fence import UNBOUND
-from kproxy.ownership.etcd import put_op
+from kproxy_codec.primitives import INT32
 from tests.support.replication_checks import Judge
 from tests.support.replication_clients import Attempt, Clients
 from tests.support.simulated_broker import PARTITION_INDEX, TOPIC, SimulatedProcess, State

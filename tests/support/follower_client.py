@@ -7,13 +7,13 @@ import uuid
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 
-from codec import control
-from codec.api_keys import SASL_AUTHENTICATE, SASL_HANDSHAKE
-from codec.fetch import PartitionFetch
-from codec.replica_fetch import ReplicaAnswer, encode_replica_fetch, read_replica_answer
 from kproxy.broker.keys import BrokerValue, Keys, ReplicaKey, decode_value
 from kproxy.broker.replication.sasl import MECHANISM, FollowerHandshake, Secret
-from kproxy.ownership.etcd import EtcdClient
+from kproxy.etcd import EtcdClient
+from kproxy_codec import control
+from kproxy_codec.api_keys import SASL_AUTHENTICATE, SASL_HANDSHAKE
+from kproxy_codec.fetch import PartitionFetch
+from kproxy_codec.replica_fetch import ReplicaAnswer, encode_replica_fetch, read_replica_answer
 from tests.support.reference_broker import RawClient
 
 # As a data directory's id.

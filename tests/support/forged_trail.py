@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from kproxy.observe.audit.rows import Begin, End, Mark, Range, Row
+from kproxy.trail.rows import Begin, End, Mark, Range, Row
 
 INTERVAL_MS = 2_000
 MARK_MS = 10_000

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from codec import api_keys as keys
+from kproxy_codec import api_keys as keys
 from tests.support.scripted_upstream import Asked, Partition
 from tests.support.served import ServedBroker
 

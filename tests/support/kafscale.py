@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from codec.api_keys import API_VERSIONS, INIT_PRODUCER_ID
+from kproxy_codec.api_keys import API_VERSIONS, INIT_PRODUCER_ID
 from tests.support.scripted_upstream import Asked, ScriptedUpstream
 
 ORDERS_ID = bytes((150, 88, 64, 56, 22, 64, 158, 102, 235, 162, 23, 95, 142, 255, 139, 83))

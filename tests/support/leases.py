@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kproxy.ownership.etcd import EtcdClient
+from kproxy.etcd import EtcdClient
 from kproxy.routing.topology import Topology
 
 # Owners by topic and partition index.

@@ -18,9 +18,9 @@ import time
 
 import uvloop
 
-from codec.headers import parse_request_header
-from codec.produce import parse_produce
 from kproxy.cli import main
+from kproxy_codec.headers import parse_request_header
+from kproxy_codec.produce import parse_produce
 from tests.support.raw_client import produce_frame
 
 # Shorter turns are not measured beside the reference, in seconds.

@@ -14,13 +14,13 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from codec import control
-from codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
-from codec.fetch import FetchApi
-from codec.headers import RequestHeader, parse_request_header
-from codec.list_offsets import LIST_OFFSETS_API
-from codec.partitioned import PartitionedApi
-from codec.produce_response import PRODUCE_API
+from kproxy_codec import control
+from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
+from kproxy_codec.fetch import FetchApi
+from kproxy_codec.headers import RequestHeader, parse_request_header
+from kproxy_codec.list_offsets import LIST_OFFSETS_API
+from kproxy_codec.partitioned import PartitionedApi
+from kproxy_codec.produce_response import PRODUCE_API
 
 Fields = Mapping[str, Any]
 Tags = Sequence[tuple[int, bytes]]

@@ -18,8 +18,8 @@ from collections import Counter, deque
 from enum import Enum
 from random import Random
 
-from codec.record_batch import parse_header
 from kproxy.routing.retry import Conduct
+from kproxy_codec.record_batch import parse_header
 from tests.support.running_proxy import RunningProxy
 from tests.support.scripted_upstream import Asked, Partition, ScriptedUpstream, UpstreamConnection
 

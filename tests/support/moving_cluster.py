@@ -16,7 +16,7 @@ from collections import deque
 from itertools import pairwise
 from random import Random
 
-from codec.record_batch import parse_header
+from kproxy_codec.record_batch import parse_header
 from tests.support.running_proxy import RunningProxy
 from tests.support.scripted_upstream import Asked, Partition, ScriptedUpstream, UpstreamConnection
 

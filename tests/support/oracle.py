@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
-from codec import error_codes
-from codec.api_keys import API_VERSIONS, CREATE_TOPICS, FETCH, LIST_OFFSETS, METADATA, PRODUCE
-from codec.record_batch import iterate_batches
+from kproxy_codec import error_codes
+from kproxy_codec.api_keys import API_VERSIONS, CREATE_TOPICS, FETCH, LIST_OFFSETS, METADATA, PRODUCE
+from kproxy_codec.record_batch import iterate_batches
 from tests.support.real_kafka import RealKafka
 from tests.support.record_batches import build_batch
 from tests.support.reference_broker import BrokerProcess, Closed, RawClient, wait_for

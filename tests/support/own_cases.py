@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import psutil
 
-from codec.api_keys import OWN
-from codec.error_codes import NONE, POLICY_VIOLATION
-from codec.own import NO_FENCE, NO_GENERATION, OWN_MAX_VERSION, WHOLE_GROUP, OwnResponse
-from kproxy.fencing.keys import OwnKeys
-from kproxy.ownership.etcd import EtcdClient
+from kproxy.claims.keys import OwnKeys
+from kproxy.etcd import EtcdClient
+from kproxy_codec.api_keys import OWN
+from kproxy_codec.error_codes import NONE, POLICY_VIOLATION
+from kproxy_codec.own import NO_FENCE, NO_GENERATION, OWN_MAX_VERSION, WHOLE_GROUP, OwnResponse
 from tests.support.dev import KproxyProcess
 from tests.support.own_client import OwnClient
 from tests.support.scripted_upstream import HOST

@@ -16,11 +16,11 @@ from contextlib import suppress
 from math import inf
 from typing import Any, NamedTuple, Self, TypeVar
 
-from codec import control
-from codec.api_keys import API_VERSIONS, CREATE_TOPICS, FETCH, METADATA, OWN, PRODUCE
-from codec.error_codes import NONE
-from codec.headers import request_header, response_correlation_id
-from codec.own import (
+from kproxy_codec import control
+from kproxy_codec.api_keys import API_VERSIONS, CREATE_TOPICS, FETCH, METADATA, OWN, PRODUCE
+from kproxy_codec.error_codes import NONE
+from kproxy_codec.headers import request_header, response_correlation_id
+from kproxy_codec.own import (
     OWN_MAX_VERSION,
     OwnRequest,
     OwnResource,

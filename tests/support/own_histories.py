@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Final, Self
 
-from codec import error_codes
+from kproxy_codec import error_codes
 from tests.support.attempts import Stored
 from tests.support.linearizability import NEVER, UNKNOWN
 from tests.support.own_client import OwnClient, Produced

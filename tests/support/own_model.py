@@ -5,7 +5,7 @@ then on it is the owner's generation that others are held against. And it takes 
 writes but its connection. In between the writer of before may still write; nobody is told that he owns it. So a claim
 is two operations, `Decide` and `Take`, of the same times.
 
-The table of the wiki's "Single Reader/Writer" is written down here once more, and not taken from `kproxy.fencing`.
+The table of the wiki's "Single Reader/Writer" is written down here once more, and not taken from `kproxy.claims`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from codec import error_codes
+from kproxy_codec import error_codes
 from tests.support.attempts import REFUSED, Stored
 from tests.support.linearizability import NEVER, UNKNOWN, Operation, check
 

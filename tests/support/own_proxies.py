@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import pytest
 
+from kproxy.claims.keys import OwnKeys
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.fencing.keys import OwnKeys
-from kproxy.ownership.etcd import EtcdClient
+from kproxy.etcd import EtcdClient
 from tests.support.dev import KproxyProcess, serving
 from tests.support.own_cases import PATIENCE_S, Place, Pool, writers_of
 from tests.support.reference_broker import start_brokers

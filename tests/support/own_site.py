@@ -23,8 +23,8 @@ import msgspec
 import psutil
 
 from kproxy.broker.keys import Keys
-from kproxy.fencing.keys import OwnKeys, decode_member
-from kproxy.ownership.etcd import EtcdClient
+from kproxy.claims.keys import OwnKeys, decode_member
+from kproxy.etcd import EtcdClient
 from tests.support.attempts import Stored
 from tests.support.dev import KPROXY, KproxyProcess
 from tests.support.etcd import Relay, eventually

@@ -25,8 +25,6 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from codec.api_keys import FETCH, LIST_OFFSETS
-from codec.partitioned import PartitionedRequest
 from kproxy.routing import actions
 from kproxy.routing.actions import Action
 from kproxy.routing.events import Loss
@@ -36,6 +34,8 @@ from kproxy.routing.merge import Exchange
 from kproxy.routing.retry import LEASED, Conduct
 from kproxy.routing.split import Entry, split_whole
 from kproxy.routing.topology import NO_OWNER, Address
+from kproxy_codec.api_keys import FETCH, LIST_OFFSETS
+from kproxy_codec.partitioned import PartitionedRequest
 from tests.support.messages import APIS, topic_id
 from tests.support.playbook_plain import PlainRequests, is_plain
 from tests.support.playbook_rules import Rules

@@ -13,15 +13,15 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias
 
-from codec.partitioned import PartitionedRequest
-from codec.primitives import Buffer
-from codec.produce_response import base_offset_of
 from kproxy.routing import actions
 from kproxy.routing.actions import Action
 from kproxy.routing.merge import Exchange
 from kproxy.routing.retry import event_name
 from kproxy.routing.split import Entry, Selection
 from kproxy.routing.topology import NO_OWNER
+from kproxy_codec.partitioned import PartitionedRequest
+from kproxy_codec.primitives import Buffer
+from kproxy_codec.produce_response import base_offset_of
 from tests.support.messages import (
     APIS,
     FETCH,

@@ -1,4 +1,4 @@
-"""Record batches for tests, built by kafka-python: an implementation that shares nothing with `codec.record_batch`."""
+"""Build record batches by kafka-python, which shares nothing with `kproxy_codec.record_batch`."""
 
 from __future__ import annotations
 

@@ -22,18 +22,18 @@ from typing import Any, Self
 
 import pytest
 
-from codec import control
-from codec.api_keys import API_VERSIONS, BIND_FENCES, METADATA, PRODUCE, is_flexible
-from codec.headers import request_header
-from codec.own import (
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy_codec import control
+from kproxy_codec.api_keys import API_VERSIONS, BIND_FENCES, METADATA, PRODUCE, is_flexible
+from kproxy_codec.headers import request_header
+from kproxy_codec.own import (
     BIND_FENCES_VERSION,
     BoundFence,
     FenceBinding,
     encode_bind_fences_request,
     parse_bind_fences_response,
 )
-from codec.produce import TOPIC_IDS_FROM
-from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy_codec.produce import TOPIC_IDS_FROM
 
 READY_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 30.0

@@ -6,8 +6,6 @@ import shutil
 import uuid
 from pathlib import Path
 
-from codec.fetch import PartitionFetched
-from codec.record_batch import parse_batch
 from kproxy.broker.checkpoint import Leadership
 from kproxy.broker.keys import ReplicaKey
 from kproxy.broker.log import Log
@@ -15,6 +13,8 @@ from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition, ReplicaSe
 from kproxy.broker.replication.manager import Isr
 from kproxy.broker.replication.reconciliation import Reconciliation
 from kproxy.broker.writer_fence import KeptFence
+from kproxy_codec.fetch import PartitionFetched
+from kproxy_codec.record_batch import parse_batch
 from tests.support.record_batches import build_batch
 
 REPLICAS = (1, 2, 3)

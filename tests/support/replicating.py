@@ -13,8 +13,6 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
-from codec.framing import ReceiveArena
-from codec.record_batch import parse_batch
 from kproxy.broker.checkpoint import Leadership
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.config import BrokerConfig
@@ -30,6 +28,8 @@ from kproxy.broker.replication.manager import Isr
 from kproxy.broker.replication.presence import FollowerPresence
 from kproxy.broker.replication.sasl import Secret
 from kproxy.broker.writer_fence import KeptFence
+from kproxy_codec.framing import ReceiveArena
+from kproxy_codec.record_batch import parse_batch
 from tests.support.record_batches import build_batch
 from tests.support.replica_group import on_disk
 

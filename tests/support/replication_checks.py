@@ -30,7 +30,7 @@ from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
-from codec.record_batch import HEADER_BYTES, parse_header
+from kproxy_codec.record_batch import HEADER_BYTES, parse_header
 
 
 class Rule(Enum):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from codec import error_codes
-from codec.record_batch import iterate_batches, parse_header
 from kproxy.broker.context import Bindings
 from kproxy.broker.partition import ACKS_ALL, AppendResult
 from kproxy.broker.writer_fence import UNBOUND
+from kproxy_codec import error_codes
+from kproxy_codec.record_batch import iterate_batches, parse_header
 from tests.support.record_batches import build_batch
 from tests.support.replication_checks import Judge, Rule, Violation
 from tests.support.simulated_broker import PARTITION, SimulatedProcess, State

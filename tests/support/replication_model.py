@@ -25,15 +25,15 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import structlog
 
-from codec import error_codes
-from codec.record_batch import assign_offsets, parse_header
 from kproxy.broker.json_file import read_json
 from kproxy.broker.keys import Keys, StateValue, TopicValue, decode_value, encode_value
 from kproxy.broker.log_options import LogOptions
 from kproxy.broker.partition import ACKS_ALL, Partition
 from kproxy.broker.replication.manager import Role
 from kproxy.broker.replication.reconciliation import Inconsistent, validate_consistency
-from kproxy.ownership.etcd import put_op
+from kproxy.etcd import put_op
+from kproxy_codec import error_codes
+from kproxy_codec.record_batch import assign_offsets, parse_header
 from tests.support.fenced_writers import FencedWriters
 from tests.support.record_batches import build_batch
 from tests.support.replication_checks import Judge, Replica, Rule, Violation, replica_at

@@ -28,9 +28,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from codec import error_codes
-from codec.fetch import EpochEnd
-from codec.own import FenceBinding
 from kproxy.broker import candidates, data_dir, leases, partition, take_over, turns
 from kproxy.broker.apis import bind_fences
 from kproxy.broker.cluster import ClusterView, Topic
@@ -44,8 +41,11 @@ from kproxy.broker.producer_state import Judgement, ProducerStates, Verdict
 from kproxy.broker.replication.manager import ReplicationManager
 from kproxy.broker.replication.reconciliation import Reconciliation
 from kproxy.broker.writer_fence import KeptFence, Standing, WriterFence
-from kproxy.ownership.etcd import EtcdClient, TxnCompare, TxnOp, TxnResult, lease_fence
-from kproxy.ownership.etcd.lease_fence import LeaseFence
+from kproxy.etcd import EtcdClient, TxnCompare, TxnOp, TxnResult, lease_fence
+from kproxy.etcd.lease_fence import LeaseFence
+from kproxy_codec import error_codes
+from kproxy_codec.fetch import EpochEnd
+from kproxy_codec.own import FenceBinding
 from tests.support.replication_checks import Rule
 from tests.support.replication_model import LEADER, Setting, Taken
 from tests.support.replication_search import STEPS_PER_RUN, Weights

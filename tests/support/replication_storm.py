@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from typing import NamedTuple
 
-from codec import error_codes
-from codec.api_keys import FETCH, LIST_OFFSETS
-from kproxy.ownership.etcd import EtcdError
+from kproxy.etcd import EtcdError
+from kproxy_codec import error_codes
+from kproxy_codec.api_keys import FETCH, LIST_OFFSETS
 from tests.support.attempts import Address, Stored, ThreadedClient, stored
 from tests.support.faulty_site import FaultyBroker, FaultySite
 from tests.support.reference_broker import Closed, RawClient

@@ -19,14 +19,14 @@ from typing import Any
 import pytest
 import uvloop
 
+from kproxy.claims.service import OwnService
 from kproxy.config import Limits
-from kproxy.fencing.service import OwnService
-from kproxy.observe.audit.rows import Range, decode_page
-from kproxy.observe.audit.trail import Trail
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.server import Listener
 from kproxy.routing.fleet import Fleet, Proxy
 from kproxy.routing.topology import NO_OWNER, Topology
+from kproxy.trail.rows import Range, decode_page
+from kproxy.trail.trail import Trail
 from tests.support.messages import topic_id
 from tests.support.raw_client import RawClient
 from tests.support.scripted_upstream import HOST, PATIENCE_S, ScriptedUpstream

@@ -15,11 +15,11 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, cast
 
-from codec import control
-from codec.api_keys import API_VERSIONS, FETCH, LIST_OFFSETS, OWN, PRODUCE, is_flexible
-from codec.headers import RequestHeader, client_id, parse_request_header
 from kproxy.proxy.versions import own_ranges
 from kproxy.routing.topology import Address
+from kproxy_codec import control
+from kproxy_codec.api_keys import API_VERSIONS, FETCH, LIST_OFFSETS, OWN, PRODUCE, is_flexible
+from kproxy_codec.headers import RequestHeader, client_id, parse_request_header
 from tests.support.messages import (
     APIS,
     REQUEST_FIELDS,

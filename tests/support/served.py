@@ -13,8 +13,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from codec.api_keys import API_VERSIONS
 from kproxy.proxy.versions import OFFERS
+from kproxy_codec.api_keys import API_VERSIONS
 from tests.support.dev import KproxyProcess, serving
 from tests.support.raw_client import RawClient
 from tests.support.scripted_upstream import PATIENCE_S, Asked, ScriptedUpstream

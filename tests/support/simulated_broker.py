@@ -25,9 +25,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, cast
 
-from codec import error_codes
-from codec.own import FenceBinding
-from codec.record_batch import parse_batch
 from kproxy.broker.broker_lease import BrokerLease, IdInUse
 from kproxy.broker.cluster import ClusterView, Topic
 from kproxy.broker.config import BrokerConfig
@@ -41,8 +38,11 @@ from kproxy.broker.log_options import LogOptions
 from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition, ReplicaSettings
 from kproxy.broker.replication.isr_keeper import IsrKeeper
 from kproxy.broker.writer_fence import UNBOUND
-from kproxy.ownership.etcd import EtcdError
-from kproxy.ownership.etcd.lease_fence import LeaseFence
+from kproxy.etcd import EtcdError
+from kproxy.etcd.lease_fence import LeaseFence
+from kproxy_codec import error_codes
+from kproxy_codec.own import FenceBinding
+from kproxy_codec.record_batch import parse_batch
 from tests.support.simulated_etcd import EtcdStore, KeepAlives, Link, SimulatedEtcdClient
 from tests.support.simulated_loop import SimulatedLoop
 

@@ -21,8 +21,8 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, NamedTuple
 
-from kproxy.ownership.etcd import EtcdClient, EtcdUnavailable, KeyValue, LeaseLost, Snapshot, WatchEvent
-from kproxy.ownership.etcd.messages import decode_key, key_value, rpc
+from kproxy.etcd import EtcdClient, EtcdUnavailable, KeyValue, LeaseLost, Snapshot, WatchEvent
+from kproxy.etcd.messages import decode_key, key_value, rpc
 
 CLUSTER_ID = 0xC1
 CALL_TIMEOUT_S = 5.0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from codec import error_codes
-from codec.fetch import PartitionFetch, PartitionFetched
+from kproxy_codec import error_codes
+from kproxy_codec.fetch import PartitionFetch, PartitionFetched
 from tests.support.simulated_broker import PARTITION_INDEX, SimulatedProcess, State
 
 MAX_FETCH_BYTES = 1 << 20

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from codec.error_codes import NONE
-from codec.own import FenceBinding
 from kproxy.cli import main
 from kproxy.proxy.binding import Binder
+from kproxy_codec.error_codes import NONE
+from kproxy_codec.own import FenceBinding
 
 
 async def _bound(self: Binder, bindings: Sequence[FenceBinding], deadline: float) -> dict[tuple[str, int], int]:

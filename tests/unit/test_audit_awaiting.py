@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kproxy.observe.audit.rows import Begin, End, Mark, Range, Row, encode_page
 from kproxy.pipeline.audit.awaiting import SILENCE_MS, Trails
+from kproxy.trail.rows import Begin, End, Mark, Range, Row, encode_page
 
 UNTIL_MS = 100_000
 INTERVAL_MS, MARK_MS = 2_000, 10_000

@@ -15,11 +15,11 @@ import pytest
 
 from kproxy.config import AuditOptions
 from kproxy.errors import StartupError
-from kproxy.observe.audit.rows import Begin, End, Mark, Range, Row, encode_page
-from kproxy.observe.audit.sinks.json_lines import JsonSink
-from kproxy.observe.audit.sinks.make import make_sink
-from kproxy.observe.audit.sinks.parquet import SCHEMA, ParquetSink
-from kproxy.observe.audit.sinks.sink import Sink, SinkFailed
+from kproxy.trail.rows import Begin, End, Mark, Range, Row, encode_page
+from kproxy.trail.sinks.json_lines import JsonSink
+from kproxy.trail.sinks.make import make_sink
+from kproxy.trail.sinks.parquet import SCHEMA, ParquetSink
+from kproxy.trail.sinks.sink import Sink, SinkFailed
 from tests.support.audit_trails import (
     BEGAN_MS,
     INCARNATION,

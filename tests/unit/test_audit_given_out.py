@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kproxy.observe.audit import given_out as given_out_module
-from kproxy.observe.audit.chunks import Chunk
-from kproxy.observe.audit.given_out import GivenOut, Giver, Overlap
+from kproxy.trail import given_out as given_out_module
+from kproxy.trail.chunks import Chunk
+from kproxy.trail.given_out import GivenOut, Giver, Overlap
 
 OLD = Giver(owner=1, revision=10, connection=1, client="a@h:1")
 NEW = Giver(owner=2, revision=20, connection=2, client="b@h:2")

@@ -13,19 +13,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from codec.api_keys import PRODUCE
-from codec.partitioned import PartitionedRequest
-from codec.produce import parse_produce
-from codec.produce_response import PRODUCE_API
-from kproxy.observe.audit import trail as trail_module
-from kproxy.observe.audit.acked import MAX_SPANS, Acked
-from kproxy.observe.audit.chunks import Chunk
-from kproxy.observe.audit.given_out import Giver, Overlap
-from kproxy.observe.audit.noted import ConnectionAcks, NotedEntry
-from kproxy.observe.audit.rows import Begin, End, Mark, Range, Row, decode_page
-from kproxy.observe.audit.trail import LOOK_S, MARK_S, Trail
 from kproxy.routing.merge import Exchange
 from kproxy.routing.topology import Topology
+from kproxy.trail import trail as trail_module
+from kproxy.trail.acked import MAX_SPANS, Acked
+from kproxy.trail.chunks import Chunk
+from kproxy.trail.given_out import Giver, Overlap
+from kproxy.trail.noted import ConnectionAcks, NotedEntry
+from kproxy.trail.rows import Begin, End, Mark, Range, Row, decode_page
+from kproxy.trail.trail import LOOK_S, MARK_S, Trail
+from kproxy_codec.api_keys import PRODUCE
+from kproxy_codec.partitioned import PartitionedRequest
+from kproxy_codec.produce import parse_produce
+from kproxy_codec.produce_response import PRODUCE_API
 from tests.support.messages import head_of, request_body, request_frame, sample_request
 
 MAX_SEQUENCE = 2**31 - 1
@@ -548,7 +548,7 @@ def test_offsets_are_judged_before_the_trail_has_begun_and_not_told() -> None:
 def test_a_connection_that_writes_to_very_many_partitions_is_not_remembered_for_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kproxy.observe.audit.noted.MAX_PARTITIONS", 3)
+    monkeypatch.setattr("kproxy.trail.noted.MAX_PARTITIONS", 3)
     site = Site()
     for partition in range(10):
         site.acknowledge(Given(0), partition=partition)

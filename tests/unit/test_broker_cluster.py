@@ -8,7 +8,7 @@ import uuid
 
 from kproxy.broker.cluster import NO_OWNER, Change, ClusterView, Kind
 from kproxy.broker.keys import Keys, ReplicaKey
-from kproxy.ownership.etcd import KeyValue, Snapshot, WatchEvent
+from kproxy.etcd import KeyValue, Snapshot, WatchEvent
 
 TOPIC_ID = uuid.UUID(int=5)
 LOG_ID = uuid.UUID(int=6)

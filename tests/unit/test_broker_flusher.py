@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from codec import error_codes
-from codec.record_batch import parse_batch
 from kproxy.broker import segment
 from kproxy.broker.checkpoint import Leadership
 from kproxy.broker.log import Log
@@ -22,6 +20,8 @@ from kproxy.broker.log_options import LogOptions
 from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition, ReplicaSettings
 from kproxy.broker.replication.manager import Isr
 from kproxy.broker.writer_fence import KeptFence
+from kproxy_codec import error_codes
+from kproxy_codec.record_batch import parse_batch
 from tests.support.record_batches import build_batch
 from tests.support.replica_group import on_disk
 

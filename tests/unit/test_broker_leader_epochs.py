@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from codec.fetch import EpochEnd
 from kproxy.broker.leader_epochs import NO_LEADER_EPOCH, LeaderEpochs
+from kproxy_codec.fetch import EpochEnd
 
 LOG_END = 50
 

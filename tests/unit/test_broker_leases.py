@@ -10,10 +10,6 @@ from typing import Any, cast
 
 import pytest
 
-from codec.api_keys import BIND_FENCES
-from codec.headers import parse_request_header, request_header
-from codec.own import FenceBinding, encode_bind_fences_request
-from codec.primitives import INT32
 from kproxy.broker import leases, turns
 from kproxy.broker.apis import bind_fences, produce
 from kproxy.broker.checkpoint import Leadership
@@ -26,8 +22,12 @@ from kproxy.broker.keys import BrokerValue, Keys, PartitionKey, ReplicaKey, Stat
 from kproxy.broker.leases import PartitionLeaseManager
 from kproxy.broker.partition import Partition, ReplicaSettings
 from kproxy.broker.replication.reconciliation import Inconsistent
-from kproxy.ownership.etcd import KeyValue, Snapshot, WatchEvent, delete_op, put_op
-from kproxy.ownership.etcd.lease_fence import LeaseFence
+from kproxy.etcd import KeyValue, Snapshot, WatchEvent, delete_op, put_op
+from kproxy.etcd.lease_fence import LeaseFence
+from kproxy_codec.api_keys import BIND_FENCES
+from kproxy_codec.headers import parse_request_header, request_header
+from kproxy_codec.own import FenceBinding, encode_bind_fences_request
+from kproxy_codec.primitives import INT32
 from tests.support.etcd import eventually
 from tests.support.messages import topic_id
 from tests.support.raw_client import produce_frame

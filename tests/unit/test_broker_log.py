@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from codec.record_batch import assign_offsets, parse_batch
 from kproxy.broker.log import Log, LogCorrupt
 from kproxy.broker.log_options import LogOptions
 from kproxy.broker.producer_state import Verdict
 from kproxy.broker.segment import LogFailed
+from kproxy_codec.record_batch import assign_offsets, parse_batch
 from tests.support.broker_logs import append, append_values, offsets
 from tests.support.record_batches import build_batch
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from codec.record_batch import parse_batch
 from kproxy.broker import producer_history
 from kproxy.broker.checkpoint import NO_LEADERSHIP, Leadership
 from kproxy.broker.log import Log
@@ -15,6 +14,7 @@ from kproxy.broker.log_options import LogOptions
 from kproxy.broker.producer_state import Verdict
 from kproxy.broker.segment import LogFailed
 from kproxy.broker.validation import ReplicatedBatchInvalid
+from kproxy_codec.record_batch import parse_batch
 from tests.support.broker_logs import append, append_values, leader_batches, offsets, read_all
 from tests.support.record_batches import build_batch
 

@@ -7,7 +7,6 @@ import tracemalloc
 import pytest
 from structlog.testing import capture_logs
 
-from codec.record_batch import RecordBatch, parse_batch
 from kproxy.broker.producer_history import KEPT, ProducerHistory
 from kproxy.broker.producer_state import (
     BYTES_EACH,
@@ -18,6 +17,7 @@ from kproxy.broker.producer_state import (
     ProducerStates,
     Verdict,
 )
+from kproxy_codec.record_batch import RecordBatch, parse_batch
 from tests.support.record_batches import build_batch
 
 

@@ -9,7 +9,7 @@ import pytest
 from kproxy.broker.candidates import NOT_A_CANDIDATE, first_replicas, hosts, place_in_line
 from kproxy.broker.cluster import ClusterView, Topic
 from kproxy.broker.keys import BrokerValue, Keys, StateValue, TopicValue, encode_value
-from kproxy.ownership.etcd import KeyValue, Snapshot
+from kproxy.etcd import KeyValue, Snapshot
 from tests.support.replica_group import on_disk
 
 KEYS = Keys("/candidates")

@@ -8,10 +8,11 @@ from urllib.parse import urlencode
 import msgspec
 import pytest
 
-from kproxy.fencing.desk import ClaimDesk
-from kproxy.fencing.keys import ClaimValue, MemberValue, OwnKeys, encode_value
-from kproxy.fencing.table import OwnTable
-from kproxy.fencing.view import claims_page, whole_page
+from kproxy.claims.desk import ClaimDesk
+from kproxy.claims.keys import ClaimValue, MemberValue, OwnKeys, encode_value
+from kproxy.claims.table import OwnTable
+from kproxy.claims.view import claims_page, whole_page
+from kproxy.etcd import EtcdClient, KeyValue, Snapshot
 from kproxy.observe.admin import Unanswered
 from kproxy.observe.claims import (
     MAX_CLAIM_ROWS,
@@ -24,7 +25,6 @@ from kproxy.observe.claims import (
     MemberRow,
     merge_claims,
 )
-from kproxy.ownership.etcd import EtcdClient, KeyValue, Snapshot
 
 KEYS = OwnKeys("/kafscale")
 # What JSON and percent-encoding have to get around.

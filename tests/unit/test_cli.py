@@ -17,8 +17,8 @@ from kproxy import cli
 from kproxy.broker.config import BrokerConfig
 from kproxy.cli import COMMANDS, doctor_checks, doctor_replication, main
 from kproxy.config import load_settings
+from kproxy.demo.run import DemoOptions
 from kproxy.errors import StartupError
-from kproxy.pipeline.demo import DemoOptions
 from tests.support.dev import run_kproxy
 
 ROOT = Path(__file__).parents[2]
@@ -229,7 +229,7 @@ def test_a_claim_is_made_through_any_proxy_of_several(asks: Callable[..., str]) 
 
 def test_the_demo_writes_to_a_cluster_that_a_flag_names_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     run: list[DemoOptions] = []
-    monkeypatch.setattr("kproxy.pipeline.demo.run_demo", lambda options: run.append(options) or 0)
+    monkeypatch.setattr("kproxy.demo.run.run_demo", lambda options: run.append(options) or 0)
     monkeypatch.setenv("KPROXY_BOOTSTRAP", BY_VARIABLE)
     assert main(["demo"]) == 0
     assert main(["demo", "--bootstrap", BY_FLAG]) == 0

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from codec.own import OwnResource
 from kproxy.cli import main
 from kproxy.cli.own_changes import Change, changes_between
 from kproxy.cli.own_claim import parse_wanted
@@ -29,6 +28,7 @@ from kproxy.cli.own_view import (
 from kproxy.config import Address
 from kproxy.errors import StartupError
 from kproxy.observe.claims import ClaimRow, ClaimsPage, FreeOrder, FreeOutcome, MemberRow
+from kproxy_codec.own import OwnResource
 
 ACTIVE = {"proxy": "aa", "address": "127.0.0.1:9092", "connection": 3, "client": "active"}
 STANDBY = {"proxy": "bb", "address": "127.0.0.1:9093", "connection": 5, "client": "standby"}

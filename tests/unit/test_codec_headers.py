@@ -13,10 +13,10 @@ from kafka.protocol.api_message import ApiMessage
 from kio.index import KioIndexError, load_payload_module
 from kio.static.constants import EntityType
 
-from codec import api_keys
-from codec.api_keys import API_VERSIONS, FETCH, METADATA, PRODUCE, is_flexible, name_of
-from codec.errors import CodecError, InvalidField, Truncated
-from codec.headers import (
+from kproxy_codec import api_keys
+from kproxy_codec.api_keys import API_VERSIONS, FETCH, METADATA, PRODUCE, is_flexible, name_of
+from kproxy_codec.errors import CodecError, InvalidField, Truncated
+from kproxy_codec.headers import (
     client_id,
     frame_message,
     parse_request_header,
@@ -25,7 +25,7 @@ from codec.headers import (
     response_correlation_id,
     response_header,
 )
-from codec.partitioned import set_correlation_id
+from kproxy_codec.partitioned import set_correlation_id
 from tests.support.messages import tag_section, uvarint
 
 OWN = 20311

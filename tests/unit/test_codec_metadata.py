@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from codec import api_keys as keys
-from codec.control import build_response, decode_response, encode_response
-from codec.errors import CodecError, UnsupportedVersion
-from codec.metadata import HIGHEST_VERSION, NO_EPOCH, MetadataReader
+from kproxy_codec import api_keys as keys
+from kproxy_codec.control import build_response, decode_response, encode_response
+from kproxy_codec.errors import CodecError, UnsupportedVersion
+from kproxy_codec.metadata import HIGHEST_VERSION, NO_EPOCH, MetadataReader
 
 VERSIONS = range(HIGHEST_VERSION + 1)
 

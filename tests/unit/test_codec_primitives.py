@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from codec.errors import CodecError, InvalidField, Truncated
-from codec.primitives import (
+from kproxy_codec.errors import CodecError, InvalidField, Truncated
+from kproxy_codec.primitives import (
     INT8,
     INT16,
     INT32,

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
-from codec.errors import CodecError, InvalidField, Truncated, UnsupportedVersion
-from codec.fetch import FetchRequest, PartitionFetch, partition_fetch
-from codec.partitioned import MAX_PARTITIONS, MAX_READ_PARTITIONS, PartitionedRequest
-from codec.produce import records_of, transactional_id
+from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
+from kproxy_codec.errors import CodecError, InvalidField, Truncated, UnsupportedVersion
+from kproxy_codec.fetch import FetchRequest, PartitionFetch, partition_fetch
+from kproxy_codec.partitioned import MAX_PARTITIONS, MAX_READ_PARTITIONS, PartitionedRequest
+from kproxy_codec.produce import records_of, transactional_id
 from tests.support.messages import (
     APIS,
     EVERY_VERSION,

@@ -11,18 +11,18 @@ from kio.index import load_payload_module
 from kio.serial import entity_reader
 from kio.static.constants import EntityType
 
-from codec import fetch, list_offsets, produce_response
-from codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
-from codec.errors import InvalidField, Truncated
-from codec.headers import response_body_offset, response_correlation_id, response_header
-from codec.partitioned import (
+from kproxy_codec import fetch, list_offsets, produce_response
+from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
+from kproxy_codec.errors import InvalidField, Truncated
+from kproxy_codec.headers import response_body_offset, response_correlation_id, response_header
+from kproxy_codec.partitioned import (
     MAX_READ_PARTITIONS,
     PartitionedResponse,
     encode_topics,
     set_response_correlation_id,
     with_length,
 )
-from codec.primitives import Buffer
+from kproxy_codec.primitives import Buffer
 from tests.support.messages import (
     APIS,
     EVERY_VERSION,

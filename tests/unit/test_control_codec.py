@@ -13,8 +13,8 @@ from kio.index import load_payload_module
 from kio.serial import entity_reader, entity_writer
 from kio.static.constants import EntityType
 
-from codec import api_keys, control
-from codec.errors import CodecError, InvalidField, Truncated, UnsupportedVersion
+from kproxy_codec import api_keys, control
+from kproxy_codec.errors import CodecError, InvalidField, Truncated, UnsupportedVersion
 
 TOPIC_ID = uuid.UUID("6ba7b810-9dad-11d1-80b4-00c04fd430c8")
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from codec.coordination import GROUP, TRANSACTION
 from kproxy.ownership.group_leases import GroupLease, GroupLeases
 from kproxy.proxy.coordinators import LeasedCoordinators
 from kproxy.routing.topology import Address, Topology
+from kproxy_codec.coordination import GROUP, TRANSACTION
 
 
 def test_the_holder_of_its_lease_coordinates_a_group_and_without_one_a_broker_that_answers() -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy.errors import StartupError
-from kproxy.pipeline.flights import (
+from kproxy.demo.flights import (
     COLUMNS,
     TOTAL_ROWS,
     Flights,
@@ -23,6 +22,7 @@ from kproxy.pipeline.flights import (
     locate_archive,
     message_of,
 )
+from kproxy.errors import StartupError
 
 # The source's own lines.
 ROW = "2013,1,1,517,515,2,830,819,11,UA,1545,N14228,EWR,IAH,227,1400,5,15,2013-01-01T10:00:00Z".split(",")  # noqa: SIM905

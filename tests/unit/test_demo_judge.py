@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy.pipeline.flights import fingerprint
-from kproxy.pipeline.judge import MAX_EXAMPLES, Judge, Verdict
+from kproxy.demo.flights import fingerprint
+from kproxy.demo.judge import MAX_EXAMPLES, Judge, Verdict
 
 KEYS: list[bytes | None] = [b"A", b"B", None]
 

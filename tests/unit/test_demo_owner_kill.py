@@ -11,8 +11,8 @@ import pytest
 
 from kproxy.broker.cluster import NO_OWNER, ClusterView
 from kproxy.broker.keys import Keys, TopicValue, encode_value
-from kproxy.ownership.etcd import KeyValue, WatchEvent
-from kproxy.pipeline.owner_kill import MidStream, OwnerNotKilled, Takings, owner_of_most
+from kproxy.demo.owner_kill import MidStream, OwnerNotKilled, Takings, owner_of_most
+from kproxy.etcd import KeyValue, WatchEvent
 
 TOPIC = "flights"
 KEYS = Keys("/k")

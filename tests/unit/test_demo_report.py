@@ -8,9 +8,10 @@ import io
 import pytest
 from rich.console import Console
 
+from kproxy.demo.judge import Judge
+from kproxy.demo.report import KilledOwner, Outcome, brokers_in_words, show
 from kproxy.pipeline.audit.report_facts import Facts, Sums, Verdict
-from kproxy.pipeline.judge import Judge
-from kproxy.pipeline.report import KilledOwner, Outcome, Report, brokers_in_words
+from kproxy.pipeline.progress import Report
 
 
 def _outcome(seen: int = 2, owners: dict[int, int] | None = None, killed: KilledOwner | None = None) -> Outcome:
@@ -29,7 +30,7 @@ def _killed(taken_by: dict[int, int], written_s: dict[int, float], in_sync_s: fl
 
 def _shown(outcome: Outcome) -> str:
     output = io.StringIO()
-    Report(output=Console(file=output, width=100)).show(outcome)
+    show(outcome, Console(file=output, width=100))
     return output.getvalue()
 
 

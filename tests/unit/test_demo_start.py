@@ -13,16 +13,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-import kproxy
+from kproxy.demo import topic
+from kproxy.demo.run import DemoOptions, run_demo
 from kproxy.errors import StartupError
 from kproxy.installed import install_command
-from kproxy.pipeline import topic
 from kproxy.pipeline.audit.report_place import check_report
-from kproxy.pipeline.demo import DemoOptions, run_demo
 from kproxy.pipeline.java import Java
 from kproxy.pipeline.reachable import check_reachable
 from kproxy.pipeline.spark import cause_in, no_master, pyspark_home
-from kproxy.pipeline.spark_settings import spark_environment
+from kproxy.pipeline.spark_settings import PACKAGE_ROOTS, spark_environment
 
 JAVA = Java(Path("/jvm/17"), Path("/jvm/17/bin/java"), 17, "PATH")
 
@@ -141,7 +140,7 @@ def test_no_setting_of_another_spark_reaches_ours() -> None:
     assert environment == {
         "HOME": "/home/me",
         "PATH": f"/opt/bin{os.pathsep}{os.defpath}",
-        "PYTHONPATH": f"{Path(kproxy.__file__).parents[1]}{os.pathsep}/my/own",
+        "PYTHONPATH": os.pathsep.join([*PACKAGE_ROOTS, "/my/own"]),
         "SPARK_HOME": "/ours",
         "SPARK_LOCAL_IP": "127.0.0.1",
         "JAVA_HOME": "/jvm/17",

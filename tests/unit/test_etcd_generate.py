@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kproxy.ownership.etcd import generate
-from kproxy.ownership.etcd.messages import rpc
+from kproxy.etcd import generate
+from kproxy.etcd.messages import rpc
 
 
 def test_the_committed_descriptors_are_up_to_date() -> None:
@@ -24,7 +24,7 @@ def test_a_stale_descriptor_set_fails_the_check_with_the_way_out(
     assert generate.main(["--check"]) == 1
     stale.write_bytes(Path(generate.__file__).with_name("rpc.binpb").read_bytes())
     assert generate.main(["--check"]) == 1
-    assert "python -m kproxy.ownership.etcd.generate" in capsys.readouterr().err
+    assert "python -m kproxy.etcd.generate" in capsys.readouterr().err
     assert generate.main([]) == 0
     assert generate.main(["--check"]) == 0
 

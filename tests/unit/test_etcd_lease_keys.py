@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy.ownership.etcd import EtcdClient, KeyValue, Snapshot, WatchEvent
+from kproxy.etcd import EtcdClient, KeyValue, Snapshot, WatchEvent
 from kproxy.ownership.lease_keys import MAX_BROKER_VALUE_BYTES
 from kproxy.ownership.leases import LeaseTable
 from kproxy.routing.topology import NO_OWNER, Address, Topology

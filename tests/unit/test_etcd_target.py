@@ -2,9 +2,9 @@
 
 import pytest
 
-from kproxy.ownership.etcd import EtcdClient, EtcdMisused, EtcdUnavailable
-from kproxy.ownership.etcd.messages import decode_key, encode_key, prefix_end
-from kproxy.ownership.etcd.target import parse_endpoint, parse_endpoints
+from kproxy.etcd import EtcdClient, EtcdMisused, EtcdUnavailable
+from kproxy.etcd.messages import decode_key, encode_key, prefix_end
+from kproxy.etcd.target import parse_endpoint, parse_endpoints
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def test_it_needs_no_installed_package(tmp_path: Path) -> None:
     """Reading a log, but for what Spark brings; the codecs of kafka-python find their schemas in the archive."""
     program = (
         "import kproxy.pipeline.audit.log_reader, kproxy.pipeline.audit.log_options as options\n"
-        "from codec.control import build_request, encode_request\n"
+        "from kproxy_codec.control import build_request, encode_request\n"
         "assert encode_request(build_request(3, 12, topics=None))\n"
         "print(options.__file__)\n"
     )
@@ -44,7 +44,7 @@ def test_an_archive_that_cannot_be_finished_leaves_the_one_of_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = package_archive(tmp_path).read_bytes()
-    monkeypatch.setattr(executors, "PACKAGES", ("codec", "no_such_package"))
+    monkeypatch.setattr(executors, "PACKAGES", ("kproxy_codec", "no_such_package"))
     with pytest.raises(StartupError, match=r"^The package no_such_package is not installed as files"):
         package_archive(tmp_path)
     (left,) = tmp_path.iterdir()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from codec.api_keys import PRODUCE
 from kproxy.routing.merge import ExchangeState
 from kproxy.routing.open_exchanges import LOOK_PAUSES_S
+from kproxy_codec.api_keys import PRODUCE
 from tests.support.messages import frame_of, response_body, response_frame, sample_response
 from tests.support.playbook import Playbook
 from tests.support.playbook_words import answer_frame

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from codec.error_codes import POLICY_VIOLATION
 from kproxy.routing import in_flight
 from kproxy.routing.fanout import HUNG_AFTER_S
 from kproxy.routing.in_flight import WINDOW_S, ConnectionState
 from kproxy.routing.lanes import LaneState
+from kproxy_codec.error_codes import POLICY_VIOLATION
 from tests.support.playbook import Playbook
 
 

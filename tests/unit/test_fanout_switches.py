@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from codec.partitioned import PartitionedResponse
-from codec.primitives import Buffer
 from kproxy.routing import fanout, in_flight, lanes, refused
 from kproxy.routing.actions import Action, Actions, Failed
 from kproxy.routing.fanout import Fanout
@@ -25,6 +23,8 @@ from kproxy.routing.open_exchanges import OpenExchanges
 from kproxy.routing.routes import Routes
 from kproxy.routing.split import Entry
 from kproxy.routing.topology import NO_OWNER
+from kproxy_codec.partitioned import PartitionedResponse
+from kproxy_codec.primitives import Buffer
 from tests.unit import (
     test_fanout_answers,
     test_fanout_clients,

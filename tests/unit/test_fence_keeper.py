@@ -11,11 +11,6 @@ from typing import Any, cast
 
 import pytest
 
-from codec import error_codes
-from codec.api_keys import BIND_FENCES, PRODUCE
-from codec.headers import parse_request_header, request_header, response_header
-from codec.own import NO_FENCE, BoundFence, FenceBinding, encode_bind_fences_request, parse_bind_fences_response
-from codec.primitives import INT32
 from kproxy.broker.apis import bind_fences, produce
 from kproxy.broker.checkpoint import Leadership
 from kproxy.broker.cluster import ClusterView
@@ -28,7 +23,12 @@ from kproxy.broker.log import Log
 from kproxy.broker.partition import Partition, ReplicaSettings
 from kproxy.broker.replication.manager import Isr
 from kproxy.broker.writer_fence import KeptFence
-from kproxy.ownership.etcd import delete_op, put_op
+from kproxy.etcd import delete_op, put_op
+from kproxy_codec import error_codes
+from kproxy_codec.api_keys import BIND_FENCES, PRODUCE
+from kproxy_codec.headers import parse_request_header, request_header, response_header
+from kproxy_codec.own import NO_FENCE, BoundFence, FenceBinding, encode_bind_fences_request, parse_bind_fences_response
+from kproxy_codec.primitives import INT32
 from tests.support import simulated_etcd
 from tests.support.etcd import eventually
 from tests.support.raw_client import Answer, produce_frame

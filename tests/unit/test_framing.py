@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from codec.errors import CodecError, FrameTooLarge, InvalidField
-from codec.framing import CHUNK_BYTES, GROWTH, KEPT_CHUNKS, LEAST_FREE_BYTES, FrameReader, ReceiveArena
+from kproxy_codec.errors import CodecError, FrameTooLarge, InvalidField
+from kproxy_codec.framing import CHUNK_BYTES, GROWTH, KEPT_CHUNKS, LEAST_FREE_BYTES, FrameReader, ReceiveArena
 
 LIMIT = 100 << 20
 

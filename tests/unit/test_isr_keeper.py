@@ -19,7 +19,7 @@ from kproxy.broker.partition import Partition, ReplicaSettings
 from kproxy.broker.replication.isr_keeper import CONCURRENT_CHANGES, IsrKeeper
 from kproxy.broker.replication.manager import Isr
 from kproxy.broker.writer_fence import KeptFence
-from kproxy.ownership.etcd import EtcdUnavailable, put_op
+from kproxy.etcd import EtcdUnavailable, put_op
 from tests.support.etcd import eventually
 from tests.support.replica_group import Fence, on_disk
 from tests.support.simulated_etcd import EtcdStore, SimulatedEtcdClient

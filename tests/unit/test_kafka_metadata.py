@@ -14,22 +14,22 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from codec import api_keys as keys
-from codec.control import build_response, decode_request, encode_response
-from codec.error_codes import (
+from kproxy.ownership.kafka_client import MAX_ANSWER_BYTES
+from kproxy.ownership.kafka_leaders import PORTION
+from kproxy.ownership.kafka_metadata import BURST, MAX_DOUBTED, RATE_PER_S, WHOLE_APART_S, KafkaMetadata
+from kproxy.routing.topology import MAX_PARTITION_INDEX, NO_OWNER, Address, Topology
+from kproxy_codec import api_keys as keys
+from kproxy_codec.control import build_response, decode_request, encode_response
+from kproxy_codec.error_codes import (
     LEADER_NOT_AVAILABLE,
     REPLICA_NOT_AVAILABLE,
     TOPIC_AUTHORIZATION_FAILED,
     UNKNOWN_TOPIC_ID,
     UNKNOWN_TOPIC_OR_PARTITION,
 )
-from codec.headers import RequestHeader, parse_request_header, response_header
-from codec.metadata import HIGHEST_VERSION as METADATA_VERSION
-from codec.metadata import MetadataReader
-from kproxy.ownership.kafka_client import MAX_ANSWER_BYTES
-from kproxy.ownership.kafka_leaders import PORTION
-from kproxy.ownership.kafka_metadata import BURST, MAX_DOUBTED, RATE_PER_S, WHOLE_APART_S, KafkaMetadata
-from kproxy.routing.topology import MAX_PARTITION_INDEX, NO_OWNER, Address, Topology
+from kproxy_codec.headers import RequestHeader, parse_request_header, response_header
+from kproxy_codec.metadata import HIGHEST_VERSION as METADATA_VERSION
+from kproxy_codec.metadata import MetadataReader
 from tests.support.etcd import eventually, running
 
 # Versions of Metadata.

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kproxy.ownership.etcd import KeyValue, Snapshot
+from kproxy.etcd import KeyValue, Snapshot
 from kproxy.ownership.lease_keys import (
     MAX_GROUP_ID_BYTES,
     MAX_SNAPSHOT_BROKERS,

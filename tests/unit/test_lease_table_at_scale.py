@@ -7,9 +7,9 @@ import tracemalloc
 
 import pytest
 
+from kproxy.etcd import EtcdClient, Snapshot
+from kproxy.etcd.messages import KeyValue, Pages, key_value, rpc
 from kproxy.ownership.directory import PORTION_ENTRIES
-from kproxy.ownership.etcd import EtcdClient, Snapshot
-from kproxy.ownership.etcd.messages import KeyValue, Pages, key_value, rpc
 from kproxy.ownership.leases import LeaseTable
 from kproxy.routing.topology import NO_OWNER, Topology
 

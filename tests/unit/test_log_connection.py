@@ -10,11 +10,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from codec.foreign import ANSWER_TO_HTTP
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.log_connection import BrokerFailed, LogConnection, LogReadFailed
 from kproxy.pipeline.audit.places import check_places, parse_trail
 from kproxy.routing.topology import Address
+from kproxy_codec.foreign import ANSWER_TO_HTTP
 
 SOON_S = 4.0
 HTTP_ANSWER = b"HTTP/1.1 400 Bad Request\r\n\r\n"

@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from codec.fetch import PartitionFetched
 from kproxy.pipeline.audit.log_client import LogClient, Patience, TopicPartition
 from kproxy.pipeline.audit.log_connection import LogReadFailed
 from kproxy.pipeline.audit.log_options import LogOptions, read_options
 from kproxy.pipeline.audit.log_plan import LogRange
 from kproxy.pipeline.audit.log_source import LogDataSourceReader, LogPiece
 from kproxy.routing.topology import Address
+from kproxy_codec.fetch import PartitionFetched
 from tests.support.record_batches import build_batch
 
 PIECE = LogPiece([LogRange(TopicPartition("t", 0), 0, 1, is_first=True)], [None])
@@ -39,7 +39,7 @@ def crc_ok(check: str, monkeypatch: pytest.MonkeyPatch) -> list[bool | None]:
 @pytest.fixture
 def without_crc32c(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "crc32c", None)
-    monkeypatch.delitem(sys.modules, "codec.record_crc", raising=False)
+    monkeypatch.delitem(sys.modules, "kproxy_codec.record_crc", raising=False)
 
 
 def test_a_batch_that_is_corrupt_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from codec.error_codes import (
+from kproxy.claims.client.claimant import Claimant, State
+from kproxy.claims.client.errors import ConnectionLost, OwnError, OwnRefused, Severed
+from kproxy.claims.client.plan import NO_LEADER, plan_of
+from kproxy_codec.error_codes import (
     COORDINATOR_NOT_AVAILABLE,
     FENCED_INSTANCE_ID,
     INVALID_REQUEST,
     NONE,
     REQUEST_TIMED_OUT,
 )
-from codec.own import OwnedResource, OwnRequest, OwnResponse
-from kproxy.fencing.client_claims import Claimant, State
-from kproxy.fencing.client_errors import ConnectionLost, OwnError, OwnRefused, Severed
-from kproxy.fencing.client_plan import NO_LEADER, plan_of
+from kproxy_codec.own import OwnedResource, OwnRequest, OwnResponse
 
 RETRIABLE = (REQUEST_TIMED_OUT, COORDINATOR_NOT_AVAILABLE)
 Answer = int | Exception | OwnedResource | OwnResponse

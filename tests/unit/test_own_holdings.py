@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from codec.own import WHOLE_GROUP
-from kproxy.fencing.holdings import Holdings
+from kproxy.claims.holdings import Holdings
+from kproxy_codec.own import WHOLE_GROUP
 
 # Of a topic that the group writes, and of one that it does not.
 GATED, OTHER = "t/0", "u/0"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from codec.error_codes import NONE, NOT_LEADER_OR_FOLLOWER, POLICY_VIOLATION, REQUEST_TIMED_OUT
+from kproxy_codec.error_codes import NONE, NOT_LEADER_OR_FOLLOWER, POLICY_VIOLATION, REQUEST_TIMED_OUT
 from tests.support.attempts import Stored
 from tests.support.linearizability import NEVER, UNKNOWN
 from tests.support.own_model import Claimed, Fenced, Granted, Recorded, Written, judge

@@ -7,7 +7,9 @@ from typing import Any
 import kafka
 import pytest
 
-from codec.error_codes import (
+from kproxy.claims.client import OwnRefused, own, own_sync
+from kproxy.claims.client.plan import ClaimPlan, plan_of
+from kproxy_codec.error_codes import (
     COORDINATOR_NOT_AVAILABLE,
     FENCED_INSTANCE_ID,
     INVALID_REQUEST,
@@ -16,8 +18,6 @@ from codec.error_codes import (
     THROTTLING_QUOTA_EXCEEDED,
     UNKNOWN_TOPIC_OR_PARTITION,
 )
-from kproxy.fencing.client_plan import ClaimPlan, plan_of
-from kproxy.fencing.clients import OwnRefused, own, own_sync
 
 
 def asked(**changes: Any) -> ClaimPlan:

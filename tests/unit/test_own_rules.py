@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import pytest
 
-from codec.error_codes import FENCED_INSTANCE_ID, INVALID_REQUEST, NONE
-from kproxy.fencing.rules import Claim, Decision, Owner, decide, decide_whole, in_force, latest
+from kproxy.claims.rules import Claim, Decision, Owner, decide, decide_whole, in_force, latest
+from kproxy_codec.error_codes import FENCED_INSTANCE_ID, INVALID_REQUEST, NONE
 
 A, B, C = (Owner("p", number) for number in (1, 2, 3))
 REFUSED, INVALID = Decision(FENCED_INSTANCE_ID), Decision(INVALID_REQUEST)

@@ -7,11 +7,11 @@ from collections import Counter
 
 import pytest
 
-from codec.error_codes import COORDINATOR_NOT_AVAILABLE, INVALID_REQUEST
-from codec.own import FenceBinding, OwnRequest, OwnResource
-from kproxy.fencing.service import OwnService
-from kproxy.fencing.settlement import Settlement
-from kproxy.ownership.etcd import EtcdClient
+from kproxy.claims.service import OwnService
+from kproxy.claims.settlement import Settlement
+from kproxy.etcd import EtcdClient
+from kproxy_codec.error_codes import COORDINATOR_NOT_AVAILABLE, INVALID_REQUEST
+from kproxy_codec.own import FenceBinding, OwnRequest, OwnResource
 
 
 async def bind(bindings: list[FenceBinding], deadline: float) -> dict[tuple[str, int], int]:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from codec.own import WHOLE_GROUP
-from kproxy.fencing.keys import ClaimValue, MemberValue, OwnKeys, encode_value
-from kproxy.fencing.table import Member, OwnTable, TableRow
-from kproxy.ownership.etcd import KeyValue, Snapshot, WatchEvent
-from kproxy.ownership.etcd.messages import Pages, rpc
+from kproxy.claims.keys import ClaimValue, MemberValue, OwnKeys, encode_value
+from kproxy.claims.table import Member, OwnTable, TableRow
+from kproxy.etcd import KeyValue, Snapshot, WatchEvent
+from kproxy.etcd.messages import Pages, rpc
+from kproxy_codec.own import WHOLE_GROUP
 
 KEYS = OwnKeys("/kafscale")
 

@@ -6,15 +6,15 @@ import random
 
 import pytest
 
-from codec.errors import CodecError, InvalidField, Truncated
-from codec.record_batch import (
+from kproxy_codec.errors import CodecError, InvalidField, Truncated
+from kproxy_codec.record_batch import (
     HEADER_BYTES,
     add_sequence,
     assign_offsets,
     iterate_batches,
     parse_batch,
 )
-from codec.record_crc import crc_is_valid
+from kproxy_codec.record_crc import crc_is_valid
 from tests.support.record_batches import build_batch
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from codec import error_codes
-from codec.fetch import PartitionFetched
 from kproxy.broker.checkpoint import Leadership
 from kproxy.broker.partition import Partition
 from kproxy.broker.replication.manager import Isr, Role, WrongRole
 from kproxy.broker.writer_fence import KeptFence
+from kproxy_codec import error_codes
+from kproxy_codec.fetch import PartitionFetched
 from tests.support.replica_group import ISR_LAG_S, Fence, Group, append, on_disk
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from codec.api_keys import PRODUCE
-from codec.partitioned import PartitionedRequest
-from codec.produce import parse_produce
 from kproxy.routing.routes import MAX_PLANNED_PARTITIONS, Plans, Routes, kind_of
 from kproxy.routing.topology import Address, Topology
+from kproxy_codec.api_keys import PRODUCE
+from kproxy_codec.partitioned import PartitionedRequest
+from kproxy_codec.produce import parse_produce
 from tests.support.messages import head_of, request_body, request_frame, sample_request
 
 EVEN, ODD, OTHER = 1, 2, 3

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from codec.own import WHOLE_GROUP
-from kproxy.fencing.settlement import ALL, EVERYTHING, MAX_PARTITIONS, Place, Settlement, covers
+from kproxy.claims.settlement import ALL, EVERYTHING, MAX_PARTITIONS, Place, Settlement, covers
+from kproxy_codec.own import WHOLE_GROUP
 
 PATIENCE_S = 60.0
 A, B = ("t", 0), ("t", 1)

@@ -12,9 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from codec import error_codes
-from codec.fetch import EpochEnd
-from codec.record_batch import HEADER_BYTES, iterate_batches
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.keys import BrokerValue, Keys, encode_value
 from kproxy.broker.log import Log
@@ -28,7 +25,10 @@ from kproxy.broker.replication.reconciliation import (
     reset_to_offset,
     validate_consistency,
 )
-from kproxy.ownership.etcd import put_op
+from kproxy.etcd import put_op
+from kproxy_codec import error_codes
+from kproxy_codec.fetch import EpochEnd
+from kproxy_codec.record_batch import HEADER_BYTES, iterate_batches
 from tests.support.replica_group import ISR_LAG_S, REPLICAS, Group, append, on_disk
 from tests.support.replication_rules_off import TruncateToHighWatermark
 from tests.support.simulated_etcd import EtcdStore, SimulatedEtcdClient

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from kproxy.broker.cluster import Topic
 from kproxy.broker.keys import Keys, PartitionKey, StateValue, TopicValue, decode_value, encode_value
 from kproxy.broker.take_over import Taken, TakeOver
-from kproxy.ownership.etcd import delete_op, put_op
+from kproxy.etcd import delete_op, put_op
 from tests.support.replica_group import on_disk
 from tests.support.simulated_etcd import EtcdStore, Link, SimulatedEtcdClient
 

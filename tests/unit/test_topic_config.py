@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from codec import error_codes
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.config import BrokerConfig
 from kproxy.broker.keys import BrokerValue, Keys, TopicValue, encode_value
 from kproxy.broker.replica_assignment import check_assignments, spread_replicas
 from kproxy.broker.topic_config import InvalidConfig, TopicSettings, check_configs, settings_of, values_of
 from kproxy.broker.topics import NewTopic, TopicAdmin, TopicOutcome, plan_topic
-from kproxy.ownership.etcd import EtcdClient
+from kproxy.etcd import EtcdClient
+from kproxy_codec import error_codes
 
 CONFIG = BrokerConfig(1, Path("unused"), ("unused",), segment_bytes=5000, retention_bytes=7000, retention_ms=9000)
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from codec.partitioned import TopicSpan
 from kproxy.observe.table import TableView, merge_pages, table_page
 from kproxy.routing.routes import Routes
 from kproxy.routing.topology import MAX_MOVES_KEPT, NO_OWNER, PORTION_ROWS, Address, Ownership, Topology
+from kproxy_codec.partitioned import TopicSpan
 
 NAMES = [b"a", b"a-b", b"b", b"c"]
 IDS = {name: bytes([0x80 + place]) * 16 for place, name in enumerate(NAMES)}

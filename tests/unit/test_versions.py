@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from codec import api_keys as keys
 from kproxy.proxy.versions import OFFERS, Ranges, Serves, covers, intersect, offer, own_ranges
+from kproxy_codec import api_keys as keys
 
 TRANSACTIONS = "transaction.version"
 # A current broker: everything, in every version, and transactions of the second kind.

@@ -16,9 +16,9 @@ from kproxy.observe.http_page import Readiness
 from kproxy.observe.metrics import ProxyCollector, Vitals
 from kproxy.observe.table import TableView
 from kproxy.observe.tally import Tally
-from kproxy.proxy.workers.channel import Assignment
-from kproxy.proxy.workers.pages import of_all
 from kproxy.routing.topology import Topology
+from kproxy.workers.channel import Assignment
+from kproxy.workers.pages import of_all
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 7])

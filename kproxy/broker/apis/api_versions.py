@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from codec import control, error_codes
-from codec.api_keys import API_VERSIONS
 from kproxy.broker.context import Body, Request
+from kproxy_codec import control, error_codes
+from kproxy_codec.api_keys import API_VERSIONS
 
 API_KEY = API_VERSIONS
 MIN_VERSION = 0

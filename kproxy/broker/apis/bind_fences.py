@@ -1,4 +1,4 @@
-"""BindFences, version 0: this project's own, from proxies (codec.own).
+"""BindFences, version 0: this project's own, from proxies (kproxy_codec.own).
 
 - A fence that is bound counts for what is produced on this connection from then on, and etcd keeps it: whoever is
   bound lower, or not at all, is refused with POLICY_VIOLATION until the fence is released with a higher one.
@@ -13,18 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 
-from codec import error_codes
-from codec.api_keys import BIND_FENCES
-from codec.own import (
+from kproxy.broker.context import FENCE_TIMEOUT_S, TAKE_TIMEOUT_S, Bindings, Body, Broker, Request
+from kproxy.broker.keys import PartitionKey
+from kproxy.broker.partition import Partition
+from kproxy_codec import error_codes
+from kproxy_codec.api_keys import BIND_FENCES
+from kproxy_codec.own import (
     BIND_FENCES_VERSION,
     BoundFence,
     FenceBinding,
     encode_bind_fences_response,
     parse_bind_fences_request,
 )
-from kproxy.broker.context import FENCE_TIMEOUT_S, TAKE_TIMEOUT_S, Bindings, Body, Broker, Request
-from kproxy.broker.keys import PartitionKey
-from kproxy.broker.partition import Partition
 
 API_KEY = BIND_FENCES
 MIN_VERSION = MAX_VERSION = BIND_FENCES_VERSION

@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from codec import control, error_codes
-from codec.api_keys import CREATE_TOPICS
 from kproxy.broker.apis.describe import describe_topic_configs
 from kproxy.broker.context import LEADERS_TIMEOUT_S, Body, Broker, Request
 from kproxy.broker.keys import TopicValue
 from kproxy.broker.topics import NewTopic, TopicOutcome
+from kproxy_codec import control, error_codes
+from kproxy_codec.api_keys import CREATE_TOPICS
 
 API_KEY = CREATE_TOPICS
 MIN_VERSION = 2

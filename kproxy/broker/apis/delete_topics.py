@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from codec import control, error_codes
-from codec.api_keys import DELETE_TOPICS
 from kproxy.broker.context import Body, Broker, Request
 from kproxy.broker.topics import TopicOutcome
+from kproxy_codec import control, error_codes
+from kproxy_codec.api_keys import DELETE_TOPICS
 
 API_KEY = DELETE_TOPICS
 MIN_VERSION = 1

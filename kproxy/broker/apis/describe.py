@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from codec import error_codes
 from kproxy.broker.cluster import NO_OWNER, Topic
 from kproxy.broker.context import Broker
 from kproxy.broker.topic_config import values_of
+from kproxy_codec import error_codes
 
 # Kafka's numbering of where a configuration comes from.
 TOPIC_SOURCE = 1

@@ -6,10 +6,10 @@ While this broker has no lease the connection is closed (`Broker.check_knows_clu
 
 from __future__ import annotations
 
-from codec import control
-from codec.api_keys import DESCRIBE_CLUSTER
 from kproxy.broker.apis.describe import controller_id, describe_brokers
 from kproxy.broker.context import Body, Broker, Request
+from kproxy_codec import control
+from kproxy_codec.api_keys import DESCRIBE_CLUSTER
 
 API_KEY = DESCRIBE_CLUSTER
 MIN_VERSION = 0

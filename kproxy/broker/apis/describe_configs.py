@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from codec import control, error_codes
-from codec.api_keys import DESCRIBE_CONFIGS
 from kproxy.broker.apis.describe import BROKER_SOURCE, describe_config, describe_topic_configs
 from kproxy.broker.context import Body, Broker, Request
 from kproxy.broker.topic_config import default_min_insync_replicas
+from kproxy_codec import control, error_codes
+from kproxy_codec.api_keys import DESCRIBE_CONFIGS
 
 API_KEY = DESCRIBE_CONFIGS
 MIN_VERSION = 1

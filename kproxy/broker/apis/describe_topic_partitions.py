@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from codec import control, error_codes
-from codec.api_keys import DESCRIBE_TOPIC_PARTITIONS
 from kproxy.broker.apis.describe import describe_partition
 from kproxy.broker.context import Body, Broker, Request
 from kproxy.broker.topics import check_name
+from kproxy_codec import control, error_codes
+from kproxy_codec.api_keys import DESCRIBE_TOPIC_PARTITIONS
 
 API_KEY = DESCRIBE_TOPIC_PARTITIONS
 MIN_VERSION = 0

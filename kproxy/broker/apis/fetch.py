@@ -16,9 +16,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from codec import error_codes
-from codec.api_keys import FETCH
-from codec.fetch import (
+from kproxy.broker.context import TAKE_TIMEOUT_S, Body, Broker, CloseConnection, Request
+from kproxy.broker.partition import Partition
+from kproxy.broker.replication.manager import UNKNOWN_OFFSET
+from kproxy_codec import error_codes
+from kproxy_codec.api_keys import FETCH
+from kproxy_codec.fetch import (
     NO_SESSION,
     TOPIC_IDS_FROM,
     FetchRequest,
@@ -29,11 +32,8 @@ from codec.fetch import (
     response_ends,
     result_entry,
 )
-from codec.partitioned import TopicSpan, encode_topics
-from codec.primitives import Buffer
-from kproxy.broker.context import TAKE_TIMEOUT_S, Body, Broker, CloseConnection, Request
-from kproxy.broker.partition import Partition
-from kproxy.broker.replication.manager import UNKNOWN_OFFSET
+from kproxy_codec.partitioned import TopicSpan, encode_topics
+from kproxy_codec.primitives import Buffer
 
 API_KEY = FETCH
 MIN_VERSION = 4

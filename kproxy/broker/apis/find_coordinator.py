@@ -8,9 +8,9 @@ for ever after the former.
 
 from __future__ import annotations
 
-from codec import control, error_codes
-from codec.api_keys import FIND_COORDINATOR
 from kproxy.broker.context import Body, Broker, Request
+from kproxy_codec import control, error_codes
+from kproxy_codec.api_keys import FIND_COORDINATOR
 
 API_KEY = FIND_COORDINATOR
 MIN_VERSION = 0

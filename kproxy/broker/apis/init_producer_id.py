@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import structlog
 
-from codec import control, error_codes
-from codec.api_keys import INIT_PRODUCER_ID
 from kproxy.broker.context import Body, Broker, Request
-from kproxy.ownership.etcd import EtcdError
+from kproxy.etcd import EtcdError
+from kproxy_codec import control, error_codes
+from kproxy_codec.api_keys import INIT_PRODUCER_ID
 
 API_KEY = INIT_PRODUCER_ID
 MIN_VERSION = 0

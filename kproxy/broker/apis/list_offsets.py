@@ -14,12 +14,12 @@ from collections.abc import Awaitable
 
 import structlog
 
-from codec import control, error_codes
-from codec.api_keys import LIST_OFFSETS
 from kproxy.broker.context import TAKE_TIMEOUT_S, Body, Broker, CloseConnection, Request
 from kproxy.broker.keys import PartitionKey
 from kproxy.broker.partition import Partition
 from kproxy.broker.segment import LogFailed, TimestampAndOffset
+from kproxy_codec import control, error_codes
+from kproxy_codec.api_keys import LIST_OFFSETS
 
 API_KEY = LIST_OFFSETS
 MIN_VERSION = 1

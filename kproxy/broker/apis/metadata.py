@@ -16,14 +16,14 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any
 
-from codec import control, error_codes
-from codec.api_keys import METADATA, is_flexible
-from codec.cluster import ASK_ANOTHER
 from kproxy.broker.apis.describe import controller_id, describe_brokers, describe_partition
 from kproxy.broker.cluster import Topic
 from kproxy.broker.context import LEADERS_TIMEOUT_S, Body, Broker, Request
 from kproxy.broker.keys import TopicValue
 from kproxy.broker.topics import NewTopic, check_name
+from kproxy_codec import control, error_codes
+from kproxy_codec.api_keys import METADATA, is_flexible
+from kproxy_codec.cluster import ASK_ANOTHER
 
 API_KEY = METADATA
 MIN_VERSION = 0

@@ -22,19 +22,19 @@ import asyncio
 from collections.abc import Awaitable
 from typing import NamedTuple
 
-from codec import error_codes
-from codec.api_keys import PRODUCE
-from codec.own import FenceBinding
-from codec.partitioned import PartitionedRequest, TopicSpan, encode_topics
-from codec.primitives import INT32, Buffer, encode_count, encode_tagged_fields
-from codec.produce import MAX_VERSION as PARSED_MAX_VERSION
-from codec.produce import parse_produce, records_of
-from codec.produce_response import result_entry
 from kproxy.broker.context import FENCE_TIMEOUT_S, TAKE_TIMEOUT_S, Bindings, Body, Broker, CloseConnection, Request
 from kproxy.broker.keys import PartitionKey
 from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition
 from kproxy.broker.validation import Refusal, check_records
 from kproxy.broker.writer_fence import UNBOUND
+from kproxy_codec import error_codes
+from kproxy_codec.api_keys import PRODUCE
+from kproxy_codec.own import FenceBinding
+from kproxy_codec.partitioned import PartitionedRequest, TopicSpan, encode_topics
+from kproxy_codec.primitives import INT32, Buffer, encode_count, encode_tagged_fields
+from kproxy_codec.produce import MAX_VERSION as PARSED_MAX_VERSION
+from kproxy_codec.produce import parse_produce, records_of
+from kproxy_codec.produce_response import result_entry
 
 API_KEY = PRODUCE
 OFFERED_MIN_VERSION = 0

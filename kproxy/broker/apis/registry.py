@@ -6,17 +6,6 @@ from collections.abc import Awaitable
 from types import MappingProxyType
 from typing import NamedTuple
 
-from codec.api_keys import (
-    API_VERSIONS,
-    BIND_FENCES,
-    FETCH,
-    LIST_OFFSETS,
-    PRODUCE,
-    SASL_AUTHENTICATE,
-    SASL_HANDSHAKE,
-    name_of,
-)
-from codec.foreign import SASL_HANDSHAKE_REFUSED, sasl
 from kproxy.broker.apis import (
     api_versions,
     bind_fences,
@@ -33,6 +22,17 @@ from kproxy.broker.apis import (
     produce,
 )
 from kproxy.broker.context import Body, Broker, CloseConnection, Handler, Request
+from kproxy_codec.api_keys import (
+    API_VERSIONS,
+    BIND_FENCES,
+    FETCH,
+    LIST_OFFSETS,
+    PRODUCE,
+    SASL_AUTHENTICATE,
+    SASL_HANDSHAKE,
+    name_of,
+)
+from kproxy_codec.foreign import SASL_HANDSHAKE_REFUSED, sasl
 
 # What is not a partitioned API is small, and its codec is not made for anything else.
 MAX_CONTROL_BYTES = 1 << 20

@@ -24,16 +24,16 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, cast
 
-from codec import control, error_codes
-from codec.api_keys import SASL_AUTHENTICATE, SASL_HANDSHAKE
-from codec.errors import CodecError
-from codec.fetch import PartitionFetch
-from codec.framing import FrameReader, ReceiveArena
-from codec.headers import frame_message, request_header, response_body_offset, response_correlation_id
-from codec.replica_fetch import ReplicaAnswer, encode_replica_fetch, read_replica_answer
 from kproxy.broker.keys import ReplicaKey
 from kproxy.broker.replication.sasl import MECHANISM, AuthenticationFailed, FollowerHandshake, Secret
-from kproxy.resolver import dial
+from kproxy.runtime.resolver import dial
+from kproxy_codec import control, error_codes
+from kproxy_codec.api_keys import SASL_AUTHENTICATE, SASL_HANDSHAKE
+from kproxy_codec.errors import CodecError
+from kproxy_codec.fetch import PartitionFetch
+from kproxy_codec.framing import FrameReader, ReceiveArena
+from kproxy_codec.headers import frame_message, request_header, response_body_offset, response_correlation_id
+from kproxy_codec.replica_fetch import ReplicaAnswer, encode_replica_fetch, read_replica_answer
 
 CONNECT_TIMEOUT_S = 5.0
 UNAUTHENTICATED_FRAME_BYTES = 64 << 10

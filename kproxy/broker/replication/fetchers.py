@@ -35,15 +35,15 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import structlog
 
-from codec.fetch import PartitionFetch, PartitionFetched
-from codec.framing import ReceiveArena
-from codec.partitioned import MAX_PARTITIONS
-from codec.replica_fetch import ReplicaAnswer
 from kproxy.broker.cluster import Change, ClusterView, Kind
 from kproxy.broker.keys import ReplicaKey
 from kproxy.broker.partition import Partition
 from kproxy.broker.replication.connection import LeaderConnection, LeaderLost
 from kproxy.broker.replication.sasl import Secret
+from kproxy_codec.fetch import PartitionFetch, PartitionFetched
+from kproxy_codec.framing import ReceiveArena
+from kproxy_codec.partitioned import MAX_PARTITIONS
+from kproxy_codec.replica_fetch import ReplicaAnswer
 
 MAX_WAIT_MS = 500
 MIN_BYTES = 1

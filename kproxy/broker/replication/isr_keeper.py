@@ -30,7 +30,7 @@ from kproxy.broker.keys import ReplicaKey, StateValue, decode_value, encode_valu
 from kproxy.broker.partition import Partition
 from kproxy.broker.replication.manager import WAITER_SWEEP_INTERVAL_S, Isr, Role
 from kproxy.broker.replication.presence import FollowerPresence
-from kproxy.ownership.etcd import EtcdClient, EtcdError, create_revision_is, get_op, mod_revision_is, put_op
+from kproxy.etcd import EtcdClient, EtcdError, create_revision_is, get_op, mod_revision_is, put_op
 
 CONCURRENT_CHANGES = 16
 _logger = structlog.get_logger(__name__)

@@ -31,16 +31,16 @@ from types import MappingProxyType
 
 import structlog
 
-from codec import control, error_codes
-from codec.api_keys import API_VERSIONS, FETCH, SASL_AUTHENTICATE, SASL_HANDSHAKE, name_of
-from codec.framing import ReceiveArena
-from codec.replica_fetch import VERSION as REPLICA_FETCH_VERSION
 from kproxy.broker.apis import api_versions, fetch
 from kproxy.broker.connection import ClientConnection
 from kproxy.broker.context import Body, Broker, CloseConnection, Request
 from kproxy.broker.listening import bind, bound_port
 from kproxy.broker.replication.presence import FollowerPresence
 from kproxy.broker.replication.sasl import MECHANISM, AuthenticationFailed, ListenerHandshake, Secret
+from kproxy_codec import control, error_codes
+from kproxy_codec.api_keys import API_VERSIONS, FETCH, SASL_AUTHENTICATE, SASL_HANDSHAKE, name_of
+from kproxy_codec.framing import ReceiveArena
+from kproxy_codec.replica_fetch import VERSION as REPLICA_FETCH_VERSION
 
 AUTHENTICATION_TIMEOUT_S = 10.0
 UNAUTHENTICATED_FRAME_BYTES = 64 << 10

@@ -35,9 +35,9 @@ from collections.abc import Callable, Collection, Iterable
 from enum import Enum
 from typing import NamedTuple
 
-from codec import error_codes
 from kproxy.broker.keys import ReplicaKey
-from kproxy.ownership.etcd.clock import Clock
+from kproxy.etcd.clock import Clock
+from kproxy_codec import error_codes
 
 NO_LEADER = -1
 UNKNOWN_OFFSET = -1

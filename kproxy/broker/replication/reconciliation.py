@@ -13,8 +13,8 @@ Invariants
 
 from __future__ import annotations
 
-from codec.fetch import EpochEnd
 from kproxy.broker.log import Log
+from kproxy_codec.fetch import EpochEnd
 
 
 class Inconsistent(Exception):

@@ -8,7 +8,7 @@ from kproxy.broker.agreed import agreed_value
 from kproxy.broker.keys import Keys
 from kproxy.broker.replication.sasl import Secret
 from kproxy.errors import StartupError
-from kproxy.ownership.etcd import EtcdClient
+from kproxy.etcd import EtcdClient
 
 SECRET_BYTES = 32
 

@@ -12,7 +12,7 @@ import msgspec
 from kafka import KafkaConsumer, TopicPartition
 from kafka.errors import KafkaError
 
-from kproxy.observe.audit.rows import Begin, End, Mark, Row, decode_page
+from kproxy.trail.rows import Begin, End, Mark, Row, decode_page
 
 POLL_MS: Final = 200
 # A trail from which nothing came for so long, beyond what it promised, is a dead proxy's: nothing more comes of it.

@@ -1,7 +1,7 @@
 """What Spark's executors need of this project, as one archive for `spark.submit.pyFiles` or `--py-files`.
 
-`kproxy`, `codec` and kafka-python are pure Python and run from a zip. What is compiled is not in it: pyarrow, which
-Spark needs itself for data sources in Python, and crc32c, without which nobody checks batches' CRCs.
+`kproxy`, `kproxy_codec` and kafka-python are pure Python and run from a zip. Compiled libraries are not in it: pyarrow,
+which Spark itself needs for data sources in Python, and crc32c, without which nobody checks batches' CRCs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 from kproxy import installed
 from kproxy.errors import StartupError
 
-PACKAGES: Final = ("codec", "kafka", "kproxy")
+PACKAGES: Final = ("kafka", "kproxy", "kproxy_codec")
 _LEFT_OUT: Final = ("__pycache__",)
 # The earliest that a zip can say: the archive depends on nothing but what is in it.
 _DATE: Final = (1980, 1, 1, 0, 0, 0)

@@ -18,7 +18,7 @@ from kproxy.pipeline.audit.job import AuditJob, check
 from kproxy.pipeline.audit.schemas import TRAIL_SCHEMA
 from kproxy.pipeline.audit.trail import JSON, TOPIC, only_rows, rows_of
 from kproxy.pipeline.ingest.run import Stop, stopped_by_signals
-from kproxy.pipeline.report import Report
+from kproxy.pipeline.progress import Report
 from kproxy.pipeline.session import SessionOptions, open_session
 
 PAGES_PER_BATCH: Final = 5_000

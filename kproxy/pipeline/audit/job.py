@@ -30,7 +30,7 @@ from kproxy.pipeline.audit.scale import fitted
 from kproxy.pipeline.audit.tables import WINDOW_MS
 from kproxy.pipeline.audit.trail import TrailPlace
 from kproxy.pipeline.jobs_progress import JobsProgress
-from kproxy.pipeline.report import Report
+from kproxy.pipeline.progress import Report
 from kproxy.pipeline.session import SessionOptions, open_session
 from kproxy.pipeline.spark_settings import on_this_machine
 

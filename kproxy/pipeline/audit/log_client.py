@@ -17,14 +17,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
-from codec import api_keys as keys
-from codec import error_codes
-from codec.errors import CodecError
-from codec.fetch import PartitionFetched
-from codec.headers import response_body_offset
-from codec.metadata import HIGHEST_VERSION, MetadataReader, TopicLeaders
 from kproxy.pipeline.audit.log_connection import BrokerFailed, LogConnection, LogReadFailed
 from kproxy.routing.topology import Address
+from kproxy_codec import api_keys as keys
+from kproxy_codec import error_codes
+from kproxy_codec.errors import CodecError
+from kproxy_codec.fetch import PartitionFetched
+from kproxy_codec.headers import response_body_offset
+from kproxy_codec.metadata import HIGHEST_VERSION, MetadataReader, TopicLeaders
 
 EARLIEST: Final = -2
 LATEST: Final = -1

@@ -12,16 +12,16 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from codec import api_keys as keys
-from codec.control import Message, build_request, decode_response, encode_request, version_range
-from codec.errors import CodecError, FrameTooLarge
-from codec.fetch import FINAL_EPOCH, MIN_VERSION, NO_SESSION, PartitionFetched
-from codec.fetch_answer import MAX_VERSION, read_fetch_answer
-from codec.foreign import ANSWER_TO_HTTP
-from codec.framing import LENGTH_BYTES
-from codec.headers import frame_message, request_header, response_body_offset, response_correlation_id
-from codec.primitives import INT32
 from kproxy.routing.topology import Address
+from kproxy_codec import api_keys as keys
+from kproxy_codec.control import Message, build_request, decode_response, encode_request, version_range
+from kproxy_codec.errors import CodecError, FrameTooLarge
+from kproxy_codec.fetch import FINAL_EPOCH, MIN_VERSION, NO_SESSION, PartitionFetched
+from kproxy_codec.fetch_answer import MAX_VERSION, read_fetch_answer
+from kproxy_codec.foreign import ANSWER_TO_HTTP
+from kproxy_codec.framing import LENGTH_BYTES
+from kproxy_codec.headers import frame_message, request_header, response_body_offset, response_correlation_id
+from kproxy_codec.primitives import INT32
 
 CLIENT_ID: Final = b"kproxy-audit"
 # Brokers send the first batch whole, however large: what an answer may be longer than what was asked for, in bytes.

@@ -17,14 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from codec import error_codes
-from codec.errors import CodecError, Truncated
-from codec.fetch import PartitionFetched
-from codec.primitives import Buffer
-from codec.record_batch import HEADER_BYTES, RecordBatch, parse_batch, parse_header
 from kproxy.pipeline.audit.log_client import EARLIEST, LATEST, LogClient, Patience
 from kproxy.pipeline.audit.log_connection import LARGEST_BATCH_BYTES, LogReadFailed
 from kproxy.pipeline.audit.log_plan import LogRange
+from kproxy_codec import error_codes
+from kproxy_codec.errors import CodecError, Truncated
+from kproxy_codec.fetch import PartitionFetched
+from kproxy_codec.primitives import Buffer
+from kproxy_codec.record_batch import HEADER_BYTES, RecordBatch, parse_batch, parse_header
 
 ROWS_PER_CHUNK: Final = 8192
 # Compaction may have taken the last batches of a range. A broker that has nothing to send says so at once or when it

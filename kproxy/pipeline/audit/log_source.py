@@ -240,7 +240,7 @@ def _crc_check(option: str) -> CheckCrc | None:
     if option == "false":
         return None
     try:
-        from codec.record_crc import crc_is_valid
+        from kproxy_codec.record_crc import crc_is_valid
     except ImportError as error:
         if option == "auto":
             return None

@@ -35,7 +35,7 @@ def _columns(columns: dict[str, DataType]) -> StructType:
     return StructType([StructField(name, kind) for name, kind in columns.items()])
 
 
-# A row of a trail, of whatever kind: kproxy.observe.audit.rows says what they mean. What a kind has not is null.
+# A row of a trail, of whatever kind: kproxy.trail.rows says what they mean. What a kind has not is null.
 TRAIL_SCHEMA: Final = _columns(
     {
         "kind": _STRING,

@@ -13,8 +13,8 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 
 from kproxy.errors import StartupError
-from kproxy.observe.audit.sinks.parquet import FILE_S
 from kproxy.pipeline.audit.schemas import TRAIL_SCHEMA
+from kproxy.trail.sinks.parquet import FILE_S
 
 TOPIC: Final = "topic"
 JSON: Final = "json"
@@ -36,7 +36,7 @@ _AMOUNTS: Final = {
     "first_acked_at": _LAST_MS,
     "last_acked_at": _LAST_MS,
 }
-# A row has at most four times kproxy.observe.audit.acked.MAX_SPANS numbers.
+# A row has at most four times kproxy.trail.acked.MAX_SPANS numbers.
 _MOST_IN_SPANS: Final = 10_000
 
 

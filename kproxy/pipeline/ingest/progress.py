@@ -10,7 +10,7 @@ from typing import Final
 from kproxy.pipeline.ingest.behind import Behind
 from kproxy.pipeline.ingest.options import IngestOptions
 from kproxy.pipeline.ingest.sink import BatchDone
-from kproxy.pipeline.report import Report
+from kproxy.pipeline.progress import Report
 
 # Where lines stay, one now and then is enough.
 LINE_EVERY_S: Final = 2.0

@@ -27,7 +27,7 @@ from kproxy.pipeline.ingest.metrics import Metrics
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource
 from kproxy.pipeline.ingest.progress import Display, Tally, summary
 from kproxy.pipeline.ingest.sink import BatchDone, Stopped
-from kproxy.pipeline.report import Report
+from kproxy.pipeline.progress import Report
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure
 
 POLL_S: Final = 0.25

@@ -1,0 +1,307 @@
+"""Answers about the cluster, copied in portions with other brokers in them.
+
+Metadata (versions 0 to 13), DescribeCluster (0, 1) and DescribeTopicPartitions (0) name brokers: in their list, as the
+controller, as leaders and replicas of partitions. Here other brokers are put in their place. Each partition has one
+replica, its leader; leader epochs are -1 (unknown), racks are null, offline and eligible replicas are left out. Tagged
+fields are left out too: none are known. Everything else is copied as it came.
+
+An answer about all topics of a large cluster is megabytes: see `kproxy_codec.walk`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from struct import Struct, error
+from typing import Final, NamedTuple
+
+from kproxy_codec.api_keys import DESCRIBE_CLUSTER, DESCRIBE_TOPIC_PARTITIONS, METADATA, is_flexible
+from kproxy_codec.error_codes import LEADER_NOT_AVAILABLE, NONE, NOT_LEADER_OR_FOLLOWER, REPLICA_NOT_AVAILABLE
+from kproxy_codec.errors import InvalidField, Truncated
+from kproxy_codec.metadata import (
+    BROKER_TAIL_FROM,
+    CLUSTER_ID_FROM,
+    CLUSTER_OPERATIONS_TO,
+    LEADER_EPOCH_FROM,
+    LEAST_BROKER_BYTES,
+    LEAST_PARTITION_BYTES,
+    LEAST_TOPIC_BYTES,
+    OFFLINE_REPLICAS_FROM,
+    OPERATIONS_FROM,
+    THROTTLE_FROM,
+    TOPIC_ID_FROM,
+)
+from kproxy_codec.primitives import (
+    INT8,
+    INT16,
+    INT32,
+    Buffer,
+    encode_count,
+    encode_string,
+    read_count,
+    skip_tagged_fields,
+)
+from kproxy_codec.walk import Walk, Work
+
+RENAMED: Final = frozenset({METADATA, DESCRIBE_CLUSTER, DESCRIBE_TOPIC_PARTITIONS})
+"""The APIs whose answers this module copies."""
+
+ASK_ANOTHER: Final = b"\x01\xd7\x9e\x01\x00"
+"""How a flexible answer ends that comes of a reference broker that does not know the cluster: with one tagged field of
+its own, empty and numbered as the API key of Own. Clients pass over it; a proxy asks another broker."""
+
+_NO_EPOCH: Final = -1
+# Errors about a broker's own view of leaders; they do not apply to the brokers that are named here.
+_ABOUT_LEADERS: Final = frozenset({LEADER_NOT_AVAILABLE, REPLICA_NOT_AVAILABLE, NOT_LEADER_OR_FOLLOWER})
+# Operations that were not asked for (KIP-430).
+_NO_OPERATIONS: Final = INT32.pack(-(2**31))
+_NO_TOPIC_ID: Final = bytes(16)
+_NO_TAGS: Final = b"\x00"
+
+# Versions of Metadata.
+_NULLABLE_NAME_FROM = 12
+_ERROR_CODE_FROM = 13
+_ALL_TOPICS_NULL_FROM = 1
+_AUTO_CREATION_FROM = 4
+# Of DescribeCluster.
+_ENDPOINT_TYPE_FROM = 1
+
+_HEAD: Final = Struct(">hi")
+# A topic costs as much as so many partitions.
+_TOPIC_COST = 5
+
+
+class Named(NamedTuple):
+    """Who is named: `brokers` by node id, host and port, and who of them leads partitions of a topic."""
+
+    brokers: Sequence[tuple[int, str, int]]
+    controller_id: int
+    leaders: Callable[[bytes, list[int]], Iterable[int]]
+
+
+class _Form(NamedTuple):
+    """How topics and partitions are written in one version; `arrays` says of those in a partition which may be null."""
+
+    compact: bool
+    nullable_name: bool
+    has_topic_id: bool
+    has_is_internal: bool
+    has_operations: bool
+    has_epoch: bool
+    arrays: tuple[bool, ...]
+
+    def behind_index(self, leader: int) -> bytes:
+        """A partition behind its error code and index."""
+        epoch = INT32.pack(_NO_EPOCH) if self.has_epoch else b""
+        replicas = encode_count(1, compact=self.compact) + INT32.pack(leader)
+        nobody = encode_count(0, compact=self.compact) * (len(self.arrays) - 2)
+        return INT32.pack(leader) + epoch + 2 * replicas + nobody + (_NO_TAGS if self.compact else b"")
+
+
+def _metadata_form(version: int) -> _Form:
+    return _Form(
+        compact=is_flexible(METADATA, version),
+        nullable_name=version >= _NULLABLE_NAME_FROM,
+        has_topic_id=version >= TOPIC_ID_FROM,
+        has_is_internal=version >= BROKER_TAIL_FROM,
+        has_operations=version >= OPERATIONS_FROM,
+        has_epoch=version >= LEADER_EPOCH_FROM,
+        arrays=(False, False, False) if version >= OFFLINE_REPLICAS_FROM else (False, False),
+    )
+
+
+# Replicas, those in sync, eligible and last known eligible leaders, those offline. Where none is eligible the arrays
+# are empty, not null: kafka-clients 3.9 reads them without asking.
+_TOPIC_PARTITIONS_FORM: Final = _Form(
+    compact=True,
+    nullable_name=True,
+    has_topic_id=True,
+    has_is_internal=True,
+    has_operations=True,
+    has_epoch=True,
+    arrays=(False, False, True, True, False),
+)
+
+
+def rename_brokers(api_key: int, api_version: int, body: Buffer, named: Named) -> Work[bytearray]:
+    """The body of an answer of an API in RENAMED with these brokers in it. Raises CodecError."""
+    walk, out = Walk(body, compact=is_flexible(api_key, api_version)), bytearray()
+    if api_key == METADATA:
+        yield from _metadata(walk, api_version, named, out)
+    elif api_key == DESCRIBE_CLUSTER:
+        yield from _cluster(walk, api_version, named, out)
+    else:
+        out += walk.skip(INT32.size)
+        yield from _topics(walk, _TOPIC_PARTITIONS_FORM, named.leaders, out)
+        _cursor(walk, out)
+    walk.end()
+    if walk.compact:
+        out += _NO_TAGS
+    return out
+
+
+def _metadata(walk: Walk, version: int, named: Named, out: bytearray) -> Work[None]:
+    if version >= THROTTLE_FROM:
+        out += walk.skip(INT32.size)
+    yield from _brokers(walk, named, out, has_rack=version >= BROKER_TAIL_FROM)
+    if version >= CLUSTER_ID_FROM:
+        out += encode_string(walk.string(nullable=True), compact=walk.compact)
+    if version >= BROKER_TAIL_FROM:
+        walk.skip(INT32.size)
+        out += INT32.pack(named.controller_id)
+    yield from _topics(walk, _metadata_form(version), named.leaders, out)
+    if OPERATIONS_FROM <= version <= CLUSTER_OPERATIONS_TO:
+        out += walk.skip(INT32.size)
+    if version >= _ERROR_CODE_FROM:
+        out += walk.skip(INT16.size)
+
+
+def _cluster(walk: Walk, version: int, named: Named, out: bytearray) -> Work[None]:
+    out += walk.skip(INT32.size + INT16.size)
+    out += encode_string(walk.string(nullable=True), compact=True)
+    if version >= _ENDPOINT_TYPE_FROM:
+        out += walk.skip(INT8.size)
+    out += encode_string(walk.string(), compact=True)
+    walk.skip(INT32.size)
+    out += INT32.pack(named.controller_id)
+    yield from _brokers(walk, named, out, has_rack=True)
+    out += walk.skip(INT32.size)
+
+
+def _brokers(walk: Walk, named: Named, out: bytearray, *, has_rack: bool) -> Work[None]:
+    for _ in range(walk.count(LEAST_BROKER_BYTES)):
+        walk.skip(INT32.size)
+        walk.string()
+        walk.skip(INT32.size)
+        if has_rack:
+            walk.string(nullable=True)
+        walk.tags()
+        if walk.spend(_TOPIC_COST):
+            yield
+    _write_brokers(named, out, compact=walk.compact, has_rack=has_rack)
+
+
+def _write_brokers(named: Named, out: bytearray, *, compact: bool, has_rack: bool) -> None:
+    behind = (encode_string(None, compact=compact) if has_rack else b"") + (_NO_TAGS if compact else b"")
+    out += encode_count(len(named.brokers), compact=compact)
+    for node_id, host, port in named.brokers:
+        out += INT32.pack(node_id) + encode_string(host.encode(), compact=compact) + INT32.pack(port) + behind
+
+
+def _topics(
+    walk: Walk, form: _Form, leaders: Callable[[bytes, list[int]], Iterable[int]], out: bytearray
+) -> Work[None]:
+    behind_index: dict[int, bytes] = {}
+    count = walk.count(LEAST_TOPIC_BYTES)
+    out += encode_count(count, compact=form.compact)
+    for _ in range(count):
+        start = walk.at
+        walk.skip(INT16.size)
+        name = walk.string(nullable=form.nullable_name) or b""
+        walk.skip(len(_NO_TOPIC_ID) * form.has_topic_id + form.has_is_internal)
+        partitions = walk.count(LEAST_PARTITION_BYTES)
+        out += walk.body[start : walk.at]
+        while partitions:
+            portion = min(partitions, walk.room)
+            heads = _read_partitions(walk, form, portion)
+            for (error_code, index), leader in zip(heads, leaders(name, [index for _, index in heads]), strict=True):
+                behind = behind_index.get(leader)
+                if behind is None:
+                    behind = behind_index[leader] = form.behind_index(leader)
+                out += _HEAD.pack(NONE if error_code in _ABOUT_LEADERS else error_code, index) + behind
+            partitions -= portion
+            if walk.spend(portion):
+                yield
+        out += walk.skip(INT32.size * form.has_operations)
+        walk.tags()
+        if form.compact:
+            out += _NO_TAGS
+        if walk.spend(_TOPIC_COST):
+            yield
+
+
+def _read_partitions(walk: Walk, form: _Form, count: int) -> list[tuple[int, int]]:
+    """The error code and index of the next partitions: all that most answers consist of, hence at length."""
+    body, at, limit, compact, arrays = walk.body, walk.at, walk.limit, form.compact, form.arrays
+    size = _HEAD.size + INT32.size + INT32.size * form.has_epoch
+    heads: list[tuple[int, int]] = []
+    try:
+        for _ in range(count):
+            heads.append(_HEAD.unpack_from(body, at))
+            at += size
+            for nullable in arrays:
+                if compact and 0 < body[at] < 0x80:
+                    at += 4 * body[at] - 3
+                else:
+                    nodes, at = read_count(body, at, limit, compact=compact, least_bytes=4, nullable=nullable)
+                    at += 4 * max(nodes, 0)
+            if compact:
+                at = at + 1 if body[at] == 0 else skip_tagged_fields(body, at, limit)
+    except (error, IndexError) as cause:
+        raise Truncated("the answer ends among the partitions of a topic") from cause
+    if at > limit:
+        raise Truncated(f"the answer ends at {limit}, a partition of it at {at}")
+    walk.at = at
+    return heads
+
+
+def _cursor(walk: Walk, out: bytearray) -> None:
+    """Where a further request is to begin, if there is to be one."""
+    start = walk.at
+    if walk.fixed(INT8) < 0:
+        out += walk.body[start : walk.at]
+        return
+    walk.string()
+    walk.skip(INT32.size)
+    out += walk.body[start : walk.at]
+    out += _NO_TAGS
+    walk.tags()
+
+
+# Requests for Metadata
+
+
+def asks_for_all_topics(api_version: int, body: Buffer) -> bool:
+    """Whether a Metadata request names no topics and so means all. Raises CodecError."""
+    walk = Walk(body, compact=is_flexible(METADATA, api_version))
+    count = walk.count(0, nullable=True)
+    return count < 0 if api_version >= _ALL_TOPICS_NULL_FROM else count == 0
+
+
+def leaderless_metadata(api_version: int, request_body: Buffer, named: Named) -> Work[bytearray]:
+    """The body of an answer to a Metadata request that names these brokers and no partition.
+
+    Each topic has the error LEADER_NOT_AVAILABLE, upon which clients ask again. Raises CodecError.
+    """
+    form = _metadata_form(api_version)
+    walk, out = Walk(request_body, compact=form.compact), bytearray()
+    if api_version >= THROTTLE_FROM:
+        out += INT32.pack(0)
+    _write_brokers(named, out, compact=form.compact, has_rack=api_version >= BROKER_TAIL_FROM)
+    if api_version >= CLUSTER_ID_FROM:
+        out += encode_string(None, compact=form.compact)
+    if api_version >= BROKER_TAIL_FROM:
+        out += INT32.pack(named.controller_id)
+    count = walk.count(2, nullable=api_version >= _ALL_TOPICS_NULL_FROM)
+    out += encode_count(max(count, 0), compact=form.compact)
+    behind = b"\x00" * form.has_is_internal + encode_count(0, compact=form.compact)
+    behind += (_NO_OPERATIONS if form.has_operations else b"") + (_NO_TAGS if form.compact else b"")
+    for _ in range(count):
+        topic_id = walk.skip(len(_NO_TOPIC_ID) * form.has_topic_id)
+        name = walk.string(nullable=form.has_topic_id)
+        walk.tags()
+        if name is None and not form.nullable_name:
+            raise InvalidField(f"Metadata v{api_version} asks for a topic without a name")
+        out += INT16.pack(LEADER_NOT_AVAILABLE) + encode_string(name, compact=form.compact)
+        out += topic_id
+        out += behind
+        if walk.spend(_TOPIC_COST):
+            yield
+    if OPERATIONS_FROM <= api_version <= CLUSTER_OPERATIONS_TO:
+        out += _NO_OPERATIONS
+    if api_version >= _ERROR_CODE_FROM:
+        out += INT16.pack(NONE)
+    if form.compact:
+        out += _NO_TAGS
+    # What follows the topics is of no interest here, nor is what trails: librdkafka (2.16 at least) sends three bytes
+    # too many.
+    return out

@@ -1,0 +1,208 @@
+"""The one door to kafka-python's protocol codecs, for small control-plane messages.
+
+kafka-python carries Apache Kafka's own message schemas, so Metadata, CreateTopics and the like are not described a
+second time here. Its decoder trusts its input, though, and this module is where that stops:
+
+- whatever it raises on bad bytes (IndexError, struct.error, ValueError, OverflowError, ...) leaves here as CodecError;
+- bytes left over (but see `decode_request`), a length that reaches past the end, null in a field that may not be null
+  are errors;
+- an over-long varint is refused before the decoder spends quadratic time on it.
+
+What stays: it copies what it reads, unknown tagged fields are dropped when a message is encoded again (and a last one
+may be cut short unnoticed), and a negative array length other than -1 reads as an empty array. Record bytes therefore
+never pass through here, and callers cap the size of what they hand in: 1 MiB is the limit for control-plane requests.
+
+Importing `kafka` imports its whole client, some 0.15 s: Python runs the package's `__init__` before any submodule, and
+only tampering with `sys.modules` would avoid it.
+
+Messages are kafka-python's own objects, fields snake_cased; `build_request` and `build_response` make them from plain
+mappings. Bodies only: headers belong to `kproxy_codec.headers`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from kafka.protocol import admin, consumer, metadata, producer, sasl
+from kafka.protocol.api_message import ApiMessage
+
+from kproxy_codec.api_keys import API_VERSIONS, METADATA
+from kproxy_codec.error_codes import UNSUPPORTED_VERSION
+from kproxy_codec.errors import InvalidField, Truncated, UnsupportedVersion
+from kproxy_codec.primitives import Buffer
+
+Message: TypeAlias = Any
+"""A kafka-python message: attributes are the fields, nested structures are objects of the same kind."""
+
+_ENDS_EARLY = (IndexError, struct.error, OverflowError)
+_FAILURES = (*_ENDS_EARLY, ValueError, TypeError, AttributeError, AssertionError, MemoryError)
+# librdkafka (2.16 at least) puts three bytes too many into a Metadata request for all topics; Kafka's broker, which
+# never looks at what follows a request, has nothing against it.
+_MAY_TRAIL = frozenset({METADATA})
+# The longest run of bytes with the high bit set that reaches the decoder: its varint loop has no end of its own.
+_MAX_HIGH_RUN = 4096
+_HIGH_BITS = bytes(byte >> 7 for byte in range(256))
+
+
+def _classes() -> tuple[dict[int, Message], dict[int, Message]]:
+    requests: dict[int, Message] = {}
+    responses: dict[int, Message] = {}
+    for module in (admin, consumer, metadata, producer, sasl):
+        for name in module.__all__:
+            candidate: Message = getattr(module, name)
+            if isinstance(candidate, type(ApiMessage)):
+                kind = requests if candidate.is_request() else responses
+                kind[candidate.API_KEY] = candidate
+    return requests, responses
+
+
+_REQUESTS, _RESPONSES = _classes()
+
+
+def version_range(api_key: int) -> tuple[int, int]:
+    """The lowest and highest version of `api_key` that is read and written. UnsupportedVersion for an unknown key."""
+    message_class = _REQUESTS.get(api_key)
+    if message_class is None:
+        raise UnsupportedVersion(f"API key {api_key} is not one this codec reads")
+    lowest, highest = message_class.valid_versions
+    return lowest, highest
+
+
+def build_request(api_key: int, api_version: int, **fields: Any) -> Message:
+    """A request from `fields`; structures inside are mappings. Fields not named take the schema's default."""
+    return _build(_class_of(_REQUESTS, api_key, api_version), api_version, fields)
+
+
+def build_response(api_key: int, api_version: int, **fields: Any) -> Message:
+    """A response from `fields`; structures inside are mappings. Fields not named take the schema's default."""
+    return _build(_class_of(_RESPONSES, api_key, api_version), api_version, fields)
+
+
+def decode_request(api_key: int, api_version: int, body: Buffer) -> Message:
+    """The request in `body`, all of it; raises CodecError. Bytes behind a Metadata request are ignored, as by Kafka."""
+    return _decode(_class_of(_REQUESTS, api_key, api_version), api_version, body, may_trail=api_key in _MAY_TRAIL)
+
+
+def decode_response(api_key: int, api_version: int, body: Buffer) -> Message:
+    """The response in `body`, all of it; raises CodecError.
+
+    An ApiVersions response with error 35 is in version 0 whatever was asked (KIP-511), and is read so.
+    """
+    if api_key == API_VERSIONS and int.from_bytes(memoryview(body)[:2], "big") == UNSUPPORTED_VERSION:
+        api_version = 0
+    return _decode(_class_of(_RESPONSES, api_key, api_version), api_version, body)
+
+
+def encode_request(message: Message) -> bytes:
+    """The body of a request in the version it was built or decoded in; raises InvalidField."""
+    return _encode(message, is_request=True)
+
+
+def encode_response(message: Message) -> bytes:
+    """The body of a response in the version it was built or decoded in; raises InvalidField."""
+    return _encode(message, is_request=False)
+
+
+def _class_of(classes: Mapping[int, Message], api_key: int, api_version: int) -> Message:
+    lowest, highest = version_range(api_key)
+    if not lowest <= api_version <= highest:
+        raise UnsupportedVersion(f"API key {api_key} version {api_version} is not in {lowest}..{highest}")
+    return classes[api_key]
+
+
+def _build(message_class: Message, api_version: int, fields: Mapping[str, Any]) -> Message:
+    try:
+        return message_class(version=api_version, **_nested(message_class._struct, api_version, fields))
+    except _FAILURES as error:
+        raise InvalidField(f"{message_class.name} v{api_version}: {error}") from error
+
+
+def _nested(schema: Message, api_version: int, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`fields` with every mapping inside turned into the structure that the schema has in its place."""
+    built = dict(fields)
+    for name, value in fields.items():
+        field = schema.fields.get(name)
+        if field is None or value is None:
+            continue
+        if field.is_struct_array():
+            built[name] = [_structure(field, api_version, item) for item in value]
+        elif field.is_struct():
+            built[name] = _structure(field, api_version, value)
+    return built
+
+
+def _structure(field: Message, api_version: int, value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return field.data_class(version=api_version, **_nested(field, api_version, value))
+
+
+def _decode(message_class: Message, api_version: int, body: Buffer, *, may_trail: bool = False) -> Message:
+    view = memoryview(body)
+    _refuse_long_varint(view)
+    flexible = message_class.flexible_version_q(api_version)
+    try:
+        # The method that `decode` itself ends in: `decode` drops the position, and with it what trails the message.
+        decode = message_class._struct.compiled_decode_from(
+            api_version, compact=flexible, tagged=flexible, data_class=message_class[None]
+        )
+        message, end = decode(view, 0)
+    except _ENDS_EARLY as error:
+        raise Truncated(f"{message_class.name} v{api_version} ends early: {error}") from error
+    except _FAILURES as error:
+        raise InvalidField(f"{message_class.name} v{api_version}: {error}") from error
+    if end > len(view):
+        raise Truncated(f"{message_class.name} v{api_version}: a length reaches {end - len(view)} bytes past the end")
+    if end < len(view) and not may_trail:
+        raise InvalidField(f"{message_class.name} v{api_version}: {len(view) - end} bytes left over")
+    _refuse_null(message, message_class._struct, api_version, message_class.name)
+    return message
+
+
+def _refuse_long_varint(view: memoryview) -> None:
+    if len(view) > _MAX_HIGH_RUN and b"\x01" * (_MAX_HIGH_RUN + 1) in bytes(view).translate(_HIGH_BITS):
+        raise InvalidField(f"more than {_MAX_HIGH_RUN} bytes in a row with the high bit set: no message looks so")
+
+
+def _encode(message: Message, *, is_request: bool) -> bytes:
+    if message.is_request() != is_request:
+        raise InvalidField(f"{message.name} is not a {'request' if is_request else 'response'}")
+    _refuse_null(message, message._struct, message.version, message.name)
+    try:
+        return bytes(message.encode())
+    except _FAILURES as error:
+        raise InvalidField(f"{message.name} v{message.version}: {error}") from error
+
+
+def _refuse_null(item: Message, schema: Message, api_version: int, path: str) -> None:
+    for name, is_nullable, inner in _checked_fields(schema, api_version):
+        value = getattr(item, name)
+        if value is None:
+            if not is_nullable:
+                raise InvalidField(f"{path}.{name} may not be null in version {api_version}")
+        elif inner is not None:
+            children: Sequence[Message] = value if isinstance(value, list) else (value,)
+            for child in children:
+                _refuse_null(child, inner, api_version, name)
+
+
+_CHECKED_FIELDS: dict[tuple[int, int], list[tuple[str, bool, Message | None]]] = {}
+
+
+def _checked_fields(schema: Message, api_version: int) -> list[tuple[str, bool, Message | None]]:
+    """The fields of `schema` that can be null on the wire at all: (name, may be null, schema of what is inside)."""
+    key = (id(schema), api_version)  # schemas live as long as their message classes: for ever
+    found = _CHECKED_FIELDS.get(key)
+    if found is None:
+        found = _CHECKED_FIELDS[key] = []
+        for field in schema.fields.values():
+            if not field.for_version_q(api_version):
+                continue
+            inner = field if field.is_struct() or field.is_struct_array() else None
+            if inner is not None or field.is_array() or field.type_str in ("string", "bytes", "records"):
+                # A tagged field that was not sent holds the schema's default, which may be null.
+                is_nullable = field.nullable_for_version_q(api_version) or field.tagged_field_q(api_version)
+                found.append((field.name, is_nullable, inner))
+    return found

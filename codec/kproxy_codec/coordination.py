@@ -1,0 +1,304 @@
+"""Requests about groups and transactions and their answers, as far as a proxy needs to read them.
+
+Which key a request is about; who coordinates which key (FindCoordinator, versions 0 to 6); the error codes in answers,
+and the leader epochs in those to OffsetFetch (up to version 7); refusals, which give an error for each partition. A
+message may name as many keys or partitions as fit into it: see `kproxy_codec.walk`.
+
+Tagged fields are passed over; none are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from struct import Struct
+from typing import Final, NamedTuple
+
+from kproxy_codec.api_keys import (
+    ADD_PARTITIONS_TO_TXN,
+    FIND_COORDINATOR,
+    HEARTBEAT,
+    JOIN_GROUP,
+    LEAVE_GROUP,
+    OFFSET_COMMIT,
+    OFFSET_FETCH,
+    SYNC_GROUP,
+    TXN_OFFSET_COMMIT,
+    is_flexible,
+)
+from kproxy_codec.error_codes import NONE
+from kproxy_codec.primitives import INT8, INT16, INT32, INT64, Buffer, encode_count, encode_string
+from kproxy_codec.walk import Walk, Work
+
+# FindCoordinator's key types; version 0 knows groups alone.
+GROUP: Final = 0
+TRANSACTION: Final = 1
+KEY_TYPES_FROM: Final = 1
+# From this version FindCoordinator asks and answers for several keys at once (KIP-699).
+BATCHED_FROM: Final = 4
+
+_NO_TAGS: Final = b"\x00"
+_NO_EPOCH: Final = INT32.pack(-1)
+# See `kproxy_codec.walk.PORTION`.
+_PARTITION_COST: Final = 4
+_KEY_COST: Final = 12
+
+# Versions of FindCoordinator and OffsetFetch.
+_FIND_MESSAGE_FROM = 1
+_FETCH_ERROR_FROM = 2
+_FETCH_EPOCH_FROM = 5
+
+# Answers that begin with throttle_time_ms do so from this version on.
+_THROTTLE_FROM: Final = {
+    FIND_COORDINATOR: 1,
+    OFFSET_COMMIT: 3,
+    OFFSET_FETCH: 3,
+    JOIN_GROUP: 2,
+    HEARTBEAT: 1,
+    LEAVE_GROUP: 1,
+    SYNC_GROUP: 1,
+}
+
+TELL_ERRORS: Final = frozenset(_THROTTLE_FROM) - {FIND_COORDINATOR}
+"""The APIs about groups whose answers `error_codes` reads."""
+
+
+def coordination_key(api_key: int, api_version: int, body: Buffer) -> str:
+    """The group or transactional id that a request is about, empty where it is about none. Raises CodecError."""
+    walk = Walk(body, compact=is_flexible(api_key, api_version))
+    if api_key == TXN_OFFSET_COMMIT:
+        # Its transactional id comes first; but it goes to the group's coordinator.
+        walk.string()
+    return walk.text(nullable=True) or ""
+
+
+# FindCoordinator
+
+
+class Asked(NamedTuple):
+    """A FindCoordinator request: for one `key` or, from version 4 on, so many `keys`, the first one `at` a place."""
+
+    key_type: int
+    key: str
+    keys: int = 1
+    at: int = 0
+
+
+class Found(NamedTuple):
+    """Who coordinates a key, or why nobody is said to. Up to version 3 the key is that of the request, and not sent."""
+
+    key: str
+    node_id: int
+    host: str
+    port: int
+    error_code: int = NONE
+    error_message: str | None = None
+
+
+def parse_find_coordinator(api_version: int, body: Buffer) -> Asked:
+    """What is asked, of a kind and for how many keys. Raises CodecError."""
+    walk = Walk(body, compact=is_flexible(FIND_COORDINATOR, api_version))
+    if api_version >= BATCHED_FROM:
+        key_type = walk.fixed(INT8)
+        keys = walk.count(1)
+        return Asked(key_type, "", keys, walk.at)
+    key = walk.text() or ""
+    return Asked(walk.fixed(INT8) if api_version >= KEY_TYPES_FROM else GROUP, key)
+
+
+def answer_find_coordinator(
+    api_version: int, request_body: Buffer, found: Callable[[int, str], Found]
+) -> Work[bytearray]:
+    """The body of an answer that says of each key, given its type, what `found` says. Raises CodecError."""
+    asked = parse_find_coordinator(api_version, request_body)
+    walk = Walk(request_body, compact=is_flexible(FIND_COORDINATOR, api_version))
+    walk.at = asked.at
+    out = bytearray(_throttle(FIND_COORDINATOR, api_version))
+    if api_version >= BATCHED_FROM:
+        out += encode_count(asked.keys, compact=True)
+    for _ in range(asked.keys):
+        _write_found(api_version, found(asked.key_type, walk.text() or ""), out)
+        if walk.spend(_KEY_COST):
+            yield
+    if api_version < BATCHED_FROM and api_version >= KEY_TYPES_FROM:
+        walk.skip(INT8.size)
+    walk.end()
+    if walk.compact:
+        out += _NO_TAGS
+    return out
+
+
+def replace_coordinators(
+    api_version: int, asked: Asked, body: Buffer, replace: Callable[[int, Found], Found]
+) -> Work[bytearray]:
+    """The body of an answer to what was `asked`, with others in it. Raises CodecError.
+
+    `replace` is given the type of a key and who was found for it.
+    """
+    compact = is_flexible(FIND_COORDINATOR, api_version)
+    walk, out = Walk(body, compact=compact), bytearray()
+    if api_version >= _THROTTLE_FROM[FIND_COORDINATOR]:
+        out += walk.skip(INT32.size)
+    if api_version < BATCHED_FROM:
+        _write_found(api_version, replace(asked.key_type, _read_found(walk, api_version, asked.key)), out)
+    else:
+        count = walk.count(13)
+        out += encode_count(count, compact=True)
+        for _ in range(count):
+            _write_found(api_version, replace(asked.key_type, _read_found(walk, api_version)), out)
+            if walk.spend(_KEY_COST):
+                yield
+    walk.end()
+    if compact:
+        out += _NO_TAGS
+    return out
+
+
+def _read_found(walk: Walk, api_version: int, asked: str = "") -> Found:
+    if api_version >= BATCHED_FROM:
+        key = walk.text() or ""
+        node_id, host, port = walk.fixed(INT32), walk.text() or "", walk.fixed(INT32)
+        error_code, error_message = walk.fixed(INT16), walk.text(nullable=True)
+        walk.tags()
+    else:
+        key, error_code = asked, walk.fixed(INT16)
+        error_message = walk.text(nullable=True) if api_version >= _FIND_MESSAGE_FROM else None
+        node_id, host, port = walk.fixed(INT32), walk.text() or "", walk.fixed(INT32)
+    return Found(key, node_id, host, port, error_code, error_message)
+
+
+def _write_found(api_version: int, found: Found, out: bytearray) -> None:
+    compact = is_flexible(FIND_COORDINATOR, api_version)
+    message = None if found.error_message is None else found.error_message.encode()
+    failure = INT16.pack(found.error_code)
+    if api_version >= _FIND_MESSAGE_FROM:
+        failure += encode_string(message, compact=compact)
+    place = INT32.pack(found.node_id) + encode_string(found.host.encode(), compact=compact) + INT32.pack(found.port)
+    if api_version >= BATCHED_FROM:
+        out += encode_string(found.key.encode(), compact=True) + place + failure + _NO_TAGS
+    else:
+        out += failure + place
+
+
+# Answers about the offsets of a group
+
+
+def error_codes(api_key: int, api_version: int, body: memoryview, *, without_epochs: bool = False) -> Work[set[int]]:
+    """The error codes in an answer to a request about a group. Raises CodecError.
+
+    `without_epochs`: those that an answer to OffsetFetch names are overwritten with -1 (unknown). Of answers that speak
+    of no partitions only the beginning is read.
+    """
+    walk = Walk(body, compact=is_flexible(api_key, api_version))
+    if api_version >= _THROTTLE_FROM[api_key]:
+        walk.skip(INT32.size)
+    if api_key not in (OFFSET_COMMIT, OFFSET_FETCH):
+        return {walk.fixed(INT16)}
+    fetched = api_key == OFFSET_FETCH
+    has_epoch = fetched and api_version >= _FETCH_EPOCH_FROM
+    codes: set[int] = set()
+    for _ in range(walk.count(3)):
+        walk.string()
+        for _ in range(walk.count(6)):
+            walk.skip(INT32.size + INT64.size * fetched)
+            if has_epoch:
+                epoch = walk.skip(INT32.size)
+                if without_epochs:
+                    epoch[:] = _NO_EPOCH
+            if fetched:
+                walk.string(nullable=True)
+            codes.add(walk.fixed(INT16))
+            walk.tags()
+            if walk.spend(_PARTITION_COST):
+                yield
+        walk.tags()
+        if walk.spend(_PARTITION_COST):
+            yield
+    if fetched and api_version >= _FETCH_ERROR_FROM:
+        codes.add(walk.fixed(INT16))
+    walk.end()
+    return codes
+
+
+# Refusals
+
+
+class _Field(NamedTuple):
+    """A field that is passed over, in the versions that have it; without a `form` it is a nullable string."""
+
+    form: Struct | None
+    first: int = 0
+    last: int = 1 << 15
+
+
+_STRING = _Field(None)
+# What a request has before its topics, and each partition behind its index.
+_BEFORE_TOPICS: Final[dict[int, tuple[_Field, ...]]] = {
+    ADD_PARTITIONS_TO_TXN: (_STRING, _Field(INT64), _Field(INT16)),
+    TXN_OFFSET_COMMIT: (
+        _STRING,
+        _STRING,
+        _Field(INT64),
+        _Field(INT16),
+        _Field(INT32, 3),
+        _Field(None, 3),
+        _Field(None, 3),
+    ),
+    OFFSET_COMMIT: (_STRING, _Field(INT32, 1), _Field(None, 1), _Field(None, 7), _Field(INT64, 2, 4)),
+    OFFSET_FETCH: (_STRING,),
+}
+_BEHIND_INDEX: Final[dict[int, tuple[_Field, ...]]] = {
+    TXN_OFFSET_COMMIT: (_Field(INT64), _Field(INT32, 2), _STRING),
+    OFFSET_COMMIT: (_Field(INT64), _Field(INT32, 6), _Field(INT64, 1, 1), _STRING),
+}
+REFUSED_BY_PARTITION: Final = frozenset(_BEFORE_TOPICS)
+"""The APIs whose answers have an error for each partition; OffsetFetch only up to version 1."""
+
+
+def refuse_partitions(api_key: int, api_version: int, request_body: Buffer, error_code: int) -> Work[bytearray]:
+    """The body of an answer that gives each partition of the request this error. Raises CodecError."""
+    compact = is_flexible(api_key, api_version)
+    walk, out = Walk(request_body, compact=compact), bytearray(_throttle(api_key, api_version))
+    _pass(walk, _BEFORE_TOPICS[api_key], api_version)
+    behind_index = _BEHIND_INDEX.get(api_key, ())
+    failure = INT16.pack(error_code)
+    if api_key == OFFSET_FETCH:
+        # An offset and no metadata.
+        failure = INT64.pack(0) + encode_string(b"", compact=compact) + failure
+    elements_have_tags = compact and bool(behind_index)
+    failure += _NO_TAGS if compact else b""
+    topics = walk.count(3)
+    out += encode_count(topics, compact=compact)
+    for _ in range(topics):
+        out += encode_string(walk.string(), compact=compact)
+        partitions = walk.count(INT32.size)
+        out += encode_count(partitions, compact=compact)
+        for _ in range(partitions):
+            out += walk.skip(INT32.size)
+            out += failure
+            _pass(walk, behind_index, api_version)
+            if elements_have_tags:
+                walk.tags()
+            if walk.spend(_PARTITION_COST):
+                yield
+        walk.tags()
+        out += _NO_TAGS if compact else b""
+        if walk.spend(_PARTITION_COST):
+            yield
+    walk.end()
+    if compact:
+        out += _NO_TAGS
+    return out
+
+
+def _pass(walk: Walk, fields: tuple[_Field, ...], api_version: int) -> None:
+    for field in fields:
+        if not field.first <= api_version <= field.last:
+            continue
+        if field.form is None:
+            walk.string(nullable=True)
+        else:
+            walk.skip(field.form.size)
+
+
+def _throttle(api_key: int, api_version: int) -> bytes:
+    return INT32.pack(0) if api_version >= _THROTTLE_FROM.get(api_key, 0) else b""

@@ -1,0 +1,361 @@
+"""Fetch requests and answers.
+
+Versions 4–13; flexible from 12. Request: replica_id INT32, max_wait_ms INT32, min_bytes INT32, max_bytes INT32,
+isolation_level INT8, session_id INT32 (v7), session_epoch INT32 (v7), topics of {name, partitions of {index INT32,
+current_leader_epoch INT32 (v9), fetch_offset INT64, last_fetched_epoch INT32 (v12), log_start_offset INT64 (v5),
+partition_max_bytes INT32}}, forgotten topics (v7), rack_id (v11). Answer: throttle_time_ms INT32, error_code INT16
+(v7), session_id INT32 (v7), topics of {name, partitions of {index INT32, error_code INT16, high_watermark INT64,
+last_stable_offset INT64, log_start_offset INT64 (v5), aborted_transactions, preferred_read_replica INT32 (v11),
+records, tag 0 diverging_epoch {epoch INT32, end_offset INT64} (v12, KIP-595)}}. From 13 on a topic's id, UUID, stands
+in the place of its name (KIP-516). A follower names its log in tag 0 of a partition: replica_directory_id UUID
+(KIP-853).
+
+Nobody here keeps fetch sessions (KIP-227): every answer says session 0, upon which clients send whole requests. What a
+follower sends and reads is in `kproxy_codec.replica_fetch`.
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+from typing import NamedTuple
+
+from kproxy_codec.api_keys import FETCH, is_flexible
+from kproxy_codec.errors import InvalidField, Truncated, UnsupportedVersion
+from kproxy_codec.headers import RequestHeader, response_body_offset
+from kproxy_codec.partitioned import (
+    TOPIC_ID_BYTES,
+    PartitionedRequest,
+    PartitionedResponse,
+    Places,
+    Tag,
+    blank_current_leader,
+    blank_epochs,
+    expect_end,
+    fill_error_codes,
+    one_by_one,
+    parse_topics,
+    read_topic_count,
+    response_tags,
+)
+from kproxy_codec.primitives import (
+    INT16,
+    INT32,
+    INT64,
+    Buffer,
+    encode_count,
+    encode_tagged_fields,
+    read_count,
+    read_fixed,
+    read_tagged_fields,
+    skip_bytes,
+    skip_string,
+    skip_tagged_fields,
+)
+
+MIN_VERSION = 4
+MAX_VERSION = 13
+# From here on topics are named by their ids: followers do so, clients are offered what lies below.
+TOPIC_IDS_FROM = 13
+NO_SESSION = 0
+# The epoch of a request that belongs to no session and wants none (KIP-227).
+FINAL_EPOCH = -1
+
+# replica_id, max_wait_ms, min_bytes, max_bytes, isolation_level; and with session_id, session_epoch from version 7
+_PREAMBLE = Struct(">iiiib")
+SESSION_PREAMBLE = Struct(">iiiibii")
+DIVERGING_EPOCH_TAG = 0
+# Of a partition in a request, from version 17 on in Apache Kafka.
+REPLICA_DIRECTORY_ID_TAG = 0
+_CURRENT_LEADER_TAG = 1
+_NODE_ENDPOINTS_TAG = 0
+# partition_index, current_leader_epoch (v9), fetch_offset, last_fetched_epoch (v12), log_start_offset (v5), max_bytes
+PARTITION_FETCH = Struct(">iiqiqi")
+_V9, _V5, _V4 = Struct(">iiqqi"), Struct(">iqqi"), Struct(">iqi")
+EPOCH_END = Struct(">iq")
+
+
+class EpochEnd(NamedTuple):
+    """A leader epoch and the offset behind its last record; -1 and -1 where there is none (KIP-279)."""
+
+    leader_epoch: int
+    end_offset: int
+
+
+class PartitionFetch(NamedTuple):
+    """What is asked of one partition; epochs are -1 where nothing is claimed (KIP-320, KIP-595).
+
+    `replica_directory_id` are the 16 bytes by which a follower names its log (KIP-853).
+    """
+
+    partition_index: int
+    current_leader_epoch: int
+    fetch_offset: int
+    last_fetched_epoch: int
+    log_start_offset: int
+    max_bytes: int
+    replica_directory_id: bytes = b""
+
+
+class PartitionFetched(NamedTuple):
+    """One partition's part of an answer. `diverging_epoch` tells a follower where its log leaves the leader's."""
+
+    partition_index: int
+    error_code: int
+    high_watermark: int = -1
+    log_start_offset: int = -1
+    diverging_epoch: EpochEnd | None = None
+    records: Buffer = b""
+
+
+class FetchRequest(PartitionedRequest):
+    """A fetch request with the numbers of its preamble: milliseconds and bytes."""
+
+    __slots__ = (
+        "isolation_level",
+        "max_bytes",
+        "max_wait_ms",
+        "min_bytes",
+        "replica_id",
+        "session_epoch",
+        "session_id",
+    )
+
+    def __init__(self, frame: memoryview, header: RequestHeader, *, flexible: bool) -> None:
+        super().__init__(frame, header, flexible=flexible)
+        self.replica_id = -1
+        self.max_wait_ms = 0
+        self.min_bytes = 0
+        self.max_bytes = 0
+        self.isolation_level = 0
+        self.session_id = NO_SESSION
+        self.session_epoch = FINAL_EPOCH
+
+
+def parse_fetch(frame: memoryview, header: RequestHeader) -> FetchRequest:
+    """The index of a fetch request. Raises CodecError."""
+    version = header.api_version
+    if not MIN_VERSION <= version <= MAX_VERSION:
+        raise UnsupportedVersion(f"Fetch v{version}: versions {MIN_VERSION} to {MAX_VERSION} are read")
+    flexible = is_flexible(FETCH, version)
+    limit = len(frame)
+    request = FetchRequest(frame, header, flexible=flexible)
+    form = SESSION_PREAMBLE if version >= 7 else _PREAMBLE
+    offset = header.body_offset + form.size
+    if offset > limit:
+        raise Truncated(f"a fetch request of {limit} bytes is shorter than its fixed part")
+    numbers = form.unpack_from(frame, header.body_offset)
+    request.replica_id, request.max_wait_ms, request.min_bytes, request.max_bytes, request.isolation_level = numbers[:5]
+    if version >= 7:
+        request.session_id, request.session_epoch = numbers[5:]
+    request.topics_start = offset
+    request.by_id = version >= TOPIC_IDS_FROM
+    fixed_bytes = _partition_form(version).size
+
+    def skip(frame: memoryview, offset: int, limit: int) -> tuple[int, int]:
+        end = offset + fixed_bytes
+        if end > limit:
+            raise Truncated(f"a partition wanted at {offset}, the message ends at {limit}")
+        partition_index: int = INT32.unpack_from(frame, offset)[0]
+        return partition_index, skip_tagged_fields(frame, end, limit) if flexible else end
+
+    request.topics, request.topics_end = parse_topics(
+        frame, offset, flexible=flexible, least_bytes=fixed_bytes, read_entries=one_by_one(skip), by_id=request.by_id
+    )
+    expect_end(frame, _skip_trailer(frame, request.topics_end, limit, version))
+    return request
+
+
+def _skip_trailer(frame: memoryview, offset: int, limit: int, version: int) -> int:
+    flexible = is_flexible(FETCH, version)
+    if version >= 7:
+        count, offset = read_topic_count(frame, offset, limit, flexible=flexible)
+        for _ in range(count):
+            if version >= TOPIC_IDS_FROM:
+                offset += TOPIC_ID_BYTES
+            else:
+                _, _, offset = skip_string(frame, offset, limit, compact=flexible)
+            partitions, offset = read_count(frame, offset, limit, compact=flexible, least_bytes=4)
+            offset += 4 * partitions
+            if flexible:
+                offset = skip_tagged_fields(frame, offset, limit)
+    if version >= 11:
+        _, _, offset = skip_string(frame, offset, limit, compact=flexible)
+    return skip_tagged_fields(frame, offset, limit) if flexible else offset
+
+
+def _partition_form(version: int) -> Struct:
+    return PARTITION_FETCH if version >= 12 else _V9 if version >= 9 else _V5 if version >= 5 else _V4
+
+
+def partition_fetch(request: FetchRequest, entry_start: int) -> PartitionFetch:
+    """What is asked of the partition whose entry begins there; -1 for what the version does not say."""
+    version = request.header.api_version
+    if version >= TOPIC_IDS_FROM:
+        directory_id = _replica_directory_id(request.frame, entry_start + PARTITION_FETCH.size)
+        return PartitionFetch._make((*PARTITION_FETCH.unpack_from(request.frame, entry_start), directory_id))
+    if version >= 12:
+        return PartitionFetch(*PARTITION_FETCH.unpack_from(request.frame, entry_start))
+    index, *rest, max_bytes = _partition_form(version).unpack_from(request.frame, entry_start)
+    leader_epoch = rest.pop(0) if version >= 9 else -1
+    log_start_offset = rest.pop() if version >= 5 else -1
+    return PartitionFetch(index, leader_epoch, rest[0], -1, log_start_offset, max_bytes)
+
+
+def _replica_directory_id(frame: memoryview, offset: int) -> bytes:
+    """What a follower's entry says in its tagged fields, whose section begins at `offset`; empty where it says none."""
+    fields, _ = read_tagged_fields(frame, offset, len(frame))
+    for tag, start, end in fields:
+        if tag == REPLICA_DIRECTORY_ID_TAG and end - start == TOPIC_ID_BYTES:
+            return bytes(frame[start:end])
+    return b""
+
+
+class FetchApi:
+    """Fetch, for the one mechanism that splits, forwards and merges."""
+
+    api_key = FETCH
+    min_version = MIN_VERSION
+    max_version = MAX_VERSION
+
+    def parse_request(self, frame: memoryview, header: RequestHeader) -> FetchRequest:
+        """Raises CodecError; a replica_id of 0 or more is refused, it would move the high watermark."""
+        request = parse_fetch(frame, header)
+        if request.replica_id >= 0:
+            raise InvalidField(f"Fetch with replica_id {request.replica_id}: followers fetch from brokers, not here")
+        return request
+
+    def parse_response(self, frame: memoryview, api_version: int) -> PartitionedResponse:
+        """Raises CodecError. Leader hints, preferred read replicas and the session are blanked in place; so are null
+        records, which become none.
+        """
+        flexible = is_flexible(FETCH, api_version)
+        response = PartitionedResponse(frame)
+        limit = len(frame)
+        offset = response_body_offset(frame, FETCH, api_version)
+        response.throttle_time_ms, offset = read_fixed(INT32, frame, offset, limit)
+        if api_version >= 7:
+            response.error_code, offset = read_fixed(INT16, frame, offset, limit)
+            session_id, offset = read_fixed(INT32, frame, offset, limit)
+            if session_id != NO_SESSION:
+                INT32.pack_into(frame, offset - INT32.size, NO_SESSION)
+
+        def skip(frame: memoryview, offset: int, limit: int) -> tuple[int, int]:
+            partition_index, offset, records_bytes = _skip_result(frame, offset, limit, api_version)
+            response.payload_bytes += records_bytes
+            return partition_index, offset
+
+        response.topics, offset = parse_topics(
+            frame,
+            offset,
+            flexible=flexible,
+            least_bytes=4 + 2 + 8 + 8,
+            read_entries=one_by_one(skip),
+            by_id=api_version >= TOPIC_IDS_FROM,
+        )
+        fill_error_codes(response)
+        if flexible:
+            offset = response_tags(response, offset, _NODE_ENDPOINTS_TAG)
+        expect_end(frame, offset)
+        return response
+
+    def error_entry(self, api_version: int, partition_index: int, error_code: int) -> bytes:
+        return b"".join(result_entry(api_version, PartitionFetched(partition_index, error_code)))
+
+    def response_ends(self, api_version: int, throttle_time_ms: int, tags: list[Tag]) -> tuple[bytes, bytes]:
+        return response_ends(api_version, throttle_time_ms, tags)
+
+    def plain_answer(self, request: PartitionedRequest, selection: Places) -> None:
+        """There is none: every answer has a session and preferred replicas to take out."""
+
+    def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer:
+        """Each piece may bring its share of max_bytes, and none waits: a broker that waits for data of its own would
+        keep back what the others have. Who asks the pieces asks again until there is enough.
+        """
+        fetch = _as_fetch(request)
+        if pieces == 1:
+            return preamble(fetch, fetch.max_wait_ms, fetch.max_bytes)
+        return preamble(fetch, 0, fetch.max_bytes // pieces)
+
+    def admit(self, request: PartitionedRequest) -> None:
+        """Take it out of any session, and take leader epochs out of it."""
+        fetch = _as_fetch(request)
+        if fetch.header.api_version >= 9:
+            blank_epochs(fetch, INT32.size)
+        fetch.frame[fetch.header.body_offset : fetch.topics_start] = preamble(fetch, fetch.max_wait_ms, fetch.max_bytes)
+
+    def holds_enough(self, request: PartitionedRequest, payload_bytes: int) -> bool:
+        return payload_bytes >= _as_fetch(request).min_bytes
+
+
+def _as_fetch(request: PartitionedRequest) -> FetchRequest:
+    if not isinstance(request, FetchRequest):
+        raise TypeError("only a fetch request is asked for here")
+    return request
+
+
+def preamble(request: FetchRequest, max_wait_ms: int, max_bytes: int) -> bytes:
+    """The fixed part of a fetch request, outside of any session, with other limits (milliseconds, bytes)."""
+    numbers = (request.replica_id, max_wait_ms, request.min_bytes, max_bytes, request.isolation_level)
+    if request.header.api_version >= 7:
+        return SESSION_PREAMBLE.pack(*numbers, NO_SESSION, FINAL_EPOCH)
+    return _PREAMBLE.pack(*numbers)
+
+
+def _skip_result(frame: memoryview, offset: int, limit: int, api_version: int) -> tuple[int, int, int]:
+    flexible = is_flexible(FETCH, api_version)
+    partition_index, offset = read_fixed(INT32, frame, offset, limit)
+    offset += 2 + 8 + 8 + (8 if api_version >= 5 else 0)
+    aborted, offset = read_count(frame, offset, limit, compact=flexible, least_bytes=16, nullable=True)
+    for _ in range(aborted):
+        offset = offset + 16
+        if flexible:
+            offset = skip_tagged_fields(frame, offset, limit)
+    if api_version >= 11:
+        if offset + 4 > limit:
+            raise Truncated(f"preferred_read_replica wanted at {offset}, the message ends at {limit}")
+        INT32.pack_into(frame, offset, -1)
+        offset += 4
+    records_at = offset
+    start, end, offset = skip_bytes(frame, offset, limit, compact=flexible)
+    if start == end:
+        # Kafka's brokers never send null; of its clients only Java's bears it.
+        none = _NO_RECORDS_COMPACT if flexible else _NO_RECORDS
+        if offset - records_at == len(none):
+            frame[records_at:offset] = none
+    if flexible:
+        offset = blank_current_leader(frame, offset, limit, _CURRENT_LEADER_TAG)
+    return partition_index, offset, end - start
+
+
+_NO_RECORDS, _NO_RECORDS_COMPACT = encode_count(0, compact=False), encode_count(0, compact=True)
+_RESULT = Struct(">ihqq")
+_NO_TAGS = encode_tagged_fields([])
+
+
+def result_entry(api_version: int, fetched: PartitionFetched) -> list[Buffer]:
+    """One partition's entry of a fetch answer, records in a buffer of their own so that they need no copy.
+
+    Where a log diverges is not said before version 12.
+    """
+    flexible = is_flexible(FETCH, api_version)
+    index, error_code, high_watermark, log_start_offset, diverging_epoch, records = fetched
+    head = _RESULT.pack(index, error_code, high_watermark, high_watermark)
+    if api_version >= 5:
+        head += INT64.pack(log_start_offset)
+    head += encode_count(-1, compact=flexible)
+    if api_version >= 11:
+        head += INT32.pack(-1)
+    head += encode_count(len(records), compact=flexible)
+    if not flexible:
+        return [head, records]
+    if diverging_epoch is None:
+        return [head, records, _NO_TAGS]
+    return [head, records, encode_tagged_fields([(DIVERGING_EPOCH_TAG, EPOCH_END.pack(*diverging_epoch) + _NO_TAGS)])]
+
+
+def response_ends(api_version: int, throttle_time_ms: int, tags: list[Tag], error_code: int = 0) -> tuple[bytes, bytes]:
+    """What stands before and behind the topics of a fetch answer; it always names session 0."""
+    head = INT32.pack(throttle_time_ms)
+    if api_version >= 7:
+        head += INT16.pack(error_code) + INT32.pack(NO_SESSION)
+    return head, encode_tagged_fields(tags) if is_flexible(FETCH, api_version) else b""

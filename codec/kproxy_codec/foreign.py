@@ -1,0 +1,75 @@
+"""Clients that speak something else than Kafka's protocol in plain text, known by the first bytes of their connection.
+
+Where a frame's length should stand, all of these have a number that no listener admits. SASL is Kafka's own protocol,
+and known by its requests.
+"""
+
+from __future__ import annotations
+
+from kproxy_codec.api_keys import SASL_HANDSHAKE
+from kproxy_codec.error_codes import UNSUPPORTED_SASL_MECHANISM
+from kproxy_codec.errors import ForeignProtocol, FrameTooLarge
+from kproxy_codec.headers import RequestHeader, frame_message, response_header
+from kproxy_codec.primitives import INT16, INT32
+
+# The first byte of a TLS record says what it is, and the next two are its version: 3 and 0 to 4.
+_TLS_HANDSHAKE = 0x1603
+_TLS_ALERT = 0x1503
+# The first four bytes of what HTTP clients ask, and of an answer; "PRI " opens HTTP/2.
+_HTTP = frozenset(b"GET |POST|PUT |HEAD|OPTI|CONN|DELE|PATC|TRAC|PRI |HTTP".split(b"|"))
+_SSH = b"SSH-"
+
+# Plain text makes TLS libraries say what is wrong ("wrong version number", "plaintext connection?"). A TLS alert would
+# speak of versions, and when the connection just ends Java's client retries without a word.
+_TO_TLS = b"this listener is plain text: set security.protocol=PLAINTEXT\r\n"
+_SENTENCE = b"This listener speaks Kafka's protocol. A proxy's HTTP page is at its --admin address.\n"
+ANSWER_TO_HTTP = (
+    b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain\r\nConnection: close\r\n"
+    b"Content-Length: %d\r\n\r\n%s" % (len(_SENTENCE), _SENTENCE)
+)
+"""What kproxy's Kafka listeners say to who speaks HTTP to them."""
+
+SASL_HANDSHAKE_REFUSED = INT16.pack(UNSUPPORTED_SASL_MECHANISM) + INT32.pack(0)
+"""The body of an answer to SaslHandshake, in every version, that offers no mechanism."""
+
+
+def foreign_protocol(error: Exception) -> ForeignProtocol | None:
+    """The protocol that the other side speaks instead, where its first bytes tell; None otherwise."""
+    if isinstance(error, ForeignProtocol):
+        return error
+    if not isinstance(error, FrameTooLarge):
+        return None
+    first_bytes = error.first_bytes
+    if first_bytes in _HTTP:
+        return ForeignProtocol(
+            "HTTP",
+            "this listener speaks Kafka's protocol; a proxy's HTTP page is at its --admin address",
+            ANSWER_TO_HTTP,
+        )
+    if first_bytes == _SSH:
+        return ForeignProtocol("SSH", "this listener speaks Kafka's protocol")
+    record = int.from_bytes(first_bytes[:2])
+    if record == _TLS_HANDSHAKE:
+        return ForeignProtocol(
+            "TLS",
+            "the client has security.protocol=SSL or SASL_SSL, and this listener is plain text: "
+            "set security.protocol=PLAINTEXT",
+            _TO_TLS,
+        )
+    if record == _TLS_ALERT:
+        return ForeignProtocol("TLS", "the client sends a TLS alert, and this listener is plain text")
+    return None
+
+
+def sasl(header: RequestHeader) -> ForeignProtocol:
+    """For a request about SASL where there is none."""
+    reply = b""
+    if header.api_key == SASL_HANDSHAKE:
+        head = response_header(header.api_key, header.api_version, header.correlation_id)
+        reply = frame_message(head, SASL_HANDSHAKE_REFUSED)
+    return ForeignProtocol(
+        "SASL",
+        "the client has security.protocol=SASL_PLAINTEXT or SASL_SSL, and this listener has no SASL: "
+        "set security.protocol=PLAINTEXT",
+        reply,
+    )

@@ -1,0 +1,262 @@
+"""Received bytes to whole frames, as memoryviews over the receive buffer.
+
+A frame is a 4-byte big-endian length and that many bytes. A `FrameReader` belongs to one connection; the `ReceiveArena`
+behind it is shared by all connections of one event loop, so an idle connection holds no buffer at all. That works
+because an event loop asks for a buffer and fills it in one step, with no other connection in between.
+
+States of a reader
+  empty      nothing is held
+  partial    the beginning of a frame lies in [start, end) of a chunk
+  broken     an illegal length was seen; what follows is refused
+
+Transitions
+  empty   -> partial   `buffer_updated` leaves an unfinished frame behind its whole ones
+  partial -> partial   more of it arrives, perhaps after `get_buffer` moved it to where the rest fits
+  partial -> empty     its last byte arrives with nothing behind it
+  any     -> broken    FrameTooLarge, InvalidField
+
+Invariants
+1. A chunk is handed out for new bytes only past its `position`, or when nothing refers to it any more: a frame handed
+   out is never overwritten while somebody holds it. Python's own export count of the bytearray is what is asked.
+2. A length is checked before anything is allocated for it, and what is allocated for an announced frame is at most
+   GROWTH times what has arrived of it, and never less than one chunk. 2 GiB announced costs nothing.
+3. Bytes are moved only when a frame is unfinished and the rest does not fit behind it, or another connection came
+   between, or the chunk is full and others go on with the next.
+4. An unfinished frame keeps no more memory than its own bytes and what was made for it alone, once the chunk that it
+   began in is left. What its owner gave it instead (`move_to`) is its owner's affair.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from struct import Struct
+
+from kproxy_codec.errors import FrameTooLarge, InvalidField
+
+LENGTH_BYTES = 4
+# One of Kafka's largest requests by its clients' defaults (1 MiB) fits, header and all.
+CHUNK_BYTES = (1 << 20) + (64 << 10)
+# Below this a chunk's rest is not worth another read from the kernel.
+LEAST_FREE_BYTES = 64 << 10
+GROWTH = 4
+# Chunks kept for another use; beyond that they are left to the allocator.
+KEPT_CHUNKS = 16
+
+_LENGTH = Struct(">i")
+# In the place of the longest frame admitted: not even an empty one is.
+_BROKEN = -1
+
+
+class ReceiveArena:
+    """The chunk that the readers of one event loop fill in turn, and the chunks that may be used again."""
+
+    __slots__ = ("_unfinished", "_used", "chunk", "position", "view")
+
+    def __init__(self) -> None:
+        self._used: deque[bytearray] = deque()
+        # Readers that have left an unfinished frame in the chunk; some of them may have finished it since.
+        self._unfinished: set[FrameReader] = set()
+        self.chunk = bytearray(CHUNK_BYTES)
+        self.view = memoryview(self.chunk)
+        self.position = 0
+
+    def renew(self) -> None:
+        """Begin another chunk; the old one lives on for as long as a frame refers to it.
+
+        A few bytes of an unfinished frame must not keep all of it: a client may leave them for hours.
+        """
+        left, self._unfinished = self._unfinished, set()
+        for reader in left:
+            reader.take_out(self.view)
+        self.view = memoryview(b"")
+        self._used.append(self.chunk)
+        self.chunk = self._take()
+        self.view = memoryview(self.chunk)
+        self.position = 0
+
+    def leave(self, reader: FrameReader) -> None:
+        """`reader` has an unfinished frame in the chunk."""
+        self._unfinished.add(reader)
+
+    def lend(self) -> bytearray:
+        """A chunk for one reader alone; it may be used again when nothing refers to it any more."""
+        chunk = self._take()
+        self._used.append(chunk)
+        return chunk
+
+    def _take(self) -> bytearray:
+        # The oldest chunk is the likeliest to be free; one look a call keeps this cheap.
+        if self._used:
+            candidate = self._used.popleft()
+            if _is_unreferenced(candidate):
+                return candidate
+            if len(self._used) < KEPT_CHUNKS:
+                self._used.append(candidate)
+        return bytearray(CHUNK_BYTES)
+
+
+def _is_unreferenced(chunk: bytearray) -> bool:
+    """Whether no memoryview refers to `chunk`: a bytearray with exports refuses to be resized."""
+    try:
+        chunk.pop()
+    except BufferError:
+        return False
+    chunk.append(0)
+    return True
+
+
+class FrameReader:
+    """Cuts one connection's bytes into frames; shaped for asyncio.BufferedProtocol.
+
+    Every frame handed out is a writable memoryview of the whole frame, its 4-byte length prefix included. At most
+    `most_shared` bytes are read into the chunk at a time, so that no longer frame is whole before it is known to come.
+    `announced` is the length of the frame that is arriving, its prefix included, where that is known; else 0.
+    """
+
+    __slots__ = ("_arena", "_end", "_max_frame_bytes", "_most_shared", "_own", "_start", "_view", "announced")
+
+    def __init__(
+        self, max_frame_bytes: int, arena: ReceiveArena | None = None, *, most_shared: int = CHUNK_BYTES
+    ) -> None:
+        self._arena = arena if arena is not None else ReceiveArena()
+        self._max_frame_bytes = max_frame_bytes
+        self._most_shared = most_shared
+        self.announced = 0
+        self._view: memoryview | None = None  # the chunk that holds the unfinished frame
+        self._own = False  # whether that chunk is this reader's alone
+        self._start = 0
+        self._end = 0
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of an unfinished frame that are held."""
+        return self._end - self._start
+
+    @property
+    def held_bytes(self) -> int:
+        """What an unfinished frame costs in memory: its bytes, or the whole of a buffer that is this reader's alone."""
+        if self._own and self._view is not None:
+            return len(self._view)
+        return self._end - self._start
+
+    def admit(self, max_frame_bytes: int) -> None:
+        """Frames whose first bytes arrive from now on may be so long. A broken reader stays broken."""
+        if self._max_frame_bytes != _BROKEN:
+            self._max_frame_bytes = max_frame_bytes
+
+    def get_buffer(self, size_hint: int = -1, *, lean: bool = False) -> memoryview:
+        """Where the next bytes go. Call `buffer_updated` with their count before any other reader's `get_buffer`.
+
+        With `lean` a large frame's buffer grows by no more than LEAST_FREE_BYTES.
+        """
+        arena = self._arena
+        view = self._view
+        if view is None:
+            if CHUNK_BYTES - arena.position < LEAST_FREE_BYTES:
+                arena.renew()
+            return arena.view[arena.position : arena.position + self._most_shared]
+        announced = LENGTH_BYTES
+        if self._end - self._start >= LENGTH_BYTES:
+            announced += _LENGTH.unpack_from(view, self._start)[0]
+        fits = self._end < len(view) and announced <= len(view) - self._start
+        if self._own:
+            if self._end < len(view):
+                return view[self._end : self._start + announced]
+        elif fits and view is arena.view and self._end == arena.position:
+            return view[self._end : self._end + self._most_shared]
+        return self._move(view[self._start : self._end], announced, lean)
+
+    def _move(self, held: memoryview, announced: int, lean: bool) -> memoryview:
+        """Take the unfinished frame to where more of it fits, and return the room behind it."""
+        arena = self._arena
+        if announced > CHUNK_BYTES // 4:
+            # A large frame gets a buffer of its own, grown as its bytes really arrive. Fresh memory costs more than
+            # what is done with it: each of its pages is a fault.
+            size = min(announced, len(held) + LEAST_FREE_BYTES if lean else max(CHUNK_BYTES, GROWTH * len(held)))
+            view = memoryview(bytearray(size) if lean or size > CHUNK_BYTES else arena.lend())
+            start, self._own = 0, True
+        else:
+            if CHUNK_BYTES - arena.position < max(LEAST_FREE_BYTES, announced):
+                arena.renew()
+            view, start, self._own = arena.view, arena.position, False
+            arena.position += len(held)
+        end = start + len(held)
+        view[start:end] = held
+        self._view, self._start, self._end = view, start, end
+        return view[end:] if self._own else view[end : end + self._most_shared]
+
+    @property
+    def has_own(self) -> bool:
+        """Whether the frame that is arriving has a buffer of its own."""
+        return self._own
+
+    def move_to(self, buffer: bytearray) -> None:
+        """Let the frame that is arriving be read into `buffer`, which is as long as it is `announced`."""
+        if self._view is None:
+            raise ValueError("no frame is arriving")
+        held = self._view[self._start : self._end]
+        buffer[: len(held)] = held
+        self._view, self._start, self._end, self._own = memoryview(buffer), 0, len(held), True
+
+    def drop(self) -> None:
+        """Forget the frame that is arriving. Nothing more is to be read."""
+        self._max_frame_bytes = _BROKEN
+        self._let_go()
+
+    def buffer_updated(self, nbytes: int) -> list[memoryview]:
+        """The frames that `nbytes` more bytes complete, in order.
+
+        Raises FrameTooLarge for a length over the limit, InvalidField for a negative one; frames that were whole before
+        it are lost with the connection, as at Kafka's own broker.
+        """
+        arena = self._arena
+        view = self._view
+        if view is None:
+            view, start = arena.view, arena.position
+            end = arena.position = start + nbytes
+        else:
+            start, end = self._start, self._end + nbytes
+            if not self._own:
+                arena.position = end
+        frames: list[memoryview] = []
+        frame_end = start
+        while end - start >= LENGTH_BYTES:
+            length = _LENGTH.unpack_from(view, start)[0]
+            if not 0 <= length <= self._max_frame_bytes:
+                raise self._break(length)
+            frame_end = start + LENGTH_BYTES + length
+            if frame_end > end:
+                break
+            frames.append(view[start:frame_end])
+            start = frame_end
+        if start == end:
+            self._let_go()
+        else:
+            self._view, self._start, self._end = view, start, end
+            self.announced = frame_end - start
+            if not self._own:
+                arena.leave(self)
+        return frames
+
+    def take_out(self, view: memoryview) -> None:
+        """Copy the unfinished frame out of the chunk with this view, if it is there."""
+        if self._view is view:
+            held = bytearray(view[self._start : self._end])
+            self._view, self._start, self._end = memoryview(held), 0, len(held)
+
+    def _let_go(self) -> None:
+        self._view, self._start, self._end, self._own, self.announced = None, 0, 0, False, 0
+
+    def _break(self, length: int) -> InvalidField | FrameTooLarge:
+        """What is wrong with `length`. No length at all is legal from here on: whatever follows is not at a frame's
+        beginning, and must not be taken for one.
+        """
+        admitted, self._max_frame_bytes = self._max_frame_bytes, _BROKEN
+        self._let_go()
+        if admitted == _BROKEN:
+            return InvalidField("bytes follow an illegal length; where the next frame begins is not known")
+        if length < 0:
+            return InvalidField(f"a frame announces a negative length ({length})")
+        return FrameTooLarge(
+            f"a frame announces {length} bytes; at most {admitted} are admitted here", _LENGTH.pack(length)
+        )

@@ -1,0 +1,134 @@
+"""ListOffsets requests and answers.
+
+Versions 1–9. Request: replica_id INT32, isolation_level INT8 (v2), topics of {name, partitions of {index INT32,
+current_leader_epoch INT32 (v4), timestamp INT64}}. Answer: throttle_time_ms INT32 (v2), topics of {name, partitions of
+{index INT32, error_code INT16, timestamp INT64, offset INT64, leader_epoch INT32 (v4)}}; flexible from 6.
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+
+from kproxy_codec.api_keys import LIST_OFFSETS, is_flexible
+from kproxy_codec.errors import InvalidField, Truncated, UnsupportedVersion
+from kproxy_codec.headers import RequestHeader, response_body_offset
+from kproxy_codec.partitioned import (
+    PartitionedRequest,
+    PartitionedResponse,
+    Places,
+    Tag,
+    blank_epochs,
+    expect_end,
+    fill_error_codes,
+    one_by_one,
+    parse_topics,
+    response_tags,
+)
+from kproxy_codec.primitives import INT8, INT32, Buffer, encode_tagged_fields, read_fixed, skip_tagged_fields
+
+MIN_VERSION = 1
+MAX_VERSION = 9
+
+_NO_TAG = -1
+_RESULT = Struct(">ihqq")
+_LEADER_EPOCH_OFFSET = _RESULT.size
+_NO_EPOCH = INT32.pack(-1)
+
+
+class ListOffsetsApi:
+    """ListOffsets, for the one mechanism that splits, forwards and merges."""
+
+    api_key = LIST_OFFSETS
+    min_version = MIN_VERSION
+    max_version = MAX_VERSION
+
+    def parse_request(self, frame: memoryview, header: RequestHeader) -> PartitionedRequest:
+        """Raises CodecError; a replica_id of 0 or more is refused, that is a broker's to say."""
+        version = header.api_version
+        if not MIN_VERSION <= version <= MAX_VERSION:
+            raise UnsupportedVersion(f"ListOffsets v{version}: versions {MIN_VERSION} to {MAX_VERSION} are read")
+        flexible = is_flexible(LIST_OFFSETS, version)
+        entry_bytes = 4 + (4 if version >= 4 else 0) + 8
+        request = PartitionedRequest(frame, header, flexible=flexible)
+        replica_id, offset = read_fixed(INT32, frame, header.body_offset, len(frame))
+        if replica_id >= 0:
+            raise InvalidField(f"ListOffsets with replica_id {replica_id}: only brokers ask as replicas")
+        if version >= 2:
+            _, offset = read_fixed(INT8, frame, offset, len(frame))
+        request.topics_start = offset
+
+        def skip(frame: memoryview, offset: int, limit: int) -> tuple[int, int]:
+            if offset + entry_bytes > limit:
+                raise Truncated(f"a partition wanted at {offset}, the message ends at {limit}")
+            partition_index: int = INT32.unpack_from(frame, offset)[0]
+            end = offset + entry_bytes
+            return partition_index, skip_tagged_fields(frame, end, limit) if flexible else end
+
+        request.topics, request.topics_end = parse_topics(
+            frame, offset, flexible=flexible, least_bytes=entry_bytes, read_entries=one_by_one(skip)
+        )
+        offset = request.topics_end
+        expect_end(frame, skip_tagged_fields(frame, offset, len(frame)) if flexible else offset)
+        return request
+
+    def parse_response(self, frame: memoryview, api_version: int) -> PartitionedResponse:
+        """Raises CodecError. Leader epochs are set to -1 in place: no answer of the proxy carries one."""
+        flexible = is_flexible(LIST_OFFSETS, api_version)
+        entry_bytes = _RESULT.size + (4 if api_version >= 4 else 0)
+        response = PartitionedResponse(frame)
+        offset = response_body_offset(frame, LIST_OFFSETS, api_version)
+        if api_version >= 2:
+            response.throttle_time_ms, offset = read_fixed(INT32, frame, offset, len(frame))
+
+        def skip(frame: memoryview, offset: int, limit: int) -> tuple[int, int]:
+            end = offset + entry_bytes
+            if end > limit:
+                raise Truncated(f"a partition's result wanted at {offset}, the message ends at {limit}")
+            partition_index: int = INT32.unpack_from(frame, offset)[0]
+            if api_version >= 4:
+                frame[offset + _LEADER_EPOCH_OFFSET : end] = _NO_EPOCH
+            return partition_index, skip_tagged_fields(frame, end, limit) if flexible else end
+
+        response.topics, offset = parse_topics(
+            frame, offset, flexible=flexible, least_bytes=entry_bytes, read_entries=one_by_one(skip)
+        )
+        fill_error_codes(response)
+        if flexible:
+            offset = response_tags(response, offset, _NO_TAG)
+        expect_end(frame, offset)
+        return response
+
+    def error_entry(self, api_version: int, partition_index: int, error_code: int) -> bytes:
+        return result_entry(api_version, partition_index, error_code, timestamp=-1, offset=-1)
+
+    def response_ends(self, api_version: int, throttle_time_ms: int, tags: list[Tag]) -> tuple[bytes, bytes]:
+        head = INT32.pack(throttle_time_ms) if api_version >= 2 else b""
+        return head, encode_tagged_fields(tags) if is_flexible(LIST_OFFSETS, api_version) else b""
+
+    def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer | None:
+        """The request's own."""
+        return None
+
+    def plain_answer(self, request: PartitionedRequest, selection: Places) -> None:
+        """There is none: every answer has leader epochs to take out."""
+
+    def admit(self, request: PartitionedRequest) -> None:
+        """Take leader epochs out of it."""
+        if request.header.api_version >= 4:
+            blank_epochs(request, INT32.size)
+
+    def holds_enough(self, request: PartitionedRequest, payload_bytes: int) -> bool:
+        return True
+
+
+def result_entry(
+    api_version: int, partition_index: int, error_code: int, *, timestamp: int, offset: int, leader_epoch: int = -1
+) -> bytes:
+    """One partition's entry of a ListOffsets answer."""
+    entry = _RESULT.pack(partition_index, error_code, timestamp, offset)
+    if api_version >= 4:
+        entry += INT32.pack(leader_epoch)
+    return entry + encode_tagged_fields([]) if is_flexible(LIST_OFFSETS, api_version) else entry
+
+
+LIST_OFFSETS_API = ListOffsetsApi()

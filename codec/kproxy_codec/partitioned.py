@@ -1,0 +1,495 @@
+"""What Produce, Fetch and ListOffsets have in common on the wire.
+
+A request of these APIs is a header, a preamble, an array of topics with an array of partitions each, and a trailer; an
+answer likewise. Parsing finds where each partition's bytes lie and copies none of them. A part of a request is encoded
+from slices of it: what this codec does not know, tagged fields above all, travels byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from struct import Struct
+from typing import Protocol
+
+from kproxy_codec.errors import InvalidField, Truncated
+from kproxy_codec.framing import LENGTH_BYTES
+from kproxy_codec.headers import CORRELATION_ID_OFFSET, RESPONSE_CORRELATION_ID_OFFSET, RequestHeader
+from kproxy_codec.primitives import (
+    INT16,
+    INT32,
+    Buffer,
+    encode_count,
+    encode_tagged_fields,
+    read_count,
+    read_tagged_fields,
+    skip_string,
+    skip_tagged_fields,
+)
+
+MAX_PARTITIONS = 4096
+"""A request for more partitions, or more topics, is not served: each gets an error."""
+MAX_READ_PARTITIONS = 8 * MAX_PARTITIONS
+"""A message with more of them is not even read."""
+# Behind length and correlation_id.
+_RESPONSE_BODY_OFFSET = LENGTH_BYTES + 4
+TOPIC_ID_BYTES = 16
+
+Places = Sequence[tuple[int, Sequence[int]]]
+"""Entries of a request by place: a topic's place in the request, and the ordinals of its partitions, ascending."""
+# A tagged field: its number and its value.
+Tag = tuple[int, bytes]
+# (frame, offset, limit) -> (partition_index, next offset)
+SkipPartition = Callable[[memoryview, int, int], tuple[int, int]]
+# (frame, offset, limit, topic to fill, number of entries) -> offset behind them
+ReadEntries = Callable[[memoryview, int, int, "TopicSpan", int], int]
+
+
+class TopicSpan:
+    """One topic of a request or an answer: where its parts lie in the frame.
+
+    `wire` is the topic as the message names it: its name, or the bytes of its id. `name` is the same until somebody who
+    knows puts a topic's name in the place of its id. `head` is `wire` as encoded, `starts` and `ends` bound each
+    partition's entry, `tail` is what follows the partitions (tagged fields). `error_codes` is filled in answers alone.
+    """
+
+    __slots__ = (
+        "ends",
+        "error_codes",
+        "head_end",
+        "head_start",
+        "name",
+        "partitions",
+        "starts",
+        "tail_end",
+        "tail_start",
+        "wire",
+    )
+
+    def __init__(self, name: bytes, head_start: int, head_end: int) -> None:
+        self.name = self.wire = name
+        self.head_start = head_start
+        self.head_end = head_end
+        self.partitions: list[int] = []
+        self.starts: list[int] = []
+        self.ends: list[int] = []
+        self.error_codes: list[int] = []
+        self.tail_start = 0
+        self.tail_end = 0
+
+
+class PartitionedRequest:
+    """A parsed request; `topics_start` and `topics_end` bound the topics array, its count included.
+
+    `by_id`: it names topics by their ids.
+    """
+
+    __slots__ = ("acks", "by_id", "flexible", "frame", "header", "timeout_ms", "topics", "topics_end", "topics_start")
+
+    def __init__(self, frame: memoryview, header: RequestHeader, *, flexible: bool) -> None:
+        self.frame = frame
+        self.header = header
+        self.flexible = flexible
+        self.topics: list[TopicSpan] = []
+        self.topics_start = header.body_offset
+        self.topics_end = len(frame)
+        self.by_id = False
+        # Produce's own; -1 (all) and 0 for the others, which always have an answer.
+        self.acks = -1
+        self.timeout_ms = 0
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether it asks for more than is served at a time; topics without partitions cost something as well."""
+        return self.partition_count > MAX_PARTITIONS or len(self.topics) > MAX_PARTITIONS
+
+    @property
+    def partition_count(self) -> int:
+        if len(self.topics) == 1:
+            return len(self.topics[0].partitions)
+        return sum(len(topic.partitions) for topic in self.topics)
+
+    def repeats_a_partition(self) -> bool:
+        """Whether some partition stands in the request twice."""
+        if len(self.topics) == 1:
+            partitions = self.topics[0].partitions
+            return len(partitions) > 1 and len(set(partitions)) != len(partitions)
+        seen = {(topic.name, partition) for topic in self.topics for partition in topic.partitions}
+        return len(seen) != self.partition_count
+
+    def is_nameless(self, topic: TopicSpan) -> bool:
+        """Whether nothing but an id is known of a topic."""
+        return self.by_id and topic.name is topic.wire
+
+    def take_out(self) -> None:
+        """Copy the request out of a receive buffer that is much larger: waiting long, it would keep all of that."""
+        buffer = self.frame.obj
+        if isinstance(buffer, bytearray) and len(self.frame) < len(buffer) // 2:
+            self.frame = memoryview(bytearray(self.frame))
+
+    def let_go(self) -> None:
+        """It is not to be encoded any more, whole or in parts: of its bytes nothing is kept."""
+        self.frame = memoryview(b"")
+
+    def topic_head(self, topic: TopicSpan) -> memoryview:
+        """A topic and the number of its partitions as encoded: the answer begins its topics in the same way."""
+        return self.frame[topic.head_start : topic.starts[0] if topic.starts else topic.tail_start]
+
+
+class PartitionedResponse:
+    """A parsed answer; `other_tags` are its own tagged fields but for those that name brokers."""
+
+    __slots__ = ("error_code", "frame", "names_brokers", "other_tags", "payload_bytes", "throttle_time_ms", "topics")
+
+    def __init__(self, frame: memoryview) -> None:
+        self.frame = frame
+        self.topics: list[TopicSpan] = []
+        self.throttle_time_ms = 0
+        self.error_code = 0
+        self.names_brokers = False
+        self.payload_bytes = 0
+        self.other_tags: list[Tag] = []
+
+
+class PlainAnswer:
+    """An answer that is known but for some bytes of each entry: what is awaited, to be compared with what comes."""
+
+    __slots__ = ("_body", "_entries", "_size", "_texts", "gaps")
+
+    def __init__(self, texts: Sequence[bytes], gap: int, *, before: int, after: int) -> None:
+        """`texts` are the bytes awaited behind the correlation_id, with `gap` unknown ones after each but the last.
+
+        An entry is a gap with so many bytes `before` and `after` it. `gaps` says where in the frame they begin.
+        """
+        lengths = tuple(map(len, texts))
+        self._texts = tuple(texts)
+        self._body, self.gaps = _texts_and_gaps(lengths, gap)
+        self._size = _RESPONSE_BODY_OFFSET + self._body.size
+        self._entries = [(start - before, start + gap + after) for start in self.gaps]
+
+    def is_met(self, frame: memoryview) -> bool:
+        """Whether this is the answer that came."""
+        return len(frame) == self._size and self._body.unpack_from(frame, _RESPONSE_BODY_OFFSET) == self._texts
+
+    def results(self, frame: memoryview) -> list[bytes] | None:
+        """The entries of the answer that came; None where it is another one."""
+        if not self.is_met(frame):
+            return None
+        return [bytes(frame[start:end]) for start, end in self._entries]
+
+
+@lru_cache(maxsize=128)
+def _texts_and_gaps(lengths: tuple[int, ...], gap: int) -> tuple[Struct, list[int]]:
+    """The form of texts of these lengths with gaps between them, and where in the frame the gaps begin."""
+    gaps = []
+    end = _RESPONSE_BODY_OFFSET
+    for length in lengths[:-1]:
+        gaps.append(end + length)
+        end += length + gap
+    return Struct(">" + f"{gap}x".join(f"{length}s" for length in lengths)), gaps
+
+
+class PartitionedApi(Protocol):
+    """What a partitioned API gives to the one mechanism that splits, forwards and merges."""
+
+    api_key: int
+    min_version: int
+    max_version: int
+
+    def parse_request(self, frame: memoryview, header: RequestHeader) -> PartitionedRequest:
+        """Raises CodecError."""
+        ...
+
+    def parse_response(self, frame: memoryview, api_version: int) -> PartitionedResponse:
+        """Raises CodecError. Leader hints in the entries are blanked in place (KIP-951)."""
+        ...
+
+    def plain_answer(self, request: PartitionedRequest, selection: Places) -> PlainAnswer | None:
+        """The answer to some entries of a request in which there is nothing but success for just these in just this
+        order; None for an API whose answers have to be parsed to know. It does for every request of the same version
+        that asks for the same.
+        """
+        ...
+
+    def error_entry(self, api_version: int, partition_index: int, error_code: int) -> bytes:
+        """One partition's entry of an answer that says `error_code`."""
+        ...
+
+    def response_ends(
+        self, api_version: int, throttle_time_ms: int, tags: list[tuple[int, bytes]]
+    ) -> tuple[bytes, bytes]:
+        """What stands before and behind the topics array of a merged answer."""
+        ...
+
+    def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer | None:
+        """The preamble of one of `pieces` parts of a request; None for the request's own."""
+        ...
+
+    def admit(self, request: PartitionedRequest) -> None:
+        """Change in place what must not reach a broker as the client sent it; before anything of it is sent."""
+        ...
+
+    def holds_enough(self, request: PartitionedRequest, payload_bytes: int) -> bool:
+        """Whether results with so many bytes of records answer the request, or a read should look once more."""
+        ...
+
+
+def parse_topics(
+    frame: memoryview, offset: int, *, flexible: bool, least_bytes: int, read_entries: ReadEntries, by_id: bool = False
+) -> tuple[list[TopicSpan], int]:
+    """The topics array at `offset` and the offset behind it.
+
+    `least_bytes` is a partition entry's smallest size; `by_id` says that topics are named by their ids (KIP-516).
+    """
+    limit = len(frame)
+    if flexible and offset < limit and 0 < frame[offset] < 0x80 and 2 * frame[offset] <= limit - offset:
+        # A count of one byte's length, as nearly all are.
+        topic_count = frame[offset] - 1
+        offset += 1
+    else:
+        topic_count, offset = read_topic_count(frame, offset, limit, flexible=flexible)
+    topics: list[TopicSpan] = []
+    partitions_left = MAX_READ_PARTITIONS
+    while topic_count > 0:
+        topic_count -= 1
+        if by_id:
+            topic, count, offset = _begin_topic_by_id(frame, offset, limit, least_bytes)
+        else:
+            topic, count, offset = begin_topic(frame, offset, limit, flexible, least_bytes)
+        partitions_left -= count
+        if partitions_left < 0:
+            raise InvalidField(f"more than {MAX_READ_PARTITIONS} partitions in one message")
+        topic.tail_start = offset = read_entries(frame, offset, limit, topic, count)
+        if flexible:
+            offset = offset + 1 if offset < limit and frame[offset] == 0 else skip_tagged_fields(frame, offset, limit)
+        topic.tail_end = offset
+        topics.append(topic)
+    return topics, offset
+
+
+def one_by_one(skip_partition: SkipPartition) -> ReadEntries:
+    """Read a topic's entries by finding the end of each."""
+
+    def read(frame: memoryview, offset: int, limit: int, topic: TopicSpan, count: int) -> int:
+        for _ in range(count):
+            topic.starts.append(offset)
+            partition_index, offset = skip_partition(frame, offset, limit)
+            topic.partitions.append(partition_index)
+            topic.ends.append(offset)
+        return offset
+
+    return read
+
+
+def read_topic_count(frame: memoryview, offset: int, limit: int, *, flexible: bool) -> tuple[int, int]:
+    """The number of topics, bounded like that of partitions: a topic without partitions asks for nothing, but it costs
+    three bytes of the sender's and hundreds of ours.
+    """
+    count, offset = read_count(frame, offset, limit, compact=flexible, least_bytes=2)
+    if count > MAX_READ_PARTITIONS:
+        raise InvalidField(f"{count} topics in one message; at most {MAX_READ_PARTITIONS} are read")
+    return count, offset
+
+
+def begin_topic(
+    frame: memoryview,
+    offset: int,
+    limit: int,
+    flexible: bool,
+    least_bytes: int,
+) -> tuple[TopicSpan, int, int]:
+    """A topic's name and partition count: (span, count, offset of the first partition)."""
+    if flexible and offset < limit and 0 < (length := frame[offset]) < 0x80 and offset + length < limit:
+        start, end = offset + 1, offset + length
+        count = frame[end] - 1
+        first = end + 1
+        if 0 <= count < 0x7F and count * least_bytes <= limit - first:
+            # A name and a count of one byte's length each, which is nearly all there are.
+            name = bytes(frame[start:end])
+            if not name.isascii():
+                _expect_utf8(name)
+            return TopicSpan(name, offset, end), count, first
+    start, end, after = skip_string(frame, offset, limit, compact=flexible)
+    count, first = read_count(frame, after, limit, compact=flexible, least_bytes=least_bytes)
+    name = bytes(frame[start:end])
+    if not name.isascii():
+        _expect_utf8(name)
+    return TopicSpan(name, offset, after), count, first
+
+
+def _begin_topic_by_id(frame: memoryview, offset: int, limit: int, least_bytes: int) -> tuple[TopicSpan, int, int]:
+    """A topic's id and partition count, as `begin_topic`; messages with ids are flexible, all of them."""
+    end = offset + TOPIC_ID_BYTES
+    if end > limit:
+        raise Truncated(f"a topic's id wanted at {offset}, the message ends at {limit}")
+    count, first = read_count(frame, end, limit, compact=True, least_bytes=least_bytes)
+    return TopicSpan(bytes(frame[offset:end]), offset, end), count, first
+
+
+def _expect_utf8(name: bytes) -> None:
+    # A broker reads other bytes as U+FFFD and answers for a topic that nobody asked about.
+    try:
+        name.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidField(f"a topic's name is not UTF-8: {error}") from error
+
+
+def expect_end(frame: memoryview, offset: int) -> None:
+    """Raises InvalidField where bytes follow the message."""
+    if offset != len(frame):
+        raise InvalidField(f"{len(frame) - offset} bytes follow the end of the message")
+
+
+_INDEX_AND_ERROR_CODE = Struct(">ih")
+
+
+def fill_error_codes(response: PartitionedResponse) -> None:
+    """Read each entry's error_code, which stands behind the partition index in every one of these APIs."""
+    for topic in response.topics:
+        topic.error_codes = [_INDEX_AND_ERROR_CODE.unpack_from(response.frame, start)[1] for start in topic.starts]
+
+
+def response_tags(response: PartitionedResponse, offset: int, broker_tag: int) -> int:
+    """Read an answer's own tagged fields and return the offset behind them.
+
+    `broker_tag`, KIP-951's node endpoints, is dropped.
+    """
+    fields, offset = read_tagged_fields(response.frame, offset, len(response.frame))
+    for tag, start, end in fields:
+        if tag == broker_tag:
+            response.names_brokers = True
+        else:
+            response.other_tags.append((tag, bytes(response.frame[start:end])))
+    return offset
+
+
+_NO_LEADER = INT32.pack(-1) * 2
+
+
+def blank_current_leader(frame: memoryview, offset: int, limit: int, leader_tag: int) -> int:
+    """The offset behind an entry's tagged fields, KIP-951's current leader in them set to unknown, in place.
+
+    A client that is told the real leader goes round the proxy.
+    """
+    if offset < limit and frame[offset] == 0:
+        return offset + 1
+    fields, after = read_tagged_fields(frame, offset, limit)
+    for tag, start, end in fields:
+        if tag == leader_tag and end - start >= len(_NO_LEADER):
+            frame[start : start + len(_NO_LEADER)] = _NO_LEADER
+    return after
+
+
+def blank_epochs(request: PartitionedRequest, epoch_offset: int) -> None:
+    """Set each entry's current_leader_epoch, which lies `epoch_offset` bytes into it, to -1 in place.
+
+    Clients of the proxy are told no leader epochs, so what they say of one is not about the broker's; librdkafka 2.16
+    says 0 where it was told -1, and a broker would fence it off.
+    """
+    for topic in request.topics:
+        for start in topic.starts:
+            INT32.pack_into(request.frame, start + epoch_offset, -1)
+
+
+def set_correlation_id(frame: memoryview, correlation_id: int) -> None:
+    """Give a request another correlation_id, in place."""
+    INT32.pack_into(frame, CORRELATION_ID_OFFSET, correlation_id)
+
+
+def set_response_correlation_id(frame: memoryview, correlation_id: int) -> None:
+    """Give an answer another correlation_id, in place."""
+    INT32.pack_into(frame, RESPONSE_CORRELATION_ID_OFFSET, correlation_id)
+
+
+# length, api_key, api_version, correlation_id
+_START = Struct(">ihhi")
+
+
+class Splitter:
+    """Encodes parts of a request, each with some of its entries.
+
+    Header, trailer, tagged fields and entries are the request's own bytes. Records are not copied: they are slices of
+    the request, neighbours in one slice. What is small is copied, which costs less than one more buffer to write.
+    `preamble` None keeps the request's own.
+    """
+
+    __slots__ = ("_lead", "_request", "_trailer")
+
+    def __init__(self, request: PartitionedRequest, preamble: Buffer | None) -> None:
+        frame = request.frame
+        self._request = request
+        if preamble is None:
+            self._lead = bytes(frame[LENGTH_BYTES + 8 : request.topics_start])
+        else:
+            self._lead = bytes(frame[LENGTH_BYTES + 8 : request.header.body_offset]) + preamble
+        self._trailer = bytes(frame[request.topics_end :])
+
+    def part(self, selection: Places, correlation_id: int) -> list[Buffer]:
+        """The request with the selected entries alone, as buffers to be written one after another."""
+        request = self._request
+        frame, header, flexible = request.frame, request.header, request.flexible
+        small = self._lead + encode_count(len(selection), compact=flexible)
+        parts: list[Buffer] = []
+        length = len(self._trailer) - LENGTH_BYTES
+        for topic_place, ordinals in selection:
+            topic = request.topics[topic_place]
+            small += frame[topic.head_start : topic.head_end]
+            small += encode_count(len(ordinals), compact=flexible)
+            parts.append(small)
+            length += len(small)
+            starts, ends = topic.starts, topic.ends
+            start = end = -1
+            for ordinal in ordinals:
+                if starts[ordinal] != end:
+                    if end >= 0:
+                        parts.append(frame[start:end])
+                        length += end - start
+                    start = starts[ordinal]
+                end = ends[ordinal]
+            if end >= 0:
+                parts.append(frame[start:end])
+                length += end - start
+            small = bytes(frame[topic.tail_start : topic.tail_end])
+        length += len(small) + _START.size
+        parts.append(small + self._trailer)
+        parts[0] = _START.pack(length, header.api_key, header.api_version, correlation_id) + parts[0]
+        return parts
+
+
+def _runs(frame: memoryview, topic: TopicSpan, ordinals: Sequence[int]) -> list[memoryview]:
+    """The bytes of the entries, neighbours in one slice."""
+    starts, ends = topic.starts, topic.ends
+    if len(ordinals) == 1:
+        return [frame[starts[ordinals[0]] : ends[ordinals[0]]]]
+    runs = []
+    start = end = -1
+    for ordinal in ordinals:
+        if starts[ordinal] != end:
+            if end >= 0:
+                runs.append(frame[start:end])
+            start = starts[ordinal]
+        end = ends[ordinal]
+    if end >= 0:
+        runs.append(frame[start:end])
+    return runs
+
+
+def encode_topics(
+    topics: Sequence[tuple[bytes, Sequence[Buffer], int]], *, flexible: bool, by_id: bool = False
+) -> list[Buffer]:
+    """The topics array of an answer from (name or id, buffers of its entries, number of entries)."""
+    parts: list[Buffer] = [encode_count(len(topics), compact=flexible)]
+    tail = encode_tagged_fields([]) if flexible else b""
+    for name, buffers, entries in topics:
+        length = b"" if by_id else encode_count(len(name), compact=True) if flexible else INT16.pack(len(name))
+        parts.append(length + name)
+        parts.append(encode_count(entries, compact=flexible))
+        parts.extend(buffers)
+        if tail:
+            parts.append(tail)
+    return parts
+
+
+def with_length(parts: list[Buffer]) -> list[Buffer]:
+    """The parts of one message with the 4-byte length before them."""
+    return [INT32.pack(sum(map(len, parts))), *parts]

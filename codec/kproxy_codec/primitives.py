@@ -1,0 +1,192 @@
+"""Kafka's primitive types: (buffer, offset) -> (value, next offset), and value -> bytes.
+
+Every length is checked against what is left of the buffer before anything is read or allocated. `limit` is where the
+message ends in the buffer: exclusive, in bytes. Everything that is wrong raises a CodecError.
+"""
+
+from __future__ import annotations
+
+from struct import Struct, error
+
+from kproxy_codec.errors import InvalidField, Truncated
+
+Buffer = bytes | bytearray | memoryview
+
+INT8 = Struct(">b")
+INT16 = Struct(">h")
+INT32 = Struct(">i")
+INT64 = Struct(">q")
+
+MAX_TAGGED_FIELDS = 64
+MAX_STRING_BYTES = 0x7FFF
+_MAX_UVARINT_BYTES = 5
+_UINT32_MAX = 0xFFFF_FFFF
+
+
+def read_fixed(form: Struct, buffer: Buffer, offset: int, limit: int) -> tuple[int, int]:
+    """One integer of the form given."""
+    end = offset + form.size
+    if end > limit:
+        raise Truncated(f"{form.size} bytes wanted at {offset}, the message ends at {limit}")
+    try:
+        value: int = form.unpack_from(buffer, offset)[0]
+    except error as cause:
+        raise Truncated(str(cause)) from cause
+    return value, end
+
+
+def read_uvarint(buffer: Buffer, offset: int, limit: int) -> tuple[int, int]:
+    """An unsigned varint of at most 32 bits."""
+    # Up to three bytes, which is nearly all there are, without a loop.
+    if offset + 3 <= limit:
+        first, second, third = buffer[offset : offset + 3]
+        if first < 0x80:
+            return first, offset + 1
+        if second < 0x80:
+            return first & 0x7F | second << 7, offset + 2
+        if third < 0x80:
+            return first & 0x7F | (second & 0x7F) << 7 | third << 14, offset + 3
+    value = 0
+    for position in range(_MAX_UVARINT_BYTES):
+        at = offset + position
+        if at >= limit:
+            raise Truncated(f"a varint at {offset} runs past the message's end at {limit}")
+        byte = buffer[at]
+        value |= (byte & 0x7F) << (7 * position)
+        if byte < 0x80:
+            if value > _UINT32_MAX:
+                break
+            return value, at + 1
+    raise InvalidField(f"a varint at {offset} is longer than 32 bits")
+
+
+def encode_uvarint(value: int) -> bytes:
+    """`value` in 0 … 2^32-1 as an unsigned varint."""
+    if value < 0x80:
+        return bytes((value,))
+    out = bytearray()
+    while value >= 0x80:
+        out.append((value & 0x7F) | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def read_count(
+    buffer: Buffer, offset: int, limit: int, *, compact: bool, least_bytes: int, nullable: bool = False
+) -> tuple[int, int]:
+    """An array's element count; -1 for null, which is InvalidField where the array is not `nullable`.
+
+    `least_bytes` is the smallest size of one element: a count that cannot fit into the rest raises InvalidField, before
+    anybody allocates for it.
+    """
+    if compact:
+        value, offset = read_uvarint(buffer, offset, limit)
+        count = value - 1
+    else:
+        count, offset = read_fixed(INT32, buffer, offset, limit)
+    if count < -1 or count * least_bytes > limit - offset:
+        raise InvalidField(f"an array announces {count} elements; {limit - offset} bytes are left")
+    if count < 0 and not nullable:
+        raise InvalidField(f"an array that may not be null is null before {offset}")
+    return count, offset
+
+
+_SHORT_COUNTS = [encode_uvarint(value) for value in range(0x80)]
+
+
+def encode_count(count: int, *, compact: bool) -> bytes:
+    if compact:
+        return _SHORT_COUNTS[count + 1] if count < 0x7F else encode_uvarint(count + 1)
+    return INT32.pack(count)
+
+
+def skip_string(
+    buffer: Buffer, offset: int, limit: int, *, compact: bool, nullable: bool = False
+) -> tuple[int, int, int]:
+    """Where a string lies: (start, end, next offset); start is -1 for null, InvalidField where it is not `nullable`.
+
+    No string is longer than MAX_STRING_BYTES: Kafka holds the compact form to what the old one can say.
+    """
+    if compact:
+        value, offset = read_uvarint(buffer, offset, limit)
+        length = value - 1
+        if length > MAX_STRING_BYTES:
+            raise InvalidField(f"a string of {length} bytes; at most {MAX_STRING_BYTES} are read")
+    else:
+        length, offset = read_fixed(INT16, buffer, offset, limit)
+    if length == -1:
+        if not nullable:
+            raise InvalidField(f"a string that may not be null is null before {offset}")
+        return -1, -1, offset
+    end = offset + length
+    if length < 0 or end > limit:
+        raise Truncated(f"a string of {length} bytes at {offset}, the message ends at {limit}")
+    return offset, end, end
+
+
+def skip_bytes(buffer: Buffer, offset: int, limit: int, *, compact: bool) -> tuple[int, int, int]:
+    """Where a nullable byte string lies: (start, end, next offset); start is -1 for null."""
+    if compact:
+        value, offset = read_uvarint(buffer, offset, limit)
+        length = value - 1
+    else:
+        length, offset = read_fixed(INT32, buffer, offset, limit)
+    if length == -1:
+        return -1, -1, offset
+    end = offset + length
+    if length < 0 or end > limit:
+        raise Truncated(f"{length} bytes announced at {offset}, the message ends at {limit}")
+    return offset, end, end
+
+
+def read_tagged_fields(buffer: Buffer, offset: int, limit: int) -> tuple[list[tuple[int, int, int]], int]:
+    """A tagged-field section as (tag, start, end of the value) and the offset behind it (KIP-482).
+
+    Raises InvalidField for more than MAX_TAGGED_FIELDS fields or tags that do not ascend.
+    """
+    count, offset = read_uvarint(buffer, offset, limit)
+    if count == 0:
+        return [], offset
+    if count > MAX_TAGGED_FIELDS:
+        raise InvalidField(f"{count} tagged fields at {offset}; at most {MAX_TAGGED_FIELDS} are read")
+    fields: list[tuple[int, int, int]] = []
+    last_tag = -1
+    for _ in range(count):
+        tag, offset = read_uvarint(buffer, offset, limit)
+        if tag <= last_tag:
+            raise InvalidField(f"tagged field {tag} follows {last_tag}: tags must ascend")
+        last_tag = tag
+        size, offset = read_uvarint(buffer, offset, limit)
+        end = offset + size
+        if end > limit:
+            raise Truncated(f"tagged field {tag} of {size} bytes at {offset}, the message ends at {limit}")
+        fields.append((tag, offset, end))
+        offset = end
+    return fields, offset
+
+
+def skip_tagged_fields(buffer: Buffer, offset: int, limit: int) -> int:
+    """The offset behind a tagged-field section."""
+    if offset < limit and buffer[offset] == 0:
+        return offset + 1
+    return read_tagged_fields(buffer, offset, limit)[1]
+
+
+def encode_tagged_fields(fields: list[tuple[int, bytes]]) -> bytes:
+    """A tagged-field section from (tag, value), tags ascending."""
+    if not fields:
+        return b"\x00"
+    out = bytearray(encode_uvarint(len(fields)))
+    for tag, value in fields:
+        out += encode_uvarint(tag) + encode_uvarint(len(value)) + value
+    return bytes(out)
+
+
+def encode_string(value: bytes | None, *, compact: bool) -> bytes:
+    """A string, or null, in its length's old or compact form."""
+    if value is None:
+        return b"\x00" if compact else b"\xff\xff"
+    if len(value) > MAX_STRING_BYTES:
+        raise InvalidField(f"a string of {len(value)} bytes; at most {MAX_STRING_BYTES} are written")
+    return (encode_uvarint(len(value) + 1) if compact else INT16.pack(len(value))) + value

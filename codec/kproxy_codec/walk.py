@@ -1,0 +1,98 @@
+"""Messages of any length, read and written a portion at a time.
+
+Work on a long message is a generator: it yields after each portion, so that its caller may do other things in between,
+and returns its result. A portion takes about a millisecond, whatever the message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from struct import Struct
+from typing import TypeAlias, TypeVar
+
+from kproxy_codec.errors import InvalidField, Truncated
+from kproxy_codec.primitives import Buffer, read_count, read_fixed, skip_string, skip_tagged_fields
+
+Result = TypeVar("Result")
+Work: TypeAlias = Generator[None, None, Result]
+# Elements of an array in a portion; an element costs about a microsecond.
+PORTION = 1_000
+
+
+def at_once(work: Work[Result]) -> Result:
+    """The result of all portions, one after another."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+
+
+class Walk:
+    """A place in the body of a message, which moves on. Raises CodecError for what is no message."""
+
+    __slots__ = ("_room", "at", "body", "compact", "limit")
+
+    def __init__(self, body: Buffer, *, compact: bool) -> None:
+        self.body = memoryview(body)
+        self.limit = len(body)
+        self.compact = compact
+        self.at = 0
+        self._room = PORTION
+
+    @property
+    def room(self) -> int:
+        """How many elements are left of the portion; at least one."""
+        return self._room
+
+    def spend(self, elements: int) -> bool:
+        """Count elements as done; whether the portion is over."""
+        self._room -= elements
+        if self._room > 0:
+            return False
+        self._room = PORTION
+        return True
+
+    def skip(self, size: int) -> memoryview:
+        """What is passed over."""
+        start, end = self.at, self.at + size
+        if end > self.limit:
+            raise Truncated(f"{size} bytes wanted at {start}, the message ends at {self.limit}")
+        self.at = end
+        return self.body[start:end]
+
+    def fixed(self, form: Struct) -> int:
+        value, self.at = read_fixed(form, self.body, self.at, self.limit)
+        return value
+
+    def string(self, *, nullable: bool = False) -> bytes | None:
+        """The bytes of a string; None for null."""
+        start, end, self.at = skip_string(self.body, self.at, self.limit, compact=self.compact, nullable=nullable)
+        return bytes(self.body[start:end]) if start >= 0 else None
+
+    def text(self, *, nullable: bool = False) -> str | None:
+        start = self.at
+        value = self.string(nullable=nullable)
+        try:
+            return None if value is None else value.decode()
+        except UnicodeDecodeError as error:
+            raise InvalidField(f"the string at {start} is not UTF-8") from error
+
+    def count(self, least_bytes: int, *, nullable: bool = False) -> int:
+        """The number of elements of an array; -1 for null."""
+        count, self.at = read_count(
+            self.body, self.at, self.limit, compact=self.compact, least_bytes=least_bytes, nullable=nullable
+        )
+        return count
+
+    def tags(self) -> None:
+        """Pass over tagged fields, where messages have them."""
+        if self.compact:
+            self.at = skip_tagged_fields(self.body, self.at, self.limit)
+
+    def end(self) -> None:
+        """Pass over the message's own tagged fields, and see that nothing follows."""
+        self.tags()
+        if self.at != self.limit:
+            raise InvalidField(f"a message of {self.limit} bytes ends at {self.at}")

@@ -1,0 +1,340 @@
+"""Owning with aiokafka: how its producers and consumers claim on the connections that they use.
+
+Their requests go out through `AIOKafkaClient.send`, on one connection for each node, which is opened by the first of
+them and again by the next one after it has closed. All of this is aiokafka 0.14's own, most of it under names with an
+underscore; the tests run it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from io import BytesIO
+from types import TracebackType
+from typing import Any, Final, NamedTuple
+
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka.client import AIOKafkaClient, ConnectionGroup
+from aiokafka.conn import AIOKafkaConnection, CloseReason
+from aiokafka.errors import KafkaError, PolicyViolationError
+from aiokafka.protocol.admin import ApiVersionRequest
+
+from kproxy.claims.client.claimant import Claimant, State
+from kproxy.claims.client.errors import NOT_OFFERED, ConnectionLost, OwnError, OwnNotOffered, Severed
+from kproxy.claims.client.ownership import Ownership, enter, leave
+from kproxy.claims.client.plan import ClaimPlan
+from kproxy_codec.api_keys import FETCH, OWN, PRODUCE
+from kproxy_codec.errors import CodecError
+from kproxy_codec.framing import LENGTH_BYTES
+from kproxy_codec.headers import request_header, response_correlation_id
+from kproxy_codec.own import OWN_MAX_VERSION, OwnRequest, OwnResponse, encode_own_request, parse_own_response
+
+_CLOSE_TIMEOUT_S: Final = 5.0
+log = logging.getLogger(__name__)
+
+
+class AioOwnership(Ownership):
+    """For code on the event loop."""
+
+    def __init__(self, claimant: Claimant[Any]) -> None:
+        super().__init__(claimant)
+        self._told: asyncio.Future[Severed] = asyncio.get_running_loop().create_future()
+
+    async def wait_severed(self) -> Severed:
+        """Until it is not owned any more."""
+        return await asyncio.shield(self._told)
+
+    def tell(self, severed: Severed) -> None:
+        self._told.set_result(severed)
+
+
+class AioOwn:
+    """`own(...)`: the context manager."""
+
+    def __init__(
+        self,
+        client: AIOKafkaProducer | AIOKafkaConsumer,
+        plan: ClaimPlan,
+        *,
+        cancels_body: bool,
+        on_severed: Callable[[Severed], None] | None,
+    ) -> None:
+        if isinstance(client, AIOKafkaProducer):
+            self._kafka, self._producer = client.client, client
+        elif isinstance(client, AIOKafkaConsumer):
+            self._kafka, self._producer = client._client, None
+        else:
+            raise TypeError(
+                f"own() is for aiokafka's producers and consumers, not {type(client).__name__}; see own_sync"
+            )
+        self._plan = plan
+        self._cancels_body = cancels_body
+        self._told = on_severed
+        self._driver = _Driver(self._kafka)
+        self._claimant = Claimant(plan, self._driver, self._severed)
+        self._ownership = AioOwnership(self._claimant)
+        self._gate = _Gate(self._kafka, self._claimant)
+        self._body: asyncio.Task[Any] | None = None
+        self._cancelling = 0
+        self._is_cancelled = False
+        self._keeper: asyncio.Task[None]
+
+    async def __aenter__(self) -> AioOwnership:
+        """Raises OwnRefused, OwnNotOffered and OwnError; nothing is claimed then."""
+        if self._kafka._sync_task is None:
+            # Nobody would ever answer its wish for metadata.
+            raise RuntimeError("this client is not running: start it before own(), and stop it after that")
+        enter(self._kafka)
+        try:
+            await self._flush("before it can claim")
+            await self._claimant.claim()
+        except BaseException:
+            leave(self._kafka)
+            raise
+        self._gate.shut()
+        self._body = asyncio.current_task()
+        self._cancelling = self._body.cancelling() if self._body is not None else 0
+        self._keeper = asyncio.create_task(self._claimant.keep(), name="own")
+        return self._ownership
+
+    async def _flush(self, when: str) -> None:
+        """What the producer has taken already is not to travel under a claim that it was not meant for."""
+        if self._producer is None:
+            return
+        try:
+            async with asyncio.timeout(self._plan.timeout_s):
+                await self._producer.flush()
+        except TimeoutError:
+            raise OwnError(
+                f"The producer still has records to send {when}, after {self._plan.timeout_s:g} s; use a new producer."
+            ) from None
+
+    async def _send_what_is_left(self, error: BaseException | None) -> None:
+        """While it is owned; once severed, all of it fails. Nobody waits for it who is to stop at once."""
+        if self._claimant.severed is None:
+            if error is None or isinstance(error, Exception):
+                await self._flush("before it can give back what it owns")
+            return
+        try:
+            await self._flush("after it was severed")
+        except OwnError as unsent:
+            log.warning("%s", unsent)
+
+    def _severed(self, severed: Severed) -> None:
+        self._ownership.tell(severed)
+        if self._cancels_body and self._body is not None and not self._body.done():
+            self._is_cancelled = True
+            self._body.cancel()
+        if self._told is not None:
+            self._told(severed)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            is_ours = await self._uncancelled(error)
+            await self._send_what_is_left(error)
+        finally:
+            await self._leave()
+        severed = self._claimant.severed
+        if severed is not None and (is_ours or error is None or isinstance(error, KafkaError)):
+            raise severed from error
+
+    async def _uncancelled(self, error: BaseException | None) -> bool:
+        """Whether it is our own cancellation, and nobody else's, that ends the block; it is over then."""
+        body = self._body
+        # From here on it is not interrupted any more.
+        self._body = None
+        if not self._is_cancelled or body is None:
+            return False
+        is_under_way = isinstance(error, asyncio.CancelledError)
+        if not is_under_way:
+            # It was asked for when nothing was left to interrupt, and comes with the next await.
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0)
+        is_ours = body.uncancel() <= self._cancelling
+        if not is_ours and not is_under_way:
+            raise asyncio.CancelledError
+        return is_ours
+
+    async def _leave(self) -> None:
+        closed = self._claimant.give_back()
+        self._gate.open()
+        leave(self._kafka)
+        # It ends by itself, as the state is LEFT, unless it waits for an answer.
+        self._keeper.cancel()
+        await asyncio.wait([self._keeper])
+        ends = [asyncio.ensure_future(end) for each in closed if (end := each._closed_fut) is not None]
+        if ends:
+            await asyncio.wait(ends, timeout=_CLOSE_TIMEOUT_S)
+        if self._producer is None:
+            # Its fetches have failed, and the consumer's stop() would raise CancelledError in the pause after that.
+            await asyncio.sleep(2 * self._kafka._retry_backoff)
+
+
+class _Gate:
+    """Holds back what would go out on a connection that is not claimed, while something is owned: invariant 3."""
+
+    def __init__(self, kafka: AIOKafkaClient, claimant: Claimant[Any]) -> None:
+        self._kafka = kafka
+        self._claimant = claimant
+
+    def shut(self) -> None:
+        self._kafka.send = self._send
+
+    def open(self) -> None:
+        # What was there before is the class' own method.
+        del self._kafka.send
+
+    async def _send(self, node_id: int, request: Any, *, group: ConnectionGroup = ConnectionGroup.DEFAULT) -> Any:
+        is_gated = request.API_KEY in (PRODUCE, FETCH)
+        while is_gated:
+            await self._settled()
+            # It opens a connection where there is none any more, and the one before may have been a claimed one.
+            await self._kafka.ready(node_id, group=group)
+            self._claimant.notice()
+            is_gated = self._claimant.state in (State.RECLAIMING, State.SEVERED)
+        return await AIOKafkaClient.send(self._kafka, node_id, request, group=group)
+
+    async def _settled(self) -> None:
+        settled = asyncio.Event()
+        self._claimant.when_settled(settled.set)
+        await settled.wait()
+        if self._claimant.state is State.SEVERED:
+            raise PolicyViolationError(str(self._claimant.severed))
+
+
+class _Driver:
+    """See client_plan.Driver."""
+
+    def __init__(self, kafka: AIOKafkaClient) -> None:
+        self._kafka = kafka
+        self._woken = asyncio.Event()
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def wait(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._woken.wait()
+        except TimeoutError:
+            return
+        self._woken.clear()
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    async def refresh(self, topics: Collection[str]) -> None:
+        for topic in topics:
+            self._kafka.add_topic(topic)
+        try:
+            is_known = await self._kafka.force_metadata_update()
+        except (KafkaError, OSError) as error:
+            raise ConnectionLost(str(error)) from error
+        if not is_known:
+            raise ConnectionLost("no proxy answers")
+
+    def leader(self, topic: str, partition: int) -> int | None:
+        known: int | None = self._kafka.cluster.leader_for_partition(TopicPartition(topic, partition))
+        return known
+
+    def any_node(self) -> int | None:
+        return min((broker.nodeId for broker in self._kafka.cluster.brokers()), default=None)
+
+    async def open(self, node: int) -> AIOKafkaConnection:
+        connection = await self._kafka._get_conn(node)
+        if connection is None:
+            raise ConnectionLost(f"the proxy that is node {node} does not take connections")
+        return connection
+
+    def is_open(self, connection: AIOKafkaConnection) -> bool:
+        is_open: bool = connection.connected()
+        return is_open
+
+    def is_busy(self, connection: AIOKafkaConnection) -> bool:
+        return bool(connection._requests)
+
+    def watch(self, connection: AIOKafkaConnection, on_closed: Callable[[], None]) -> None:
+        before = connection._on_close_cb
+
+        def closed(closing: AIOKafkaConnection, reason: CloseReason | None) -> None:
+            on_closed()
+            if before is not None:
+                before(closing, reason)
+
+        # Called before anybody who waits for an answer gets to run.
+        connection._on_close_cb = closed
+
+    async def ask(self, connection: AIOKafkaConnection, request: OwnRequest, timeout_s: float) -> OwnResponse:
+        answer: OwnResponse = await self._sent(connection, _OwnCall(request), timeout_s)
+        return answer
+
+    async def ping(self, connection: AIOKafkaConnection, timeout_s: float) -> None:
+        await self._sent(connection, ApiVersionRequest(), timeout_s)
+
+    async def _sent(self, connection: AIOKafkaConnection, request: Any, timeout_s: float) -> Any:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await connection.send(request)
+        except TimeoutError:
+            connection.close(reason=CloseReason.CONNECTION_TIMEOUT)
+            raise ConnectionLost(f"{_address(connection)} has not answered in {timeout_s:g} s") from None
+        except (KafkaError, OSError) as error:
+            raise ConnectionLost(f"the connection to {_address(connection)} ended") from error
+
+    def shut(self, connection: AIOKafkaConnection) -> None:
+        connection.close(reason=CloseReason.SHUTDOWN)
+
+
+def _address(connection: AIOKafkaConnection) -> str:
+    return f"{connection.host}:{connection.port}"
+
+
+# The codec counts from the length prefix of a frame, which the library has taken off.
+_PREFIX: Final = bytes(LENGTH_BYTES)
+
+
+class _OwnCall:
+    """An Own request, as AIOKafkaConnection.send takes requests: it builds and reads them through these names."""
+
+    API_KEY = OWN
+
+    def __init__(self, request: OwnRequest) -> None:
+        self._request = request
+        self._version = 0
+
+    def prepare(self, versions: Mapping[int, tuple[int, int]]) -> _OwnCall:
+        if OWN not in versions:
+            raise OwnNotOffered(NOT_OFFERED)
+        self._version = min(versions[OWN][1], OWN_MAX_VERSION)
+        return self
+
+    def build_request_header(self, correlation_id: int, client_id: str) -> _Header:
+        return _Header(correlation_id, request_header(OWN, self._version, correlation_id, client_id.encode()))
+
+    def encode(self) -> bytes:
+        return encode_own_request(self._request)
+
+    def parse_response_header(self, buffer: BytesIO) -> _Header:
+        return _Header(response_correlation_id(_PREFIX + buffer.getvalue()), b"")
+
+    @property
+    def RESPONSE_TYPE(self) -> _OwnCall:  # noqa: N802 - aiokafka's name
+        return self
+
+    def decode(self, buffer: BytesIO) -> OwnResponse:
+        try:
+            return parse_own_response(_PREFIX + buffer.getvalue(), self._version)
+        except CodecError as error:
+            raise KafkaError(f"the answer to Own makes no sense: {error}") from error
+
+
+class _Header(NamedTuple):
+    correlation_id: int
+    encoded: bytes
+
+    def encode(self) -> bytes:
+        return self.encoded

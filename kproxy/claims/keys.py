@@ -1,0 +1,120 @@
+"""The keys of claims and of those who make them, and the values behind them.
+
+    {prefix}/kproxy/own/{group}/{resource}   {"proxy": id, "connection": n, "generation": n, "client": text, "since": n}
+    {prefix}/kproxy/own/{group}/*            the same, for the whole group
+    {prefix}/kproxy/own-proxies/{id}         {"host": h, "port": p, "seen": revision, "unsettled": [[topic, partition]],
+                                              "writer_groups": {topic: group}}
+
+All of them stand on the lease of the process that made them; its id is the lease's, in hexadecimal. Groups and
+resources are percent-encoded, so that neither holds a slash, and no resource is called `*`. What all keys begin with
+covers both kinds: one watch tells of claims and of who has seen them in the order in which they happened. Keys and
+values that make no sense raise ValueError.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, NamedTuple, TypeVar
+from urllib.parse import quote, unquote
+
+import msgspec
+
+from kproxy_codec.own import MAX_NAME_BYTES, WHOLE_GROUP
+
+_WHOLE: Final = "*"
+_MAX_INT64: Final = (1 << 63) - 1
+_Natural = Annotated[int, msgspec.Meta(ge=0, le=_MAX_INT64)]
+_Value = TypeVar("_Value", bound=msgspec.Struct)
+
+
+class ClaimValue(msgspec.Struct, frozen=True):
+    """`connection` is a number within the process `proxy`; `client` is for people; `since` is in ms since 1970."""
+
+    proxy: str
+    connection: _Natural
+    generation: Annotated[int, msgspec.Meta(ge=1, le=_MAX_INT64)]
+    client: str = ""
+    since: int = 0
+
+
+class MemberValue(msgspec.Struct, frozen=True):
+    """A process that holds claims for its clients, and the address that it advertises.
+
+    `seen`: the revision up to which it has acted upon every claim, but for the partitions `unsettled`, of whose earlier
+    writers something may still be under way through it.
+    """
+
+    host: str
+    port: Annotated[int, msgspec.Meta(ge=0, le=65_535)]
+    seen: _Natural = 0
+    unsettled: list[tuple[str, int]] = []
+    writer_groups: dict[str, str] = {}
+
+
+class OwnKeys(NamedTuple):
+    """Where they stand, under the root of all keys."""
+
+    prefix: str
+
+    @property
+    def all(self) -> str:
+        """What every key here begins with."""
+        return f"{self.prefix.rstrip('/')}/kproxy/own"
+
+    @property
+    def claims(self) -> str:
+        return f"{self.all}/"
+
+    @property
+    def members(self) -> str:
+        return f"{self.all}-proxies/"
+
+    @property
+    def at_work(self) -> str:
+        """A mark of `kproxy.claims.aftermath`."""
+        return f"{self.all}-at-work"
+
+    def group(self, group: str) -> str:
+        """What the keys of a group's claims begin with."""
+        return f"{self.claims}{quote(group, safe='')}/"
+
+    def claim(self, group: str, resource: str) -> str:
+        return self.group(group) + (quote(resource, safe="") if resource != WHOLE_GROUP else _WHOLE)
+
+    def member(self, member: str) -> str:
+        return f"{self.members}{member}"
+
+    def parse_claim(self, key: str) -> tuple[str, str]:
+        """The group and the resource, WHOLE_GROUP for all of them."""
+        group, slash, resource = key.removeprefix(self.claims).partition("/")
+        if not slash or not group or not resource:
+            raise ValueError(f"{key!r} names no group and resource")
+        found = _unquoted(group), WHOLE_GROUP if resource == _WHOLE else _unquoted(resource)
+        if self.claim(*found) != key:
+            raise ValueError(f"{key!r} is not written as its group and resource are")
+        return found
+
+
+def _unquoted(text: str) -> str:
+    name = unquote(text, errors="strict")
+    if len(name.encode()) > MAX_NAME_BYTES:
+        raise ValueError(f"a name of more than {MAX_NAME_BYTES} bytes")
+    return name
+
+
+def encode_value(value: msgspec.Struct) -> bytes:
+    return msgspec.json.encode(value)
+
+
+def decode_claim(value: bytes) -> ClaimValue:
+    return _decode(value, ClaimValue)
+
+
+def decode_member(value: bytes) -> MemberValue:
+    return _decode(value, MemberValue)
+
+
+def _decode(value: bytes, kind: type[_Value]) -> _Value:
+    try:
+        return msgspec.json.decode(value, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"no {kind.__name__}: {error}") from error

@@ -1,0 +1,267 @@
+"""What etcd says of all claims and of those who make them, kept current by one mirror.
+
+State: for each group its claims by resource, and that of the whole group; for each member what it says of itself.
+
+Invariants
+1. Claims and members are told in the order in which they changed: they share a prefix, and so a watcher. Who is told of
+   a claim at revision R knows every member that was there at R.
+2. The listener is told of a change after the table has it, and of the end of each batch of changes after all of them.
+3. A snapshot is told as the changes that lead to it. What happened between and left no trace is not told.
+4. A key or value that makes no sense is passed over, counted, and logged once a key. At most MAX_CLAIMS are taken.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, NamedTuple, Protocol
+
+import structlog
+
+from kproxy.claims.keys import OwnKeys, decode_claim, decode_member
+from kproxy.claims.rules import Claim, Owner
+from kproxy.etcd import KeyValue, Snapshot, WatchEvent
+from kproxy_codec.own import WHOLE_GROUP
+
+MAX_CLAIMS: Final = 1_000_000
+MAX_LOGGED: Final = 100
+
+log = structlog.get_logger(__name__)
+
+
+class TableRow(NamedTuple):
+    """One claim; `client` and `since` (ms since 1970) are for people."""
+
+    group: str
+    resource: str
+    owner: Owner
+    generation: int
+    fence: int
+    client: str = ""
+    since: int = 0
+
+    @property
+    def claim(self) -> Claim:
+        return Claim(self.owner, self.generation, self.fence)
+
+
+class Member(NamedTuple):
+    """A process that holds claims for its clients; `seen`, `unsettled`, `writer_groups` as in `keys.MemberValue`."""
+
+    host: str
+    port: int
+    seen: int
+    unsettled: frozenset[tuple[str, int]]
+    create_revision: int
+    writer_groups: Mapping[str, str] = MappingProxyType({})
+
+
+class TableListener(Protocol):
+    """Who acts upon changes. All calls come from the mirror's task and await nothing."""
+
+    def claim_put(self, row: TableRow, before: TableRow | None) -> None:
+        """Somebody claimed; `before` is what this replaced."""
+
+    def claim_gone(self, row: TableRow, revision: int) -> None:
+        """A claim was deleted, at `revision`."""
+
+    def member_put(self, name: str, member: Member) -> None:
+        """A process came, or says something new of itself."""
+
+    def member_gone(self, member: str, rows: Sequence[TableRow], revision: int) -> None:
+        """A process is no member since `revision`; `rows` it held until then, they are gone or about to be."""
+
+    def batch_told(self) -> None:
+        """Everything up to the table's revision has been told."""
+
+    def restored(self) -> None:
+        """etcd was restored: no fence told so far compares with what comes now."""
+
+
+class _Group:
+    __slots__ = ("rows",)
+
+    def __init__(self) -> None:
+        # By resource; WHOLE_GROUP for the whole.
+        self.rows: dict[str, TableRow] = {}
+
+
+class OwnTable:
+    """A MirrorListener. Read it freely on the event loop that feeds it.
+
+    `revision`: up to which changes are in it; 0 before the first load.
+    """
+
+    def __init__(self, keys: OwnKeys, *, counters: Counter[str] | None = None) -> None:
+        self.keys = keys
+        self.revision = 0
+        self.members: dict[str, Member] = {}
+        self.listener: TableListener | None = None
+        self.count = 0
+        self._groups: dict[str, _Group] = {}
+        self._counters = counters if counters is not None else Counter[str]()
+        self._logged: set[str] = set()
+        # Of each member, what was deleted at the latest revision at which something of it was.
+        self._last_gone: dict[str, tuple[int, list[TableRow]]] = {}
+
+    # Reading
+
+    def row(self, group: str, resource: str) -> TableRow | None:
+        """A resource's claim as it stands, be it in force or not (`rules.in_force`)."""
+        found = self._groups.get(group)
+        return found.rows.get(resource) if found is not None else None
+
+    def whole(self, group: str) -> TableRow | None:
+        return self.row(group, WHOLE_GROUP)
+
+    def owner(self, group: str, resource: str) -> TableRow | None:
+        """The claim that is in force for a resource, its own or the whole group's."""
+        found = self._groups.get(group)
+        if found is None:
+            return None
+        row, whole = found.rows.get(resource), found.rows.get(WHOLE_GROUP)
+        if row is None or whole is None:
+            return row or whole
+        # Of two the later one; where they are the same connection's it does not matter which.
+        return row if row.fence > whole.fence else whole
+
+    def rows_of(self, group: str) -> Mapping[str, TableRow]:
+        """All claims in a group, by resource."""
+        found = self._groups.get(group)
+        return found.rows if found is not None else {}
+
+    def groups(self) -> Collection[str]:
+        """In which anything is claimed, in no order."""
+        return self._groups.keys()
+
+    def claims(self) -> Iterator[TableRow]:
+        """Every claim, by group and resource."""
+        for group in sorted(self._groups):
+            rows = self._groups[group].rows
+            yield from (rows[resource] for resource in sorted(rows))
+
+    @property
+    def synced(self) -> bool:
+        return self.revision > 0
+
+    # What the mirror says
+
+    def on_restored(self) -> None:
+        self._groups.clear()
+        self.members.clear()
+        self._last_gone.clear()
+        self.count = self.revision = 0
+        if self.listener is not None:
+            self.listener.restored()
+
+    def on_snapshot(self, snapshot: Snapshot) -> None:
+        there = {kv.key: kv for kv in snapshot.kvs}
+        for row in list(self.claims()):
+            if self.keys.claim(row.group, row.resource) not in there:
+                self._claim_gone(row.group, row.resource, snapshot.revision)
+        for member in [each for each in self.members if self.keys.member(each) not in there]:
+            self._member_gone(member, snapshot.revision)
+        for kv in sorted(there.values(), key=lambda kv: kv.mod_revision):
+            self._put(kv)
+        self._end_batch(snapshot.revision)
+
+    def on_events(self, events: list[WatchEvent], revision: int) -> None:
+        for event in events:
+            if event.deleted:
+                self._delete(event.kv)
+            else:
+                self._put(event.kv)
+        # Not the last event's: more of its revision may come with the next batch.
+        self._end_batch(revision)
+
+    def _end_batch(self, revision: int) -> None:
+        self.revision = max(self.revision, revision)
+        if self.listener is not None:
+            self.listener.batch_told()
+
+    def _put(self, kv: KeyValue) -> None:
+        try:
+            if kv.key.startswith(self.keys.claims):
+                self._claim_put(kv)
+            elif kv.key.startswith(self.keys.members):
+                self._member_put(kv)
+        except ValueError as error:
+            self._skip(kv.key, str(error))
+
+    def _claim_put(self, kv: KeyValue) -> None:
+        group, resource = self.keys.parse_claim(kv.key)
+        value = decode_claim(kv.value)
+        owner = Owner(value.proxy, value.connection)
+        row = TableRow(group, resource, owner, value.generation, kv.mod_revision, value.client, value.since)
+        rows = self._groups.setdefault(group, _Group()).rows
+        before = rows.get(resource)
+        if before is not None and before.fence >= row.fence:
+            return  # told twice
+        if before is None:
+            if self.count >= MAX_CLAIMS:
+                raise ValueError(f"there are more than {MAX_CLAIMS} claims")
+            self.count += 1
+        rows[resource] = row
+        if self.listener is not None:
+            self.listener.claim_put(row, before)
+
+    def _member_put(self, kv: KeyValue) -> None:
+        name, value = kv.key.removeprefix(self.keys.members), decode_member(kv.value)
+        member = Member(
+            value.host,
+            value.port,
+            value.seen,
+            frozenset(value.unsettled),
+            kv.create_revision,
+            MappingProxyType(value.writer_groups),
+        )
+        self.members[name] = member
+        if self.listener is not None:
+            self.listener.member_put(name, member)
+
+    def _delete(self, kv: KeyValue) -> None:
+        try:
+            if kv.key.startswith(self.keys.claims):
+                self._claim_gone(*self.keys.parse_claim(kv.key), kv.mod_revision)
+            elif kv.key.startswith(self.keys.members):
+                self._member_gone(kv.key.removeprefix(self.keys.members), kv.mod_revision)
+        except ValueError as error:
+            self._skip(kv.key, str(error))
+
+    def _claim_gone(self, group: str, resource: str, revision: int) -> None:
+        found = self._groups.get(group)
+        row = found.rows.get(resource) if found is not None else None
+        if found is None or row is None or row.fence >= revision:
+            return
+        del found.rows[resource]
+        self.count -= 1
+        if not found.rows:
+            del self._groups[group]
+        member = row.owner.proxy
+        if member in self.members:
+            at, gone = self._last_gone.get(member, (0, []))
+            if at != revision:
+                self._last_gone[member] = revision, [row]
+            else:
+                # In place: a lease may end with a hundred thousand of them.
+                gone.append(row)
+        if self.listener is not None:
+            self.listener.claim_gone(row, revision)
+
+    def _member_gone(self, member: str, revision: int) -> None:
+        if self.members.pop(member, None) is None:
+            return
+        # A lease that ends takes all that stands on it at one revision.
+        at, rows = self._last_gone.pop(member, (0, []))
+        held = rows if at == revision else []
+        groups = self._groups.values()
+        held = [*held, *(row for group in groups for row in group.rows.values() if row.owner.proxy == member)]
+        if self.listener is not None:
+            self.listener.member_gone(member, held, revision)
+
+    def _skip(self, key: str, reason: str) -> None:
+        self._counters["own.skipped"] += 1
+        if key not in self._logged and len(self._logged) < MAX_LOGGED:
+            self._logged.add(key)
+            log.warning("own_key_skipped", key=key, reason=reason)

@@ -1,0 +1,413 @@
+"""`kproxy demo`: real data through Spark's unchanged Kafka sink and the proxy, read back, judged, and audited.
+
+States: CHECKING (nothing started; StartupError leaves nothing behind) -> STARTING (cluster, Spark and data side by
+side) -> WRITING -> READING -> AUDITING -> DONE. From each of them a failure or a signal leads to STOPPING and out.
+
+Invariants
+1. When `run_demo` returns or raises, no process it started is left: Spark's JVM goes first, as it is the cluster's
+   client, then the cluster.
+2. It deletes the directory it made for the run and nothing else; it keeps it where asked to, and where something went
+   wrong. The audit's report lies elsewhere and stays.
+3. The job knows one address, the proxy's. Only the table's rows by owner come from etcd, after everything was judged,
+   and with `kill_owner` what is told of the kill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+
+from rich.console import Console
+
+from kproxy.config import DEFAULT_PREFIX
+from kproxy.demo import flights, topic
+from kproxy.demo.audit import audit_demo
+from kproxy.demo.judge import Judge
+from kproxy.demo.owner_kill import MidStream, OwnerKill, OwnerNotKilled
+from kproxy.demo.report import KilledOwner, Outcome, show
+from kproxy.dev.cluster import DEFAULT_LEASE_TTL_S, ChildEnded, DevCluster
+from kproxy.errors import StartupError
+from kproxy.etcd import EtcdError
+from kproxy.pipeline.audit.report_place import check_report
+from kproxy.pipeline.java import Java, find_java
+from kproxy.pipeline.progress import Report
+from kproxy.pipeline.reachable import check_reachable
+from kproxy.pipeline.spark import SparkDriver, SparkFailed, pyspark_home
+
+if TYPE_CHECKING:
+    from kproxy.demo.stream import Written
+    from kproxy.pipeline.audit.report_facts import Facts
+
+PARTITIONS: Final = 12
+# Few: each micro-batch costs Spark about a second of planning here. More than one: order must hold across them.
+MICRO_BATCHES: Final = 5
+BROKERS: Final = 3
+# With `kill_owner`: nobody may take over before the killed broker's lease ends, so it is short; still long enough for
+# brokers on a machine that Spark keeps busy to renew it.
+KILL_LEASE_TTL_S: Final = 4
+# With fewer, the stream might be over before anybody notices that a broker is gone.
+LEAST_ROWS_TO_KILL: Final = 1_000
+INTERRUPTED: Final = 128 + signal.SIGINT
+TERMINATED: Final = 128 + signal.SIGTERM
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """`rows` None means all. With `bootstrap` the demo uses what runs there, and `etcd` (URLs) tells it the owners.
+
+    `kill_owner`: kill -9 the owner of most partitions in mid-stream, and start it again. `report`: the file for the
+    audit's report, None for none; without `audit` there is none to report on.
+    """
+
+    rows: int | None = None
+    bootstrap: str | None = None
+    etcd: Sequence[str] = ()
+    prefix: str = DEFAULT_PREFIX
+    data_dir: Path | None = None
+    keep: bool = False
+    kill_owner: bool = False
+    audit: bool = True
+    report: Path | None = None
+
+
+class Target(NamedTuple):
+    """Where the job writes and reads, the etcd that knows the owners (none: not known), and the cluster if ours."""
+
+    bootstrap: str
+    etcd: Sequence[str]
+    prefix: str
+    cluster: DevCluster | None
+
+
+def run_demo(
+    options: DemoOptions,
+    *,
+    driver: SparkDriver | None = None,
+    report: Report | None = None,
+    output: Console | None = None,
+) -> int:
+    """Run it; the exit status: 0 clean, 1 not as sent or failed on the way, 130 and 143 when interrupted.
+
+    Raises StartupError where it cannot start. A `driver` that is passed in must be started and stays so. The tables go
+    to `output`, by default stdout.
+    """
+    archive, java = _check(options)
+    check_report(options.report)
+    report = report or Report()
+    work_dir = _make_work_dir(options.data_dir)
+    keep = options.keep
+    own_driver: SparkDriver | None = None
+    try:
+        if driver is None:
+            driver = own_driver = SparkDriver(java, work_dir / "spark", app_name="kproxy demo")
+        with report:
+            outcome = _run_until_signal(_Run(options, archive, work_dir, driver, own_driver is not None, report))
+        if isinstance(outcome, int):
+            report.say("Stopped before the end; nothing is left running.")
+            return outcome
+        show(outcome, output)
+        keep = keep or outcome.exit_status != 0
+        if options.report is not None and outcome.audit is not None:
+            report.say(f"The audit's report is {options.report.resolve()}")
+        return outcome.exit_status
+    except (SparkFailed, topic.TopicNotCreated, EtcdError, ChildEnded, OwnerNotKilled) as error:
+        keep = True
+        died = None if driver is None else driver.ended_by_itself
+        report.say(f"The demo failed: {error}" if died is None else f"The demo failed: Spark's Java ended ({died})")
+        return 1
+    except StartupError as error:
+        # It may send the reader to a log in there.
+        keep = keep or str(work_dir) in str(error)
+        raise
+    finally:
+        if own_driver is not None:
+            own_driver.stop()
+        if keep:
+            report.say(f"Its data and logs are in {work_dir}")
+        else:
+            shutil.rmtree(work_dir, ignore_errors=True)
+
+
+def _check(options: DemoOptions) -> tuple[Path, Java]:
+    """All that can be known before anything is started: where the data and a Java are. Raises StartupError."""
+    if sys.platform == "win32":
+        raise StartupError("kproxy demo runs on Linux and macOS: on Windows run it in WSL.")
+    if options.rows is not None and not 1 <= options.rows <= flights.TOTAL_ROWS:
+        raise StartupError(f"--rows {options.rows} is not possible: take 1 to {flights.TOTAL_ROWS} of the flights.")
+    if options.etcd and options.bootstrap is None:
+        raise StartupError("--etcd only goes with --bootstrap: without it the demo starts its own etcd.")
+    if options.kill_owner and options.bootstrap is not None:
+        raise StartupError(
+            "--kill-owner does not go with --bootstrap: the demo kills only brokers that it started itself; "
+            "leave one of the two out."
+        )
+    if options.kill_owner and options.rows is not None and options.rows < LEAST_ROWS_TO_KILL:
+        raise StartupError(
+            f"--rows {options.rows} is too few for --kill-owner, which kills while rows are being written: "
+            f"give at least {LEAST_ROWS_TO_KILL:,}."
+        )
+    pyspark_home(extra="demo")
+    archive = flights.locate_archive()
+    java = find_java()
+    if options.bootstrap is not None:
+        check_reachable(options.bootstrap, "--bootstrap", "start it (`kproxy dev`), or leave it out")
+    return archive, java
+
+
+def _make_work_dir(parent: Path | None) -> Path:
+    try:
+        if parent is not None:
+            parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="kproxy-demo-", dir=parent))
+    except OSError as error:
+        where = parent or tempfile.gettempdir()
+        raise StartupError(
+            f"No directory can be made in {where} ({error.strerror}): give another --data-dir."
+        ) from error
+
+
+def _run_until_signal(run: _Run) -> Outcome | int:
+    """The outcome, or the exit status of the signal that ended it. Cleaned up either way."""
+    terminated = False
+
+    async def main() -> Outcome:
+        nonlocal terminated
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 - we are in one
+
+        def on_sigterm() -> None:
+            nonlocal terminated
+            terminated = True
+            task.cancel()
+
+        if threading.current_thread() is threading.main_thread():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_sigterm)
+        return await run.run()
+
+    try:
+        return asyncio.run(main())
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except asyncio.CancelledError:
+        if not terminated:
+            raise
+        return TERMINATED
+
+
+class _Run:
+    """One run, from STARTING to DONE. Spark's and other blocking calls are made on the threads of its pool."""
+
+    def __init__(
+        self, options: DemoOptions, archive: Path, work_dir: Path, spark: SparkDriver, owns_spark: bool, report: Report
+    ) -> None:
+        self._options = options
+        self._archive = archive
+        self._work_dir = work_dir
+        self._spark = spark
+        self._owns_spark = owns_spark
+        self._report = report
+        self._stopping = threading.Event()
+        self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="demo")
+        self._rows = options.rows or flights.TOTAL_ROWS
+        self._topic = f"flights-{uuid.uuid4().hex[:8]}"
+
+    async def run(self) -> Outcome:
+        began = time.monotonic()
+        # Spark's JVM and the data need no cluster: all three come up side by side.
+        spark = self._call(self._start_spark)
+        data = self._call(self._lay_down)
+        try:
+            async with self._target() as target:
+                try:
+                    outcome = await _while_it_stands(target.cluster, self._job(target, data, spark, began))
+                except BaseException:
+                    self._kill_spark()
+                    raise
+                if self._owns_spark:
+                    await self._call(self._spark.stop)
+                return outcome
+        finally:
+            self._stopping.set()
+            if self._owns_spark:
+                # Where it was stopped already this does nothing; else it ends the calls that threads still wait in.
+                self._kill_spark()
+            await asyncio.gather(spark, data, return_exceptions=True)
+            self._pool.shutdown(wait=True)
+
+    def _call(self, blocking: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._pool, blocking)
+
+    def _kill_spark(self) -> None:
+        if self._owns_spark:
+            self._spark.kill()
+
+    @asynccontextmanager
+    async def _target(self) -> AsyncIterator[Target]:
+        if self._options.bootstrap is not None:
+            yield Target(self._options.bootstrap, self._options.etcd, self._options.prefix, None)
+            return
+        stage = self._report.stage("cluster", f"starting etcd, {BROKERS} brokers and the proxy")
+        kill_owner = self._options.kill_owner
+        async with DevCluster(
+            self._work_dir / "cluster",
+            brokers=BROKERS,
+            listen="127.0.0.1:0",
+            lease_ttl_s=KILL_LEASE_TTL_S if kill_owner else DEFAULT_LEASE_TTL_S,
+            on_step=lambda step: stage.say(f"{' '.join(step.split())} is up"),
+        ) as cluster:
+            brokers = f"{BROKERS} brokers" + (f" with leases of {cluster.lease_ttl_s} s" if kill_owner else "")
+            stage.finish(f"etcd, {brokers}, the proxy at {cluster.kafka}")
+            yield Target(cluster.kafka, [cluster.etcd], DEFAULT_PREFIX, cluster)
+
+    def _start_spark(self) -> None:
+        if not self._owns_spark:
+            return
+        stage = self._report.stage("Spark", "starting")
+        self._spark.start(lambda jars: stage.say(f"first start: {jars} jars downloaded"))
+        java = self._spark.java
+        stage.finish(f"version {self._spark.session.version} on Java {java.major} ({java.found_in})")
+
+    def _lay_down(self) -> flights.Flights:
+        stage = self._report.stage("data", "unpacking", total=self._rows)
+        data = flights.lay_down(
+            self._archive,
+            self._work_dir / "flights",
+            rows=self._rows,
+            files=MICRO_BATCHES,
+            on_rows=stage.advance_to,
+            stopping=self._stopping.is_set,
+        )
+        stage.finish(f"{data.rows:,} flights")
+        return data
+
+    async def _job(
+        self, target: Target, laid_down: asyncio.Future[flights.Flights], spark: asyncio.Future[None], began: float
+    ) -> Outcome:
+        await self._call(lambda: topic.create_topic(target.bootstrap, self._topic, PARTITIONS))
+        data = await laid_down
+        await spark
+        written, killed = await self._write(target, data)
+        written_ms = time.time_ns() // 1_000_000
+
+        # Not at the top: without the demo's extra there is no pyspark to import.
+        from kproxy.demo import stream
+
+        judge = Judge(data.fingerprints)
+        reading = self._report.stage("judging", "reading back", total=data.rows)
+        reading_s = await self._call(
+            lambda: stream.read_back(
+                self._spark.session, judge, bootstrap=target.bootstrap, topic=self._topic, on_rows=reading.advance_to
+            )
+        )
+        reading.finish(f"{judge.read:,} rows")
+        owners = None
+        if target.etcd:
+            owners = await topic.partition_owners(target.etcd, target.prefix, self._topic)
+        audit = await self._call(lambda: self._audit(target, written_ms)) if self._options.audit else None
+        return Outcome(
+            judge.verdict(sent=written.sent),
+            owners,
+            written.seconds,
+            reading_s,
+            time.monotonic() - began,
+            written.micro_batches,
+            killed,
+            audit,
+        )
+
+    def _audit(self, target: Target, written_ms: int) -> Facts | None:
+        return audit_demo(
+            self._spark.session,
+            self._report,
+            bootstrap=target.bootstrap,
+            topic=self._topic,
+            written_ms=written_ms,
+            output=self._work_dir / "audit",
+            html=self._options.report,
+        )
+
+    async def _write(self, target: Target, data: flights.Flights) -> tuple[Written, KilledOwner | None]:
+        from kproxy.demo import stream
+
+        stage = self._report.stage("writing", "planning", total=data.rows)
+        mid_stream = MidStream(data.file_rows, asyncio.get_running_loop())
+        to_kill = target.cluster if self._options.kill_owner else None
+        if to_kill is None:
+            mid_stream.go_on()
+
+        def on_rows(rows: int) -> None:
+            stage.advance_to(rows)
+            mid_stream.advance_to(rows)
+
+        writing = self._call(
+            lambda: stream.write(
+                self._spark.session,
+                data,
+                bootstrap=target.bootstrap,
+                topic=self._topic,
+                partitions=PARTITIONS,
+                checkpoint=self._work_dir / "checkpoint",
+                on_rows=on_rows,
+                before_batch=mid_stream.before_batch,
+            )
+        )
+
+        async def until_written() -> Written:
+            written = await writing
+            mid_stream.ended.set()
+            stage.finish(f"{written.sent:,} rows")
+            return written
+
+        if to_kill is None:
+            return await until_written(), None
+        kill = OwnerKill(to_kill, target.prefix, self._topic, mid_stream, self._report, self._call)
+        return await _both(until_written(), kill.run())
+
+
+async def _both(first: Coroutine[object, object, T], second: Coroutine[object, object, U]) -> tuple[T, U]:
+    """The results of both, or the first error of either; the other is cancelled then."""
+    tasks = asyncio.ensure_future(first), asyncio.ensure_future(second)
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+        return tasks[0].result(), tasks[1].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _while_it_stands(cluster: DevCluster | None, work: Coroutine[object, object, T]) -> T:
+    """The work's result. Where a process of the cluster ends meanwhile the work is given up: ChildEnded.
+
+    Left alone, Spark would go on trying to reach it for minutes and then say something else.
+    """
+    if cluster is None:
+        return await work
+    working = asyncio.ensure_future(work)
+    broken = asyncio.ensure_future(cluster.wait())
+    try:
+        await asyncio.wait((working, broken), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            broken.result()
+        return await working
+    finally:
+        working.cancel()
+        broken.cancel()
+        await asyncio.gather(working, broken, return_exceptions=True)

@@ -1,0 +1,133 @@
+"""The wiring of the demo's job: CSV files to Kafka's sink, and Kafka's source to the judge. All through one address."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pyspark.sql import DataFrame
+
+from kproxy.demo.flights import NULL, Flights
+from kproxy.demo.judge import Judge
+from kproxy.demo.transforms import arrivals, flights_schema, messages
+from kproxy.pipeline.spark import as_spark_failure
+
+PROGRESS_POLL_S = 0.25
+
+
+class Written(NamedTuple):
+    """`sent` rows by Spark's own count, in `seconds` from the query's start to its end."""
+
+    sent: int
+    seconds: float
+    micro_batches: int
+
+
+def write(
+    session: Any,
+    flights: Flights,
+    *,
+    bootstrap: str,
+    topic: str,
+    partitions: int,
+    checkpoint: Path,
+    on_rows: Callable[[int], None] = lambda done: None,
+    before_batch: Callable[[int], None] = lambda batch_id: None,
+) -> Written:
+    """Stream the files into the Kafka sink, one file a micro-batch. Raises SparkFailed.
+
+    `on_rows` hears about how many rows have been written. `before_batch` is called, on another thread, with the number
+    of each micro-batch, from 0 up, before it begins, and may keep it waiting.
+    """
+
+    def write_batch(batch: DataFrame, batch_id: int) -> None:
+        before_batch(batch_id)
+        # A streaming DataFrame may not be sorted (a stream has no end), and without a sort a shuffle hands a task its
+        # rows in whatever order the blocks arrive. Inside foreachBatch the micro-batch is an ordinary DataFrame and
+        # may be. The topic travels as a column, so that the sink has no Kafka option but the address.
+        rows = messages(batch, topic=topic, partitions=partitions)
+        rows.write.format("kafka").option("kafka.bootstrap.servers", bootstrap).save()
+
+    with as_spark_failure("Writing failed"):
+        source = (
+            session.readStream.schema(flights_schema())
+            .option("header", True)
+            .option("nullValue", NULL)
+            .option("mode", "FAILFAST")
+            .option("maxFilesPerTrigger", 1)
+            .csv(str(flights.directory))
+        )
+        began = time.monotonic()
+        query = (
+            source.writeStream.foreachBatch(write_batch)
+            .option("checkpointLocation", str(checkpoint))
+            .trigger(availableNow=True)
+            .start()
+        )
+        progress = _BatchProgress(session, flights.file_rows, partitions)
+        while not query.awaitTermination(PROGRESS_POLL_S):
+            on_rows(progress.rows(query))
+        seconds = time.monotonic() - began
+        batches = [int(batch["numInputRows"]) for batch in query.recentProgress]
+        on_rows(sum(batches))
+        return Written(sum(batches), seconds, sum(1 for rows in batches if rows))
+
+
+class _BatchProgress:
+    """Rows probably written: whole micro-batches, and of the current one the share that its finished tasks are."""
+
+    def __init__(self, session: Any, file_rows: Sequence[int], partitions: int) -> None:
+        self._tracker = session.sparkContext.statusTracker()
+        self._file_rows = file_rows
+        self._partitions = partitions
+        self._rows = 0
+
+    def rows(self, query: Any) -> int:
+        last = query.lastProgress
+        batches = 0 if last is None else last["batchId"] + 1
+        rows = sum(self._file_rows[:batches])
+        if batches < len(self._file_rows):
+            for stage in map(self._tracker.getStageInfo, self._tracker.getActiveStageIds()):
+                # The stage before the shuffle has other numbers of tasks, one a file.
+                if stage is not None and stage.numTasks == self._partitions:
+                    rows += self._file_rows[batches] * stage.numCompletedTasks // stage.numTasks
+        self._rows = max(self._rows, rows)
+        return self._rows
+
+
+def read_back(
+    session: Any,
+    judge: Judge,
+    *,
+    bootstrap: str,
+    topic: str,
+    on_rows: Callable[[int], None] = lambda done: None,
+) -> float:
+    """Tell the judge every record of the topic, partition by partition as its offsets run; the seconds it took.
+
+    Raises SparkFailed.
+    """
+    with as_spark_failure("Reading back failed"):
+        began = time.monotonic()
+        records = (
+            session.read.format("kafka")
+            .option("kafka.bootstrap.servers", bootstrap)
+            .option("subscribe", topic)
+            .option("startingOffsets", "earliest")
+            .load()
+        )
+        # One Spark partition a Kafka partition, handed over one after another, each in the order its consumer got it.
+        for row in arrivals(records).toLocalIterator(prefetchPartitions=True):
+            partition, offset, key, value = row
+            judge.see(partition, offset, _as_bytes(key), _as_bytes(value))
+            if judge.read % 1_000 == 0:
+                on_rows(judge.read)
+        on_rows(judge.read)
+        return time.monotonic() - began
+
+
+def _as_bytes(cell: bytearray | None) -> bytes | None:
+    """Spark hands binary columns over as bytearrays, which can be no key of a dict."""
+    return None if cell is None else bytes(cell)

@@ -1,0 +1,75 @@
+"""A small etcd client: KV, transactions, leases and watches over grpc.aio, on asyncio or uvloop.
+
+Made here because no published one fits (several members, require-leader, progress, fragments, honest ambiguity). Start
+at `client.py`; `mirror.py` is what keeps a local copy of a few prefixes current.
+"""
+
+from kproxy.etcd.client import EtcdClient
+from kproxy.etcd.errors import (
+    Compacted,
+    EtcdDenied,
+    EtcdError,
+    EtcdMisused,
+    EtcdUnavailable,
+    LeaseLost,
+    TooLarge,
+)
+from kproxy.etcd.id_blocks import IdBlocks
+from kproxy.etcd.lease import lease_keep_alive
+from kproxy.etcd.messages import (
+    EtcdStatus,
+    KeyValue,
+    Lease,
+    OpResult,
+    Snapshot,
+    TxnResult,
+    WatchEvent,
+)
+from kproxy.etcd.mirror import MirrorListener, MirrorState, PrefixMirror
+from kproxy.etcd.txn import (
+    TxnCompare,
+    TxnOp,
+    create_revision_is,
+    delete_op,
+    get_op,
+    key_absent,
+    lease_is,
+    mod_revision_is,
+    prefix_unchanged_since,
+    put_op,
+    value_is,
+)
+
+__all__ = [
+    "Compacted",
+    "EtcdClient",
+    "EtcdDenied",
+    "EtcdError",
+    "EtcdMisused",
+    "EtcdStatus",
+    "EtcdUnavailable",
+    "IdBlocks",
+    "KeyValue",
+    "Lease",
+    "LeaseLost",
+    "MirrorListener",
+    "MirrorState",
+    "OpResult",
+    "PrefixMirror",
+    "Snapshot",
+    "TooLarge",
+    "TxnCompare",
+    "TxnOp",
+    "TxnResult",
+    "WatchEvent",
+    "create_revision_is",
+    "delete_op",
+    "get_op",
+    "key_absent",
+    "lease_is",
+    "lease_keep_alive",
+    "mod_revision_is",
+    "prefix_unchanged_since",
+    "put_op",
+    "value_is",
+]

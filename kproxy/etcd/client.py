@@ -1,0 +1,347 @@
+"""The etcd client: calls and streams that go on while a majority of the members does, and say what became of them.
+
+States: NEW --connect()--> OPEN --close()--> CLOSED. `connect` may be called again after it failed, not after close.
+
+What is guaranteed, with three members of which any one is killed, hangs, or is cut off
+- A call begun afterwards is answered by another. Finding out costs 2 s (`members.py`, invariant 2), and then no more.
+- A call that was under way: a read is asked of another member; a write fails as `maybe_applied` as soon as the member
+  is found out, and at its deadline at the latest.
+- While another leader is elected, which takes etcd a second or two, the same holds for every call.
+- A keepalive moves to another member after a quarter of the TTL, a watch 4 s after it fell silent.
+
+Invariants
+1. Every call has a deadline, `timeout_s` after it began, whatever it met on its way: other members, a new token.
+2. A write is handed to gRPC once. It is tried again only where nothing of it was done: no connection, a member that
+   turned it away at the door, a token refused. Where its outcome is unknown the error says so
+   (`EtcdError.maybe_applied`) and the caller decides; only reads are tried again here.
+3. Nothing received is unbounded: a message has at most `max_message_bytes`, a snapshot at most MAX_SNAPSHOT_KEYS keys.
+4. Reads are linearizable, whichever member answers.
+5. Nothing here blocks the event loop: files are read on a thread, names resolved by gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kproxy.config.etcd import EtcdOptions
+from kproxy.etcd.credentials import TlsCredentials, Token
+from kproxy.etcd.diagnosis import what_is_wrong
+from kproxy.etcd.errors import (
+    EtcdDenied,
+    EtcdError,
+    EtcdMisused,
+    EtcdUnavailable,
+    LeaseLost,
+    TooLarge,
+)
+from kproxy.etcd.lease import lease_keep_alive
+from kproxy.etcd.members import CONNECT_TIMEOUT_S, CallFailed, Members
+from kproxy.etcd.messages import (
+    EtcdStatus,
+    KeyValue,
+    Lease,
+    OpResult,
+    Pages,
+    Snapshot,
+    TxnResult,
+    encode_key,
+    op_result,
+    prefix_end,
+    rpc,
+)
+from kproxy.etcd.stream import EtcdStream
+from kproxy.etcd.target import Endpoint, parse_endpoints
+from kproxy.etcd.txn import TxnCompare, TxnOp
+
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+MAX_SNAPSHOT_KEYS = 2_000_000
+# etcd counts the whole prefix again for each page, so pages are large.
+PAGE_KEYS = 20_000
+# Of a page behind the first, each as long as any call may take.
+PAGE_ATTEMPTS = 4
+# Before all members are tried once more.
+RETRY_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 1.0
+CONNECT_PAUSE_S = 0.1
+# A token may run out between its arrival and its use; one that etcd never takes is no reason to ask for ever.
+TOKENS_PER_CALL = 3
+
+
+class EtcdClient:
+    """A client of one etcd cluster. Made on any thread, used on the event loop that ran `connect`.
+
+    `endpoints`: members as `host:port`, `http://host:port` or `https://host:port`. `timeout_s`: the deadline of each
+    call, in seconds. `max_message_bytes`: the longest answer taken.
+    Every method but the constructor raises EtcdUnavailable where no member gives a usable answer, EtcdError where etcd
+    refuses.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        options: EtcdOptions = EtcdOptions(),  # noqa: B008 - it is frozen
+        *,
+        timeout_s: float = 5.0,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        self.endpoints = ",".join(endpoints)
+        self._texts = tuple(endpoints)
+        self._options = options
+        self._timeout_s = timeout_s
+        self._max_message_bytes = max_message_bytes
+        self._parsed: tuple[Endpoint, ...] = ()
+        self._members: Members | None = None
+        self._token = Token(options, self._authenticate)
+        self._streams: set[EtcdStream] = set()
+        self._closed = False
+
+    async def connect(self) -> EtcdStatus:
+        """Wait, at most `timeout_s`, until a member answers, and show that it takes our user.
+
+        EtcdUnavailable says why none did; EtcdMisused, a kind of it, what trying again will not mend.
+        """
+        if self._closed:
+            raise EtcdUnavailable(f"The etcd client for {self.endpoints} is closed.")
+        if self._members is None:
+            self._members = await self._make_members()
+        await self._find_one(self._members)
+        await self._prove_user()
+        return await self.status()
+
+    async def _make_members(self) -> Members:
+        self._parsed = parse_endpoints(self._texts)
+        tls = self._parsed[0].tls
+        if self._options.wants_tls and not tls:
+            raise EtcdMisused(
+                f"Certificates are given for etcd at {self.endpoints}, but no TLS is spoken there: write https://."
+            )
+        credentials = TlsCredentials(self._options) if tls else None
+        if credentials is not None:
+            await credentials.current()
+        return Members(
+            self._parsed,
+            credentials,
+            named=self.endpoints,
+            server_name=self._options.server_name,
+            max_message_bytes=self._max_message_bytes,
+        )
+
+    async def _find_one(self, members: Members) -> None:
+        """Wait for a member that says anything at all."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._timeout_s
+        while True:
+            reason = ""
+            for member in members.in_order():
+                left = max(deadline - loop.time(), 0.05)
+                try:
+                    await member.look(min(left, CONNECT_TIMEOUT_S))
+                except CallFailed as failure:
+                    if not failure.elsewhere:
+                        raise failure.as_etcd_error("Status", self.endpoints, write=False) from failure
+                    reason = reason or failure.reason
+                else:
+                    return
+            await self._give_up_if_hopeless()
+            if loop.time() + CONNECT_PAUSE_S >= deadline:
+                hint = "check the address and that etcd runs there"
+                raise EtcdUnavailable(f"etcd at {self.endpoints} does not answer: {hint} ({reason}).")
+            await asyncio.sleep(CONNECT_PAUSE_S)
+
+    async def _give_up_if_hopeless(self) -> None:
+        """EtcdMisused where something is wrong with every member, and of a kind that only a person can mend."""
+        found = await asyncio.gather(*(what_is_wrong(each, self._options) for each in self._parsed))
+        if found[0] is not None and all(found):
+            raise EtcdMisused(found[0])
+
+    async def _prove_user(self) -> None:
+        """A read of one member's own, so that a missing or wrong password is said now and not by the first use."""
+        request = rpc.RangeRequest(key=b"\0", limit=1, serializable=True)
+        try:
+            await self._call("Range", request, write=False)
+        except EtcdDenied:
+            # A user that etcd knows. What it may do is for its role to say.
+            return
+
+    async def close(self) -> None:
+        """End every call and connection; what still waits for an answer gets EtcdUnavailable. May be called twice."""
+        self._closed = True
+        members, self._members = self._members, None
+        if members is not None:
+            await members.close()
+        for stream in list(self._streams):
+            await stream.close()
+
+    # Reading
+
+    async def status(self) -> EtcdStatus:
+        """What one member says of itself; it need not be the leader."""
+        response = await self._call("Status", rpc.StatusRequest(), write=False)
+        return _status(response)
+
+    async def get(self, key: str) -> KeyValue | None:
+        kvs = (await self.get_snapshot(key)).kvs
+        return kvs[0] if kvs else None
+
+    async def get_snapshot(self, key: str, *, revision: int = 0, into: Pages | None = None) -> Snapshot:
+        """One key, or its absence, together with the revision at which that was so; the rest as in `get_prefix`."""
+        request = rpc.RangeRequest(key=encode_key(key), revision=revision)
+        response = await self._call("Range", request, write=False)
+        as_of = revision or response.header.revision
+        kvs = into if into is not None else Pages()
+        kvs.add(response)
+        return Snapshot(as_of, response.header.cluster_id, kvs)
+
+    async def get_prefix(self, prefix: str, *, revision: int = 0, into: Pages | None = None) -> Snapshot:
+        """Every key that begins with `prefix`, as of `revision` (0: now), in key order, read in pages.
+
+        They are kept as etcd sent them, since there may be a million; behind those that `into` holds already.
+        Compacted where `revision` is gone, or went while later pages were read; EtcdError beyond MAX_SNAPSHOT_KEYS.
+        """
+        start, end = encode_key(prefix) or b"\0", prefix_end(prefix)
+        kvs = into if into is not None else Pages()
+        limit, failures = PAGE_KEYS, 0
+        is_first = True
+        while True:
+            request = rpc.RangeRequest(key=start, range_end=end, limit=limit, revision=revision)
+            try:
+                response = await self._call("Range", request, write=False)
+            except TooLarge:
+                if limit == 1:
+                    raise
+                limit = max(limit // 4, 1)
+                continue
+            except EtcdUnavailable:
+                failures += 1
+                # What has been read stays true: one late page is no reason to read a million keys from the start.
+                if is_first or failures == PAGE_ATTEMPTS:
+                    raise
+                continue
+            is_first, failures = False, 0
+            # The first page fixes the revision; its header holds the store's, later ones' may be newer.
+            revision = revision or response.header.revision
+            kvs.add(response)
+            if not response.more:
+                return Snapshot(revision, response.header.cluster_id, kvs)
+            if len(kvs) >= MAX_SNAPSHOT_KEYS:
+                raise EtcdError(f"etcd at {self.endpoints} holds more than {MAX_SNAPSHOT_KEYS} keys under {prefix!r}.")
+            start = response.kvs[-1].key + b"\0"
+
+    # Writing
+
+    async def put(self, key: str, value: bytes, *, lease_id: int = 0) -> int:
+        """Set a key and return the revision of that. LeaseLost where `lease_id` does not exist."""
+        request = rpc.PutRequest(key=encode_key(key), value=value, lease=lease_id)
+        return int((await self._call("Put", request, write=True)).header.revision)
+
+    async def delete(self, key: str) -> bool:
+        """Whether there was such a key."""
+        response = await self._call("DeleteRange", rpc.DeleteRangeRequest(key=encode_key(key)), write=True)
+        return bool(response.deleted)
+
+    async def txn(
+        self, compares: Sequence[TxnCompare], success: Sequence[TxnOp], failure: Sequence[TxnOp] = ()
+    ) -> TxnResult:
+        """Run `success` if all of `compares` hold, else `failure`, atomically. LeaseLost as for `put`."""
+        request = rpc.TxnRequest(
+            compare=[compare.message for compare in compares],
+            success=[operation.message for operation in success],
+            failure=[operation.message for operation in failure],
+        )
+        write = any(operation.write for operation in (*success, *failure))
+        response = await self._call("Txn", request, write=write)
+        responses: tuple[OpResult, ...] = tuple(op_result(each) for each in response.responses)
+        return TxnResult(response.succeeded, response.header.revision, response.header.cluster_id, responses)
+
+    # Leases
+
+    async def lease_grant(self, ttl_s: int) -> Lease:
+        """A new lease of about `ttl_s` seconds: the TTL that counts is the one in the answer."""
+        response = await self._call("LeaseGrant", rpc.LeaseGrantRequest(TTL=ttl_s), write=True)
+        if response.error:
+            raise EtcdError(f"etcd at {self.endpoints} granted no lease: {response.error}")
+        return Lease(response.ID, response.TTL)
+
+    async def lease_revoke(self, lease_id: int) -> None:
+        """End a lease and delete its keys. A lease that is gone already is what was asked for."""
+        try:
+            await self._call("LeaseRevoke", rpc.LeaseRevokeRequest(ID=lease_id), write=True)
+        except LeaseLost:
+            return
+
+    async def lease_keep_alive(
+        self, lease_id: int, *, clock: Callable[[], float], on_renewed: Callable[[float, int], None]
+    ) -> None:
+        """Renew the lease until cancelled, as `lease.lease_keep_alive` says; LeaseLost when it is gone."""
+        await lease_keep_alive(self, lease_id, clock=clock, on_renewed=on_renewed)
+
+    # Used by the rest of this package
+
+    def open_stream(self, service: str, method: str) -> EtcdStream:
+        """A bidirectional call on a connection of its own; EtcdUnavailable where the client is not open."""
+        stream = EtcdStream(self._open_members(), self._token, service, method, on_close=self._streams.discard)
+        self._streams.add(stream)
+        return stream
+
+    def _open_members(self) -> Members:
+        if self._members is None:
+            state = "closed" if self._closed else "not connected"
+            raise EtcdUnavailable(f"The etcd client for {self.endpoints} is {state}.")
+        return self._members
+
+    async def _authenticate(self, name: str, password: str) -> str:
+        request = rpc.AuthenticateRequest(name=name, password=password)
+        return str((await self._call("Authenticate", request, write=False)).token)
+
+    async def _call(self, name: str, request: Any, *, write: bool) -> Any:
+        """One call, with what invariants 1 and 2 ask for."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._timeout_s
+        failures = tokens = 0
+        while True:
+            token = "" if name == "Authenticate" else await self._token_by(deadline, name)
+            members = self._open_members()
+            member = members.in_order()[0]
+            try:
+                return await member.call(name, request, deadline - loop.time(), token)
+            except CallFailed as failure:
+                tokens += failure.token_refused
+                if failure.token_refused and tokens < TOKENS_PER_CALL and self._token.refused(token):
+                    continue
+                failures += 1
+                pause = _pause_s(failures, len(members))
+                again = failure.elsewhere and (failure.untouched or not write)
+                if not again or loop.time() + pause >= deadline:
+                    raise failure.as_etcd_error(name, self.endpoints, write=write) from failure
+            await asyncio.sleep(pause)
+
+    async def _token_by(self, deadline: float, name: str) -> str:
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await self._token.get()
+        except TimeoutError:
+            raise EtcdUnavailable(f"etcd at {self.endpoints} gave no token for {name} in time.") from None
+
+
+def _pause_s(failures: int, members: int) -> float:
+    """None before the next member is tried; one, longer each time, when all have failed."""
+    rounds, position = divmod(failures, members)
+    if position:
+        return 0.0
+    longest = min(RETRY_PAUSE_S * 2.0 ** min(rounds, 10), LONGEST_PAUSE_S)
+    return longest * random.uniform(0.5, 1.0)  # noqa: S311 - jitter, not a secret
+
+
+def _status(response: Any) -> EtcdStatus:
+    header = response.header
+    return EtcdStatus(
+        header.cluster_id,
+        header.member_id,
+        header.revision,
+        response.version,
+        response.leader,
+        tuple(response.errors),
+    )

@@ -1,0 +1,144 @@
+"""What connections are opened with: TLS credentials from files, and the token that etcd gives for a password.
+
+Token: NONE --a call needs it--> ASKING --etcd answers--> HELD --etcd refuses it--> NONE
+                                        --etcd has no users--> OFF --etcd asks for a user after all--> NONE
+                                        --etcd refuses--> NONE, and no asking before a pause is over
+
+Invariants
+1. One Authenticate is under way at a time; whoever needs a token meanwhile waits for that one.
+2. A wrong password is asked with ever more rarely (REFUSAL_PAUSE_S up to LONGEST_PAUSE_S), each time as it stands then:
+   checking one costs etcd a tenth of a second of CPU. Between, callers get the last refusal at once.
+3. A token that came after the one refused is not thrown away: `refused` names the token that etcd did not take.
+4. Neither password nor token is in a log line, an error or a repr.
+5. Certificates that can be read no longer, while they are exchanged, say, leave the last good ones in force.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import structlog
+
+from kproxy.config.etcd import EtcdOptions, TlsFiles, read_tls
+from kproxy.errors import StartupError
+from kproxy.etcd.errors import EtcdError, EtcdMisused
+
+REFUSAL_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 10.0
+# What etcd's tokens are sent under.
+TOKEN_FIELD = "token"  # noqa: S105 - a name
+# etcd's words where a password is given and none is needed.
+_NO_USERS = "authentication is not enabled"
+
+log = structlog.get_logger(__name__)
+
+
+class TlsCredentials:
+    """gRPC's credentials, made anew when the files have changed."""
+
+    def __init__(self, options: EtcdOptions) -> None:
+        self._options = options
+        self._files: TlsFiles | None = None
+        self._stamps: tuple[object, ...] = ()
+        self._credentials: Any = None
+
+    async def current(self) -> Any:
+        """For a channel that is opened now. EtcdMisused where the files never were of use."""
+        try:
+            files, stamps = await asyncio.to_thread(self._read)
+        except StartupError as error:
+            if self._credentials is None:
+                raise EtcdMisused(str(error)) from error
+            log.warning("etcd_certificates_not_reread", reason=str(error))
+            return self._credentials
+        if files is not None:
+            self._credentials = grpc.ssl_channel_credentials(files.ca, files.key, files.cert)
+            self._stamps = stamps
+        return self._credentials
+
+    def _read(self) -> tuple[TlsFiles | None, tuple[object, ...]]:
+        """The files and what they looked like before they were read; None for files that look as last time."""
+        options = self._options
+        stamps = tuple(_stamp(file) for file in (options.ca, options.cert, options.key))
+        if self._credentials is not None and stamps == self._stamps:
+            return None, stamps
+        return read_tls(options), stamps
+
+
+def _stamp(file: Path | None) -> object:
+    if file is None:
+        return None
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return (status.st_mtime_ns, status.st_ino, status.st_size)
+
+
+class Token:
+    """The token of one user. `authenticate` asks etcd and raises EtcdError."""
+
+    def __init__(
+        self,
+        options: EtcdOptions,
+        authenticate: Callable[[str, str], Awaitable[str]],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._options = options
+        self._authenticate = authenticate
+        self._clock = clock
+        self._asking = asyncio.Lock()
+        self._token = ""
+        self._off = not options.username
+        self._refusals = 0
+        self._refusal = ""
+        self._not_before = float("-inf")
+
+    async def get(self) -> str:
+        """The token to send, "" for none. Raises EtcdError."""
+        if self._token or self._off:
+            return self._token
+        async with self._asking:
+            if not (self._token or self._off):
+                await self._ask()
+            return self._token
+
+    def refused(self, token: str) -> bool:
+        """etcd did not take `token`; whether asking again may help."""
+        if not self._options.username:
+            return False
+        if token == self._token:
+            self._token, self._off = "", False
+        return True
+
+    async def _ask(self) -> None:
+        if self._refusal and self._clock() < self._not_before:
+            raise EtcdMisused(self._refusal)
+        try:
+            password = await asyncio.to_thread(self._options.read_password)
+            self._token = await self._authenticate(self._options.username, password)
+        except StartupError as error:
+            raise self._put_off(EtcdMisused(str(error))) from error
+        except EtcdMisused as error:
+            raise self._put_off(error) from error
+        except EtcdError as error:
+            if _NO_USERS not in str(error):
+                raise
+            # As etcd's own clients do: users may be switched on later.
+            log.warning("etcd_has_no_users", username=self._options.username)
+            self._off = True
+        self._refusals, self._refusal = 0, ""
+
+    def _put_off(self, refusal: EtcdMisused) -> EtcdMisused:
+        longest = min(REFUSAL_PAUSE_S * 2.0 ** min(self._refusals, 10), LONGEST_PAUSE_S)
+        self._refusals += 1
+        self._refusal = str(refusal)
+        self._not_before = self._clock() + longest * random.uniform(0.5, 1.0)  # noqa: S311 - jitter, not a secret
+        return refusal

@@ -1,0 +1,133 @@
+"""Why a member does not answer, where the reason is one that trying again will not mend.
+
+gRPC says of most of these no more than that a socket was closed. So they are found out with Python's own TLS, on a
+connection of its own, after gRPC has failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+
+from kproxy.config.etcd import EtcdOptions, tls_context
+from kproxy.errors import StartupError
+from kproxy.etcd.target import Endpoint
+from kproxy.runtime.resolver import dial
+
+TIMEOUT_S = 2.0
+# With TLS 1.3 a server refuses a client's certificate after the handshake is over for the client.
+REFUSAL_WAIT_S = 0.5
+# X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH, X509_V_ERR_CERT_HAS_EXPIRED
+_OTHER_NAME = (62, 64)
+_EXPIRED = 10
+# How HTTP/2 begins: the client's preface, and on either side a frame of type SETTINGS (RFC 9113, 3.4).
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+_SETTINGS = 4
+
+
+async def what_is_wrong(endpoint: Endpoint, options: EtcdOptions) -> str | None:
+    """One sentence, or None where nothing of that kind is found: nobody listens, it hangs, or all is well."""
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            if endpoint.tls:
+                return await _tls_wrong(endpoint, options)
+            return await _plain_wrong(endpoint)
+    except (OSError, TimeoutError):
+        return None
+    except StartupError as error:
+        return str(error)
+
+
+async def _plain_wrong(endpoint: Endpoint) -> str | None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    # Who it is does not matter: nothing is sent.
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    try:
+        _, writer = await _connect(endpoint, context)
+    except ssl.SSLError as error:
+        if "ALERT" not in (error.reason or ""):
+            return None
+    else:
+        await _close(writer)
+    return f"etcd at {endpoint} speaks TLS: write https://{endpoint}."
+
+
+async def _tls_wrong(endpoint: Endpoint, options: EtcdOptions) -> str | None:
+    context = await asyncio.to_thread(tls_context, options)
+    name = options.server_name or endpoint.host
+    try:
+        reader, writer = await _connect(endpoint, context, name)
+    except ssl.SSLCertVerificationError as error:
+        return _not_verified(endpoint, name, options, error)
+    except (ssl.SSLError, ConnectionError) as error:
+        if await _speaks_plainly(endpoint):
+            return f"etcd at {endpoint} does not speak TLS: write http://{endpoint}."
+        return _no_handshake(endpoint, options, error)
+    try:
+        async with asyncio.timeout(REFUSAL_WAIT_S):
+            await reader.read(1)
+    except ssl.SSLError as error:
+        return _no_handshake(endpoint, options, error)
+    except TimeoutError:
+        return None
+    finally:
+        await _close(writer)
+    return None
+
+
+def _not_verified(endpoint: Endpoint, name: str, options: EtcdOptions, error: ssl.SSLCertVerificationError) -> str:
+    if error.verify_code in _OTHER_NAME:
+        return (
+            f"etcd at {endpoint} has a certificate for another name than {name}: "
+            f"use the name it is made out to in its URL, or give that name with server_name in [etcd]."
+        )
+    if error.verify_code == _EXPIRED:
+        return f"etcd at {endpoint} has a certificate that has expired: renew it."
+    by = f"the authorities in {options.ca}" if options.ca else "an authority that this machine trusts"
+    return (
+        f"etcd at {endpoint} has a certificate that is not signed by {by} ({error.verify_message}): "
+        f"name its authority's certificate with --etcd-ca FILE."
+    )
+
+
+def _no_handshake(endpoint: Endpoint, options: EtcdOptions, error: OSError) -> str | None:
+    reason = (error.reason if isinstance(error, ssl.SSLError) else "") or ""
+    if not reason or "EOF" in reason:
+        # Whoever closes a connection without a word may be on its way down.
+        return None
+    if "ALERT" in reason:
+        if options.cert is None:
+            return f"etcd at {endpoint} wants a client certificate: give one with --etcd-cert FILE and --etcd-key FILE."
+        return f"etcd at {endpoint} does not take the client certificate {options.cert} ({reason.lower()})."
+    return f"etcd at {endpoint} and kproxy find no way to speak TLS ({reason.lower()})."
+
+
+async def _speaks_plainly(endpoint: Endpoint) -> bool:
+    reader, writer = await _connect(endpoint)
+    try:
+        writer.write(_PREFACE)
+        return (await reader.readexactly(9))[3] == _SETTINGS
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return False
+    finally:
+        await _close(writer)
+
+
+async def _connect(
+    endpoint: Endpoint, context: ssl.SSLContext | None = None, name: str = ""
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection, with TLS where there is a `context`, to whom a certificate calls `name`."""
+    server_name = (name or endpoint.host) if context is not None else None
+    return await dial(
+        lambda host, port: asyncio.open_connection(host, port, ssl=context, server_hostname=server_name),
+        endpoint.host,
+        endpoint.port,
+    )
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(OSError, ssl.SSLError):
+        await writer.wait_closed()

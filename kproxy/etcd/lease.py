@@ -1,0 +1,92 @@
+"""Keeping a lease alive, and telling its holder exactly how much that is worth.
+
+States of `lease_keep_alive`: OPENING (no stream) -> ASKING (one keepalive unanswered) -> RESTING -> ASKING …; any
+failure leads back to OPENING. It ends in LeaseLost, or by the caller's cancelling it.
+
+Invariants
+1. `on_renewed(sent_at, ttl_s)` names the time before the keepalive was handed to gRPC. etcd counts the TTL from a later
+   moment, so the lease lives at least until sent_at + ttl_s (unless it is revoked).
+2. One keepalive is in flight at a time: answers carry no number, so the answer must belong to the only question. A
+   stream whose answer is late is dropped with whatever it might still say.
+3. LeaseLost is raised only on etcd's own word (TTL 0). An etcd that cannot be reached is asked again for ever: whether
+   that still helps is for the caller to decide, by its own deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import structlog
+
+from kproxy.etcd.errors import EtcdError, EtcdUnavailable, LeaseLost
+from kproxy.etcd.messages import rpc
+from kproxy.etcd.stream import EtcdStream
+
+if TYPE_CHECKING:
+    from kproxy.etcd.client import EtcdClient
+
+FIRST_ANSWER_TIMEOUT_S = 2.0
+REOPEN_PAUSE_S = 0.2
+# Four chances within one TTL: three may be lost without losing the lease.
+RENEWALS_PER_TTL = 4
+
+log = structlog.get_logger(__name__)
+
+
+async def lease_keep_alive(
+    client: EtcdClient, lease_id: int, *, clock: Callable[[], float], on_renewed: Callable[[float, int], None]
+) -> None:
+    """Renew `lease_id` until cancelled; LeaseLost when etcd says that there is no such lease.
+
+    `clock` is only used to stamp the send times that `on_renewed` gets with the TTL in seconds; let it be one that
+    counts suspend where that matters.
+    """
+    renewer = _Renewer(client, lease_id, clock, on_renewed)
+    while True:
+        try:
+            await renewer.run_stream()
+        except LeaseLost:
+            raise
+        except EtcdError as error:
+            log.warning("etcd_keepalive_interrupted", lease_id=f"{lease_id:x}", reason=str(error))
+        await asyncio.sleep(REOPEN_PAUSE_S)
+
+
+class _Renewer:
+    def __init__(
+        self, client: EtcdClient, lease_id: int, clock: Callable[[], float], on_renewed: Callable[[float, int], None]
+    ) -> None:
+        self._client = client
+        self._lease_id = lease_id
+        self._clock = clock
+        self._on_renewed = on_renewed
+        self._interval_s = FIRST_ANSWER_TIMEOUT_S
+
+    async def run_stream(self) -> None:
+        """Renew over one stream until it fails, which it reports as an EtcdError."""
+        stream = self._client.open_stream("Lease", "LeaseKeepAlive")
+        try:
+            while True:
+                sent_at = self._clock()
+                ttl_s = await self._ask(stream)
+                if ttl_s <= 0:
+                    raise LeaseLost(f"etcd at {self._client.endpoints} has no lease {self._lease_id:x} any more.")
+                self._interval_s = ttl_s / RENEWALS_PER_TTL
+                self._on_renewed(sent_at, ttl_s)
+                await asyncio.sleep(self._interval_s)
+        finally:
+            await stream.close()
+
+    async def _ask(self, stream: EtcdStream) -> int:
+        """The TTL in etcd's answer; EtcdUnavailable if that takes longer than the time to the next question."""
+        started = asyncio.get_running_loop().time()
+        await stream.write(rpc.LeaseKeepAliveRequest(ID=self._lease_id), self._interval_s)
+        left = self._interval_s - (asyncio.get_running_loop().time() - started)
+        response = await stream.read(max(left, 0.0))
+        if response is None:
+            raise EtcdUnavailable(
+                f"etcd at {self._client.endpoints} did not answer a keepalive within {self._interval_s:g} s."
+            )
+        return int(response.TTL)

@@ -1,0 +1,304 @@
+"""The members of one etcd cluster, and to which of them the next call or stream goes.
+
+A member has a channel for calls; every stream has one of its own (see `stream.py`). All go to the member whose last
+failure lies furthest back, so to the same one while all is well. Which comes first is chance, so that many proxies
+spread. Nothing is tried in the background: a member that failed is tried again when the others have failed since.
+
+States of a member's channel: NONE --a call--> OPEN --the member fails--> RETIRED --the last call has left--> closed.
+
+Invariants
+1. Nothing of a call is handed to gRPC before the channel has been connected and the member, over it, has said that it
+   is there. A call that fails earlier is `untouched`, and so is one that etcd turned away at its door.
+2. A member that does not answer is asked how it is, over the same channel. One that says nothing to that either, or
+   has no leader, has failed: a hung member holds a call up for these two times at most, and later calls not at all.
+   One that is slow because it has much to do answers that question, and is waited for.
+3. A failed member's channel is never used for a new call: the next one is opened anew, with the certificates and the
+   addresses of then.
+4. What a member forwarded to a leader that died is lost without a word. A call that was begun under another leader, and
+   is still without an answer a patience after that was found out, has failed.
+5. No call is handed over twice here; `client.py` decides what may be tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from kproxy.etcd.credentials import TOKEN_FIELD, TlsCredentials
+from kproxy.etcd.errors import (
+    EtcdError,
+    EtcdUnavailable,
+    cancelled_by_grpc,
+    from_rpc_error,
+    is_not_begun,
+    is_of_etcd,
+    is_token_refused,
+    shorten,
+)
+from kproxy.etcd.messages import PACKAGE, rpc
+from kproxy.etcd.target import Endpoint
+
+# How long a call may be without an answer before the member is asked how it is, and how long it has to say so; where
+# a call has little time, a quarter of that each.
+PATIENCE_S = 1.0
+LOOK_TIMEOUT_S = 1.0
+# Until a new connection must stand, TLS and all.
+CONNECT_TIMEOUT_S = 2.0
+
+_CHANNEL_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),
+    # How calls are retried is decided here, not in a TXT record.
+    ("grpc.service_config_disable_resolution", 1),
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    # The shortest back-off is also how long one attempt to connect may take.
+    ("grpc.min_reconnect_backoff_ms", 1_500),
+    ("grpc.max_reconnect_backoff_ms", 1_500),
+    # Finds a connection that died without a word. etcd forbids pings more often than every 5 s, or with no call open.
+    ("grpc.keepalive_time_ms", 6_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 0),
+    # Channels of one process that name the same target would share connections, and their breaks.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+_UNARY = {
+    "Range": "KV",
+    "Put": "KV",
+    "DeleteRange": "KV",
+    "Txn": "KV",
+    "LeaseGrant": "Lease",
+    "LeaseRevoke": "Lease",
+    "Status": "Maintenance",
+    "Authenticate": "Auth",
+}
+
+_MEMBER_FAILED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+
+
+class CallFailed(Exception):
+    """A call, as one member saw it, with gRPC's error.
+
+    `untouched`: nothing of it was done. `elsewhere`: another member may do it. `token_refused`: with another token.
+    """
+
+    def __init__(self, error: Any, *, untouched: bool) -> None:
+        self.reason = shorten(error.details() or error.code().name)
+        super().__init__(self.reason)
+        self.error = error
+        self.elsewhere = error.code() in _MEMBER_FAILED
+        self.token_refused = is_token_refused(error.details() or "")
+        self.untouched = untouched or self.token_refused
+
+    def as_etcd_error(self, name: str, endpoints: str, *, write: bool) -> EtcdError:
+        """For the caller of call `name`, which was a `write` or not."""
+        return from_rpc_error(self.error, name, endpoints, write=write and not self.untouched)
+
+
+def metadata(token: str) -> tuple[tuple[str, str], ...]:
+    """What goes with a call. `hasleader` makes a member without a leader refuse at once instead of letting it wait."""
+    leader = ("hasleader", "true")
+    return (leader, (TOKEN_FIELD, token)) if token else (leader,)
+
+
+class _Channel:
+    """One connection to one member, for calls."""
+
+    def __init__(self, channel: Any) -> None:
+        self.grpc = channel
+        self.calls = {
+            name: channel.unary_unary(
+                f"/{PACKAGE}.{service}/{name}",
+                request_serializer=getattr(rpc, f"{name}Request").SerializeToString,
+                response_deserializer=getattr(rpc, f"{name}Response").FromString,
+            )
+            for name, service in _UNARY.items()
+        }
+        self.users = 0
+        self.retired = False
+
+    def connected(self) -> bool:
+        return bool(self.grpc.get_state() is grpc.ChannelConnectivity.READY)
+
+
+class Member:
+    """One member. `failed_at` is when it last failed, on the clock of `Members`."""
+
+    def __init__(self, endpoint: Endpoint, members: Members) -> None:
+        self.endpoint = endpoint
+        self.failed_at = float("-inf")
+        self._members = members
+        self._channel: _Channel | None = None
+        self._term = 0
+
+    async def call(self, name: str, request: Any, timeout_s: float, token: str) -> Any:
+        """One call of this member. Raises CallFailed."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        channel = await self._enter()
+        try:
+            if not channel.connected():
+                await self._connect(channel, min(timeout_s, CONNECT_TIMEOUT_S), token)
+            left = max(deadline - asyncio.get_running_loop().time(), 0.001)
+            calling = asyncio.ensure_future(_call(channel, name, request, left, metadata(token)))
+            try:
+                return await self._answer(channel, calling, timeout_s, token)
+            finally:
+                calling.cancel()
+        finally:
+            await self._leave(channel)
+
+    async def look(self, timeout_s: float) -> None:
+        """Connect, and see that it is an etcd, with a leader or not. Raises CallFailed."""
+        channel = await self._enter()
+        try:
+            await _call(channel, "Status", rpc.StatusRequest(), timeout_s, ())
+        except grpc.aio.AioRpcError as error:
+            failure = self._failed(channel, error, untouched=True)
+            # etcd 3.6 tells nobody how it is who does not say who they are. But it is there.
+            if not failure.token_refused:
+                raise failure from error
+        finally:
+            await self._leave(channel)
+
+    async def _connect(self, channel: _Channel, timeout_s: float, token: str) -> None:
+        """Invariant 1; a refused connection tells its reason, a member without a leader that it has none."""
+        trouble = await self._trouble(channel, timeout_s, token)
+        if trouble is not None:
+            raise self._failed(channel, trouble, untouched=True) from trouble
+
+    async def _answer(self, channel: _Channel, calling: asyncio.Future[Any], timeout_s: float, token: str) -> Any:
+        patience_s, look_s = min(PATIENCE_S, timeout_s / 4), min(LOOK_TIMEOUT_S, timeout_s / 4)
+        term, asked_since = self._term, 0
+        while True:
+            await asyncio.wait((calling,), timeout=patience_s)
+            if not calling.done():
+                trouble = await self._trouble(channel, look_s, token)
+                asked_since += self._term != term
+                if trouble is None and asked_since > 1:
+                    trouble = _error(grpc.StatusCode.UNAVAILABLE, "etcdserver: another leader was elected meanwhile")
+                if trouble is None or calling.done():
+                    continue
+                raise self._failed(channel, trouble, untouched=False)
+            try:
+                response = calling.result()
+                self._term = response.header.raft_term
+                return response
+            except grpc.aio.AioRpcError as error:
+                raise self._failed(channel, error, untouched=is_not_begun(error)) from error
+
+    async def _trouble(self, channel: _Channel, timeout_s: float, token: str) -> grpc.aio.AioRpcError | None:
+        """Invariant 2: what is wrong with this member, asked over the channel on which it owes an answer."""
+        try:
+            status = await _call(channel, "Status", rpc.StatusRequest(), timeout_s, metadata(token))
+            self._term = status.header.raft_term
+        except grpc.aio.AioRpcError as error:
+            # Any other word, a refusal say, comes from a member that is there.
+            return error if error.code() in _MEMBER_FAILED else None
+        return None
+
+    def _failed(self, channel: _Channel, error: Any, *, untouched: bool) -> CallFailed:
+        """What came of a call; where the member is to blame, others go first from now on."""
+        failure = CallFailed(error, untouched=untouched)
+        if failure.elsewhere:
+            self._members.failed(self)
+            if not is_of_etcd(error):
+                channel.retired = True
+                if self._channel is channel:
+                    self._channel = None
+        return failure
+
+    async def _enter(self) -> _Channel:
+        channel = self._channel
+        if channel is None:
+            opened = _Channel(await self._members.open_channel(self.endpoint))
+            # Another call may have opened one meanwhile; this one then serves its own call alone.
+            opened.retired = self._channel is not None
+            self._channel = self._channel or opened
+            channel = opened
+        channel.users += 1
+        return channel
+
+    async def _leave(self, channel: _Channel) -> None:
+        channel.users -= 1
+        if channel.retired and channel.users == 0:
+            await channel.grpc.close(grace=None)
+
+    async def close(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.retired = True
+            await channel.grpc.close(grace=None)
+
+
+class Members:
+    """All members of one cluster. `endpoints` is how they are named to people; `max_message_bytes` as in the client."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        credentials: TlsCredentials | None,
+        *,
+        named: str,
+        server_name: str,
+        max_message_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.endpoints = named
+        self._credentials = credentials
+        self._clock = clock
+        self._closed = False
+        self._options: tuple[tuple[str, str | int], ...] = (
+            *_CHANNEL_OPTIONS,
+            ("grpc.max_receive_message_length", max_message_bytes),
+        )
+        if server_name:
+            self._options += (("grpc.ssl_target_name_override", server_name), ("grpc.default_authority", server_name))
+        self._members = [Member(endpoint, self) for endpoint in endpoints]
+        random.shuffle(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def in_order(self) -> list[Member]:
+        """The one to go to first, and then those for when it fails."""
+        return sorted(self._members, key=lambda member: member.failed_at)
+
+    def failed(self, member: Member) -> None:
+        """Others go first from now on."""
+        member.failed_at = self._clock()
+
+    async def open_channel(self, endpoint: Endpoint) -> Any:
+        """A channel that shares no connection with any other. Raises EtcdError."""
+        credentials = None if self._credentials is None else await self._credentials.current()
+        if self._closed:
+            raise EtcdUnavailable(f"The etcd client for {self.endpoints} is closed.")
+        if credentials is None:
+            return grpc.aio.insecure_channel(endpoint.target, options=self._options)
+        return grpc.aio.secure_channel(endpoint.target, credentials, options=self._options)
+
+    async def close(self) -> None:
+        """End every call; what still waits gets EtcdUnavailable."""
+        self._closed = True
+        for member in self._members:
+            await member.close()
+
+
+async def _call(
+    channel: _Channel, name: str, request: Any, timeout_s: float, sent_with: tuple[tuple[str, str], ...]
+) -> Any:
+    try:
+        return await channel.calls[name](request, timeout=timeout_s, metadata=sent_with, wait_for_ready=False)
+    except asyncio.CancelledError:
+        if cancelled_by_grpc():
+            raise _error(grpc.StatusCode.CANCELLED, "the client was closed") from None
+        raise
+
+
+def _error(code: grpc.StatusCode, details: str) -> Any:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)

@@ -1,0 +1,240 @@
+"""This proxy's entry in etcd: `{prefix}/kproxy/proxies/{id}`, on a lease of its own, so that others are told of it.
+
+States
+  out           no entry: not yet, or the lease was lost, or etcd does not answer
+  registered    an entry with this address stands on our lease
+  standing by   an entry with this address stands on the lease of another process; clients are told of the address all
+                the same
+
+Transitions
+  out -> registered           the lowest free id is claimed; or the entry that has this address already is taken over:
+                              its process has ended and its lease has not, or there are two
+  registered -> out           etcd does not know the lease any more, or somebody deleted the entry
+  registered -> standing by   another process has taken the entry over, so that two live ones advertise one address
+  standing by -> registered   the other's entry has gone
+  any -> out                  `run` is cancelled: the lease is revoked, and the entry gone, before it ends
+
+Invariants
+1. An entry is created only where there is none, and replaced only as it was seen (its mod_revision), with the address
+   that it had. So an id belongs to one address for as long as it stands, and ids of different addresses never meet.
+2. Of two live processes of one address the later one has the entry; the earlier never takes it back. So they do not
+   fight. Both say it.
+3. Whatever became of a claim, its lease is the one that holds the entry or is revoked; one that cannot be revoked ends
+   by itself, and its entry has this address.
+4. An etcd that cannot be reached is asked again for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from kproxy.etcd import (
+    EtcdClient,
+    EtcdError,
+    KeyValue,
+    LeaseLost,
+    TxnCompare,
+    key_absent,
+    mod_revision_is,
+    put_op,
+)
+from kproxy.fleet.keys import encode_proxy, parse_proxy, parse_proxy_id, proxies_prefix
+from kproxy.ownership.lease_keys import Senseless
+from kproxy.routing.fleet import FIRST_NODE_ID, Proxy
+
+# How often an entry is looked at, in shares of the lease's TTL.
+LOOKS_PER_TTL = 4
+RETRY_PAUSE_S = 0.5
+# A proxy that ends does not wait longer for etcd: its lease ends by itself.
+REVOKE_TIMEOUT_S = 2.0
+
+log = structlog.get_logger(__name__)
+
+
+class RegistrarState(enum.Enum):
+    OUT = "out"
+    REGISTERED = "registered"
+    STANDING_BY = "standing by"
+
+
+class Registrar:
+    """Registers the address `host`, `port` until cancelled. `run` is one coroutine that the caller owns.
+
+    `prefix` is the root of all keys; `ttl_s` the lease's TTL in seconds, of which etcd may grant more; `clock` in
+    seconds.
+    """
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        prefix: str,
+        host: str,
+        port: int,
+        *,
+        ttl_s: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client = client
+        self._prefix = proxies_prefix(prefix)
+        self._host = host
+        self._port = port
+        self._ttl_s = ttl_s
+        self._look_s = ttl_s / LOOKS_PER_TTL
+        self._clock = clock
+        self._lease_id = 0
+        self._key = ""
+        self._entered = asyncio.Event()
+        self.state = RegistrarState.OUT
+        self.node_id: int | None = None
+        self.last_error: EtcdError | None = None
+
+    async def wait_entered(self) -> None:
+        """Until an entry with this address stands, ours or another process's, for the first time."""
+        await self._entered.wait()
+
+    async def run(self) -> None:
+        """Keep the entry there until cancelled."""
+        may_take_over = True
+        try:
+            while True:
+                try:
+                    await self._claim(may_take_over=may_take_over)
+                    if self.state is RegistrarState.REGISTERED:
+                        may_take_over = await self._hold()
+                    else:
+                        await asyncio.sleep(self._look_s)
+                except EtcdError as error:
+                    if self.last_error is None or self.state is not RegistrarState.OUT:
+                        log.warning("proxy_not_registered", address=self._address, reason=str(error))
+                    self.last_error = error
+                    self.state = RegistrarState.OUT
+                    await asyncio.sleep(RETRY_PAUSE_S)
+        finally:
+            await self._give_up()
+
+    @property
+    def _address(self) -> str:
+        return f"{self._host}:{self._port}"
+
+    # Claiming
+
+    async def _claim(self, *, may_take_over: bool) -> None:
+        """To be registered, or else to stand by. Raises EtcdError."""
+        while True:
+            entries = (await self._client.get_prefix(self._prefix)).kvs
+            mine = next((kv for kv in entries if self._is_mine(kv)), None)
+            if mine is not None and not may_take_over:
+                self._stand_by(mine)
+                return
+            node_id = self._lowest_free(entries) if mine is None else self._id_of(mine.key)
+            key = f"{self._prefix}{node_id}"
+            absent_or_as_seen = key_absent(key) if mine is None else mod_revision_is(key, mine.mod_revision)
+            if await self._put(node_id, key, absent_or_as_seen):
+                self._registered(node_id, key, mine)
+                return
+            # Somebody was faster; whatever stands there now is read again.
+
+    async def _put(self, node_id: int, key: str, condition: TxnCompare) -> bool:
+        """Put the entry there on a new lease, where the condition holds."""
+        lease = await self._client.lease_grant(self._ttl_s)
+        self._lease_id, done = lease.lease_id, False
+        try:
+            value = encode_proxy(Proxy(node_id, self._host, self._port))
+            done = (await self._client.txn([condition], [put_op(key, value, lease.lease_id)])).succeeded
+        finally:
+            if not done:
+                await self._give_up()
+        return done
+
+    def _registered(self, node_id: int, key: str, replaced: KeyValue | None) -> None:
+        self.state, self.node_id, self._key = RegistrarState.REGISTERED, node_id, key
+        self.last_error = None
+        self._entered.set()
+        log.info("proxy_registered", node_id=node_id, address=self._address)
+        if replaced is not None:
+            log.warning(
+                f"the entry of {self._address} among the proxies was taken over from another process: if that one has "
+                "not ended, two proxies advertise one address; give each its own with --advertise",
+                node_id=node_id,
+            )
+
+    def _stand_by(self, held: KeyValue) -> None:
+        self.state, self.node_id = RegistrarState.STANDING_BY, self._id_of(held.key)
+        self.last_error = None
+        self._entered.set()
+
+    def _is_mine(self, kv: KeyValue) -> bool:
+        try:
+            return parse_proxy(kv.key.removeprefix(self._prefix), kv.value).address == (self._host, self._port)
+        except Senseless:
+            return False
+
+    def _id_of(self, key: str) -> int:
+        return parse_proxy_id(key.removeprefix(self._prefix))
+
+    def _lowest_free(self, entries: Sequence[KeyValue]) -> int:
+        """An id whose entry makes no sense is not free either."""
+        taken = {kv.key for kv in entries}
+        node_id = FIRST_NODE_ID
+        while f"{self._prefix}{node_id}" in taken:
+            node_id += 1
+        return node_id
+
+    # Holding
+
+    async def _hold(self) -> bool:
+        """Until the entry is not ours any more; whether it may be taken over from whoever has it."""
+        keeper = asyncio.create_task(
+            self._client.lease_keep_alive(self._lease_id, clock=self._clock, on_renewed=lambda *_: None)
+        )
+        looker = asyncio.create_task(self._until_another_is_seen())
+        try:
+            await asyncio.wait((keeper, looker), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (keeper, looker):
+                task.cancel()
+            outcome = await asyncio.gather(keeper, looker, return_exceptions=True)
+        self.state = RegistrarState.OUT
+        seen = outcome[1]
+        if isinstance(seen, KeyValue) and self._is_mine(seen):
+            log.error(
+                f"another proxy has registered as {self._address}, which this one advertises too: give each its own "
+                "with --advertise; both serve on under one name until one of them ends",
+                node_id=self.node_id,
+            )
+            await self._give_up()
+            return False
+        for each in outcome:
+            if isinstance(each, Exception) and not isinstance(each, LeaseLost):
+                raise each
+        log.warning("proxy_entry_lost", node_id=self.node_id, address=self._address)
+        await self._give_up()
+        return True
+
+    async def _until_another_is_seen(self) -> KeyValue | None:
+        """What stands where our entry should; None for nothing. While etcd does not answer nothing has been seen."""
+        while True:
+            await asyncio.sleep(self._look_s)
+            try:
+                found = await self._client.get(self._key)
+            except EtcdError as error:
+                log.debug("proxy_entry_not_looked_at", reason=str(error))
+                continue
+            if found is None or found.lease_id != self._lease_id:
+                return found
+
+    async def _give_up(self) -> None:
+        """Revoke the lease there may be, and with it the entry. Etcd not answering is only logged."""
+        lease_id, self._lease_id = self._lease_id, 0
+        self.state = RegistrarState.OUT
+        if lease_id:
+            try:
+                async with asyncio.timeout(REVOKE_TIMEOUT_S):
+                    await self._client.lease_revoke(lease_id)
+            except (EtcdError, TimeoutError) as error:
+                log.warning("proxy_lease_not_revoked", address=self._address, reason=str(error) or "no answer in time")

@@ -1,0 +1,160 @@
+"""The view of the other proxies: `{prefix}/kproxy/proxies/` in etcd, kept current in a `Fleet`.
+
+This one's own entry is found by its advertised address, so that processes which share one address (workers) all know
+who they are without being told.
+
+States: ALONE, before the first snapshot, and CURRENT. With etcd gone the last known fleet is named on.
+
+Invariants
+1. This proxy does not drop itself, whatever etcd says: its lease may have ended because etcd was away, and it serves
+   all the same. It keeps the id it last had, unless that has become another's; then it is left out until it has a new
+   one. Only one that is leaving goes, if there is another.
+2. Before it ever had an id it names the others. A fleet of nobody is this one alone, as `FIRST_NODE_ID`.
+3. An address is named once, under the lowest of its ids; at most MAX_PROXIES are named, those of the lowest ids.
+4. A key or value that makes no sense is passed over, counted by reason, and logged once a key.
+5. What is logged of changes is about the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import structlog
+
+from kproxy.etcd import EtcdClient, KeyValue, PrefixMirror, Snapshot, WatchEvent
+from kproxy.fleet.keys import parse_proxy, proxies_prefix
+from kproxy.ownership.lease_keys import Senseless
+from kproxy.ownership.skipped import SkippedKeys
+from kproxy.routing.fleet import FIRST_NODE_ID, Fleet, Proxy
+
+MAX_PROXIES = 1_000
+MAX_LOGGED_KEYS = 100
+# In one line.
+MAX_LOGGED_PROXIES = 10
+
+log = structlog.get_logger(__name__)
+
+
+def alone(host: str, port: int) -> Proxy:
+    """A proxy that knows of no other."""
+    return Proxy(FIRST_NODE_ID, host, port)
+
+
+class FleetView:
+    """Feeds `fleet` from etcd. `run` is one coroutine that the caller owns.
+
+    `prefix` is the root of all keys, `host` and `port` what this proxy advertises, `clock` in seconds. What is passed
+    over is counted in `counters` as `fleet.skipped.{reason}`.
+    """
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        prefix: str,
+        fleet: Fleet,
+        host: str,
+        port: int,
+        *,
+        counters: Counter[str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        counts = Counter[str]() if counters is None else counters
+        self._skipped = SkippedKeys(
+            "proxy_key_skipped", counts, counted_as="fleet.skipped.", most_logged=MAX_LOGGED_KEYS
+        )
+        self._fleet = fleet
+        self._alone = alone(host, port)
+        self._prefix = proxies_prefix(prefix)
+        self._mirror = PrefixMirror(client, [self._prefix], self, clock=clock)
+        self._found: dict[str, Proxy] = {}
+        self._mine: Proxy | None = None
+        self._leaving = False
+        self._named = asyncio.Event()
+
+    async def run(self) -> None:
+        """Keep the fleet current until cancelled."""
+        await self._mirror.run()
+
+    async def wait_synced(self) -> None:
+        """Until the proxies have been read once."""
+        await self._mirror.wait_synced()
+
+    async def wait_named(self) -> None:
+        """Until etcd names this proxy for the first time."""
+        await self._named.wait()
+
+    def leave(self) -> None:
+        """This proxy ends: name the others, once etcd does not name this one any more."""
+        self._leaving = True
+        self._tell()
+
+    # What the mirror says
+
+    def on_restored(self) -> None:
+        """The snapshot that follows says all there is to know."""
+
+    def on_snapshot(self, snapshot: Snapshot) -> None:
+        self._found.clear()
+        for kv in snapshot.kvs:
+            self._take(kv)
+        self._tell()
+
+    def on_events(self, events: list[WatchEvent], revision: int) -> None:
+        for event in events:
+            self._found.pop(event.kv.key, None)
+            if not event.deleted:
+                self._take(event.kv)
+        self._tell()
+
+    def _take(self, kv: KeyValue) -> None:
+        try:
+            self._found[kv.key] = parse_proxy(kv.key.removeprefix(self._prefix), kv.value)
+        except Senseless as reason:
+            self._skipped.skip(kv, reason)
+
+    def _tell(self) -> None:
+        named = distinct(self._found.values())
+        mine = next((proxy for proxy in named if proxy.address == self._alone.address), None)
+        if mine is not None:
+            self._mine = mine
+            self._named.set()
+        elif self._mine is not None and not self._leaving and all(each.node_id != self._mine.node_id for each in named):
+            named.append(self._mine)
+        before = set(self._others())
+        self._fleet.replace(named or [self._mine or self._alone])
+        now = set(self._others())
+        changes = {"come": _in_words(now - before), "gone": _in_words(before - now)}
+        if now != before:
+            log.info("proxies_changed", others=len(now), **{what: who for what, who in changes.items() if who})
+
+    def _others(self) -> Iterable[Proxy]:
+        """Of this proxy's own entry the registrar tells."""
+        return (proxy for proxy in self._fleet.proxies if proxy.address != self._alone.address)
+
+
+def _in_words(proxies: Iterable[Proxy]) -> str:
+    ordered = sorted(proxies)
+    words = [f"{proxy.node_id} at {proxy.host}:{proxy.port}" for proxy in ordered[:MAX_LOGGED_PROXIES]]
+    more = len(ordered) - len(words)
+    return ", ".join(words) + (f" and {more} more" if more else "")
+
+
+async def named_in(client: EtcdClient, prefix: str) -> list[Proxy]:
+    """Whom the proxies under this root name to clients, read once. Raises EtcdError."""
+    proxies = []
+    for kv in (await client.get_prefix(proxies_prefix(prefix))).kvs:
+        with contextlib.suppress(Senseless):
+            proxies.append(parse_proxy(kv.key.removeprefix(proxies_prefix(prefix)), kv.value))
+    return distinct(proxies)
+
+
+def distinct(proxies: Iterable[Proxy]) -> list[Proxy]:
+    """Invariant 3."""
+    by_address: dict[tuple[str, int], Proxy] = {}
+    for proxy in sorted(proxies):
+        by_address.setdefault(proxy.address, proxy)
+    return list(by_address.values())[:MAX_PROXIES]

@@ -1,0 +1,150 @@
+"""The admin page of all workers, as of one process.
+
+| page | of several workers |
+| --- | --- |
+| `/metrics` | put together as kproxy.observe.families says; what the system knows of processes by worker |
+| `/table` | of the first one that serves and answers, or of the one that `?worker=` names |
+| `/own` | of the first one that serves and answers: all of them know all claims |
+| `/readyz` | ready while one of them is; degraded, and why, where another is not |
+| `/livez` | 503 where none of those that serve answers: all hang |
+
+A worker that does not answer is named, and holds up the page once (kproxy.workers.child).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import msgspec
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from kproxy.observe.admin import Unanswered
+from kproxy.observe.claims import ClaimsQuery, FreeOrder, NotOffered
+from kproxy.observe.exposition import render
+from kproxy.observe.families import Family, family_of, merge
+from kproxy.observe.http_page import Readiness
+from kproxy.observe.metrics import ProcessesCollector, WorkersCollector, registered
+from kproxy.observe.table import TablePage, TableQuery
+from kproxy.workers.channel import (
+    AskClaims,
+    AskFree,
+    AskReadiness,
+    AskTable,
+    ClaimsAnswer,
+    ReadinessAnswer,
+    Refused,
+    TableAnswer,
+)
+from kproxy.workers.child import Silent
+from kproxy.workers.slot import Slot
+
+READY = "ready"
+
+
+class AllPages:
+    """Of the workers in `slots`; `registration` is how all of them together stand among other proxies."""
+
+    def __init__(self, slots: Sequence[Slot], registration: Callable[[], str]) -> None:
+        self._slots = slots
+        self._registration = registration
+        self._drains = False
+
+    def drain(self) -> None:
+        """They have been told to stop."""
+        self._drains = True
+
+    async def summary(self) -> str:
+        return f"kproxy, {len(self._slots)} workers"
+
+    async def metrics(self, accept: str) -> tuple[bytes, str]:
+        asked = [slot for slot in self._slots if slot.serves]
+        up = dict.fromkeys((slot.number for slot in self._slots), False)
+        for slot, answers in zip(asked, await asyncio.gather(*(slot.ask_counts() for slot in asked)), strict=True):
+            up[slot.number] = answers
+        ours = [family_of(registered(self._registration()))]
+        families = merge([*(slot.counts(is_up=up[slot.number]) for slot in self._slots), ours])
+        pids = {str(slot.number): slot.pid for slot in self._slots if slot.pid} | {"supervisor": os.getpid()}
+        restarts = sum(slot.restarts for slot in self._slots)
+        return render((ProcessesCollector(pids), WorkersCollector(up, restarts), _Known(families)), accept)
+
+    async def table(self, query: TableQuery, worker: int | None) -> bytes:
+        if worker is not None and not 1 <= worker <= len(self._slots):
+            raise ValueError(f"there is no worker {worker}: there are 1 to {len(self._slots)}")
+        for slot in self._serving_first() if worker is None else [self._slots[worker - 1]]:
+            try:
+                reply = await slot.ask(AskTable(query))
+            except Silent:
+                continue
+            if isinstance(reply, TableAnswer):
+                page = msgspec.json.decode(reply.page, type=TablePage)
+                return msgspec.json.encode(msgspec.structs.replace(page, registration=self._registration()))
+            if isinstance(reply, Refused):
+                raise ValueError(reply.reason)
+        raise Unanswered("no worker answers" if worker is None else f"worker {worker} does not answer")
+
+    async def claims(self, query: ClaimsQuery) -> bytes:
+        return await self._of_claims(AskClaims(query))
+
+    async def free(self, order: FreeOrder) -> bytes:
+        return await self._of_claims(AskFree(order))
+
+    async def _of_claims(self, question: AskClaims | AskFree) -> bytes:
+        unanswered = "no worker answers"
+        for slot in self._serving_first():
+            try:
+                reply = await slot.ask(question)
+            except Silent:
+                continue
+            if isinstance(reply, ClaimsAnswer):
+                return reply.page
+            if isinstance(reply, Refused):
+                if reply.why == "not offered":
+                    raise NotOffered(reply.reason)
+                if reply.why == "question":
+                    raise ValueError(reply.reason)
+                unanswered = reply.reason
+        raise Unanswered(unanswered)
+
+    def _serving_first(self) -> list[Slot]:
+        return sorted(self._slots, key=lambda slot: not slot.serves)
+
+    async def readiness(self) -> Readiness:
+        if self._drains:
+            return Readiness(False, "draining: what is in flight is being answered, new connections are not taken")
+        said = await asyncio.gather(*map(_readiness, self._slots))
+        return of_all({slot.number: each for slot, each in zip(self._slots, said, strict=True)})
+
+    async def liveness(self) -> Readiness:
+        asked = [slot for slot in self._slots if slot.serves]
+        if asked and not any(await asyncio.gather(*(slot.ask_counts() for slot in asked))):
+            return Readiness(False, "no worker answers")
+        return Readiness(True, "alive")
+
+
+class _Known(Collector):
+    def __init__(self, families: Sequence[Family]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return [family.metric() for family in self._families]
+
+
+async def _readiness(slot: Slot) -> Readiness:
+    try:
+        reply = await slot.ask(AskReadiness())
+    except Silent as silent:
+        return Readiness(False, str(silent))
+    return reply.readiness if isinstance(reply, ReadinessAnswer) else Readiness(False, "it cannot say")
+
+
+def of_all(said: Mapping[int, Readiness]) -> Readiness:
+    """What several workers say, as one."""
+    texts = {each.text for each in said.values()}
+    if len(texts) == 1:
+        return next(iter(said.values()))
+    ready = any(each.ready for each in said.values())
+    why = "; ".join(f"worker {number}: {each.text}" for number, each in said.items() if each.text != READY)
+    return Readiness(ready, f"{READY}, degraded: {why}" if ready else why)

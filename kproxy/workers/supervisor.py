@@ -1,0 +1,164 @@
+"""The process that starts the workers and looks after them; it serves no client and holds no table.
+
+States
+  starting   the port is held, so that it is ours and nobody else's; the workers start
+  serving    all of them have served once, and `ready` has been printed; one that ends is replaced
+  stopping   SIGTERM or SIGINT has been handed on; they drain
+  stopped    no process is left
+
+Transitions
+  starting -> serving   the last worker is ready
+  starting -> stopped   one of them could not be started: the others are stopped, and its sentence is this command's
+  serving  -> stopping  SIGTERM, SIGINT
+  stopping -> stopped   all have ended; by SIGKILL where one takes longer than `drain_delay`, `drain_s` and
+                        STOP_MARGIN_S, and at once upon a second signal
+
+Invariants
+1. The port is held by a socket that never listens: it takes no connections, and port 0 is one port for all workers.
+2. Workers do not outlive this process, however it ends (kproxy.runtime.orphan).
+3. What the limits say of all client connections holds for all workers together (kproxy.config.share_limits).
+4. The address that they share has one entry among the proxies of its etcd: this process registers it when all of them
+   serve and takes it back before they drain; a worker that is replaced changes nothing about it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import socket
+import time
+from collections import Counter
+
+import structlog
+
+from kproxy.config import Address, ProxyConfig, share_limits
+from kproxy.errors import StartupError
+from kproxy.observe.admin import AdminPage
+from kproxy.proxy.front import start_admin
+from kproxy.proxy.membership import Membership
+from kproxy.proxy.port import bind
+from kproxy.proxy.replicas import ReplicaPages
+from kproxy.runtime.notify import say_ready, say_stopping
+from kproxy.runtime.signals import Signals, until_stopped
+from kproxy.runtime.tasks import cancel, unless_failed
+from kproxy.runtime.waiting import Reminders, say_waiting
+from kproxy.workers.channel import Assignment
+from kproxy.workers.child import Launch
+from kproxy.workers.pages import AllPages
+from kproxy.workers.slot import Slot
+
+# What a worker needs beside its drain: last bytes for slow clients, the rest of its audit trail, and the end of its
+# interpreter.
+STOP_MARGIN_S = 15.0
+
+log = structlog.get_logger(__name__)
+
+
+async def run_workers(config: ProxyConfig, launch: Launch) -> None:
+    """Have workers serve until SIGTERM or SIGINT. Raises StartupError."""
+    if not hasattr(socket, "SO_REUSEPORT"):
+        raise StartupError(f"--workers {config.workers}: this system has no ports for several processes: run 1.")
+    await until_stopped(lambda signals: _Supervisor(config, launch, signals).serve())
+
+
+class _Supervisor:
+    def __init__(self, config: ProxyConfig, launch: Launch, signals: Signals) -> None:
+        self._config = config
+        self._launch = launch
+        self._signals = signals
+        self._slots: list[Slot] = []
+        self._reminders = Reminders(time.monotonic)
+
+    async def serve(self) -> None:
+        """Serve until cancelled; then have the workers drain."""
+        config = self._config
+        async with contextlib.AsyncExitStack() as stack:
+            held = await _hold(config.listen)
+            stack.callback(held.close)
+            port: int = held.sockets[0].getsockname()[1]
+            self._slots = self._places(port)
+            host, advertised_port = config.advertise or config.listen
+            membership = Membership(config, host, advertised_port or port, counters=Counter())
+            pages, admin = AllPages(self._slots, lambda: membership.registration), ""
+            if config.admin is not None:
+                replicas = ReplicaPages(config)
+                stack.push_async_callback(replicas.close)
+                page, admin = await start_admin(AdminPage(pages, replicas.page), config.admin)
+                stack.push_async_callback(page.stop)
+            stack.push_async_callback(self._stop)
+            keepers = [slot.keep() for slot in self._slots]
+            ready, *_ = await unless_failed(asyncio.gather(*(slot.first for slot in self._slots)), keepers)
+            await stack.enter_async_context(membership)
+            stack.push_async_callback(membership.leave)
+            await membership.join()
+            stack.callback(pages.drain)
+            say_ready(f"kafka={config.listen.host}:{port}{admin}{ready.source}")
+            stack.callback(say_stopping)
+            following = asyncio.create_task(membership.failed())
+            stack.push_async_callback(cancel, following)
+            await unless_failed(self._hand_on_hangups(), [*keepers, following])
+
+    def _places(self, port: int) -> list[Slot]:
+        config = dataclasses.replace(
+            self._config, listen=Address(self._config.listen.host, port), admin=None, workers=1
+        )
+        shares = share_limits(self._config.limits, self._config.workers)
+        return [
+            Slot(
+                Assignment(number, dataclasses.replace(config, limits=limits)),
+                self._launch,
+                clock=time.monotonic,
+                on_wait=self._wait,
+            )
+            for number, limits in enumerate(shares, 1)
+        ]
+
+    def _wait(self, sentence: str) -> None:
+        """All workers wait for the same: once is enough."""
+        if self._reminders.is_due(sentence):
+            say_waiting(sentence)
+
+    async def _hand_on_hangups(self) -> None:
+        owners = self._config.owners
+        while True:
+            await self._signals.hangup.wait()
+            self._signals.hangup.clear()
+            if owners is not None:
+                # What will not do is said once, here, and reaches nobody.
+                try:
+                    owners = await asyncio.to_thread(owners.read_again)
+                except StartupError as error:
+                    log.error("ownership not read anew: what was known stays in force", reason=str(error))
+                    continue
+            for slot in self._slots:
+                slot.reload(owners)
+
+    async def _stop(self) -> None:
+        limits = self._config.limits
+        ending = asyncio.gather(*(slot.stop() for slot in self._slots))
+        insisting = asyncio.create_task(self._signals.insists.wait())
+        try:
+            await asyncio.wait(
+                (ending, insisting),
+                timeout=limits.drain_delay + limits.drain_s + STOP_MARGIN_S,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if not ending.done():
+                for slot in self._slots:
+                    slot.kill()
+            await ending
+        finally:
+            await cancel(insisting)
+
+
+async def _hold(listen: Address) -> asyncio.Server:
+    """The port, for workers to share. Raises StartupError where somebody has it."""
+    if listen.port:
+        # Sharing asks nobody: a proxy that is there already would get half of the connections, and a table of its own.
+        (await bind(asyncio.Protocol, *listen)).close()
+    held = await bind(asyncio.Protocol, *listen, shared=True)
+    for each in held.sockets:
+        # Whoever wants the port for itself is refused from now on, and not only once a worker listens.
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    return held
