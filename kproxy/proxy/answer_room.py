@@ -29,9 +29,9 @@ Invariants
    finishes; small ones HOLD_BACK_BYTES of each client and what it had asked for before (limits.max_in_flight_bytes).
 2. Requests have half of the limit whatever becomes of answers: `Budget.limit` is what answers leave, and never less.
 3. Nobody waits for ever. While somebody waits, whoever holds something of the same kind brings it forward, from the
-   broker or to the client, at the pace of kproxy.proxy.arrival, or its connection is closed, whatever it is that keeps
-   it; when somebody has waited for LONG_S, at the higher pace. So room is made in the end, and who came first gets it,
-   or who came last, in turn.
+   broker or to the client, at the pace of `Arrival` (kproxy.proxy.memory_budget), or its connection is closed,
+   whatever keeps it; when somebody has waited for LONG_S, at the higher pace. So room is made in the end, and who came
+   first gets it, or who came last, in turn.
 4. What an answer takes is given back once, by the end of its buffer, and by nothing else.
 """
 
@@ -45,8 +45,7 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Protocol
 
-from kproxy.proxy.arrival import Arrival
-from kproxy.proxy.budget import Budget
+from kproxy.proxy.memory_budget import Arrival, Budget
 
 # Above the longest answer to a produce request that is admitted (4,096 partitions of some 35 bytes).
 LARGE_BYTES = 256 << 10

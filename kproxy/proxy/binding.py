@@ -22,10 +22,9 @@ import structlog
 from kproxy.claims.holdings import Holdings
 from kproxy.claims.releasing import Release
 from kproxy.claims.service import OwnService
+from kproxy.proxy.broker_connection import Lost, Upstream, ask
 from kproxy.proxy.connections import Connections, NoAddress
 from kproxy.proxy.context import ProxyContext
-from kproxy.proxy.question import Lost, ask
-from kproxy.proxy.upstream import Upstream
 from kproxy.routing.merge import Exchange
 from kproxy.routing.split import Selection, route
 from kproxy.routing.topology import NO_OWNER

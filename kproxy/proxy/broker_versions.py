@@ -37,10 +37,9 @@ from typing import Final
 import structlog
 
 from kproxy.config import Limits
+from kproxy.proxy.broker_connection import Lost, Upstream, ask
 from kproxy.proxy.broker_health import BrokerHealth
 from kproxy.proxy.dialling import Turn
-from kproxy.proxy.question import Lost, ask
-from kproxy.proxy.upstream import Upstream
 from kproxy.proxy.versions import NO_CAPS, Offered, Ranges, Serves, covers, offer
 from kproxy.routing.topology import Address, Topology
 from kproxy_codec import api_keys as keys

@@ -16,8 +16,8 @@ Invariants
    nothing more is begun or read. What one read brings beyond a bound waits in `_backlog`. So does what cannot be begun
    within TURN_S: others have their turn first.
 3. Nothing is begun in the midst of an answer or a failure: the fan-out finishes one event before the next.
-4. What all connections hold together is bounded as well (kproxy.proxy.budget), and what is counted there of this one
-   is taken off again when it ends. So is what it holds of brokers' answers (kproxy.proxy.answer_room).
+4. What all connections hold together is bounded as well (kproxy.proxy.memory_budget). What is counted there of this
+   connection is taken off when it ends. So is what it holds of brokers' answers (kproxy.proxy.answer_room).
 5. Whatever goes wrong here closes this connection and no other, with one line in the log.
 """
 
@@ -35,18 +35,17 @@ import structlog
 from kproxy.observe.tally import VERSION_BITS
 from kproxy.proxy.answer_order import AnswerOrder, Slot
 from kproxy.proxy.answer_room import Share
-from kproxy.proxy.arrival import Arrival
+from kproxy.proxy.broker_connection import FLUSH_S
 from kproxy.proxy.broker_health import Waiting
-from kproxy.proxy.budget import LAST_READ_BYTES, Budget
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.control import Unanswerable
 from kproxy.proxy.control_requests import ControlRequests
 from kproxy.proxy.fanout import FanoutShell, NoRoom
+from kproxy.proxy.memory_budget import LAST_READ_BYTES, Arrival, Budget
 from kproxy.proxy.outbox import PacedOutbox
 from kproxy.proxy.produce import produce
 from kproxy.proxy.reads import fetch, list_offsets
-from kproxy.proxy.upstream import FLUSH_S
 from kproxy.proxy.versions import NOT_SERVED, Ranges, check_served, covers
 from kproxy.routing.topology import Address
 from kproxy.runtime.sockets import keep_alive

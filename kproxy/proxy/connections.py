@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Callable
 
 from kproxy.proxy.answer_room import Share
+from kproxy.proxy.broker_connection import Upstream
 from kproxy.proxy.context import ProxyContext
-from kproxy.proxy.upstream import Upstream
 from kproxy.routing.topology import Address
 
 

@@ -14,9 +14,9 @@ from kproxy.observe.tally import Tally
 from kproxy.proxy.answer_room import AnswerRoom
 from kproxy.proxy.broker_health import BrokerHealth
 from kproxy.proxy.broker_versions import BrokerVersions
-from kproxy.proxy.budget import Budget
 from kproxy.proxy.coordinators import Coordinators, LeasedCoordinators
 from kproxy.proxy.dialling import Dialler
+from kproxy.proxy.memory_budget import Budget
 from kproxy.proxy.portions import Portions, Shared
 from kproxy.proxy.versions import NO_CAPS
 from kproxy.routing.fleet import Fleet

@@ -13,13 +13,12 @@ from collections.abc import Awaitable, Callable, Iterable
 from itertools import chain
 from typing import Any, Final, TypeVar
 
+from kproxy.proxy.broker_connection import Lost, Upstream, ask
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.coordination import Coordination
 from kproxy.proxy.naming import named, renamed
 from kproxy.proxy.native import answer_natively, lacks_producer_id
-from kproxy.proxy.question import Lost, ask
-from kproxy.proxy.upstream import Upstream
 from kproxy.proxy.versions import OFFERS, Handling, Offered, Ranges
 from kproxy.routing.rendezvous import preferred
 from kproxy.routing.topology import Address

@@ -16,12 +16,12 @@ import structlog
 
 from kproxy.observe.tally import OTHER_VERSION, VERSION_BITS
 from kproxy.proxy.answer_order import Slot
+from kproxy.proxy.broker_connection import Upstream
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.control import ControlPlane, Unanswerable
 from kproxy.proxy.fanout import FanoutShell
 from kproxy.proxy.owning import MAX_CLIENT_BYTES, Owning
-from kproxy.proxy.upstream import Upstream
 from kproxy.proxy.versions import NOT_SERVED, Ranges
 from kproxy.routing.topology import Address
 from kproxy_codec import api_keys

@@ -21,10 +21,9 @@ from typing import Final, NamedTuple
 
 import structlog
 
+from kproxy.proxy.broker_connection import Lost, Upstream, ask
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
-from kproxy.proxy.question import Lost, ask
-from kproxy.proxy.upstream import Upstream
 from kproxy_codec import api_keys as keys
 from kproxy_codec.control import build_response, encode_response
 from kproxy_codec.coordination import (

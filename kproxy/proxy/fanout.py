@@ -22,12 +22,12 @@ from typing import Any, Final
 
 from kproxy.claims.settlement import Hold
 from kproxy.proxy.answer_order import Slot
+from kproxy.proxy.broker_connection import FLUSH_S, Ticket, Upstream
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.lookups import OwnerLookups
 from kproxy.proxy.owning import Owning, Respond
 from kproxy.proxy.plain_path import PlainPath, PlainPiece
-from kproxy.proxy.upstream import FLUSH_S, Ticket, Upstream
 from kproxy.routing import actions
 from kproxy.routing.actions import Action
 from kproxy.routing.events import Adopted, Loss

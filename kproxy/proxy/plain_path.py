@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from math import inf
 
 from kproxy.proxy.answer_order import Slot
-from kproxy.proxy.upstream import Ticket, Upstream
+from kproxy.proxy.broker_connection import Ticket, Upstream
 from kproxy.routing.fanout import Fanout
 from kproxy.routing.merge import Exchange
 from kproxy.routing.routes import Plans, kind_of

@@ -10,8 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import secrets
+import socket
 import time
 from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from math import inf
 from random import Random
 
@@ -26,13 +29,12 @@ from kproxy.observe.claims import NotOffered
 from kproxy.observe.table import TableView
 from kproxy.observe.tally import Tally
 from kproxy.proxy import descriptors
-from kproxy.proxy.auditing import Audit
+from kproxy.proxy.broker_health import Brokers, readiness
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.dialling import Dialler
 from kproxy.proxy.front import Front, OwnFront, OwnPages
 from kproxy.proxy.membership import Membership
 from kproxy.proxy.owning import attach, open_own
-from kproxy.proxy.readiness import Brokers, readiness
 from kproxy.proxy.server import Listener
 from kproxy.proxy.sources import OpenSource, Source, open_source
 from kproxy.routing.topology import Topology
@@ -40,10 +42,15 @@ from kproxy.runtime import open_files
 from kproxy.runtime.signals import Signals, until_stopped
 from kproxy.runtime.tasks import cancel, unless_failed
 from kproxy.runtime.waiting import Reminders
+from kproxy.trail.given_out import Overlap
+from kproxy.trail.shipper import Shipper, ShipperVitals
+from kproxy.trail.sinks.make import make_sink
 from kproxy.trail.trail import Trail
 
 # Objects more made than freed before the collector looks at the youngest; rounds before it looks at older ones.
 COLLECTOR_THRESHOLDS = (20_000, 50, 100)
+# How long the rest of the audit trail may take to be shipped at the end, in seconds.
+SHIP_REST_S = 5.0
 
 log = structlog.get_logger(__name__)
 
@@ -234,3 +241,76 @@ def _calm_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*COLLECTOR_THRESHOLDS)
+
+
+class Audit:
+    """The audit trail of this process while it serves, under the name of `proxy`.
+
+    `keep` begins the trail before the first client is served and ends it when the last one is gone. `ship` comes once
+    the proxy serves, as the trail may go out through the proxy itself, which `dial` connects to from any thread. The
+    rest is shipped at the end. An offset that is given out twice is logged and counted. Raises StartupError for a sink
+    that cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: ProxyConfig,
+        proxy: str,
+        counters: Counter[str],
+        random: Random,
+        dial: Callable[[], socket.socket],
+    ) -> None:
+        options, incarnation = config.audit, secrets.token_hex(8)
+        self._counters = counters
+        self._shipper: Shipper | None = None
+        sink = make_sink(options, incarnation, _wall_ms(), dial)
+        if sink is not None:
+            self._shipper = Shipper(
+                sink, max_bytes=options.max_bytes, counters=counters, clock=time.monotonic, random=random
+            )
+        self.trail = Trail(
+            proxy,
+            incarnation,
+            clock=time.monotonic,
+            wall_ms=_wall_ms,
+            deadline_cap_ms=config.limits.deadline_cap_ms,
+            interval_s=options.interval_s,
+            offer=self._shipper.offer if self._shipper is not None else None,
+            left_out={options.topic.encode()},
+            on_overlap=self._count,
+        )
+
+    @property
+    def shipping(self) -> ShipperVitals | None:
+        """How the shipping does; None where nothing is shipped."""
+        return self._shipper.vitals if self._shipper is not None else None
+
+    def _count(self, overlap: Overlap) -> None:
+        self._counters["audit.overlaps"] += 1
+        self._counters["audit.overlapping_records"] += overlap.last_offset - overlap.first_offset + 1
+
+    @contextlib.asynccontextmanager
+    async def keep(self) -> AsyncIterator[None]:
+        """The trail runs within; behind, it is ended, and shipped as far as its sink takes it."""
+        if self._shipper is not None:
+            self.trail.begin()
+        looking = asyncio.create_task(self.trail.keep_looking())
+        try:
+            yield
+        finally:
+            await cancel(looking)
+            try:
+                self.trail.end()
+            except Exception:  # the boundary: what there is of it goes out, and that it has no end tells of this
+                log.exception("the audit trail could not be ended")
+            if self._shipper is not None:
+                await self._shipper.close(SHIP_REST_S)
+
+    def ship(self) -> None:
+        """The proxy serves: what it serves may be asked of it."""
+        if self._shipper is not None:
+            self._shipper.start()
+
+
+def _wall_ms() -> int:
+    return time.time_ns() // 1_000_000

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+from kproxy.proxy import broker_connection as upstream_module
 from kproxy.proxy import fanout
-from kproxy.proxy import upstream as upstream_module
 from kproxy_codec.api_keys import PRODUCE
 from tests.support.messages import response_body, response_frame, sample_response
 from tests.support.raw_client import RawClient, batch, produce_frame

@@ -14,8 +14,7 @@ from pathlib import Path
 import psutil
 
 from kproxy.proxy.answer_room import AnswerBuffer, AnswerRoom, Share
-from kproxy.proxy.arrival import USUAL
-from kproxy.proxy.budget import Budget
+from kproxy.proxy.memory_budget import USUAL, Budget
 from kproxy_codec.api_keys import FETCH
 from tests.support.raw_client import RawClient, batch, fetch_frame, produce_frame
 from tests.support.running_proxy import RunningProxy, both_loops, eventually, running_proxy

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kproxy.proxy.arrival import USUAL
+from kproxy.proxy.memory_budget import USUAL
 from kproxy_codec.api_keys import FETCH, PRODUCE
 from kproxy_codec.error_codes import INVALID_REQUEST, NOT_LEADER_OR_FOLLOWER
 from kproxy_codec.partitioned import MAX_PARTITIONS

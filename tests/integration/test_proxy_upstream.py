@@ -9,8 +9,8 @@ import time
 
 import pytest
 
+from kproxy.proxy.broker_connection import Upstream
 from kproxy.proxy.dialling import Dialler
-from kproxy.proxy.upstream import Upstream
 from kproxy.routing.topology import Address
 from kproxy_codec.framing import ReceiveArena
 from tests.support.raw_client import produce_frame

@@ -8,8 +8,8 @@ from pathlib import Path
 from random import Random
 
 from kproxy.observe.table import TableView
+from kproxy.proxy.broker_health import AT_ONCE, FRESH_S, Brokers, readiness
 from kproxy.proxy.dialling import Dialler
-from kproxy.proxy.readiness import AT_ONCE, FRESH_S, Brokers, readiness
 from kproxy.routing.topology import Address, Topology
 from kproxy_codec.api_keys import API_VERSIONS
 from tests.support.running_proxy import both_loops

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kproxy.proxy.arrival import PRESSED, USUAL, Arrival
+from kproxy.proxy.memory_budget import PRESSED, USUAL, Arrival
 
 TICK_S = 0.1
 

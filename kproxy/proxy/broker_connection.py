@@ -1,26 +1,28 @@
-"""One broker connection, used by one client connection alone, so that the broker's own order per connection serves it.
+"""Send requests to a broker on one connection and match its answers.
+
+One client connection uses it alone, so that the broker's order per connection keeps the client's order.
 
 States
-  connecting   the dial is under way; what is sent is queued
-  open         what is sent is written at once; answers come back in the order of their requests
+  connecting   the dial is under way; requests are queued
+  open         requests are written at once; answers come back in the order of their requests
   closed       nothing more is sent or answered
 
 Transitions
   connecting -> open     the dial succeeded: the queue is written
-  connecting -> closed   the dial failed, timed out, was given up or, for the broker hangs or is down, not even begun:
-                         the queue is lost unwritten
+  connecting -> closed   the dial failed, timed out, was given up, or was not begun because the broker hangs or is
+                         down: the queue is lost unwritten
   open       -> closed   the broker closed, the connection broke, an answer was not the awaited one, it was given up,
                          `close` was called
 
 Invariants
 1. A ticket that expects an answer is told exactly once: `answered` or `lost`.
-2. Answers are matched in order, and the correlation_id of each is verified: a broker that answers something else than
-   was asked is not believed in anything, the connection is closed.
-3. `lost(written=False)` is said only of what never reached the transport.
-4. A ticket that expects no answer (acks=0) is told `sent` when the last of its bytes has left this process, and `lost`
-   where the connection ends before. What has left is not known to have arrived: `unconfirmed` is said to the last one
-   of these when the connection ends for another reason than the client's.
-5. It is not read while a large answer waits for room, or its client takes too little (kproxy.proxy.answer_room).
+2. Answers are matched in order and the correlation_id of each is verified. On a mismatch the connection is closed.
+3. `lost(written=False)` is called only for requests that never reached the transport.
+4. A ticket that expects no answer (acks=0) gets `sent` when its last byte has left this process, or `lost` if the
+   connection ends before. Bytes that left may not have arrived: the last such ticket gets `unconfirmed` when the
+   connection ends for a reason other than the client's.
+5. The connection is not read while a large answer waits for room or its client reads too slowly
+   (kproxy.proxy.answer_room).
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from typing import NamedTuple, Protocol, cast
 
 import structlog
@@ -46,54 +49,54 @@ from kproxy_codec.primitives import Buffer
 
 log = structlog.get_logger(__name__)
 
-# What may wait for a dial before the client is read more slowly.
+# Bytes that may wait for a dial before the client is read more slowly.
 MAX_QUEUED_BYTES = 1 << 20
 FLUSH_S = 5.0
-# Between two looks at whether what expects no answer (acks=0) has left this process, while some has not.
+# Pause between checks whether acks=0 requests have left this process, in seconds, while some have not.
 LOOK_PAUSE_S = 0.005
 _MAX_CORRELATION_ID = 0x7FFF_FFFF
 
 
 class Ticket(Protocol):
-    """Somebody who waits for one answer."""
+    """Receives the outcome of one request."""
 
     expects_answer: bool
 
     @property
     def may_wait_until(self) -> float:
-        """Until when the answer may take its time, for that is what was asked: seconds of the proxy's clock."""
+        """Until when the request itself allows its answer to take (a fetch that waits), in the proxy's clock."""
         ...
 
     def sent(self) -> None:
-        """The request has left this process; said only to tickets that expect no answer (acks=0)."""
+        """The request has left this process; called only for requests without an answer (acks=0)."""
         ...
 
     def unconfirmed(self) -> None:
-        """The connection has ended, and this was the last that had left on it of what expects no answer."""
+        """The connection has ended; this was the last request without an answer that left on it."""
         ...
 
     def answered(self, frame: memoryview) -> None:
-        """The answer, a whole frame that is now the ticket's own."""
+        """The answer, a whole frame that the ticket now owns."""
         ...
 
     def lost(self, *, written: bool) -> None:
-        """There will be no answer; `written` says whether the broker may have seen the request."""
+        """No answer will come; `written` says whether the broker may have seen the request."""
         ...
 
 
 class Oldest(NamedTuple):
-    """What a connection waits for first: the answer to a request or, None, that the kernel takes what is written."""
+    """What a connection waits for first: an answer, or (None) the kernel to take written bytes."""
 
     correlation_id: int | None
     written: bool
 
 
 class Upstream(asyncio.BufferedProtocol):
-    """A connection to the broker `owner` at `address`, which `dialler` dials when it is its `turn`.
+    """A connection to the broker `owner` at `address`, dialled by `dialler` in its `turn`.
 
-    Not `dials`: what is sent to it is lost unwritten. `before_open` is called before what waited for the dial is
-    written: it may withdraw some of that. `on_end` is called when it has ended and all tickets are told, but not by
-    `close`. Large answers wait for room in `share`, where there is one.
+    With `dials` false, requests are lost unwritten. `before_open` is called before queued requests are written and may
+    withdraw some. `on_end` is called once the connection has ended and all tickets know, but not by `close`. Large
+    answers wait for room in `share`, if given.
     """
 
     def __init__(
@@ -115,7 +118,7 @@ class Upstream(asyncio.BufferedProtocol):
         self.owner = owner
         self.address = address
         self.closed = False
-        # What is bound on this connection (kproxy.proxy.binding): fences by topic and partition index.
+        # Fences bound on this connection (kproxy.proxy.binding), by topic and partition index.
         self.fences: dict[tuple[bytes, int], int] = {}
         most_shared = CHUNK_BYTES if share is None else LARGE_BYTES
         self._reader = FrameReader(max_answer_bytes, arena, most_shared=most_shared)
@@ -132,10 +135,10 @@ class Upstream(asyncio.BufferedProtocol):
         self._before_open = before_open
         self._on_end = on_end
         self._presses = False
-        # What expects no answer and may still be here, each with the place of its last byte; the last that has left.
+        # Requests without an answer that may still be here, with the place of their last byte; the last that left.
         self._leaving: deque[tuple[int, Ticket]] = deque()
         self._last_left: Ticket | None = None
-        # Whether the kernel had not taken all of that when it was looked at last.
+        # Whether the kernel had not taken all of them at the last check.
         self._is_stuck = False
         self._looks_for_left: asyncio.Handle | None = None
         self._ended = asyncio.get_running_loop().create_future()
@@ -181,7 +184,7 @@ class Upstream(asyncio.BufferedProtocol):
         self._looks_for_left = asyncio.get_running_loop().call_later(seconds, self._look_for_left)
 
     def _look_for_left(self) -> None:
-        """Tell those whose bytes are all with the kernel; look again where some are not."""
+        """Call `sent` for requests whose bytes the kernel has; check again later for the rest."""
         self._looks_for_left = None
         if self._transport is None or self._outbox is None or self._transport.is_closing():
             return
@@ -194,27 +197,27 @@ class Upstream(asyncio.BufferedProtocol):
             self._look_for_left_after(LOOK_PAUSE_S)
 
     def unanswered(self) -> list[Ticket]:
-        """Who waits, written or not, in order."""
+        """The tickets that wait, written or not, in order."""
         return [ticket for _, ticket in self._in_flight] + [ticket for ticket, _, _ in self._queue]
 
     @property
     def is_open(self) -> bool:
-        """Whether what is sent is written at once."""
+        """Whether requests are written at once."""
         return self._outbox is not None and not self.closed
 
     def replace(self, tickets: Mapping[Ticket, Ticket]) -> None:
-        """Put others in the place of some tickets that wait for answers to what is written."""
+        """Replace tickets that wait for answers to written requests."""
         waiting = [(number, tickets.get(ticket, ticket)) for number, ticket in self._in_flight]
         # In place: answers may be being taken.
         self._in_flight.clear()
         self._in_flight.extend(waiting)
 
     def oldest_unanswered(self) -> Ticket | None:
-        """Whose answer is the next to come."""
+        """The ticket whose answer comes next."""
         return self._in_flight[0][1] if self._in_flight else None
 
     def oldest(self) -> Oldest | None:
-        """What is waited for first; None where nothing is."""
+        """What the connection waits for first; None for nothing."""
         if self._in_flight:
             return Oldest(self._in_flight[0][0], written=True)
         if self._queue:
@@ -222,7 +225,7 @@ class Upstream(asyncio.BufferedProtocol):
         return Oldest(None, written=False) if self._presses and not self.closed else None
 
     def withdraw(self, is_meant: Callable[[Ticket], bool]) -> list[Ticket]:
-        """Take back what is meant and has not been written."""
+        """Take back matching requests that have not been written."""
         kept: deque[tuple[Ticket, int, Sequence[Buffer]]] = deque()
         withdrawn = []
         for queued in self._queue:
@@ -261,7 +264,7 @@ class Upstream(asyncio.BufferedProtocol):
         keep_alive(transport)
         self._outbox = Outbox(asyncio.get_running_loop(), self._transport)
         queue, self._queue = self._queue, deque()
-        # What waited for the dial presses no longer; what is written now may.
+        # Queued bytes no longer count; bytes written now may.
         self._press(False)
         for ticket, correlation_id, buffers in queue:
             self.send(ticket, correlation_id, buffers)
@@ -273,7 +276,7 @@ class Upstream(asyncio.BufferedProtocol):
         self._press(False)
 
     def _press(self, slow: bool) -> None:
-        """Say once when this connection takes no more for now, and once when it does again."""
+        """Report once when this connection takes no more for now, and once when it does again."""
         if slow is not self._presses:
             self._presses = slow
             self._on_pressure(slow)
@@ -286,7 +289,7 @@ class Upstream(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         is_over = self.closed
         if is_over:
-            # Nobody waits any more; while the connection is being closed it is read all the same.
+            # A connection that is being closed is still read; nobody waits for the answers.
             return
         in_flight = self._in_flight
         try:
@@ -305,7 +308,7 @@ class Upstream(asyncio.BufferedProtocol):
             self._take_in(self._share, nbytes)
 
     def _take_in(self, share: Share, nbytes: int) -> None:
-        """More of a large answer has come; or its beginning, and then it needs room."""
+        """Account for a large answer's bytes; at its beginning, take room for it."""
         share.arrived_bytes += nbytes
         if self._reader.has_own:
             return
@@ -317,13 +320,13 @@ class Upstream(asyncio.BufferedProtocol):
             self._reader.move_to(room)
 
     def give_room(self, room: AnswerBuffer) -> None:
-        """There is room for the answer that has begun to arrive."""
+        """Receive the answer that has begun to arrive into this room."""
         self._reader.move_to(room)
         self._waits_for_room = False
         self._adjust_reading()
 
     def hold_back(self, holds: bool) -> None:
-        """Its client takes too little of what it is answered, or enough again."""
+        """Stop or resume reading: the client reads its answers too slowly, or fast enough again."""
         self._is_held_back = holds
         self._adjust_reading()
 
@@ -336,7 +339,7 @@ class Upstream(asyncio.BufferedProtocol):
             self._transport.resume_reading()
 
     def _take_no_more(self) -> None:
-        """Nobody wants an answer any more."""
+        """Discard all further answers."""
         self.closed = True
         self._reader.drop()
         if self._share is not None:
@@ -360,16 +363,16 @@ class Upstream(asyncio.BufferedProtocol):
         self._end()
 
     def watch_path(self, *, closely: bool) -> None:
-        """Have the kernel find out soon, or as late as ever, that nothing gets through; it then ends the connection."""
+        """Have the kernel detect a dead path soon (`closely`) or at its usual pace; it then ends the connection."""
         if self._transport is not None and not self.closed:
             watch_path(self._transport, closely=closely)
 
     def delivery(self) -> Delivery | None:
-        """What the kernel says of the way to the broker; None where it says nothing."""
+        """The kernel's view of the path to the broker; None if it has none."""
         return None if self._transport is None or self.closed else delivery(self._transport)
 
     def cut(self) -> None:
-        """Close because nothing gets through: it is not to arrive later, behind what is sent on another connection."""
+        """Close a dead path and discard unsent bytes: they must not arrive after requests on a newer connection."""
         if self._transport is not None and not self.closed:
             discard_at_close(self._transport)
         self.give_up("nothing of what is sent is acknowledged")
@@ -459,3 +462,42 @@ class Upstream(asyncio.BufferedProtocol):
         self._dial.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._dial
+
+
+class Lost(Exception):
+    """The connection ended before the answer; `written` says whether the broker may have seen the request."""
+
+    def __init__(self, *, written: bool) -> None:
+        super().__init__("the broker's connection ended before it answered")
+        self.written = written
+
+
+class Question:
+    """The ticket of one request whose sender awaits the answer."""
+
+    expects_answer = True
+    may_wait_until = -inf
+
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[memoryview] = asyncio.get_running_loop().create_future()
+
+    def sent(self) -> None:
+        """Never said: every question has an answer."""
+
+    def unconfirmed(self) -> None:
+        """Never said, for the same reason."""
+
+    def answered(self, frame: memoryview) -> None:
+        if not self.answer.done():
+            self.answer.set_result(frame)
+
+    def lost(self, *, written: bool) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(Lost(written=written))
+
+
+async def ask(upstream: Upstream, correlation_id: int, buffers: Sequence[Buffer]) -> memoryview:
+    """Send a request that carries this correlation_id and return the answer, a whole frame. Raises Lost."""
+    question = Question()
+    upstream.send(question, correlation_id, buffers)
+    return await question.answer

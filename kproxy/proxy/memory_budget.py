@@ -1,0 +1,192 @@
+"""Bound the bytes of requests that one process holds, by not reading; cut off frames that arrive too slowly.
+
+`limit` is what brokers' answers leave of `total` (kproxy.proxy.answer_room), at least half of it.
+
+Counted are the buffers of frames that are arriving, whole frames that wait to be begun, and requests that are not
+answered yet. The sum is one integer that sessions add to. While it is at its limit, sessions read nothing but what they
+have begun to read in that moment (LAST_READ_BYTES).
+
+States of a session
+  free      it may read
+  waiting   it has found the limit reached and has stopped reading
+  passing   it may read beyond the limit, until the arriving frame is whole or its connection closed
+
+Transitions
+  free    -> waiting   `wait`: it finds the limit reached
+  waiting -> free      there is room again; sessions are released one by one, the longest waiting first
+  waiting -> passing   there is no room, arriving frames hold most of it, and no session passes: the first session that
+                       is amid a frame does
+  passing -> free      `leave`; or in PASS_S little arrived and less than half more than the limit is held: the next one
+                       passes, and this one, which is still read, waits again with its next bytes
+  any     -> free      `leave`: the session ends
+
+Invariants
+1. At most one session passes, and only while whole requests hold less than half of the limit. Otherwise partial frames
+   could fill the budget and block every reader.
+2. The sum exceeds the limit by no more than half of it, one frame, and what sessions have begun to read in that moment.
+3. Every waiting session is released in the end: requests end at their deadline, and a frame that arrives too slowly
+   while others wait is cut off (`Arrival`).
+
+`Arrival` judges whole windows of time in which the session read all along; where it did not, for back-pressure of any
+kind, a new window begins. An idle connection, which is amid no frame, is never judged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from typing import Final, NamedTuple, Protocol
+
+# Bytes that a session still gets from a socket that is being read when the limit is reached.
+LAST_READ_BYTES = 4096
+# A session that passes for longer must bring PASS_BYTES in each PASS_S.
+PASS_S = 0.02
+PASS_BYTES = 4096
+
+
+class Waiter(Protocol):
+    """A waiting session."""
+
+    @property
+    def is_amid_frame(self) -> bool:
+        """Whether a frame has begun to arrive and is not whole."""
+        ...
+
+    @property
+    def arrived_bytes(self) -> int:
+        """How much of it has arrived."""
+        ...
+
+    def read_on(self) -> None:
+        """Read on: there is room, or the session passes. Then `leave` or `wait` again."""
+        ...
+
+
+class Budget:
+    """`held` of `limit` bytes, `arriving` of them by frames that are not whole; sessions change both themselves."""
+
+    __slots__ = ("_is_waking", "_pass_timer", "arriving", "held", "limit", "passing", "total", "waiting")
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.limit = total
+        self.held = 0
+        self.arriving = 0
+        # In the order of their coming.
+        self.waiting: OrderedDict[Waiter, None] = OrderedDict()
+        self.passing: Waiter | None = None
+        self._is_waking = False
+        self._pass_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def presses(self) -> bool:
+        """Whether there is no room and a session waits."""
+        return self.held >= self.limit and bool(self.waiting)
+
+    def leave_to_requests(self, limit: int) -> None:
+        """Set the limit that brokers' answers leave."""
+        grows, self.limit = limit > self.limit, limit
+        if grows and self.waiting:
+            self.wake()
+
+    def wait(self, waiter: Waiter, *, again: bool) -> None:
+        """Queue a session that stopped reading; `again`: it was released and its frame is still not whole."""
+        self.waiting[waiter] = None
+        if again:
+            self.waiting.move_to_end(waiter, last=False)
+        self.wake()
+
+    def leave(self, waiter: Waiter) -> None:
+        """Forget a session that has ended, is amid no frame any more, or finds room."""
+        self.waiting.pop(waiter, None)
+        if self.passing is waiter:
+            self._end_pass()
+        if self.waiting:
+            self.wake()
+
+    def wake(self) -> None:
+        """Soon release sessions that may go on; call it when less is held than before and a session waits."""
+        if not self._is_waking:
+            self._is_waking = True
+            asyncio.get_running_loop().call_soon(self._wake_one)
+
+    def _wake_one(self) -> None:
+        """Release one session; what it reads counts before the next is released."""
+        self._is_waking = False
+        if self.held < self.limit:
+            waiter = next(iter(self.waiting), None)
+        elif self.passing is None and self.held - self.arriving < self.limit / 2:
+            waiter = next((each for each in self.waiting if each.is_amid_frame), None)
+            if waiter is not None:
+                self._let_pass(waiter)
+        else:
+            return
+        if waiter is not None:
+            del self.waiting[waiter]
+            waiter.read_on()
+            if self.waiting:
+                self.wake()
+
+    def _let_pass(self, waiter: Waiter) -> None:
+        self.passing = waiter
+        self._pass_timer = asyncio.get_running_loop().call_later(
+            PASS_S, self._see_to_pass, waiter, waiter.arrived_bytes
+        )
+
+    def _see_to_pass(self, waiter: Waiter, arrived_bytes: int) -> None:
+        """End the pass of a session that brings too little, unless too much is held for another to pass."""
+        gets_on = waiter.arrived_bytes - arrived_bytes >= PASS_BYTES
+        if gets_on or self.held >= self.limit * 3 / 2:
+            self._let_pass(waiter)
+        else:
+            self._end_pass()
+            if self.waiting:
+                self.wake()
+
+    def _end_pass(self) -> None:
+        self.passing = None
+        if self._pass_timer is not None:
+            self._pass_timer.cancel()
+            self._pass_timer = None
+
+
+class Pace(NamedTuple):
+    """At least `bytes_per_s` on average over every window of `window_s`."""
+
+    bytes_per_s: int
+    window_s: float
+
+
+USUAL: Final = Pace(1 << 10, 10.0)
+PRESSED: Final = Pace(256 << 10, 2.0)
+"""While other sessions wait for memory."""
+
+
+class Arrival:
+    """Judge the pace of one connection's frames, at every tick."""
+
+    __slots__ = ("_began", "_bytes", "_pauses", "_since")
+
+    def __init__(self) -> None:
+        self._began = -1.0
+        self._pauses = 0
+        self._since = 0.0
+        self._bytes = 0
+
+    def is_too_slow(self, now: float, *, began: float, arrived: int, pauses: int, pressed: bool) -> bool:
+        """Whether the frame that began to arrive at `began`, with `arrived` bytes by now, comes too slowly.
+
+        `pauses` grows when the connection is not read; `began` and `now` are seconds of one clock.
+        """
+        if pauses != self._pauses:
+            self._began, self._since, self._bytes, self._pauses = began, now, arrived, pauses
+        elif began != self._began:
+            self._began, self._since, self._bytes = began, began, 0
+        pace = PRESSED if pressed else USUAL
+        elapsed = now - self._since
+        if elapsed < pace.window_s:
+            return False
+        if arrived - self._bytes < pace.bytes_per_s * elapsed:
+            return True
+        self._since, self._bytes = now, arrived
+        return False
