@@ -53,6 +53,7 @@ def console_consumer(kafka: str, topic: str, *more: str) -> subprocess.Completed
     )
 
 
+@pytest.mark.long
 def test_the_producer_performance_tool_writes_and_the_console_consumer_reads(
     dev_cluster: KproxyProcess, topic: str, tmp_path: Path
 ) -> None:

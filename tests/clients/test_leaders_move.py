@@ -41,10 +41,11 @@ def proxy(real_kafka: RealKafka, tmp_path_factory: pytest.TempPathFactory) -> It
 @pytest.mark.parametrize(
     ("client", "partitions", "batches"),
     [
-        ("java", 6, {"batch.size": 500}),
-        ("librdkafka", 3, {"batch.num.messages": 50, "queue.buffering.max.messages": RECORDS}),
+        pytest.param("java", 6, {"batch.size": 500}, id="java", marks=pytest.mark.long),
+        pytest.param(
+            "librdkafka", 3, {"batch.num.messages": 50, "queue.buffering.max.messages": RECORDS}, id="librdkafka"
+        ),
     ],
-    ids=["java", "librdkafka"],
 )
 def test_nothing_is_lost_doubled_or_out_of_order(
     proxy: KproxyProcess, real_kafka: RealKafka, client: str, partitions: int, batches: dict[str, int]

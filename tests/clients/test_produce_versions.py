@@ -241,6 +241,7 @@ def test_compressed_batches_arrive_as_they_were_sent(
 
 
 @pytest.mark.spark
+@pytest.mark.long
 def test_spark(tapped: Tapped, real_kafka: RealKafka, topic: str, spark: Any) -> None:
     """Its Kafka sink and source, with no option but the address."""
     address = {"kafka.bootstrap.servers": tapped.bootstrap}

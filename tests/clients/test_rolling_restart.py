@@ -82,6 +82,7 @@ def fleet(real_kafka: RealKafka, etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path:
         yield Fleet(real_kafka, ["--etcd", etcd.endpoint, "--prefix", etcd_prefix], tmp_path, stack)
 
 
+@pytest.mark.long
 def test_no_client_sees_a_rolling_restart(real_kafka: RealKafka, fleet: Fleet, spark: Any) -> None:
     writers = {mode: writers_of(mode, real_kafka, fleet.bootstrap) for mode in MODES}
     spark_topic = real_kafka.create_topic(f"rolling-spark-{uuid.uuid4().hex[:10]}", SPARK_PARTITIONS)

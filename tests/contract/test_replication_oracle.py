@@ -9,6 +9,8 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
+
 from tests.support.oracle import (
     LAST_SEQUENCE,
     NODES,
@@ -122,6 +124,7 @@ def after_the_leader_died(side: Side, topic: str) -> dict[str, Any]:
         }
 
 
+@pytest.mark.long
 def test_leaders_die_and_replicas_fall_behind_and_all_come_back(sides: Sides, topic: str) -> None:
     """kill -9 of the leader, then SIGTERM for one of the two that are left, then all are back."""
     two, three, others = f"{topic}-2", f"{topic}-3", f"{topic}-random"

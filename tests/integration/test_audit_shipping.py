@@ -146,7 +146,7 @@ async def _address_of_nobody() -> int:
     return upstream.port
 
 
-@pytest.mark.parametrize("trouble", ["refuses", "hangs"])
+@pytest.mark.parametrize("trouble", ["hangs", pytest.param("refuses", marks=pytest.mark.long)])
 async def test_clients_do_not_notice_a_sink_that_is_down(tmp_path: Path, trouble: str) -> None:
     upstream = await ServedBroker(1, Offsets()).start()
     with socket.create_server(("127.0.0.1", 0)) as sink:

@@ -131,7 +131,7 @@ def high_watermark(site_: Site, partition: int) -> int:
     return int(json.loads(path.read_text())["high_watermark"]) if path.exists() else 0
 
 
-@pytest.mark.parametrize("slow", ["leader", "follower"])
+@pytest.mark.parametrize("slow", ["follower", pytest.param("leader", marks=pytest.mark.long)])
 def test_with_flush_always_acks_wait_for_the_disk_and_nothing_else_does(
     etcd: EmbeddedEtcd, tmp_path: Path, slow: str
 ) -> None:

@@ -80,6 +80,7 @@ async def serves_with_etcd(broker: KproxyProcess, data_dir: Path, port: int) -> 
         assert await asyncio.to_thread(broker.stop) == 0
 
 
+@pytest.mark.long
 def test_it_waits_for_an_etcd_that_hangs_and_goes_on_when_that_does(tmp_path: Path) -> None:
     with asyncios_own_loop():
         asyncio.run(start_while_etcd_hangs(tmp_path))

@@ -67,7 +67,9 @@ async def take_down(member: Member, *, hangs: bool) -> None:
         member.kill()
 
 
-@pytest.mark.parametrize("hang", [False, True], ids=["killed", "hung"])
+@pytest.mark.parametrize(
+    "hang", [pytest.param(True, id="hung"), pytest.param(False, id="killed", marks=pytest.mark.long)]
+)
 async def test_without_a_majority_the_table_is_stale_within_5_s_and_recovers_by_itself(
     tmp_path: Path, hang: bool
 ) -> None:

@@ -60,6 +60,7 @@ async def asked_of(process: KproxyProcess, *brokers: ServedBroker) -> int:
     return owner
 
 
+@pytest.mark.long
 async def test_a_proxy_that_was_stopped_for_long_knows_what_it_missed(
     etcd_cluster: EtcdCluster, etcd_prefix: str, tmp_path: Path
 ) -> None:

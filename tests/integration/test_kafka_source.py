@@ -230,6 +230,7 @@ def test_answers_name_the_proxy_alone(proxy: KproxyProcess, topic: str, real_kaf
         assert answer.error_code or (answer.host, answer.port) == (host, int(port))
 
 
+@pytest.mark.long
 def test_leaders_move_faster_than_a_retry_comes(proxy: KproxyProcess, topic: str, real_kafka: RealKafka) -> None:
     """An owner that is looked up at the refusal is no owner any more at the retry."""
     stop = threading.Event()
@@ -283,6 +284,7 @@ def test_a_broker_dies_under_an_idempotent_producer(proxy: KproxyProcess, topic:
     check(read_all(real_kafka.bootstrap, topic, MOVED_RECORDS), sent)
 
 
+@pytest.mark.long
 def test_a_broker_hangs_under_an_idempotent_producer(proxy: KproxyProcess, topic: str, real_kafka: RealKafka) -> None:
     victim = real_kafka.brokers[real_kafka.leaders(topic)[0] - 1]
 

@@ -462,7 +462,14 @@ async def judge(group: str, directory: Path, more: Sequence[str] = ()) -> None:
     assert is_well, "\n".join(lines)
 
 
-@pytest.mark.parametrize("group", [each for each in GROUPS if each != "OWN"])
+@pytest.mark.parametrize(
+    "group",
+    [
+        pytest.param(each, marks=[pytest.mark.long] if each.endswith("unanswered") else [])
+        for each in GROUPS
+        if each != "OWN"
+    ],
+)
 async def test_no_turn_of_the_event_loop_is_long(group: str, tmp_path: Path) -> None:
     await judge(group, tmp_path)
 

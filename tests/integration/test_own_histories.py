@@ -137,6 +137,7 @@ async def test_where_no_fence_is_bound_it_gets_through_and_the_judge_sees_it(unb
         assert check(operations(history.recorded(0, {}), places(log)), OwnModel()) is not None
 
 
+@pytest.mark.long
 async def test_where_no_fence_is_bound_random_histories_show_it_too(unbound: OwnSite) -> None:
     """Nearly every batch does, also where clients are slow: the next one tries again."""
     found: list[str] = []

@@ -209,6 +209,7 @@ async def etcd_here(etcd: EmbeddedEtcd) -> AsyncIterator[EtcdClient]:
     await client.close()
 
 
+@pytest.mark.long
 async def test_what_all_proxies_had_under_way_when_they_died_is_waited_for(site: Site, etcd_here: EtcdClient) -> None:
     topic, prefix = site.topic(), f"/alone-{uuid.uuid4().hex}"
     proxy = await site.proxy(None, prefix)

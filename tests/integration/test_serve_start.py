@@ -117,6 +117,7 @@ async def test_a_proxy_waits_for_a_kafka_cluster_and_says_which(tmp_path: Path, 
         assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0
 
 
+@pytest.mark.long
 async def test_of_two_that_wait_on_one_port_the_later_is_told_that_it_is_taken(tmp_path: Path) -> None:
     port, etcd_port = free_ports(2)
     listen = ["--listen", f"127.0.0.1:{port}", "--etcd", f"127.0.0.1:{etcd_port}"]
@@ -134,7 +135,9 @@ async def test_of_two_that_wait_on_one_port_the_later_is_told_that_it_is_taken(t
             assert f"kproxy: cannot listen on 127.0.0.1:{port} (" in refused.stderr()
 
 
-@pytest.mark.parametrize("silent", [False, True], ids=["refused", "silent"])
+@pytest.mark.parametrize(
+    "silent", [pytest.param(False, id="refused", marks=pytest.mark.long), pytest.param(True, id="silent")]
+)
 async def test_a_proxy_that_waits_ends_when_it_is_told_to(tmp_path: Path, silent: bool, silent_port: int) -> None:
     port = silent_port if silent else free_port()
     async with started(tmp_path / "stderr", "--etcd", f"127.0.0.1:{port}") as process:

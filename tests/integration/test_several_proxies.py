@@ -155,6 +155,7 @@ def test_one_that_is_killed_is_gone_within_its_ttl_and_has_its_id_again_when_it_
             agree([*others, back_at_once], expected)
 
 
+@pytest.mark.long
 def test_one_that_hangs_registers_again_when_it_wakes_and_one_that_ends_is_gone_at_once(site: Site) -> None:
     with site.proxies(2) as proxies:
         expected = ports(proxies)
@@ -220,6 +221,7 @@ def is_up(admin: str) -> bool:
         return False
 
 
+@pytest.mark.long
 async def test_before_a_fixed_table_too_and_while_etcd_is_away(tmp_path: Path) -> None:
     table = tmp_path / "owners.toml"
     table.write_text('[brokers]\n1 = "127.0.0.1:1"\n')

@@ -139,6 +139,7 @@ async def test_one_that_is_killed_is_replaced_and_what_it_counted_stays_counted(
     await upstream.stop()
 
 
+@pytest.mark.long
 async def test_one_that_hangs_is_named_and_holds_up_no_page(tmp_path: Path) -> None:
     upstream = await ServedBroker(1, answers_everything).start()
     with static_proxy(tmp_path, {1: upstream.port}, more=workers(2)) as process:
@@ -244,6 +245,7 @@ def partitions(process: KproxyProcess, number: int) -> int:
     return sum(len(topic.partitions) for topic in msgspec.json.decode(text, type=TablePage).topics)
 
 
+@pytest.mark.long
 async def test_a_table_that_is_read_anew_reaches_all_and_those_that_come_later(tmp_path: Path) -> None:
     arguments = static_arguments(tmp_path, 1)
     with serving(["serve", *arguments, *workers(2)], tmp_path / "stderr") as process:
@@ -290,6 +292,7 @@ def refusal(*arguments: str | Path) -> str:
     return sentence
 
 
+@pytest.mark.long
 async def test_a_port_that_somebody_has_is_not_shared(tmp_path: Path) -> None:
     """Neither with another program, nor with workers whose port could be shared."""
     arguments = static_arguments(tmp_path, 1)
@@ -317,6 +320,7 @@ async def test_workers_that_cannot_start_say_why_once() -> None:
     await server.stop(None)
 
 
+@pytest.mark.long
 async def test_workers_that_wait_for_their_source_say_so_once_and_hold_their_port(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         etcd_at, address = (f"127.0.0.1:{each.getsockname()[1]}" for each in (one, other))
@@ -342,6 +346,7 @@ def proxies(process: KproxyProcess, number: int) -> list[int]:
     return [each.port for each in msgspec.json.decode(text, type=TablePage).proxies] if status == 200 else []
 
 
+@pytest.mark.long
 async def test_workers_are_one_among_several_proxies(
     etcd: EmbeddedEtcd, etcd_client: EtcdClient, etcd_prefix: str, tmp_path: Path
 ) -> None:

@@ -157,7 +157,9 @@ async def written(site: FaultySite, zombie: Zombie, leaders: Sequence[int], valu
         await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize("round_number", range(ROUNDS))
+@pytest.mark.parametrize(
+    "round_number", [0, *(pytest.param(number, marks=pytest.mark.long) for number in range(1, ROUNDS))]
+)
 async def test_a_leader_stopped_for_longer_than_its_lease_acknowledges_and_keeps_nothing(
     site: FaultySite, round_number: int
 ) -> None:

@@ -62,6 +62,7 @@ def test_a_clean_run_audits_clean_from_the_command_line(dev_cluster: KproxyProce
     assert sorted(child.name for child in tmp_path.iterdir()) == ["report.html", "tables"]
 
 
+@pytest.mark.long
 def test_what_the_trail_of_a_killed_proxy_leaves_unproven_ends_with_1_where_one_is_strict(
     dev_cluster: KproxyProcess, topic: str, tmp_path: Path, spark: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

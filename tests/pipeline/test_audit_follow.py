@@ -184,6 +184,7 @@ class Fed:
         return said
 
 
+@pytest.mark.long
 def test_who_falls_silent_is_told_of_though_nothing_comes_any_more(
     dev_cluster: KproxyProcess, tmp_path: Path, spark: Any
 ) -> None:
@@ -209,6 +210,7 @@ def test_who_falls_silent_is_told_of_though_nothing_comes_any_more(
     assert again.feed(trail.mark()) == []
 
 
+@pytest.mark.long
 def test_of_too_many_losses_the_number_is_told_and_the_next_one_is_told_as_ever(
     dev_cluster: KproxyProcess, tmp_path: Path, spark: Any
 ) -> None:
@@ -233,6 +235,7 @@ def test_what_is_not_read_yet_is_no_silence(dev_cluster: KproxyProcess, tmp_path
     assert fed.feed(trail.begin(), trail.mark()) == []
 
 
+@pytest.mark.long
 def test_a_topic_that_was_made_anew_is_held_against_its_own_log(
     dev_cluster: KproxyProcess, tmp_path: Path, spark: Any
 ) -> None:
@@ -273,6 +276,7 @@ def test_from_some_time_on_pages_of_a_slow_clock_are_read_as_well(since: Followe
     assert {row.incarnation for row in spark.table(name).collect()} == {"a" * 16}
 
 
+@pytest.mark.long
 def test_from_some_time_on_neither_what_is_missing_at_the_edge_nor_what_comes_late_is_passed_over(
     since: Followed, spark: Any
 ) -> None:

@@ -51,6 +51,7 @@ def test_new_rows_are_judged_with_the_earlier_ones_of_their_partitions(spark: An
     assert sorted(found) == [("lost", 300, 349), ("overlap", 50, 59)]
 
 
+@pytest.mark.long
 def test_a_row_that_is_missing_between_earlier_and_new_ones_is_a_gap(spark: Any) -> None:
     trail = Trail()
     for n in range(6):

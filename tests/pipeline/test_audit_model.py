@@ -214,6 +214,7 @@ def test_histories_are_of_every_kind(histories: dict[int, tuple[Trail, History]]
     assert all(seen[name] >= len(SEEDS) / 30 for name in (*JUDGED, "unclaimed", "duplicated")), seen
 
 
+@pytest.mark.long
 def test_partitions_are_as_an_audit_offset_by_offset_has_them(
     audited: Audited, histories: dict[int, tuple[Trail, History]]
 ) -> None:

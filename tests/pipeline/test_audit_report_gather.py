@@ -141,6 +141,7 @@ def test_each_table_comes_into_the_report_as_it_is(spark: Any) -> None:
     assert "Loss and corrupt batches" in report_page(facts)
 
 
+@pytest.mark.long
 def test_of_many_the_worst_are_taken_and_the_others_counted(spark: Any) -> None:
     """Within limits, in whatever dimension the tables grow: partitions, windows, findings, owners, changes of owner."""
     partitions = [_partition("t", number, acked=100, present=100, owners=[*range(40)]) for number in range(200)]
@@ -214,6 +215,7 @@ def test_an_audit_of_nothing_has_a_report_too(spark: Any) -> None:
     assert "Nothing acknowledged" in report_page(facts)
 
 
+@pytest.mark.long
 def test_results_on_disk_are_the_same_tables(spark: Any, tmp_path: Path) -> None:
     tables = _tables(
         spark,

@@ -31,6 +31,7 @@ def test_settings_are_by_how_much_there_is_and_set_back(spark: Any, rows: int, p
     assert (spark.conf.get(PARTITIONS), spark.conf.get(ADAPTIVE)) == before
 
 
+@pytest.mark.long
 def test_results_are_the_same_from_memory_and_from_their_files(
     spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

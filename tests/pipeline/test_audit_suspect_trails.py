@@ -81,6 +81,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 def test_rows_that_no_proxy_wrote_do_not_make_an_audit_fail(spark: Any, land: Land) -> None:
     whole = Trail("p:9092", "a")
     whole.acked("t", 0, 10)

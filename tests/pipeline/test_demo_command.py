@@ -110,7 +110,9 @@ def test_without_java_on_the_machine_it_takes_pips_and_with_an_owner_killed_ends
 @pytest.mark.parametrize(
     ("number", "stage", "status"),
     [
-        pytest.param(signal.SIGINT, "kill", 130, id="Ctrl-C while it writes and a broker is down"),
+        pytest.param(
+            signal.SIGINT, "kill", 130, id="Ctrl-C while it writes and a broker is down", marks=pytest.mark.long
+        ),
         pytest.param(signal.SIGTERM, "cluster", 143, id="SIGTERM while Spark starts"),
     ],
 )
@@ -131,6 +133,7 @@ def test_a_signal_ends_it_and_all_it_started(tmp_path: Path, number: signal.Sign
     assert list(demo.directory.iterdir()) == []
 
 
+@pytest.mark.long
 def test_killed_outright_it_takes_all_it_started_with_it(tmp_path: Path) -> None:
     require_java()
     demo = Demo(tmp_path / "data", "--rows", "100000")

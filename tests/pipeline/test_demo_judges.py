@@ -91,8 +91,8 @@ def course(tmp_path_factory: pytest.TempPathFactory, spark_driver: SparkDriver) 
     [
         pytest.param(None, {}, ROWS, id="no fault"),
         pytest.param(drop_one, {"missing": 1}, ROWS - 1, id="one dropped"),
-        pytest.param(double_one, {"duplicated": 1}, ROWS + 1, id="one doubled"),
-        pytest.param(swap_two, {"out of order": 1}, ROWS, id="two of one key swapped"),
+        pytest.param(double_one, {"duplicated": 1}, ROWS + 1, id="one doubled", marks=pytest.mark.long),
+        pytest.param(swap_two, {"out of order": 1}, ROWS, id="two of one key swapped", marks=pytest.mark.long),
     ],
 )
 def test_one_record_lost_doubled_or_swapped_on_the_wire_is_found_and_the_exit_status_is_1(

@@ -9,7 +9,8 @@
 4. Ctrl-C reaches what tests start, also where who started the tests ignores it, as shells do for what they put aside.
 5. What hundreds of processes run is compiled once, also where the environment says that nothing compiled is kept.
 6. Tests marked `long` run with KPROXY_TEST_ALL=1 (`make test-all`), and where their file is named on the command line.
-   They repeat a shape that another test has: more releases of a client, more seeds, every byte of a reset.
+   They repeat a shape that another test has: more releases of a client, more seeds, every byte of a reset. Of those
+   marked `long(but_one=True)` the first of each file runs in any case.
 """
 
 from __future__ import annotations
@@ -58,10 +59,19 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if os.environ.get(ALL) == "1" or any(".py" in argument for argument in config.args):
         return
-    long = [item for item in items if item.get_closest_marker("long") is not None]
-    if long:
-        config.hook.pytest_deselected(items=long)
-        items[:] = [item for item in items if item.get_closest_marker("long") is None]
+    kept, left_out = [], []
+    files_with_one: set[Path] = set()
+    for item in items:
+        mark = item.get_closest_marker("long")
+        if mark is None or (mark.kwargs.get("but_one") and item.path not in files_with_one):
+            kept.append(item)
+            if mark is not None:
+                files_with_one.add(item.path)
+        else:
+            left_out.append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
 
 
 @pytest.hookimpl(wrapper=True)

@@ -31,8 +31,13 @@ from tests.support.messages import topic_id
 from tests.support.raw_client import RawClient
 from tests.support.scripted_upstream import HOST, PATIENCE_S, ScriptedUpstream
 
+# One test of each file runs on asyncio's own loop, too; make test-all runs them all on both.
 _ON_BOTH = pytest.mark.parametrize(
-    "loop_factory", [asyncio.SelectorEventLoop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
+    "loop_factory",
+    [
+        pytest.param(asyncio.SelectorEventLoop, id="asyncio", marks=pytest.mark.long(but_one=True)),
+        pytest.param(uvloop.new_event_loop, id="uvloop"),
+    ],
 )
 IDENTITY = Proxy(1_000_000, "proxy.test", 19092)
 _PROXY_MODULES = ("kproxy.proxy", "kproxy.routing")
@@ -49,13 +54,7 @@ def both_loops(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., 
     loop = inspect.Parameter("loop_factory", inspect.Parameter.KEYWORD_ONLY)
     run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), loop])  # type: ignore[attr-defined]
     del run.__wrapped__  # type: ignore[attr-defined]  # or pytest-asyncio would find the coroutine
-    return pytest.mark.parametrize("loop_factory", [asyncio.SelectorEventLoop, uvloop.new_event_loop], ids=_loop_name)(
-        run
-    )
-
-
-def _loop_name(factory: object) -> str:
-    return "uvloop" if factory is uvloop.new_event_loop else "asyncio"
+    return _ON_BOTH(run)
 
 
 def run_on(loop_factory: Callable[[], asyncio.AbstractEventLoop], work: Coroutine[Any, Any, None]) -> None:

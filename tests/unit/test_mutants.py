@@ -94,7 +94,7 @@ def test_what_does_nothing_is_left_alone(text: str) -> None:
     assert mutants_of("a.py", text.encode()) == []
 
 
-@pytest.mark.parametrize("path", SOURCES)
+@pytest.mark.parametrize("path", [pytest.param(each, marks=pytest.mark.long(but_one=True)) for each in SOURCES])
 def test_each_mutant_parses_and_differs_in_one_place(path: str) -> None:
     source = SOURCES[path]
     for mutant in mutants_of(path, source):
@@ -130,6 +130,7 @@ def test_no_mutant_is_the_module_itself_or_drawn_twice() -> None:
     assert len(drawn) == 4
 
 
+@pytest.mark.long
 def test_every_module_is_drawn_from() -> None:
     assert {each.path for each in draw(SOURCES, 400, 7)} == set(SOURCES)
 
