@@ -1,7 +1,7 @@
-"""What the fan-out (kproxy.routing.fanout) has its shell do: values, carried out completely and in order.
+"""The actions that the fan-out (kproxy.routing.fanout) returns as values.
 
-The order within one event: what is held or noted as lost comes before the connection's end, what is noted of an answer
-before the answer, and what ends the client's connection last.
+The caller carries them out completely and in order. Within one event, Hold and NoteLost come before the Close of the
+connection, Note comes before the answer that it belongs to, and the actions that end the client's connection come last.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ Partition: TypeAlias = tuple[bytes, int]
 
 
 class Send(NamedTuple):
-    """Send a part of a request, or all of it where `part` is None, on a connection; dial it where it is new.
+    """Send a part of a request on a connection; dial the connection if it is new.
 
-    `piece` is what later events call it. `shares` is the number of parts that the request is cut into.
+    `part` is None for the whole request. `piece` is the piece's number in later events. `shares` is the number of parts
+    that the request is split into.
     """
 
     connection: int
@@ -31,27 +32,27 @@ class Send(NamedTuple):
 
 
 class Withdraw(NamedTuple):
-    """Do not send these: they wait for a dial."""
+    """Do not send these pieces, which wait for a dial."""
 
     connection: int
     pieces: frozenset[int]
 
 
 class Respond(NamedTuple):
-    """Answer a request; with no buffers where its client gets no answer (acks=0) and it is done with."""
+    """Answer a request. Without buffers its client gets no answer (acks=0) and the request is done."""
 
     sequence: int
     answer: list[Buffer]
 
 
 class Drop(NamedTuple):
-    """A request is not answered: its client is gone."""
+    """Do not answer a request: its client is gone."""
 
     sequence: int
 
 
 class Note(NamedTuple):
-    """Note for the audit that a broker acknowledged an entry; `result` is its part of the answer."""
+    """Note in the audit trail that a broker acknowledged an entry; `result` is its part of the answer."""
 
     exchange: Exchange
     entry: Entry
@@ -68,19 +69,19 @@ class Hold(NamedTuple):
 
 
 class LetGo(NamedTuple):
-    """The piece is answered or lost."""
+    """End the hold of a piece: it is answered or lost."""
 
     piece: int
 
 
 class NoteLost(NamedTuple):
-    """These were written to a broker whose answer cannot come any more."""
+    """Note that these were written to a broker whose answer cannot come any more."""
 
     partitions: list[Partition]
 
 
 class Reread(NamedTuple):
-    """Look a partition's owner up again; it was routed at this revision of the topology."""
+    """Look up a partition's owner again; the partition was routed at this revision of the topology."""
 
     topic: bytes
     partition_index: int
@@ -94,7 +95,7 @@ class WakeAt(NamedTuple):
 
 
 class Close(NamedTuple):
-    """End a connection to a broker; `is_untrue` where that is because of what the broker said."""
+    """End a connection to a broker; `is_untrue` if the broker's own answer is the reason."""
 
     connection: int
     reason: str
@@ -102,28 +103,28 @@ class Close(NamedTuple):
 
 
 class Undeliverable(NamedTuple):
-    """An acks=0 part is lost, and its client's connection is to end."""
+    """Report that an acks=0 part is lost, and end its client's connection."""
 
     topic: bytes
     error_code: int
 
 
 class Unconfirmed(NamedTuple):
-    """Of so many acks=0 batches nobody knows whether they were appended."""
+    """Report acks=0 batches of which it is unknown whether they were appended."""
 
     topic: bytes
     batches: int
 
 
 class Retried(NamedTuple):
-    """Count a partition that is to be sent again after this event (kproxy.routing.retry) at a broker."""
+    """Count a partition that is sent again after this event (kproxy.routing.retry) at a broker."""
 
     event: int
     broker: int
 
 
 class Failed(NamedTuple):
-    """Count a partition that is answered with an error; `broker` is where it was sent last."""
+    """Count a partition that is answered with an error; `broker` is the one that it was sent to last."""
 
     api_key: int
     error_code: int
@@ -158,7 +159,7 @@ Action: TypeAlias = (
 
 
 class Actions:
-    """The actions of the event that is under way, in order."""
+    """The actions of the current event, in order."""
 
     def __init__(self) -> None:
         self._actions: list[Action] = []
@@ -168,15 +169,15 @@ class Actions:
         return len(self._actions) + len(self._last)
 
     def add(self, action: Action) -> None:
-        """Behind those that are there."""
+        """Append an action."""
         self._actions.append(action)
 
     def add_last(self, action: Action) -> None:
-        """Behind all others of the event: it ends the client's connection."""
+        """Append an action that ends the client's connection: it comes after all others of the event."""
         self._last.append(action)
 
     def take(self) -> list[Action]:
-        """All of them; the event is over."""
+        """Return all actions and end the event."""
         taken, self._actions = self._actions, []
         if self._last:
             taken += self._last

@@ -1,26 +1,26 @@
-"""Whether one broker hangs, and when one that is down is dialled again.
+"""Decide whether a broker hangs, and when a broker that is down is dialled again.
 
-A breaker says that it hangs. It is asked by probes, small requests on a connection of their own, so that what is slow
-by nature (a shrinking ISR, a long poll, a throttled client) is not taken for a hang: such a broker answers the probe.
+The breaker of a broker opens when the broker hangs. Probes decide that: small requests on a connection of their own. A
+broker that is slow for a good reason (a shrinking ISR, a long poll, a throttled client) answers probes.
 
 States of a breaker
   closed   pieces are sent to the broker
-  open     it hangs: its pieces under way are given up, no new ones are sent, and the probing goes on
+  open     the broker hangs: its pieces in flight are given up, no new ones are sent, and probes continue
 
 Transitions
-  closed -> open     `silent`: a probe had no answer within its patience, and nothing else was heard of the broker since
-                     the probe began
-  open   -> closed   `answered`: a probe has its answer, or was refused or cut off, which is not what a hung broker does
+  closed -> open     `silent`: a probe had no answer within its patience, and the broker sent nothing else since the
+                     probe began
+  open   -> closed   `answered`: a probe is answered, refused or cut off; a hung broker does none of these
 
 Invariants
-1. Only silence opens a breaker. A refused dial and a reset connection are answers of a kind: other rows of the retry
-   table (kproxy.routing.retry) are about these.
-2. The patience of a probe is `timeout_s` while the breaker is closed, so that a hang is known that long after the probe
-   began. While it is open each probe is waited for twice as long as the one before, up to LONGEST_PATIENCE_S: there is
-   always one under way, whose answer closes the breaker at once, and a broker that hangs is not swamped with dials.
+1. Only silence opens a breaker. A refused dial and a reset connection count as answers; the retry table
+   (kproxy.routing.retry) has rows of their own for these.
+2. The patience of a probe is `timeout_s` while the breaker is closed, so a hang is detected that long after the probe
+   began. While the breaker is open, each probe has twice the patience of the one before, up to LONGEST_PATIENCE_S: one
+   probe is always in flight, its answer closes the breaker at once, and a hung broker is not flooded with dials.
 3. A broker that is down is dialled again after FIRST_REDIAL_S, and then after twice as long each time, up to
-   LONGEST_REDIAL_S: whoever needs it is through that long after its return at the latest, and a dial is all that all
-   requests for it together cost in that time.
+   LONGEST_REDIAL_S. So after its return it is reached within that time at the latest, and all requests for it together
+   cost one dial in that time.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from __future__ import annotations
 from math import inf
 from typing import Final
 
-# A request that has waited for so long makes one wonder, in seconds.
+# Waiting time of a request after which its broker is probed, in seconds.
 SUSPICIOUS_S: Final = 0.5
-# Between the answer to a probe and the next probe, in seconds.
+# Pause between the answer to a probe and the next probe, in seconds.
 PROBE_PAUSE_S: Final = 1.0
 LONGEST_PATIENCE_S: Final = 8.0
 FIRST_REDIAL_S: Final = 0.05
 LONGEST_REDIAL_S: Final = 1.0
-# Without an acknowledgement, the last of them perhaps still under way. Retransmits come at intervals that double: three
-# take 1.4 s at the least, where the other host is near.
+# Retransmits without an acknowledgement; the last of them may still be on its way. Their intervals double: three take
+# at least 1.4 s where the other host is near.
 RETRANSMITS_IN_VAIN: Final = 3
 PROBES_IN_VAIN: Final = 3
 
@@ -54,21 +54,21 @@ class Breaker:
         self._heard_at = -inf
 
     def asked(self, now: float) -> None:
-        """A probe begins."""
+        """Note that a probe begins."""
         self._asked_at = now
 
     def heard(self, now: float) -> None:
-        """The broker has answered something that is no probe."""
+        """Note an answer of the broker to something other than a probe."""
         self._heard_at = now
 
     def answered(self) -> bool:
-        """The probe has its answer; whether that closed the breaker."""
+        """Note the answer to the probe; return whether it closed the breaker."""
         was_open, self.is_open = self.is_open, False
         self.patience_s = self._timeout_s
         return was_open
 
     def silent(self) -> bool:
-        """The probe has had no answer within `patience_s`; whether that opened the breaker."""
+        """Note that the probe had no answer within `patience_s`; return whether that opened the breaker."""
         if self.is_open:
             self.patience_s = max(self._timeout_s, min(2 * self.patience_s, LONGEST_PATIENCE_S))
             return False
@@ -77,9 +77,9 @@ class Breaker:
 
 
 def is_cut_off(*, unacknowledged: int, retransmits: int, probes: int, silent_s: float, patience_s: float) -> bool:
-    """Whether nothing gets through on a connection, by what its kernel says of it (kproxy.runtime.sockets.Delivery).
+    """Whether a connection's kernel reports (kproxy.runtime.sockets.Delivery) that nothing gets through.
 
-    A broker that merely does not read closes its window, and its kernel acknowledges each probe of that.
+    A broker that only does not read closes its TCP window, and its kernel acknowledges each window probe.
     """
     if silent_s < patience_s:
         return False
@@ -87,7 +87,7 @@ def is_cut_off(*, unacknowledged: int, retransmits: int, probes: int, silent_s: 
 
 
 class Redial:
-    """The pace of the dials of one broker that is down; to be told of each that fails. Times as in `Breaker`."""
+    """Pace the dials of one broker that is down, given each failed dial. Times as in `Breaker`."""
 
     __slots__ = ("_due", "_pause_s", "failures")
 
@@ -97,7 +97,7 @@ class Redial:
         self._pause_s = FIRST_REDIAL_S
 
     def failed(self, now: float) -> None:
-        """A dial has failed."""
+        """Note a failed dial."""
         self.failures += 1
         self._due = now + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_REDIAL_S)

@@ -1,4 +1,4 @@
-"""What the fan-out (kproxy.routing.fanout) is told with its events, and what it looks at besides."""
+"""The values that events bring to the fan-out (kproxy.routing.fanout), and its view of the process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kproxy.routing.topology import Address, Topology
 
 
 class View(Protocol):
-    """What is decided upon besides the events: as it is at the moment of an event."""
+    """State that decisions read, besides the events, as it is at the moment of an event."""
 
     @property
     def topology(self) -> Topology: ...
@@ -23,7 +23,7 @@ class View(Protocol):
 
     @property
     def knows_batches_again(self) -> bool:
-        """Whether the brokers recognise a batch with a producer id that was appended before."""
+        """Whether brokers recognise a batch with a producer id that was appended before."""
         ...
 
     @property
@@ -33,7 +33,7 @@ class View(Protocol):
 
     @property
     def fenced(self) -> bool:
-        """Whether brokers keep fences, so that nothing of an earlier writer is appended behind them."""
+        """Whether brokers keep writer fences, so that no batch of an earlier writer is appended behind them."""
         ...
 
     @property
@@ -42,12 +42,12 @@ class View(Protocol):
         ...
 
     def is_hung(self, address: Address | None) -> bool:
-        """Whether the broker there is known not to answer."""
+        """Whether the broker at this address is known to hang."""
         ...
 
 
 class Adopted(NamedTuple):
-    """A request of the plain path that enters: its results so far are in `exchange`, `parts` are unanswered."""
+    """A request that leaves the plain path: `exchange` has its results so far, `parts` are unanswered."""
 
     exchange: Exchange
     routed_at: int
@@ -55,7 +55,7 @@ class Adopted(NamedTuple):
 
 
 class Loss(Enum):
-    """What is known of a piece whose connection has ended."""
+    """How far a piece got whose connection has ended."""
 
     LEFT = "it expects no answer, and its last byte had left this process"
     WRITTEN = "the broker may have seen it"

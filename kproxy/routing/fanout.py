@@ -1,37 +1,37 @@
-"""Split, send, take answers, retry, merge: the decisions behind Produce, Fetch and ListOffsets for one client.
+"""Split, send, retry and merge the Produce, Fetch and ListOffsets requests of one client connection.
 
-Events come in as method calls and actions go out as values (kproxy.routing.actions). Nothing here knows sockets, tasks
-or clocks: an event carries the time `now`, in seconds, and a `jitter` in [0, 1). The caller carries out all actions of
-an event, in order, before it brings the next one; where the topology has changed, that is the next one to bring.
+This module decides; it has no sockets, tasks or clocks. Events come in as method calls, and actions go out as values
+(kproxy.routing.actions). An event carries the time `now`, in seconds, and a `jitter` in [0, 1). The caller carries out
+all actions of an event, in order, before it brings the next one. If the topology has changed, that is the next event.
 
-A request whose routes are all proven is not brought here as long as it meets nothing but success: its shell sends it by
-a `plan`, in its turn, and answers it (the plain path). Before any other event such requests enter by `adopt`.
+A request whose routes are all proven is not brought here while it meets only success: the shell (kproxy.proxy.fanout)
+sends it by a `plan` and answers it in turn (the plain path). Before any other event such requests enter by `adopt`.
 
 States of a client
-  present   all may be sent
-  parted    it is gone: of topics with a writer group nothing more is sent, whatever its acks
-  severed   what it had claimed is another's: nothing more is sent at all
+  present   everything may be sent
+  parted    it is gone: nothing more is sent for topics with a writer group, whatever the acks
+  severed   another client has claimed its partitions: nothing more is sent at all
 
 Transitions of a client
-  present         -> parted    `parted`; there is no such state where no topic has a writer group
+  present         -> parted    `parted`, if a topic has a writer group
   present, parted -> severed   `severed`
 
-Those of an exchange are in kproxy.routing.merge, of a lane in kproxy.routing.lanes, of a connection to a broker in
-kproxy.routing.in_flight.
+kproxy.routing.merge has the states of an exchange, kproxy.routing.lanes those of a lane, kproxy.routing.in_flight those
+of a connection to a broker.
 
 Invariants
-1. A partition's entry is at any time in one place: a piece that is under way, a lane, or done.
-2. What is sent again goes through a lane; nothing of that partition overtakes it.
-3. On a new route one batch goes first, and the next follow its success (kproxy.routing.routes).
-4. When the topology has changed and a partition is to go elsewhere than its unanswered batches went, it waits for them.
-5. Nothing is sent again after its deadline, or for the first time after waiting until then; what a broker may have
-   seen keeps its lane until it is answered or its connection has ended, and what the client sent behind it meanwhile is
-   given up with it.
-6. Once the client is gone nothing more is sent for topics with a writer group, and once it is severed nothing at all.
-   What a broker has got for such topics is held from that event on until it is answered or lost.
+1. A partition's entry is in one place at any time: a piece in flight, a lane, or done.
+2. An entry that is sent again goes through a lane; nothing of its partition overtakes it.
+3. On a new route one batch goes first, and the next ones follow its success (kproxy.routing.routes).
+4. If a topology change moves a partition away from the broker of its unanswered batches, it waits for them.
+5. Nothing is sent again after its deadline, or for the first time after waiting until then. An entry that a broker may
+   have seen keeps its lane until it is answered or its connection has ended; entries that the client sent behind it
+   meanwhile are given up with it.
+6. Once the client is gone, nothing more is sent for topics with a writer group; once it is severed, nothing at all.
+   Batches that a broker has got for such topics are held from that event on until they are answered or lost.
 7. An event changes all lanes it concerns before anything is sent.
 8. A request is answered once, or never if it is dropped. The acknowledgement of an entry is noted once, before that.
-9. An error that a client gets is counted; what is not delivered of a client that gets no answer (acks=0) is told as
+9. Each error that a client gets is counted. A loss for a client that gets no answer (acks=0) is reported as
    Undeliverable.
 """
 
@@ -82,17 +82,17 @@ from kproxy_codec.partitioned import PartitionedRequest, PartitionedResponse, se
 from kproxy_codec.primitives import Buffer
 from kproxy_codec.produce_response import base_offset_of
 
-# A broker that has not answered so long after a deadline is not going to: its own timer has run out as well.
+# A broker that has not answered this long after a deadline will not answer: its own timer has run out as well. Seconds.
 HUNG_AFTER_S = 5.0
-# Timers are counted in milliseconds and may ring a part of one early, when nothing is due yet.
+# Timers have a resolution of milliseconds and may fire a fraction of one early, when nothing is due yet.
 TIMER_STEP_S: Final = 0.001
-# A broker has a piece, and its answer does not come any more.
+# A broker has the piece, and its answer will not come.
 _MAY_STILL_BE_APPENDED: Final = (retry.CONNECTION_LOST, retry.UNREADABLE)
 _NONE_HELD: Final[set[Entry]] = set()
 
 
 class ClientState(IntEnum):
-    """See the module's text."""
+    """See the module's docstring."""
 
     PRESENT = auto()
     PARTED = auto()
@@ -118,17 +118,17 @@ class Fanout:
         self._in_flight = InFlight()
         self._actions = Actions()
         self._exchanges = OpenExchanges(self._actions)
-        # Topic ids that were asked for before anybody knew the topic's name.
+        # Topic ids that were requested before the topic's name was known.
         self._nameless: set[bytes] = set()
-        # The topology's version that has been followed.
+        # The last version of the topology that `_follow` has handled.
         self.version = -1
         self._wakes_at: float | None = None
-        # Of the event that is under way.
+        # Valid during the current event.
         self._now = 0.0
         self._jitter = 0.0
         self._released: list[Item] = []
 
-    # What its shell asks
+    # Queries of the shell
 
     @property
     def is_quiet(self) -> bool:
@@ -137,37 +137,37 @@ class Fanout:
 
     @property
     def is_concerned(self) -> bool:
-        """Whether the topology's change concerns what has been sent by a plan."""
+        """Whether the topology's change concerns requests that were sent by a plan."""
         return self.routes.is_outdated(self._topology.moved_since(self.version))
 
     @property
     def awaits(self) -> bool:
-        """Whether it is to be told by `arrived` what comes on the plain path."""
+        """Whether requests of the plain path must be reported to `arrived`."""
         return self._exchanges.awaits
 
     @property
     def open_count(self) -> int:
-        """Exchanges that are not answered yet, or with acks=0 not sent."""
+        """The number of exchanges that are not answered yet, or with acks=0 not sent."""
         return len(self._exchanges)
 
     @property
     def is_idle(self) -> bool:
-        """Whether time alone changes nothing."""
+        """Whether the passing of time changes nothing."""
         return not len(self._exchanges) and not self._in_flight.pieces
 
     def is_due(self, now: float) -> bool:
-        """Whether a tick at this time answers something at its deadline; the plain path enters before."""
+        """Whether a tick at this time reaches a deadline; requests of the plain path must enter before."""
         return any(exchange.deadline <= now for exchange in self._exchanges)
 
     def open_exchanges(self) -> list[Exchange]:
-        """In the order of their requests."""
+        """The exchanges in the order of their requests."""
         return list(self._exchanges)
 
     def name_topics(self, request: PartitionedRequest) -> None:
-        """Put names in the place of topic ids.
+        """Replace topic ids by names.
 
-        Order is kept by what a partition is called, and a client may name its topic by id in one request and by name in
-        the next, as franz-go does.
+        Order is kept per partition name, and a client may name its topic by id in one request and by name in the next,
+        as franz-go does.
         """
         for topic in request.topics:
             name = self._topology.name_of(topic.wire)
@@ -177,13 +177,13 @@ class Fanout:
                 self._nameless.add(topic.wire)
 
     def arrived(self, exchange: Exchange) -> None:
-        """A request has come from the client that goes the plain path."""
+        """Note a request from the client that goes the plain path."""
         self._exchanges.arrived(exchange)
 
     # Events: requests
 
     def adopt(self, records: Sequence[Adopted]) -> list[int]:
-        """Requests of the plain path, in their order; the numbers of their pieces, in order. No event of its own."""
+        """Take over requests of the plain path, in order; return the numbers of their pieces. Not an event."""
         numbers = []
         for exchange, routed_at, parts in records:
             for connection, part in parts:
@@ -193,11 +193,11 @@ class Fanout:
         return numbers
 
     def submitted(self, exchange: Exchange, refused: Mapping[Entry, int], now: float, jitter: float) -> list[Action]:
-        """A request has come; entries in `refused` are not to be sent, each gets its error code."""
+        """Begin a request. Entries in `refused` are not sent; each gets its error code."""
         self._begin(now, jitter)
         self._exchanges.add(exchange)
         if not exchange.is_silent and exchange.deadline <= now:
-            # It was over before it could be begun: no broker gets anything of it.
+            # Its deadline passed before it began: no broker gets any of it.
             self._actions.add(Counted("deadlines", 1))
             self._expire_one(exchange, {(exchange.sequence, entry) for entry in exchange.open_entries()})
             return self._finish()
@@ -211,18 +211,18 @@ class Fanout:
     # Events: brokers
 
     def opened(self, connection: int) -> None:
-        """A dial has succeeded, and what waited for it is about to be written; no event of its own."""
+        """Note that a dial has succeeded: pieces that waited for it are about to be written. Not an event."""
         self._in_flight.opened(connection)
 
     def left(self, pieces: Sequence[int], now: float, jitter: float) -> list[Action]:
-        """Pieces that have no answer (acks=0) have left: that is all that will be known of them."""
+        """Finish pieces without an answer (acks=0) that have left: nothing more will be known of them."""
         self._begin(now, jitter)
         for number in pieces:
             self._left(self._in_flight.pieces[number])
         return self._finish()
 
     def answered(self, number: int, frame: memoryview, now: float, jitter: float) -> list[Action]:
-        """A broker's answer to a piece."""
+        """Take a broker's answer to a piece."""
         self._begin(now, jitter)
         piece = self._in_flight.pieces[number]
         exchange = piece.exchange
@@ -256,10 +256,10 @@ class Fanout:
     def lost(
         self, connection: int, losses: Sequence[tuple[int, Loss]], now: float, jitter: float, *, is_unconfirmed: bool
     ) -> list[Action]:
-        """A connection has ended with these pieces on it.
+        """End a connection and the pieces on it.
 
-        `is_unconfirmed`: what had left on it with acks=0 a moment ago may not have arrived, or was refused by closing
-        it. That is what Kafka's brokers do, so that the owners are looked up again.
+        `is_unconfirmed`: acks=0 batches that left on it shortly before may not have arrived, or the broker refused them
+        by closing the connection, as Kafka's brokers do. So their owners are looked up again.
         """
         self._begin(now, jitter)
         ended = self._in_flight.connections[connection]
@@ -279,7 +279,7 @@ class Fanout:
         return self._finish(*pieces)
 
     def unsent(self, number: int) -> None:
-        """A piece was not written, for its client is about to be severed; no event of its own."""
+        """Drop a piece that was not written because its client is about to be severed. Not an event."""
         piece = self._in_flight.pieces[number]
         self._in_flight.remove(piece)
         self._settle(piece.exchange, piece.entries(), appended=False)
@@ -287,14 +287,14 @@ class Fanout:
     # Events: the topology and time
 
     def topology_changed(self, now: float, jitter: float) -> list[Action]:
-        """What waits out a back-off for one owner, and has another now, waits no longer."""
+        """Follow the topology; an entry that backs off from one owner and now has another one waits no longer."""
         self._begin(now, jitter)
         self._follow()
         self.lanes.hasten(self._has_moved)
         return self._finish()
 
     def woken(self, now: float, jitter: float) -> list[Action]:
-        """The time of the last WakeAt has come: lanes may be due, or reads to be asked again."""
+        """Handle the time of the last WakeAt: lanes may be due, or reads may have to be asked again."""
         self._begin(now, jitter)
         self._wakes_at = None
         self._send_items(self.lanes.ready(now))
@@ -304,10 +304,10 @@ class Fanout:
         return self._finish()
 
     def tick(self, oldest: Mapping[int, int], now: float, jitter: float) -> list[Action]:
-        """Answer what has reached its deadline: done entries with their results, the rest with an error.
+        """Answer requests at their deadline: done entries with their results, the rest with an error.
 
-        Produce that a broker may have seen gets REQUEST_TIMED_OUT, what was never written NOT_LEADER_OR_FOLLOWER.
-        `oldest` is the piece that each connection is to answer next.
+        A produce entry that a broker may have seen gets REQUEST_TIMED_OUT, one never written NOT_LEADER_OR_FOLLOWER.
+        `oldest` is, by connection, the piece to be answered next.
         """
         self._begin(now, jitter)
         due = [exchange for exchange in self._exchanges if exchange.deadline <= now]
@@ -323,16 +323,17 @@ class Fanout:
     # Events: the client's end
 
     def parted(self, now: float, jitter: float) -> list[Action]:
-        """The client is gone: for topics with a writer group nothing is sent that has not been, whatever its acks."""
+        """Note that the client is gone: send nothing more for topics with a writer group, whatever the acks."""
         return self._part(ClientState.PARTED, now, jitter) if self._view.gated else []
 
     def severed(self, now: float, jitter: float) -> list[Action]:
-        """What the client had claimed is another's: nothing is sent for any topic."""
+        """Note that another client has its claims: send nothing more for any topic."""
         return self._part(ClientState.SEVERED, now, jitter)
 
     def closing(self, now: float, jitter: float) -> list[Action]:
-        """The client is gone. What it would hear of is dropped, it will send that again itself; what it sent with
-        acks=0 still goes.
+        """Note that the client is gone: drop requests with an answer, which the client sends again itself.
+
+        Requests with acks=0 are still sent.
         """
         self._begin(now, jitter)
         for exchange in self._exchanges:
@@ -343,14 +344,15 @@ class Fanout:
         return self._finish()
 
     def ended(self, now: float, jitter: float) -> list[Action]:
-        """What is left is waited for no longer."""
+        """Stop waiting for the remaining requests."""
         self._begin(now, jitter)
         self._expire(list(self._exchanges))
         return self._finish()
 
     def take_out(self, since: int, up_to: int) -> None:
-        """Called now and then: requests with a sequence above the one and up to the other keep no receive buffer from
-        being used again.
+        """Copy requests with a sequence in (since, up_to] out of receive buffers, so that these can be reused.
+
+        The shell calls it from time to time.
         """
         self._exchanges.take_out(since, up_to)
         if not self.lanes.table:
@@ -363,7 +365,7 @@ class Fanout:
         self._jitter = jitter
 
     def _finish(self, *pieces: Piece) -> list[Action]:
-        """Send what waited and may go now; `pieces` are answered or lost."""
+        """Send waiting entries that may go now; `pieces` are answered or lost."""
         self._send_released()
         for piece in pieces:
             if piece.is_held:
@@ -384,7 +386,7 @@ class Fanout:
     # Sending
 
     def _dispatch(self, exchange: Exchange, refused: Mapping[Entry, int] = NOTHING_REFUSED) -> None:
-        """Send all of an exchange that is not `refused`, or let it wait its turn."""
+        """Send all entries of an exchange that are not `refused`, or let them wait in their lanes."""
         held = self._hold_back(exchange, refused) if self.lanes.table else _NONE_HELD
         if refused:
             held = held | refused.keys()
@@ -397,7 +399,7 @@ class Fanout:
         self._exchanges.finish_if_complete(exchange, self._now)
 
     def _hold_back(self, exchange: Exchange, refused: Mapping[Entry, int]) -> set[Entry]:
-        """The entries that must wait, put into their lanes; what is refused waits for nothing."""
+        """Put entries that must wait into their lanes and return them; refused ones do not wait."""
         held: set[Entry] = set()
         for entry in exchange.open_entries():
             key = lane_key(exchange, entry)
@@ -416,7 +418,7 @@ class Fanout:
         return owner if topology.address(owner) is not None else NO_OWNER
 
     def _taken_by(self, topic: bytes, partition_index: int) -> int:
-        """The broker that has taken a partition that nobody is known to own, or NO_OWNER."""
+        """The broker that has taken a partition without a known owner, or NO_OWNER."""
         number = self.routes.proven_on(topic, partition_index)
         return NO_OWNER if number is None else self._in_flight.connections[number].broker
 
@@ -457,22 +459,22 @@ class Fanout:
                 if exchange not in self._exchanges or not exchange.is_open(item.entry):
                     self._settle(exchange, (item.entry,), appended=False)
                 elif key in given_up or self._is_late(exchange):
-                    # It, or one before it, has waited for too long.
+                    # It, or one before it, has reached its deadline.
                     given_up.add(key)
                     self._give_up_late(item)
                 elif key in self.lanes.table and not self.lanes.is_probing(key, sequence):
-                    # One before it found its route new, or no route at all.
+                    # One before it found its route new, or found no route.
                     self.lanes.hold(key, item)
                 else:
                     add_entry(pieces.setdefault(self._route(exchange, item.entry), []), *item.entry)
-            # One of several partitions is one part among others, whatever became of those.
+            # One of several partitions is one part among others, whatever the state of those.
             whole = exchange.is_ordered and exchange.request.partition_count == 1
             for owner, selection in pieces.items():
                 self._send(exchange, owner, selection, shares=max(2, len(pieces)), whole=whole)
             self._exchanges.finish_if_complete(exchange, self._now)
 
     def _close(self, connection: BrokerConnection, reason: str, *, is_untrue: bool = False) -> None:
-        """End a connection; that it is lost, with what is on it, is an event of its own."""
+        """End a connection. Its loss, with the pieces on it, is a separate event."""
         if connection.state is not ConnectionState.CLOSED:
             self._in_flight.closed(connection)
             self._actions.add(Close(connection.number, reason, is_untrue))
@@ -480,9 +482,9 @@ class Fanout:
     # Following the topology
 
     def _follow(self) -> None:
-        """What is unanswered elsewhere than it would go now blocks its partition.
+        """Block each partition with unanswered batches that would now go elsewhere.
 
-        Where many partitions change owners, most of them are none of this client's: what did not move is not looked at.
+        If many partitions change owners, most of them are not this client's: partitions that did not move are skipped.
         """
         moved = self._topology.moved_since(self.version)
         self.version = self._topology.version
@@ -495,13 +497,13 @@ class Fanout:
             if topics is not None and not exchange.asks_of_any(topics):
                 continue
             for entry in piece.entries():
-                # An owner that has it once more is as good as another one: what it refused before, it takes now.
+                # The same owner with a new ownership counts as another one: it now takes what it refused before.
                 is_new = self._topology.owner_revision(*exchange.partition(entry)) > piece.routed_at
                 if is_new or self._route(exchange, entry) != piece.connection.broker:
                     self.lanes.block(lane_key(exchange, entry), (exchange.sequence,))
 
     def _name_the_nameless(self) -> None:
-        """The topology may have learnt the names of topics that something waits for."""
+        """Use names of topics that the topology has learnt since, for requests that are waiting."""
         names = {each: name for each in self._nameless if (name := self._topology.name_of(each)) is not None}
         if not names:
             return
@@ -517,7 +519,7 @@ class Fanout:
             self._give_up(self.lanes.rename(key, new_key))
 
     def _has_moved(self, item: Item, routed_at: int) -> bool:
-        """Whether another owner has been told of since, one that can be sent to."""
+        """Whether the partition has another owner since, one that can be sent to."""
         if self._topology.owner_revision(*item.exchange.partition(item.entry)) <= routed_at:
             return False
         return self._route(item.exchange, item.entry) != NO_OWNER
@@ -525,7 +527,7 @@ class Fanout:
     # Answers
 
     def _passes_through(self, piece: Piece, response: PartitionedResponse) -> bool:
-        """Whether an answer can be handed on as it came."""
+        """Whether an answer can be passed to the client as it came."""
         exchange = piece.exchange
         return (
             piece.part is None
@@ -537,7 +539,7 @@ class Fanout:
         )
 
     def _note(self, piece: Piece, frame: memoryview, matched: Matched) -> None:
-        """Note what an answer acknowledges to a client that is still waiting for it."""
+        """Note the entries that an answer acknowledges, for a client that still waits for it."""
         exchange = piece.exchange
         if exchange not in self._exchanges or not exchange.is_ordered or exchange.is_silent:
             return
@@ -548,7 +550,7 @@ class Fanout:
                 self._actions.add(Note(exchange, entry, broker, piece.routed_at, result))
 
     def _take_results(self, piece: Piece, frame: memoryview, matched: Matched) -> None:
-        """Successes first: what they release is known before anything is judged to have failed."""
+        """Take an answer's results: successes first, as the lanes they release matter for the failures."""
         exchange = piece.exchange
         failures = []
         for entry, error_code, topic, ordinal in matched:
@@ -590,7 +592,7 @@ class Fanout:
         self._exchanges.finish_if_complete(exchange, self._now)
 
     def _fail_piece(self, piece: Piece, event: int) -> None:
-        """The same event (kproxy.routing.retry) for every entry of a piece."""
+        """Apply the same event (kproxy.routing.retry) to every entry of a piece."""
         if event in _MAY_STILL_BE_APPENDED and (gated := self._gated_partitions(piece)):
             self._actions.add(NoteLost(gated))
         self._in_flight.remove(piece)
@@ -605,17 +607,18 @@ class Fanout:
     def _failed(
         self, exchange: Exchange, entry: Entry, event: int, routed_at: int, result: Buffer | None = None
     ) -> None:
-        """An `event` (kproxy.routing.retry) has met what was sent at the topology's revision `routed_at`.
+        """Retry or fail an entry that met `event` (kproxy.routing.retry).
 
-        `result` is the broker's own entry, for codes that are handed on.
+        It was sent at the topology's revision `routed_at`. `result` is the broker's own entry, for codes that are
+        passed on.
         """
         key, sequence = lane_key(exchange, entry), exchange.sequence
         partition = exchange.partition(entry)
         if retry.doubts_the_owner(event):
-            # Whether or not anything is sent again from here: the client's own next attempt is to find the new owner.
+            # Even if nothing is sent again from here: the client's own next attempt needs the new owner.
             self._ask_for_owner(*partition, routed_at)
         if not exchange.is_open(entry) or exchange not in self._exchanges:
-            # It was answered at its deadline, or its client is gone; only the lane still wants to know.
+            # It was answered at its deadline, or its client is gone; only the lane still needs the outcome.
             self._settle(exchange, (entry,), appended=False)
             return
         rows = self._rows(exchange, result)
@@ -624,13 +627,13 @@ class Fanout:
             exchange.ambiguous.add(entry)
             safe = self._view.knows_batches_again and is_recognisable(exchange, entry)
         is_probing = self.lanes.is_probing(key, sequence)
-        # Where a refusal may come after an append, being behind another one does not make a second sending safe.
+        # If a refusal may follow an append, sending again is not safe just because it was behind another batch.
         behind = key in self.lanes and retry.is_held_back(event) and not is_probing and (safe or not is_ambiguous)
         attempts = exchange.attempts(entry)
         if not behind:
             attempts.add(routed_at, self._topology.owner_revision(*partition), self._now)
         verdict = retry.decide(rows, event, exhausted=attempts.exhausted, resend_is_safe=safe)
-        # Being out of order behind another one is not its own outcome, and producers end at that code.
+        # An out-of-order error behind a refused batch is not its own outcome, and producers stop at that code.
         is_misled = event == OUT_OF_ORDER_SEQUENCE_NUMBER and (behind or self._exchanges.is_misled(exchange, entry))
         error_code = NOT_LEADER_OR_FOLLOWER if is_misled else verdict.error_code
         item = Item(exchange, entry, error_code)
@@ -645,23 +648,23 @@ class Fanout:
         self._exchanges.conclude(exchange, entry, error_code, result if error_code == event else None)
         gives_up = event in rows or (is_probing and retry.comes_again(event))
         if gives_up and exchange.is_ordered and ((behind_it := self._in_flight.of(key)) or key in self.lanes):
-            # Its client sends it again; what it sent behind it before it could know is not to come first.
+            # Its client sends it again. Batches that the client sent behind it without knowing must not come first.
             self._give_up(self.lanes.give_up(key, sequence, self._exchanges.newest, behind_it))
         self._settle(exchange, (entry,), appended=False, given_up=gives_up)
 
     def _pause(self, item: Item, attempts: Attempts, routed_at: int) -> Pause:
-        """How long an item waits that was sent in vain at the topology's revision `routed_at`."""
+        """The pause of an item that failed when sent at the topology's revision `routed_at`."""
         soonest = self._now + attempts.soonest_s(self._jitter)
         due = soonest if self._has_moved(item, routed_at) else self._now + attempts.due_s(self._jitter)
         return Pause(due, soonest, routed_at)
 
     def _ask_for_owner(self, topic: bytes, partition_index: int, routed_at: int) -> None:
-        """Have the owner looked up, unless something new has been said of it since."""
+        """Have the owner looked up, unless the topology has news of it since `routed_at`."""
         if self._topology.owner_revision(topic, partition_index) <= routed_at:
             self._actions.add(Reread(topic, partition_index, routed_at))
 
     def _owner_hangs(self, exchange: Exchange, entry: Entry) -> bool:
-        """Whether sending again would wait behind a hung broker; a new owner's state counts, not the old one's."""
+        """Whether a retry would wait behind a hung broker; the new owner's state counts, not the old one's."""
         return self._view.is_hung(self._topology.address(self._route(exchange, entry)))
 
     def _rows(self, exchange: Exchange, result: Buffer | None) -> dict[int, retry.Row]:
@@ -672,7 +675,7 @@ class Fanout:
     # Lanes
 
     def _settle(self, exchange: Exchange, entries: Iterable[Entry], *, appended: bool, given_up: bool = False) -> None:
-        """Tell the lanes, if there are any, of an outcome; what one lets go is sent at the end of the event."""
+        """Report an outcome to the lanes, if there are any; items they release are sent at the end of the event."""
         if not self.lanes.table:
             return
         for entry in entries:
@@ -686,12 +689,12 @@ class Fanout:
             self._give_up(release.give_up)
 
     def _settle_pieces(self, withdrawn: Iterable[Piece]) -> None:
-        """The same for pieces that no broker gets."""
+        """Settle the entries of pieces that no broker gets."""
         for piece in withdrawn:
             self._settle(piece.exchange, piece.entries(), appended=False)
 
     def _give_up(self, items: Iterable[Item]) -> None:
-        """Each of these gets its `give_up_code`."""
+        """Answer each item with its `give_up_code`."""
         for item in items:
             self._exchanges.conclude(item.exchange, item.entry, item.give_up_code)
             self._exchanges.finish_if_complete(item.exchange, self._now)
@@ -700,7 +703,7 @@ class Fanout:
         return exchange.deadline <= self._now
 
     def _give_up_late(self, item: Item) -> None:
-        """An item may go, but its deadline has come, or that of one before it in its lane."""
+        """Give up an item whose deadline has passed, or that of one before it in its lane."""
         exchange = item.exchange
         self._give_up([item])
         if self._is_late(exchange) and exchange not in self._exchanges:
@@ -708,7 +711,7 @@ class Fanout:
         self._settle(exchange, (item.entry,), appended=False, given_up=True)
 
     def _withdraw(self, is_meant: Callable[[Piece], bool]) -> list[Piece]:
-        """Take back pieces that no broker has seen."""
+        """Take back matching pieces that no broker has seen."""
         withdrawn = self._in_flight.withdraw(is_meant)
         by_connection: dict[int, set[int]] = {}
         for piece in withdrawn:
@@ -720,7 +723,7 @@ class Fanout:
     # Deadlines
 
     def _expire(self, due: list[Exchange]) -> None:
-        """Answer what of these exchanges is still open; their pieces that no broker has seen are taken back."""
+        """Answer the open entries of these exchanges and take back their pieces that no broker has seen."""
         if not due:
             return
         sequences = {exchange.sequence for exchange in due}
@@ -731,7 +734,7 @@ class Fanout:
                 piece.exchange.note_sent(entry, piece.connection.broker)
         unwritten = {(piece.exchange.sequence, entry) for piece in withdrawn for entry in piece.entries()}
         for exchange in due:
-            # It may have been answered with another one, whose end gave up what waited behind it.
+            # It may have been answered by the expiry of another one, which gave up the entries waiting behind it.
             if exchange in self._exchanges:
                 self._expire_one(exchange, unwritten)
         self._settle_pieces(withdrawn)
@@ -747,7 +750,7 @@ class Fanout:
                 self._exchanges.conclude(exchange, entry, NOT_LEADER_OR_FOLLOWER if never_written else written)
         self._exchanges.finish_if_complete(exchange, self._now)
         if exchange not in self._exchanges:
-            # Its pieces may wait for long; what they are still wanted for is order.
+            # Its pieces may stay in flight for long; they are kept only for order.
             exchange.request.let_go()
 
     # The client's end
@@ -767,27 +770,27 @@ class Fanout:
         sent = {(piece.exchange.sequence, entry) for piece in written for entry in piece.entries()}
         is_severed = state is ClientState.SEVERED
         for exchange in self._exchanges:
-            # A read that looks again has no open entry, and would ask for all of them once more.
+            # A read that waits to be asked again has no open entry, but would send all of them again.
             if is_severed or any(self._is_over(exchange, entry) for entry in exchange.open_entries()):
                 self._part_from(exchange, sent)
         self._settle_pieces(withdrawn)
-        # What these release is over as well: it is found so at the next event.
+        # Items that these release are over as well; the next event finds that.
         return self._actions.take()
 
     def _is_over(self, exchange: Exchange, entry: Entry) -> bool:
-        """Whether the connection has ended in a way that lets this not be sent any more."""
+        """Whether the client's end forbids to send this entry."""
         if self._client is not ClientState.PARTED:
             return self._client is ClientState.SEVERED
         return exchange.api.api_key == PRODUCE and exchange.topic(entry).name in self._view.gated
 
     def _hold(self, written: Iterable[Piece]) -> None:
-        """Of interest are those for topics with a writer group."""
+        """Hold the partitions of written pieces for topics with a writer group."""
         for piece in written:
             partitions = self._gated_partitions(piece)
             if not partitions or piece.is_held:
                 continue
             if self._view.fenced:
-                # These connections end, and it is the fences that count; but another process may not know of them yet.
+                # These connections end, and the fences protect the partitions. Another process may not know them yet.
                 self._actions.add(NoteLost(partitions))
             else:
                 piece.is_held = True

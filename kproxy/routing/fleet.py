@@ -1,17 +1,17 @@
-"""The proxies that clients are told of, and what each is said to be: leader, coordinator, controller.
+"""The proxies that clients are told of, and which of them is named leader, coordinator or controller.
 
-Every proxy serves every partition and every group; whom clients are told of only spreads them. So a choice that is out
-of date for a moment costs nothing but an uneven spread, and a proxy that is asked for what another one is said to lead
-serves it all the same.
+Every proxy serves every partition and every group; naming different proxies only spreads the clients. So an outdated
+choice costs only an uneven spread for a moment, and a proxy that is asked for a partition which another one is named
+leader of serves it.
 
-State: a tuple of proxies, replaced as a whole. One instance per process, changed by whoever watches the proxies and
-read by everything else, on one event loop: what is read within one synchronous step is one view.
+State: the proxies, replaced as a whole. One instance per process, changed by the watch of the proxies and read by
+everything else, on one event loop: a synchronous step reads one consistent view.
 
 Invariants
-1. There is always a proxy to name.
-2. No two proxies have the same node id or the same address, and they stand in the order of their ids.
-3. From the same proxies everybody chooses the same (`rendezvous`). When one leaves only its share moves, and when one
-   comes only what it gets does.
+1. There is always at least one proxy.
+2. No two proxies have the same node id or the same address, and they are ordered by node id.
+3. The same proxies give the same choice everywhere (`rendezvous`). When a proxy leaves, only its share moves; when one
+   comes, only the share that it gets moves.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Final, NamedTuple
 
 from kproxy.routing.rendezvous import preferred, preferred_by_index
 
-# The first virtual node id, and that of a proxy that is alone; far above any real broker's.
+# The first virtual node id, which a proxy that is alone has; far above the ids of real brokers.
 FIRST_NODE_ID: Final = 1_000_000
 
 
 class Proxy(NamedTuple):
-    """One proxy as clients see it: a broker. `host` has no brackets, also where it is an IPv6 address."""
+    """One proxy as clients see it: a virtual broker. `host` has no brackets, even if it is an IPv6 address."""
 
     node_id: int
     host: str
@@ -38,7 +38,7 @@ class Proxy(NamedTuple):
 
 
 class Fleet:
-    """The proxies of now."""
+    """The current proxies."""
 
     def __init__(self, proxies: Iterable[Proxy]) -> None:
         self._by_id: dict[int, Proxy] = {}
@@ -50,7 +50,7 @@ class Fleet:
         return tuple(self._by_id.values())
 
     def replace(self, proxies: Iterable[Proxy]) -> bool:
-        """Name these from now on; whether that is a change. ValueError where invariants 1 or 2 do not hold."""
+        """Replace the proxies; return whether they changed. Raises ValueError if invariant 1 or 2 would not hold."""
         ordered = sorted(proxies)
         by_id = {proxy.node_id: proxy for proxy in ordered}
         if not by_id:
@@ -63,14 +63,14 @@ class Fleet:
 
     @property
     def controller(self) -> Proxy:
-        """The one with the lowest id: it changes only when that one goes."""
+        """The proxy with the lowest id; the choice changes only when that proxy leaves."""
         return next(iter(self._by_id.values()))
 
     def leaders(self, topic: bytes, partition_indexes: Sequence[int]) -> list[Proxy]:
-        """Who is said to lead each of these partitions; `topic` is its name."""
+        """The proxy to name as leader of each of these partitions; `topic` is its name."""
         return [self._by_id[chosen] for chosen in preferred_by_index(topic, partition_indexes, self._by_id)]
 
     def coordinator(self, key_type: int, key: str) -> Proxy:
-        """Who is said to coordinate a group or a transactional id; `key_type` as in FindCoordinator."""
+        """The proxy to name as coordinator of a group or a transactional id; `key_type` as in FindCoordinator."""
         chosen = preferred(b"%d/%b" % (key_type, key.encode("utf-8", "surrogatepass")), self._by_id)
         return self._by_id[chosen] if chosen is not None else self.controller

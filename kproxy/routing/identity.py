@@ -1,4 +1,4 @@
-"""What a part of a request is, as far as sending it again and its order are concerned."""
+"""Identify a part of a request for ordering and for sending it again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kproxy_codec.record_batch import NO_PRODUCER_ID, iterate_batches, parse_hea
 
 
 def lane_key(exchange: Exchange, entry: Entry) -> Hashable:
-    """What is kept in order: a partition's batches. Reads have no order among them, each is a lane of its own."""
+    """The key of an entry's lane: a partition for produce. Reads are not ordered, so each has a lane of its own."""
     topic, partition_index = exchange.partition(entry)
     if exchange.api.api_key == PRODUCE:
         return topic, partition_index
@@ -22,7 +22,7 @@ def lane_key(exchange: Exchange, entry: Entry) -> Hashable:
 
 
 def place_of(exchange: Exchange, entry: Entry) -> Place | None:
-    """Where a produced batch stands among those of its producer; None where it has none, or cannot be read."""
+    """The place of a produced batch among its producer's; None if it has none or cannot be read."""
     if exchange.api.api_key != PRODUCE:
         return None
     try:
@@ -35,10 +35,10 @@ def place_of(exchange: Exchange, entry: Entry) -> Place | None:
 
 
 def is_recognisable(exchange: Exchange, entry: Entry) -> bool:
-    """Whether a broker that has these batches already would know them again.
+    """Whether a broker that already has these batches would recognise them.
 
-    So it is where each carries a producer id and none is transactional, for brokers that rebuild their producer state
-    from the log. What cannot be read is not recognisable.
+    True if each carries a producer id and none is transactional, for brokers that rebuild their producer state from the
+    log. Unreadable batches are not recognisable.
     """
     if exchange.api.api_key != PRODUCE:
         return True

@@ -1,12 +1,12 @@
-"""What of one client connection brokers have not answered, by connection and by partition.
+"""The unanswered pieces of one client connection, by broker connection and by partition.
 
-A connection to a broker is a number, never used again. What is sent on it is a piece: a part of a request, with a
-number of its own.
+A connection to a broker has a number that is never reused. A piece is a part of a request that is sent on one
+connection; it has a number of its own.
 
 States of a connection
-  dialling   what is sent on it waits here, and can be withdrawn
-  open       what is sent on it is written: its broker may see it
-  closed     nothing is sent on it any more; its pieces are about to be lost
+  dialling   pieces wait here and can be withdrawn
+  open       pieces are written: their broker may see them
+  closed     nothing more is sent on it; its pieces are about to be lost
 
 Transitions
   dialling -> open     `opened`
@@ -14,7 +14,7 @@ Transitions
 
 Invariants
 1. A broker has at most one connection that is not closed.
-2. `of` names exactly the sequences with a piece under way for a partition, as the partition is called now.
+2. `of` names exactly the sequences with a piece in flight for a partition, under the partition's current name.
 3. Of each connection at most MAX_PARTITIONS partitions are known by name for each WINDOW_S (`Unconfirmed`).
 """
 
@@ -29,13 +29,13 @@ from kproxy.routing.identity import lane_key
 from kproxy.routing.merge import Exchange
 from kproxy.routing.split import Entry, Selection
 
-# acks=0 batches are in doubt that left in this time before a connection's end, or up to twice as long, in seconds.
+# acks=0 batches that left within this time before a connection's end, or up to twice as long, are in doubt; in seconds.
 WINDOW_S: Final = 1.0
 MAX_PARTITIONS: Final = 4096
 
 
 class ConnectionState(IntEnum):
-    """See the module's text."""
+    """See the module's docstring."""
 
     DIALLING = auto()
     OPEN = auto()
@@ -62,7 +62,7 @@ class BrokerConnection:
         self.unconfirmed: Unconfirmed | None = None
 
     def move(self, state: ConnectionState) -> None:
-        """Raises ValueError where there is no such transition."""
+        """Raises ValueError if there is no such transition."""
         if state not in _NEXT[self.state]:
             raise ValueError(
                 f"connection {self.number} cannot go from {self.state.name.lower()} to {state.name.lower()}"
@@ -71,10 +71,10 @@ class BrokerConnection:
 
 
 class Piece:
-    """What one broker is asked on behalf of an exchange; all of it where `part` is None.
+    """A part of an exchange that is sent to one broker; the whole exchange if `part` is None.
 
     `routed_at` is the topology's revision when it was sent, `keys` are the lanes in which it is counted.
-    `is_held`: its writer is gone, and it is waited for.
+    `is_held`: its writer is gone, and its partitions are held until it is answered or lost.
     """
 
     __slots__ = ("connection", "exchange", "is_held", "keys", "number", "part", "routed_at")
@@ -92,7 +92,7 @@ class Piece:
 
     @property
     def selection(self) -> Selection:
-        """The entries asked for."""
+        """The entries of this piece."""
         return self.exchange.selection(self.part)
 
     def entries(self) -> Iterable[Entry]:
@@ -106,7 +106,7 @@ def entries_of(selection: Selection) -> Iterable[Entry]:
 
 
 class InFlight:
-    """The connections and pieces of one client connection, but for those of the plain path."""
+    """The connections and pieces of one client connection, except the pieces of the plain path."""
 
     def __init__(self) -> None:
         self.connections: dict[int, BrokerConnection] = {}
@@ -114,13 +114,13 @@ class InFlight:
         self._by_broker: dict[int, BrokerConnection] = {}
         self._connection_numbers = count(1)
         self._piece_numbers = count(1)
-        # Made when it is first asked for, which is seldom, and kept until nobody needs it.
+        # Built on the first call of `of`, which is rare, and kept until `forget`.
         self._sequences: dict[Hashable, set[int]] | None = None
 
     # Connections
 
     def connection_to(self, broker: int) -> BrokerConnection:
-        """The one that leads to a broker, or a new one."""
+        """Return the connection to a broker, or a new one."""
         connection = self._by_broker.get(broker)
         if connection is None:
             connection = BrokerConnection(next(self._connection_numbers), broker)
@@ -128,13 +128,13 @@ class InFlight:
         return connection
 
     def opened(self, number: int) -> None:
-        """The dial has succeeded."""
+        """Note that the dial has succeeded."""
         connection = self.connections[number]
         if connection.state is ConnectionState.DIALLING:
             connection.move(ConnectionState.OPEN)
 
     def closed(self, connection: BrokerConnection) -> None:
-        """Nothing more is to be sent on it; no change where that is so already."""
+        """Send nothing more on this connection; no change if it is closed already."""
         if connection.state is not ConnectionState.CLOSED:
             connection.move(ConnectionState.CLOSED)
             del self._by_broker[connection.broker]
@@ -142,7 +142,7 @@ class InFlight:
     # Pieces
 
     def add(self, exchange: Exchange, connection: BrokerConnection, part: Selection | None, routed_at: int) -> Piece:
-        """A piece is sent, or waits for its dial."""
+        """Add a piece that is sent or waits for its dial."""
         piece = Piece(next(self._piece_numbers), exchange, connection, part, routed_at)
         self.pieces[piece.number] = connection.pieces[piece.number] = piece
         if self._sequences is not None and exchange.is_ordered:
@@ -160,7 +160,7 @@ class InFlight:
                 sequences.add(exchange.sequence)
 
     def remove(self, piece: Piece) -> None:
-        """A piece is answered, lost or withdrawn."""
+        """Remove a piece that is answered, lost or withdrawn."""
         del self.pieces[piece.number], piece.connection.pieces[piece.number]
         exchange = piece.exchange
         if self._sequences is None or not exchange.is_ordered:
@@ -172,7 +172,7 @@ class InFlight:
                 del self._sequences[key]
 
     def of(self, key: Hashable) -> Collection[int]:
-        """The sequences that are unanswered in a lane."""
+        """The unanswered sequences in a lane."""
         if self._sequences is None:
             self._sequences = {}
             for piece in self.ordered():
@@ -180,7 +180,7 @@ class InFlight:
         return self._sequences.get(key, ())
 
     def forget(self) -> None:
-        """Nobody asks `of` at the moment, or partitions are called something else now."""
+        """Discard the index behind `of`: it is not needed now, or partitions have new names."""
         self._sequences = None
 
     def ordered(self) -> list[Piece]:
@@ -188,7 +188,7 @@ class InFlight:
         return [piece for piece in self.pieces.values() if piece.exchange.is_ordered]
 
     def withdraw(self, is_meant: Callable[[Piece], bool]) -> list[Piece]:
-        """Remove pieces that no broker has seen."""
+        """Remove matching pieces that no broker has seen."""
         withdrawn = [
             piece
             for connection in self.connections.values()
@@ -202,15 +202,15 @@ class InFlight:
 
 
 Batches = dict[tuple[bytes, int], tuple[int, int]]
-"""By topic and partition index: how many batches, and the topology's revision that the last of them was sent at."""
+"""By topic and partition index: the number of batches, and the topology's revision that the last one was sent at."""
 
 
 class Unconfirmed:
-    """What was sent on one connection with acks=0 in the last moments: since `since`, and in the window before.
+    """The acks=0 batches sent lately on one connection: since `since`, and in the window before.
 
-    Nobody says whether such a batch was appended. A broker that refuses one closes the connection, as Apache Kafka
-    does; one that is killed or cut off does so as well. Bytes that left this process shortly before may have arrived or
-    not. Brokers close within milliseconds, so bytes that left long before are not in doubt.
+    No answer says whether such a batch was appended. A broker that refuses one closes the connection, as Apache Kafka
+    does; a broker that is killed or cut off closes it as well. Bytes that left this process shortly before may or may
+    not have arrived. Brokers close within milliseconds, so bytes that left long before are not in doubt.
     """
 
     __slots__ = ("_before", "_now", "_since")
@@ -221,7 +221,7 @@ class Unconfirmed:
         self._before: Batches = {}
 
     def _advance(self, now: float) -> None:
-        """Begin a new window where this one is over."""
+        """Begin a new window if this one is over."""
         elapsed = now - self._since
         if elapsed >= WINDOW_S:
             self._before = self._now if elapsed < 2 * WINDOW_S else {}
@@ -229,14 +229,14 @@ class Unconfirmed:
             self._since = now
 
     def note(self, partition: tuple[bytes, int], routed_at: int, now: float) -> None:
-        """A batch has left this process."""
+        """Note a batch that has left this process."""
         self._advance(now)
         batches, _ = self._now.get(partition, (0, 0))
         if batches or len(self._now) < MAX_PARTITIONS:
             self._now[partition] = (batches + 1, routed_at)
 
     def take(self, now: float) -> Batches:
-        """What is in doubt now that the connection has ended."""
+        """Return the batches in doubt, now that the connection has ended."""
         self._advance(now)
         doubted = dict(self._before)
         for partition, (batches, routed_at) in self._now.items():

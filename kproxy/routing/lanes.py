@@ -1,35 +1,36 @@
-"""Order per client connection and partition while something is unresolved.
+"""Keep order per client connection and partition while something is unresolved.
 
-In the ordinary course there are no lanes: on a proven route (kproxy.routing.routes) batches of a partition follow one
-another on one upstream connection, and the broker answers that connection in order. A lane exists for a partition while
-its route is new and the first batch on it is unanswered, while batch N of it is refused and waits for its retry, while
-N is unresolved on an earlier route and N+1 is to go elsewhere, or while what a broker may have seen of a batch that was
-answered at its deadline is unresolved.
+Normally there are no lanes: on a proven route (kproxy.routing.routes) the batches of a partition follow one another on
+one upstream connection, and the broker answers that connection in order. A partition has a lane while
+- its route is new and the first batch on it is unanswered, or
+- its batch N is refused and waits for its retry, or
+- N is unresolved on an earlier route and N+1 is to go elsewhere, or
+- a batch was answered at its deadline and a broker that may have seen it has not answered.
 
 States of a lane
-  blocked    items wait; some are still unanswered on an earlier route, or the back-off is not over; it ends early
-             (`hasten`) when the partition has another owner
-  probing    one item is under way on the new route, the rest waits for its success
-  gone       nothing waits and nothing is unresolved; it is not in the table any more
+  blocked    items wait: some are still unanswered on an earlier route, or the back-off is not over. The back-off ends
+             early (`hasten`) when the partition has another owner
+  probing    one item is in flight on the new route, the others wait for its success
+  gone       nothing waits and nothing is unresolved; the lane has left the table
 
 Transitions
   (new)   -> blocked   `refused`, `block`, `give_up` or `probe`
-  blocked -> probing   `probe`: a batch goes first on a new route; `ready`: nothing outstanding, the back-off is over,
-                       and the first item goes
-  probing -> blocked   `refused` of the item under way, or `settled`: its success releases all that waits, in order, its
-                       failure gives all of it up; `rename` into another lane
-  blocked -> gone      nothing waits or is outstanding any more. `settled` with a later batch appended after all gives
-                       everything up that waits
+  blocked -> probing   `probe`: a batch goes first on a new route; `ready`: nothing is outstanding, the back-off is
+                       over, and the first item goes
+  probing -> blocked   `refused` of the item in flight, or `settled`: its success releases all waiting items, in order,
+                       its failure gives all of them up; `rename` into another lane
+  blocked -> gone      nothing waits or is outstanding any more. `settled` of a later batch that was appended after all
+                       gives up all waiting items
 
 Invariants
 1. Items wait in the order of their requests (`Exchange.sequence`).
-2. While a lane exists, nothing of its partition is sent but the one item that probes.
+2. While a lane exists, nothing of its partition is sent except the one item that probes.
 3. A new route is proven by one success before anything is pipelined on it: a broker that has just become the owner and
-   knows no producer state would accept any sequence number.
-4. What the client sent before it could know that a batch was given up is not sent again after it (`is_given_up`): at a
-   broker that knows nothing of the producer it would come first.
-5. Each lane that waits for nothing but time has an entry with its `due` in a heap, so that no step looks at all lanes;
-   `scheduled` is the time of the latest. An entry whose lane has gone, or is due at another time, is passed over.
+   has no producer state would accept any sequence number.
+4. Batches that the client sent before it could know that an earlier batch was given up are not sent again after it
+   (`is_given_up`): to a broker without state of the producer they would look like the first.
+5. Each lane that waits only for time has an entry with its `due` in a heap, so that no step scans all lanes.
+   `scheduled` is the time of the latest entry. An entry is skipped if its lane is gone or is due at another time.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ LaneKey = Hashable
 
 
 class Item(NamedTuple):
-    """One entry of one exchange; `give_up_code` is what it gets when it is not sent again."""
+    """One entry of one exchange; `give_up_code` is its error code if it is not sent again."""
 
     exchange: Exchange
     entry: Entry
@@ -56,7 +57,7 @@ class Item(NamedTuple):
 
 
 class Release(NamedTuple):
-    """What to do after an event: send these in order, answer those with their `give_up_code`."""
+    """The result of an event: items to send, in order, and items to answer with their `give_up_code`."""
 
     send: list[Item]
     give_up: list[Item]
@@ -66,7 +67,7 @@ _NOTHING = Release([], [])
 
 
 class Pause(NamedTuple):
-    """When a refused item may go again, in seconds of the proxy's clock: to the same owner, or `soonest` to another.
+    """When a refused item may go again, in seconds of the proxy's clock: `due` to the same owner, `soonest` to another.
 
     `routed_at` is the topology's revision it was sent at.
     """
@@ -77,7 +78,7 @@ class Pause(NamedTuple):
 
 
 class LaneState(IntEnum):
-    """See the module's text."""
+    """See the module's docstring."""
 
     BLOCKED = auto()
     PROBING = auto()
@@ -114,12 +115,12 @@ class _Lane:
         self.soonest = 0.0
         self.scheduled: float | None = None
         self.routed_at = 0
-        # Sequences above the one and up to the other are behind a batch that was given up.
+        # Sequences in (given_up_behind, given_up_to] are behind a batch that was given up.
         self.given_up_behind = 0
         self.given_up_to = 0
 
     def move(self, state: LaneState, probing: int | None = None) -> None:
-        """Raises ValueError where there is no such transition; `probing` is the sequence of the item under way."""
+        """Raises ValueError if there is no such transition; `probing` is the sequence of the item in flight."""
         if state not in _NEXT[self.state]:
             raise ValueError(f"a lane cannot go from {self.state.name.lower()} to {state.name.lower()}")
         self.state = state
@@ -134,7 +135,7 @@ class Lanes:
     """The lanes of one client connection."""
 
     def __init__(self) -> None:
-        # Empty in the ordinary course, which every request asks for: by name, for a call costs more.
+        # Normally empty. Every request checks it, as an attribute because a call costs more.
         self.table: dict[LaneKey, _Lane] = {}
         # (due, tie-breaker, key) of the lanes that wait for time.
         self._by_due: list[tuple[float, int, LaneKey]] = []
@@ -147,23 +148,23 @@ class Lanes:
         return key in self.table
 
     def is_probing(self, key: LaneKey, sequence: int) -> bool:
-        """Whether that exchange's batch is the one under way on a new route."""
+        """Whether that exchange's batch is the one in flight on a new route."""
         lane = self.table.get(key)
         return lane is not None and lane.probing == sequence
 
     def is_given_up(self, key: LaneKey, sequence: int) -> bool:
-        """Whether that exchange's batch is not to be sent again, for what was before it is given up."""
+        """Whether that exchange's batch must not be sent again because one before it was given up."""
         lane = self.table.get(key)
         return lane is not None and lane.given_up_behind < sequence <= lane.given_up_to
 
     def probe(self, key: LaneKey, sequence: int) -> None:
-        """A batch goes first on a new route; no change where it is the lane's own item under way."""
+        """Note that a batch goes first on a new route; no change if it is the lane's own item in flight."""
         lane = self.table.setdefault(key, _Lane())
         if lane.state is LaneState.BLOCKED:
             lane.move(LaneState.PROBING, sequence)
 
     def hold(self, key: LaneKey, item: Item) -> None:
-        """Let an item of a blocked partition wait behind what waits there."""
+        """Queue an item of a blocked partition."""
         lane = self.table[key]
         insort(lane.waiting, item, key=_sequence)
         if len(lane.waiting) == 1:
@@ -177,9 +178,9 @@ class Lanes:
             lane.outstanding.discard(lane.probing)
 
     def refused(self, key: LaneKey, item: Item, pause: Pause | None, outstanding: Iterable[int]) -> None:
-        """An item is to be sent again, after `pause`, or None for when what is before it goes.
+        """Queue an item to be sent again after `pause`; None if it goes with the items before it.
 
-        `outstanding` are later ones already under way behind it.
+        `outstanding` are later ones already in flight behind it.
         """
         lane = self.table.get(key)
         if lane is None:
@@ -196,7 +197,7 @@ class Lanes:
         self._schedule(key, lane)
 
     def hasten(self, has_moved: Callable[[Item, int], bool]) -> None:
-        """Owners have changed: what has another one than at the revision it was sent at last is due at its soonest."""
+        """End back-offs early, at `soonest`, for partitions with another owner since their item was sent."""
         for key, lane in self.table.items():
             backs_off = lane.state is LaneState.BLOCKED and lane.waiting and lane.soonest < lane.due
             if backs_off and has_moved(lane.waiting[0], lane.routed_at):
@@ -204,7 +205,7 @@ class Lanes:
                 self._schedule(key, lane)
 
     def settled(self, key: LaneKey, sequence: int, *, appended: bool, given_up: bool) -> Release:
-        """An item's outcome is final: `appended`, or `given_up` after retries, or refused for good by a broker."""
+        """Take an item's final outcome: `appended`, `given_up` after retries, or refused for good by a broker."""
         lane = self.table.get(key)
         if lane is None:
             return _NOTHING
@@ -223,10 +224,10 @@ class Lanes:
         return Release([], abandoned)
 
     def give_up(self, key: LaneKey, sequence: int, up_to: int, outstanding: Iterable[int]) -> list[Item]:
-        """A batch is answered at its deadline, and the client does not know it yet.
+        """Give up a batch that is answered at its deadline, before the client knows it.
 
-        `up_to` is the newest request read so far, `outstanding` what of this partition is under way. Returns what waits
-        from that batch on: it is not sent any more.
+        `up_to` is the newest request read so far, `outstanding` are this partition's sequences in flight. Returns the
+        waiting items from that batch on, which are not sent any more.
         """
         lane = self.table.get(key)
         if lane is None:
@@ -242,7 +243,7 @@ class Lanes:
         return abandoned
 
     def ready(self, now: float) -> list[Item]:
-        """The first item of every lane that may probe now; they count as under way from here on."""
+        """Return the first item of every lane that may probe now; they count as in flight from here on."""
         items = []
         while (due := self.next_due()) is not None and due <= now:
             lane = self.table[heappop(self._by_due)[2]]
@@ -253,7 +254,7 @@ class Lanes:
         return items
 
     def next_due(self) -> float | None:
-        """When a lane that waits for nothing but time may probe."""
+        """The time at which the next lane that waits only for time may probe."""
         while self._by_due:
             due, _, key = self._by_due[0]
             lane = self.table.get(key)
@@ -265,16 +266,16 @@ class Lanes:
         return None
 
     def _schedule(self, key: LaneKey, lane: _Lane) -> None:
-        """Something of a lane has changed: it may wait for nothing but time now, or till another time."""
+        """Schedule a changed lane: it may wait only for time now, or until another time."""
         if lane.scheduled != lane.due and _waits_for_time(lane):
             lane.scheduled = lane.due
             heappush(self._by_due, (lane.due, next(self._ties), key))
 
     def rename(self, key: LaneKey, new_key: LaneKey) -> list[Item]:
-        """A partition is called something else from now on; where that has a lane of its own, the two become one.
+        """Rename a partition; if the new name has a lane of its own, merge the two.
 
-        What is under way of both is to be settled before anything of the one lane goes. Returns what waited in the one
-        behind a batch that was given up in the other: it is not sent any more.
+        The items in flight of both must be settled before anything of the merged lane goes. Returns items that waited
+        in one lane behind a batch that was given up in the other: they are not sent any more.
         """
         old = self.table.pop(key, None)
         if old is None:
@@ -304,13 +305,13 @@ class Lanes:
         return abandoned
 
     def drop(self, is_dropped: Callable[[Exchange], bool]) -> None:
-        """Take what waits of some exchanges out of every lane: nobody wants it any more."""
+        """Remove the waiting items of some exchanges from every lane."""
         for key, lane in list(self.table.items()):
             lane.waiting = [item for item in lane.waiting if not is_dropped(item.exchange)]
             self._settle(key, lane)
 
     def _settle(self, key: LaneKey, lane: _Lane) -> None:
-        """Less is unresolved than before: the lane may be of no use any more, or wait for nothing but time."""
+        """Schedule or remove a lane after something of it was resolved."""
         if lane.waiting:
             self._schedule(key, lane)
         elif not lane.outstanding and lane.state is LaneState.BLOCKED:

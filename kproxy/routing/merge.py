@@ -1,25 +1,25 @@
-"""One client request from its split to its one answer.
+"""Track one client request from its split to its one answer.
 
 States
   open       some entry of it (one partition) has no result; or all have one, and it is about to be answered
   looking    a read found too little in all of its results, and is asked again after a pause
-  answered   its client has the answer, or with acks=0 it is done with
-  dropped    its client is gone and hears of nothing any more
+  answered   its client has the answer, or with acks=0 it is done
+  dropped    its client is gone and gets no answer
 
 Transitions
   open    -> looking     the pause begins
-  looking -> open        `reset`, for it is asked again; `stop_looking`, for its time is over
+  looking -> open        `reset`: it is asked again; `stop_looking`: its time is over
   open    -> answered
   open, looking -> dropped
 
-An entry is open while it has no result, and done once a broker's result is taken or an error code is given.
+An entry is open while it has no result. It is done once it has a broker's result or an error code.
 
 Invariants
 1. Every partition of the request is answered exactly once: a second result for an entry is ignored, and the exchange is
    complete when the last entry is done.
 2. The answer lists topics and partitions in the request's order.
 3. `throttle_time_ms` is the maximum of the brokers'.
-4. A result's bytes are the broker's own, leader hints blanked; an error's offsets and times are -1.
+4. A result has the broker's own bytes, with leader hints blanked; an error's offsets and times are -1.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _START = Struct(">ii")
 
 
 class ExchangeState(IntEnum):
-    """See the module's text."""
+    """See the module's docstring."""
 
     OPEN = auto()
     LOOKING = auto()
@@ -98,24 +98,24 @@ class Exchange:
         self.deadline = deadline
         self.open_count = request.partition_count
         self.throttle_time_ms = 0
-        # Whether its partitions are kept in the order of requests; reads have none, and acks=0 hears of no outcome.
+        # Whether its partitions keep the order of requests. Reads have none, and acks=0 has no outcome.
         self.is_ordered = api.api_key == PRODUCE and request.acks != 0
-        # Whether its client gets no answer (acks=0), though brokers may be asked for one.
+        # Whether its client gets no answer (acks=0), even if brokers are asked for one.
         self.is_silent = False
-        # Nearly all exchanges have no use for these.
+        # Nearly all exchanges need none of these.
         self._attempts: dict[Entry, Attempts] | None = None
         self._ambiguous: set[Entry] | None = None
         self._splitter: tuple[int, Splitter] | None = None
         self.payload_bytes = 0
         self.has_errors = False
-        # For reads that look again: until when (seconds of the proxy's clock), and how often they have.
+        # For reads that are asked again: until when (seconds of the proxy's clock), and how often so far.
         self.look_until = 0.0
         self.looks = 0
         self._results: list[list[Buffer | None]] | None = None
         self._tags: list[Tag] | None = None
 
     def move(self, state: ExchangeState) -> None:
-        """Raises ValueError where there is no such transition."""
+        """Raises ValueError if there is no such transition."""
         if state not in _NEXT[self.state]:
             raise ValueError(
                 f"request {self.sequence} cannot go from {self.state.name.lower()} to {state.name.lower()}"
@@ -123,7 +123,7 @@ class Exchange:
         self.state = state
 
     def attempts(self, entry: Entry) -> Attempts:
-        """How often an entry was tried and failed."""
+        """The failed attempts of an entry."""
         if self._attempts is None:
             self._attempts = {}
         attempts = self._attempts.get(entry)
@@ -132,11 +132,11 @@ class Exchange:
         return attempts
 
     def note_sent(self, entry: Entry, broker: int) -> None:
-        """An entry that has met no success was sent to this broker; what succeeds is not noted."""
+        """Note the broker to which an entry without success was sent; successes are not noted."""
         self.attempts(entry).sent_to = broker
 
     def sent_to(self, entry: Entry) -> int:
-        """The broker that it was sent to last, as far as that was noted; NO_OWNER for none."""
+        """The last broker noted by `note_sent`; NO_OWNER if there is none."""
         attempts = self._attempts.get(entry) if self._attempts is not None else None
         return attempts.sent_to if attempts is not None else NO_OWNER
 
@@ -148,7 +148,7 @@ class Exchange:
         return self._ambiguous
 
     def splitter(self, pieces: int) -> Splitter:
-        """Encodes the parts of the request, where it is split into so many."""
+        """The encoder of the request's parts, if it is split into this many."""
         if self._splitter is None or self._splitter[0] != pieces:
             self._splitter = (pieces, Splitter(self.request, self.api.piece_preamble(self.request, pieces)))
         return self._splitter[1]
@@ -158,7 +158,7 @@ class Exchange:
         return self.open_count == 0
 
     def selection(self, part: Selection | None) -> Selection:
-        """The entries that a part of the request asks for; all of them where it is None."""
+        """The entries of a part of the request; all entries if it is None."""
         return split_whole(self.request.topics) if part is None else part
 
     def topic(self, entry: Entry) -> TopicSpan:
@@ -170,7 +170,7 @@ class Exchange:
         return topic.name, topic.partitions[entry[1]]
 
     def asks_of_any(self, topics: Collection[bytes]) -> bool:
-        """Whether one of these topics is in the request."""
+        """Whether the request has one of these topics."""
         return any(topic.name in topics for topic in self.request.topics)
 
     def route(self, entry: Entry, topology: Topology, taken_by: int) -> int:
@@ -196,7 +196,7 @@ class Exchange:
             self.open_count -= 1
 
     def take_all(self, selection: Selection, results: Sequence[Buffer]) -> None:
-        """Record the entries of a selection, in its order."""
+        """Record the results of a selection's entries, in its order."""
         rows = self._results
         if rows is None:
             rows = self._results = [[None] * len(topic.partitions) for topic in self.request.topics]
@@ -216,7 +216,7 @@ class Exchange:
         self.take(entry, self.api.error_entry(self.request.header.api_version, partition_index, error_code))
 
     def note(self, response: PartitionedResponse) -> None:
-        """Take what an answer says about the whole of itself."""
+        """Take the fields of an answer that are not of one partition."""
         self.throttle_time_ms = max(self.throttle_time_ms, response.throttle_time_ms)
         self.payload_bytes += response.payload_bytes
         if response.other_tags:
@@ -236,7 +236,7 @@ class Exchange:
         ]
 
     def reset(self) -> None:
-        """Begin anew, for a read that is asked again."""
+        """Discard all results of a read that is asked again."""
         self.move(ExchangeState.OPEN)
         self._results = None
         self.open_count = self.request.partition_count
@@ -245,28 +245,28 @@ class Exchange:
         self.looks += 1
 
     def stop_looking(self) -> None:
-        """Its time is over: what has been found is its answer."""
+        """End the wait of a read: the results so far are its answer."""
         self.look_until = 0.0
         if self.state is ExchangeState.LOOKING:
             self.move(ExchangeState.OPEN)
 
     def drop(self) -> None:
-        """Nobody is to have its answer. A piece of it that is under way keeps it, and brokers' answers are large."""
+        """Discard the results. A piece in flight keeps the exchange, and brokers' answers are large."""
         self.move(ExchangeState.DROPPED)
         self._results = None
 
     def encode(self) -> list[Buffer]:
-        """The whole answer as buffers, the length prefix first. The exchange must be complete."""
+        """Encode the whole answer as buffers, the length prefix first. The exchange must be complete."""
         request = self.request
         flexible = request.flexible
         head, tail = self.api.response_ends(request.header.api_version, self.throttle_time_ms, self._tags or [])
-        # The header's tagged fields, where there are any, what the API puts before the topics, and their number.
+        # The header's tagged fields, if any, the fields of the API before the topics, and their number.
         small = (_NO_TAGS if flexible else b"") + head + encode_count(len(request.topics), compact=flexible)
         parts: list[Buffer] = []
         # Without a result there is no partition in it either.
         for topic, results in zip(request.topics, self._results or [[]] * len(request.topics), strict=True):
             parts.append(small + request.topic_head(topic))
-            # It is complete: none of them is None.
+            # It is complete, so none of them is None.
             parts += cast("list[Buffer]", results)
             small = _NO_TAGS if flexible else b""
         parts.append(small + tail)
@@ -279,9 +279,9 @@ Matched = list[tuple[Entry, int, TopicSpan, int]]
 
 
 def match_results(exchange: Exchange, selection: Selection, response: PartitionedResponse) -> Matched:
-    """Each selected entry with its result.
+    """Pair each selected entry with its result.
 
-    Raises InvalidField where the answer lacks one of them, has one that was not asked for, or has one twice.
+    Raises InvalidField if the answer lacks one of them, has one that was not asked for, or has one twice.
     """
     found: dict[tuple[bytes, int], tuple[TopicSpan, int]] = {}
     for topic in response.topics:
@@ -303,7 +303,7 @@ def match_results(exchange: Exchange, selection: Selection, response: Partitione
 
 
 def answers_in_order(request: PartitionedRequest, response: PartitionedResponse) -> bool:
-    """Whether the answer to a whole request lists just its partitions, in its order, none of them with an error."""
+    """Whether the answer to a whole request lists exactly its partitions, in its order, without errors."""
     if len(request.topics) != len(response.topics):
         return False
     for asked, answered in zip(request.topics, response.topics, strict=True):

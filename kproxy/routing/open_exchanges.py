@@ -1,13 +1,14 @@
-"""The requests of one client connection that are not answered yet, and how they end.
+"""The unanswered requests of one client connection, and how they end.
 
-The states of an exchange are in kproxy.routing.merge.
+kproxy.routing.merge has the states of an exchange.
 
 Invariants
 1. A request is answered once, or never if it is dropped.
-2. An error that a client gets is counted; what is not delivered of a client that gets no answer (acks=0) is told as
+2. Each error that a client gets is counted. A loss for a client that gets no answer (acks=0) is reported as
    Undeliverable.
 3. A read that found too little is asked again after a pause, until its time is up.
-4. A batch that is out of order only because one before it was refused is not told so (kproxy.routing.refused).
+4. A batch that is out of order only because one before it was refused does not get that error
+   (kproxy.routing.refused).
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ from kproxy.routing.refused import Refused
 from kproxy.routing.split import Entry
 from kproxy_codec.primitives import Buffer
 
-# Pauses of a read that spans brokers and waits for data, in seconds: soon at first, then easy on the brokers.
+# Pauses before a read that spans brokers and waits for data is asked again, in seconds: short at first, then longer to
+# spare the brokers.
 LOOK_PAUSES_S: Final = (0.005, 0.01, 0.02, 0.04)
-# Times are sums: what is due now may be so by a little less.
+# Times are sums, so a time that is due now may be slightly later by rounding.
 _SAME_TIME_S: Final = 1e-6
 
 
 class OpenExchanges:
-    """What is to be done goes into `actions`."""
+    """The open exchanges; actions go into `actions`."""
 
     def __init__(self, actions: Actions) -> None:
         self._actions = actions
@@ -53,14 +55,14 @@ class OpenExchanges:
         return exchange.sequence in self._table
 
     def add(self, exchange: Exchange) -> None:
-        """A request has come."""
+        """Add a new request."""
         self.newest = exchange.sequence
         self._table[exchange.sequence] = exchange
         if self.awaits and exchange.is_ordered:
             self.arrived(exchange)
 
     def adopt(self, exchanges: Iterable[Exchange]) -> None:
-        """Requests that may have come before others that are here."""
+        """Add requests that may be older than others that are here."""
         for exchange in exchanges:
             self.newest = max(self.newest, exchange.sequence)
             self._table[exchange.sequence] = exchange
@@ -68,18 +70,18 @@ class OpenExchanges:
 
     @property
     def awaits(self) -> bool:
-        """Whether `arrived` is to be told of what comes: a batch that was refused may come again."""
+        """Whether new requests must be reported to `arrived`: a refused batch may come again."""
         return bool(self._refused.lanes)
 
     def arrived(self, exchange: Exchange) -> None:
-        """A request has come from the client."""
+        """Note a request from the client."""
         for entry in exchange.open_entries():
             key = lane_key(exchange, entry)
             if key in self._refused.lanes and (place := place_of(exchange, entry)) is not None:
                 self._refused.arrived(key, place)
 
     def take_out(self, since: int, up_to: int) -> None:
-        """Requests with a sequence above the one and up to the other keep no receive buffer from being used again."""
+        """Copy requests with a sequence in (since, up_to] out of receive buffers, so that these can be reused."""
         for sequence, exchange in self._table.items():
             if since < sequence <= up_to:
                 exchange.request.take_out()
@@ -92,7 +94,7 @@ class OpenExchanges:
         return place is not None and self._refused.misleads(lane_key(exchange, entry), place)
 
     def conclude(self, exchange: Exchange, entry: Entry, error_code: int, result: Buffer | None = None) -> None:
-        """Give an entry its final error; `result` is the broker's own entry where its code is handed on."""
+        """Give an entry its final error; `result` is the broker's own entry if its code is passed on."""
         final = retry.final_code(error_code, is_ambiguous=entry in exchange.ambiguous)
         if exchange.is_silent:
             exchange.take(entry, b"")
@@ -116,21 +118,21 @@ class OpenExchanges:
         self.respond(exchange, [] if exchange.is_silent else exchange.encode())
 
     def respond(self, exchange: Exchange, answer: list[Buffer]) -> None:
-        """Answer an exchange; one whose client gets no answer (acks=0) is done with."""
+        """Answer an exchange; one whose client gets no answer (acks=0) is done."""
         exchange.move(ExchangeState.ANSWERED)
         del self._table[exchange.sequence]
         self._actions.add(Respond(exchange.sequence, [] if exchange.is_silent else answer))
 
     def drop(self, exchange: Exchange) -> None:
-        """Its client is gone."""
+        """Drop an exchange whose client is gone."""
         exchange.drop()
         del self._table[exchange.sequence]
         self._actions.add(Drop(exchange.sequence))
 
-    # Reads that look again
+    # Reads that are asked again
 
     def _looks_again(self, exchange: Exchange, now: float) -> bool:
-        """Whether a read that found too little is asked once more; if so, it will be."""
+        """Schedule another attempt of a read that found too little, if it has time left; return whether it does."""
         pause = LOOK_PAUSES_S[min(exchange.looks, len(LOOK_PAUSES_S) - 1)]
         if exchange.has_errors or now + pause >= exchange.look_until:
             return False
@@ -141,7 +143,7 @@ class OpenExchanges:
         return True
 
     def next_look(self) -> float | None:
-        """When a read is to be asked again."""
+        """The time at which the next read is to be asked again."""
         while self._looking and not self._is_looking(self._looking[0][1]):
             heappop(self._looking)
         return self._looking[0][0] if self._looking else None
@@ -151,7 +153,7 @@ class OpenExchanges:
         return exchange is not None and exchange.state is ExchangeState.LOOKING
 
     def look(self, now: float) -> list[Exchange]:
-        """The reads that are to be asked again now; they begin anew."""
+        """Reset and return the reads that are to be asked again now."""
         again = []
         while (due := self.next_look()) is not None and due <= now + _SAME_TIME_S:
             exchange = self._table[heappop(self._looking)[1]]

@@ -1,8 +1,10 @@
-"""Rendezvous hashing: of a set of candidates, the same choice everywhere, and only the share of one that leaves moves.
+"""Choose among candidates by rendezvous hashing.
 
-Brokers: which of the live ones a partition without an owner is offered to first, so that first touches spread and do
-not race. Proxies: which of them clients are told leads a partition, or coordinates a group. Every proxy makes the same
-choice from the same set, on every machine and with every version of Python: digests of bytes, read as big-endian.
+The same candidates give the same choice everywhere, and only the share of a candidate that leaves moves.
+
+For brokers: the live broker that a partition without an owner is offered to first, so that first writes spread and do
+not race. For proxies: the one that is named leader of a partition, or coordinator of a group. Every proxy makes the
+same choice, on every machine and with every version of Python: weights are digests of bytes, read as big-endian.
 """
 
 from __future__ import annotations
@@ -11,13 +13,13 @@ import struct
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b, shake_128
 
-# So many partitions get their weights from one digest.
+# Number of partitions whose weights come from one digest.
 BLOCK = 1024
 _WEIGHT_BYTES = 8
 
 
 def preferred(key: bytes, candidates: Iterable[int]) -> int | None:
-    """The candidate with the highest weight for `key`; None where there is no candidate."""
+    """The candidate with the highest weight for `key`; None if there is no candidate."""
     return max(candidates, key=lambda candidate: (_weight(key, candidate), candidate), default=None)
 
 
@@ -28,8 +30,8 @@ def _weight(key: bytes, candidate: int) -> bytes:
 def preferred_by_index(key: bytes, indexes: Sequence[int], candidates: Iterable[int]) -> list[int]:
     """The candidate with the highest weight for each (`key`, index), in the order of `indexes` (from 0 to 2**63 - 1).
 
-    A digest of any length yields as many weights as are needed at once, some five times cheaper than one by one: an
-    answer may name 10,000 partitions. ValueError where there is no candidate.
+    One long digest yields all weights at once, some five times cheaper than one by one: an answer may name 10,000
+    partitions. Raises ValueError if there is no candidate.
     """
     ordered = sorted(candidates)
     if not ordered:
@@ -46,7 +48,7 @@ def preferred_by_index(key: bytes, indexes: Sequence[int], candidates: Iterable[
 
 
 def _choose(key: bytes, block: int, count: int, candidates: Sequence[int]) -> list[int]:
-    """The choices of the first `count` indexes of a block; of equal weights the higher candidate's counts."""
+    """The choices of the first `count` indexes of a block; of equal weights the higher candidate wins."""
     layout = struct.Struct(f">{count}Q")
     columns = [
         layout.unpack(shake_128(struct.pack(">iq", candidate, block) + key).digest(count * _WEIGHT_BYTES))

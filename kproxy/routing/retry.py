@@ -1,14 +1,13 @@
-"""What may be done about a failure: the retry table.
+"""The retry table: how to handle each failure of a partition's part of a request.
 
-An event is a Kafka error code that a broker answered, or one of two things that happen to a connection. Each row says
-what the proxy does with one partition's part of a request. Produce is judged strictly, because a produce that may have
-been appended must not be sent again unless the broker would recognise it; Fetch and ListOffsets change nothing and may
-always be asked again.
+An event is a Kafka error code that a broker answered, or a failure of a connection or answer. Each row says what the
+proxy does with one partition's part of a request. Produce is strict: a batch that may have been appended must not be
+sent again unless the broker would recognise it. Fetch and ListOffsets change nothing and may always be asked again.
 
-Answers leave in the order of requests, so that an entry that waits for its retry holds up all that its client asked for
-behind it. Hence two bounds on top of each row's own, both counted from the entry's first failure: WAIT_S for what was
-refused before the append, AMBIGUOUS_WAIT_S for what may have been appended and whose lane has to wait. Past them the
-client gets the code, and its own policy goes on.
+Answers leave in the order of requests, so an entry that waits for its retry delays every later answer of its client.
+Hence two more bounds besides each row's own, both counted from the entry's first failure: WAIT_S for entries refused
+before the append, AMBIGUOUS_WAIT_S for entries that may have been appended and whose lane has to wait. After that the
+client gets the code and follows its own retry policy.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from kproxy.routing.topology import NO_OWNER
 from kproxy_codec import error_codes as codes
 from kproxy_codec.api_keys import PRODUCE as PRODUCE_KEY
 
-# Events beside Kafka's codes, which are 16 bits wide.
+# Events besides Kafka's codes, which have 16 bits.
 NOT_WRITTEN: Final = 1 << 16
-"""The dial failed, or not one byte of the piece was written: no broker has seen it."""
+"""The dial failed, or no byte of the piece was written: no broker has seen it."""
 CONNECTION_LOST: Final = NOT_WRITTEN + 1
 """The connection ended with the piece written and unanswered."""
 UNREADABLE: Final = NOT_WRITTEN + 2
@@ -33,21 +32,21 @@ _EVENT_NAMES = {
 }
 
 ALL_ACKS: Final = -1
-# At one owner; and at all of them, where a partition moves while it is tried.
+# At one owner; and in total, if a partition moves between attempts.
 MAX_ATTEMPTS: Final = 3
 MAX_ATTEMPTS_IN_ALL: Final = 9
 BACKOFF_S: Final = (0.02, 0.1, 0.25, 0.5)
 WAIT_S: Final = 1.0
 """How long after an entry's first failure it may still be sent again, in seconds."""
 AMBIGUOUS_WAIT_S: Final = 3.0
-"""The same where a broker may have appended it."""
+"""The same for an entry that a broker may have appended."""
 NO_OFFSET: Final = -1
 
 
 class Attempts:
-    """How often an entry was sent in vain: `in_all`, and `here`, since its partition last got another owner.
+    """The failed attempts of an entry: `in_all`, and `here`, since its partition last got another owner.
 
-    `refused_by`: the brokers that said NOT_LEADER_OR_FOLLOWER to it; `sent_to`: the one it was sent to last.
+    `refused_by`: the brokers that answered NOT_LEADER_OR_FOLLOWER; `sent_to`: the one it was sent to last.
     """
 
     __slots__ = ("_owner_revision", "first_failed_at", "here", "in_all", "refused_by", "sent_to")
@@ -61,7 +60,7 @@ class Attempts:
         self.sent_to = NO_OWNER
 
     def add(self, routed_at: int, owner_revision: int, now: float) -> None:
-        """One more, sent at the topology's revision `routed_at`; `owner_revision` is the ownership's by now.
+        """Count an attempt sent at the topology's revision `routed_at`; `owner_revision` is the ownership's now.
 
         `now` is in seconds of the proxy's clock.
         """
@@ -83,7 +82,7 @@ class Attempts:
         return backoff_s(max(self.here, 1), jitter)
 
     def soonest_s(self, jitter: float) -> float:
-        """Seconds to wait before another owner is tried: none at first; what moves on and on is followed at a pace."""
+        """Seconds to wait before another owner is tried: none at first, a back-off if the partition keeps moving."""
         return 0.0 if self.in_all <= 1 else backoff_s(1, jitter)
 
 
@@ -96,7 +95,7 @@ class Bound(Enum):
 
 
 class Row(NamedTuple):
-    """`final` is what the client gets when no retry is allowed (any more); None hands the event's own code on."""
+    """One row: `final` is the client's code when no (further) retry is allowed; None passes the event's own code on."""
 
     bound: Bound
     final: int | None
@@ -107,11 +106,11 @@ _HAND_ON = Row(Bound.NEVER, None)
 
 
 class Conduct(NamedTuple):
-    """How the brokers of an ownership source behave, where it matters for what may be sent again.
+    """How the brokers of an ownership source behave, as far as sending again depends on it.
 
-    `refuses_before_append`: NOT_LEADER_OR_FOLLOWER is said only before anything is appended, whatever the acks and the
-    base offset.
-    `knows_batches_again`: a batch with a producer id that was appended before is recognised, also by a new owner.
+    `refuses_before_append`: they answer NOT_LEADER_OR_FOLLOWER only before anything is appended, whatever the acks and
+    the base offset.
+    `knows_batches_again`: they recognise a batch with a producer id that was appended before, even on a new owner.
     """
 
     refuses_before_append: bool
@@ -119,15 +118,15 @@ class Conduct(NamedTuple):
 
 
 LEASED: Final = Conduct(refuses_before_append=True, knows_batches_again=True)
-"""Reference brokers: an owner holds a lease and looks at it before it appends."""
+"""Reference brokers: an owner holds a lease and checks it before it appends."""
 KAFKA: Final = Conduct(refuses_before_append=False, knows_batches_again=True)
-"""Apache Kafka: with acks=all a leader that is deposed while it waits for the others says so after its append. Its
-answer keeps the base offset then; one that refuses before the append has none."""
+"""Apache Kafka: with acks=all a leader that is deposed while it waits for its followers answers so after its append.
+That answer has the base offset; one that refuses before the append has none."""
 
 PRODUCE: Final[dict[int, Row]] = {
     NOT_WRITTEN: Row(Bound.ATTEMPTS, codes.NOT_LEADER_OR_FOLLOWER),
     codes.NOT_LEADER_OR_FOLLOWER: Row(Bound.ATTEMPTS, None),
-    # Said before anything is appended; a topic may be known to its clients sooner than to its brokers, or to the proxy.
+    # Answered before anything is appended. Clients may know a topic sooner than its brokers or the proxy do.
     codes.UNKNOWN_TOPIC_ID: Row(Bound.ATTEMPTS, None),
     codes.LEADER_NOT_AVAILABLE: Row(Bound.TIME, None),
     codes.NOT_ENOUGH_REPLICAS: Row(Bound.TIME, None),
@@ -140,15 +139,15 @@ PRODUCE: Final[dict[int, Row]] = {
 
 _UNCLEAR = Row(Bound.TIME, codes.REQUEST_TIMED_OUT, ambiguous=True)
 
-# acks=all before brokers that may have appended when they say these.
+# acks=all, for brokers that may have appended when they answer these.
 PRODUCE_UNCLEAR: Final[dict[int, Row]] = {
     **PRODUCE,
     codes.NOT_LEADER_OR_FOLLOWER: _UNCLEAR,
     codes.UNKNOWN_TOPIC_OR_PARTITION: _UNCLEAR,
     codes.KAFKA_STORAGE_ERROR: _UNCLEAR,
 }
-# The same where the answer has no base offset: Kafka sets an error after its append without taking the offset back
-# (DelayedProduce), so this was refused before. A flush that fails (56) has none either, after an append.
+# The same for an answer without a base offset: Kafka sets an error after its append without removing the offset
+# (DelayedProduce), so this was refused before. A failed flush (error 56) has no offset either, but after an append.
 PRODUCE_REFUSED: Final[dict[int, Row]] = {
     **PRODUCE_UNCLEAR,
     codes.NOT_LEADER_OR_FOLLOWER: Row(Bound.ATTEMPTS, None),
@@ -212,7 +211,7 @@ _DOUBTS_THE_OWNER = frozenset(
 
 
 def rows_of(api_key: int, acks: int, conduct: Conduct, base_offset: int | None = None) -> dict[int, Row]:
-    """The rows that hold for an entry of a request; `base_offset` is the broker's answer to it, None for no answer."""
+    """The rows for an entry of a request; `base_offset` is from the broker's answer to it, None without an answer."""
     if api_key != PRODUCE_KEY:
         return READ
     if conduct.refuses_before_append or acks != ALL_ACKS:
@@ -221,12 +220,12 @@ def rows_of(api_key: int, acks: int, conduct: Conduct, base_offset: int | None =
 
 
 def event_name(event: int) -> str:
-    """An event as people read it: the name of the error code, or of what happened."""
+    """The name of an event: that of the error code, or of the failure."""
     return _EVENT_NAMES.get(event) or codes.name_of(event)
 
 
 def is_ambiguous(rows: dict[int, Row], event: int) -> bool:
-    """Whether the broker may have appended what it was sent."""
+    """Whether the broker may have appended the entry."""
     return rows.get(event, _HAND_ON).ambiguous
 
 
@@ -239,10 +238,10 @@ class Verdict(NamedTuple):
 
 
 def decide(rows: dict[int, Row], event: int, *, exhausted: bool, resend_is_safe: bool) -> Verdict:
-    """What to do about `event`; `exhausted` as in Attempts.
+    """Decide about `event`; `exhausted` as in Attempts.
 
-    `resend_is_safe` says whether the broker would recognise the batch as one it has: it carries a producer id, is not
-    transactional, and the upstream rebuilds its producer state from its log. Only ambiguous rows ask for it.
+    `resend_is_safe`: the broker would recognise the batch as one it has, because the batch carries a producer id and is
+    not transactional, and the upstream rebuilds its producer state from its log. Only ambiguous rows need it.
     """
     row = rows.get(event, _HAND_ON)
     final = event if row.final is None else row.final
@@ -253,21 +252,22 @@ def decide(rows: dict[int, Row], event: int, *, exhausted: bool, resend_is_safe:
 
 
 def final_code(error_code: int, *, is_ambiguous: bool) -> int:
-    """What the client is told: a refusal of one attempt says nothing of an earlier one that may have been appended."""
+    """The code for the client: a refusal of one attempt does not exclude that an earlier one was appended."""
     if is_ambiguous and error_code in _SAY_NOT_APPENDED:
         return codes.REQUEST_TIMED_OUT
     return error_code
 
 
 def doubts_the_owner(event: int) -> bool:
-    """Whether the owner may be another one by now, and is to be looked up again."""
+    """Whether the owner may have changed and is to be looked up again."""
     return event in _DOUBTS_THE_OWNER
 
 
 def comes_again(error_code: int) -> bool:
     """Whether a client that gets this code for a batch sends the same batch again.
 
-    What waits behind it must not be sent before: to a broker that knows nothing of the producer it would be the first.
+    Batches that wait behind it must not be sent before: to a broker without state of the producer they would look like
+    the first.
     """
     return error_code in _COMES_AGAIN
 
@@ -283,5 +283,5 @@ def backoff_s(attempts: int, jitter: float) -> float:
 
 
 def deadline_s(timeout_ms: int, cap_ms: int) -> float:
-    """Seconds from a request's first byte to its deadline: before the client's own timer, but never below 1 s."""
+    """Seconds from a request's first byte to its deadline: before the client's own timer, but at least 1 s."""
     return max(1.0, 0.9 * min(timeout_ms, cap_ms) / 1000)

@@ -1,18 +1,18 @@
-"""Which connection has shown that its broker takes a partition's batches: on that one they may be pipelined.
+"""Track proven routes: the connections on which a partition's batches may be pipelined.
 
-A route is a partition's way over one connection to a broker under one ownership. It is new until a batch on it has
-succeeded, and new again on another connection, at another owner, when the same owner returns, and when its broker says
-that it is no owner: a broker that refuses batch N, becomes the owner and then sees N+1 would append it, if it knows
-nothing of the producer.
+A route is a partition's path over one connection to a broker under one ownership. It is new until a batch on it has
+succeeded. It is new again on another connection, at another owner, when the same owner returns, and when its broker
+answers that it is not the owner: a broker that refuses batch N, becomes the owner and then sees N+1 would append it if
+it has no state of the producer.
 
 Invariants
 1. A partition has at most one proven route.
-2. What is proven at one revision of the partition's ownership is forgotten at the next, at the end of the connection
-   (`forget_connection`), and when its broker refuses (`refuted`).
-3. `generation` grows with every change after which a plan that was made before may be wrong: a partition is proven on
-   another connection, or a route is forgotten. No plan outlives it (`Plans`).
-4. The plans that are kept have at most MAX_PLANNED_PARTITIONS partitions. Beyond that any of them goes for a new one: a
-   client with more kinds of requests than are kept still finds many of them.
+2. A route that is proven at one revision of the partition's ownership is forgotten at the next, at the end of the
+   connection (`forget_connection`), and when its broker refuses (`refuted`).
+3. `generation` grows with every change that may make an earlier plan wrong: a partition is proven on another
+   connection, or a route is forgotten. No plan is used after such a change (`Plans`).
+4. The kept plans have at most MAX_PLANNED_PARTITIONS partitions. Beyond that an arbitrary plan is replaced by a new
+   one: a client with more kinds of requests than are kept still finds many of them.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from kproxy.routing.topology import Topology
 from kproxy_codec.partitioned import PartitionedRequest, TopicSpan
 
 MAX_PLANNED_PARTITIONS: Final = 8_192
-# A step through the places of the plans that are kept; prime, so that it comes by all of them.
+# Step through the places of the kept plans; prime, so that it reaches all of them.
 _STRIDE: Final = 7_919
 Kept = TypeVar("Kept")
 
 
 class Route(NamedTuple):
-    """A partition's proven way: the connection's number, and the revision of the ownership under which it holds."""
+    """A partition's proven path: the connection's number, and the revision of the ownership under which it holds."""
 
     connection: int
     revision: int
 
 
 class Part(NamedTuple):
-    """What of a request goes over one connection."""
+    """The part of a request that goes over one connection."""
 
     connection: int
     selection: Selection
@@ -57,9 +57,7 @@ class Routes:
         self.generation = 0
 
     def plan(self, request: PartitionedRequest) -> Plan:
-        """What of a request goes over which connection and may be pipelined there; nothing where some partition's route
-        is new.
-        """
+        """The parts of a request that may be pipelined, by connection; empty if some partition's route is new."""
         selections: dict[int, Selection] = {}
         for topic_place, topic in enumerate(request.topics):
             proven = self._proven.get(topic.name)
@@ -73,7 +71,7 @@ class Routes:
         return [Part(*each) for each in selections.items()]
 
     def new_among(self, topic: TopicSpan, ordinals: Iterable[int], connection: int) -> list[int]:
-        """Those of these partitions of a request that may not be pipelined on a connection, by ordinal."""
+        """The ordinals of those partitions of a topic that may not be pipelined on a connection."""
         proven = self._proven.get(topic.name)
         if proven is None:
             return list(ordinals)
@@ -85,7 +83,7 @@ class Routes:
         return new
 
     def prove(self, topic: bytes, partition_index: int, connection: int, routed_at: int) -> None:
-        """A batch that was sent on `connection` when the topology was at revision `routed_at` has succeeded."""
+        """Note the success of a batch that was sent on `connection` at the topology's revision `routed_at`."""
         revision = self._topology.owner_revision(topic, partition_index)
         if revision <= routed_at:
             proven = self._proven.setdefault(topic, {})
@@ -99,7 +97,7 @@ class Routes:
         return route.connection if route is not None else None
 
     def refuted(self, topic: bytes, partition_index: int, connection: int) -> None:
-        """The broker at this connection does not take the partition's batches any more."""
+        """Note that the broker on this connection no longer takes the partition's batches."""
         if self.proven_on(topic, partition_index) == connection:
             self._forget(topic, partition_index)
 
@@ -110,9 +108,9 @@ class Routes:
         return any(partition_index in self._proven.get(topic, ()) for topic, partition_index in moved)
 
     def forget_outdated(self, moved: Iterable[tuple[bytes, int]] | None) -> None:
-        """The topology has changed: routes whose partition has another owner, or has one again, are new.
+        """Forget routes whose partition has another owner, or the same one again, after a topology change.
 
-        `moved`: the partitions that may have (`Topology.moved_since`); None for all, and for other changes.
+        `moved`: the partitions that may have moved (`Topology.moved_since`); None for all, and for other changes.
         """
         if moved is None:
             self.generation += 1
@@ -123,7 +121,7 @@ class Routes:
                 self._forget(topic, partition_index)
 
     def forget_connection(self, connection: int) -> None:
-        """A connection has ended."""
+        """Forget the routes of a connection that has ended."""
         gone = [
             (topic, partition_index)
             for topic, proven in self._proven.items()
@@ -142,7 +140,7 @@ class Routes:
 
 
 class Plans(Generic[Kept]):
-    """What is kept for requests of one kind: of one version, for the same partitions."""
+    """A cache by kind of request: one version, the same partitions."""
 
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
@@ -154,7 +152,7 @@ class Plans(Generic[Kept]):
         self.planned_partitions = 0
 
     def find(self, kind: Hashable) -> Kept | None:
-        """What was kept for this kind of request, as long as it holds."""
+        """The kept value for this kind of request, as long as it holds."""
         if self._generation != self._routes.generation:
             self._generation = self._routes.generation
             self._table.clear()
@@ -163,12 +161,12 @@ class Plans(Generic[Kept]):
         return self._table.get(kind)
 
     def keep(self, kind: Hashable, partitions: int, kept: Kept) -> None:
-        """Keep what `find` has not found; what is too large is not kept."""
+        """Keep a value that `find` has not found; one that is too large is not kept."""
         if partitions > MAX_PLANNED_PARTITIONS:
             return
         while self.planned_partitions + partitions > MAX_PLANNED_PARTITIONS:
             self._place = (self._place + _STRIDE) % len(self._kinds)
-            # The last one takes the place of the one that goes.
+            # The last one takes the place of the removed one.
             gone, its_partitions = self._kinds[self._place]
             self._kinds[self._place] = self._kinds[-1]
             self._kinds.pop()
@@ -180,7 +178,7 @@ class Plans(Generic[Kept]):
 
 
 def kind_of(request: PartitionedRequest) -> Hashable:
-    """By version, topics and partitions, as the request names them. Clients ask for the same again and again."""
+    """The kind of a request: its version, topics and partitions as it names them. Clients repeat the same kinds."""
     topics = request.topics
     if len(topics) == 1:
         return (request.header.api_version, topics[0].wire, *topics[0].partitions)

@@ -1,4 +1,4 @@
-"""One request to one piece per owner."""
+"""Split one request into one piece per owner."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kproxy.routing.rendezvous import preferred
 from kproxy.routing.topology import NO_OWNER, Topology
 from kproxy_codec.partitioned import PartitionedRequest, TopicSpan
 
-# By topic (its place in the request): the ordinals of the partitions meant, ascending.
+# By topic (its place in the request): the ordinals of the selected partitions, ascending.
 Selection = list[tuple[int, list[int]]]
 Entry = tuple[int, int]
 """One partition of a request: the topic's place and the partition's ordinal within it."""
@@ -29,11 +29,10 @@ def route(
 ) -> int:
     """The broker to send this partition to, or NO_OWNER.
 
-    An owned partition goes to its owner and nowhere else, even where the owner's address is unknown (then NO_OWNER).
-    One that nobody owns goes on to the broker that it was `taken_by`, or else is offered to the one that rendezvous
-    hashing prefers among the topology's `takers`, where its brokers take partitions; but not to those in `refused_by`,
-    since a broker that stops takes nothing more. Not so where `topic` is an id that nobody knows, which may be that of
-    a topic that is no more.
+    An owned partition goes only to its owner, even if the owner's address is unknown (then NO_OWNER). A partition
+    without an owner goes to the broker that it was `taken_by`. Otherwise, if the topology's brokers take partitions, it
+    is offered to the one that rendezvous hashing prefers among `takers`, except those in `refused_by`: a broker that
+    stops takes nothing more. It is not offered if `topic` is an unknown topic id, which may be that of a deleted topic.
     """
     owner = topology.owner(topic, partition_index)
     if owner != NO_OWNER:
@@ -52,9 +51,9 @@ def route(
 def split(
     request: PartitionedRequest, topology: Topology, held: set[Entry], taken_by: Callable[[bytes, int], int]
 ) -> dict[int, Selection]:
-    """What goes to which broker, entries in `held` left out; NO_OWNER collects what cannot be sent.
+    """The pieces by broker, without the entries in `held`; NO_OWNER collects entries that cannot be sent.
 
-    `taken_by` says of a partition that nobody owns which broker has taken it, or NO_OWNER.
+    `taken_by` returns the broker that has taken a partition without an owner, or NO_OWNER.
     """
     pieces: dict[int, Selection] = {}
     for topic_place, topic in enumerate(request.topics):

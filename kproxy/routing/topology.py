@@ -1,24 +1,25 @@
-"""Who owns which partition, and where the owners are.
+"""The routing table: each partition's owner, and the brokers' addresses.
 
 State: for each topic, by partition index, (owner, revision); for each broker id, its address. One instance per process,
 changed only by an ownership source and read by everything else, all on one event loop. A reader sees one consistent
 snapshot because it looks up every partition of a request within one synchronous step: nothing here awaits.
 
 Invariants
-1. An entry changes only upward: a change that carries a revision at or below the entry's own is ignored. A removal
-   keeps its revision, so that a late event of an earlier owner cannot bring that owner back.
-2. `revision` is the highest revision seen; it goes down only in `begin_rebuild` (a restored etcd).
+1. An entry's revision only grows: a change at or below the entry's own revision is ignored. A removal keeps its
+   revision, so that a late event of an earlier owner cannot bring that owner back.
+2. `revision` is the highest revision seen; it decreases only in `begin_rebuild` (a restored etcd).
 3. `version` grows by one with every change that could alter a route. `moved_since` names every partition whose entry
-   has changed since a version, or says that it cannot: a change was of another kind, or is too long ago.
-4. A topic id (KIP-516, 16 bytes) is another name of its topic: what is looked up by the one is found by the other, at
-   the same cost. A topic has one id at most; with a new id it is a new topic, and the old id leads nowhere. Kafka's ids
-   are UUIDs of version 4, whose bytes are never all ASCII: none of them is the name of a topic.
+   has changed since a version, or returns None: a change was of another kind, or is too long ago.
+4. A topic id (KIP-516, 16 bytes) is another name of its topic: lookups by either find the same entry, at the same cost.
+   A topic has at most one id; with a new id it is a new topic, and the old id leads nowhere. Kafka's ids are UUIDs of
+   version 4, whose bytes are never all ASCII: none of them is the name of a topic.
 5. `owned_count` is the number of partitions that have an owner.
-6. A broker may be doubted: it is not known to answer at the address it has. `takers`, to whom what nobody owns is
-   offered, are the others, or all where all are doubted. What a doubted broker owns goes to it all the same.
-7. Partition indexes lie in [0, MAX_PARTITION_INDEX]; anything else is refused, so a bad key cannot cost memory.
-8. A load (`begin_load`) sets each row as it is named, so a row counts before the load has ended; what the load does not
-   name goes at its end, unless it is newer than the load. A load that is dropped halfway has taken nothing away.
+6. A broker may be doubted: it is not known to answer at its address. `takers`, which are offered partitions without an
+   owner, are the brokers that are not doubted, or all if all are doubted. Partitions that a doubted broker owns still
+   go to it.
+7. Partition indexes lie in [0, MAX_PARTITION_INDEX]; others are refused, so that a bad key cannot cost memory.
+8. A load (`begin_load`) sets each row at once, so a row counts before the load has ended. Entries that the load does
+   not name are removed at its end, unless they are newer than the load. A load that is dropped halfway removes nothing.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ NO_OWNER = -1
 MAX_PARTITION_INDEX = 999_999
 # Moves that `moved_since` remembers: more than happen between two requests of a busy client.
 MAX_MOVES_KEPT = 256
-# Rows that are looked at in one go when a load ends.
+# Rows that are checked in one step when a load ends.
 PORTION_ROWS = 1_000
 
 
 class Address(NamedTuple):
-    """Where a broker listens."""
+    """A broker's listener."""
 
     host: str
     port: int
@@ -60,7 +61,7 @@ class Ownership(NamedTuple):
 
 
 class _TopicOwners:
-    """Owner and revision by partition index, twelve bytes a partition."""
+    """Owner and revision by partition index, twelve bytes per partition."""
 
     __slots__ = ("owners", "revisions")
 
@@ -76,12 +77,12 @@ class _TopicOwners:
 
 
 class Topology:
-    """The routing table. Topics are bytes as they stand on the wire, so that a lookup decodes nothing."""
+    """The routing table. Topics are bytes as on the wire, so that a lookup decodes nothing."""
 
     def __init__(self, *, offers_unowned: bool = True) -> None:
-        """`offers_unowned`: a partition that nobody owns may be offered to a broker, which will take it."""
+        """`offers_unowned`: a partition without an owner may be offered to a broker, which will take it."""
         self.offers_unowned = offers_unowned
-        # By name, and by id where there is one.
+        # By name, and by id if there is one.
         self._topics: dict[bytes, _TopicOwners] = {}
         self._ids: dict[bytes, bytes] = {}
         self._names: dict[bytes, bytes] = {}
@@ -91,7 +92,7 @@ class Topology:
         self.version = 0
         # The partitions of the latest changes, one for each step of `version`.
         self._moves: deque[tuple[bytes, int]] = deque(maxlen=MAX_MOVES_KEPT)
-        # The names of the topics in order; None when one has come.
+        # The names of the topics in order; None after one was added.
         self._in_order: list[bytes] | None = None
         self._waiting: dict[Callable[[], None], None] = {}
         self.owned_count = 0
@@ -106,7 +107,7 @@ class Topology:
         return topic_owners.owners[partition_index]
 
     def owner_revision(self, topic: bytes, partition_index: int) -> int:
-        """The revision of the partition's last change, 0 where none was ever seen."""
+        """The revision of the partition's last change, 0 if none was ever seen."""
         topic_owners = self._topics.get(topic)
         if topic_owners is None or not 0 <= partition_index < len(topic_owners.revisions):
             return 0
@@ -118,11 +119,11 @@ class Topology:
 
     @property
     def topic_ids(self) -> Mapping[bytes, bytes]:
-        """Topic ids by name, as far as they are known. Treat it as read-only."""
+        """Known topic ids by name. Treat it as read-only."""
         return self._ids
 
     def partition_indexes(self, topic: bytes) -> range:
-        """The partitions of a topic that something has been known of."""
+        """The partitions of a topic that are or were known."""
         topic_owners = self._topics.get(topic)
         return range(len(topic_owners.owners)) if topic_owners is not None else range(0)
 
@@ -136,7 +137,7 @@ class Topology:
 
     @property
     def takers(self) -> Collection[int]:
-        """The ids of the brokers that may be offered what nobody owns. Treat it as read-only."""
+        """The ids of the brokers that may be offered partitions without an owner. Treat it as read-only."""
         if not self._doubted:
             return self._brokers
         return self._brokers.keys() - self._doubted or self._brokers
@@ -159,9 +160,9 @@ class Topology:
         return islice(self._in_order, bisect_left(self._in_order, first), None)
 
     def moved_since(self, version: int) -> Sequence[tuple[bytes, int]] | None:
-        """The partitions whose entry has changed since `version`, under each name that their topics have.
+        """The partitions whose entry has changed since `version`, under each name of their topics.
 
-        None where it is not known that nothing else has changed.
+        None if something else may have changed.
         """
         count = self.version - version
         if count > len(self._moves):
@@ -172,15 +173,15 @@ class Topology:
         return moves
 
     def on_next_change(self, call: Callable[[], None]) -> None:
-        """Have `call` called once, in the midst of the next change; again only if asked again."""
+        """Call `call` once, during the next change."""
         self._waiting[call] = None
 
     def forget(self, call: Callable[[], None]) -> None:
-        """Take back `on_next_change`."""
+        """Undo `on_next_change`."""
         self._waiting.pop(call, None)
 
     def _changed(self) -> None:
-        """A change of any kind but one partition's owner."""
+        """Note a change other than one partition's owner."""
         self._moves.clear()
         self.version += 1
         self._tell()
@@ -190,10 +191,10 @@ class Topology:
         for call in waiting:
             call()
 
-    # Changing: for ownership sources alone
+    # Changes: only for ownership sources
 
     def set_owner(self, topic: bytes, partition_index: int, owner: int, revision: int) -> bool:
-        """Record `owner` (NO_OWNER for a removal) as of `revision`; False where the table already knows better."""
+        """Record `owner` (NO_OWNER for a removal) as of `revision`; False if the entry is as new or newer."""
         if not 0 <= partition_index <= MAX_PARTITION_INDEX:
             return False
         topic_owners = self._topics.get(topic)
@@ -221,7 +222,7 @@ class Topology:
         return topic_owners
 
     def set_topic_id(self, topic: bytes, topic_id: bytes | None) -> None:
-        """Name a topic's id, or that it has none (any more). Raises ValueError for an id that is none."""
+        """Set or remove (None) a topic's id. Raises ValueError for an invalid id, or one that is in use."""
         known = self._ids.get(topic)
         if topic_id == known:
             return
@@ -237,7 +238,7 @@ class Topology:
         self._changed()
 
     def load(self, rows: Iterable[Ownership], revision: int) -> None:
-        """Take `rows` as the whole table at `revision`: set what they name, remove what they do not."""
+        """Take `rows` as the whole table at `revision`: set the rows they name, remove the others."""
         load = self.begin_load(revision)
         for row in rows:
             load.set_owner(row.topic, row.partition_index, row.owner, row.revision)
@@ -245,11 +246,11 @@ class Topology:
             pass
 
     def begin_load(self, revision: int) -> Load:
-        """For a table that is taken in by and by."""
+        """Begin to load a table in several steps."""
         return Load(self, revision)
 
     def begin_rebuild(self) -> None:
-        """Forget every owner and revision: etcd was restored, its revisions start anew."""
+        """Forget every owner and revision: etcd was restored, and its revisions start anew."""
         self._topics.clear()
         self._ids.clear()
         self._names.clear()
@@ -269,10 +270,10 @@ class Topology:
             self._doubted.discard(broker_id)
             self._changed()
 
-    # For those who talk to brokers
+    # For code that talks to brokers
 
     def doubt(self, broker_id: int, *, doubted: bool) -> None:
-        """A broker does not answer at its address, or answers again."""
+        """Note whether a broker does not answer at its address."""
         if doubted is (broker_id in self._doubted) or broker_id not in self._brokers:
             return
         if doubted:
@@ -283,7 +284,7 @@ class Topology:
 
 
 class Load:
-    """The whole table at one revision, on its way into a topology: name every row, then `end`."""
+    """A load of the whole table at one revision: name every row, then `end`."""
 
     def __init__(self, topology: Topology, revision: int) -> None:
         self._topology = topology
@@ -306,11 +307,11 @@ class Load:
         return changed
 
     def end(self) -> Iterator[None]:
-        """Remove what was not named. To be walked to its end; other things may happen at each step."""
+        """Remove rows that were not named. Iterate it to its end; other events may happen between its steps."""
         for position, row in enumerate(self._topology.ownerships()):
             named = self._named.get(row.topic, b"")
             is_named = row.partition_index < len(named) and named[row.partition_index]
-            # What has come meanwhile is newer than the load, and stays.
+            # Rows that came during the load are newer and stay.
             if not is_named and row.revision <= self._revision:
                 at = max(self._revision, row.revision + 1)
                 self._topology.set_owner(row.topic, row.partition_index, NO_OWNER, at)
