@@ -1,11 +1,11 @@
-"""Answers about the cluster, copied in portions with other brokers in them.
+"""Copy answers about the cluster in portions and replace the brokers in them.
 
 Metadata (versions 0 to 13), DescribeCluster (0, 1) and DescribeTopicPartitions (0) name brokers: in their list, as the
-controller, as leaders and replicas of partitions. Here other brokers are put in their place. Each partition has one
-replica, its leader; leader epochs are -1 (unknown), racks are null, offline and eligible replicas are left out. Tagged
-fields are left out too: none are known. Everything else is copied as it came.
+controller, as leaders and replicas of partitions. This module writes other brokers in their place. Each partition has
+one replica, its leader; leader epochs are -1 (unknown), racks are null, offline and eligible replicas are omitted.
+Tagged fields are omitted too: none are known. Everything else is copied unchanged.
 
-An answer about all topics of a large cluster is megabytes: see `kproxy_codec.walk`.
+An answer about all topics of a large cluster has megabytes: see `kproxy_codec.walk`.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ RENAMED: Final = frozenset({METADATA, DESCRIBE_CLUSTER, DESCRIBE_TOPIC_PARTITION
 """The APIs whose answers this module copies."""
 
 ASK_ANOTHER: Final = b"\x01\xd7\x9e\x01\x00"
-"""How a flexible answer ends that comes of a reference broker that does not know the cluster: with one tagged field of
-its own, empty and numbered as the API key of Own. Clients pass over it; a proxy asks another broker."""
+"""The end of a flexible answer from a reference broker that does not know the cluster: one tagged field of this
+project, empty and numbered as the API key of Own. Clients skip it; a proxy asks another broker."""
 
 _NO_EPOCH: Final = -1
 # Errors about a broker's own view of leaders; they do not apply to the brokers that are named here.
 _ABOUT_LEADERS: Final = frozenset({LEADER_NOT_AVAILABLE, REPLICA_NOT_AVAILABLE, NOT_LEADER_OR_FOLLOWER})
-# Operations that were not asked for (KIP-430).
+# Operations that were not requested (KIP-430).
 _NO_OPERATIONS: Final = INT32.pack(-(2**31))
 _NO_TOPIC_ID: Final = bytes(16)
 _NO_TAGS: Final = b"\x00"
@@ -62,16 +62,16 @@ _NULLABLE_NAME_FROM = 12
 _ERROR_CODE_FROM = 13
 _ALL_TOPICS_NULL_FROM = 1
 _AUTO_CREATION_FROM = 4
-# Of DescribeCluster.
+# Version of DescribeCluster.
 _ENDPOINT_TYPE_FROM = 1
 
 _HEAD: Final = Struct(">hi")
-# A topic costs as much as so many partitions.
+# The cost of a topic, in partitions.
 _TOPIC_COST = 5
 
 
 class Named(NamedTuple):
-    """Who is named: `brokers` by node id, host and port, and who of them leads partitions of a topic."""
+    """The brokers to name: `brokers` as node id, host and port, and which of them lead partitions of a topic."""
 
     brokers: Sequence[tuple[int, str, int]]
     controller_id: int
@@ -79,7 +79,7 @@ class Named(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """How topics and partitions are written in one version; `arrays` says of those in a partition which may be null."""
+    """The layout of topics and partitions in one version; `arrays`: whether each array of a partition may be null."""
 
     compact: bool
     nullable_name: bool
@@ -90,7 +90,7 @@ class _Form(NamedTuple):
     arrays: tuple[bool, ...]
 
     def behind_index(self, leader: int) -> bytes:
-        """A partition behind its error code and index."""
+        """A partition's bytes behind its error code and index."""
         epoch = INT32.pack(_NO_EPOCH) if self.has_epoch else b""
         replicas = encode_count(1, compact=self.compact) + INT32.pack(leader)
         nobody = encode_count(0, compact=self.compact) * (len(self.arrays) - 2)
@@ -109,8 +109,8 @@ def _metadata_form(version: int) -> _Form:
     )
 
 
-# Replicas, those in sync, eligible and last known eligible leaders, those offline. Where none is eligible the arrays
-# are empty, not null: kafka-clients 3.9 reads them without asking.
+# Replicas, in-sync replicas, eligible and last known eligible leaders, offline replicas. The eligible arrays are empty,
+# not null: kafka-clients 3.9 reads them without a null check.
 _TOPIC_PARTITIONS_FORM: Final = _Form(
     compact=True,
     nullable_name=True,
@@ -123,7 +123,7 @@ _TOPIC_PARTITIONS_FORM: Final = _Form(
 
 
 def rename_brokers(api_key: int, api_version: int, body: Buffer, named: Named) -> Work[bytearray]:
-    """The body of an answer of an API in RENAMED with these brokers in it. Raises CodecError."""
+    """The body of an answer of an API in RENAMED, with these brokers in it. Raises CodecError."""
     walk, out = Walk(body, compact=is_flexible(api_key, api_version)), bytearray()
     if api_key == METADATA:
         yield from _metadata(walk, api_version, named, out)
@@ -220,7 +220,7 @@ def _topics(
 
 
 def _read_partitions(walk: Walk, form: _Form, count: int) -> list[tuple[int, int]]:
-    """The error code and index of the next partitions: all that most answers consist of, hence at length."""
+    """The error code and index of the next partitions. Inlined: most answers consist of partitions."""
     body, at, limit, compact, arrays = walk.body, walk.at, walk.limit, form.compact, form.arrays
     size = _HEAD.size + INT32.size + INT32.size * form.has_epoch
     heads: list[tuple[int, int]] = []
@@ -245,7 +245,7 @@ def _read_partitions(walk: Walk, form: _Form, count: int) -> list[tuple[int, int
 
 
 def _cursor(walk: Walk, out: bytearray) -> None:
-    """Where a further request is to begin, if there is to be one."""
+    """Copy the place where the next request is to begin, if there is one."""
     start = walk.at
     if walk.fixed(INT8) < 0:
         out += walk.body[start : walk.at]
@@ -268,9 +268,9 @@ def asks_for_all_topics(api_version: int, body: Buffer) -> bool:
 
 
 def leaderless_metadata(api_version: int, request_body: Buffer, named: Named) -> Work[bytearray]:
-    """The body of an answer to a Metadata request that names these brokers and no partition.
+    """The body of a Metadata answer that names these brokers and no partition.
 
-    Each topic has the error LEADER_NOT_AVAILABLE, upon which clients ask again. Raises CodecError.
+    Each topic has the error LEADER_NOT_AVAILABLE, after which clients ask again. Raises CodecError.
     """
     form = _metadata_form(api_version)
     walk, out = Walk(request_body, compact=form.compact), bytearray()
@@ -302,6 +302,6 @@ def leaderless_metadata(api_version: int, request_body: Buffer, named: Named) ->
         out += INT16.pack(NONE)
     if form.compact:
         out += _NO_TAGS
-    # What follows the topics is of no interest here, nor is what trails: librdkafka (2.16 at least) sends three bytes
-    # too many.
+    # The fields behind the topics are not needed, and bytes behind the request are ignored: librdkafka (2.16 at least)
+    # sends three bytes too many.
     return out

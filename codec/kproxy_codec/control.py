@@ -1,22 +1,23 @@
-"""The one door to kafka-python's protocol codecs, for small control-plane messages.
+"""Encode and decode small control-plane messages with kafka-python's protocol codecs.
 
 kafka-python carries Apache Kafka's own message schemas, so Metadata, CreateTopics and the like are not described a
-second time here. Its decoder trusts its input, though, and this module is where that stops:
+second time here. No other module uses it. Its decoder trusts its input, so this module checks:
 
-- whatever it raises on bad bytes (IndexError, struct.error, ValueError, OverflowError, ...) leaves here as CodecError;
-- bytes left over (but see `decode_request`), a length that reaches past the end, null in a field that may not be null
-  are errors;
+- errors that it raises on bad bytes (IndexError, struct.error, ValueError, OverflowError, ...) become CodecError;
+- bytes left over (but see `decode_request`), a length that reaches past the end, and null in a field that may not be
+  null are errors;
 - an over-long varint is refused before the decoder spends quadratic time on it.
 
-What stays: it copies what it reads, unknown tagged fields are dropped when a message is encoded again (and a last one
-may be cut short unnoticed), and a negative array length other than -1 reads as an empty array. Record bytes therefore
-never pass through here, and callers cap the size of what they hand in: 1 MiB is the limit for control-plane requests.
+What it does not check: the decoder copies the fields it reads, unknown tagged fields are dropped when a message is
+encoded again (and the last one may be cut short unnoticed), and a negative array length other than -1 reads as an empty
+array. Therefore record bytes never pass through here, and callers limit the size of bodies: 1 MiB for control-plane
+requests.
 
 Importing `kafka` imports its whole client, some 0.15 s: Python runs the package's `__init__` before any submodule, and
 only tampering with `sys.modules` would avoid it.
 
-Messages are kafka-python's own objects, fields snake_cased; `build_request` and `build_response` make them from plain
-mappings. Bodies only: headers belong to `kproxy_codec.headers`.
+Messages are kafka-python's own objects with fields in snake case; `build_request` and `build_response` make them from
+plain mappings. Bodies only: headers are in `kproxy_codec.headers`.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ Message: TypeAlias = Any
 
 _ENDS_EARLY = (IndexError, struct.error, OverflowError)
 _FAILURES = (*_ENDS_EARLY, ValueError, TypeError, AttributeError, AssertionError, MemoryError)
-# librdkafka (2.16 at least) puts three bytes too many into a Metadata request for all topics; Kafka's broker, which
-# never looks at what follows a request, has nothing against it.
+# librdkafka (2.16 at least) puts three bytes too many into a Metadata request for all topics. Kafka's broker accepts
+# it, as it ignores bytes behind a request.
 _MAY_TRAIL = frozenset({METADATA})
-# The longest run of bytes with the high bit set that reaches the decoder: its varint loop has no end of its own.
+# The longest run of bytes with the high bit set that reaches the decoder: its varint loop has no limit.
 _MAX_HIGH_RUN = 4096
 _HIGH_BITS = bytes(byte >> 7 for byte in range(256))
 
@@ -62,7 +63,7 @@ _REQUESTS, _RESPONSES = _classes()
 
 
 def version_range(api_key: int) -> tuple[int, int]:
-    """The lowest and highest version of `api_key` that is read and written. UnsupportedVersion for an unknown key."""
+    """The lowest and highest version of `api_key` that this codec supports. Raises UnsupportedVersion if unknown."""
     message_class = _REQUESTS.get(api_key)
     if message_class is None:
         raise UnsupportedVersion(f"API key {api_key} is not one this codec reads")
@@ -71,24 +72,24 @@ def version_range(api_key: int) -> tuple[int, int]:
 
 
 def build_request(api_key: int, api_version: int, **fields: Any) -> Message:
-    """A request from `fields`; structures inside are mappings. Fields not named take the schema's default."""
+    """Build a request from `fields`; nested structures are mappings. Omitted fields take the schema's default."""
     return _build(_class_of(_REQUESTS, api_key, api_version), api_version, fields)
 
 
 def build_response(api_key: int, api_version: int, **fields: Any) -> Message:
-    """A response from `fields`; structures inside are mappings. Fields not named take the schema's default."""
+    """Build a response from `fields`; nested structures are mappings. Omitted fields take the schema's default."""
     return _build(_class_of(_RESPONSES, api_key, api_version), api_version, fields)
 
 
 def decode_request(api_key: int, api_version: int, body: Buffer) -> Message:
-    """The request in `body`, all of it; raises CodecError. Bytes behind a Metadata request are ignored, as by Kafka."""
+    """Decode a whole request; raises CodecError. Bytes behind a Metadata request are ignored, as by Kafka."""
     return _decode(_class_of(_REQUESTS, api_key, api_version), api_version, body, may_trail=api_key in _MAY_TRAIL)
 
 
 def decode_response(api_key: int, api_version: int, body: Buffer) -> Message:
-    """The response in `body`, all of it; raises CodecError.
+    """Decode a whole response; raises CodecError.
 
-    An ApiVersions response with error 35 is in version 0 whatever was asked (KIP-511), and is read so.
+    An ApiVersions response with error 35 is in version 0, whatever version was requested (KIP-511), and is read so.
     """
     if api_key == API_VERSIONS and int.from_bytes(memoryview(body)[:2], "big") == UNSUPPORTED_VERSION:
         api_version = 0
@@ -120,7 +121,7 @@ def _build(message_class: Message, api_version: int, fields: Mapping[str, Any]) 
 
 
 def _nested(schema: Message, api_version: int, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """`fields` with every mapping inside turned into the structure that the schema has in its place."""
+    """Return `fields` with every nested mapping replaced by the structure that the schema has there."""
     built = dict(fields)
     for name, value in fields.items():
         field = schema.fields.get(name)
@@ -144,7 +145,7 @@ def _decode(message_class: Message, api_version: int, body: Buffer, *, may_trail
     _refuse_long_varint(view)
     flexible = message_class.flexible_version_q(api_version)
     try:
-        # The method that `decode` itself ends in: `decode` drops the position, and with it what trails the message.
+        # The method that `decode` itself ends in. `decode` drops the position, and so hides bytes behind the message.
         decode = message_class._struct.compiled_decode_from(
             api_version, compact=flexible, tagged=flexible, data_class=message_class[None]
         )
@@ -192,7 +193,7 @@ _CHECKED_FIELDS: dict[tuple[int, int], list[tuple[str, bool, Message | None]]] =
 
 
 def _checked_fields(schema: Message, api_version: int) -> list[tuple[str, bool, Message | None]]:
-    """The fields of `schema` that can be null on the wire at all: (name, may be null, schema of what is inside)."""
+    """The fields of `schema` that can be null on the wire: (name, may be null, schema of the nested structure)."""
     key = (id(schema), api_version)  # schemas live as long as their message classes: for ever
     found = _CHECKED_FIELDS.get(key)
     if found is None:
@@ -202,7 +203,7 @@ def _checked_fields(schema: Message, api_version: int) -> list[tuple[str, bool, 
                 continue
             inner = field if field.is_struct() or field.is_struct_array() else None
             if inner is not None or field.is_array() or field.type_str in ("string", "bytes", "records"):
-                # A tagged field that was not sent holds the schema's default, which may be null.
+                # A tagged field that was not sent has the schema's default, which may be null.
                 is_nullable = field.nullable_for_version_q(api_version) or field.tagged_field_q(api_version)
                 found.append((field.name, is_nullable, inner))
     return found

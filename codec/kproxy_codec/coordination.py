@@ -1,10 +1,10 @@
-"""Requests about groups and transactions and their answers, as far as a proxy needs to read them.
+"""Read and rewrite requests and answers about groups and transactions, as far as a proxy needs it.
 
-Which key a request is about; who coordinates which key (FindCoordinator, versions 0 to 6); the error codes in answers,
-and the leader epochs in those to OffsetFetch (up to version 7); refusals, which give an error for each partition. A
-message may name as many keys or partitions as fit into it: see `kproxy_codec.walk`.
+It covers: the key of a request; the coordinator of each key (FindCoordinator, versions 0 to 6); the error codes in
+answers, and the leader epochs in OffsetFetch answers (up to version 7); refusals, which have an error for each
+partition. A message may name as many keys or partitions as fit into it: see `kproxy_codec.walk`.
 
-Tagged fields are passed over; none are known.
+Tagged fields are skipped; none are known.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from kproxy_codec.error_codes import NONE
 from kproxy_codec.primitives import INT8, INT16, INT32, INT64, Buffer, encode_count, encode_string
 from kproxy_codec.walk import Walk, Work
 
-# FindCoordinator's key types; version 0 knows groups alone.
+# FindCoordinator's key types; version 0 has only groups.
 GROUP: Final = 0
 TRANSACTION: Final = 1
 KEY_TYPES_FROM: Final = 1
-# From this version FindCoordinator asks and answers for several keys at once (KIP-699).
+# From this version a FindCoordinator request has several keys (KIP-699).
 BATCHED_FROM: Final = 4
 
 _NO_TAGS: Final = b"\x00"
@@ -47,7 +47,7 @@ _FIND_MESSAGE_FROM = 1
 _FETCH_ERROR_FROM = 2
 _FETCH_EPOCH_FROM = 5
 
-# Answers that begin with throttle_time_ms do so from this version on.
+# The version from which an answer begins with throttle_time_ms.
 _THROTTLE_FROM: Final = {
     FIND_COORDINATOR: 1,
     OFFSET_COMMIT: 3,
@@ -59,14 +59,14 @@ _THROTTLE_FROM: Final = {
 }
 
 TELL_ERRORS: Final = frozenset(_THROTTLE_FROM) - {FIND_COORDINATOR}
-"""The APIs about groups whose answers `error_codes` reads."""
+"""The group APIs whose answers `error_codes` reads."""
 
 
 def coordination_key(api_key: int, api_version: int, body: Buffer) -> str:
-    """The group or transactional id that a request is about, empty where it is about none. Raises CodecError."""
+    """The group or transactional id of a request, empty if it has none. Raises CodecError."""
     walk = Walk(body, compact=is_flexible(api_key, api_version))
     if api_key == TXN_OFFSET_COMMIT:
-        # Its transactional id comes first; but it goes to the group's coordinator.
+        # Its transactional id comes first, but the request goes to the group's coordinator.
         walk.string()
     return walk.text(nullable=True) or ""
 
@@ -75,7 +75,7 @@ def coordination_key(api_key: int, api_version: int, body: Buffer) -> str:
 
 
 class Asked(NamedTuple):
-    """A FindCoordinator request: for one `key` or, from version 4 on, so many `keys`, the first one `at` a place."""
+    """A FindCoordinator request: one `key` or, from version 4 on, this many `keys`, which begin `at` a position."""
 
     key_type: int
     key: str
@@ -84,7 +84,7 @@ class Asked(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Who coordinates a key, or why nobody is said to. Up to version 3 the key is that of the request, and not sent."""
+    """The coordinator of a key, or an error. Up to version 3 the key is that of the request, and not sent."""
 
     key: str
     node_id: int
@@ -95,7 +95,7 @@ class Found(NamedTuple):
 
 
 def parse_find_coordinator(api_version: int, body: Buffer) -> Asked:
-    """What is asked, of a kind and for how many keys. Raises CodecError."""
+    """The key type and the keys of a request. Raises CodecError."""
     walk = Walk(body, compact=is_flexible(FIND_COORDINATOR, api_version))
     if api_version >= BATCHED_FROM:
         key_type = walk.fixed(INT8)
@@ -108,7 +108,7 @@ def parse_find_coordinator(api_version: int, body: Buffer) -> Asked:
 def answer_find_coordinator(
     api_version: int, request_body: Buffer, found: Callable[[int, str], Found]
 ) -> Work[bytearray]:
-    """The body of an answer that says of each key, given its type, what `found` says. Raises CodecError."""
+    """The body of an answer; `found` returns the coordinator for a key type and a key. Raises CodecError."""
     asked = parse_find_coordinator(api_version, request_body)
     walk = Walk(request_body, compact=is_flexible(FIND_COORDINATOR, api_version))
     walk.at = asked.at
@@ -130,9 +130,9 @@ def answer_find_coordinator(
 def replace_coordinators(
     api_version: int, asked: Asked, body: Buffer, replace: Callable[[int, Found], Found]
 ) -> Work[bytearray]:
-    """The body of an answer to what was `asked`, with others in it. Raises CodecError.
+    """The body of an answer to `asked`, with replaced coordinators. Raises CodecError.
 
-    `replace` is given the type of a key and who was found for it.
+    `replace` gets the type of a key and the coordinator that was found for it.
     """
     compact = is_flexible(FIND_COORDINATOR, api_version)
     walk, out = Walk(body, compact=compact), bytearray()
@@ -185,8 +185,8 @@ def _write_found(api_version: int, found: Found, out: bytearray) -> None:
 def error_codes(api_key: int, api_version: int, body: memoryview, *, without_epochs: bool = False) -> Work[set[int]]:
     """The error codes in an answer to a request about a group. Raises CodecError.
 
-    `without_epochs`: those that an answer to OffsetFetch names are overwritten with -1 (unknown). Of answers that speak
-    of no partitions only the beginning is read.
+    `without_epochs`: the leader epochs in an OffsetFetch answer are overwritten with -1 (unknown). Only the beginning
+    of answers without partitions is read.
     """
     walk = Walk(body, compact=is_flexible(api_key, api_version))
     if api_version >= _THROTTLE_FROM[api_key]:
@@ -223,7 +223,7 @@ def error_codes(api_key: int, api_version: int, body: memoryview, *, without_epo
 
 
 class _Field(NamedTuple):
-    """A field that is passed over, in the versions that have it; without a `form` it is a nullable string."""
+    """A field that is skipped, in the versions that have it; without a `form` it is a nullable string."""
 
     form: Struct | None
     first: int = 0
@@ -231,7 +231,7 @@ class _Field(NamedTuple):
 
 
 _STRING = _Field(None)
-# What a request has before its topics, and each partition behind its index.
+# The fields of a request before its topics, and those of each partition behind its index.
 _BEFORE_TOPICS: Final[dict[int, tuple[_Field, ...]]] = {
     ADD_PARTITIONS_TO_TXN: (_STRING, _Field(INT64), _Field(INT16)),
     TXN_OFFSET_COMMIT: (
@@ -262,7 +262,7 @@ def refuse_partitions(api_key: int, api_version: int, request_body: Buffer, erro
     behind_index = _BEHIND_INDEX.get(api_key, ())
     failure = INT16.pack(error_code)
     if api_key == OFFSET_FETCH:
-        # An offset and no metadata.
+        # An offset and empty metadata.
         failure = INT64.pack(0) + encode_string(b"", compact=compact) + failure
     elements_have_tags = compact and bool(behind_index)
     failure += _NO_TAGS if compact else b""

@@ -67,5 +67,5 @@ _NAMES: dict[int, str] = {value: name for name, value in globals().items() if na
 
 
 def name_of(error_code: int) -> str:
-    """The code's name; "ERROR_n" for one this table lacks."""
+    """The code's name; "ERROR_n" for an unknown code."""
     return _NAMES.get(error_code, f"ERROR_{error_code}")

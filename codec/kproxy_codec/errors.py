@@ -1,12 +1,12 @@
-"""What the codec raises: `CodecError` and its five kinds, and nothing else.
+"""The exceptions of the codec: `CodecError` and its five kinds.
 
-Bytes from the network are hostile until read. Every function of this package either returns what its docstring
-promises or raises one of these; no IndexError, struct.error, UnicodeDecodeError or MemoryError leaves it.
+Bytes from the network are hostile until parsed. Every function of this package either returns the result in its
+docstring or raises one of these; no IndexError, struct.error, UnicodeDecodeError or MemoryError leaves it.
 """
 
 
 class CodecError(Exception):
-    """The bytes are not the message they were said to be."""
+    """The bytes are not the expected message."""
 
 
 class Truncated(CodecError):
@@ -18,7 +18,7 @@ class InvalidField(CodecError):
 
 
 class FrameTooLarge(CodecError):
-    """A frame announces more bytes than this listener admits; `first_bytes` are those that were read as its length."""
+    """A frame announces more bytes than this listener admits; `first_bytes` are the bytes read as its length."""
 
     def __init__(self, reason: str, first_bytes: bytes = b"") -> None:
         super().__init__(reason)
@@ -26,13 +26,13 @@ class FrameTooLarge(CodecError):
 
 
 class UnsupportedVersion(CodecError):
-    """The API key or version is not one this codec reads."""
+    """The codec does not support the API key or version."""
 
 
 class ForeignProtocol(CodecError):
-    """This is no Kafka client, or one that is set up for another listener; the message says how to set it up.
+    """The other side is no Kafka client, or one with the settings of another listener; the message says how to fix it.
 
-    `protocol` is what it speaks, and `reply` is what makes it say so to its user; empty where nothing does.
+    `protocol` is the protocol it speaks. `reply` makes it report the problem to its user; empty if no reply does.
     """
 
     def __init__(self, protocol: str, reason: str, reply: bytes = b"") -> None:

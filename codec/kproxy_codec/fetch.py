@@ -10,8 +10,8 @@ records, tag 0 diverging_epoch {epoch INT32, end_offset INT64} (v12, KIP-595)}}.
 in the place of its name (KIP-516). A follower names its log in tag 0 of a partition: replica_directory_id UUID
 (KIP-853).
 
-Nobody here keeps fetch sessions (KIP-227): every answer says session 0, upon which clients send whole requests. What a
-follower sends and reads is in `kproxy_codec.replica_fetch`.
+There are no fetch sessions (KIP-227): every answer has session 0, so that clients send whole requests.
+`kproxy_codec.replica_fetch` has the followers' side.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from kproxy_codec.primitives import (
 
 MIN_VERSION = 4
 MAX_VERSION = 13
-# From here on topics are named by their ids: followers do so, clients are offered what lies below.
+# From here on topics are named by their ids: followers use it, clients are offered only lower versions.
 TOPIC_IDS_FROM = 13
 NO_SESSION = 0
 # The epoch of a request that belongs to no session and wants none (KIP-227).
@@ -64,7 +64,7 @@ FINAL_EPOCH = -1
 _PREAMBLE = Struct(">iiiib")
 SESSION_PREAMBLE = Struct(">iiiibii")
 DIVERGING_EPOCH_TAG = 0
-# Of a partition in a request, from version 17 on in Apache Kafka.
+# In a partition of a request, from version 17 on in Apache Kafka.
 REPLICA_DIRECTORY_ID_TAG = 0
 _CURRENT_LEADER_TAG = 1
 _NODE_ENDPOINTS_TAG = 0
@@ -75,16 +75,16 @@ EPOCH_END = Struct(">iq")
 
 
 class EpochEnd(NamedTuple):
-    """A leader epoch and the offset behind its last record; -1 and -1 where there is none (KIP-279)."""
+    """A leader epoch and the offset behind its last record; -1 and -1 if there is none (KIP-279)."""
 
     leader_epoch: int
     end_offset: int
 
 
 class PartitionFetch(NamedTuple):
-    """What is asked of one partition; epochs are -1 where nothing is claimed (KIP-320, KIP-595).
+    """The request for one partition; epochs are -1 if the fetcher claims none (KIP-320, KIP-595).
 
-    `replica_directory_id` are the 16 bytes by which a follower names its log (KIP-853).
+    `replica_directory_id` is the follower's log id, 16 bytes (KIP-853).
     """
 
     partition_index: int
@@ -97,7 +97,7 @@ class PartitionFetch(NamedTuple):
 
 
 class PartitionFetched(NamedTuple):
-    """One partition's part of an answer. `diverging_epoch` tells a follower where its log leaves the leader's."""
+    """One partition's part of an answer. `diverging_epoch` is where a follower's log diverges from the leader's."""
 
     partition_index: int
     error_code: int
@@ -132,7 +132,7 @@ class FetchRequest(PartitionedRequest):
 
 
 def parse_fetch(frame: memoryview, header: RequestHeader) -> FetchRequest:
-    """The index of a fetch request. Raises CodecError."""
+    """Index a fetch request. Raises CodecError."""
     version = header.api_version
     if not MIN_VERSION <= version <= MAX_VERSION:
         raise UnsupportedVersion(f"Fetch v{version}: versions {MIN_VERSION} to {MAX_VERSION} are read")
@@ -188,7 +188,7 @@ def _partition_form(version: int) -> Struct:
 
 
 def partition_fetch(request: FetchRequest, entry_start: int) -> PartitionFetch:
-    """What is asked of the partition whose entry begins there; -1 for what the version does not say."""
+    """The request for the partition whose entry begins at this offset; -1 for fields that the version lacks."""
     version = request.header.api_version
     if version >= TOPIC_IDS_FROM:
         directory_id = _replica_directory_id(request.frame, entry_start + PARTITION_FETCH.size)
@@ -202,7 +202,7 @@ def partition_fetch(request: FetchRequest, entry_start: int) -> PartitionFetch:
 
 
 def _replica_directory_id(frame: memoryview, offset: int) -> bytes:
-    """What a follower's entry says in its tagged fields, whose section begins at `offset`; empty where it says none."""
+    """The id in a follower's tagged fields, whose section begins at `offset`; empty if there is none."""
     fields, _ = read_tagged_fields(frame, offset, len(frame))
     for tag, start, end in fields:
         if tag == REPLICA_DIRECTORY_ID_TAG and end - start == TOPIC_ID_BYTES:
@@ -211,22 +211,23 @@ def _replica_directory_id(frame: memoryview, offset: int) -> bytes:
 
 
 class FetchApi:
-    """Fetch, for the one mechanism that splits, forwards and merges."""
+    """Fetch as a partitioned API (see `PartitionedApi`)."""
 
     api_key = FETCH
     min_version = MIN_VERSION
     max_version = MAX_VERSION
 
     def parse_request(self, frame: memoryview, header: RequestHeader) -> FetchRequest:
-        """Raises CodecError; a replica_id of 0 or more is refused, it would move the high watermark."""
+        """Raises CodecError. A replica_id of 0 or more is refused: it would move the high watermark."""
         request = parse_fetch(frame, header)
         if request.replica_id >= 0:
             raise InvalidField(f"Fetch with replica_id {request.replica_id}: followers fetch from brokers, not here")
         return request
 
     def parse_response(self, frame: memoryview, api_version: int) -> PartitionedResponse:
-        """Raises CodecError. Leader hints, preferred read replicas and the session are blanked in place; so are null
-        records, which become none.
+        """Raises CodecError. Blanks leader hints, preferred read replicas and the session in place.
+
+        Null records become empty records.
         """
         flexible = is_flexible(FETCH, api_version)
         response = PartitionedResponse(frame)
@@ -265,11 +266,13 @@ class FetchApi:
         return response_ends(api_version, throttle_time_ms, tags)
 
     def plain_answer(self, request: PartitionedRequest, selection: Places) -> None:
-        """There is none: every answer has a session and preferred replicas to take out."""
+        """None: in every answer the session and preferred replicas must be blanked."""
 
     def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer:
-        """Each piece may bring its share of max_bytes, and none waits: a broker that waits for data of its own would
-        keep back what the others have. Who asks the pieces asks again until there is enough.
+        """The preamble of one piece: its share of max_bytes, and no wait.
+
+        A broker that waits for its own data would delay the data of the others. So the caller asks again until there is
+        enough.
         """
         fetch = _as_fetch(request)
         if pieces == 1:
@@ -277,7 +280,7 @@ class FetchApi:
         return preamble(fetch, 0, fetch.max_bytes // pieces)
 
     def admit(self, request: PartitionedRequest) -> None:
-        """Take it out of any session, and take leader epochs out of it."""
+        """Remove the session and leader epochs from the request."""
         fetch = _as_fetch(request)
         if fetch.header.api_version >= 9:
             blank_epochs(fetch, INT32.size)
@@ -294,7 +297,7 @@ def _as_fetch(request: PartitionedRequest) -> FetchRequest:
 
 
 def preamble(request: FetchRequest, max_wait_ms: int, max_bytes: int) -> bytes:
-    """The fixed part of a fetch request, outside of any session, with other limits (milliseconds, bytes)."""
+    """The fixed part of a fetch request, without a session, with other limits (milliseconds, bytes)."""
     numbers = (request.replica_id, max_wait_ms, request.min_bytes, max_bytes, request.isolation_level)
     if request.header.api_version >= 7:
         return SESSION_PREAMBLE.pack(*numbers, NO_SESSION, FINAL_EPOCH)
@@ -318,7 +321,7 @@ def _skip_result(frame: memoryview, offset: int, limit: int, api_version: int) -
     records_at = offset
     start, end, offset = skip_bytes(frame, offset, limit, compact=flexible)
     if start == end:
-        # Kafka's brokers never send null; of its clients only Java's bears it.
+        # Kafka's brokers never send null, and only the Java client accepts it.
         none = _NO_RECORDS_COMPACT if flexible else _NO_RECORDS
         if offset - records_at == len(none):
             frame[records_at:offset] = none
@@ -333,9 +336,9 @@ _NO_TAGS = encode_tagged_fields([])
 
 
 def result_entry(api_version: int, fetched: PartitionFetched) -> list[Buffer]:
-    """One partition's entry of a fetch answer, records in a buffer of their own so that they need no copy.
+    """One partition's entry of a fetch answer, with records in a buffer of their own so that they need no copy.
 
-    Where a log diverges is not said before version 12.
+    `diverging_epoch` is omitted before version 12.
     """
     flexible = is_flexible(FETCH, api_version)
     index, error_code, high_watermark, log_start_offset, diverging_epoch, records = fetched
@@ -354,7 +357,7 @@ def result_entry(api_version: int, fetched: PartitionFetched) -> list[Buffer]:
 
 
 def response_ends(api_version: int, throttle_time_ms: int, tags: list[Tag], error_code: int = 0) -> tuple[bytes, bytes]:
-    """What stands before and behind the topics of a fetch answer; it always names session 0."""
+    """The bytes before and behind the topics of a fetch answer; the session is always 0."""
     head = INT32.pack(throttle_time_ms)
     if api_version >= 7:
         head += INT16.pack(error_code) + INT32.pack(NO_SESSION)

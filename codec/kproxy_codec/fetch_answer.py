@@ -1,6 +1,6 @@
-"""Fetch answers as a reader takes them that asked one broker about one partition, versions 4-12.
+"""Read fetch answers from one broker about one partition, versions 4-12.
 
-`kproxy_codec.fetch` has the form of the messages. Records stay opaque: they are a slice of the answer.
+`kproxy_codec.fetch` describes the messages. Records stay opaque: they are a slice of the answer.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _ABORTED_TRANSACTION_BYTES = 16
 
 
 def read_fetch_answer(frame: memoryview, api_version: int, topic: str) -> PartitionFetched:
-    """What was fetched of the one partition of `topic` that was asked for. Raises CodecError.
+    """Return the result for the one requested partition of `topic`. Raises CodecError.
 
-    An error of the whole answer comes as the partition's. Where a log diverges is not looked at.
+    An error of the whole answer is returned as the partition's. Diverging epochs are ignored.
     """
     if not MIN_VERSION <= api_version <= MAX_VERSION:
         raise UnsupportedVersion(f"Fetch v{api_version}: versions {MIN_VERSION} to {MAX_VERSION} are read")

@@ -1,7 +1,7 @@
-"""Clients that speak something else than Kafka's protocol in plain text, known by the first bytes of their connection.
+"""Recognise clients that do not speak Kafka's protocol in plain text by the first bytes of their connection.
 
-Where a frame's length should stand, all of these have a number that no listener admits. SASL is Kafka's own protocol,
-and known by its requests.
+In the place of a frame's length, all of these send a number that no listener admits. SASL is part of Kafka's protocol
+and is recognised by its requests.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from kproxy_codec.errors import ForeignProtocol, FrameTooLarge
 from kproxy_codec.headers import RequestHeader, frame_message, response_header
 from kproxy_codec.primitives import INT16, INT32
 
-# The first byte of a TLS record says what it is, and the next two are its version: 3 and 0 to 4.
+# A TLS record begins with its type in one byte and its version in two: 3 and 0 to 4.
 _TLS_HANDSHAKE = 0x1603
 _TLS_ALERT = 0x1503
-# The first four bytes of what HTTP clients ask, and of an answer; "PRI " opens HTTP/2.
+# The first four bytes of HTTP requests, and of an answer; "PRI " opens HTTP/2.
 _HTTP = frozenset(b"GET |POST|PUT |HEAD|OPTI|CONN|DELE|PATC|TRAC|PRI |HTTP".split(b"|"))
 _SSH = b"SSH-"
 
-# Plain text makes TLS libraries say what is wrong ("wrong version number", "plaintext connection?"). A TLS alert would
-# speak of versions, and when the connection just ends Java's client retries without a word.
+# Plain text makes TLS libraries report the problem ("wrong version number", "plaintext connection?"). A TLS alert would
+# be about versions, and if the connection only ends, Java's client retries without a message.
 _TO_TLS = b"this listener is plain text: set security.protocol=PLAINTEXT\r\n"
 _SENTENCE = b"This listener speaks Kafka's protocol. A proxy's HTTP page is at its --admin address.\n"
 ANSWER_TO_HTTP = (
     b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain\r\nConnection: close\r\n"
     b"Content-Length: %d\r\n\r\n%s" % (len(_SENTENCE), _SENTENCE)
 )
-"""What kproxy's Kafka listeners say to who speaks HTTP to them."""
+"""The answer of kproxy's Kafka listeners to HTTP clients."""
 
 SASL_HANDSHAKE_REFUSED = INT16.pack(UNSUPPORTED_SASL_MECHANISM) + INT32.pack(0)
-"""The body of an answer to SaslHandshake, in every version, that offers no mechanism."""
+"""The body of a SaslHandshake answer, in every version, that offers no mechanism."""
 
 
 def foreign_protocol(error: Exception) -> ForeignProtocol | None:
-    """The protocol that the other side speaks instead, where its first bytes tell; None otherwise."""
+    """The protocol that the other side speaks instead, if its first bytes show it; None otherwise."""
     if isinstance(error, ForeignProtocol):
         return error
     if not isinstance(error, FrameTooLarge):
@@ -62,7 +62,7 @@ def foreign_protocol(error: Exception) -> ForeignProtocol | None:
 
 
 def sasl(header: RequestHeader) -> ForeignProtocol:
-    """For a request about SASL where there is none."""
+    """The error for a SASL request on a listener without SASL."""
     reply = b""
     if header.api_key == SASL_HANDSHAKE:
         head = response_header(header.api_key, header.api_version, header.correlation_id)

@@ -1,29 +1,29 @@
-"""Received bytes to whole frames, as memoryviews over the receive buffer.
+"""Cut received bytes into whole frames, as memoryviews over the receive buffer.
 
-A frame is a 4-byte big-endian length and that many bytes. A `FrameReader` belongs to one connection; the `ReceiveArena`
+A frame is a 4-byte big-endian length and that many bytes. A `FrameReader` belongs to one connection. The `ReceiveArena`
 behind it is shared by all connections of one event loop, so an idle connection holds no buffer at all. That works
 because an event loop asks for a buffer and fills it in one step, with no other connection in between.
 
 States of a reader
   empty      nothing is held
-  partial    the beginning of a frame lies in [start, end) of a chunk
-  broken     an illegal length was seen; what follows is refused
+  partial    the beginning of a frame is in [start, end) of a chunk
+  broken     an illegal length was seen; further bytes are refused
 
 Transitions
-  empty   -> partial   `buffer_updated` leaves an unfinished frame behind its whole ones
+  empty   -> partial   `buffer_updated` leaves an unfinished frame behind the whole ones
   partial -> partial   more of it arrives, perhaps after `get_buffer` moved it to where the rest fits
   partial -> empty     its last byte arrives with nothing behind it
   any     -> broken    FrameTooLarge, InvalidField
 
 Invariants
-1. A chunk is handed out for new bytes only past its `position`, or when nothing refers to it any more: a frame handed
-   out is never overwritten while somebody holds it. Python's own export count of the bytearray is what is asked.
-2. A length is checked before anything is allocated for it, and what is allocated for an announced frame is at most
-   GROWTH times what has arrived of it, and never less than one chunk. 2 GiB announced costs nothing.
-3. Bytes are moved only when a frame is unfinished and the rest does not fit behind it, or another connection came
-   between, or the chunk is full and others go on with the next.
-4. An unfinished frame keeps no more memory than its own bytes and what was made for it alone, once the chunk that it
-   began in is left. What its owner gave it instead (`move_to`) is its owner's affair.
+1. A chunk is reused for new bytes only past its `position`, or when nothing refers to it any more: a frame is never
+   overwritten while it is referenced. Python's own export count of the bytearray decides.
+2. A length is checked before anything is allocated for it. The allocation for an announced frame is at most GROWTH
+   times its bytes that have arrived, and never less than one chunk. So 2 GiB announced costs nothing.
+3. Bytes are moved only when a frame is unfinished and the rest does not fit behind it, or another connection has used
+   the chunk in between, or the chunk is full and the others continue in the next one.
+4. Once the chunk in which it began is left, an unfinished frame holds only its own bytes and buffers made for it alone.
+   A buffer given by the reader's owner (`move_to`) is the owner's responsibility.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ from struct import Struct
 from kproxy_codec.errors import FrameTooLarge, InvalidField
 
 LENGTH_BYTES = 4
-# One of Kafka's largest requests by its clients' defaults (1 MiB) fits, header and all.
+# Fits one of Kafka's largest requests by its clients' defaults (1 MiB), with its header.
 CHUNK_BYTES = (1 << 20) + (64 << 10)
-# Below this a chunk's rest is not worth another read from the kernel.
+# A chunk with less space than this is not worth another read from the kernel.
 LEAST_FREE_BYTES = 64 << 10
 GROWTH = 4
-# Chunks kept for another use; beyond that they are left to the allocator.
+# Chunks kept for reuse; further ones are left to the allocator.
 KEPT_CHUNKS = 16
 
 _LENGTH = Struct(">i")
-# In the place of the longest frame admitted: not even an empty one is.
+# Used as the longest admitted frame: then not even an empty one is admitted.
 _BROKEN = -1
 
 
 class ReceiveArena:
-    """The chunk that the readers of one event loop fill in turn, and the chunks that may be used again."""
+    """The chunk that the readers of one event loop fill in turn, and the chunks that may be reused."""
 
     __slots__ = ("_unfinished", "_used", "chunk", "position", "view")
 
     def __init__(self) -> None:
         self._used: deque[bytearray] = deque()
-        # Readers that have left an unfinished frame in the chunk; some of them may have finished it since.
+        # Readers that left an unfinished frame in the chunk; some of them may have finished it since.
         self._unfinished: set[FrameReader] = set()
         self.chunk = bytearray(CHUNK_BYTES)
         self.view = memoryview(self.chunk)
         self.position = 0
 
     def renew(self) -> None:
-        """Begin another chunk; the old one lives on for as long as a frame refers to it.
+        """Begin another chunk; the old one lives as long as a frame refers to it.
 
-        A few bytes of an unfinished frame must not keep all of it: a client may leave them for hours.
+        Unfinished frames are copied out: a client may leave a few bytes for hours, which must not keep a whole chunk.
         """
         left, self._unfinished = self._unfinished, set()
         for reader in left:
@@ -75,17 +75,17 @@ class ReceiveArena:
         self.position = 0
 
     def leave(self, reader: FrameReader) -> None:
-        """`reader` has an unfinished frame in the chunk."""
+        """Note that `reader` has an unfinished frame in the chunk."""
         self._unfinished.add(reader)
 
     def lend(self) -> bytearray:
-        """A chunk for one reader alone; it may be used again when nothing refers to it any more."""
+        """A chunk for one reader alone; it may be reused when nothing refers to it any more."""
         chunk = self._take()
         self._used.append(chunk)
         return chunk
 
     def _take(self) -> bytearray:
-        # The oldest chunk is the likeliest to be free; one look a call keeps this cheap.
+        # The oldest chunk is the most likely to be free; one check per call keeps this cheap.
         if self._used:
             candidate = self._used.popleft()
             if _is_unreferenced(candidate):
@@ -106,11 +106,11 @@ def _is_unreferenced(chunk: bytearray) -> bool:
 
 
 class FrameReader:
-    """Cuts one connection's bytes into frames; shaped for asyncio.BufferedProtocol.
+    """Cut one connection's bytes into frames; shaped for asyncio.BufferedProtocol.
 
-    Every frame handed out is a writable memoryview of the whole frame, its 4-byte length prefix included. At most
-    `most_shared` bytes are read into the chunk at a time, so that no longer frame is whole before it is known to come.
-    `announced` is the length of the frame that is arriving, its prefix included, where that is known; else 0.
+    Every returned frame is a writable memoryview of the whole frame, its 4-byte length prefix included. At most
+    `most_shared` bytes are read into the chunk at a time, so that a longer frame is announced before it is whole.
+    `announced` is the length of the arriving frame, its prefix included, if it is known; else 0.
     """
 
     __slots__ = ("_arena", "_end", "_max_frame_bytes", "_most_shared", "_own", "_start", "_view", "announced")
@@ -129,25 +129,25 @@ class FrameReader:
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of an unfinished frame that are held."""
+        """Bytes held of an unfinished frame."""
         return self._end - self._start
 
     @property
     def held_bytes(self) -> int:
-        """What an unfinished frame costs in memory: its bytes, or the whole of a buffer that is this reader's alone."""
+        """Memory held by an unfinished frame: its bytes, or all of a buffer that is this reader's alone."""
         if self._own and self._view is not None:
             return len(self._view)
         return self._end - self._start
 
     def admit(self, max_frame_bytes: int) -> None:
-        """Frames whose first bytes arrive from now on may be so long. A broken reader stays broken."""
+        """Set the limit for frames whose first bytes arrive from now on. A broken reader stays broken."""
         if self._max_frame_bytes != _BROKEN:
             self._max_frame_bytes = max_frame_bytes
 
     def get_buffer(self, size_hint: int = -1, *, lean: bool = False) -> memoryview:
-        """Where the next bytes go. Call `buffer_updated` with their count before any other reader's `get_buffer`.
+        """The buffer for the next bytes. Call `buffer_updated` with their count before any other reader's `get_buffer`.
 
-        With `lean` a large frame's buffer grows by no more than LEAST_FREE_BYTES.
+        With `lean` a large frame's buffer grows by at most LEAST_FREE_BYTES.
         """
         arena = self._arena
         view = self._view
@@ -167,11 +167,11 @@ class FrameReader:
         return self._move(view[self._start : self._end], announced, lean)
 
     def _move(self, held: memoryview, announced: int, lean: bool) -> memoryview:
-        """Take the unfinished frame to where more of it fits, and return the room behind it."""
+        """Move the unfinished frame to where more of it fits, and return the space behind it."""
         arena = self._arena
         if announced > CHUNK_BYTES // 4:
-            # A large frame gets a buffer of its own, grown as its bytes really arrive. Fresh memory costs more than
-            # what is done with it: each of its pages is a fault.
+            # A large frame gets a buffer of its own that grows as its bytes arrive. Fresh memory costs more than the
+            # work on it: each of its pages is a fault.
             size = min(announced, len(held) + LEAST_FREE_BYTES if lean else max(CHUNK_BYTES, GROWTH * len(held)))
             view = memoryview(bytearray(size) if lean or size > CHUNK_BYTES else arena.lend())
             start, self._own = 0, True
@@ -187,11 +187,11 @@ class FrameReader:
 
     @property
     def has_own(self) -> bool:
-        """Whether the frame that is arriving has a buffer of its own."""
+        """Whether the arriving frame has a buffer of its own."""
         return self._own
 
     def move_to(self, buffer: bytearray) -> None:
-        """Let the frame that is arriving be read into `buffer`, which is as long as it is `announced`."""
+        """Receive the arriving frame into `buffer`, which has the `announced` length."""
         if self._view is None:
             raise ValueError("no frame is arriving")
         held = self._view[self._start : self._end]
@@ -199,7 +199,7 @@ class FrameReader:
         self._view, self._start, self._end, self._own = memoryview(buffer), 0, len(held), True
 
     def drop(self) -> None:
-        """Forget the frame that is arriving. Nothing more is to be read."""
+        """Forget the arriving frame. Nothing more is to be read."""
         self._max_frame_bytes = _BROKEN
         self._let_go()
 
@@ -248,9 +248,7 @@ class FrameReader:
         self._view, self._start, self._end, self._own, self.announced = None, 0, 0, False, 0
 
     def _break(self, length: int) -> InvalidField | FrameTooLarge:
-        """What is wrong with `length`. No length at all is legal from here on: whatever follows is not at a frame's
-        beginning, and must not be taken for one.
-        """
+        """The error for `length`. From here on every length is illegal: further bytes do not begin at a frame."""
         admitted, self._max_frame_bytes = self._max_frame_bytes, _BROKEN
         self._let_go()
         if admitted == _BROKEN:

@@ -1,9 +1,9 @@
-"""Request and response headers, every version.
+"""Parse and encode request and response headers of every version.
 
 Request header v1: api_key, api_version, correlation_id, client_id. v2 adds tagged fields. Response header v0:
-correlation_id. v1 adds tagged fields. The client_id has the old string type in every version, and the answer to
-ApiVersions has header v0 in every version, so that a client that speaks too new a version can read it (KIP-511).
-Offsets are counted in the whole frame, its 4-byte length prefix included.
+correlation_id. v1 adds tagged fields. The client_id has the old string type in every version. The answer to ApiVersions
+has header v0 in every version, so that a client with too new a version can read it (KIP-511). Offsets are counted in
+the whole frame, its 4-byte length prefix included.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _RESPONSE_HEAD_BYTES = LENGTH_BYTES + 4
 
 
 class RequestHeader(NamedTuple):
-    """A request's header; `body_offset` is where the body begins in the frame. See `client_id` for the rest of it."""
+    """A request's header; `body_offset` is where the body begins in the frame. For the client_id see `client_id`."""
 
     api_key: int
     api_version: int
@@ -59,7 +59,7 @@ def client_id(frame: Buffer) -> bytes | None:
 
 
 def request_header(api_key: int, api_version: int, correlation_id: int, sender: bytes | None) -> bytes:
-    """A request header with `sender` for the client_id and no tagged fields; no length prefix."""
+    """A request header with `sender` as the client_id and no tagged fields; no length prefix."""
     length = -1 if sender is None else len(sender)
     head = _REQUEST_HEAD.pack(api_key, api_version, correlation_id, length) + (sender or b"")
     return head + encode_tagged_fields([]) if is_flexible(api_key, api_version) else head
@@ -83,7 +83,7 @@ def response_body_offset(frame: Buffer, api_key: int, api_version: int) -> int:
 
 
 def response_correlation_id(frame: Buffer) -> int:
-    """The correlation_id that an answer carries. Raises Truncated."""
+    """The correlation_id of an answer. Raises Truncated."""
     if len(frame) < _RESPONSE_HEAD_BYTES:
         raise Truncated(f"an answer of {len(frame) - LENGTH_BYTES} bytes is shorter than its header")
     correlation_id: int = INT32.unpack_from(frame, RESPONSE_CORRELATION_ID_OFFSET)[0]
@@ -91,5 +91,5 @@ def response_correlation_id(frame: Buffer) -> int:
 
 
 def frame_message(*parts: Buffer) -> bytes:
-    """One frame from the parts of a message: the length prefix is put before them."""
+    """One frame from the parts of a message, with the length prefix before them."""
     return b"".join((INT32.pack(sum(map(len, parts))), *parts))

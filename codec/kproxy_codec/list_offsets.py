@@ -1,4 +1,4 @@
-"""ListOffsets requests and answers.
+"""Parse and encode ListOffsets requests and answers.
 
 Versions 1–9. Request: replica_id INT32, isolation_level INT8 (v2), topics of {name, partitions of {index INT32,
 current_leader_epoch INT32 (v4), timestamp INT64}}. Answer: throttle_time_ms INT32 (v2), topics of {name, partitions of
@@ -36,14 +36,14 @@ _NO_EPOCH = INT32.pack(-1)
 
 
 class ListOffsetsApi:
-    """ListOffsets, for the one mechanism that splits, forwards and merges."""
+    """ListOffsets as a partitioned API (see `PartitionedApi`)."""
 
     api_key = LIST_OFFSETS
     min_version = MIN_VERSION
     max_version = MAX_VERSION
 
     def parse_request(self, frame: memoryview, header: RequestHeader) -> PartitionedRequest:
-        """Raises CodecError; a replica_id of 0 or more is refused, that is a broker's to say."""
+        """Raises CodecError. A replica_id of 0 or more is refused: only brokers may send it."""
         version = header.api_version
         if not MIN_VERSION <= version <= MAX_VERSION:
             raise UnsupportedVersion(f"ListOffsets v{version}: versions {MIN_VERSION} to {MAX_VERSION} are read")
@@ -106,14 +106,14 @@ class ListOffsetsApi:
         return head, encode_tagged_fields(tags) if is_flexible(LIST_OFFSETS, api_version) else b""
 
     def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer | None:
-        """The request's own."""
+        """None: the request's own preamble is kept."""
         return None
 
     def plain_answer(self, request: PartitionedRequest, selection: Places) -> None:
-        """There is none: every answer has leader epochs to take out."""
+        """None: in every answer leader epochs must be blanked."""
 
     def admit(self, request: PartitionedRequest) -> None:
-        """Take leader epochs out of it."""
+        """Remove leader epochs from the request."""
         if request.header.api_version >= 4:
             blank_epochs(request, INT32.size)
 

@@ -1,8 +1,8 @@
-"""Metadata answers, for who wants the leaders of many partitions: read in portions, with a few integers kept of each.
+"""Read the leaders in Metadata answers in portions, with a few integers kept for each partition.
 
-An answer about all topics of a large cluster is megabytes, and decoding it with `control` takes longer than an
-event loop may be kept waiting. Here the caller says how much is to be read in one go. Replicas and all else that
-routing needs nothing of is passed over.
+An answer about all topics of a large cluster has megabytes, and decoding it with `control` would block the event loop
+for too long. Here the caller chooses how much is read in one step. Replicas and other fields that routing does not need
+are skipped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kproxy_codec.primitives import (
 HIGHEST_VERSION = 12
 TOPICS_BY_ID_FROM = 12
 
-# Versions from which fields are there; what kproxy_codec.cluster copies is laid out by the same.
+# Versions from which fields exist; kproxy_codec.cluster uses the same.
 BROKER_TAIL_FROM = 1
 CLUSTER_ID_FROM = 2
 THROTTLE_FROM = 3
@@ -48,7 +48,7 @@ NO_EPOCH = -1
 
 
 class BrokerAddress(NamedTuple):
-    """Where a broker says that it listens."""
+    """A broker's listener as the answer names it."""
 
     node_id: int
     host: str
@@ -56,28 +56,28 @@ class BrokerAddress(NamedTuple):
 
 
 class TopicLeaders(NamedTuple):
-    """`name` is None where a topic was asked for by an id that nobody knows, `topic_id` where the topic has none."""
+    """`name` is None if a topic was requested by an unknown id, `topic_id` is None if the topic has none."""
 
     error_code: int
     name: bytes | None
     topic_id: bytes | None
     numbers: array[int]
-    """Four for each partition: error code, partition index, leader id, leader epoch (-1 where the version has none)."""
+    """Four for each partition: error code, partition index, leader id, leader epoch (-1 if the version has none)."""
 
     @property
     def partition_count(self) -> int:
         return len(self.numbers) // 4
 
     def partitions(self) -> Iterator[tuple[int, int, int, int]]:
-        """Error code, index, leader id and leader epoch of each."""
+        """Error code, index, leader id and leader epoch of each partition."""
         numbers = iter(self.numbers)
         return zip(numbers, numbers, numbers, numbers, strict=True)
 
 
 class MetadataReader:
-    """One answer's body. `topics` is whole when `read_some` says so; nothing is to be believed before.
+    """Reads the body of one answer. `topics` is complete and valid only after `read_some` returned True.
 
-    Raises CodecError for what is no answer, here and from `read_some`.
+    Raises CodecError for bytes that are no answer, here and in `read_some`.
     """
 
     def __init__(self, body: Buffer, version: int) -> None:
@@ -101,7 +101,7 @@ class MetadataReader:
         self._partitions_left = -1
 
     def read_some(self, partitions: int) -> bool:
-        """Read on, past so many partitions or topics; whether that was all."""
+        """Read up to this many partitions or topics; return whether that was all."""
         room = partitions
         while room > 0:
             if self._partitions_left > 0:
@@ -147,7 +147,7 @@ class MetadataReader:
         self.topics.append(TopicLeaders(error_code, name, topic_id, array("i")))
 
     def _read_partitions(self, count: int) -> None:
-        """The next partitions of the topic begun last: all that most answers consist of, hence at length."""
+        """Read the next partitions of the current topic. Inlined: most answers consist of partitions."""
         body, at, limit, compact = self._body, self._at, self._limit, self._compact
         unpack, size, arrays = self._form.unpack_from, self._form.size, range(self._arrays)
         extend = self.topics[-1].numbers.extend

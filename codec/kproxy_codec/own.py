@@ -1,20 +1,20 @@
-"""The Own API and what follows from it, two APIs of this project in Kafka's form (the wiki's "Single Reader/Writer").
+"""The Own API and BindFences, two APIs of this project in Kafka's form (the wiki's "Single Reader/Writer").
 
-Own (key 20311, versions 0 and 1) is a client's: it claims resources for its connection, within a group.
+Own (key 20311, versions 0 and 1): a client claims resources for its connection, within a group.
     OwnRequest   group COMPACT_STRING, resources COMPACT_NULLABLE_ARRAY of {resource COMPACT_STRING, generation INT64}
     OwnResponse  throttle_time_ms INT32, error_code INT16, group COMPACT_STRING, resources COMPACT_ARRAY of
                  {resource COMPACT_STRING, error_code INT16, generation INT64, fence INT64 (v1)}
-Null resources claim the whole group, which is answered as one resource of an empty name; no resource that is asked for
-has one.
+Null resources claim the whole group. The answer then has one resource with an empty name; requests cannot name such a
+resource.
 
-BindFences (key 20312, version 0) is a proxy's, to the broker that leads a partition: what is produced on this
-connection from now on stands behind these fences; or a fence is released.
+BindFences (key 20312, version 0): a proxy tells the broker that leads a partition that produce requests on this
+connection stand behind these fences from now on, or that a fence is released.
     BindFencesRequest   partitions COMPACT_ARRAY of {topic COMPACT_STRING, partition_index INT32, fence INT64,
                         is_released BOOLEAN}
     BindFencesResponse  throttle_time_ms INT32, partitions COMPACT_ARRAY of {topic COMPACT_STRING,
                         partition_index INT32, error_code INT16, fence INT64: the highest that is known}
 
-Every structure ends with tagged fields; none are known here, those that come are passed over.
+Every structure ends with tagged fields; none are known here, and those in messages are skipped.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OWN_MIN_VERSION: Final = 0
 OWN_MAX_VERSION: Final = 1
 BIND_FENCES_VERSION: Final = 0
 MAX_RESOURCES: Final = MAX_PARTITIONS
-# Of a group's name and a resource's: they become parts of keys in etcd.
+# For names of groups and resources: they become parts of keys in etcd.
 MAX_NAME_BYTES: Final = 1_024
 WHOLE_GROUP: Final = ""
 NO_FENCE: Final = -1
@@ -57,21 +57,21 @@ _Element = TypeVar("_Element")
 
 
 class OwnResource(NamedTuple):
-    """A resource that is claimed, and with which generation."""
+    """A claimed resource and the generation of the claim."""
 
     resource: str
     generation: int
 
 
 class OwnRequest(NamedTuple):
-    """`resources` None claims the whole group; none at all bind the group to the connection."""
+    """`resources` None claims the whole group; an empty tuple binds the group to the connection."""
 
     group: str
     resources: tuple[OwnResource, ...] | None
 
 
 class OwnedResource(NamedTuple):
-    """What became of a claim. `generation` and `fence` are -1 where it was not granted; v0 has no fence."""
+    """The result of one claim. `generation` and `fence` are -1 if it was not granted; v0 has no fence."""
 
     resource: str
     error_code: int
@@ -80,7 +80,7 @@ class OwnedResource(NamedTuple):
 
 
 class OwnResponse(NamedTuple):
-    """`error_code` is that of the request as a whole; then there are no resources."""
+    """`error_code` is for the request as a whole; if it is set there are no resources."""
 
     error_code: int
     group: str
@@ -89,7 +89,7 @@ class OwnResponse(NamedTuple):
 
 
 class FenceBinding(NamedTuple):
-    """The fence that this connection's writes to a partition stand behind or, `is_released`, that nobody's do."""
+    """The fence that this connection's writes to a partition stand behind; `is_released`: no connection's do."""
 
     topic: str
     partition_index: int
@@ -98,7 +98,7 @@ class FenceBinding(NamedTuple):
 
 
 class BoundFence(NamedTuple):
-    """What became of a binding; `fence` is the highest that the broker knows of, -1 where it knows none."""
+    """The result of one binding; `fence` is the highest that the broker knows, -1 for none."""
 
     topic: str
     partition_index: int
@@ -107,7 +107,7 @@ class BoundFence(NamedTuple):
 
 
 def resource_partition(resource: str) -> tuple[str, int] | None:
-    """The topic and partition index that `topic/partition` names; None where a resource names something else."""
+    """The topic and partition index of a resource `topic/partition`; None if it names something else."""
     topic, slash, index = resource.rpartition("/")
     if not topic or not slash or "/" in topic or not index.isascii() or not index.isdigit() or len(index) > 9:
         return None
@@ -123,7 +123,7 @@ def encode_own_request(request: OwnRequest) -> bytes:
 
 
 def parse_own_request(frame: Buffer, header: RequestHeader) -> OwnRequest:
-    """A whole frame. Raises CodecError."""
+    """Parse a whole frame. Raises CodecError."""
     limit = len(frame)
     group, offset = _read_string(frame, header.body_offset, limit)
     resources, offset = _read_array(frame, offset, limit, _read_own_resource, least_bytes=10, nullable=True)
@@ -140,7 +140,7 @@ def encode_own_response(response: OwnResponse, api_version: int) -> bytes:
 
 
 def parse_own_response(frame: Buffer, api_version: int) -> OwnResponse:
-    """A whole frame. Raises CodecError."""
+    """Parse a whole frame. Raises CodecError."""
     limit = len(frame)
     throttle_time_ms, offset = read_fixed(INT32, frame, response_body_offset(frame, OWN, api_version), limit)
     error_code, offset = read_fixed(INT16, frame, offset, limit)
@@ -164,7 +164,7 @@ def encode_bind_fences_request(bindings: Sequence[FenceBinding]) -> bytes:
 
 
 def parse_bind_fences_request(frame: Buffer, header: RequestHeader) -> tuple[FenceBinding, ...]:
-    """A whole frame. Raises CodecError."""
+    """Parse a whole frame. Raises CodecError."""
     limit = len(frame)
     bindings, offset = _read_array(frame, header.body_offset, limit, _read_fence_binding, least_bytes=15)
     expect_end(memoryview(frame), skip_tagged_fields(frame, offset, limit))
@@ -177,7 +177,7 @@ def encode_bind_fences_response(bound: Sequence[BoundFence], throttle_time_ms: i
 
 
 def parse_bind_fences_response(frame: Buffer) -> tuple[BoundFence, ...]:
-    """A whole frame. Raises CodecError."""
+    """Parse a whole frame. Raises CodecError."""
     limit = len(frame)
     body_offset = response_body_offset(frame, BIND_FENCES, BIND_FENCES_VERSION)
     _, offset = read_fixed(INT32, frame, body_offset, limit)
@@ -245,7 +245,7 @@ def _read_bound_fence(buffer: Buffer, offset: int, limit: int) -> tuple[BoundFen
     return BoundFence(topic, partition_index, error_code, fence), skip_tagged_fields(buffer, offset, limit)
 
 
-# What all of them are made of
+# Strings and arrays
 
 
 def _string(text: str) -> bytes:

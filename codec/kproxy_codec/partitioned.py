@@ -1,8 +1,8 @@
-"""What Produce, Fetch and ListOffsets have in common on the wire.
+"""The wire format that Produce, Fetch and ListOffsets have in common.
 
 A request of these APIs is a header, a preamble, an array of topics with an array of partitions each, and a trailer; an
-answer likewise. Parsing finds where each partition's bytes lie and copies none of them. A part of a request is encoded
-from slices of it: what this codec does not know, tagged fields above all, travels byte for byte.
+answer likewise. Parsing finds where each partition's bytes are and copies none of them. A part of a request is encoded
+from slices of it: bytes that this codec does not know, such as tagged fields, are kept unchanged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kproxy_codec.primitives import (
 MAX_PARTITIONS = 4096
 """A request for more partitions, or more topics, is not served: each gets an error."""
 MAX_READ_PARTITIONS = 8 * MAX_PARTITIONS
-"""A message with more of them is not even read."""
+"""A message with more of them is not even parsed."""
 # Behind length and correlation_id.
 _RESPONSE_BODY_OFFSET = LENGTH_BYTES + 4
 TOPIC_ID_BYTES = 16
@@ -46,11 +46,11 @@ ReadEntries = Callable[[memoryview, int, int, "TopicSpan", int], int]
 
 
 class TopicSpan:
-    """One topic of a request or an answer: where its parts lie in the frame.
+    """One topic of a request or an answer: the positions of its parts in the frame.
 
-    `wire` is the topic as the message names it: its name, or the bytes of its id. `name` is the same until somebody who
-    knows puts a topic's name in the place of its id. `head` is `wire` as encoded, `starts` and `ends` bound each
-    partition's entry, `tail` is what follows the partitions (tagged fields). `error_codes` is filled in answers alone.
+    `wire` is the topic as the message names it: its name, or the bytes of its id. `name` is the same until a caller
+    replaces an id by the topic's name. `head` is the encoded `wire`, `starts` and `ends` bound each partition's entry,
+    `tail` is the part behind the partitions (tagged fields). `error_codes` is filled only in answers.
     """
 
     __slots__ = (
@@ -94,13 +94,13 @@ class PartitionedRequest:
         self.topics_start = header.body_offset
         self.topics_end = len(frame)
         self.by_id = False
-        # Produce's own; -1 (all) and 0 for the others, which always have an answer.
+        # Only for Produce; the others always have an answer, so that theirs are -1 (all) and 0.
         self.acks = -1
         self.timeout_ms = 0
 
     @property
     def is_too_large(self) -> bool:
-        """Whether it asks for more than is served at a time; topics without partitions cost something as well."""
+        """Whether it has more partitions or topics than are served; topics without partitions have a cost as well."""
         return self.partition_count > MAX_PARTITIONS or len(self.topics) > MAX_PARTITIONS
 
     @property
@@ -110,7 +110,7 @@ class PartitionedRequest:
         return sum(len(topic.partitions) for topic in self.topics)
 
     def repeats_a_partition(self) -> bool:
-        """Whether some partition stands in the request twice."""
+        """Whether some partition is in the request twice."""
         if len(self.topics) == 1:
             partitions = self.topics[0].partitions
             return len(partitions) > 1 and len(set(partitions)) != len(partitions)
@@ -118,26 +118,26 @@ class PartitionedRequest:
         return len(seen) != self.partition_count
 
     def is_nameless(self, topic: TopicSpan) -> bool:
-        """Whether nothing but an id is known of a topic."""
+        """Whether only the id of a topic is known."""
         return self.by_id and topic.name is topic.wire
 
     def take_out(self) -> None:
-        """Copy the request out of a receive buffer that is much larger: waiting long, it would keep all of that."""
+        """Copy the request out of a much larger receive buffer, which it would keep while it waits."""
         buffer = self.frame.obj
         if isinstance(buffer, bytearray) and len(self.frame) < len(buffer) // 2:
             self.frame = memoryview(bytearray(self.frame))
 
     def let_go(self) -> None:
-        """It is not to be encoded any more, whole or in parts: of its bytes nothing is kept."""
+        """Release the request's bytes: it is not to be encoded again, whole or in parts."""
         self.frame = memoryview(b"")
 
     def topic_head(self, topic: TopicSpan) -> memoryview:
-        """A topic and the number of its partitions as encoded: the answer begins its topics in the same way."""
+        """A topic and the number of its partitions as encoded: the answer's topic begins with the same bytes."""
         return self.frame[topic.head_start : topic.starts[0] if topic.starts else topic.tail_start]
 
 
 class PartitionedResponse:
-    """A parsed answer; `other_tags` are its own tagged fields but for those that name brokers."""
+    """A parsed answer; `other_tags` are its own tagged fields except those that name brokers."""
 
     __slots__ = ("error_code", "frame", "names_brokers", "other_tags", "payload_bytes", "throttle_time_ms", "topics")
 
@@ -152,14 +152,15 @@ class PartitionedResponse:
 
 
 class PlainAnswer:
-    """An answer that is known but for some bytes of each entry: what is awaited, to be compared with what comes."""
+    """An expected answer, known except for some bytes of each entry, to be compared with the received one."""
 
     __slots__ = ("_body", "_entries", "_size", "_texts", "gaps")
 
     def __init__(self, texts: Sequence[bytes], gap: int, *, before: int, after: int) -> None:
-        """`texts` are the bytes awaited behind the correlation_id, with `gap` unknown ones after each but the last.
+        """`texts` are the bytes expected behind the correlation_id, with `gap` unknown bytes after each but the last.
 
-        An entry is a gap with so many bytes `before` and `after` it. `gaps` says where in the frame they begin.
+        An entry is a gap with the given numbers of bytes `before` and `after` it. `gaps` are the positions of the gaps
+        in the frame.
         """
         lengths = tuple(map(len, texts))
         self._texts = tuple(texts)
@@ -168,11 +169,11 @@ class PlainAnswer:
         self._entries = [(start - before, start + gap + after) for start in self.gaps]
 
     def is_met(self, frame: memoryview) -> bool:
-        """Whether this is the answer that came."""
+        """Whether this is the received answer."""
         return len(frame) == self._size and self._body.unpack_from(frame, _RESPONSE_BODY_OFFSET) == self._texts
 
     def results(self, frame: memoryview) -> list[bytes] | None:
-        """The entries of the answer that came; None where it is another one."""
+        """The entries of the received answer; None if it is not the expected one."""
         if not self.is_met(frame):
             return None
         return [bytes(frame[start:end]) for start, end in self._entries]
@@ -180,7 +181,7 @@ class PlainAnswer:
 
 @lru_cache(maxsize=128)
 def _texts_and_gaps(lengths: tuple[int, ...], gap: int) -> tuple[Struct, list[int]]:
-    """The form of texts of these lengths with gaps between them, and where in the frame the gaps begin."""
+    """The struct of texts of these lengths with gaps between them, and the positions of the gaps in the frame."""
     gaps = []
     end = _RESPONSE_BODY_OFFSET
     for length in lengths[:-1]:
@@ -190,7 +191,7 @@ def _texts_and_gaps(lengths: tuple[int, ...], gap: int) -> tuple[Struct, list[in
 
 
 class PartitionedApi(Protocol):
-    """What a partitioned API gives to the one mechanism that splits, forwards and merges."""
+    """An API whose requests kproxy.routing splits, forwards and merges by partition."""
 
     api_key: int
     min_version: int
@@ -205,20 +206,21 @@ class PartitionedApi(Protocol):
         ...
 
     def plain_answer(self, request: PartitionedRequest, selection: Places) -> PlainAnswer | None:
-        """The answer to some entries of a request in which there is nothing but success for just these in just this
-        order; None for an API whose answers have to be parsed to know. It does for every request of the same version
-        that asks for the same.
+        """The answer with success for exactly these entries of a request, in this order.
+
+        None for an API whose answers must be parsed. It is valid for every request of the same version for the same
+        partitions.
         """
         ...
 
     def error_entry(self, api_version: int, partition_index: int, error_code: int) -> bytes:
-        """One partition's entry of an answer that says `error_code`."""
+        """One partition's entry of an answer with `error_code`."""
         ...
 
     def response_ends(
         self, api_version: int, throttle_time_ms: int, tags: list[tuple[int, bytes]]
     ) -> tuple[bytes, bytes]:
-        """What stands before and behind the topics array of a merged answer."""
+        """The bytes before and behind the topics array of a merged answer."""
         ...
 
     def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer | None:
@@ -226,24 +228,24 @@ class PartitionedApi(Protocol):
         ...
 
     def admit(self, request: PartitionedRequest) -> None:
-        """Change in place what must not reach a broker as the client sent it; before anything of it is sent."""
+        """Change in place the fields that must not reach a broker as sent; called before anything of it is sent."""
         ...
 
     def holds_enough(self, request: PartitionedRequest, payload_bytes: int) -> bool:
-        """Whether results with so many bytes of records answer the request, or a read should look once more."""
+        """Whether this many bytes of records are enough for the request, or a read should be asked again."""
         ...
 
 
 def parse_topics(
     frame: memoryview, offset: int, *, flexible: bool, least_bytes: int, read_entries: ReadEntries, by_id: bool = False
 ) -> tuple[list[TopicSpan], int]:
-    """The topics array at `offset` and the offset behind it.
+    """Parse the topics array at `offset`; return also the offset behind it.
 
     `least_bytes` is a partition entry's smallest size; `by_id` says that topics are named by their ids (KIP-516).
     """
     limit = len(frame)
     if flexible and offset < limit and 0 < frame[offset] < 0x80 and 2 * frame[offset] <= limit - offset:
-        # A count of one byte's length, as nearly all are.
+        # A count of one byte, as nearly all are.
         topic_count = frame[offset] - 1
         offset += 1
     else:
@@ -282,8 +284,9 @@ def one_by_one(skip_partition: SkipPartition) -> ReadEntries:
 
 
 def read_topic_count(frame: memoryview, offset: int, limit: int, *, flexible: bool) -> tuple[int, int]:
-    """The number of topics, bounded like that of partitions: a topic without partitions asks for nothing, but it costs
-    three bytes of the sender's and hundreds of ours.
+    """Read the number of topics, which is bounded like that of partitions.
+
+    A topic without partitions asks for nothing, but costs the sender three bytes and this process hundreds.
     """
     count, offset = read_count(frame, offset, limit, compact=flexible, least_bytes=2)
     if count > MAX_READ_PARTITIONS:
@@ -298,13 +301,13 @@ def begin_topic(
     flexible: bool,
     least_bytes: int,
 ) -> tuple[TopicSpan, int, int]:
-    """A topic's name and partition count: (span, count, offset of the first partition)."""
+    """Read a topic's name and partition count: (span, count, offset of the first partition)."""
     if flexible and offset < limit and 0 < (length := frame[offset]) < 0x80 and offset + length < limit:
         start, end = offset + 1, offset + length
         count = frame[end] - 1
         first = end + 1
         if 0 <= count < 0x7F and count * least_bytes <= limit - first:
-            # A name and a count of one byte's length each, which is nearly all there are.
+            # A name and a count with a length of one byte each, which is nearly all of them.
             name = bytes(frame[start:end])
             if not name.isascii():
                 _expect_utf8(name)
@@ -318,7 +321,7 @@ def begin_topic(
 
 
 def _begin_topic_by_id(frame: memoryview, offset: int, limit: int, least_bytes: int) -> tuple[TopicSpan, int, int]:
-    """A topic's id and partition count, as `begin_topic`; messages with ids are flexible, all of them."""
+    """Read a topic's id and partition count, like `begin_topic`; all messages with ids are flexible."""
     end = offset + TOPIC_ID_BYTES
     if end > limit:
         raise Truncated(f"a topic's id wanted at {offset}, the message ends at {limit}")
@@ -327,7 +330,7 @@ def _begin_topic_by_id(frame: memoryview, offset: int, limit: int, least_bytes: 
 
 
 def _expect_utf8(name: bytes) -> None:
-    # A broker reads other bytes as U+FFFD and answers for a topic that nobody asked about.
+    # A broker reads other bytes as U+FFFD and answers for a topic that was not requested.
     try:
         name.decode()
     except UnicodeDecodeError as error:
@@ -335,7 +338,7 @@ def _expect_utf8(name: bytes) -> None:
 
 
 def expect_end(frame: memoryview, offset: int) -> None:
-    """Raises InvalidField where bytes follow the message."""
+    """Raises InvalidField if bytes follow the message."""
     if offset != len(frame):
         raise InvalidField(f"{len(frame) - offset} bytes follow the end of the message")
 
@@ -344,7 +347,7 @@ _INDEX_AND_ERROR_CODE = Struct(">ih")
 
 
 def fill_error_codes(response: PartitionedResponse) -> None:
-    """Read each entry's error_code, which stands behind the partition index in every one of these APIs."""
+    """Read each entry's error_code, which is behind the partition index in each of these APIs."""
     for topic in response.topics:
         topic.error_codes = [_INDEX_AND_ERROR_CODE.unpack_from(response.frame, start)[1] for start in topic.starts]
 
@@ -367,9 +370,9 @@ _NO_LEADER = INT32.pack(-1) * 2
 
 
 def blank_current_leader(frame: memoryview, offset: int, limit: int, leader_tag: int) -> int:
-    """The offset behind an entry's tagged fields, KIP-951's current leader in them set to unknown, in place.
+    """Set KIP-951's current leader to unknown in an entry's tagged fields; return the offset behind them.
 
-    A client that is told the real leader goes round the proxy.
+    A client that gets the real leader would bypass the proxy.
     """
     if offset < limit and frame[offset] == 0:
         return offset + 1
@@ -381,10 +384,10 @@ def blank_current_leader(frame: memoryview, offset: int, limit: int, leader_tag:
 
 
 def blank_epochs(request: PartitionedRequest, epoch_offset: int) -> None:
-    """Set each entry's current_leader_epoch, which lies `epoch_offset` bytes into it, to -1 in place.
+    """Set each entry's current_leader_epoch, which is `epoch_offset` bytes into it, to -1 in place.
 
-    Clients of the proxy are told no leader epochs, so what they say of one is not about the broker's; librdkafka 2.16
-    says 0 where it was told -1, and a broker would fence it off.
+    Clients of the proxy get no leader epochs, so theirs is not the broker's: librdkafka 2.16 sends 0 after it got -1,
+    and a broker would fence it.
     """
     for topic in request.topics:
         for start in topic.starts:
@@ -392,12 +395,12 @@ def blank_epochs(request: PartitionedRequest, epoch_offset: int) -> None:
 
 
 def set_correlation_id(frame: memoryview, correlation_id: int) -> None:
-    """Give a request another correlation_id, in place."""
+    """Set the correlation_id of a request in place."""
     INT32.pack_into(frame, CORRELATION_ID_OFFSET, correlation_id)
 
 
 def set_response_correlation_id(frame: memoryview, correlation_id: int) -> None:
-    """Give an answer another correlation_id, in place."""
+    """Set the correlation_id of an answer in place."""
     INT32.pack_into(frame, RESPONSE_CORRELATION_ID_OFFSET, correlation_id)
 
 
@@ -406,10 +409,10 @@ _START = Struct(">ihhi")
 
 
 class Splitter:
-    """Encodes parts of a request, each with some of its entries.
+    """Encode parts of a request, each with some of its entries.
 
     Header, trailer, tagged fields and entries are the request's own bytes. Records are not copied: they are slices of
-    the request, neighbours in one slice. What is small is copied, which costs less than one more buffer to write.
+    the request, neighbours in one slice. Small parts are copied, which costs less than one more buffer to write.
     `preamble` None keeps the request's own.
     """
 
@@ -425,7 +428,7 @@ class Splitter:
         self._trailer = bytes(frame[request.topics_end :])
 
     def part(self, selection: Places, correlation_id: int) -> list[Buffer]:
-        """The request with the selected entries alone, as buffers to be written one after another."""
+        """The request with only the selected entries, as buffers to be written one after another."""
         request = self._request
         frame, header, flexible = request.frame, request.header, request.flexible
         small = self._lead + encode_count(len(selection), compact=flexible)

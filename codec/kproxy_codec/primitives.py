@@ -1,7 +1,7 @@
 """Kafka's primitive types: (buffer, offset) -> (value, next offset), and value -> bytes.
 
-Every length is checked against what is left of the buffer before anything is read or allocated. `limit` is where the
-message ends in the buffer: exclusive, in bytes. Everything that is wrong raises a CodecError.
+Every length is checked against the rest of the buffer before anything is read or allocated. `limit` is where the
+message ends in the buffer: exclusive, in bytes. Every error is a CodecError.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _UINT32_MAX = 0xFFFF_FFFF
 
 
 def read_fixed(form: Struct, buffer: Buffer, offset: int, limit: int) -> tuple[int, int]:
-    """One integer of the form given."""
+    """Read one integer of the given form."""
     end = offset + form.size
     if end > limit:
         raise Truncated(f"{form.size} bytes wanted at {offset}, the message ends at {limit}")
@@ -36,8 +36,8 @@ def read_fixed(form: Struct, buffer: Buffer, offset: int, limit: int) -> tuple[i
 
 
 def read_uvarint(buffer: Buffer, offset: int, limit: int) -> tuple[int, int]:
-    """An unsigned varint of at most 32 bits."""
-    # Up to three bytes, which is nearly all there are, without a loop.
+    """Read an unsigned varint of at most 32 bits."""
+    # Up to three bytes, which is nearly all of them, without a loop.
     if offset + 3 <= limit:
         first, second, third = buffer[offset : offset + 3]
         if first < 0x80:
@@ -61,7 +61,7 @@ def read_uvarint(buffer: Buffer, offset: int, limit: int) -> tuple[int, int]:
 
 
 def encode_uvarint(value: int) -> bytes:
-    """`value` in 0 … 2^32-1 as an unsigned varint."""
+    """Encode `value` in 0 … 2^32-1 as an unsigned varint."""
     if value < 0x80:
         return bytes((value,))
     out = bytearray()
@@ -75,10 +75,10 @@ def encode_uvarint(value: int) -> bytes:
 def read_count(
     buffer: Buffer, offset: int, limit: int, *, compact: bool, least_bytes: int, nullable: bool = False
 ) -> tuple[int, int]:
-    """An array's element count; -1 for null, which is InvalidField where the array is not `nullable`.
+    """Read an array's element count; -1 for null, which is InvalidField if the array is not `nullable`.
 
-    `least_bytes` is the smallest size of one element: a count that cannot fit into the rest raises InvalidField, before
-    anybody allocates for it.
+    `least_bytes` is the smallest size of one element: a count that cannot fit into the rest raises InvalidField before
+    anything is allocated for it.
     """
     if compact:
         value, offset = read_uvarint(buffer, offset, limit)
@@ -104,9 +104,9 @@ def encode_count(count: int, *, compact: bool) -> bytes:
 def skip_string(
     buffer: Buffer, offset: int, limit: int, *, compact: bool, nullable: bool = False
 ) -> tuple[int, int, int]:
-    """Where a string lies: (start, end, next offset); start is -1 for null, InvalidField where it is not `nullable`.
+    """The span of a string: (start, end, next offset); start is -1 for null, InvalidField if it is not `nullable`.
 
-    No string is longer than MAX_STRING_BYTES: Kafka holds the compact form to what the old one can say.
+    No string is longer than MAX_STRING_BYTES: Kafka limits the compact form to the range of the old one.
     """
     if compact:
         value, offset = read_uvarint(buffer, offset, limit)
@@ -126,7 +126,7 @@ def skip_string(
 
 
 def skip_bytes(buffer: Buffer, offset: int, limit: int, *, compact: bool) -> tuple[int, int, int]:
-    """Where a nullable byte string lies: (start, end, next offset); start is -1 for null."""
+    """The span of a nullable byte string: (start, end, next offset); start is -1 for null."""
     if compact:
         value, offset = read_uvarint(buffer, offset, limit)
         length = value - 1
@@ -141,7 +141,7 @@ def skip_bytes(buffer: Buffer, offset: int, limit: int, *, compact: bool) -> tup
 
 
 def read_tagged_fields(buffer: Buffer, offset: int, limit: int) -> tuple[list[tuple[int, int, int]], int]:
-    """A tagged-field section as (tag, start, end of the value) and the offset behind it (KIP-482).
+    """Read a tagged-field section as (tag, start, end of the value); return also the offset behind it (KIP-482).
 
     Raises InvalidField for more than MAX_TAGGED_FIELDS fields or tags that do not ascend.
     """
@@ -174,7 +174,7 @@ def skip_tagged_fields(buffer: Buffer, offset: int, limit: int) -> int:
 
 
 def encode_tagged_fields(fields: list[tuple[int, bytes]]) -> bytes:
-    """A tagged-field section from (tag, value), tags ascending."""
+    """Encode a tagged-field section from (tag, value), tags ascending."""
     if not fields:
         return b"\x00"
     out = bytearray(encode_uvarint(len(fields)))
@@ -184,7 +184,7 @@ def encode_tagged_fields(fields: list[tuple[int, bytes]]) -> bytes:
 
 
 def encode_string(value: bytes | None, *, compact: bool) -> bytes:
-    """A string, or null, in its length's old or compact form."""
+    """Encode a string or null, with its length in the old or compact form."""
     if value is None:
         return b"\x00" if compact else b"\xff\xff"
     if len(value) > MAX_STRING_BYTES:

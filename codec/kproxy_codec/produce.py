@@ -1,8 +1,8 @@
-"""Produce requests: where each partition's bytes lie.
+"""Index produce requests: find where each partition's bytes are.
 
 Versions 3–13. Body: transactional_id, acks INT16, timeout_ms INT32, topics of {name, partitions of {index INT32,
-records BYTES}}; flexible from 9; from 13 the topic's id, UUID, in the place of its name (KIP-516). Version 12 has the
-form of 11, a transactional client says by it that its transactions are of the second kind (KIP-890). Records stay
+records BYTES}}; flexible from 9; from 13 the topic's id, a UUID, replaces its name (KIP-516). Version 12 has the form
+of 11; a transactional client uses it to show that its transactions are of the second kind (KIP-890). Records stay
 opaque.
 """
 
@@ -24,14 +24,14 @@ TOPIC_IDS_FROM = 13
 _ACKS_TIMEOUT = Struct(">hi")
 _ACKS = Struct(">h")
 _INDEX_LENGTH = Struct(">ii")
-# partition_index and as much of a varint as says what nearly all say
+# partition_index, and as much of a varint as nearly all lengths need
 _INDEX_AND_VARINT = Struct(">iBBB")
 _INDEX_BYTES = 4
 _FLEXIBLE_FROM = FLEXIBLE_FROM[PRODUCE]
 
 
 def parse_produce(frame: memoryview, header: RequestHeader) -> PartitionedRequest:
-    """The index of a produce request. Raises CodecError."""
+    """Index a produce request. Raises CodecError."""
     version = header.api_version
     if not MIN_VERSION <= version <= MAX_VERSION:
         raise UnsupportedVersion(f"Produce v{version}: versions {MIN_VERSION} to {MAX_VERSION} are read")
@@ -84,7 +84,7 @@ def _flexible_partitions(frame: memoryview, offset: int, limit: int, topic: Topi
     unpack = _INDEX_AND_VARINT.unpack_from
     for _ in range(count):
         start = offset
-        # Behind a partition there are two sections of tagged fields, so that even an empty one has so many bytes left.
+        # Behind a partition there are two sections of tagged fields, so even an empty one has this many bytes left.
         if offset + _INDEX_AND_VARINT.size > limit:
             raise Truncated(f"a partition wanted at {offset}, the message ends at {limit}")
         partition_index, first, second, third = unpack(frame, offset)
@@ -110,13 +110,13 @@ def _flexible_partitions(frame: memoryview, offset: int, limit: int, topic: Topi
 
 
 def set_acks(request: PartitionedRequest, acks: int) -> None:
-    """Ask for other acks than the client did, in place."""
+    """Replace the client's acks in place."""
     _ACKS.pack_into(request.frame, request.topics_start - _ACKS_TIMEOUT.size, acks)
     request.acks = acks
 
 
 def records_span(request: PartitionedRequest, topic: TopicSpan, ordinal: int) -> tuple[int, int]:
-    """Where one partition's records lie in the frame: (start, end); empty where they are null."""
+    """The span of one partition's records in the frame: (start, end); empty if they are null."""
     start, end, _ = skip_bytes(
         request.frame, topic.starts[ordinal] + _INDEX_BYTES, topic.ends[ordinal], compact=request.flexible
     )

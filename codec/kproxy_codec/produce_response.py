@@ -1,4 +1,4 @@
-"""Produce answers: parse, blank leader hints, synthesise, merge.
+"""Parse produce answers, blank leader hints, and encode entries for merging.
 
 Versions 3–13. Body: topics of {name (its id from 13), partitions of {index INT32, error_code INT16, base_offset INT64,
 log_append_time_ms INT64, log_start_offset INT64 (v5), record_errors (v8), error_message (v8), tags (v9: current leader
@@ -48,12 +48,12 @@ _PLAIN_END_V8 = b"\x00\x00\x00\x00\xff\xff"
 _INT64_BYTES = 8
 _CURRENT_LEADER_TAG = 0
 _NODE_ENDPOINTS_TAG = 0
-# Of so many characters the UTF-8 fits into a string, whatever they are.
+# The UTF-8 of this many characters always fits into a string.
 _MAX_MESSAGE_CHARACTERS = MAX_STRING_BYTES // 4
 
 
 class _Plain(NamedTuple):
-    """An answer of one version in which everything went well: how its parts look."""
+    """The constant parts of a successful answer in one version."""
 
     tags: bytes  # an empty section of tagged fields
     offsets_bytes: int  # of an entry: what stands between error_code and `end_of_entry`
@@ -74,7 +74,7 @@ _NO_THROTTLING = INT32.pack(0)
 
 
 def _read_entries(frame: memoryview, offset: int, limit: int, api_version: int, topic: TopicSpan, count: int) -> int:
-    """The results of one topic into `topic`; the offset behind them."""
+    """Read the results of one topic into `topic`; return the offset behind them."""
     fixed_bytes = _ENTRY.size + (_INT64_BYTES if api_version >= 5 else 0)
     plain_end = _PLAIN_END if api_version >= 9 else _PLAIN_END_V8 if api_version == 8 else b""
     plain_bytes = len(plain_end)
@@ -112,13 +112,13 @@ def _skip_rest(frame: memoryview, offset: int, limit: int, api_version: int) -> 
 
 
 def base_offset_of(entry: Buffer) -> int:
-    """The base offset in one partition's entry of an answer, as it stands on the wire; -1 for none."""
+    """The base offset in one partition's encoded entry of an answer; -1 for none."""
     offset: int = _BASE_OFFSET.unpack_from(entry, _INDEX_AND_ERROR_CODE.size)[0]
     return offset
 
 
 class ProduceApi:
-    """Produce, for the one mechanism that splits, forwards and merges."""
+    """Produce as a partitioned API (see `PartitionedApi`)."""
 
     api_key = PRODUCE
     min_version = MIN_VERSION
@@ -153,7 +153,7 @@ class ProduceApi:
         return response
 
     def plain_answer(self, request: PartitionedRequest, selection: Places) -> PlainAnswer:
-        """See `PartitionedApi`. Nothing but success: no error, tagged field or throttling, no broker named."""
+        """See `PartitionedApi`. Only success: no error, tagged field or throttling, and no named broker."""
         plain = _PLAIN[request.header.api_version]
         texts: list[bytes] = []
         text = plain.tags + encode_count(len(selection), compact=request.flexible)
@@ -169,7 +169,7 @@ class ProduceApi:
         return PlainAnswer(texts, plain.offsets_bytes, before=_INDEX_AND_ERROR_CODE.size, after=len(plain.end_of_entry))
 
     def error_entry(self, api_version: int, partition_index: int, error_code: int) -> bytes:
-        """base_offset, log_append_time_ms and log_start_offset are -1: the proxy gives out no offset."""
+        """base_offset, log_append_time_ms and log_start_offset are -1: the proxy assigns no offset."""
         return result_entry(api_version, partition_index, error_code, base_offset=-1, log_start_offset=-1)
 
     def response_ends(
@@ -179,11 +179,11 @@ class ProduceApi:
         return b"", tail + encode_tagged_fields(tags) if api_version >= 9 else tail
 
     def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer | None:
-        """The request's own."""
+        """None: the request's own preamble is kept."""
         return None
 
     def admit(self, request: PartitionedRequest) -> None:
-        """It is forwarded as received."""
+        """Nothing to change: it is forwarded as received."""
 
     def holds_enough(self, request: PartitionedRequest, payload_bytes: int) -> bool:
         return True
@@ -202,8 +202,8 @@ def result_entry(
 ) -> bytes:
     """One partition's entry of a produce answer.
 
-    `error_message` is carried from version 8, `current_leader` (leader_id, leader_epoch) from 10; before, they are left
-    out. A message too long for a Kafka string is cut short.
+    `error_message` is included from version 8, `current_leader` (leader_id, leader_epoch) from 10. A message that is
+    too long for a Kafka string is cut short.
     """
     flexible = is_flexible(PRODUCE, api_version)
     entry = _ENTRY.pack(partition_index, error_code, base_offset, log_append_time_ms)

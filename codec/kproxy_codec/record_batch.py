@@ -1,8 +1,8 @@
-"""The header of a record batch, version 2 (magic 2, KIP-98); the records behind it stay opaque.
+"""Parse the header of a record batch, version 2 (magic 2, KIP-98); the records behind it stay opaque.
 
-A batch is 61 bytes of header and then its records, compressed or not. `base_offset` and `partition_leader_epoch` lie
-outside the CRC so that a broker can set them on a batch as received; everything from `attributes` on is covered.
-Positions are counted in the buffer handed in, sizes are bytes, timestamps are milliseconds since the epoch.
+A batch is 61 bytes of header and then its records, compressed or not. `base_offset` and `partition_leader_epoch` are
+outside the CRC so that a broker can set them on a received batch; everything from `attributes` on is covered. Positions
+are counted in the given buffer, sizes are bytes, timestamps are milliseconds since the epoch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kproxy_codec.errors import InvalidField, Truncated
 from kproxy_codec.primitives import INT32, INT64, Buffer
 
 HEADER_BYTES = 61
-# What `batch_length` does not count: base_offset and itself.
+# Bytes that `batch_length` does not count: base_offset and itself.
 LOG_OVERHEAD_BYTES = 12
 MAGIC = 2
 MAGIC_OFFSET = 16
@@ -34,7 +34,7 @@ _MAX_SEQUENCE = 0x7FFF_FFFF
 
 
 class RecordBatch(NamedTuple):
-    """One batch's header, and where the batch lies."""
+    """One batch's header and position."""
 
     position: int
     base_offset: int
@@ -53,7 +53,7 @@ class RecordBatch(NamedTuple):
 
     @property
     def size_in_bytes(self) -> int:
-        """The whole batch, header included."""
+        """The size of the whole batch, header included."""
         return LOG_OVERHEAD_BYTES + self.batch_length
 
     @property
@@ -89,14 +89,14 @@ class RecordBatch(NamedTuple):
 
 
 def add_sequence(sequence: int, increment: int) -> int:
-    """`sequence` moved on by `increment` ≥ 0, wrapping behind 2^31-1 as Kafka's DefaultRecordBatch does."""
+    """`sequence` plus `increment` ≥ 0, wrapping behind 2^31-1 as Kafka's DefaultRecordBatch does."""
     return (sequence + increment) & _MAX_SEQUENCE
 
 
 def parse_header(buffer: Buffer, position: int = 0) -> RecordBatch:
-    """The header at `position`; the batch's records need not be in the buffer.
+    """Parse the header at `position`; the batch's records need not be in the buffer.
 
-    Raises Truncated where the buffer ends before the header does, InvalidField for a magic other than 2 or a length
+    Raises Truncated if the buffer ends before the header does, InvalidField for a magic other than 2 or a length
     shorter than a header.
     """
     available = len(buffer) - position
@@ -112,10 +112,10 @@ def parse_header(buffer: Buffer, position: int = 0) -> RecordBatch:
 
 
 def parse_batch(buffer: Buffer, position: int = 0) -> RecordBatch:
-    """The whole batch that begins at `position`.
+    """Parse the header of a batch that must be whole in the buffer.
 
-    Raises as `parse_header` does, and Truncated where the buffer ends before the batch does. The CRC is not looked at:
-    see `kproxy_codec.record_crc`.
+    Raises as `parse_header` does, and Truncated if the buffer ends before the batch does. The CRC is not checked: see
+    `kproxy_codec.record_crc`.
     """
     batch = parse_header(buffer, position)
     available = len(buffer) - position
@@ -134,12 +134,12 @@ def iterate_batches(buffer: Buffer, position: int = 0) -> Iterator[RecordBatch]:
 
 
 def leader_epoch_of(buffer: Buffer, position: int = 0) -> int:
-    """The leader epoch that the batch at `position` carries, of a buffer that is known to hold its header."""
+    """The leader epoch of the batch at `position`, in a buffer that is known to hold its header."""
     leader_epoch: int = INT32.unpack_from(buffer, position + _LEADER_EPOCH_OFFSET)[0]
     return leader_epoch
 
 
 def assign_offsets(buffer: bytearray | memoryview, batch: RecordBatch, base_offset: int, leader_epoch: int) -> None:
-    """Write `base_offset` and `leader_epoch` into the batch where it lies; its CRC stays valid."""
+    """Write `base_offset` and `leader_epoch` into the batch in place; its CRC stays valid."""
     INT64.pack_into(buffer, batch.position, base_offset)
     INT32.pack_into(buffer, batch.position + _LEADER_EPOCH_OFFSET, leader_epoch)

@@ -1,4 +1,4 @@
-"""Compute the CRC-32C of a record batch; apart from `record_batch`, which needs no compiled library."""
+"""Check the CRC-32C of a record batch; apart from `record_batch`, which needs no compiled library."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from kproxy_codec.record_batch import ATTRIBUTES_OFFSET, RecordBatch
 
 
 def crc_is_valid(buffer: Buffer, batch: RecordBatch) -> bool:
-    """Whether the CRC-32C in the header is that of the bytes it covers. Copies nothing."""
+    """Whether the CRC-32C in the header matches the bytes it covers. Copies nothing."""
     covered = memoryview(buffer)[batch.position + ATTRIBUTES_OFFSET : batch.end]
     return bool(crc32c(covered) == batch.crc)

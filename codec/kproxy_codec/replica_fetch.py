@@ -1,7 +1,7 @@
-"""Fetch as followers send it and read its answers: version 13, topics named by their ids.
+"""Encode Fetch requests of followers and read their answers: version 13, topics named by their ids.
 
-The leader's side is in `fetch`, which reads a follower's request like a client's. An answer comes from a broker,
-but from where a broker was said to be: its lengths are checked like a client's, and its records are slices of it.
+The leader's side is in `fetch`, which reads a follower's request like a client's. An answer comes from an address that
+was named as a broker's: its lengths are checked like a client's. Its records are slices of it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ VERSION = 13
 READ_UNCOMMITTED = 0
 
 _NO_TAGS = encode_tagged_fields([])
-# Behind an entry of a request: one tagged field, its tag, and how long it is.
+# Behind an entry of a request: one tagged field, its tag and its length.
 _ASKED = Struct(f"{PARTITION_FETCH.format}bbb{TOPIC_ID_BYTES}s")
 _ONE_FIELD = (1, REPLICA_DIRECTORY_ID_TAG, TOPIC_ID_BYTES)
-# Behind the topics: none is forgotten, no rack, no tagged fields.
+# Behind the topics: no forgotten topic, no rack, no tagged fields.
 _TRAILER = encode_count(0, compact=True) + encode_count(0, compact=True) + _NO_TAGS
 # throttle_time_ms, error_code, session_id
 _ANSWER = Struct(">ihi")
@@ -49,7 +49,7 @@ _ABORTED_TRANSACTION_BYTES = 16
 
 
 class ReplicaAnswer(NamedTuple):
-    """A leader's answer: by topic id, as the id's bytes, what was fetched. `error_code` is the whole answer's."""
+    """A leader's answer: results by topic id, as the id's bytes. `error_code` is the whole answer's."""
 
     error_code: int
     topics: list[tuple[bytes, list[PartitionFetched]]]
@@ -83,7 +83,7 @@ def encode_replica_fetch(
 
 
 def read_replica_answer(frame: memoryview) -> ReplicaAnswer:
-    """What a leader answered. Raises CodecError. Records are slices of `frame`."""
+    """Parse a leader's answer. Raises CodecError. Records are slices of `frame`."""
     limit = len(frame)
     offset = response_body_offset(frame, FETCH, VERSION)
     if offset + _ANSWER.size > limit:

@@ -1,6 +1,6 @@
-"""Messages of any length, read and written a portion at a time.
+"""Read and write messages of any length in portions.
 
-Work on a long message is a generator: it yields after each portion, so that its caller may do other things in between,
+Work on a long message is a generator: it yields after each portion, so that its caller may do other work in between,
 and returns its result. A portion takes about a millisecond, whatever the message.
 """
 
@@ -20,7 +20,7 @@ PORTION = 1_000
 
 
 def at_once(work: Work[Result]) -> Result:
-    """The result of all portions, one after another."""
+    """Run all portions one after another and return the result."""
     while True:
         try:
             next(work)
@@ -30,7 +30,7 @@ def at_once(work: Work[Result]) -> Result:
 
 
 class Walk:
-    """A place in the body of a message, which moves on. Raises CodecError for what is no message."""
+    """A cursor in the body of a message. Raises CodecError for bytes that are no message."""
 
     __slots__ = ("_room", "at", "body", "compact", "limit")
 
@@ -43,11 +43,11 @@ class Walk:
 
     @property
     def room(self) -> int:
-        """How many elements are left of the portion; at least one."""
+        """The elements left in the portion; at least one."""
         return self._room
 
     def spend(self, elements: int) -> bool:
-        """Count elements as done; whether the portion is over."""
+        """Count elements as done; return whether the portion is over."""
         self._room -= elements
         if self._room > 0:
             return False
@@ -55,7 +55,7 @@ class Walk:
         return True
 
     def skip(self, size: int) -> memoryview:
-        """What is passed over."""
+        """Skip this many bytes and return them."""
         start, end = self.at, self.at + size
         if end > self.limit:
             raise Truncated(f"{size} bytes wanted at {start}, the message ends at {self.limit}")
@@ -87,12 +87,12 @@ class Walk:
         return count
 
     def tags(self) -> None:
-        """Pass over tagged fields, where messages have them."""
+        """Skip tagged fields, if messages have them."""
         if self.compact:
             self.at = skip_tagged_fields(self.body, self.at, self.limit)
 
     def end(self) -> None:
-        """Pass over the message's own tagged fields, and see that nothing follows."""
+        """Skip the message's own tagged fields, and check that nothing follows."""
         self.tags()
         if self.at != self.limit:
             raise InvalidField(f"a message of {self.limit} bytes ends at {self.at}")
