@@ -1,17 +1,17 @@
-"""The answers of one client connection, written in the order of their requests, and what of requests is in flight.
+"""Write the answers of one client connection in the order of their requests, and count its bytes in flight.
 
 States of a slot, the place of one answer
   empty    its answer is not known
-  filled   it is, and waits for those before it
-  gone     it is written, or its connection has ended; one for a request without an answer (acks=0) leaves the order at
-           once, and counts until that is on its way or lost
+  filled   its answer is known and waits for those before it
+  gone     it is written, or its connection has ended. The slot of a request without an answer (acks=0) leaves the order
+           at once, and counts until the request is sent or lost
 
 Invariants
 1. Each request that has an answer takes a slot before anything is sent; a slot is written when it is filled and all
    before it are written.
-2. In flight are the bytes of requests, with acks=0 until they are sent or confirmed, and what reads may bring. They
-   count here until the slot is gone, and what of them is held in all counts in the budget as well.
-3. Without an `outbox`, before the connection is made and once it has ended, nothing is written.
+2. In flight are the bytes of requests, with acks=0 until they are sent or confirmed, and the most that reads may
+   return. They count here until the slot is gone. The requests' own bytes count in the budget as well.
+3. Without an `outbox`, before the connection is made and after it has ended, nothing is written.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from kproxy_codec.primitives import Buffer
 class Slot:
     """The place of one answer in the order of answers; `sequence` is the request's own number on its connection.
 
-    `weight` is its share of the connection's bytes in flight, `frame_bytes` the request's of what is held in all.
-    `is_allowed` is asked when the answer's turn comes, for one that may be nobody's to have by then.
+    `weight` is its share of the connection's bytes in flight, `frame_bytes` the request's share of the budget.
+    `is_allowed` is called in the answer's turn, for an answer that may be forbidden by then.
 
-    Of a request on the plain path (kproxy.proxy.plain_path), and of no other, it is the record: `deadline` in seconds
-    of the proxy's clock, `routed_at` the topology's revision, `exchange` its results where it is sent in parts.
+    Only for a request on the plain path (kproxy.proxy.plain_path) it is also the record: `deadline` in seconds of the
+    proxy's clock, `routed_at` the topology's revision, `exchange` the results if the request is sent in parts.
     """
 
     __slots__ = (
@@ -64,13 +64,13 @@ class Slot:
         self.sequence = sequence
         self.weight = weight
         self.frame_bytes = weight
-        # When the first byte of a produce request came; other requests take as long as they are told to, and have 0.
+        # When the first byte of a produce request came; 0 for other requests, whose latency is not measured.
         self.began = began
         self.buffers: list[Buffer] | None = None
         self.is_allowed: Callable[[], bool] | None = None
 
     def fill(self, buffers: list[Buffer], is_allowed: Callable[[], bool] | None = None) -> None:
-        """The whole answer, its length prefix first; nothing for a request that has none and is done with."""
+        """Set the whole answer, its length prefix first; empty for a request without an answer that is done."""
         if buffers:
             self.buffers = buffers
             self.is_allowed = is_allowed
@@ -80,10 +80,11 @@ class Slot:
 
 
 class AnswerOrder:
-    """`on_room` is called when there is less in flight, while `is_waited_for`; `on_forbidden` where an answer is not to
-    be had any more when its turn comes.
+    """The slots of one client connection.
 
-    `slots`, `silent` and `in_flight_bytes` are added to by who begins requests: by name, for a call costs more.
+    `on_room` is called when less is in flight, while `is_waited_for`. `on_forbidden` is called if an answer is not
+    allowed any more in its turn. The code that begins requests adds to `slots`, `silent` and `in_flight_bytes`
+    directly, because a call costs more.
     """
 
     def __init__(self, context: ProxyContext, on_room: Callable[[], None], on_forbidden: Callable[[], None]) -> None:
@@ -128,7 +129,7 @@ class AnswerOrder:
             self._on_room()
 
     def unload(self, slot: Slot) -> None:
-        """A request that has no answer is on its way or lost."""
+        """Stop counting a request without an answer that is sent or lost."""
         self.in_flight_bytes -= slot.weight
         self._budget.held -= slot.frame_bytes
         slot.frame_bytes = 0
@@ -139,7 +140,7 @@ class AnswerOrder:
             self._on_room()
 
     def let_go(self) -> int:
-        """Nobody waits for answers any more; the bytes that are held in all for want of them."""
+        """Discard pending answers; return their bytes, which the caller takes off the budget."""
         held = 0
         for slot in self.slots:
             held += slot.frame_bytes

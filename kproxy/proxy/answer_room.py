@@ -1,10 +1,10 @@
-"""How much of brokers' answers is held at a time: the bound of one process, kept by not reading brokers' connections.
+"""Bound the bytes of brokers' answers that one process holds, by not reading brokers' connections.
 
-A large answer (more than LARGE_BYTES) says in its first bytes how long it is. It gets room for all of it before more of
-it is read, and takes that for as long as anything refers to its bytes: while it arrives, waits for others to be merged
-with and for its turn, and until its client's transport has taken the last of it. Smaller ones are read as they come,
-for acknowledgements are small and must always get through. What of these a client does not take counts as well, and
-while that is more than HOLD_BACK_BYTES its own brokers are not read: nobody else's.
+A large answer (more than LARGE_BYTES) announces its length in its first bytes. It gets room for all of it before more
+of it is read. It holds that room as long as anything refers to its bytes: while it arrives, waits for others to be
+merged with and for its turn, and until its client's transport has taken the last of it. Smaller answers are read at
+once, because acknowledgements are small and must always get through. Small answers that a client does not take count
+as well; while they are more than HOLD_BACK_BYTES, this client's broker connections are not read, and no others.
 
 States of a large answer
   waiting   its length is known, its connection is not read
@@ -12,27 +12,28 @@ States of a large answer
   gone      nothing refers to it any more; or its connection ended while it waited
 
 Transitions
-  waiting -> held   there is room for those of its kind, and nobody of its kind has waited for longer; when somebody has
-                    waited for LONG_S every other one goes to who came last, and surely still wants it
-  held    -> gone   its client has taken it; its client's connection has ended; nobody wanted it any more
+  waiting -> held   there is room for its kind, and no answer of its kind has waited for longer. Once one has waited for
+                    LONG_S, every other room goes to the answer that came last, whose client surely still wants it
+  held    -> gone   its client has taken it; its client's connection has ended; it is not wanted any more
 
-There are two kinds of clients, each with a quarter of the limit, so that those who read do not wait for those who never
-do. Proven is a client that takes what it is answered: it has taken a large answer before, or has a part of one and
-waits for the rest of it from another broker. All others are newcomers, and so is one that takes too little at the time.
+There are two kinds of clients, each with a quarter of the limit, so that clients that read do not wait for clients that
+never do. A proven client takes its answers: it has taken a large answer before, or has a part of one and waits for the
+rest of it from another broker. All others are newcomers, and so is a client that takes too little at the moment.
 
-Where proven ones hold a part each, and nobody could get the rest, one client at a time finishes: whatever is held, it
-gets room for one answer on each of its connections from which it held none when it began. These are the rest of what
-it waits for first. The next one may when all of them are gone.
+If proven clients hold a part each and none could get the rest, one client at a time finishes: whatever is held, it gets
+room for one answer from each of its connections that held none when it began. These complete what it waits for first.
+The next client may finish when all of them are gone.
 
 Invariants
-1. Large answers of either kind hold a quarter of the limit and one answer more, and beside these one client's that
-   finishes; small ones HOLD_BACK_BYTES of each client and what it had asked for before (limits.max_in_flight_bytes).
-2. Requests have half of the limit whatever becomes of answers: `Budget.limit` is what answers leave, and never less.
-3. Nobody waits for ever. While somebody waits, whoever holds something of the same kind brings it forward, from the
+1. Large answers of each kind hold a quarter of the limit and one answer more, besides those of the one client that
+   finishes. Small answers hold, for each client, HOLD_BACK_BYTES and what it had requested before
+   (limits.max_in_flight_bytes).
+2. Requests always have half of the limit: `Budget.limit` is the part that answers leave, and at least half.
+3. No answer waits forever. While one waits, each client that holds room of the same kind must move its bytes, from the
    broker or to the client, at the pace of `Arrival` (kproxy.proxy.memory_budget), or its connection is closed,
-   whatever keeps it; when somebody has waited for LONG_S, at the higher pace. So room is made in the end, and who came
-   first gets it, or who came last, in turn.
-4. What an answer takes is given back once, by the end of its buffer, and by nothing else.
+   whatever the cause. Once an answer has waited for LONG_S the higher pace counts. So room becomes free in the end, and
+   the answer that came first or the one that came last gets it, in turn.
+4. The room of an answer is given back once, by the end of its buffer, and by nothing else.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from typing import Protocol
 
 from kproxy.proxy.memory_budget import Arrival, Budget
 
-# Above the longest answer to a produce request that is admitted (4,096 partitions of some 35 bytes).
+# More than the longest answer to a produce request that is admitted (4,096 partitions of some 35 bytes).
 LARGE_BYTES = 256 << 10
 HOLD_BACK_BYTES = 256 << 10
 LONG_S = 10.0
@@ -57,12 +58,12 @@ class Waiter(Protocol):
     """A broker's connection with a large answer that has begun to arrive."""
 
     def give_room(self, room: AnswerBuffer) -> None:
-        """Read it into `room`."""
+        """Read the answer into `room`."""
         ...
 
 
 class AnswerBuffer(bytearray):
-    """The room of one answer: it is free again when nothing refers to this."""
+    """The room of one answer; it is free again when nothing refers to this object."""
 
     __slots__ = ("_finishes", "_kind", "_share", "_waiter")
 
@@ -74,7 +75,7 @@ class AnswerBuffer(bytearray):
         self._kind = share.take(size, waiter)
 
     def __del__(self) -> None:
-        # It has none where there was no memory to be had for it.
+        # Without `_kind` the allocation failed, and nothing is to be given back.
         if hasattr(self, "_kind"):
             share = self._share
             share.room.on_its_thread(partial(share.give_back, len(self), self._waiter, self._kind))
@@ -83,7 +84,7 @@ class AnswerBuffer(bytearray):
 
 
 class AnswerRoom:
-    """What is held of answers, of all clients of one process; `clock` in seconds."""
+    """The answers held for all clients of one process; `clock` in seconds."""
 
     __slots__ = (
         "_budget",
@@ -105,41 +106,41 @@ class AnswerRoom:
         self._budget = budget
         self._clock = clock
         self._half = budget.total // 2
-        # By whether they are proven.
+        # By whether the client is proven.
         self._held = {False: 0, True: 0}
-        # In the order of their coming: whose it is, how large, and since when.
+        # In the order of arrival: the client's share, the answer's size, and since when it waits.
         self._waiting: dict[Waiter, tuple[Share, int, float]] = {}
         self._is_waking = False
         self._takes_last = False
-        # Who finishes, how many answers there are that it has got so, and on which connections it gets none.
+        # The client that finishes, the number of its answers let in for that, and the connections that get no more.
         self._finisher: Share | None = None
         self._finishing = 0
         self._served = set[Waiter]()
-        # Where answers are taken; known from the first of them on.
+        # The event loop that takes answers; known from the first of them on.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
-        # When a client's connection was closed last for the room that it took. One at a time: others may do then.
+        # When a client's connection was last closed for the room that it held. One at a time, as that may be enough.
         self.cut_at = -1.0
 
     @property
     def held(self) -> int:
-        """Bytes in all."""
+        """Bytes held by all answers."""
         return self._held[False] + self._held[True]
 
     @property
     def is_wanted(self) -> bool:
-        """Whether anybody waits."""
+        """Whether an answer waits."""
         return bool(self._waiting)
 
     def waited_s(self, kinds: Collection[bool]) -> float | None:
-        """How long somebody of these kinds has waited by now; None where nobody does."""
+        """How long the oldest waiting answer of these kinds has waited; None if none waits."""
         for share, _, since in self._waiting.values():
             if share.is_proven in kinds:
                 return self._clock() - since
         return None
 
     def take(self, waiter: Waiter, share: Share, size: int) -> AnswerBuffer | None:
-        """Room for an answer of `size` bytes; None: `waiter` is told when there is."""
+        """Return room for an answer of `size` bytes; None if `waiter` must wait for `give_room`."""
         if self._loop is None:
             self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         if not self._waiting and self._has_room(share.is_proven):
@@ -149,21 +150,21 @@ class AnswerRoom:
         return None
 
     def leave(self, waiter: Waiter) -> None:
-        """Its connection has ended."""
+        """Remove a waiter whose connection has ended."""
         if self._waiting.pop(waiter, None) is not None:
             self.wake()
 
     def on_its_thread(self, give_back: Callable[[], object]) -> None:
-        """An answer is gone: Python's cycle collector may find that on any thread."""
+        """Call `give_back` on the event loop's thread: Python's cycle collector may run on any thread."""
         if self._loop is None or threading.get_ident() == self._thread:
             give_back()
             return
-        # A RuntimeError: the event loop has been closed, and nobody waits for room any more.
+        # A RuntimeError: the event loop has been closed, and nothing waits for room any more.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(give_back)
 
     def change(self, more: int, kind: bool) -> None:
-        """So much more, or less, is held."""
+        """Count bytes that are held or given back."""
         budget = self._budget
         self._held[kind] += more
         budget.leave_to_requests(budget.total - min(self.held, self._half))
@@ -171,7 +172,7 @@ class AnswerRoom:
             self.wake()
 
     def wake(self) -> None:
-        """See who may go on, soon: also to be called now and then, for those who have become proven."""
+        """Soon give room to waiters that may go on; also to be called from time to time, as clients become proven."""
         if self._waiting and not self._is_waking:
             self._is_waking = True
             asyncio.get_running_loop().call_soon(self._wake_one)
@@ -180,7 +181,7 @@ class AnswerRoom:
         return not self._held[kind] or self._held[kind] < self._half / 2
 
     def _wake_one(self) -> None:
-        """One at a time: others have their turn of the event loop between."""
+        """Give room to one waiter; other events run before the next one."""
         self._is_waking = False
         kinds = {kind for kind in (True, False) if self._has_room(kind)}
         in_order: Iterable[tuple[Waiter, tuple[Share, int, float]]] = self._waiting.items()
@@ -214,7 +215,7 @@ class AnswerRoom:
         self.wake()
 
     def finished(self) -> None:
-        """One answer is gone of those that were let in for somebody to finish."""
+        """Note that one of the finishing client's answers is gone."""
         self._finishing -= 1
         if not self._finishing:
             self._finisher = None
@@ -223,7 +224,7 @@ class AnswerRoom:
 
 
 class Share:
-    """One client's part of it. `on_hold_back` is told when its brokers are not to be read, and when they are again."""
+    """One client's part of the room. `on_hold_back` is called when its brokers are not to be read, or again to be."""
 
     __slots__ = (
         "_arrival",
@@ -240,26 +241,26 @@ class Share:
     def __init__(self, room: AnswerRoom, on_hold_back: Callable[[bool], None]) -> None:
         self.room = room
         self._on_hold_back = on_hold_back
-        # What has room, by whether this client was proven then; and what is beside it that it does not take.
+        # Bytes with room, by whether this client was proven then; and other bytes that it does not take.
         self._in_rooms = {False: 0, True: 0}
         self._untaken = 0
-        # Where what has room comes from, each as often as there is an answer of it.
+        # The connections of the answers with room, with the number of answers of each.
         self.sources = Counter[Waiter]()
         self._has_taken = False
-        # Of large answers, whole ones too.
+        # Bytes of large answers, whole ones too.
         self.arrived_bytes = 0
         self._arrival = Arrival()
-        # Other than what it is judged by first: windows begin when there is something to be judged.
+        # Differs from the count judged first: a window begins only when there is something to judge.
         self._pauses = 1
 
     @property
     def held(self) -> int:
-        """All that counts of this client."""
+        """All bytes that count for this client."""
         return self._in_rooms[False] + self._in_rooms[True] + self._untaken
 
     @property
     def is_proven(self) -> bool:
-        """Whether it takes what it is answered, as far as is known."""
+        """Whether it takes its answers, as far as is known."""
         return self.may_finish or (self._has_taken and not self._untaken)
 
     @property
@@ -268,7 +269,7 @@ class Share:
         return not self._untaken and self._in_rooms[False] + self._in_rooms[True] > 0
 
     def take(self, size: int, source: Waiter) -> bool:
-        """An answer has room; of which kind."""
+        """Count an answer that got room; return its kind."""
         kind = self.is_proven
         self.sources[source] += 1
         self._count(size)
@@ -277,7 +278,7 @@ class Share:
         return kind
 
     def give_back(self, size: int, source: Waiter, kind: bool) -> None:
-        """It is gone."""
+        """Count an answer that is gone."""
         self.sources[source] -= 1
         if not self.sources[source]:
             del self.sources[source]
@@ -286,13 +287,13 @@ class Share:
         self.room.change(-size, kind)
 
     def leave_untaken(self, size: int) -> None:
-        """The client does not take so much of what has no room of its own."""
+        """Set the bytes without room of their own that the client does not take."""
         before = self._untaken
         if size == before:
             return
         self._count(size - before)
         self._untaken = size
-        # It counts with newcomers' answers, who may be of that kind.
+        # They count as newcomers', as the client may be one.
         self.room.change(size - before, kind=False)
         if (size >= HOLD_BACK_BYTES) is not (before >= HOLD_BACK_BYTES):
             self._on_hold_back(size >= HOLD_BACK_BYTES)
@@ -302,9 +303,9 @@ class Share:
             self._pauses += 1
 
     def is_stuck(self, now: float, taken_bytes: int) -> bool:
-        """Whether others wait for what is held here and it does not move; `taken_bytes` by the client so far.
+        """Whether others wait for room held here while it does not move; `taken_bytes` by the client so far.
 
-        It is said of one client for each `now`.
+        Returns True for only one client per `now`.
         """
         waited_s = self.room.waited_s(self._kinds()) if self.room.is_wanted else None
         if waited_s is None:
@@ -319,6 +320,6 @@ class Share:
         return True
 
     def _kinds(self) -> set[bool]:
-        """The kinds whose room it takes."""
+        """The kinds whose room it holds."""
         kinds = {kind for kind, size in self._in_rooms.items() if size}
         return kinds | {False} if self._untaken else kinds

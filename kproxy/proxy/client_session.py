@@ -1,24 +1,24 @@
-"""One client connection: read requests, hand them out, write the answers in the order of the requests.
+"""One client connection: read requests, dispatch them, write the answers in the order of the requests.
 
 States
   open       requests are read
-  draining   no more are read; what has been read is answered, then the connection closes
+  draining   no more are read; those that were read are answered, then the connection closes
   closed     nothing is read or written
 
 Transitions
-  open     -> draining   `drain`: the proxy stops; a broker joins that serves less than this client was told
+  open     -> draining   `drain`: the proxy stops; a broker joins that serves less than this client was offered
   open     -> closed     the client's connection ends; bytes that are no request; an acks=0 part cannot be delivered
   draining -> closed     the last answer is written, or the time for draining is over
 
 Invariants
 1. Answers leave in the order of their requests (kproxy.proxy.answer_order).
 2. In-flight bytes and open requests are bounded: past a bound, or while the client or a broker reads too slowly,
-   nothing more is begun or read. What one read brings beyond a bound waits in `_backlog`. So does what cannot be begun
-   within TURN_S: others have their turn first.
-3. Nothing is begun in the midst of an answer or a failure: the fan-out finishes one event before the next.
-4. What all connections hold together is bounded as well (kproxy.proxy.memory_budget). What is counted there of this
-   connection is taken off when it ends. So is what it holds of brokers' answers (kproxy.proxy.answer_room).
-5. Whatever goes wrong here closes this connection and no other, with one line in the log.
+   nothing more is begun or read. Requests that one read brings beyond a bound wait in `_backlog`. So do requests that
+   cannot be begun within TURN_S: other connections have their turn first.
+3. Nothing is begun during an answer or a failure: the fan-out finishes one event before the next.
+4. The bytes that all connections hold together are bounded as well (kproxy.proxy.memory_budget). When this connection
+   ends, its bytes are taken off that sum, and the brokers' answers that it holds off theirs (kproxy.proxy.answer_room).
+5. Any error here closes this connection and no other, with one line in the log.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from kproxy_codec.produce import parse_produce
 
 log = structlog.get_logger(__name__)
 
-# Of one turn of the event loop: what a client sends is begun for so long, in seconds, and one request more.
+# In one turn of the event loop, requests of one client are begun for this long, in seconds, and one request more.
 TURN_S = 0.01
 
 _PARTITIONED = {api_keys.PRODUCE: produce, api_keys.FETCH: fetch, api_keys.LIST_OFFSETS: list_offsets}
@@ -87,16 +87,16 @@ class ClientSession(asyncio.BufferedProtocol):
         # Requests that wait to be begun, each with the time of its first byte.
         self._backlog: deque[tuple[memoryview, float]] = deque()
         self._takes_backlog = False
-        # How many partitions the first of them asks for, where that is what it waits for.
+        # The number of partitions of the first of them, if that is what it waits for.
         self._wanted_partitions = 0
-        # Whether others have their turn of the event loop before more is begun.
+        # Whether other connections have their turn of the event loop before more is begun.
         self._rests = False
         self._first_byte_at = 0.0
-        # What the frame that is arriving costs; and how often reading was stopped.
+        # The memory held by the arriving frame; and how often reading was stopped.
         self._arriving_bytes = 0
         self._pauses = 0
         self._arrival = Arrival()
-        # Whether it has waited for room in all and has since then completed no frame.
+        # Whether the budget released it from waiting and it has completed no frame since.
         self._is_let_go = False
         self._max_bytes = context.limits.max_in_flight_bytes
         self._max_requests = context.limits.max_open_requests
@@ -121,7 +121,7 @@ class ClientSession(asyncio.BufferedProtocol):
             context, self, self._connections, self._fanout, self._on_broker_pressure, self._offered
         )
         self._waiting = Waiting(context.health)
-        # What may be sent here: what an ApiVersions answer has named or, before any, what is offered at the moment.
+        # The versions that may be sent here: those of an ApiVersions answer or, before any, those offered now.
         self._ranges = context.versions.offered.ranges
         self._negotiated = False
         self._lingers = False
@@ -179,7 +179,7 @@ class ClientSession(asyncio.BufferedProtocol):
             self.adjust_reading()
 
     def _spend(self, budget: Budget) -> None:
-        """Count the frame that is arriving among what is held in all."""
+        """Count the arriving frame in the budget."""
         arriving_bytes = 0 if self.closed else self._reader.held_bytes
         more = arriving_bytes - self._arriving_bytes
         budget.held += more
@@ -195,7 +195,7 @@ class ClientSession(asyncio.BufferedProtocol):
         weight, answers = len(frame), self._answers
         self._sequence += 1
         slot = Slot(answers, self._sequence, weight, first_byte_at if api_key == PRODUCE else 0.0)
-        # The slot is taken before anything is sent: an answer may come within this very step.
+        # The slot is taken before anything is sent: an answer may come within this step.
         answers.slots.append(slot)
         answers.in_flight_bytes += weight
         self._budget.held += weight
@@ -221,7 +221,7 @@ class ClientSession(asyncio.BufferedProtocol):
             self.adjust_reading()
 
     def _put_back(self, frame: memoryview, first_byte_at: float, partitions: int) -> None:
-        """The latest request waits until others are answered; what was counted for it counts for the backlog now."""
+        """Let the latest request wait until others are answered; its bytes count for the backlog now."""
         self._answers.slots.pop()
         self._answers.in_flight_bytes -= len(frame)
         self._backlog.appendleft((frame, first_byte_at))
@@ -239,7 +239,7 @@ class ClientSession(asyncio.BufferedProtocol):
         self._go_on()
 
     def _take_backlog(self) -> None:
-        """Begin what waits, as far as there is room; an event of its own."""
+        """Begin waiting requests while there is room; an event of its own."""
         began = self._clock()
         try:
             while self._backlog and self._has_room() and not self.closed and self._clock() - began <= TURN_S:
@@ -255,12 +255,12 @@ class ClientSession(asyncio.BufferedProtocol):
     # Versions
 
     def _offered(self, ranges: Ranges) -> None:
-        """An ApiVersions answer names these: from now on they hold for this connection."""
+        """Use the versions of an ApiVersions answer for this connection from now on."""
         self._ranges = ranges
         self._negotiated = True
 
     def follow_ranges(self, ranges: Ranges) -> None:
-        """Other versions are offered now. A client that was told of more is to ask again: it gets a new connection."""
+        """Follow a change of the offered versions. A client that was offered more must reconnect and ask again."""
         if not self._negotiated:
             self._ranges = ranges
         elif not self._draining and not covers(ranges, self._ranges):
@@ -298,12 +298,12 @@ class ClientSession(asyncio.BufferedProtocol):
         )
 
     def _go_on(self) -> None:
-        """There may be room for more, or nothing left to answer."""
+        """Read or end after a request is done: there may be room for more, or nothing left to answer."""
         self.adjust_reading()
         self._end_if_drained()
 
     def adjust_reading(self) -> None:
-        """Read while there is room, and only then; what waits to be begun comes first."""
+        """Read while there is room, and only then; waiting requests come first."""
         if self._transport is None or self.closed:
             return
         has_room = self._has_room()
@@ -331,26 +331,26 @@ class ClientSession(asyncio.BufferedProtocol):
 
     @property
     def arrived_bytes(self) -> int:
-        """How much of a frame that is not whole has arrived."""
+        """The bytes that have arrived of a frame that is not whole."""
         return self._reader.pending_bytes
 
     def read_on(self) -> None:
-        """There is room in all again, or this session may read on without."""
+        """Read on: the budget has room again, or this session may pass."""
         self._is_let_go = True
         self.adjust_reading()
         if not self._reading:
-            # Something else keeps it from reading.
+            # There is another reason not to read.
             self._budget.leave(self)
 
     # Brokers
 
     def give_up_broker(self, address: Address) -> None:
-        """The broker there hangs: what waits for it is answered now, and what is sent to it is refused."""
+        """Answer requests that wait for a hung broker now, and refuse to send it more."""
         self._connections.give_up_at(address)
         self._control.give_up_broker(address)
 
     def _undeliverable(self, topic: bytes, error_code: int) -> None:
-        """An acks=0 part is lost: count it and, as Kafka does, close the connection so that the client learns of it."""
+        """Count a lost acks=0 part and, as Kafka does, close the connection so that the client learns of it."""
         self._context.counters["acks0.undeliverable"] += 1
         name = self._context.topology.name_of(topic) or topic
         self._tally.drop(name, error_code)
@@ -358,7 +358,7 @@ class ClientSession(asyncio.BufferedProtocol):
             Unanswerable(f"an acks=0 batch for {name.decode(errors='backslashreplace')} met error {error_code}")
         )
 
-    # What the metrics say of it
+    # For the metrics
 
     @property
     def open_requests(self) -> int:
@@ -367,7 +367,7 @@ class ClientSession(asyncio.BufferedProtocol):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes sent to the client, until it has been closed; from then on they are in the tally."""
+        """Bytes sent to the client while the connection is open; after that the tally has them."""
         return 0 if self._answers.outbox is None else self._answers.outbox.written_bytes
 
     @property
@@ -378,10 +378,10 @@ class ClientSession(asyncio.BufferedProtocol):
     # Ending
 
     def expire(self, now: float, *, is_late: bool = False) -> None:
-        """Answer what has reached its deadline; wonder about brokers that let something wait; close where a request
-        arrives too slowly.
+        """Answer requests at their deadline, suspect slow brokers, and close if a request arrives too slowly.
 
-        `is_late`: this process has not run for a while. What came meanwhile waits in the kernel and is not judged yet.
+        `is_late`: this process has not run for a while. Bytes that came meanwhile wait in the kernel and are not judged
+        yet.
         """
         waits = self._fanout.open_count or self._broker_pressure or self._control.tasks
         if waits or self._waiting.watches:
@@ -401,7 +401,7 @@ class ClientSession(asyncio.BufferedProtocol):
             self.refuse(Unanswerable(f"a request arrives too slowly: {arrived} bytes of it by now"))
 
     def _judge_taking(self, now: float) -> None:
-        """Close where answers stand still in memory that others wait for."""
+        """Close if answers stand still in memory that others wait for."""
         outbox = self._answers.outbox
         if outbox is None or self._transport is None or not self._share.is_stuck(now, outbox.taken_bytes):
             return
@@ -411,7 +411,7 @@ class ClientSession(asyncio.BufferedProtocol):
         self.refuse(Unanswerable(f"{held} bytes of answers do not move, and others wait for the room that they take"))
 
     def refuse(self, error: Exception) -> None:
-        """Close because of what the client sent, or because it can have no answer."""
+        """Close because of the client's bytes, or because its request can have no answer."""
         if self.closed:
             return
         self._context.counters["clients.refused"] += 1
@@ -426,7 +426,7 @@ class ClientSession(asyncio.BufferedProtocol):
         self._end(lingers=True)
 
     def sever(self, reason: str) -> None:
-        """What this connection had claimed is another's: nothing more of it may be written or read."""
+        """Close at once: another client has this connection's claims, so nothing more may be written or read."""
         if self.closed:
             return
         log.warning("client connection severed", client=self.peer, reason=reason)
@@ -445,7 +445,7 @@ class ClientSession(asyncio.BufferedProtocol):
     def drain(self) -> None:
         """Read no more; close once everything in flight is answered."""
         self._draining = True
-        # A client that waits for an answer may well be sending the next request, which nobody reads.
+        # A client that waits for an answer may already send the next request, which is not read.
         self._lingers = self._lingers or bool(self._answers.slots or self._backlog)
         self.adjust_reading()
         self._end_if_drained()
@@ -455,7 +455,7 @@ class ClientSession(asyncio.BufferedProtocol):
             self._end(lingers=self._lingers)
 
     def eof_received(self) -> bool:
-        """Kafka's clients never close one half alone: this one is gone and will send again what was not answered."""
+        """Kafka's clients never close only one half: this one is gone and will send unanswered requests again."""
         self._end()
         return False
 
@@ -465,9 +465,9 @@ class ClientSession(asyncio.BufferedProtocol):
         self._end()
 
     def _end(self, *, lingers: bool = False) -> None:
-        """`lingers`: let the client close first, ignoring what it still sends.
+        """Close the connection. `lingers`: let the client close first, and ignore what it still sends.
 
-        Closing upon unread bytes resets the connection, and a reset may overtake the last answers.
+        Closing with unread bytes resets the connection, and a reset may overtake the last answers.
         """
         if self.closed:
             return
@@ -484,19 +484,19 @@ class ClientSession(asyncio.BufferedProtocol):
         self._on_closed(self)
 
     def _half_close(self, transport: asyncio.Transport) -> bool:
-        """Tell the client that nothing more comes, and read on until it closes; whether that could be done."""
+        """Send end-of-file and read on until the client closes; return whether that was possible."""
         if transport.is_closing() or not transport.can_write_eof():
             return False
         try:
             transport.write_eof()
         except OSError:
-            # The client has reset the connection, and the event loop is about to say so.
+            # The client has reset the connection, and the event loop is about to report it.
             return False
         transport.resume_reading()
         return True
 
     def _let_go(self) -> None:
-        """Of all but requests with acks=0, which live on until they are settled."""
+        """Release everything except requests with acks=0, which live on until they are settled."""
         self._budget.arriving -= self._arriving_bytes
         held = self._arriving_bytes + sum(len(frame) for frame, _ in self._backlog) + self._answers.let_go()
         self._arriving_bytes = 0
@@ -504,7 +504,7 @@ class ClientSession(asyncio.BufferedProtocol):
         self._budget.leave(self)
 
     async def _count_lost(self) -> None:
-        """What is left of the backlog is not begun. A client that wants no answer (acks=0) takes it for sent."""
+        """Count acks=0 batches in the backlog as lost: they are not begun, but their client takes them for sent."""
         began = self._clock()
         while self._backlog:
             frame, _ = self._backlog.popleft()
@@ -527,12 +527,12 @@ class ClientSession(asyncio.BufferedProtocol):
                     self._tally.drop(name, NOT_LEADER_OR_FOLLOWER)
 
     async def close(self) -> None:
-        """Let go of everything this connection holds; whole acks=0 frames are still sent."""
+        """Release everything this connection holds; whole acks=0 frames are still sent."""
         self._end()
         await asyncio.gather(self._close_client(), self._close_brokers(), self._count_lost())
 
     async def _close_client(self) -> None:
-        """A client that does not read what is still to be written to it is not waited for any longer than FLUSH_S."""
+        """Wait at most FLUSH_S for the client to read its last answers."""
         if self._transport is not None:
             await asyncio.wait((self._gone,), timeout=FLUSH_S)
             self._transport.abort()

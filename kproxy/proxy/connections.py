@@ -1,7 +1,7 @@
-"""The connections of one client connection to brokers, for one purpose: one a broker, dialled when first needed.
+"""The broker connections of one client connection for one purpose: one per broker, dialled when first needed.
 
 Purposes are kept apart, because a broker answers a connection's requests one after another: a JoinGroup that waits for
-minutes must not hold up what is produced.
+minutes must not delay produce requests.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from kproxy.routing.topology import Address
 
 
 class NoAddress(Exception):
-    """The topology does not say where a broker is."""
+    """The topology has no address of a broker."""
 
 
 class Connections:
-    """`by_broker` has them all, closed ones too until they are replaced; treat it as read-only.
+    """Connections by broker. `by_broker` has all, closed ones too until they are replaced; treat it as read-only.
 
-    `on_pressure` is told when one of them takes no more for now, and when it does again. With a `share` their large
+    `on_pressure` is called when one of them takes no more for now, and when it does again. With a `share` their large
     answers wait for room. `before_open` and `on_end` as in `Upstream`, for all of them.
     """
 
@@ -43,7 +43,7 @@ class Connections:
         self._on_end = on_end
 
     def to(self, broker: int) -> Upstream:
-        """The open connection to where a broker is now, or a new one. Raises NoAddress."""
+        """The open connection to a broker's current address, or a new one. Raises NoAddress."""
         address = self._context.topology.address(broker)
         if address is None:
             raise NoAddress(f"broker {broker} has no address")
@@ -71,25 +71,25 @@ class Connections:
         )
 
     def hold_back(self, holds: bool) -> None:
-        """Read none of them any more, or all of them again."""
+        """Stop reading all of them, or resume."""
         for upstream in self.by_broker.values():
             upstream.hold_back(holds)
 
     def give_up_moved(self) -> None:
-        """Give up what leads to where a broker no longer is; one that has left may still answer."""
+        """Give up connections to brokers that have another address now; a broker that has left may still answer."""
         for broker, upstream in list(self.by_broker.items()):
             address = self._context.topology.address(broker)
             if address is not None:
                 _give_up_unless_at(address, upstream)
 
     def give_up_at(self, address: Address) -> None:
-        """Give up what leads to a broker that hangs."""
+        """Give up connections to a broker that hangs."""
         for upstream in list(self.by_broker.values()):
             if upstream.address == address and not upstream.closed:
                 upstream.give_up("its broker hangs")
 
     def drop_all(self) -> None:
-        """Nothing more is to be sent or answered, for a reason of the client's."""
+        """End all because of the client: nothing more is to be sent or answered."""
         for upstream in list(self.by_broker.values()):
             upstream.drop()
 

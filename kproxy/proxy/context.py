@@ -1,4 +1,4 @@
-"""What all client connections of one proxy share."""
+"""The objects that all client connections of one proxy share."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from kproxy_codec.primitives import Buffer
 
 
 class ProducerIds(Protocol):
-    """Where producer ids come from."""
+    """The allocator of producer ids."""
 
     def allocate(self) -> Awaitable[int]:
-        """One that nobody else gets. Raises EtcdError."""
+        """Return an id that is given to nobody else. Raises EtcdError."""
         ...
 
 
 class OwnershipSource(Protocol):
-    """Where the topology comes from."""
+    """The source of the topology."""
 
     def refresh(self, topic: bytes, partition_index: int, seen_revision: int) -> Awaitable[object]:
-        """Read one partition's owner anew, after a broker refused a request routed at `seen_revision`; coalesced."""
+        """Read one partition's owner again, after a broker refused a request routed at `seen_revision`; coalesced."""
         ...
 
 
@@ -59,19 +59,19 @@ class ProxyContext:
     counters: Counter[str] = field(default_factory=Counter)
     tally: Tally = field(default_factory=Tally)
     conduct: Conduct = LEASED
-    # Whether brokers are to confirm what clients send with acks=0.
+    # Whether brokers are to confirm acks=0 requests.
     confirm_acks0: bool = False
-    # Highest versions by API key that the ownership source allows, where it allows less than the proxy serves.
+    # Highest versions by API key that the ownership source allows, if lower than those that the proxy serves.
     version_caps: Mapping[int, int] = field(default_factory=lambda: NO_CAPS)
-    # What the ownership source has for the proxy to answer itself where brokers do not (kproxy.proxy.versions.NATIVE).
+    # Where the proxy gets answers that brokers do not give (kproxy.proxy.versions.NATIVE), if the source has it.
     producer_ids: ProducerIds | None = None
     coordinators: Coordinators | LeasedCoordinators = field(default_factory=Coordinators)
-    # What claims are made with (the Own API); None where there is no etcd to keep them.
+    # Makes claims (the Own API); None without an etcd to keep them.
     own: OwnService | None = None
-    # What is acknowledged is noted here; None: it is not.
+    # Acknowledgements are noted here; None: they are not.
     trail: Trail | None = None
     portions: Portions = field(default_factory=Portions)
-    # Bodies of answers to Metadata requests for all topics; None where no broker has answered.
+    # Bodies of answers to Metadata requests for all topics; None if no broker has answered.
     all_topics: Shared[Buffer | None] = field(default_factory=Shared)
     versions: BrokerVersions = field(init=False)
     health: BrokerHealth = field(init=False)
@@ -95,8 +95,8 @@ class ProxyContext:
 
     @property
     def knows_batches_again(self) -> bool:
-        """As in `retry.Conduct`, of brokers that have said that they give out producer ids.
+        """As in `retry.Conduct`, for brokers that have said that they allocate producer ids.
 
-        Others do not look at the ids, which come from this proxy.
+        Other brokers ignore the ids, which come from this proxy.
         """
         return self.conduct.knows_batches_again and self.versions.know_batches_again

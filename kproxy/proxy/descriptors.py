@@ -1,8 +1,8 @@
 """Decide whether one more client is admitted, by the limit of open files (descriptors).
 
-A process that admits clients until no descriptor is left can dial no broker for them, and would call healthy brokers
-unreachable. So a part of the limit is kept from new clients, for connections to brokers. A client that connected in the
-last seconds counts with the connections that it may still need; an older one has them already.
+A process that admits clients until no descriptor is left cannot dial brokers for them, and would report healthy brokers
+as unreachable. So a part of the limit is reserved for connections to brokers. A client that connected in the last
+seconds counts with the connections that it may still need; an older one has them already.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-# The part of the limit that is left when new clients are refused; the process itself has about 20 descriptors.
+# This fraction of the limit (1/8) stays free when new clients are refused; the process itself has about 20 descriptors.
 RESERVED_PART = 8
 # A client counts as new for this time at least, and for twice this time at most, in seconds.
 NEW_S = 5.0
@@ -20,7 +20,7 @@ CONTROL = 1
 
 
 class Descriptors:
-    """`limit` of open files; None: there is none."""
+    """Admission under a `limit` of open files; None for no limit."""
 
     __slots__ = ("_clock", "_new", "_newer", "_since", "limit")
 
@@ -32,7 +32,7 @@ class Descriptors:
         self._newer = 0
 
     def admit(self, in_use: int, clients: int, brokers: int) -> bool:
-        """Whether one more client is admitted beside `clients`, with `brokers` to dial; `in_use` includes its own."""
+        """Whether one more client is admitted besides `clients`, with `brokers` to dial; `in_use` includes its own."""
         if self.limit is None:
             return True
         now = self._clock()
@@ -47,17 +47,17 @@ class Descriptors:
 
 
 def wanted(max_connections: int) -> int:
-    """The limit that is enough for `max_connections` clients with one connection to a broker each."""
+    """The limit that suffices for `max_connections` clients with one connection to a broker each."""
     return 2 * max_connections * RESERVED_PART // (RESERVED_PART - 1)
 
 
 def most_clients(limit: int) -> int:
-    """How many clients a limit is enough for: the inverse of `wanted`."""
+    """The number of clients that a limit suffices for: the inverse of `wanted`."""
     return limit * (RESERVED_PART - 1) // (2 * RESERVED_PART)
 
 
 def in_use(descriptor: int) -> int | None:
-    """A lower bound of the descriptors in use: the lowest free one; None where none is free. Any open one will do."""
+    """A lower bound of the descriptors in use: the lowest free one, None if none is free; pass any open one."""
     try:
         lowest = os.dup(descriptor)
     except OSError:

@@ -1,20 +1,20 @@
 """Dial brokers, with one memory of which brokers are down, for all connections of the process.
 
 States of a broker's address
-  up      nothing speaks against it; every connection dials for itself, at once
+  up      no dial has failed; every connection dials for itself, at once
   down    the last dial failed: refused, no route, no answer in time; dials go out at the pace of
           kproxy.routing.broker_health.Redial, one at a time
 
 Transitions
   up   -> down   a dial fails; one line in the log
-  down -> up     a dial succeeds, whoever's; one line in the log
+  down -> up     any dial succeeds; one line in the log
 
 Invariants
-1. While an address is down, at most one dial of those that take turns is under way. Who wants a connection meanwhile
-   waits for it: its failure is theirs too, and upon its success they dial for themselves.
-2. Who asks while the pause after a failure lasts fails at once: nothing is written.
-3. A dial that is given up (its client has gone) says nothing about the broker. Who waits for it takes its turn.
-4. What keeps this process from dialling anybody says nothing about the broker either.
+1. While an address is down, at most one of the dials that take turns is in progress. Connections that are wanted
+   meanwhile wait for it: if it fails they fail too, and if it succeeds they dial for themselves.
+2. A connection that is wanted during the pause after a failure fails at once: nothing is written.
+3. A dial that is given up (its client has gone) shows nothing about the broker. The next one that waits for it dials.
+4. A lack of resources in this process shows nothing about the broker either.
 5. At most MAX_DOWN addresses are remembered; those that failed first are forgotten first.
 """
 
@@ -38,14 +38,14 @@ log = structlog.get_logger(__name__)
 
 # More than a cluster has brokers.
 MAX_DOWN: Final = 1000
-# Too few file descriptors, ports, buffers or threads here.
+# Too few file descriptors, ports, buffers or threads in this process or host.
 _OUR_OWN: Final = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EAGAIN}
 )
 
 
 class Turn(Enum):
-    """When somebody may dial a broker that is down."""
+    """When a broker that is down may be dialled."""
 
     PACED = "when the pause is over"
     NEXT = "at once, unless a dial is under way; for who asks at a slow pace of his own"
@@ -57,7 +57,7 @@ class KnownDown(ConnectionError):
 
 
 class _Down:
-    """`under_way` is done when the dial that all others wait for is over."""
+    """A broker that is down; `under_way` is done when the dial that all others wait for is over."""
 
     __slots__ = ("redial", "since", "under_way")
 
@@ -68,7 +68,7 @@ class _Down:
 
 
 class Dialler:
-    """Of one process, on one event loop; `clock` in seconds."""
+    """The dials of one process, on one event loop; `clock` in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -85,16 +85,16 @@ class Dialler:
         return address in self._down
 
     def refuses(self, address: Address) -> bool:
-        """Whether a dial in turn would fail at once."""
+        """Whether a PACED dial would fail at once."""
         down = self._down.get(address)
         return down is not None and down.under_way is None and not down.redial.is_due(self._clock())
 
     def attempt(self, owner: int, address: Address, turn: Turn = Turn.PACED) -> Attempt:
-        """One attempt at reaching the broker `owner`, to be entered; what it comes to is noted as it is left."""
+        """One attempt at reaching the broker `owner`, a context manager that notes the result when it is left."""
         return Attempt(self, owner, address, turn)
 
     async def take_turn(self, address: Address, turn: Turn) -> asyncio.Future[None] | None:
-        """Wait until a dial may go out; where others wait for it, what tells them of its end. Raises KnownDown."""
+        """Wait until a dial may go out; if others wait for it, return the future of its end. Raises KnownDown."""
         while (down := self._down.get(address)) is not None and turn is not Turn.BESIDE:
             if down.under_way is None:
                 if turn is Turn.PACED and not down.redial.is_due(self._clock()):
@@ -102,21 +102,21 @@ class Dialler:
                 down.under_way = asyncio.get_running_loop().create_future()
                 return down.under_way
             failures = down.redial.failures
-            # Not to be cancelled with one of those who wait.
+            # The future must not be cancelled with one of those who wait for it.
             await asyncio.wait((down.under_way,))
             if down.redial.failures > failures:
                 raise KnownDown("the dial that was under way has failed")
         return None
 
     def end_turn(self, address: Address, under_way: asyncio.Future[None]) -> None:
-        """The dial that others wait for is over."""
+        """End the dial that others wait for."""
         down = self._down.get(address)
         if down is not None and down.under_way is under_way:
             down.under_way = None
         under_way.set_result(None)
 
     def succeeded(self, owner: int, address: Address) -> None:
-        """A dial has come through."""
+        """Note a successful dial."""
         down = self._down.pop(address, None)
         if down is not None:
             log.info(
@@ -128,7 +128,7 @@ class Dialler:
             )
 
     def failed(self, owner: int, address: Address, reason: str, *, paced: bool) -> None:
-        """A dial has come to nothing; `paced`: it was one of those that are made while the broker is down."""
+        """Note a failed dial; `paced`: it was one of those that are made while the broker is down."""
         self.resolver.forget(address.host)
         now = self._clock()
         down = self._down.get(address)
@@ -138,7 +138,7 @@ class Dialler:
                 del self._down[next(iter(self._down))]
             down = self._down[address] = _Down(now)
         elif not paced:
-            # It went out before the others knew.
+            # It went out before the first failure was known.
             return
         down.redial.failed(now)
 
@@ -156,7 +156,7 @@ class Attempt:
         self._under_way: asyncio.Future[None] | None = None
 
     async def connect(self, protocol: asyncio.BaseProtocol) -> asyncio.Transport:
-        """Raises OSError (KnownDown is one), UnicodeError for a host that no name server can be asked about."""
+        """Raises OSError (KnownDown is one), UnicodeError for a host name that cannot be looked up."""
         self._under_way = await self._dialler.take_turn(self._address, self._turn)
         self._dials = self._resolves = True
         hosts = await self._dialler.resolver.addresses(self._address.host)
@@ -196,5 +196,5 @@ class Attempt:
 
 def reason_of(error: BaseException) -> str:
     """Why a connection could not be made, or was lost."""
-    # What our own timer raises says nothing more.
+    # The TimeoutError of our own timer has no text.
     return str(error) or ("no answer to the dial in time" if isinstance(error, TimeoutError) else type(error).__name__)

@@ -1,15 +1,15 @@
-"""Carry out what the fan-out decides (kproxy.routing.fanout) for one client connection.
+"""Carry out the decisions of the fan-out core (kproxy.routing.fanout) for one client connection.
 
-Events reach the core one after another: while the actions of one are carried out, what they cause waits. Before any
-event but a success on the plain path (kproxy.proxy.plain_path) all requests that are under way there enter the core.
+Events reach the core one after another: events caused by the actions of one wait until these are carried out. Before
+any event except a success on the plain path (kproxy.proxy.plain_path) all requests in flight there enter the core.
 
 Invariants
-1. Where the topology has changed, that is the next event.
-2. Whether claims are live is asked when something is written and again when a dial completes: no past event says so.
-   The fences that a batch is to stand behind are asked for when it is written, too.
-3. At most MAX_OPEN_PARTITIONS partitions are asked for in requests that are open, or what one request asks for: an
-   event, such as the end of a broker's connection, concerns no more, and takes no longer. Requests for one partition do
-   not count: their number is bounded by itself.
+1. If the topology has changed, that is the next event.
+2. Claims are checked to be live when something is written and again when a dial completes: no past event guarantees it.
+   The fences that a batch is to stand behind are bound when it is written, too.
+3. Open requests have at most MAX_OPEN_PARTITIONS partitions together, or as many as a single request has. So an event,
+   such as the end of a broker's connection, concerns no more, and its duration is bounded. Requests for one partition
+   do not count: their number is bounded by itself.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _NO_TOPICS: Final = frozenset[bytes]()
 
 
 class NoRoom(Exception):
-    """A request for `partitions` has to wait until others are answered."""
+    """A request for `partitions` must wait until others are answered."""
 
     def __init__(self, partitions: int) -> None:
         super().__init__(f"{partitions} partitions are too many for now")
@@ -53,7 +53,7 @@ class NoRoom(Exception):
 
 
 class ContextView:
-    """What the core decides upon besides its events (kproxy.routing.events.View)."""
+    """State that the core reads besides its events (kproxy.routing.events.View)."""
 
     def __init__(self, context: ProxyContext) -> None:
         self._context = context
@@ -102,7 +102,7 @@ class PieceTicket:
         return self.exchange.look_until if self.part is None else 0.0
 
     def is_plain(self, frame: memoryview) -> bool:
-        """Whether an answer is a success for all that was asked, or to a read: it concerns no other request."""
+        """Whether an answer concerns no other request: it is full success for the piece, or answers a read."""
         if not self.exchange.is_ordered:
             return True
         plain = self.exchange.api.plain_answer(self.exchange.request, self.exchange.selection(self.part))
@@ -122,7 +122,7 @@ class PieceTicket:
 
 
 class FanoutShell:
-    """It sends on `connections`; `on_undeliverable` learns of acks=0 parts that cannot be sent."""
+    """Runs the core of one client connection on `connections`; `on_undeliverable` gets lost acks=0 parts."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class FanoutShell:
         self._topology = context.topology
         self._connections = connections
         self._on_undeliverable = on_undeliverable
-        # What of its acknowledgements is noted, where the proxy keeps a trail of them.
+        # Notes its acknowledgements, if the proxy keeps a trail of them.
         self.acks = context.trail.connection(context.topology) if context.trail is not None else None
         # What its client has claimed, once it has claimed anything.
         self.owning: Owning | None = None
@@ -144,12 +144,12 @@ class FanoutShell:
         self._numbers: dict[Upstream, int] = {}
         self.plain = PlainPath(self.core, self._upstreams, self.acks, context.counters, self._take_over)
         self.lookups = OwnerLookups(context)
-        # By sequence, of the core's requests: where the answer goes, and how many partitions were asked for.
+        # The core's requests by sequence: where the answer goes, and the number of partitions.
         self._responds: dict[int, tuple[Respond, int]] = {}
         self._open_partitions = 0
         self._events: deque[tuple[Callable[..., list[Action]], tuple[object, ...]]] = deque()
         self._is_running = False
-        # What connections that are ending lose, until the core knows; and whether acks=0 batches are in doubt with it.
+        # Pieces lost by ending connections, until the core knows; and connections with acks=0 batches in doubt.
         self._losses: dict[int, list[tuple[int, Loss]]] = {}
         self._doubted: set[int] = set()
         self._holds: dict[int, list[Hold]] = {}
@@ -158,7 +158,7 @@ class FanoutShell:
         self._emptied: asyncio.Event | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
-        # The topology's version when something was sent last.
+        # The topology's version at the last send.
         self._sent_at = -1
         # The sequence of the newest request: now, at the last call of `take_out`, and at the one before.
         self._newest = 0
@@ -168,20 +168,20 @@ class FanoutShell:
     # Requests
 
     def admit(self, request: PartitionedRequest) -> None:
-        """Raises NoRoom where a request has to wait; to be called before anything of it is changed."""
-        # Nearly always nothing that counts is open, and every request asks.
+        """Raises NoRoom if a request has to wait; to be called before anything of it is changed."""
+        # Nearly always nothing that counts is open. This is called for every request.
         if self._open_partitions or self.plain.open_partitions:
             partitions = request.partition_count
             if not self.has_room_for(partitions):
                 raise NoRoom(partitions)
 
     def has_room_for(self, partitions: int) -> bool:
-        """Whether a request for so many partitions may be begun."""
+        """Whether a request for this many partitions may be begun."""
         taken = self._open_partitions + self.plain.open_partitions
         return not taken or taken + partitions <= MAX_OPEN_PARTITIONS
 
     def name_topics(self, request: PartitionedRequest) -> None:
-        """Put names in the place of topic ids."""
+        """Replace topic ids by names."""
         self.core.name_topics(request)
 
     def submit(
@@ -196,11 +196,11 @@ class FanoutShell:
         silent: bool = False,
         refused: Mapping[Entry, int] = NOTHING_REFUSED,
     ) -> None:
-        """Begin a request whose answer goes to `slot`, by `respond` where that is another way to it.
+        """Begin a request whose answer goes to `slot`, or to `respond` if given.
 
-        `silent` where its client is never answered (acks=0). `refused` are entries that are not to be sent, with the
-        error code of each. `deadline` and `look_until`, the time until which a read that spans brokers asks again for
-        want of data, are on the proxy's clock, in seconds.
+        `silent` if its client is never answered (acks=0). `refused` are entries that are not to be sent, with the error
+        code of each. `deadline` and `look_until` are on the proxy's clock, in seconds; until `look_until` a read that
+        spans brokers is asked again if it found too little data.
         """
         api.admit(request)
         core = self.core
@@ -240,7 +240,7 @@ class FanoutShell:
     # The plain path
 
     def _take_over(self, piece: PlainPiece) -> PieceTicket:
-        """Have the core take over the plain path; the ticket in the place of this one, which is no upstream's."""
+        """Have the core take over the plain path; return the ticket that replaces this one, which no upstream has."""
         return self._adopt((piece,))[piece]
 
     def _adopt(self, pieces: Iterable[PlainPiece] = ()) -> Mapping[Ticket, PieceTicket]:
@@ -271,7 +271,7 @@ class FanoutShell:
         return tickets
 
     def _plain_pieces(self) -> Iterator[PlainPiece]:
-        """What is under way on the plain path."""
+        """The pieces in flight on the plain path."""
         if self.plain.open_count:
             for upstream in self._upstreams.values():
                 for ticket in upstream.unanswered():
@@ -281,13 +281,13 @@ class FanoutShell:
     # Events
 
     def _bring(self, event: Callable[..., list[Action]], *arguments: object) -> None:
-        """`event` takes the time and a jitter behind these."""
+        """Queue an event; it is called with these arguments, the time and a jitter."""
         self._events.append((event, arguments))
         if not self._is_running:
             self._run()
 
     def _run(self) -> None:
-        """Bring all events that wait, and before each a change of the topology."""
+        """Bring all waiting events, and before each one a change of the topology."""
         self._is_running = True
         core, clock, random = self.core, self._context.clock, self._context.random.random
         try:
@@ -314,13 +314,13 @@ class FanoutShell:
             self._adopt()
 
     def _give_up_moved(self) -> None:
-        """Before something is sent: give up what leads to where a broker is no more. It may answer until then."""
+        """Before a send, give up connections to addresses that brokers have left. Until then these may answer."""
         if self._topology.version != self._sent_at:
             self._sent_at = self._topology.version
             self._connections.give_up_moved()
 
     def _topology_changed(self) -> None:
-        # One change may come as many: look at them together.
+        # Changes may come in groups: handle them together.
         asyncio.get_running_loop().call_soon(self._run_unless_running)
 
     def _run_unless_running(self) -> None:
@@ -328,7 +328,7 @@ class FanoutShell:
             self._run()
 
     def before_open(self, upstream: Upstream) -> None:
-        """A dial has succeeded, and what waited for it is about to be written."""
+        """Handle a successful dial: the waiting requests are about to be written."""
         if self._view.gated and self._has_lapsed():
             self._sever()
         number = self._numbers.get(upstream)
@@ -336,28 +336,28 @@ class FanoutShell:
             self.core.opened(number)
 
     def answered(self, ticket: PieceTicket, frame: memoryview) -> None:
-        """A broker's answer to a piece."""
+        """Handle a broker's answer to a piece."""
         if self.plain.open_count and not ticket.is_plain(frame):
             self._adopt()
         self._bring(self.core.answered, ticket.piece, frame)
 
     def left(self, ticket: PieceTicket) -> None:
-        """A piece that has no answer (acks=0) has left."""
+        """Handle a piece without an answer (acks=0) that has left."""
         if ticket.upstream.closed:
             self.lost(ticket, Loss.LEFT)
         else:
             self._bring(self.core.left, (ticket.piece,))
 
     def lost(self, ticket: PieceTicket, loss: Loss) -> None:
-        """A piece is lost with its connection, which is about to say that it has ended."""
+        """Note a piece that is lost with its connection, whose end is about to be reported."""
         self._losses.setdefault(self._numbers[ticket.upstream], []).append((ticket.piece, loss))
 
     def leave_unconfirmed(self, upstream: Upstream) -> None:
-        """The same of what had left on it with acks=0."""
+        """Note that acks=0 batches that had left on a connection are in doubt."""
         self._doubted.add(self._numbers[upstream])
 
     def ended(self, upstream: Upstream) -> None:
-        """A connection has ended, and all that was on it is known to be lost."""
+        """Handle the end of a connection; all its pieces are known to be lost."""
         number = self._numbers.get(upstream)
         if number is None:
             return
@@ -370,13 +370,13 @@ class FanoutShell:
             self._doubted.discard(number)
             return self.core.lost(number, losses, now, jitter, is_unconfirmed=is_unconfirmed)
 
-        # What waits to be sent on it is not to be sent before.
+        # Requests that wait to be sent on it must not be sent before.
         self._events.appendleft((event, ()))
         if not self._is_running:
             self._run()
 
     def expire(self, now: float) -> None:
-        """Answer what has reached its deadline."""
+        """Answer requests that have reached their deadline."""
         is_plain_due = any(piece.slot.deadline <= now for piece in self._plain_pieces())
         if is_plain_due or (self.plain.open_count and self.core.is_due(now)):
             self._adopt()
@@ -387,11 +387,14 @@ class FanoutShell:
             for number, upstream in self._upstreams.items()
             if isinstance(ticket := upstream.oldest_unanswered(), PieceTicket)
         }
-        # At the time that was asked about: what is due a moment later has to enter first.
+        # Use the time that was checked above: requests due a moment later would have to enter first.
         self._bring(lambda _, jitter: self.core.tick(oldest, now, jitter))
 
     def take_out(self) -> None:
-        """Called now and then: what has waited since the last call keeps no receive buffer from being used again."""
+        """Copy requests that have waited since the last call out of receive buffers, so that these can be reused.
+
+        It is called from time to time.
+        """
         since, self._taken_out_to, self._seen = self._taken_out_to, self._seen, self._newest
         self.core.take_out(since, self._taken_out_to)
         for piece in self._plain_pieces():
@@ -418,7 +421,7 @@ class FanoutShell:
                 return
             owning.binder.before(upstream, exchange, exchange.selection(part), owning.holdings)
         if upstream.closed:
-            # It ends by one of the actions before.
+            # One of the actions before has ended it.
             self._losses[connection].append((piece, Loss.UNWRITTEN))
             return
         if part is None:
@@ -428,9 +431,9 @@ class FanoutShell:
             upstream.send(ticket, correlation_id, exchange.splitter(shares).part(part, correlation_id))
 
     def _has_lapsed(self) -> bool:
-        """Whether what the client claimed may be another's by now.
+        """Whether another client may have its claims by now.
 
-        What was let through waits for a dial or a retry, and time may have passed without this process.
+        Admitted requests wait for a dial or a retry, and this process may have been suspended meanwhile.
         """
         own, owning = self._context.own, self.owning
         return own is not None and owning is not None and owning.holdings.group is not None and not own.is_live()
@@ -512,17 +515,17 @@ class FanoutShell:
     # The client's end
 
     def part(self, *, severed: bool = False) -> None:
-        """The client is gone; or it is severed, and nothing is sent for any topic."""
+        """Handle the client's end; `severed`: nothing more is sent for any topic."""
         if severed or self._view.gated:
             self._adopt()
             self._bring(self.core.severed if severed else self.core.parted)
 
     def hurry(self) -> None:
-        """Wait no longer for answers to what was written last; what is not answered stays unsettled for its time."""
+        """Stop waiting for answers to the last requests; unanswered ones stay unsettled for their time."""
         self._held.set()
 
     async def close(self) -> None:
-        """The client is gone. What it sent with acks=0 goes, or is counted as lost; what is held is waited for."""
+        """End after the client has gone: send its acks=0 requests or count them as lost, and wait for held pieces."""
         self._adopt()
         self._bring(self.core.closing)
         if self._holds:

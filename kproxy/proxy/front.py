@@ -1,7 +1,7 @@
-"""What stands between a proxy process and those who look at it: what it says of itself, and to whom.
+"""The interface between a proxy process and its observers: admin page, stdout and stderr.
 
-A process that serves alone has a `Front` of its own: its admin page, stdout and stderr. A worker's tells its supervisor
-(kproxy.workers).
+A process that serves alone has a `Front` of its own: its admin page, stdout and stderr. A worker's front reports to its
+supervisor (kproxy.workers).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kproxy.trail.shipper import ShipperVitals
 
 
 class OwnPages:
-    """The admin page of this process alone. `claims` raises NotOffered where there are none, or Unanswered."""
+    """The admin page of this process alone. `claims` raises NotOffered if there are none, or Unanswered."""
 
     def __init__(
         self,
@@ -72,12 +72,12 @@ class OwnPages:
         return Readiness(True, "alive")
 
     def families(self) -> list[Family]:
-        """What this process counts, to be put together with what others do."""
+        """The metrics of this process, to be merged with those of others."""
         return [family_of(metric) for metric in self._proxy.collect()]
 
 
 class Front(Protocol):
-    """`worker`: its number, where other processes listen on the same port."""
+    """The reports of one process; `worker` is its number if other processes listen on the same port."""
 
     worker: int | None
 
@@ -86,15 +86,15 @@ class Front(Protocol):
         ...
 
     def waits(self, sentence: str) -> None:
-        """Say what is waited for; it is called again when that changes, and now and then."""
+        """Report what startup waits for; called again when that changes, and from time to time."""
         ...
 
     def ready(self, kafka: str, source: str) -> None:
-        """Clients are served at `kafka`; `source` is what the ready line says of the ownership source."""
+        """Report that clients are served at `kafka`; `source` is the ready line's part about the ownership source."""
         ...
 
     def stops(self) -> None:
-        """Say that it stops, before clients notice."""
+        """Report that the process stops, before clients notice."""
         ...
 
     async def close(self) -> None:
@@ -103,7 +103,7 @@ class Front(Protocol):
 
 
 class OwnFront:
-    """Of a process that serves alone; without an admin page where the configuration names none."""
+    """The front of a process that serves alone; without an admin page if the configuration names none."""
 
     worker: int | None = None
 
@@ -133,6 +133,6 @@ class OwnFront:
 
 
 async def start_admin(admin: AdminPage, address: Address) -> tuple[AdminPage, str]:
-    """The page, started, and what the ready line says of it. Raises StartupError."""
+    """Start the page; return it and its part of the ready line. Raises StartupError."""
     host, port = address
     return admin, f" admin={host}:{await admin.start(host, port)}"

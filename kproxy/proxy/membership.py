@@ -1,12 +1,12 @@
-"""This proxy among the others that share an etcd: whom it names, and that it is named.
+"""This proxy among the proxies that share an etcd: which ones it names to clients, and whether it is named.
 
 States
   entered    it knows the others; or etcd does not answer, and it is alone until etcd does
-  joined     it is named by the others: when it serves clients, not before
-  left       it is not: when it takes no more clients, so that the others send it none
+  joined     the others name it: from when it serves clients, not before
+  left       the others do not name it: it takes no more clients, and they send it none
 
-Without an etcd, or where it is to be alone, it names itself in all of them. What is said to etcd here is on a client of
-its own: the routing table may come from elsewhere.
+Without an etcd, or if it is configured to be alone, it names only itself in all states. It uses an etcd client of its
+own: the routing table may come from elsewhere.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from kproxy.proxy.sources import connect
 from kproxy.routing.fleet import Fleet
 from kproxy.runtime.tasks import cancel, in_time
 
-# An etcd that is there answers at once; a proxy without it serves as well.
+# How long to wait for etcd: one that is up answers at once, and a proxy without it serves as well. Seconds.
 PATIENCE_S = 2.0
-# In that time the others hear that this one has gone, before its clients ask them where to go.
+# In this time, in seconds, the others learn that this one has gone, before its clients ask them where to go.
 LEAVE_PAUSE_S = 0.2
 
 log = structlog.get_logger(__name__)
 
 
 class Membership:
-    """Keeps `fleet` current and, where it `registers`, this proxy's entry; `host` and `port` are what it advertises.
+    """Keeps `fleet` current and, if it `registers`, this proxy's entry; `host` and `port` are what it advertises.
 
-    Use as `async with`; StartupError, there and from `failed`, for an etcd that waiting does not mend.
+    Use as `async with`. Raises StartupError, there and from `failed`, for etcd errors that waiting does not resolve.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Membership:
 
     @property
     def rows(self) -> list[ProxyRow]:
-        """Whom clients are told of."""
+        """The proxies that clients are told of."""
         return [ProxyRow(*proxy, proxy.address == self._address) for proxy in self.fleet.proxies]
 
     @property
     def registration(self) -> str:
-        """How this proxy stands among the others; empty where it does not register."""
+        """The state of this proxy's registration; empty if it does not register."""
         return self._registrar.state.value if self._registrar is not None else ""
 
     async def __aenter__(self) -> Self:
@@ -90,14 +90,14 @@ class Membership:
             await self._client.close()
 
     async def join(self) -> None:
-        """Have this proxy named; where etcd does not answer, as soon as it does."""
+        """Register this proxy; if etcd does not answer, as soon as it does."""
         if self._registrar is not None:
             self._registering = asyncio.create_task(self._registrar.run())
             if self._synced:
                 await in_time(self._named(self._registrar), self._registering, PATIENCE_S)
 
     async def leave(self) -> None:
-        """Not to be named any more: the entry is gone, and the others had time to hear of it."""
+        """Remove this proxy's entry and give the others time to learn of it."""
         if self._client is not None:
             self._view.leave()
         if self._registering is not None:
@@ -106,7 +106,7 @@ class Membership:
             await asyncio.sleep(LEAVE_PAUSE_S)
 
     async def failed(self) -> None:
-        """Until something here fails for good; its error. Returns where nothing runs."""
+        """Wait until something here fails for good, and raise its error. Returns if nothing runs."""
         tasks = [task for task in (self._following, self._registering) if task is not None]
         if tasks:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -114,7 +114,7 @@ class Membership:
                 task.result()
 
     async def _named(self, registrar: Registrar) -> None:
-        """Until this proxy is registered and sees what the others see."""
+        """Wait until this proxy is registered and sees what the others see."""
         await registrar.wait_entered()
         await self._view.wait_named()
 

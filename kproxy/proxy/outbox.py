@@ -1,7 +1,7 @@
-"""What one connection is to write, gathered over one step of the event loop.
+"""Gather the writes of one connection over one step of the event loop.
 
-A write is a system call, and on one machine that call carries the bytes through the whole of TCP. Requests and answers
-come in bursts; writing each burst at once costs a fraction of writing its messages one by one.
+A write is a system call, and on one machine that call carries the bytes through the whole TCP stack. Requests and
+answers come in bursts; writing a burst at once costs a fraction of writing its messages one by one.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from kproxy.proxy.answer_room import AnswerBuffer, Share
 from kproxy_codec.primitives import Buffer
 
-# Up to here one copy is cheaper than one more buffer for the kernel to gather.
+# Up to this size one copy is cheaper than one more buffer for the kernel to gather.
 JOIN_BYTES = 64 << 10
-# More is not gathered in one step: the transport's own limits should notice it.
+# More than this is not gathered in one step, so that the transport's own limits notice it.
 FLUSH_BYTES = 512 << 10
-# A client's transport gets at most this much at a time.
+# The largest write to a client's transport.
 PART_BYTES = 256 << 10
 
 
 class Outbox:
-    """The messages for one transport, written in order when the event loop has finished what it is doing."""
+    """The messages for one transport, written in order at the end of the current step of the event loop."""
 
     __slots__ = ("_buffers", "_bytes", "_loop", "_transport", "written_bytes")
 
@@ -35,11 +35,11 @@ class Outbox:
 
     @property
     def put_bytes(self) -> int:
-        """All that was ever put here and not dropped; of that `written_bytes` are with the transport."""
+        """All bytes ever put here and not dropped; `written_bytes` of them are with the transport."""
         return self.written_bytes + self._bytes
 
     def put_one(self, buffer: Buffer) -> None:
-        """The same as `put` for one buffer."""
+        """Like `put`, for one buffer."""
         if not self._buffers:
             self._loop.call_soon(self.flush)
         self._bytes += len(buffer)
@@ -48,7 +48,7 @@ class Outbox:
             self.flush()
 
     def put(self, buffers: Sequence[Buffer]) -> None:
-        """Write these, behind all that was put before."""
+        """Queue buffers behind those that were put before."""
         if not self._buffers:
             self._loop.call_soon(self.flush)
         self._bytes += sum(map(len, buffers))
@@ -64,7 +64,7 @@ class Outbox:
         self._buffers = []
         size, self._bytes = self._bytes, 0
         if self._transport.is_closing():
-            # Lost, as what the transport itself still holds may be; uvloop's own raises where asyncio's is silent.
+            # Lost, like bytes that the transport itself still holds. uvloop's transport would raise, not asyncio's.
             return
         self.written_bytes += size
         if len(buffers) == 1:
@@ -78,7 +78,7 @@ class Outbox:
 class PacedOutbox(Outbox):
     """The answers for one client: while its transport has enough, the rest stays here and counts in the client's share.
 
-    A transport may copy what it cannot send at once, and nobody would know how much of that there is.
+    A transport may copy bytes that it cannot send at once, and such copies could not be counted.
     """
 
     __slots__ = ("_is_paused", "_looked_at", "_share", "_untaken")
@@ -87,25 +87,25 @@ class PacedOutbox(Outbox):
         super().__init__(loop, transport)
         self._share = share
         self._is_paused = False
-        # While it is paused: how many of the buffers have been looked at, and the bytes in them that have no room of
-        # their own, with what the transport had when it was paused.
+        # While it is paused: the number of counted buffers, and the bytes in them that have no room of their own, plus
+        # the bytes that the transport held when it was paused.
         self._looked_at = 0
         self._untaken = 0
 
     @property
     def taken_bytes(self) -> int:
-        """What the client's kernel, or ours, has by now."""
+        """The bytes that the client's kernel or this host's has."""
         return self.written_bytes - self._transport.get_write_buffer_size()
 
     def pause(self) -> None:
-        """The transport has enough."""
+        """Stop writing: the transport has enough."""
         self._is_paused = True
         self._looked_at = 0
         self._untaken = self._transport.get_write_buffer_size()
         self._share.leave_untaken(self._untaken)
 
     def resume(self) -> None:
-        """It takes more."""
+        """Resume writing."""
         self._is_paused = False
         self.flush()
         if not self._is_paused:
@@ -128,7 +128,7 @@ class PacedOutbox(Outbox):
         self._share.leave_untaken(0)
 
     def discard(self) -> None:
-        """Nobody is to have it any more."""
+        """Discard all unwritten answers."""
         self._buffers, self._bytes = [], 0
         self._share.leave_untaken(0)
 

@@ -1,10 +1,10 @@
 """The plain path of a produce request: every route is proven, every answer a success.
 
-Nothing is decided here. A request goes to the brokers by the plan of its shape, and its answer comes back the same way.
-Whatever else happens, first all that is under way here goes to the core (kproxy.routing.fanout) by `adopt`.
+This module decides nothing. A request goes to the brokers by the plan of its kind, and its answers come back the same
+way. On any other outcome, all requests in flight here first enter the core (kproxy.routing.fanout) by `adopt`.
 
 Invariants
-1. What is sent here follows, on the same connections, what was sent before of its partitions.
+1. Requests sent here follow, on the same connections, those sent before for their partitions.
 2. A plan is used only while the routes it was made of are proven (kproxy.routing.routes).
 """
 
@@ -26,7 +26,7 @@ from kproxy_codec.produce_response import PRODUCE_API
 
 
 class PlannedPart:
-    """What of a request goes over one connection, all of it where `part` is None, and the answer to it."""
+    """The part of a request for one connection (None for all of it), and the answer that is expected."""
 
     __slots__ = ("connection", "noted", "part", "plain", "upstream")
 
@@ -54,10 +54,10 @@ class PlainPiece:
         self.planned = planned
 
     def sent(self) -> None:
-        """Never said: it has an answer."""
+        """Never called: it has an answer."""
 
     def unconfirmed(self) -> None:
-        """Never said, for the same reason."""
+        """Never called, for the same reason."""
 
     def answered(self, frame: memoryview) -> None:
         if not self.path.succeeded(self, frame):
@@ -68,9 +68,9 @@ class PlainPiece:
 
 
 class PlainPath:
-    """Of one client connection. `upstreams` are its connections to brokers by their numbers, `acks` its trail.
+    """The plain path of one client connection. `upstreams` are its broker connections by number, `acks` its trail.
 
-    `adopt` has the core take over all that is under way, and returns the ticket that takes the place of this one.
+    `adopt` makes the core take over all requests in flight, and returns the ticket that replaces this one.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class PlainPath:
         self._acks = acks
         self._counters = counters
         self.adopt = adopt
-        # Requests that are not answered, and the partitions of those for more than one.
+        # Unanswered requests, and the partitions of those with more than one.
         self.open_count = 0
         self.open_partitions = 0
         self._plans: Plans[list[PlannedPart]] = Plans(core.routes)
@@ -94,7 +94,7 @@ class PlainPath:
     def send(
         self, slot: Slot, request: PartitionedRequest, deadline: float, routed_at: int, *, is_silent: bool
     ) -> bool:
-        """Send a request whose answer goes to `slot`; False where some partition's route is new.
+        """Send a request whose answer goes to `slot`; False if some partition's route is new.
 
         `routed_at` is the topology's revision.
         """
@@ -131,7 +131,7 @@ class PlainPath:
         return True
 
     def succeeded(self, piece: PlainPiece, frame: memoryview) -> bool:
-        """Take an answer; False where it is anything but success for all that was asked."""
+        """Take an answer; False if it is not a success for all of the piece."""
         slot, planned = piece.slot, piece.planned
         exchange = slot.exchange
         if exchange is None:

@@ -1,15 +1,15 @@
-"""Produce: admit, judge, hand to the fan-out.
+"""Check produce requests and submit them to the fan-out.
 
-Versions 3–13 are served; 0–2 are offered, because librdkafka drops compression otherwise, and refused when sent, by
-closing the connection, which is what Kafka does. A partition that stands in a request twice makes the whole request
-INVALID_REQUEST, and so do more than 4,096 partitions; acks other than -1, 0 and 1 make it INVALID_REQUIRED_ACKS.
+Versions 3–13 are served. Versions 0–2 are offered, because librdkafka drops compression otherwise, and refused when
+sent, by closing the connection as Kafka does. A request that names a partition twice, or more than 4,096 partitions,
+gets INVALID_REQUEST; acks other than -1, 0 and 1 get INVALID_REQUIRED_ACKS.
 
-A request has its deadline from its first byte on: one that is over when the last byte has come is not sent any more. A
-client that waits for no answer (acks=0) has no such timer, and its requests have until their last byte.
+The deadline of a request counts from its first byte: a request that is past it when its last byte arrives is not sent.
+For a client that waits for no answer (acks=0) it counts from the last byte, as such a client has no timer.
 
-acks=0 has no answer. With `confirm_acks0` brokers are asked for acks=1 all the same and their answers end here: so the
-proxy knows what was refused, sends it to the new owner, keeps its order, and counts exactly what is lost. So it is for
-topics with a writer group in any case.
+acks=0 has no answer. With `confirm_acks0` brokers are asked for acks=1 all the same and their answers end here. So the
+proxy knows which batches were refused, sends them to the new owner, keeps their order, and counts losses exactly. For
+topics with a writer group this is always so.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def produce(
 ) -> int | None:
     """Serve one produce request whose first byte came at `now`.
 
-    Returns how many bytes its answer may hold beyond the request's own size, or None where it has no answer (acks=0).
-    Raises CodecError, and NoRoom where it has to wait.
+    Returns the bytes that its answer may have beyond the request's own size, or None if it has no answer (acks=0).
+    Raises CodecError, and NoRoom if it has to wait.
     """
     request = parse_produce(frame, header)
     acks = request.acks
@@ -66,7 +66,7 @@ def produce(
 
 
 def _is_gated(context: ProxyContext, request: PartitionedRequest) -> bool:
-    """Whether a topic has a writer group: whoever claims it next has to know when the last of this is written."""
+    """Whether a topic has a writer group: its next claimant must know when the last of this is written."""
     return context.own is not None and any(topic.name in context.own.gated for topic in request.topics)
 
 

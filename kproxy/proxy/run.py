@@ -1,8 +1,8 @@
-"""One proxy process from start to stop: the listener, the ownership source, and what it shows of itself.
+"""Run one proxy process: the listener, the ownership source, and the reports about itself.
 
-A proxy may be started before its source is there: it says what it waits for, `/readyz` too, and serves once its table
-is loaded. SIGHUP has the source read anew. SIGTERM and SIGINT have it leave the other proxies, serve on for
-`drain_delay`, which a second signal cuts short, and drain.
+A proxy may be started before its source is up: it reports what it waits for, also on `/readyz`, and serves once its
+table is loaded. On SIGHUP it reads the source again. On SIGTERM and SIGINT it leaves the other proxies, serves on for
+`drain_delay`, which a second signal cuts short, and drains.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from kproxy.trail.shipper import Shipper, ShipperVitals
 from kproxy.trail.sinks.make import make_sink
 from kproxy.trail.trail import Trail
 
-# Objects more made than freed before the collector looks at the youngest; rounds before it looks at older ones.
+# For gc.set_threshold: net allocations before the youngest objects are collected, and rounds before older ones are.
 COLLECTOR_THRESHOLDS = (20_000, 50, 100)
-# How long the rest of the audit trail may take to be shipped at the end, in seconds.
+# How long shipping the rest of the audit trail may take at the end, in seconds.
 SHIP_REST_S = 5.0
 
 log = structlog.get_logger(__name__)
@@ -62,7 +62,7 @@ async def run_proxy(config: ProxyConfig, front: Front | None = None) -> None:
 
 
 class _Proxy:
-    """What a process holds while it serves."""
+    """The resources of a process while it serves."""
 
     def __init__(self, config: ProxyConfig, signals: Signals, front: Front) -> None:
         self._config = config
@@ -85,7 +85,7 @@ class _Proxy:
         config = self._config
         async with contextlib.AsyncExitStack() as stack:
             port = await self._listener.bind(*config.listen, shared=self._front.worker is not None)
-            # Before anything is waited for: whether its sink can be used is known at once.
+            # Before any wait, so that an unusable sink is reported at once.
             audit = self._audit = self._open_audit(port)
             pages = self._pages(stack)
             stack.push_async_callback(self._front.close)
@@ -96,7 +96,7 @@ class _Proxy:
             context = self._context(opened, membership, own, audit.trail)
             await stack.enter_async_context(attach(own, context))
             stack.push_async_callback(self._listener.stop)
-            # Between the last client's end and the listener's: what is left of the trail may go out through this proxy.
+            # Between the end of the last client and of the listener: the rest of the trail may pass through this proxy.
             await stack.enter_async_context(audit.keep())
             stack.push_async_callback(self._listener.drain)
             await self._listener.serve(context)
@@ -108,7 +108,7 @@ class _Proxy:
             stack.callback(self._listener.leave)
             await membership.join()
             _calm_collector()
-            # Also where only the other proxies are known by it.
+            # Also if etcd is used only for the other proxies.
             etcd = f" etcd={','.join(config.etcd)}" if config.etcd else ""
             self._front.ready(f"{config.listen.host}:{port}", opened.ready or etcd)
             stack.callback(self._front.stops)
@@ -120,7 +120,7 @@ class _Proxy:
             await unless_failed(_reload_at(self._signals.hangup, opened.source), running)
 
     async def _linger(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Where it was told to end; what has failed serves nobody any longer."""
+        """Serve on for a while after a signal to stop, but not after a failure."""
         if kind is asyncio.CancelledError:
             await self._listener.linger(self._signals.insists)
 
@@ -131,7 +131,7 @@ class _Proxy:
 
     def _open_membership(self, port: int) -> Membership:
         host, advertised_port = self._advertised(port)
-        # Those who share an address have one entry, which their supervisor sees to.
+        # Workers share an address and have one entry, which their supervisor registers.
         registers = self._front.worker is None
         return Membership(self._config, host, advertised_port, counters=self._counters, registers=registers)
 
@@ -185,7 +185,7 @@ class _Proxy:
         )
 
     def _wait(self, sentence: str) -> None:
-        """Say what is waited for."""
+        """Report what startup waits for."""
         self._listener.waits_for = sentence
         if self._reminders.is_due(sentence):
             self._front.waits(sentence)
@@ -234,9 +234,9 @@ def _tell_of_too_few_files(max_connections: int) -> None:
 
 
 def _calm_collector() -> None:
-    """Let Python's cycle collector leave alone what was loaded at the start, and look at the rest less often.
+    """Exempt objects loaded at the start from Python's cycle collector, and run it less often.
 
-    Requests are freed by reference count; left at its defaults the collector takes about a tenth of their CPU time.
+    Requests are freed by reference count. With its defaults the collector takes about a tenth of their CPU time.
     """
     gc.collect()
     gc.freeze()
@@ -244,10 +244,10 @@ def _calm_collector() -> None:
 
 
 class Audit:
-    """The audit trail of this process while it serves, under the name of `proxy`.
+    """The audit trail of this process while it serves, under the name `proxy`.
 
-    `keep` begins the trail before the first client is served and ends it when the last one is gone. `ship` comes once
-    the proxy serves, as the trail may go out through the proxy itself, which `dial` connects to from any thread. The
+    `keep` begins the trail before the first client is served and ends it when the last one is gone. `ship` is called
+    once the proxy serves, as the trail may pass through the proxy itself, which `dial` connects to from any thread. The
     rest is shipped at the end. An offset that is given out twice is logged and counted. Raises StartupError for a sink
     that cannot be used.
     """
@@ -282,7 +282,7 @@ class Audit:
 
     @property
     def shipping(self) -> ShipperVitals | None:
-        """How the shipping does; None where nothing is shipped."""
+        """The state of the shipping; None if nothing is shipped."""
         return self._shipper.vitals if self._shipper is not None else None
 
     def _count(self, overlap: Overlap) -> None:
@@ -291,7 +291,7 @@ class Audit:
 
     @contextlib.asynccontextmanager
     async def keep(self) -> AsyncIterator[None]:
-        """The trail runs within; behind, it is ended, and shipped as far as its sink takes it."""
+        """Run the trail; afterwards end it, and ship as much as its sink takes."""
         if self._shipper is not None:
             self.trail.begin()
         looking = asyncio.create_task(self.trail.keep_looking())
@@ -307,7 +307,7 @@ class Audit:
                 await self._shipper.close(SHIP_REST_S)
 
     def ship(self) -> None:
-        """The proxy serves: what it serves may be asked of it."""
+        """Begin to ship; to be called once the proxy serves."""
         if self._shipper is not None:
             self._shipper.start()
 

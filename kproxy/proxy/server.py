@@ -1,15 +1,15 @@
 """The listener: admit client connections, watch their deadlines, drain and stop.
 
 States
-  starting   the listener is bound and the lease table loaded, in this order, so that a taken port is said at once
+  starting   the listener is bound, then the lease table is loaded, so that a port in use is reported at once
   serving    `ready` has been printed
   leaving    `/readyz` is 503, and clients are served as before: they find other proxies meanwhile
-  draining   no new connections; every client's answers what it has read, for at most `drain_s`
+  draining   no new connections; the requests that were read are answered, for at most `drain_s`
   drained    clients are gone; connections from within this process are served as before
   stopped
 
 Transitions: starting --serve()--> serving --leave()--> leaving --drain()--> draining --the last client, or the time-->
-drained --stop()--> stopped; `drain` may come without `leave`, and `stop` goes by way of `drain`.
+drained --stop()--> stopped; `drain` may come without `leave`, and `stop` drains first.
 
 Invariants
 1. Every session is in `_sessions` until its `close` has been awaited; nothing is left running when `stop` returns.
@@ -39,7 +39,7 @@ from kproxy.runtime import open_files
 log = structlog.get_logger(__name__)
 
 DEADLINE_TICK_S = 0.1
-# So much after its time a tick finds work undone that is not the clients' fault.
+# A tick that is later than this, in seconds, finds work undone that is not the clients' fault.
 LATE_S = 0.5
 
 
@@ -48,7 +48,7 @@ class Listener:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        # What keeps it from serving, as a sentence, where that is known.
+        # The reason why it does not serve yet, as a sentence, if known.
         self.waits_for = ""
         self._context: ProxyContext | None = None
         self._descriptors: Descriptors | None = None
@@ -67,7 +67,7 @@ class Listener:
 
     @property
     def not_ready(self) -> str | None:
-        """Why no clients are served; None where they are."""
+        """Why no clients are served; None if they are."""
         if self._draining:
             return "draining: what is in flight is being answered, new connections are not taken"
         if self._leaving:
@@ -78,7 +78,7 @@ class Listener:
 
     @property
     def vitals(self) -> Vitals:
-        """What holds at this moment, for the metrics."""
+        """The current values for the metrics."""
         in_flight_requests = upstream_connections = sent_bytes = 0
         for session in self._sessions:
             in_flight_requests += session.open_requests
@@ -101,7 +101,7 @@ class Listener:
         )
 
     def _brokers_up(self) -> dict[int, bool]:
-        """By id whether each broker of the topology can be reached and does not hang, as far as is known."""
+        """By id, whether each broker of the topology can be reached and does not hang, as far as is known."""
         if self._context is None:
             return {}
         health = self._context.health
@@ -116,7 +116,7 @@ class Listener:
         return len(self._sessions) - len(self._inside)
 
     async def bind(self, host: str, port: int, *, shared: bool = False) -> int:
-        """Listen, without accepting anything yet; the real port. `shared`: other processes may listen there as well.
+        """Listen without accepting yet; return the real port. `shared`: other processes may listen there as well.
 
         Raises StartupError.
         """
@@ -127,7 +127,7 @@ class Listener:
     async def serve(self, context: ProxyContext, *, follows_versions: bool = True) -> None:
         """Accept connections, all of them on `context`.
 
-        `follows_versions`: brokers are asked what they serve as soon as they are known, not only when a client asks.
+        `follows_versions`: brokers are asked for their versions as soon as they are known, not only when a client asks.
         """
         if self._server is None:
             raise RuntimeError("bind comes first")
@@ -141,9 +141,9 @@ class Listener:
         self._ticker = asyncio.get_running_loop().create_task(self._watch_deadlines(context))
 
     def connect_inside(self) -> socket.socket:
-        """A connection of this process to itself, which is served until `stop`; on any thread.
+        """Connect this process to itself, from any thread; the connection is served until `stop`.
 
-        Raises OSError where nothing is served.
+        Raises OSError if nothing is served.
         """
         if self._loop is None or self._stopped:
             raise ConnectionRefusedError("it is not serving")
@@ -198,7 +198,7 @@ class Listener:
         return session
 
     def _has_descriptors(self, context: ProxyContext) -> bool:
-        """Whether one more client leaves enough of them for the ways to brokers."""
+        """Whether one more client leaves enough descriptors for connections to brokers."""
         if self._descriptors is None or self._server is None or self._descriptors.limit is None:
             return True
         used = in_use(self._server.sockets[0].fileno())
@@ -224,20 +224,20 @@ class Listener:
                 self._empty.set()
 
     def _follow_ranges(self, ranges: Ranges) -> None:
-        """Other versions are offered now."""
+        """Tell all sessions of a change of the offered versions."""
         for session in list(self._sessions):
             try:
                 session.follow_ranges(ranges)
-            except Exception:  # the boundary: one session's trouble must not keep the others at what was offered before
+            except Exception:  # the boundary: an error in one session must not keep the others at the old versions
                 log.exception("a client connection could not follow what is offered")
                 session.abandon()
 
     def _give_up_broker(self, address: Address) -> None:
-        """A broker hangs: no client connection waits for it any longer."""
+        """Stop all client connections from waiting for a broker that hangs."""
         for session in list(self._sessions):
             try:
                 session.give_up_broker(address)
-            except Exception:  # the boundary: one session's trouble must not keep the others waiting
+            except Exception:  # the boundary: an error in one session must not keep the others waiting
                 log.exception("a broker that hangs could not be given up")
                 session.abandon()
 
@@ -248,7 +248,7 @@ class Listener:
             if self._follows_versions:
                 try:
                     context.versions.look()
-                except Exception:  # the boundary: deadlines are watched whatever becomes of this
+                except Exception:  # the boundary: deadlines are watched whatever happens here
                     log.exception("what the brokers serve could not be followed")
             now = context.clock()
             context.answer_room.wake()
@@ -260,16 +260,16 @@ class Listener:
                     began = context.clock()
                 try:
                     session.expire(now, is_late=now - due > LATE_S)
-                except Exception:  # the boundary: one session's trouble must not stop the others' clock
+                except Exception:  # the boundary: an error in one session must not stop the others' clock
                     log.exception("deadlines of a client connection could not be watched")
                     session.abandon()
 
     def leave(self) -> None:
-        """Say that clients should go elsewhere, and serve on."""
+        """Report that clients should go elsewhere, and serve on."""
         self._leaving = True
 
     async def linger(self, insists: asyncio.Event) -> None:
-        """Serve on for `drain_delay`, or until somebody `insists` on the end."""
+        """Serve on for `drain_delay`, or until `insists` is set."""
         if self._limits.drain_delay:
             log.info("serving on before draining", seconds=self._limits.drain_delay)
             with contextlib.suppress(TimeoutError):
@@ -277,7 +277,7 @@ class Listener:
                     await insists.wait()
 
     async def drain(self) -> None:
-        """Answer what clients have sent, and let them go; none of them hears anything more."""
+        """Answer the requests that clients have sent, and close their connections."""
         self._draining = True
         if self._server is not None:
             self._server.close()

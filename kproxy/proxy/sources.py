@@ -1,4 +1,4 @@
-"""The ownership source that the configuration names, opened: its table loaded once, and kept current until closed."""
+"""Open the configured ownership source: load its table once, and keep it current until it is closed."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from kproxy.runtime.tasks import cancel, in_time
 from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.produce import TOPIC_IDS_FROM
 
-# Topics are known by their names alone.
+# For sources that know topics only by their names.
 _WITHOUT_TOPIC_IDS: Mapping[int, int] = MappingProxyType({PRODUCE: TOPIC_IDS_FROM - 1})
-# A source that is there answers at once; that it does not should be said soon.
+# A source that is up answers at once; a longer wait is reported. Seconds.
 PATIENCE_S = 5.0
 RECONNECT_PAUSE_S = 0.5
 
@@ -36,7 +36,7 @@ class Source(Protocol):
 
     @property
     def age_s(self) -> float:
-        """Seconds since the source last said anything."""
+        """Seconds since the last news from the source."""
         ...
 
     @property
@@ -49,28 +49,28 @@ class Source(Protocol):
         ...
 
     async def wait_synced(self) -> None:
-        """Until the table has been loaded once."""
+        """Wait until the table has been loaded once."""
         ...
 
     def refresh(self, topic: bytes, partition_index: int, seen_revision: int) -> Awaitable[object]:
-        """Read one partition's owner anew, after a broker refused a request routed at `seen_revision`; coalesced."""
+        """Read one partition's owner again, after a broker refused a request routed at `seen_revision`; coalesced."""
         ...
 
     async def reload(self) -> str:
-        """Read everything anew, because somebody says so (SIGHUP); what came of it, in a few words.
+        """Read everything again on request (SIGHUP); return the result in a few words.
 
-        Raises StartupError where it cannot be read; the table stays as it was.
+        Raises StartupError if it cannot be read; the table is kept.
         """
         ...
 
 
 @dataclass(frozen=True)
 class OpenSource:
-    """`ready` is what the ready line says of it; `following` ends only with an error or when the source is closed.
+    """A source that runs. `ready` is its part of the ready line; `following` ends only with an error or on close.
 
-    `version_caps`: the highest versions by API key that can be served with what the source knows. `producer_ids` and
-    `coordinators`: as in ProxyContext, where the source has them. `broker_lost` is to be called when a connection to a
-    broker has ended or cannot be had.
+    `version_caps`: the highest versions by API key that can be served with the source's knowledge. `producer_ids` and
+    `coordinators`: as in ProxyContext, if the source has them. `broker_lost` is to be called when a connection to a
+    broker has ended or cannot be made.
     """
 
     source: Source
@@ -87,9 +87,9 @@ class OpenSource:
 async def open_source(
     config: ProxyConfig, topology: Topology, waits: Callable[[str], None] = lambda sentence: None
 ) -> AsyncIterator[OpenSource]:
-    """Open it as soon as it answers, however long that takes; `waits` is told, now and then, what is waited for.
+    """Open the source as soon as it answers, however long that takes; `waits` is called with the reason for waiting.
 
-    Raises StartupError for what waiting does not mend.
+    Raises StartupError for errors that waiting does not resolve.
     """
     async with contextlib.AsyncExitStack() as stack:
         if config.ownership == "etcd":
@@ -116,7 +116,7 @@ async def _open_etcd(
         return f"etcd at {client.endpoints} answers, but its partition leases could not be read ({table.last_error})."
 
     await _loaded(table, following, lambda: waits(reason()))
-    # Ids are learned of from keys; topics that are made later will have some.
+    # Topic ids come from keys; topics that are created later will have some.
     caps = _WITHOUT_TOPIC_IDS if topology.owned_count and not topology.topic_ids else NO_CAPS
     ids = IdBlocks(client, f"{config.prefix.rstrip('/')}/producer-ids")
     coordinators = LeasedCoordinators(table.directory.groups, topology)
@@ -124,7 +124,7 @@ async def _open_etcd(
 
 
 async def connect(client: EtcdClient, waits: Callable[[EtcdError], None]) -> None:
-    """Until etcd answers; `waits` is told why it does not. Raises StartupError for what waiting does not mend."""
+    """Wait until etcd answers; `waits` gets its errors. Raises StartupError for those that waiting does not resolve."""
     while True:
         try:
             await client.connect()
@@ -160,7 +160,7 @@ async def _open_static(config: ProxyConfig, topology: Topology, stack: contextli
 
 
 async def _loaded(source: Source, following: asyncio.Task[None], waits: Callable[[], None]) -> None:
-    """Until the source has its table."""
+    """Wait until the source has its table."""
     while not await in_time(source.wait_synced(), following, PATIENCE_S):
         waits()
 
