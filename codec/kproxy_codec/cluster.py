@@ -1,4 +1,4 @@
-"""Copy answers about the cluster in portions and replace the brokers in them.
+"""Copy answers about the cluster and replace the brokers in them.
 
 Metadata (versions 0 to 13), DescribeCluster (0, 1) and DescribeTopicPartitions (0) name brokers: in their list, as the
 controller, as leaders and replicas of partitions. This module writes other brokers in their place. Each partition has

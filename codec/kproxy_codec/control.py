@@ -1,4 +1,4 @@
-"""Encode and decode small control-plane messages with kafka-python's protocol codecs.
+"""Encode and decode small control-plane messages, with kafka-python.
 
 kafka-python carries Apache Kafka's own message schemas, so Metadata, CreateTopics and the like are not described a
 second time here. No other module uses it. Its decoder trusts its input, so this module checks:

@@ -1,4 +1,4 @@
-"""Read and rewrite requests and answers about groups and transactions, as far as a proxy needs it.
+"""Read and rewrite messages about groups and transactions for a proxy.
 
 It covers: the key of a request; the coordinator of each key (FindCoordinator, versions 0 to 6); the error codes in
 answers, and the leader epochs in OffsetFetch answers (up to version 7); refusals, which have an error for each
@@ -130,9 +130,9 @@ def answer_find_coordinator(
 def replace_coordinators(
     api_version: int, asked: Asked, body: Buffer, replace: Callable[[int, Found], Found]
 ) -> Work[bytearray]:
-    """The body of an answer to `asked`, with replaced coordinators. Raises CodecError.
+    """The body of an answer with replaced coordinators. Raises CodecError.
 
-    `replace` gets the type of a key and the coordinator that was found for it.
+    It answers `asked`. `replace` gets the type of a key and the coordinator that was found for it.
     """
     compact = is_flexible(FIND_COORDINATOR, api_version)
     walk, out = Walk(body, compact=compact), bytearray()
@@ -183,7 +183,7 @@ def _write_found(api_version: int, found: Found, out: bytearray) -> None:
 
 
 def error_codes(api_key: int, api_version: int, body: memoryview, *, without_epochs: bool = False) -> Work[set[int]]:
-    """The error codes in an answer to a request about a group. Raises CodecError.
+    """The error codes in an answer about a group. Raises CodecError.
 
     `without_epochs`: the leader epochs in an OffsetFetch answer are overwritten with -1 (unknown). Only the beginning
     of answers without partitions is read.

@@ -1,4 +1,7 @@
-"""Kafka's error codes that this project answers or acts on. Codes are values, not exceptions."""
+"""Kafka's error codes that this project answers or acts on.
+
+Codes are values, not exceptions.
+"""
 
 from __future__ import annotations
 

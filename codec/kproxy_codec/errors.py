@@ -30,9 +30,10 @@ class UnsupportedVersion(CodecError):
 
 
 class ForeignProtocol(CodecError):
-    """The other side is no Kafka client, or one with the settings of another listener; the message says how to fix it.
+    """The other side does not speak Kafka, or has other security settings.
 
-    `protocol` is the protocol it speaks. `reply` makes it report the problem to its user; empty if no reply does.
+    The message says how to fix it. `protocol` is the protocol it speaks. `reply` makes it report the problem to its
+    user; empty if no reply does.
     """
 
     def __init__(self, protocol: str, reason: str, reply: bytes = b"") -> None:

@@ -6,9 +6,8 @@ current_leader_epoch INT32 (v9), fetch_offset INT64, last_fetched_epoch INT32 (v
 partition_max_bytes INT32}}, forgotten topics (v7), rack_id (v11). Answer: throttle_time_ms INT32, error_code INT16
 (v7), session_id INT32 (v7), topics of {name, partitions of {index INT32, error_code INT16, high_watermark INT64,
 last_stable_offset INT64, log_start_offset INT64 (v5), aborted_transactions, preferred_read_replica INT32 (v11),
-records, tag 0 diverging_epoch {epoch INT32, end_offset INT64} (v12, KIP-595)}}. From 13 on a topic's id, UUID, stands
-in the place of its name (KIP-516). A follower names its log in tag 0 of a partition: replica_directory_id UUID
-(KIP-853).
+records, tag 0 diverging_epoch {epoch INT32, end_offset INT64} (v12, KIP-595)}}. From 13 on a topic's id, a UUID,
+replaces its name (KIP-516). A follower names its log in tag 0 of a partition: replica_directory_id UUID (KIP-853).
 
 There are no fetch sessions (KIP-227): every answer has session 0, so that clients send whole requests.
 `kproxy_codec.replica_fetch` has the followers' side.
@@ -82,9 +81,10 @@ class EpochEnd(NamedTuple):
 
 
 class PartitionFetch(NamedTuple):
-    """The request for one partition; epochs are -1 if the fetcher claims none (KIP-320, KIP-595).
+    """The request for one partition.
 
-    `replica_directory_id` is the follower's log id, 16 bytes (KIP-853).
+    Epochs are -1 if the fetcher claims none (KIP-320, KIP-595). `replica_directory_id` is the follower's log id, 16
+    bytes (KIP-853).
     """
 
     partition_index: int
@@ -225,9 +225,9 @@ class FetchApi:
         return request
 
     def parse_response(self, frame: memoryview, api_version: int) -> PartitionedResponse:
-        """Raises CodecError. Blanks leader hints, preferred read replicas and the session in place.
+        """Raises CodecError. Blanks hints and the session in place.
 
-        Null records become empty records.
+        These are leader hints, preferred read replicas and the session id. Null records become empty records.
         """
         flexible = is_flexible(FETCH, api_version)
         response = PartitionedResponse(frame)
@@ -336,9 +336,9 @@ _NO_TAGS = encode_tagged_fields([])
 
 
 def result_entry(api_version: int, fetched: PartitionFetched) -> list[Buffer]:
-    """One partition's entry of a fetch answer, with records in a buffer of their own so that they need no copy.
+    """One partition's entry of a fetch answer.
 
-    `diverging_epoch` is omitted before version 12.
+    Records have a buffer of their own, so that they need no copy. `diverging_epoch` is omitted before version 12.
     """
     flexible = is_flexible(FETCH, api_version)
     index, error_code, high_watermark, log_start_offset, diverging_epoch, records = fetched

@@ -1,7 +1,7 @@
-"""Recognise clients that do not speak Kafka's protocol in plain text by the first bytes of their connection.
+"""Recognise clients that do not speak Kafka's protocol in plain text.
 
-In the place of a frame's length, all of these send a number that no listener admits. SASL is part of Kafka's protocol
-and is recognised by its requests.
+The first bytes of a connection show them. In the place of a frame's length, all of these send a number that no listener
+admits. SASL is part of Kafka's protocol and is recognised by its requests.
 """
 
 from __future__ import annotations

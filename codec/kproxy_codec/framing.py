@@ -1,8 +1,9 @@
-"""Cut received bytes into whole frames, as memoryviews over the receive buffer.
+"""Cut received bytes into whole frames without copying them.
 
-A frame is a 4-byte big-endian length and that many bytes. A `FrameReader` belongs to one connection. The `ReceiveArena`
-behind it is shared by all connections of one event loop, so an idle connection holds no buffer at all. That works
-because an event loop asks for a buffer and fills it in one step, with no other connection in between.
+Frames are memoryviews over the receive buffer. A frame is a 4-byte big-endian length and that many bytes. A
+`FrameReader` belongs to one connection. The `ReceiveArena` behind it is shared by all connections of one event loop, so
+an idle connection holds no buffer at all. That works because an event loop asks for a buffer and fills it in one step,
+with no other connection in between.
 
 States of a reader
   empty      nothing is held
@@ -106,11 +107,12 @@ def _is_unreferenced(chunk: bytearray) -> bool:
 
 
 class FrameReader:
-    """Cut one connection's bytes into frames; shaped for asyncio.BufferedProtocol.
+    """Cut one connection's bytes into frames.
 
-    Every returned frame is a writable memoryview of the whole frame, its 4-byte length prefix included. At most
-    `most_shared` bytes are read into the chunk at a time, so that a longer frame is announced before it is whole.
-    `announced` is the length of the arriving frame, its prefix included, if it is known; else 0.
+    It is shaped for asyncio.BufferedProtocol. Every returned frame is a writable memoryview of the whole frame, its
+    4-byte length prefix included. At most `most_shared` bytes are read into the chunk at a time, so that a longer frame
+    is announced before it is whole. `announced` is the length of the arriving frame, its prefix included, if it is
+    known; else 0.
     """
 
     __slots__ = ("_arena", "_end", "_max_frame_bytes", "_most_shared", "_own", "_start", "_view", "announced")
@@ -145,9 +147,10 @@ class FrameReader:
             self._max_frame_bytes = max_frame_bytes
 
     def get_buffer(self, size_hint: int = -1, *, lean: bool = False) -> memoryview:
-        """The buffer for the next bytes. Call `buffer_updated` with their count before any other reader's `get_buffer`.
+        """The buffer for the next bytes.
 
-        With `lean` a large frame's buffer grows by at most LEAST_FREE_BYTES.
+        Call `buffer_updated` with their count before any other reader's `get_buffer`. With `lean` a large frame's
+        buffer grows by at most LEAST_FREE_BYTES.
         """
         arena = self._arena
         view = self._view

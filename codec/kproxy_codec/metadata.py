@@ -1,8 +1,8 @@
-"""Read the leaders in Metadata answers in portions, with a few integers kept for each partition.
+"""Read the leaders in Metadata answers in portions.
 
-An answer about all topics of a large cluster has megabytes, and decoding it with `control` would block the event loop
-for too long. Here the caller chooses how much is read in one step. Replicas and other fields that routing does not need
-are skipped.
+A few integers are kept for each partition. An answer about all topics of a large cluster has megabytes, and decoding it
+with `control` would block the event loop for too long. Here the caller chooses how much is read in one step. Replicas
+and other fields that routing does not need are skipped.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ class TopicLeaders(NamedTuple):
 
 
 class MetadataReader:
-    """Reads the body of one answer. `topics` is complete and valid only after `read_some` returned True.
+    """Reads the body of one answer.
+
+    `topics` is complete and valid only after `read_some` returned True.
 
     Raises CodecError for bytes that are no answer, here and in `read_some`.
     """

@@ -1,4 +1,6 @@
-"""The Own API and BindFences, two APIs of this project in Kafka's form (the wiki's "Single Reader/Writer").
+"""Own and BindFences, two APIs of this project in Kafka's form.
+
+They implement the Kafka wiki's "Single Reader/Writer".
 
 Own (key 20311, versions 0 and 1): a client claims resources for its connection, within a group.
     OwnRequest   group COMPACT_STRING, resources COMPACT_NULLABLE_ARRAY of {resource COMPACT_STRING, generation INT64}

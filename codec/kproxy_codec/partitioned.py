@@ -46,7 +46,7 @@ ReadEntries = Callable[[memoryview, int, int, "TopicSpan", int], int]
 
 
 class TopicSpan:
-    """One topic of a request or an answer: the positions of its parts in the frame.
+    """The positions of one topic's parts in a request or an answer.
 
     `wire` is the topic as the message names it: its name, or the bytes of its id. `name` is the same until a caller
     replaces an id by the topic's name. `head` is the encoded `wire`, `starts` and `ends` bound each partition's entry,
@@ -79,9 +79,9 @@ class TopicSpan:
 
 
 class PartitionedRequest:
-    """A parsed request; `topics_start` and `topics_end` bound the topics array, its count included.
+    """A parsed request.
 
-    `by_id`: it names topics by their ids.
+    `topics_start` and `topics_end` bound the topics array, its count included. `by_id`: it names topics by their ids.
     """
 
     __slots__ = ("acks", "by_id", "flexible", "frame", "header", "timeout_ms", "topics", "topics_end", "topics_start")
@@ -157,10 +157,10 @@ class PlainAnswer:
     __slots__ = ("_body", "_entries", "_size", "_texts", "gaps")
 
     def __init__(self, texts: Sequence[bytes], gap: int, *, before: int, after: int) -> None:
-        """`texts` are the bytes expected behind the correlation_id, with `gap` unknown bytes after each but the last.
+        """`texts` are the expected bytes behind the correlation_id.
 
-        An entry is a gap with the given numbers of bytes `before` and `after` it. `gaps` are the positions of the gaps
-        in the frame.
+        There are `gap` unknown bytes after each but the last. An entry is a gap with the given numbers of bytes
+        `before` and `after` it. `gaps` are the positions of the gaps in the frame.
         """
         lengths = tuple(map(len, texts))
         self._texts = tuple(texts)
@@ -206,7 +206,7 @@ class PartitionedApi(Protocol):
         ...
 
     def plain_answer(self, request: PartitionedRequest, selection: Places) -> PlainAnswer | None:
-        """The answer with success for exactly these entries of a request, in this order.
+        """The answer with success for exactly these entries, in this order.
 
         None for an API whose answers must be parsed. It is valid for every request of the same version for the same
         partitions.
@@ -370,9 +370,9 @@ _NO_LEADER = INT32.pack(-1) * 2
 
 
 def blank_current_leader(frame: memoryview, offset: int, limit: int, leader_tag: int) -> int:
-    """Set KIP-951's current leader to unknown in an entry's tagged fields; return the offset behind them.
+    """Set the current leader in an entry's tagged fields to unknown (KIP-951).
 
-    A client that gets the real leader would bypass the proxy.
+    Returns the offset behind them. A client that gets the real leader would bypass the proxy.
     """
     if offset < limit and frame[offset] == 0:
         return offset + 1
@@ -384,10 +384,10 @@ def blank_current_leader(frame: memoryview, offset: int, limit: int, leader_tag:
 
 
 def blank_epochs(request: PartitionedRequest, epoch_offset: int) -> None:
-    """Set each entry's current_leader_epoch, which is `epoch_offset` bytes into it, to -1 in place.
+    """Set each entry's current_leader_epoch to -1 in place.
 
-    Clients of the proxy get no leader epochs, so theirs is not the broker's: librdkafka 2.16 sends 0 after it got -1,
-    and a broker would fence it.
+    It is `epoch_offset` bytes into the entry. Clients of the proxy get no leader epochs, so theirs is not the broker's:
+    librdkafka 2.16 sends 0 after it got -1, and a broker would fence it.
     """
     for topic in request.topics:
         for start in topic.starts:

@@ -1,7 +1,8 @@
-"""Kafka's primitive types: (buffer, offset) -> (value, next offset), and value -> bytes.
+"""Read, skip and encode Kafka's primitive types.
 
-Every length is checked against the rest of the buffer before anything is read or allocated. `limit` is where the
-message ends in the buffer: exclusive, in bytes. Every error is a CodecError.
+Reading takes (buffer, offset) to (value, next offset), encoding takes a value to bytes. Every length is checked against
+the rest of the buffer before anything is read or allocated. `limit` is where the message ends in the buffer: exclusive,
+in bytes. Every error is a CodecError.
 """
 
 from __future__ import annotations
@@ -75,10 +76,10 @@ def encode_uvarint(value: int) -> bytes:
 def read_count(
     buffer: Buffer, offset: int, limit: int, *, compact: bool, least_bytes: int, nullable: bool = False
 ) -> tuple[int, int]:
-    """Read an array's element count; -1 for null, which is InvalidField if the array is not `nullable`.
+    """Read an array's element count; -1 for null.
 
-    `least_bytes` is the smallest size of one element: a count that cannot fit into the rest raises InvalidField before
-    anything is allocated for it.
+    Raises InvalidField for null if the array is not `nullable`. `least_bytes` is the smallest size of one element: a
+    count that cannot fit into the rest raises InvalidField before anything is allocated for it.
     """
     if compact:
         value, offset = read_uvarint(buffer, offset, limit)
@@ -104,9 +105,10 @@ def encode_count(count: int, *, compact: bool) -> bytes:
 def skip_string(
     buffer: Buffer, offset: int, limit: int, *, compact: bool, nullable: bool = False
 ) -> tuple[int, int, int]:
-    """The span of a string: (start, end, next offset); start is -1 for null, InvalidField if it is not `nullable`.
+    """The span of a string: (start, end, next offset); start -1 for null.
 
-    No string is longer than MAX_STRING_BYTES: Kafka limits the compact form to the range of the old one.
+    Raises InvalidField for null if the string is not `nullable`. No string is longer than MAX_STRING_BYTES: Kafka
+    limits the compact form to the range of the old one.
     """
     if compact:
         value, offset = read_uvarint(buffer, offset, limit)
@@ -141,9 +143,10 @@ def skip_bytes(buffer: Buffer, offset: int, limit: int, *, compact: bool) -> tup
 
 
 def read_tagged_fields(buffer: Buffer, offset: int, limit: int) -> tuple[list[tuple[int, int, int]], int]:
-    """Read a tagged-field section as (tag, start, end of the value); return also the offset behind it (KIP-482).
+    """Read a section of tagged fields (KIP-482).
 
-    Raises InvalidField for more than MAX_TAGGED_FIELDS fields or tags that do not ascend.
+    Returns (tag, start of the value, end of the value) for each, and the offset behind the section. Raises InvalidField
+    for more than MAX_TAGGED_FIELDS fields or tags that do not ascend.
     """
     count, offset = read_uvarint(buffer, offset, limit)
     if count == 0:

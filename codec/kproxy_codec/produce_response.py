@@ -1,4 +1,4 @@
-"""Parse produce answers, blank leader hints, and encode entries for merging.
+"""Parse produce answers, blank leader hints, encode entries for merging.
 
 Versions 3–13. Body: topics of {name (its id from 13), partitions of {index INT32, error_code INT16, base_offset INT64,
 log_append_time_ms INT64, log_start_offset INT64 (v5), record_errors (v8), error_message (v8), tags (v9: current leader
@@ -56,7 +56,7 @@ class _Plain(NamedTuple):
     """The constant parts of a successful answer in one version."""
 
     tags: bytes  # an empty section of tagged fields
-    offsets_bytes: int  # of an entry: what stands between error_code and `end_of_entry`
+    offsets_bytes: int  # of an entry: those between error_code and `end_of_entry`
     end_of_entry: bytes
 
 

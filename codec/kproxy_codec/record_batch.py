@@ -1,8 +1,9 @@
-"""Parse the header of a record batch, version 2 (magic 2, KIP-98); the records behind it stay opaque.
+"""Parse the header of a record batch, version 2 (magic 2, KIP-98).
 
-A batch is 61 bytes of header and then its records, compressed or not. `base_offset` and `partition_leader_epoch` are
-outside the CRC so that a broker can set them on a received batch; everything from `attributes` on is covered. Positions
-are counted in the given buffer, sizes are bytes, timestamps are milliseconds since the epoch.
+The records behind it stay opaque. A batch is 61 bytes of header and then its records, compressed or not. `base_offset`
+and `partition_leader_epoch` are outside the CRC so that a broker can set them on a received batch; everything from
+`attributes` on is covered. Positions are counted in the given buffer, sizes are bytes, timestamps are milliseconds
+since the epoch.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def add_sequence(sequence: int, increment: int) -> int:
 
 
 def parse_header(buffer: Buffer, position: int = 0) -> RecordBatch:
-    """Parse the header at `position`; the batch's records need not be in the buffer.
+    """Parse the header at `position`; records need not be in the buffer.
 
     Raises Truncated if the buffer ends before the header does, InvalidField for a magic other than 2 or a length
     shorter than a header.

@@ -1,4 +1,7 @@
-"""Check the CRC-32C of a record batch; apart from `record_batch`, which needs no compiled library."""
+"""Check the CRC-32C of a record batch.
+
+It is apart from `record_batch`, which needs no compiled library.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Encode Fetch requests of followers and read their answers: version 13, topics named by their ids.
+"""Encode Fetch requests of followers and read their answers.
 
-The leader's side is in `fetch`, which reads a follower's request like a client's. An answer comes from an address that
-was named as a broker's: its lengths are checked like a client's. Its records are slices of it.
+This is version 13, with topics named by their ids. The leader's side is in `fetch`, which reads a follower's request
+like a client's. An answer comes from an address that was named as a broker's: its lengths are checked like a client's.
+Its records are slices of it.
 """
 
 from __future__ import annotations
@@ -65,9 +66,10 @@ def encode_replica_fetch(
     min_bytes: int,
     max_bytes: int,
 ) -> bytes:
-    """A follower's whole request, length and header included; topics by the bytes of their ids.
+    """A follower's whole request, length and header included.
 
-    The leader may wait `max_wait_ms` for `min_bytes`; it sends at most `max_bytes` of records, or one larger batch.
+    Topics are named by the bytes of their ids. The leader may wait `max_wait_ms` for `min_bytes`; it sends at most
+    `max_bytes` of records, or one larger batch.
     """
     parts = [
         request_header(FETCH, VERSION, correlation_id, sender),

@@ -1,4 +1,6 @@
-"""Write the answers of one client connection in the order of their requests, and count its bytes in flight.
+"""Write the answers of a client connection in the order of its requests.
+
+It also counts the connection's bytes in flight.
 
 States of a slot, the place of one answer
   empty    its answer is not known
@@ -29,10 +31,11 @@ from kproxy_codec.primitives import Buffer
 
 
 class Slot:
-    """The place of one answer in the order of answers; `sequence` is the request's own number on its connection.
+    """The place of one answer in the order of answers.
 
-    `weight` is its share of the connection's bytes in flight, `frame_bytes` the request's share of the budget.
-    `is_allowed` is called in the answer's turn, for an answer that may be forbidden by then.
+    `sequence` is the request's own number on its connection. `weight` is its share of the connection's bytes in flight,
+    `frame_bytes` the request's share of the budget. `is_allowed` is called in the answer's turn, for an answer that may
+    be forbidden by then.
 
     Only for a request on the plain path (kproxy.proxy.plain_path) it is also the record: `deadline` in seconds of the
     proxy's clock, `routed_at` the topology's revision, `exchange` the results if the request is sent in parts.

@@ -1,4 +1,6 @@
-"""Bound the bytes of brokers' answers that one process holds, by not reading brokers' connections.
+"""Bound the bytes of brokers' answers that one process holds.
+
+The bound is kept by not reading brokers' connections.
 
 A large answer (more than LARGE_BYTES) announces its length in its first bytes. It gets room for all of it before more
 of it is read. It holds that room as long as anything refers to its bytes: while it arrives, waits for others to be
@@ -303,9 +305,9 @@ class Share:
             self._pauses += 1
 
     def is_stuck(self, now: float, taken_bytes: int) -> bool:
-        """Whether others wait for room held here while it does not move; `taken_bytes` by the client so far.
+        """Whether others wait for room held here while it does not move.
 
-        Returns True for only one client per `now`.
+        `taken_bytes` are those that the client has taken so far. Returns True for only one client per `now`.
         """
         waited_s = self.room.waited_s(self._kinds()) if self.room.is_wanted else None
         if waited_s is None:

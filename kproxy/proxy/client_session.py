@@ -1,4 +1,4 @@
-"""One client connection: read requests, dispatch them, write the answers in the order of the requests.
+"""Serve one client connection: read requests, write answers in order.
 
 States
   open       requests are read
@@ -378,7 +378,9 @@ class ClientSession(asyncio.BufferedProtocol):
     # Ending
 
     def expire(self, now: float, *, is_late: bool = False) -> None:
-        """Answer requests at their deadline, suspect slow brokers, and close if a request arrives too slowly.
+        """Answer requests at their deadline, and judge the connection's pace.
+
+        It suspects slow brokers, and closes the connection if a request arrives too slowly or answers stand still.
 
         `is_late`: this process has not run for a while. Bytes that came meanwhile wait in the kernel and are not judged
         yet.
@@ -465,9 +467,10 @@ class ClientSession(asyncio.BufferedProtocol):
         self._end()
 
     def _end(self, *, lingers: bool = False) -> None:
-        """Close the connection. `lingers`: let the client close first, and ignore what it still sends.
+        """Close the connection.
 
-        Closing with unread bytes resets the connection, and a reset may overtake the last answers.
+        `lingers`: let the client close first, and ignore what it still sends. Closing with unread bytes resets the
+        connection, and a reset may overtake the last answers.
         """
         if self.closed:
             return

@@ -1,7 +1,7 @@
-"""The broker connections of one client connection for one purpose: one per broker, dialled when first needed.
+"""The broker connections of one client connection for one purpose.
 
-Purposes are kept apart, because a broker answers a connection's requests one after another: a JoinGroup that waits for
-minutes must not delay produce requests.
+There is one per broker, dialled when first needed. Purposes are kept apart, because a broker answers a connection's
+requests one after another: a JoinGroup that waits for minutes must not delay produce requests.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ class NoAddress(Exception):
 
 
 class Connections:
-    """Connections by broker. `by_broker` has all, closed ones too until they are replaced; treat it as read-only.
+    """Connections by broker.
 
-    `on_pressure` is called when one of them takes no more for now, and when it does again. With a `share` their large
-    answers wait for room. `before_open` and `on_end` as in `Upstream`, for all of them.
+    `by_broker` has all, closed ones too until they are replaced; treat it as read-only. `on_pressure` is called when
+    one of them takes no more for now, and when it does again. With a `share` their large answers wait for room.
+    `before_open` and `on_end` as in `Upstream`, for all of them.
     """
 
     def __init__(

@@ -95,7 +95,7 @@ class ProxyContext:
 
     @property
     def knows_batches_again(self) -> bool:
-        """As in `retry.Conduct`, for brokers that have said that they allocate producer ids.
+        """As in `retry.Conduct`, for brokers that allocate producer ids.
 
         Other brokers ignore the ids, which come from this proxy.
         """

@@ -1,4 +1,4 @@
-"""Decide whether one more client is admitted, by the limit of open files (descriptors).
+"""Admit clients within the limit of open files (descriptors).
 
 A process that admits clients until no descriptor is left cannot dial brokers for them, and would report healthy brokers
 as unreachable. So a part of the limit is reserved for connections to brokers. A client that connected in the last

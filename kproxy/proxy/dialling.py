@@ -1,4 +1,4 @@
-"""Dial brokers, with one memory of which brokers are down, for all connections of the process.
+"""Dial brokers, and remember for the whole process which are down.
 
 States of a broker's address
   up      no dial has failed; every connection dials for itself, at once

@@ -1,7 +1,8 @@
-"""Carry out the decisions of the fan-out core (kproxy.routing.fanout) for one client connection.
+"""Carry out the fan-out core's decisions for one client connection.
 
-Events reach the core one after another: events caused by the actions of one wait until these are carried out. Before
-any event except a success on the plain path (kproxy.proxy.plain_path) all requests in flight there enter the core.
+The core is kproxy.routing.fanout. Events reach the core one after another: events caused by the actions of one wait
+until these are carried out. Before any event except a success on the plain path (kproxy.proxy.plain_path) all requests
+in flight there enter the core.
 
 Invariants
 1. If the topology has changed, that is the next event.
@@ -391,9 +392,9 @@ class FanoutShell:
         self._bring(lambda _, jitter: self.core.tick(oldest, now, jitter))
 
     def take_out(self) -> None:
-        """Copy requests that have waited since the last call out of receive buffers, so that these can be reused.
+        """Copy requests out of receive buffers, so that these can be reused.
 
-        It is called from time to time.
+        These are the requests that have waited since the last call. It is called from time to time.
         """
         since, self._taken_out_to, self._seen = self._taken_out_to, self._seen, self._newest
         self.core.take_out(since, self._taken_out_to)

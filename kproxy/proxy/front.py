@@ -1,4 +1,4 @@
-"""The interface between a proxy process and its observers: admin page, stdout and stderr.
+"""The interface between a proxy process and its observers.
 
 A process that serves alone has a `Front` of its own: its admin page, stdout and stderr. A worker's front reports to its
 supervisor (kproxy.workers).

@@ -1,4 +1,6 @@
-"""This proxy among the proxies that share an etcd: which ones it names to clients, and whether it is named.
+"""This proxy among the proxies that share an etcd.
+
+It decides which proxies are named to clients, and whether this one is.
 
 States
   entered    it knows the others; or etcd does not answer, and it is alone until etcd does
@@ -36,7 +38,9 @@ log = structlog.get_logger(__name__)
 
 
 class Membership:
-    """Keeps `fleet` current and, if it `registers`, this proxy's entry; `host` and `port` are what it advertises.
+    """Keeps the `fleet` and this proxy's entry in it current.
+
+    The entry is kept only if it `registers`; `host` and `port` are what it advertises.
 
     Use as `async with`. Raises StartupError, there and from `failed`, for etcd errors that waiting does not resolve.
     """

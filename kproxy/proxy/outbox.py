@@ -76,9 +76,10 @@ class Outbox:
 
 
 class PacedOutbox(Outbox):
-    """The answers for one client: while its transport has enough, the rest stays here and counts in the client's share.
+    """The answers for one client, written as fast as its transport takes them.
 
-    A transport may copy bytes that it cannot send at once, and such copies could not be counted.
+    While the transport has enough, the rest stays here and counts in the client's share. A transport may copy bytes
+    that it cannot send at once, and such copies could not be counted.
     """
 
     __slots__ = ("_is_paused", "_looked_at", "_share", "_untaken")

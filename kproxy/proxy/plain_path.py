@@ -1,7 +1,8 @@
-"""The plain path of a produce request: every route is proven, every answer a success.
+"""Forward produce requests whose routes are all proven (the plain path).
 
-This module decides nothing. A request goes to the brokers by the plan of its kind, and its answers come back the same
-way. On any other outcome, all requests in flight here first enter the core (kproxy.routing.fanout) by `adopt`.
+Every answer here is a success. This module decides nothing. A request goes to the brokers by the plan of its kind, and
+its answers come back the same way. On any other outcome, all requests in flight here first enter the core
+(kproxy.routing.fanout) by `adopt`.
 
 Invariants
 1. Requests sent here follow, on the same connections, those sent before for their partitions.
@@ -26,7 +27,7 @@ from kproxy_codec.produce_response import PRODUCE_API
 
 
 class PlannedPart:
-    """The part of a request for one connection (None for all of it), and the answer that is expected."""
+    """The part of a request for one connection, and the expected answer; `part` is None for the whole request."""
 
     __slots__ = ("connection", "noted", "part", "plain", "upstream")
 
@@ -68,9 +69,10 @@ class PlainPiece:
 
 
 class PlainPath:
-    """The plain path of one client connection. `upstreams` are its broker connections by number, `acks` its trail.
+    """The plain path of one client connection.
 
-    `adopt` makes the core take over all requests in flight, and returns the ticket that replaces this one.
+    `upstreams` are its broker connections by number, `acks` its trail. `adopt` makes the core take over all requests in
+    flight, and returns the ticket that replaces this one.
     """
 
     def __init__(
@@ -94,9 +96,9 @@ class PlainPath:
     def send(
         self, slot: Slot, request: PartitionedRequest, deadline: float, routed_at: int, *, is_silent: bool
     ) -> bool:
-        """Send a request whose answer goes to `slot`; False if some partition's route is new.
+        """Send a request; False if some partition's route is new.
 
-        `routed_at` is the topology's revision.
+        The answer goes to `slot`. `routed_at` is the topology's revision.
         """
         kind = kind_of(request)
         plan = self._plans.find(kind)

@@ -1,8 +1,9 @@
-"""Run one proxy process: the listener, the ownership source, and the reports about itself.
+"""Run one proxy process from start to stop.
 
-A proxy may be started before its source is up: it reports what it waits for, also on `/readyz`, and serves once its
-table is loaded. On SIGHUP it reads the source again. On SIGTERM and SIGINT it leaves the other proxies, serves on for
-`drain_delay`, which a second signal cuts short, and drains.
+It has a listener, an ownership source, and reports about itself. A proxy may be started before its source is up: it
+reports what it waits for, also on `/readyz`, and serves once its table is loaded. On SIGHUP it reads the source again.
+On SIGTERM and SIGINT it leaves the other proxies, serves on for `drain_delay`, which a second signal cuts short, and
+drains.
 """
 
 from __future__ import annotations
@@ -234,9 +235,10 @@ def _tell_of_too_few_files(max_connections: int) -> None:
 
 
 def _calm_collector() -> None:
-    """Exempt objects loaded at the start from Python's cycle collector, and run it less often.
+    """Run Python's cycle collector less often.
 
-    Requests are freed by reference count. With its defaults the collector takes about a tenth of their CPU time.
+    Objects loaded at the start are exempt. Requests are freed by reference count. With its defaults the collector takes
+    about a tenth of their CPU time.
     """
     gc.collect()
     gc.freeze()
@@ -301,7 +303,7 @@ class Audit:
             await cancel(looking)
             try:
                 self.trail.end()
-            except Exception:  # the boundary: what there is of it goes out, and that it has no end tells of this
+            except Exception:  # the boundary: its rows are shipped, and their missing end shows the failure
                 log.exception("the audit trail could not be ended")
             if self._shipper is not None:
                 await self._shipper.close(SHIP_REST_S)

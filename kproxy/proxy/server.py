@@ -1,4 +1,4 @@
-"""The listener: admit client connections, watch their deadlines, drain and stop.
+"""Listen: admit clients, watch their deadlines, drain and stop.
 
 States
   starting   the listener is bound, then the lease table is loaded, so that a port in use is reported at once
@@ -116,9 +116,9 @@ class Listener:
         return len(self._sessions) - len(self._inside)
 
     async def bind(self, host: str, port: int, *, shared: bool = False) -> int:
-        """Listen without accepting yet; return the real port. `shared`: other processes may listen there as well.
+        """Listen without accepting yet; return the real port.
 
-        Raises StartupError.
+        `shared`: other processes may listen there as well. Raises StartupError.
         """
         self._server = await bind(self._session, host, port, shared=shared)
         bound: int = self._server.sockets[0].getsockname()[1]
@@ -141,9 +141,9 @@ class Listener:
         self._ticker = asyncio.get_running_loop().create_task(self._watch_deadlines(context))
 
     def connect_inside(self) -> socket.socket:
-        """Connect this process to itself, from any thread; the connection is served until `stop`.
+        """Connect this process to itself, from any thread.
 
-        Raises OSError if nothing is served.
+        The connection is served until `stop`. Raises OSError if nothing is served.
         """
         if self._loop is None or self._stopped:
             raise ConnectionRefusedError("it is not serving")

@@ -1,4 +1,7 @@
-"""Open the configured ownership source: load its table once, and keep it current until it is closed."""
+"""Open the configured ownership source.
+
+Its table is loaded once, and kept current until it is closed.
+"""
 
 from __future__ import annotations
 
@@ -57,16 +60,18 @@ class Source(Protocol):
         ...
 
     async def reload(self) -> str:
-        """Read everything again on request (SIGHUP); return the result in a few words.
+        """Read everything again on request (SIGHUP).
 
-        Raises StartupError if it cannot be read; the table is kept.
+        Returns the result in a few words. Raises StartupError if it cannot be read; the table is kept.
         """
         ...
 
 
 @dataclass(frozen=True)
 class OpenSource:
-    """A source that runs. `ready` is its part of the ready line; `following` ends only with an error or on close.
+    """An ownership source that runs.
+
+    `ready` is its part of the ready line; `following` ends only with an error or on close.
 
     `version_caps`: the highest versions by API key that can be served with the source's knowledge. `producer_ids` and
     `coordinators`: as in ProxyContext, if the source has them. `broker_lost` is to be called when a connection to a
@@ -87,7 +92,9 @@ class OpenSource:
 async def open_source(
     config: ProxyConfig, topology: Topology, waits: Callable[[str], None] = lambda sentence: None
 ) -> AsyncIterator[OpenSource]:
-    """Open the source as soon as it answers, however long that takes; `waits` is called with the reason for waiting.
+    """Open the source as soon as it answers, however long that takes.
+
+    `waits` is called from time to time with the reason for waiting.
 
     Raises StartupError for errors that waiting does not resolve.
     """

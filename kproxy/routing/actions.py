@@ -17,7 +17,7 @@ Partition: TypeAlias = tuple[bytes, int]
 
 
 class Send(NamedTuple):
-    """Send a part of a request on a connection; dial the connection if it is new.
+    """Send a part of a request on a connection; dial it if it is new.
 
     `part` is None for the whole request. `piece` is the piece's number in later events. `shares` is the number of parts
     that the request is split into.

@@ -1,4 +1,4 @@
-"""Decide whether a broker hangs, and when a broker that is down is dialled again.
+"""Decide whether a broker hangs, and when to dial one that is down again.
 
 The breaker of a broker opens when the broker hangs. Probes decide that: small requests on a connection of their own. A
 broker that is slow for a good reason (a shrinking ISR, a long poll, a throttled client) answers probes.
@@ -77,9 +77,10 @@ class Breaker:
 
 
 def is_cut_off(*, unacknowledged: int, retransmits: int, probes: int, silent_s: float, patience_s: float) -> bool:
-    """Whether a connection's kernel reports (kproxy.runtime.sockets.Delivery) that nothing gets through.
+    """Whether a connection's kernel reports that nothing gets through.
 
-    A broker that only does not read closes its TCP window, and its kernel acknowledges each window probe.
+    The report is a kproxy.runtime.sockets.Delivery. A broker that only does not read closes its TCP window, and its
+    kernel acknowledges each window probe.
     """
     if silent_s < patience_s:
         return False

@@ -1,4 +1,7 @@
-"""The values that events bring to the fan-out (kproxy.routing.fanout), and its view of the process."""
+"""The arguments of the fan-out's events, and its view of the process.
+
+See kproxy.routing.fanout.
+"""
 
 from __future__ import annotations
 

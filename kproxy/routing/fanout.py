@@ -1,8 +1,9 @@
-"""Split, send, retry and merge the Produce, Fetch and ListOffsets requests of one client connection.
+"""Split, send, retry and merge the requests of one client connection.
 
-This module decides; it has no sockets, tasks or clocks. Events come in as method calls, and actions go out as values
-(kproxy.routing.actions). An event carries the time `now`, in seconds, and a `jitter` in [0, 1). The caller carries out
-all actions of an event, in order, before it brings the next one. If the topology has changed, that is the next event.
+These are Produce, Fetch and ListOffsets requests. This module decides; it has no sockets, tasks or clocks. Events come
+in as method calls, and actions go out as values (kproxy.routing.actions). An event carries the time `now`, in seconds,
+and a `jitter` in [0, 1). The caller carries out all actions of an event, in order, before it brings the next one. If
+the topology has changed, that is the next event.
 
 A request whose routes are all proven is not brought here while it meets only success: the shell (kproxy.proxy.fanout)
 sends it by a `plan` and answers it in turn (the plain path). Before any other event such requests enter by `adopt`.
@@ -10,7 +11,7 @@ sends it by a `plan` and answers it in turn (the plain path). Before any other e
 States of a client
   present   everything may be sent
   parted    it is gone: nothing more is sent for topics with a writer group, whatever the acks
-  severed   another client has claimed its partitions: nothing more is sent at all
+  severed   its claims are, or may be, those of another client: nothing more is sent at all
 
 Transitions of a client
   present         -> parted    `parted`, if a topic has a writer group
@@ -304,10 +305,11 @@ class Fanout:
         return self._finish()
 
     def tick(self, oldest: Mapping[int, int], now: float, jitter: float) -> list[Action]:
-        """Answer requests at their deadline: done entries with their results, the rest with an error.
+        """Answer requests at their deadline.
 
-        A produce entry that a broker may have seen gets REQUEST_TIMED_OUT, one never written NOT_LEADER_OR_FOLLOWER.
-        `oldest` is, by connection, the piece to be answered next.
+        Done entries get their results, the others an error. A produce entry that a broker may have seen gets
+        REQUEST_TIMED_OUT, one never written NOT_LEADER_OR_FOLLOWER. `oldest` is, by connection, the piece to be
+        answered next.
         """
         self._begin(now, jitter)
         due = [exchange for exchange in self._exchanges if exchange.deadline <= now]
@@ -331,9 +333,9 @@ class Fanout:
         return self._part(ClientState.SEVERED, now, jitter)
 
     def closing(self, now: float, jitter: float) -> list[Action]:
-        """Note that the client is gone: drop requests with an answer, which the client sends again itself.
+        """Note that the client is gone: drop its requests that have an answer.
 
-        Requests with acks=0 are still sent.
+        The client sends these again itself. Requests with acks=0 are still sent.
         """
         self._begin(now, jitter)
         for exchange in self._exchanges:
@@ -350,9 +352,9 @@ class Fanout:
         return self._finish()
 
     def take_out(self, since: int, up_to: int) -> None:
-        """Copy requests with a sequence in (since, up_to] out of receive buffers, so that these can be reused.
+        """Copy requests out of receive buffers, so that these can be reused.
 
-        The shell calls it from time to time.
+        These are the requests with a sequence in (since, up_to]. The shell calls it from time to time.
         """
         self._exchanges.take_out(since, up_to)
         if not self.lanes.table:
@@ -482,7 +484,7 @@ class Fanout:
     # Following the topology
 
     def _follow(self) -> None:
-        """Block each partition with unanswered batches that would now go elsewhere.
+        """Block partitions with unanswered batches that would now go elsewhere.
 
         If many partitions change owners, most of them are not this client's: partitions that did not move are skipped.
         """

@@ -1,7 +1,7 @@
-"""The unanswered pieces of one client connection, by broker connection and by partition.
+"""The unanswered pieces of one client connection.
 
-A connection to a broker has a number that is never reused. A piece is a part of a request that is sent on one
-connection; it has a number of its own.
+They are kept by broker connection and by partition. A connection to a broker has a number that is never reused. A piece
+is a part of a request that is sent on one connection; it has a number of its own.
 
 States of a connection
   dialling   pieces wait here and can be withdrawn
@@ -71,10 +71,10 @@ class BrokerConnection:
 
 
 class Piece:
-    """A part of an exchange that is sent to one broker; the whole exchange if `part` is None.
+    """A part of an exchange that is sent to one broker.
 
-    `routed_at` is the topology's revision when it was sent, `keys` are the lanes in which it is counted.
-    `is_held`: its writer is gone, and its partitions are held until it is answered or lost.
+    `part` is None for the whole exchange. `routed_at` is the topology's revision when it was sent, `keys` are the lanes
+    in which it is counted. `is_held`: its writer is gone, and its partitions are held until it is answered or lost.
     """
 
     __slots__ = ("connection", "exchange", "is_held", "keys", "number", "part", "routed_at")
@@ -206,7 +206,9 @@ Batches = dict[tuple[bytes, int], tuple[int, int]]
 
 
 class Unconfirmed:
-    """The acks=0 batches sent lately on one connection: since `since`, and in the window before.
+    """The acks=0 batches sent lately on one connection.
+
+    They are those since `since`, and in the window before.
 
     No answer says whether such a batch was appended. A broker that refuses one closes the connection, as Apache Kafka
     does; a broker that is killed or cut off closes it as well. Bytes that left this process shortly before may or may

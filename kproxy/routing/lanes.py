@@ -1,10 +1,9 @@
-"""Keep order per client connection and partition while something is unresolved.
+"""Keep a partition's batches in order while something is unresolved.
 
-Normally there are no lanes: on a proven route (kproxy.routing.routes) the batches of a partition follow one another on
-one upstream connection, and the broker answers that connection in order. A partition has a lane while
-- its route is new and the first batch on it is unanswered, or
-- its batch N is refused and waits for its retry, or
-- N is unresolved on an earlier route and N+1 is to go elsewhere, or
+There are lanes per client connection and partition. Normally there are no lanes: on a proven route
+(kproxy.routing.routes) the batches of a partition follow one another on one upstream connection, and the broker answers
+that connection in order. A partition has a lane while - its route is new and the first batch on it is unanswered, or -
+its batch N is refused and waits for its retry, or - N is unresolved on an earlier route and N+1 is to go elsewhere, or
 - a batch was answered at its deadline and a broker that may have seen it has not answered.
 
 States of a lane
@@ -67,9 +66,9 @@ _NOTHING = Release([], [])
 
 
 class Pause(NamedTuple):
-    """When a refused item may go again, in seconds of the proxy's clock: `due` to the same owner, `soonest` to another.
+    """When a refused item may go again, in seconds of the proxy's clock.
 
-    `routed_at` is the topology's revision it was sent at.
+    `due` is for the same owner, `soonest` for another. `routed_at` is the topology's revision it was sent at.
     """
 
     due: float
@@ -178,9 +177,9 @@ class Lanes:
             lane.outstanding.discard(lane.probing)
 
     def refused(self, key: LaneKey, item: Item, pause: Pause | None, outstanding: Iterable[int]) -> None:
-        """Queue an item to be sent again after `pause`; None if it goes with the items before it.
+        """Queue an item to be sent again after `pause`.
 
-        `outstanding` are later ones already in flight behind it.
+        `pause` is None if the item goes with those before it. `outstanding` are later ones already in flight behind it.
         """
         lane = self.table.get(key)
         if lane is None:
@@ -224,10 +223,10 @@ class Lanes:
         return Release([], abandoned)
 
     def give_up(self, key: LaneKey, sequence: int, up_to: int, outstanding: Iterable[int]) -> list[Item]:
-        """Give up a batch that is answered at its deadline, before the client knows it.
+        """Give up a batch that is answered at its deadline.
 
-        `up_to` is the newest request read so far, `outstanding` are this partition's sequences in flight. Returns the
-        waiting items from that batch on, which are not sent any more.
+        The client does not know it yet. `up_to` is the newest request read so far, `outstanding` are this partition's
+        sequences in flight. Returns the waiting items from that batch on, which are not sent any more.
         """
         lane = self.table.get(key)
         if lane is None:
@@ -272,7 +271,7 @@ class Lanes:
             heappush(self._by_due, (lane.due, next(self._ties), key))
 
     def rename(self, key: LaneKey, new_key: LaneKey) -> list[Item]:
-        """Rename a partition; if the new name has a lane of its own, merge the two.
+        """Rename a partition; merge its lane with that of the new name, if any.
 
         The items in flight of both must be settled before anything of the merged lane goes. Returns items that waited
         in one lane behind a batch that was given up in the other: they are not sent any more.

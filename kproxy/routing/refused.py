@@ -1,9 +1,9 @@
-"""Track the refused batches of idempotent producers that one client connection will send again.
+"""Track refused batches that one client connection will send again.
 
-A broker refuses the batches behind such a batch with OUT_OF_ORDER_SEQUENCE_NUMBER. That is not the later batch's own
-outcome, and producers overreact to it: librdkafka begins a new epoch, in which it sends again every batch that is not
-acknowledged, of every partition, including those that an earlier answer left in doubt. Batches that were appended are
-then there twice.
+These are batches of idempotent producers. A broker refuses the batches behind such a batch with
+OUT_OF_ORDER_SEQUENCE_NUMBER. That is not the later batch's own outcome, and producers overreact to it: librdkafka
+begins a new epoch, in which it sends again every batch that is not acknowledged, of every partition, including those
+that an earlier answer left in doubt. Batches that were appended are then there twice.
 
 States of a lane
   (unknown)  none of its batches was refused, or its client has begun to send them again

@@ -28,10 +28,11 @@ def _weight(key: bytes, candidate: int) -> bytes:
 
 
 def preferred_by_index(key: bytes, indexes: Sequence[int], candidates: Iterable[int]) -> list[int]:
-    """The candidate with the highest weight for each (`key`, index), in the order of `indexes` (from 0 to 2**63 - 1).
+    """The candidate with the highest weight for each (`key`, index).
 
-    One long digest yields all weights at once, some five times cheaper than one by one: an answer may name 10,000
-    partitions. Raises ValueError if there is no candidate.
+    Indexes are from 0 to 2**63 - 1; the result is in the order of `indexes`. One long digest yields all weights at
+    once, some five times cheaper than one by one: an answer may name 10,000 partitions. Raises ValueError if there is
+    no candidate.
     """
     ordered = sorted(candidates)
     if not ordered:

@@ -1,4 +1,4 @@
-"""The retry table: how to handle each failure of a partition's part of a request.
+"""The retry table: how to handle each failure of one partition's part.
 
 An event is a Kafka error code that a broker answered, or a failure of a connection or answer. Each row says what the
 proxy does with one partition's part of a request. Produce is strict: a batch that may have been appended must not be
@@ -44,9 +44,10 @@ NO_OFFSET: Final = -1
 
 
 class Attempts:
-    """The failed attempts of an entry: `in_all`, and `here`, since its partition last got another owner.
+    """The failed attempts of an entry.
 
-    `refused_by`: the brokers that answered NOT_LEADER_OR_FOLLOWER; `sent_to`: the one it was sent to last.
+    `in_all` counts all, `here` those since its partition last got another owner. `refused_by`: the brokers that
+    answered NOT_LEADER_OR_FOLLOWER; `sent_to`: the one it was sent to last.
     """
 
     __slots__ = ("_owner_revision", "first_failed_at", "here", "in_all", "refused_by", "sent_to")
@@ -60,9 +61,9 @@ class Attempts:
         self.sent_to = NO_OWNER
 
     def add(self, routed_at: int, owner_revision: int, now: float) -> None:
-        """Count an attempt sent at the topology's revision `routed_at`; `owner_revision` is the ownership's now.
+        """Count an attempt sent at the topology's revision `routed_at`.
 
-        `now` is in seconds of the proxy's clock.
+        `owner_revision` is the ownership's now. `now` is in seconds of the proxy's clock.
         """
         if not self.in_all:
             self.first_failed_at = now
@@ -106,11 +107,11 @@ _HAND_ON = Row(Bound.NEVER, None)
 
 
 class Conduct(NamedTuple):
-    """How the brokers of an ownership source behave, as far as sending again depends on it.
+    """How brokers behave, as far as sending again depends on it.
 
-    `refuses_before_append`: they answer NOT_LEADER_OR_FOLLOWER only before anything is appended, whatever the acks and
-    the base offset.
-    `knows_batches_again`: they recognise a batch with a producer id that was appended before, even on a new owner.
+    Each ownership source has brokers of one conduct. `refuses_before_append`: they answer NOT_LEADER_OR_FOLLOWER only
+    before anything is appended, whatever the acks and the base offset. `knows_batches_again`: they recognise a batch
+    with a producer id that was appended before, even on a new owner.
     """
 
     refuses_before_append: bool
@@ -264,7 +265,7 @@ def doubts_the_owner(event: int) -> bool:
 
 
 def comes_again(error_code: int) -> bool:
-    """Whether a client that gets this code for a batch sends the same batch again.
+    """Whether a client sends the same batch again after this code.
 
     Batches that wait behind it must not be sent before: to a broker without state of the producer they would look like
     the first.

@@ -1,4 +1,4 @@
-"""Track proven routes: the connections on which a partition's batches may be pipelined.
+"""Track proven routes: connections on which batches may be pipelined.
 
 A route is a partition's path over one connection to a broker under one ownership. It is new until a batch on it has
 succeeded. It is new again on another connection, at another owner, when the same owner returns, and when its broker
@@ -108,9 +108,10 @@ class Routes:
         return any(partition_index in self._proven.get(topic, ()) for topic, partition_index in moved)
 
     def forget_outdated(self, moved: Iterable[tuple[bytes, int]] | None) -> None:
-        """Forget routes whose partition has another owner, or the same one again, after a topology change.
+        """Forget outdated routes after a topology change.
 
-        `moved`: the partitions that may have moved (`Topology.moved_since`); None for all, and for other changes.
+        These are routes whose partition has another owner, or the same one again. `moved`: the partitions that may have
+        moved (`Topology.moved_since`); None for all, and for other changes.
         """
         if moved is None:
             self.generation += 1

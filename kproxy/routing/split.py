@@ -51,9 +51,10 @@ def route(
 def split(
     request: PartitionedRequest, topology: Topology, held: set[Entry], taken_by: Callable[[bytes, int], int]
 ) -> dict[int, Selection]:
-    """The pieces by broker, without the entries in `held`; NO_OWNER collects entries that cannot be sent.
+    """The pieces by broker, without the entries in `held`.
 
-    `taken_by` returns the broker that has taken a partition without an owner, or NO_OWNER.
+    NO_OWNER collects entries that cannot be sent. `taken_by` returns the broker that has taken a partition without an
+    owner, or NO_OWNER.
     """
     pieces: dict[int, Selection] = {}
     for topic_place, topic in enumerate(request.topics):

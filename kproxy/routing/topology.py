@@ -160,9 +160,9 @@ class Topology:
         return islice(self._in_order, bisect_left(self._in_order, first), None)
 
     def moved_since(self, version: int) -> Sequence[tuple[bytes, int]] | None:
-        """The partitions whose entry has changed since `version`, under each name of their topics.
+        """The partitions whose entry has changed since `version`.
 
-        None if something else may have changed.
+        They are listed under each name of their topics. None if something else may have changed.
         """
         count = self.version - version
         if count > len(self._moves):
