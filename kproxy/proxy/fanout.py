@@ -155,7 +155,7 @@ class FanoutShell:
         self._doubted: set[int] = set()
         self._holds: dict[int, list[Hold]] = {}
         self._held = asyncio.Event()
-        # While the end waits for what is still open.
+        # Exists once `close` waits for open requests; set when none is left.
         self._emptied: asyncio.Event | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False

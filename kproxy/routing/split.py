@@ -71,7 +71,7 @@ def split(
     return pieces
 
 
-# Nobody changes a selection that is made.
+# Shared, because a finished selection is never changed.
 _ONE_PARTITION: Final[Selection] = [(0, [0])]
 
 
