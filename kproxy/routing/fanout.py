@@ -122,7 +122,7 @@ class Fanout:
         # Topic ids that were requested before the topic's name was known.
         self._nameless: set[bytes] = set()
         # The last version of the topology that `_follow` has handled.
-        self.version = -1
+        self.version = view.topology.version
         self._wakes_at: float | None = None
         # Valid during the current event.
         self._now = 0.0
@@ -247,7 +247,6 @@ class Fanout:
             for entry, *_ in matched:
                 self._succeeded(piece, entry)
             set_response_correlation_id(frame, exchange.request.header.correlation_id)
-            exchange.open_count = 0
             self._exchanges.respond(exchange, [frame])
         else:
             exchange.note(response)
@@ -533,7 +532,6 @@ class Fanout:
         exchange = piece.exchange
         return (
             piece.part is None
-            and not response.error_code
             and not response.names_brokers
             and exchange in self._exchanges
             and exchange.throttle_time_ms == 0
@@ -649,7 +647,7 @@ class Fanout:
             return
         self._exchanges.conclude(exchange, entry, error_code, result if error_code == event else None)
         gives_up = event in rows or (is_probing and retry.comes_again(event))
-        if gives_up and exchange.is_ordered and ((behind_it := self._in_flight.of(key)) or key in self.lanes):
+        if gives_up and exchange.is_ordered and (behind_it := self._in_flight.of(key)):
             # Its client sends it again. Batches that the client sent behind it without knowing must not come first.
             self._give_up(self.lanes.give_up(key, sequence, self._exchanges.newest, behind_it))
         self._settle(exchange, (entry,), appended=False, given_up=gives_up)

@@ -163,11 +163,11 @@ class Lanes:
             lane.move(LaneState.PROBING, sequence)
 
     def hold(self, key: LaneKey, item: Item) -> None:
-        """Queue an item of a blocked partition."""
-        lane = self.table[key]
-        insort(lane.waiting, item, key=_sequence)
-        if len(lane.waiting) == 1:
-            self._schedule(key, lane)
+        """Queue an item of a blocked partition.
+
+        If it is the first, something else is in flight: the lane does not wait for time alone.
+        """
+        insort(self.table[key].waiting, item, key=_sequence)
 
     def block(self, key: LaneKey, outstanding: Iterable[int]) -> None:
         """Block a partition whose batches with these sequences are unresolved on another route."""
@@ -265,8 +265,8 @@ class Lanes:
         return None
 
     def _schedule(self, key: LaneKey, lane: _Lane) -> None:
-        """Schedule a changed lane: it may wait only for time now, or until another time."""
-        if lane.scheduled != lane.due and _waits_for_time(lane):
+        """Note when a changed lane may probe; a lane that waits for more than time is passed over then."""
+        if lane.scheduled != lane.due:
             lane.scheduled = lane.due
             heappush(self._by_due, (lane.due, next(self._ties), key))
 
