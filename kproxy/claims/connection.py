@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from kproxy.claims.rules import Owner
+from kproxy.claims.rules import Owner, latest
 from kproxy_codec.own import WHOLE_GROUP, resource_partition
 
 MAX_CLAIMS_PER_CONNECTION: Final = 10_000
@@ -83,27 +83,24 @@ class ClaimingConnection:
         return held
 
     def latest(self, resource: str) -> Held | None:
-        """Return the later of a resource's own claim and the whole group's (rules.latest)."""
-        held, whole = self.held.get(resource), self.held.get(WHOLE_GROUP)
-        if held is None or whole is None:
-            return held or whole
-        return held if held.fence > whole.fence else whole
+        """Return the later of a resource's own claim and the whole group's."""
+        return latest(self.held.get(resource), self.held.get(WHOLE_GROUP))
 
     def grant(self, resources: Iterable[str]) -> None:
         """Mark claims as granted."""
         if self.has_ended:
             return
         for resource in resources:
-            held, latest = self.held.get(resource), self.latest(resource)
-            if latest is None:
+            held, counting = self.held.get(resource), self.latest(resource)
+            if counting is None:
                 continue
             if held is not None:
                 held.is_granted = True
             partition = resource_partition(resource)
             if resource == WHOLE_GROUP:
-                self.whole_fence = latest.fence
+                self.whole_fence = counting.fence
             elif partition is not None and self.gates(partition[0]):
-                self.write_fences[partition[0].encode(), partition[1]] = latest.fence
+                self.write_fences[partition[0].encode(), partition[1]] = counting.fence
 
     def forget(self, resource: str) -> Held | None:
         """Remove and return a claim that is given up while the connection goes on."""

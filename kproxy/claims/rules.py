@@ -10,7 +10,7 @@ it out.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 from kproxy_codec.error_codes import FENCED_INSTANCE_ID, INVALID_REQUEST, NONE
 from kproxy_codec.own import NO_GENERATION
@@ -52,7 +52,15 @@ def in_force(claim: Claim | None, whole: Claim | None) -> Claim | None:
     return None
 
 
-def latest(claim: Claim | None, whole: Claim | None) -> Claim | None:
+class _Fenced(Protocol):
+    @property
+    def fence(self) -> int: ...
+
+
+_FencedT = TypeVar("_FencedT", bound=_Fenced)
+
+
+def latest(claim: _FencedT | None, whole: _FencedT | None) -> _FencedT | None:
     """Return the later of a resource's own claim and the whole group's: it counts for the resource."""
     if claim is None or whole is None:
         return claim or whole

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple, Protocol
 import structlog
 
 from kproxy.claims.keys import OwnKeys, decode_claim, decode_member
-from kproxy.claims.rules import Claim, Owner
+from kproxy.claims.rules import Claim, Owner, latest
 from kproxy.etcd import KeyValue, Snapshot, WatchEvent
 from kproxy_codec.own import WHOLE_GROUP
 
@@ -111,11 +111,7 @@ class OwnTable:
     def owner(self, group: str, resource: str) -> TableRow | None:
         """Return the claim in force for a resource, its own or the whole group's."""
         rows = self._groups.get(group, _NO_ROWS)
-        row, whole = rows.get(resource), rows.get(WHOLE_GROUP)
-        if row is None or whole is None:
-            return row or whole
-        # The later one is in force; of two of one connection it does not matter which.
-        return row if row.fence > whole.fence else whole
+        return latest(rows.get(resource), rows.get(WHOLE_GROUP))
 
     def rows_of(self, group: str) -> Mapping[str, TableRow]:
         """Return all claims in a group, by resource."""

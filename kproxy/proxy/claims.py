@@ -167,17 +167,14 @@ def refused_writes(
         if group is None:
             if request.is_nameless(topic):
                 # The topic may be a gated one: the client asks again, and by then the name is known.
-                refused |= dict.fromkeys(_entries(topic_place, len(topic.partitions)), UNKNOWN_TOPIC_ID)
+                entries = ((topic_place, ordinal) for ordinal in range(len(topic.partitions)))
+                refused |= dict.fromkeys(entries, UNKNOWN_TOPIC_ID)
             continue
         owns = connection if connection is not None and connection.group == group and own.is_live() else None
         for ordinal, partition_index in enumerate(topic.partitions):
             if owns is None or not owns.write_fence(topic.name, partition_index):
                 refused[topic_place, ordinal] = POLICY_VIOLATION
     return refused or NOTHING_REFUSED
-
-
-def _entries(topic_place: int, count: int) -> list[Entry]:
-    return [(topic_place, ordinal) for ordinal in range(count)]
 
 
 def refused_reads(own: OwnService, connection: ClaimingConnection, request: PartitionedRequest) -> Mapping[Entry, int]:

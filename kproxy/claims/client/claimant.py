@@ -78,7 +78,7 @@ class Claimant(Generic[ConnectionT]):
         self.severed: Severed | None = None
         self._driver = driver
         self._on_severed = on_severed
-        self._held: dict[str, Held[ConnectionT]] = {}
+        self.held: dict[str, Held[ConnectionT]] = {}
         # The latest grants, those lost since included.
         self.granted: dict[str, Held[ConnectionT]] = {}
         self._lost: set[str] = set()
@@ -90,11 +90,7 @@ class Claimant(Generic[ConnectionT]):
 
     @property
     def is_valid(self) -> bool:
-        return self.state is State.OWNED and all(self._driver.is_open(each.connection) for each in self._held.values())
-
-    @property
-    def held(self) -> dict[str, Held[ConnectionT]]:
-        return self._held
+        return self.state is State.OWNED and all(self._driver.is_open(each.connection) for each in self.held.values())
 
     # Claiming
 
@@ -148,7 +144,7 @@ class Claimant(Generic[ConnectionT]):
         known = [node for node in nodes.values() if node is not None]
         somewhere = next(iter(known), None)
         if somewhere is None:
-            somewhere = next((each.node for each in self._held.values()), driver.any_node())
+            somewhere = next((each.node for each in self.held.values()), driver.any_node())
         if somewhere is None:
             raise ConnectionLost("no proxy is known")
         # Once a partition that does not exist yet is created, the proxy that claimed it leads it.
@@ -174,8 +170,8 @@ class Claimant(Generic[ConnectionT]):
                 if generation is not None:
                     later[each.resource] = generation
                 else:
-                    self._held[each.resource] = Held(connection, node, each.generation, each.fence)
-                    self.granted[each.resource] = self._held[each.resource]
+                    self.held[each.resource] = Held(connection, node, each.generation, each.fence)
+                    self.granted[each.resource] = self.held[each.resource]
             if any(each.error_code in _RETRIABLE for each in answers):
                 await self._driver.wait(_ASK_AGAIN_S)
             asked = later
@@ -213,7 +209,7 @@ class Claimant(Generic[ConnectionT]):
         else:
             raise _Again(OwnError(f"{self._described(self._elsewhere())} was claimed by somebody else meanwhile."))
         self._check_wanted()
-        if gone := [each for each in resources if each not in self._held]:
+        if gone := [each for each in resources if each not in self.held]:
             raise ConnectionLost(f"the connection that {', '.join(gone)} was claimed on has closed")
 
     def _check_wanted(self) -> None:
@@ -226,7 +222,7 @@ class Claimant(Generic[ConnectionT]):
     def _elsewhere(self) -> set[str]:
         """Return the resources that Metadata places on another node than the one they were claimed on."""
         found = set()
-        for resource, held in self._held.items():
+        for resource, held in self.held.items():
             partition = resource_partition(resource)
             leader = self._driver.leader(*partition) if partition is not None else None
             if leader not in (None, NO_LEADER, held.node):
@@ -257,21 +253,21 @@ class Claimant(Generic[ConnectionT]):
             if self.state is State.RECLAIMING:
                 self._sever(lost, f"it could not be claimed again: {error}")
             return
-        self._lost = {each for each in self._lost if each not in self._held}
+        self._lost = {each for each in self._lost if each not in self.held}
         if self.state is State.RECLAIMING and not self._lost:
             self._become(State.OWNED)
 
     async def _check(self) -> None:
         """Close connections that are broken silently, or whose proxy hangs: they do not close by themselves."""
-        for connection in _distinct(each.connection for each in self._held.values()):
+        for connection in _distinct(each.connection for each in self.held.values()):
             if self._driver.is_open(connection) and not self._driver.is_busy(connection):
                 try:
                     await self._driver.ping(connection, _PING_PATIENCE * self.plan.check_every_s)
                 except ConnectionLost:
                     self._driver.shut(connection)
         moved = self._elsewhere()
-        for resource in moved & self._moved & self._held.keys():
-            self._driver.shut(self._held[resource].connection)
+        for resource in moved & self._moved & self.held.keys():
+            self._driver.shut(self.held[resource].connection)
         self._moved = moved
         if moved:
             await self._refresh_quietly(moved)
@@ -288,11 +284,11 @@ class Claimant(Generic[ConnectionT]):
             self._driver.watch(connection, lambda: self._closed(connection))
 
     def _closed(self, connection: ConnectionT) -> None:
-        lost = [each for each, held in self._held.items() if held.connection is connection]
+        lost = [each for each, held in self.held.items() if held.connection is connection]
         self._watched = [each for each in self._watched if each is not connection]
         self._claimed_on = [each for each in self._claimed_on if each is not connection]
         for each in lost:
-            del self._held[each]
+            del self.held[each]
         if not lost or self.state not in (State.OWNED, State.RECLAIMING):
             return
         if self.plan.reclaim:
@@ -321,7 +317,7 @@ class Claimant(Generic[ConnectionT]):
 
     def close_ended(self) -> None:
         """Close connections whose end the library reports only in a later step of its loop."""
-        for held in [each for each in self._held.values() if not self._driver.is_open(each.connection)]:
+        for held in [each for each in self.held.values() if not self._driver.is_open(each.connection)]:
             self._driver.shut(held.connection)
 
     def when_settled(self, go_on: Callable[[], None]) -> None:
@@ -343,7 +339,7 @@ class Claimant(Generic[ConnectionT]):
     def _forget(self) -> list[ConnectionT]:
         connections = _distinct(self._claimed_on)
         self._claimed_on.clear()
-        self._held.clear()
+        self.held.clear()
         for connection in connections:
             self._driver.shut(connection)
         return connections
