@@ -26,7 +26,7 @@ import structlog
 from kproxy.claims.connection import ClaimingConnection, Held
 from kproxy.claims.keys import ClaimValue, OwnKeys, decode_claim, encode_value
 from kproxy.claims.member import AtWorkMark, OwnMember
-from kproxy.claims.release import ClaimDeletions, WriterGroups
+from kproxy.claims.release import Brokers, ClaimDeletions, WriterGroups
 from kproxy.claims.rules import Claim, Decision, Owner, decide, decide_whole
 from kproxy.claims.table import MAX_CLAIMS, OwnTable, TableRow
 from kproxy.claims.unsettled import UnsettledWrites
@@ -238,7 +238,7 @@ def _unchanged(key: str, row: TableRow | None) -> TxnCompare:
 
 
 class ClaimGranter:
-    """Grants claims of the process that `member` is; `has_fences` tells whether its brokers know fences."""
+    """Grants claims of the process that `member` is."""
 
     def __init__(
         self,
@@ -249,8 +249,7 @@ class ClaimGranter:
         deletions: ClaimDeletions,
         changes: ChangeSignal,
         at_work: AtWorkMark,
-        *,
-        has_fences: Callable[[], bool],
+        brokers: Brokers,
     ) -> None:
         self._table = table
         self._member = member
@@ -259,7 +258,7 @@ class ClaimGranter:
         self._deletions = deletions
         self._changes = changes
         self._at_work = at_work
-        self._has_fences = has_fences
+        self._brokers = brokers
 
     async def grant_all(
         self, connection: ClaimingConnection, outcomes: Mapping[str, Outcome], bind: Bind, deadline: float
@@ -311,7 +310,7 @@ class ClaimGranter:
     async def _wait_confirmed(
         self, deadline: float, fence: int, group: str, resource: str, *, is_fenced: bool = True
     ) -> bool:
-        while not self._is_confirmed(fence, group, resource, is_fenced=is_fenced and self._has_fences()):
+        while not self._is_confirmed(fence, group, resource, is_fenced=is_fenced and self._brokers.have_fences()):
             if not await self._changes.wait(deadline):
                 return False
         return True

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Final, NamedTuple
+from collections.abc import Collection, Iterable, Mapping
+from typing import Final, NamedTuple, Protocol
 
 import structlog
 
@@ -39,16 +39,46 @@ class Release(NamedTuple):
     revision: int
 
 
+class Brokers(Protocol):
+    """The brokers behind a proxy, as claims need them."""
+
+    def have_fences(self) -> bool:
+        """Whether they know fences."""
+
+    def partition_indexes(self, topic: str) -> Collection[int]:
+        """Return the known partition indexes of a topic."""
+
+    def release(self, release: Release) -> None:
+        """Release a partition at its leader, as soon as possible."""
+
+
+class BrokerAccess:
+    """The brokers, from `attach` on. Before, none have fences, and nothing is known or released."""
+
+    def __init__(self) -> None:
+        self._brokers: Brokers | None = None
+
+    def attach(self, brokers: Brokers) -> None:
+        self._brokers = brokers
+
+    def have_fences(self) -> bool:
+        return self._brokers is not None and self._brokers.have_fences()
+
+    def partition_indexes(self, topic: str) -> Collection[int]:
+        return self._brokers.partition_indexes(topic) if self._brokers is not None else ()
+
+    def release(self, release: Release) -> None:
+        if self._brokers is not None:
+            self._brokers.release(release)
+
+
 class WriterGroups:
-    """Topics that only owners may write, with the group of each in `writer_groups`.
+    """Topics that only owners may write, with the group of each in `writer_groups`."""
 
-    `partitions_of` returns the known partition indexes of a topic.
-    """
-
-    def __init__(self, writer_groups: Mapping[str, str]) -> None:
+    def __init__(self, writer_groups: Mapping[str, str], brokers: Brokers) -> None:
         # Topics as requests name them.
         self.by_topic = {topic.encode(): group for topic, group in writer_groups.items()}
-        self.partitions_of: Callable[[str], Collection[int]] = lambda topic: ()
+        self._brokers = brokers
 
     def gates(self, topic: str, group: str) -> bool:
         """Whether writes to a topic are for owners in this group alone."""
@@ -58,7 +88,7 @@ class WriterGroups:
         """Yield the partitions whose writes a claim gates."""
         if resource == WHOLE_GROUP:
             for topic in [topic.decode() for topic, writers in self.by_topic.items() if writers == group]:
-                yield from ((topic, index) for index in self.partitions_of(topic))
+                yield from ((topic, index) for index in self._brokers.partition_indexes(topic))
         elif (partition := resource_partition(resource)) is not None and self.gates(partition[0], group):
             yield partition
 
@@ -116,10 +146,10 @@ class ClaimDeletions:
 
 
 class LeaderReleases:
-    """Passes to `send` what is to be released at its leader."""
+    """Decides what is released at its leader."""
 
-    def __init__(self, table: OwnTable, writer_groups: WriterGroups) -> None:
-        self.send: Callable[[Release], None] = lambda release: None
+    def __init__(self, table: OwnTable, writer_groups: WriterGroups, brokers: Brokers) -> None:
+        self._brokers = brokers
         self._table = table
         self._writer_groups = writer_groups
         self._deferred: deque[Release] = deque(maxlen=MAX_DEFERRED)
@@ -135,7 +165,7 @@ class LeaderReleases:
     def release(self, rows: Iterable[TableRow], revision: int) -> None:
         """Release these claims, which are gone since `revision`."""
         for each in self._releases(rows, revision):
-            self._send_unless_owned(each)
+            self._release_unless_owned(each)
 
     def defer(self, rows: Iterable[TableRow], revision: int) -> None:
         """Release these later: this process cannot tell whether another one releases them."""
@@ -145,7 +175,7 @@ class LeaderReleases:
         """Release what was deferred: this process is a member again."""
         deferred, self._deferred = self._deferred, deque(maxlen=MAX_DEFERRED)
         for each in deferred:
-            self._send_unless_owned(each)
+            self._release_unless_owned(each)
 
     def _releases(self, rows: Iterable[TableRow], revision: int) -> list[Release]:
         return [
@@ -154,6 +184,6 @@ class LeaderReleases:
             for partition in self._writer_groups.partitions(row.group, row.resource)
         ]
 
-    def _send_unless_owned(self, release: Release) -> None:
+    def _release_unless_owned(self, release: Release) -> None:
         if not self.is_owned(release.topic, release.partition_index):
-            self.send(release)
+            self._brokers.release(release)

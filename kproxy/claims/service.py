@@ -26,7 +26,7 @@ from kproxy.claims.admin import ClaimsAdmin
 from kproxy.claims.connection import MAX_CLAIMS_PER_CONNECTION, ClaimingConnection
 from kproxy.claims.keys import OwnKeys
 from kproxy.claims.member import AtWorkMark, OwnMember
-from kproxy.claims.release import ClaimDeletions, LeaderReleases, WriterGroups
+from kproxy.claims.release import BrokerAccess, ClaimDeletions, LeaderReleases, WriterGroups
 from kproxy.claims.table import Member, OwnTable, TableRow
 from kproxy.claims.unsettled import UnsettledWrites
 from kproxy.etcd import EtcdClient, PrefixMirror
@@ -54,7 +54,7 @@ class OwnService:
     """`run` is one coroutine that the caller owns. Made on the event loop it runs on.
 
     `host` and `port` are what this process advertises; `writer_groups`, by topic, the group that gates writes to it;
-    `timeout_s` how long a claim may take, in seconds. `has_fences` tells whether the brokers know fences.
+    `timeout_s` how long a claim may take, in seconds. `brokers` are to be attached before clients are served.
     """
 
     def __init__(
@@ -75,13 +75,13 @@ class OwnService:
         self.table = OwnTable(OwnKeys(prefix), counters=counters)
         self.table.listener = self
         self.unsettled = unsettled
-        self.writer_groups = WriterGroups(writer_groups)
+        self.brokers = BrokerAccess()
+        self.writer_groups = WriterGroups(writer_groups, self.brokers)
         self.gated = self.writer_groups.by_topic
-        self.releases = LeaderReleases(self.table, self.writer_groups)
+        self.releases = LeaderReleases(self.table, self.writer_groups, self.brokers)
         self._group_by_topic = dict(writer_groups)
         # Members with other writer groups than this one.
         self._differing: set[str] = set()
-        self.has_fences: Callable[[], bool] = lambda: False
         self.admin = ClaimsAdmin(client, self.table)
         self._timeout_s = timeout_s
         self._counters = counters
@@ -110,7 +110,7 @@ class OwnService:
             self._deletions,
             self._changes,
             self._at_work,
-            has_fences=lambda: self.has_fences(),
+            self.brokers,
         )
         self._connections: dict[int, ClaimingConnection] = {}
         self._last_number = 0

@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from math import inf
 from typing import Final, Protocol
 
@@ -123,7 +123,7 @@ class ClientClaims:
 
     async def _bind(self, bindings: list[FenceBinding], deadline: float) -> dict[tuple[str, int], int]:
         await self._context.versions.current()
-        if not self._own.has_fences():
+        if not self._own.brokers.have_fences():
             return {}
         return await self.binder.bind(bindings, deadline)
 
@@ -333,8 +333,8 @@ class FenceBinder:
             return
 
 
-class FenceReleaser:
-    """Releases fences at the leaders of partitions that nobody owns any more. The caller owns the coroutine `run`."""
+class ProxyBrokers:
+    """The brokers that `context` knows, as claims need them. The caller owns the coroutine `run`."""
 
     def __init__(self, context: ProxyContext, own: OwnService) -> None:
         self._own = own
@@ -344,9 +344,14 @@ class FenceReleaser:
         self._waiting: dict[Partition, int] = {}
         self._wake = asyncio.Event()
 
-    def add(self, release: Release) -> None:
-        """Release as soon as the leader can be reached."""
-        if len(self._waiting) < MAX_RELEASES and self._own.has_fences():
+    def have_fences(self) -> bool:
+        return self._context.versions.fenced
+
+    def partition_indexes(self, topic: str) -> Collection[int]:
+        return self._context.topology.partition_indexes(topic.encode())
+
+    def release(self, release: Release) -> None:
+        if len(self._waiting) < MAX_RELEASES and self.have_fences():
             self._waiting[release.topic, release.partition_index] = release.revision
             self._wake.set()
 
@@ -417,11 +422,9 @@ async def attach(own: OwnService | None, context: ProxyContext) -> AsyncIterator
     if own is None:
         yield
         return
-    releases = FenceReleaser(context, own)
-    own.releases.send = releases.add
-    own.writer_groups.partitions_of = lambda topic: context.topology.partition_indexes(topic.encode())
-    own.has_fences = lambda: context.versions.fenced
-    running = asyncio.create_task(releases.run())
+    brokers = ProxyBrokers(context, own)
+    own.brokers.attach(brokers)
+    running = asyncio.create_task(brokers.run())
     try:
         yield
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -27,6 +27,22 @@ GROUP = "writers"
 TTL_S = 5
 # etcd takes at most 128 operations in a transaction.
 OPERATIONS = 100
+
+
+class FencedBrokers:
+    """Brokers that know fences; `released` is what they were told to release."""
+
+    def __init__(self) -> None:
+        self.released: list[Release] = []
+
+    def have_fences(self) -> bool:
+        return True
+
+    def partition_indexes(self, topic: str) -> Collection[int]:
+        return ()
+
+    def release(self, release: Release) -> None:
+        self.released.append(release)
 
 
 class Site:
@@ -51,7 +67,7 @@ class Site:
             unsettled=UnsettledWrites({"t": GROUP}, asyncio.get_running_loop().time, unsettled_s=60.0),
             counters=Counter(),
         )
-        own.has_fences = lambda: True
+        own.brokers.attach(FencedBrokers())
         await self._stack.enter_async_context(running(own.run()))
         await own.wait_ready()
         return own
@@ -79,8 +95,9 @@ async def claim(own: OwnService, resource: str = "t/0", sever: Callable[[str], N
 async def test_what_a_process_held_whose_lease_has_ended_is_released_by_another(site: Site) -> None:
     """Of the keys that go with a lease, the process's own is told of first: its claims seem to stand still."""
     holder, other = await site.service(port=1), await site.service(port=2)
-    released: list[Release] = []
-    other.releases.send = released.append
+    brokers = FencedBrokers()
+    released = brokers.released
+    other.brokers.attach(brokers)
     fence = await claim(holder)
     await eventually(lambda: other.table.row(GROUP, "t/0") is not None, what="the other knows of the claim")
     (kept,) = (await site.client.get_prefix(site.keys.claims)).kvs
