@@ -1,5 +1,5 @@
-"""Single reader/writer: the Own API, as the Kafka wiki's "Single Reader/Writer" proposes it, fenced to the broker.
+"""The Own API: claims in etcd, fenced at the brokers (the Kafka wiki's "Single Reader/Writer").
 
-`rules` decides what a claim comes to, `table` is what etcd says of all claims, `service` claims for connections of this
-process, and confirms what others claimed; `clients` is for applications.
+`rules` decides a claim, `table` holds all claims as etcd has them, `service` claims for the connections of this
+process, `acquire` and `release` do its steps; `client` is for applications.
 """

@@ -1,4 +1,4 @@
-"""The keys of claims and of those who make them, and the values behind them.
+"""Keys and values in etcd of claims and of members, the processes that claim.
 
     {prefix}/kproxy/own/{group}/{resource}   {"proxy": id, "connection": n, "generation": n, "client": text, "since": n}
     {prefix}/kproxy/own/{group}/*            the same, for the whole group
@@ -6,9 +6,9 @@
                                               "writer_groups": {topic: group}}
 
 All of them stand on the lease of the process that made them; its id is the lease's, in hexadecimal. Groups and
-resources are percent-encoded, so that neither holds a slash, and no resource is called `*`. What all keys begin with
-covers both kinds: one watch tells of claims and of who has seen them in the order in which they happened. Keys and
-values that make no sense raise ValueError.
+resources are percent-encoded, so that neither holds a slash, and no resource is called `*`. Both kinds share a prefix:
+one watch reports claims, and who has seen them, in the order of their changes. Invalid keys and values raise
+ValueError.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class ClaimValue(msgspec.Struct, frozen=True):
 class MemberValue(msgspec.Struct, frozen=True):
     """A process that holds claims for its clients, and the address that it advertises.
 
-    `seen`: the revision up to which it has acted upon every claim, but for the partitions `unsettled`, of whose earlier
-    writers something may still be under way through it.
+    `seen`: the revision up to which it has acted upon every claim, but for the partitions `unsettled`, whose earlier
+    writers may still have something under way through it.
     """
 
     host: str
@@ -51,13 +51,13 @@ class MemberValue(msgspec.Struct, frozen=True):
 
 
 class OwnKeys(NamedTuple):
-    """Where they stand, under the root of all keys."""
+    """Builds and parses the keys under `prefix`, the root of all keys."""
 
     prefix: str
 
     @property
     def all(self) -> str:
-        """What every key here begins with."""
+        """The prefix of every key here."""
         return f"{self.prefix.rstrip('/')}/kproxy/own"
 
     @property
@@ -70,11 +70,11 @@ class OwnKeys(NamedTuple):
 
     @property
     def at_work(self) -> str:
-        """A mark of `kproxy.claims.aftermath`."""
+        """The key of `kproxy.claims.member.AtWorkMark`."""
         return f"{self.all}-at-work"
 
     def group(self, group: str) -> str:
-        """What the keys of a group's claims begin with."""
+        """Return the prefix of the keys of a group's claims."""
         return f"{self.claims}{quote(group, safe='')}/"
 
     def claim(self, group: str, resource: str) -> str:
@@ -84,7 +84,7 @@ class OwnKeys(NamedTuple):
         return f"{self.members}{member}"
 
     def parse_claim(self, key: str) -> tuple[str, str]:
-        """The group and the resource, WHOLE_GROUP for all of them."""
+        """Return the group and the resource, WHOLE_GROUP for all of them."""
         group, slash, resource = key.removeprefix(self.claims).partition("/")
         if not slash or not group or not resource:
             raise ValueError(f"{key!r} names no group and resource")

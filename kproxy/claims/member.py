@@ -1,40 +1,48 @@
-"""This process among those that hold claims: its lease, its entry, and what it confirms.
+"""This process as a member: its lease, its entry, what it publishes, and the mark that members leave.
+
+    {prefix}/kproxy/own-at-work   the mark, on no lease: it outlives its writers
 
 States
   out      no lease that is certain to live: no claim of this process counts
-  in       the entry stands on our lease, and every claim of this process stands on that lease as well
+  in       the entry stands on this process's lease, and so does every claim of this process
 
 Transitions
   out -> in    a lease is granted and the entry put on it
-  in  -> out   the lease is not certain to live any more (its fence: silence of etcd does that too), or etcd does not
-               know it, or the entry was deleted; `on_lost` is told. A new lease is asked for, under which nothing is
-               owned.
+  in  -> out   the lease is not certain to live any more (its fence breaks; silence of etcd does that too), or etcd does
+               not know the lease, or the entry was deleted. `on_lost` is called. A new lease is asked for, under which
+               nothing is owned.
 
 Invariants
-1. `on_lost` is told before anybody else can have what stood on the lease: the deadline lies before the lease's end. A
-   process that was stopped meanwhile finds the fence dead (`is_live`) whatever it looks at first.
-2. What is published only grows in `seen`, on one lease, and is the newest when it is sent; one put is under way at a
-   time.
-3. The name of a member is its lease's: it is never used again.
+1. `on_lost` is called before anybody else can get what stood on the lease: the deadline lies before the lease's end. A
+   process that was stopped meanwhile finds the fence dead (`is_live`) wherever it looks first.
+2. Of one lease, published values of `seen` only grow, and each put sends the newest; one put is under way at a time.
+3. The name of a member is its lease's, and is never used again.
+4. The mark stands before the first claim is granted that no broker fences, and while the process that granted it lives.
+5. Only a process that ends in order removes the mark, as the last one and with nothing under way. The first process
+   that finds it waits for everything, for as long as for a process that it saw die.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from typing import Final
 
 import structlog
 
 from kproxy.claims.keys import MemberValue, OwnKeys, encode_value
-from kproxy.etcd import EtcdClient, EtcdError, LeaseLost
+from kproxy.claims.table import OwnTable
+from kproxy.claims.unsettled import UnsettledWrites
+from kproxy.etcd import EtcdClient, EtcdError, LeaseLost, delete_op, mod_revision_is, prefix_unchanged_since
 from kproxy.etcd.clock import Clock
 from kproxy.etcd.lease_fence import LeaseFence
 
-RETRY_PAUSE_S = 0.5
-# How often the fence is looked at: it has to be found dead well within what it keeps back of the TTL.
-LOOKS_PER_TTL = 40
-# A process that ends does not wait longer for etcd: its lease ends by itself.
-REVOKE_TIMEOUT_S = 2.0
+RETRY_PAUSE_S: Final = 0.5
+# How often the fence is checked: it must be found dead well within the margin that it keeps of the TTL.
+CHECKS_PER_TTL: Final = 40
+# A process that ends waits no longer for etcd: its lease ends by itself. A mark that stays costs the next process one
+# needless wait of `unsettled_s`.
+END_TIMEOUT_S: Final = 2.0
 
 log = structlog.get_logger(__name__)
 
@@ -42,8 +50,8 @@ log = structlog.get_logger(__name__)
 class OwnMember:
     """Keeps this process a member. `run` is one coroutine that the caller owns; it revokes the lease when cancelled.
 
-    `ttl_s`: the lease's TTL in seconds, of which etcd may grant more. `state` is asked for what to publish: the
-    revision up to which claims were acted upon, and the partitions that are not settled.
+    `ttl_s`: the lease's TTL in seconds; etcd may grant more. `state` returns what to publish: the revision up to which
+    claims were acted upon, and the unsettled partitions.
     """
 
     def __init__(
@@ -75,7 +83,7 @@ class OwnMember:
 
     @property
     def name(self) -> str:
-        """Under which the claims of now stand; empty while there is none."""
+        """The name under which this process claims now; empty while it has no lease."""
         return "" if self._fence is None else _name(self._fence)
 
     @property
@@ -83,15 +91,15 @@ class OwnMember:
         return 0 if self._fence is None else self._fence.lease_id
 
     def is_live(self) -> bool:
-        """Whether what stands on the lease is certain to be ours."""
+        """Whether the lease is certain to live, and so all that stands on it."""
         return self._fence is not None and self._fence.is_live()
 
     def publish(self) -> None:
-        """What `state` says has changed."""
+        """Publish `state` anew, because it has changed."""
         self._dirty.set()
 
     def entry_gone(self, name: str) -> None:
-        """Somebody deleted a member's entry."""
+        """Take note that a member's entry was deleted."""
         if name == self.name:
             self._ended.set()
 
@@ -125,7 +133,7 @@ class OwnMember:
         await self._client.put(self._keys.member(_name(fence)), value, lease_id=fence.lease_id)
 
     async def _stay(self) -> None:
-        """Until the lease is not certain to live. Raises EtcdError where it is not known why."""
+        """Wait until the lease is not certain to live. Raises EtcdError where the reason is not known."""
         fence = self._fence
         if fence is None:
             return
@@ -146,8 +154,8 @@ class OwnMember:
                 raise each
 
     async def _watch(self, fence: LeaseFence) -> None:
-        while fence.is_live():  # noqa: ASYNC110 - nothing happens at the deadline: time passes it
-            await asyncio.sleep(self._ttl_s / LOOKS_PER_TTL)
+        while fence.is_live():  # noqa: ASYNC110 - no event marks the deadline: time passes it
+            await asyncio.sleep(self._ttl_s / CHECKS_PER_TTL)
 
     async def _publish_all(self, fence: LeaseFence) -> None:
         while True:
@@ -163,19 +171,19 @@ class OwnMember:
                 await asyncio.sleep(RETRY_PAUSE_S)
 
     def _give_up(self, reason: str) -> None:
-        """Nothing counts any more that stands on the lease."""
+        """Break the fence: nothing that stands on the lease counts any more."""
         if self._fence is not None:
             self._fence.break_for_good()
             self._on_lost(reason)
 
     async def _leave(self) -> None:
-        """First nothing is held any more, then others are told what is left unsettled, then the lease ends."""
+        """Give everything up, then publish what is left unsettled, then revoke the lease."""
         self._give_up("the proxy has no lease in etcd")
         fence, self._fence = self._fence, None
         if fence is None:
             return
         try:
-            async with asyncio.timeout(REVOKE_TIMEOUT_S):
+            async with asyncio.timeout(END_TIMEOUT_S):
                 if self._state()[1]:
                     await self._put(fence)
                 await self._client.lease_revoke(fence.lease_id)
@@ -185,3 +193,55 @@ class OwnMember:
 
 def _name(fence: LeaseFence) -> str:
     return f"{fence.lease_id:x}"
+
+
+class AtWorkMark:
+    """The mark in etcd that writers were at work when the last of all proxies died.
+
+    Nobody remembers then what they had under way. It matters before brokers without fences alone
+    (kproxy.claims.unsettled). `table` is to be loaded first.
+    """
+
+    def __init__(self, client: EtcdClient, table: OwnTable, unsettled: UnsettledWrites) -> None:
+        self._client = client
+        self._table = table
+        self._unsettled = unsettled
+        self._key = table.keys.at_work
+        # The name of the member as which this process has put the mark.
+        self._put_as = ""
+
+    async def check(self) -> None:
+        """Wait for everything if all proxies died at once. Called before this process is a member."""
+        while self._unsettled.topics:
+            try:
+                if await self._client.get(self._key) is not None and not self._table.members:
+                    log.warning("own_left_behind", reason="all proxies ended at once: what they sent is waited for")
+                    self._unsettled.note_all_gone()
+                return
+            except EtcdError as error:
+                log.warning("own_not_looked_back", reason=str(error))
+                await asyncio.sleep(RETRY_PAUSE_S)
+
+    async def put(self, member: str) -> None:
+        """Put the mark: this process, which is `member`, grants a claim that no broker fences. Raises EtcdError."""
+        if self._put_as != member:
+            await self._client.put(self._key, b"")
+            self._put_as = member
+
+    async def remove(self) -> None:
+        """Remove the mark: this process has ended in order, and is no member any more."""
+        if not self._put_as or self._unsettled.places():
+            return
+        members = self._table.keys.members
+        try:
+            async with asyncio.timeout(END_TIMEOUT_S):
+                mark, others = await self._client.get(self._key), await self._client.get_prefix(members)
+                if mark is None or others.kvs:
+                    return
+                unchanged = [
+                    mod_revision_is(self._key, mark.mod_revision),
+                    prefix_unchanged_since(members, others.revision),
+                ]
+                await self._client.txn(unchanged, [delete_op(self._key)])
+        except (EtcdError, TimeoutError) as error:
+            log.warning("own_mark_not_removed", reason=str(error) or "no answer in time")

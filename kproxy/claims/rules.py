@@ -1,15 +1,16 @@
-"""What a claim comes to, given who owns what: the table of the Kafka wiki's "Single Reader/Writer", as pure decisions.
+"""Decide claims: the table of the Kafka wiki's "Single Reader/Writer", as pure functions.
 
-A claim of a whole group stands beside the claims of its resources and conflicts with each of them. Of two that conflict
-the later one, by fence, is in force; `in_force` says which claims are, `latest` which of the two counts for a resource.
-That is so for two of one connection as well: who has a whole group and resets one resource has that one with generation
-1 from then on. There is one decision for each resource that is asked for, and nothing here knows how it is carried out.
+A claim of a whole group stands beside the claims of its resources and conflicts with each of them. Of two claims that
+conflict the later one, by fence, is in force; `in_force` returns the claims that are, `latest` the one that counts for
+a resource. This holds for two claims of one connection as well: a connection that has a whole group and resets one
+resource has that resource with generation 1 from then on. Each requested resource gets one decision; `acquire` carries
+it out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 from kproxy_codec.error_codes import FENCED_INSTANCE_ID, INVALID_REQUEST, NONE
 from kproxy_codec.own import NO_GENERATION
@@ -26,7 +27,7 @@ class Owner(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """What somebody owns; `fence` is the revision of the put that granted it."""
+    """A claim in etcd; `fence` is the revision of the put that made it."""
 
     owner: Owner
     generation: int
@@ -34,7 +35,7 @@ class Claim(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """`error_code` not NONE: nothing changes. `is_new` False: the asker has it already, with this generation."""
+    """With an `error_code` nothing changes. `is_new` False: the asker has it already, with this generation."""
 
     error_code: int
     generation: int = NO_GENERATION
@@ -45,21 +46,29 @@ _FENCED = Decision(FENCED_INSTANCE_ID)
 
 
 def in_force(claim: Claim | None, whole: Claim | None) -> Claim | None:
-    """A resource's claim, where no later one of the whole group by another connection has taken it away."""
+    """Return a resource's claim, unless another connection has claimed the whole group later."""
     if claim is None or whole is None or claim.owner == whole.owner or claim.fence > whole.fence:
         return claim
     return None
 
 
-def latest(claim: Claim | None, whole: Claim | None) -> Claim | None:
-    """What counts for a resource of the claim of its own and that of the whole group: who has it, how, since when."""
+class _Fenced(Protocol):
+    @property
+    def fence(self) -> int: ...
+
+
+_FencedT = TypeVar("_FencedT", bound=_Fenced)
+
+
+def latest(claim: _FencedT | None, whole: _FencedT | None) -> _FencedT | None:
+    """Return the later of a resource's own claim and the whole group's: it counts for the resource."""
     if claim is None or whole is None:
         return claim or whole
     return claim if claim.fence > whole.fence else whole
 
 
 def decide(asker: Owner, generation: int, claim: Claim | None, whole: Claim | None) -> Decision:
-    """What becomes of asking for one resource with `generation`, where `claim` and `whole` stand."""
+    """Decide a request for one resource with `generation`, where `claim` and `whole` stand in etcd."""
     if generation < 0:
         return Decision(INVALID_REQUEST)
     standing = latest(claim, whole)
@@ -71,9 +80,9 @@ def decide(asker: Owner, generation: int, claim: Claim | None, whole: Claim | No
 
 
 def decide_whole(asker: Owner, claims: Iterable[Claim], whole: Claim | None) -> Decision:
-    """What becomes of asking for a whole group, where `claims` of its resources and `whole` stand.
+    """Decide a request for a whole group, where `claims` of its resources and `whole` stand in etcd.
 
-    It is granted, with the highest generation there is among them.
+    It is granted, with the highest generation among them.
     """
     standing = [claim for each in claims if (claim := in_force(each, whole)) is not None]
     if whole is not None and all(claim.owner == whole.owner for claim in standing):

@@ -1,14 +1,14 @@
-"""The Own API of one process: claims of its clients' connections, and what claims of others mean for them.
+"""The Own API of one process: it claims for its clients' connections, and acts upon claims of others.
 
-A claim goes through these steps, each resource for itself
-  decided    by the rules, in a transaction (`claiming`)
-  granted    once nobody else is served (`granting`)
+Each resource of a request goes through these steps by itself
+  decided   by the rules, in a transaction (`acquire.ClaimWriter`)
+  granted   once nobody else is served (`acquire.ClaimGranter`)
 
 Invariants
 1. A claim counts, for writing or reading, only when it is granted and while this process's lease is certain to live.
-2. Who loses a claim is severed in the same step of the event loop in which the table is told of it, and only then is
-   the revision confirmed to the others.
-3. A claim of a gated partition that is gone is released at the partition's leader (`releasing`).
+2. A connection that loses a claim is severed in the same step of the event loop in which the table changes. Only then
+   is the revision confirmed to the other members.
+3. A claim of a gated partition that is gone is released at the partition's leader (`release`).
 """
 
 from __future__ import annotations
@@ -21,17 +21,14 @@ from typing import Final
 
 import structlog
 
-from kproxy.claims.aftermath import Aftermath
-from kproxy.claims.changes import Changes
-from kproxy.claims.claiming import Claiming, Outcome
-from kproxy.claims.desk import ClaimDesk
-from kproxy.claims.granting import Bind, Granting
-from kproxy.claims.holdings import MAX_CLAIMS_PER_CONNECTION, Holdings
+from kproxy.claims.acquire import Bind, ChangeSignal, ClaimGranter, ClaimWriter, Outcome
+from kproxy.claims.admin import ClaimsAdmin
+from kproxy.claims.connection import MAX_CLAIMS_PER_CONNECTION, ClaimingConnection
 from kproxy.claims.keys import OwnKeys
-from kproxy.claims.member import OwnMember
-from kproxy.claims.releasing import Gates, Releasing
-from kproxy.claims.settlement import Settlement
+from kproxy.claims.member import AtWorkMark, OwnMember
+from kproxy.claims.release import BrokerAccess, ClaimDeletions, LeaderReleases, WriterGroups
 from kproxy.claims.table import Member, OwnTable, TableRow
+from kproxy.claims.unsettled import UnsettledWrites
 from kproxy.etcd import EtcdClient, PrefixMirror
 from kproxy.etcd.clock import Clock, lease_clock
 from kproxy_codec.error_codes import (
@@ -43,10 +40,10 @@ from kproxy_codec.error_codes import (
 )
 from kproxy_codec.own import WHOLE_GROUP, OwnedResource, OwnRequest, OwnResource, OwnResponse
 
-# How soon it is found out that time has settled something.
-LOOK_INTERVAL_S: Final = 0.5
-# A process that ends does not wait longer for etcd to hear of it: its claims end with its lease.
-FREE_TIMEOUT_S: Final = 2.0
+# How often expired unsettled writes are removed.
+EXPIRE_INTERVAL_S: Final = 0.5
+# A process that ends waits no longer for etcd to delete its claims: they end with its lease.
+DELETE_TIMEOUT_S: Final = 2.0
 # Topics in one line of the log.
 MAX_NAMED: Final = 5
 
@@ -56,9 +53,8 @@ log = structlog.get_logger(__name__)
 class OwnService:
     """`run` is one coroutine that the caller owns. Made on the event loop it runs on.
 
-    `host` and `port` are what this process advertises; `writer_groups` the group that gates writes to a topic, by
-    topic; `timeout_s` how long a claim may take, in seconds. `has_fences` tells whether the brokers know fences; `desk`
-    is for those who look at claims and free them.
+    `host` and `port` are what this process advertises; `writer_groups`, by topic, the group that gates writes to it;
+    `timeout_s` how long a claim may take, in seconds. `brokers` are to be attached before clients are served.
     """
 
     def __init__(
@@ -71,25 +67,25 @@ class OwnService:
         ttl_s: int,
         writer_groups: Mapping[str, str],
         timeout_s: float,
-        settlement: Settlement,
+        unsettled: UnsettledWrites,
         counters: Counter[str],
         clock: Clock = lease_clock,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.table = OwnTable(OwnKeys(prefix), counters=counters)
         self.table.listener = self
-        self.settlement = settlement
-        self.gates = Gates(writer_groups)
-        self.gated = self.gates.by_topic
-        self.releasing = Releasing(self.table, self.gates)
-        self._writer_groups = dict(writer_groups)
-        # Members that were told of other writer groups than this one.
+        self.unsettled = unsettled
+        self.brokers = BrokerAccess()
+        self.writer_groups = WriterGroups(writer_groups, self.brokers)
+        self.gated = self.writer_groups.by_topic
+        self.releases = LeaderReleases(self.table, self.writer_groups, self.brokers)
+        self._group_by_topic = dict(writer_groups)
+        # Members with other writer groups than this one.
         self._differing: set[str] = set()
-        self.has_fences: Callable[[], bool] = lambda: False
-        self.desk = ClaimDesk(client, self.table)
+        self.admin = ClaimsAdmin(client, self.table)
         self._timeout_s = timeout_s
         self._counters = counters
-        self._changes = Changes()
+        self._changes = ChangeSignal()
         self._member = OwnMember(
             client,
             self.table.keys,
@@ -98,30 +94,31 @@ class OwnService:
             ttl_s=ttl_s,
             clock=clock,
             writer_groups=writer_groups,
-            state=lambda: (self.table.revision, self.settlement.unsettled()),
-            on_entered=self.releasing.release_left,
+            state=lambda: (self.table.revision, self.unsettled.places()),
+            on_entered=self.releases.release_deferred,
             on_lost=self._lease_lost,
         )
         self._mirror = PrefixMirror(client, [self.table.keys.all], self.table)
-        self._claiming = Claiming(client, self.table, self._member, self._changes, wall_clock)
-        self._aftermath = Aftermath(client, self.table, settlement)
-        self._granting = Granting(
+        self._deletions = ClaimDeletions(client, self.table, self._member)
+        self._writer = ClaimWriter(client, self.table, self._member, self._deletions, self._changes, wall_clock)
+        self._at_work = AtWorkMark(client, self.table, unsettled)
+        self._granter = ClaimGranter(
             self.table,
             self._member,
-            self.settlement,
-            self.gates,
-            self._claiming,
+            self.unsettled,
+            self.writer_groups,
+            self._deletions,
             self._changes,
-            self._aftermath,
-            has_fences=lambda: self.has_fences(),
+            self._at_work,
+            self.brokers,
         )
-        self._connections: dict[int, Holdings] = {}
-        self._last_connection = 0
-        # Claims up to here are to be confirmed once the table has all up to it; 0 for none.
+        self._connections: dict[int, ClaimingConnection] = {}
+        self._last_number = 0
+        # The latest claim to confirm once the table has all up to its revision; 0: none.
         self._to_confirm = 0
-        # Whoever runs this: where that fails nothing can be claimed any more.
+        # The task that runs this; once it fails nothing can be claimed any more.
         self.running: asyncio.Task[None] | None = None
-        settlement.on_change = self._settlement_changed
+        unsettled.on_change = self._unsettled_changed
 
     async def run(self) -> None:
         """Mirror the table and be a member until cancelled."""
@@ -129,31 +126,31 @@ class OwnService:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._mirror.run(), name="own-table")
                 tasks.create_task(self._join(), name="own-member")
-                tasks.create_task(self._look(), name="own-settlement")
+                tasks.create_task(self._expire(), name="own-unsettled")
         finally:
-            await self._claiming.close()
+            await self._deletions.close()
 
     async def _join(self) -> None:
         await self._mirror.wait_synced()
-        await self._aftermath.look()
+        await self._at_work.check()
         try:
             await self._member.run()
         finally:
-            await self._aftermath.unmark()
+            await self._at_work.remove()
 
-    async def _look(self) -> None:
+    async def _expire(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_INTERVAL_S)
-            self.settlement.look()
+            await asyncio.sleep(EXPIRE_INTERVAL_S)
+            self.unsettled.expire()
 
     async def wait_ready(self) -> None:
-        """Until claims can be made."""
+        """Wait until claims can be made."""
         while not self.is_ready:
             await self._changes.wait()
 
     @property
     def is_ready(self) -> bool:
-        """Whether this process is a member, and its table knows it: no claim before that is missing there."""
+        """Whether this process is a member, and its table shows it: then no earlier claim is missing there."""
         return self._member.is_live() and self._member.name in self.table.members
 
     def is_live(self) -> bool:
@@ -162,42 +159,42 @@ class OwnService:
 
     @property
     def held_count(self) -> int:
-        """How many claims this process holds for its clients."""
+        """The number of claims that this process holds for its clients."""
         return sum(len(each.held) for each in self._connections.values())
 
     # Connections
 
-    def connection(self, client: str, sever: Callable[[str], None]) -> Holdings:
-        """A connection that may claim; `ended` is to be called when it has ended."""
-        self._last_connection += 1
-        holdings = Holdings(self._last_connection, client, sever, self.gates.are_of)
-        self._connections[holdings.connection] = holdings
-        return holdings
+    def connection(self, client: str, sever: Callable[[str], None]) -> ClaimingConnection:
+        """Add a connection that may claim; the caller calls `ended` when it has ended."""
+        self._last_number += 1
+        connection = ClaimingConnection(self._last_number, client, sever, self.writer_groups.gates)
+        self._connections[connection.number] = connection
+        return connection
 
-    def ended(self, holdings: Holdings) -> None:
-        """The connection has ended: what it owned is free."""
-        if self._connections.pop(holdings.connection, None) is None:
+    def ended(self, connection: ClaimingConnection) -> None:
+        """Free what an ended connection owned."""
+        if self._connections.pop(connection.number, None) is None:
             return
-        for resource, held in holdings.end().items():
-            if holdings.group is not None:
-                self._claiming.delete(holdings.group, resource, held.fence)
+        for resource, held in connection.end().items():
+            if connection.group is not None:
+                self._deletions.add(connection.group, resource, held.fence)
 
     async def all_freed(self) -> None:
-        """Until what ended connections owned is free, or etcd does not answer."""
-        await self._claiming.all_deleted(FREE_TIMEOUT_S)
+        """Wait until what ended connections owned is free, or etcd does not answer."""
+        await self._deletions.wait_done(DELETE_TIMEOUT_S)
 
     # Claiming
 
-    async def own(self, holdings: Holdings, request: OwnRequest, bind: Bind) -> OwnResponse:
-        """Serve one Own request of a connection; one at a time for each. `bind` on the connection's own connections."""
+    async def own(self, connection: ClaimingConnection, request: OwnRequest, bind: Bind) -> OwnResponse:
+        """Serve one Own request; one at a time for each connection. `bind` uses the client's own broker connections."""
         group = request.group
-        if not group or holdings.group not in (None, group):
+        if not group or connection.group not in (None, group):
             return self._refused(request, INVALID_REQUEST)
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         while not self.is_ready:
             if not await self._changes.wait(deadline):
                 return self._refused(request, COORDINATOR_NOT_AVAILABLE)
-        holdings.group = group
+        connection.group = group
         asked = request.resources
         if asked is None:
             asked = (OwnResource(WHOLE_GROUP, 0),)
@@ -205,10 +202,10 @@ class OwnService:
         else:
             named = Counter(each.resource for each in asked)
             wanted = [each for each in asked if named[each.resource] == 1 and each.resource != WHOLE_GROUP]
-            if len(holdings.held) + len(wanted) > MAX_CLAIMS_PER_CONNECTION:
+            if len(connection.held) + len(wanted) > MAX_CLAIMS_PER_CONNECTION:
                 wanted = []
-        outcomes = await self._claiming.take_all(holdings, wanted, deadline)
-        codes = await self._granting.see_granted(holdings, outcomes, bind, deadline)
+        outcomes = await self._writer.put_all(connection, wanted, deadline)
+        codes = await self._granter.grant_all(connection, outcomes, bind, deadline)
         return OwnResponse(NONE, group, tuple(self._answer(each.resource, outcomes, codes) for each in asked))
 
     def _refused(self, request: OwnRequest, error_code: int) -> OwnResponse:
@@ -225,16 +222,16 @@ class OwnService:
         self._counters["own.granted"] += 1
         return OwnedResource(resource, NONE, outcome.held.generation, outcome.held.fence)
 
-    def _settlement_changed(self) -> None:
+    def _unsettled_changed(self) -> None:
         self._member.publish()
-        self._changes.tell()
+        self._changes.notify()
 
-    # What the table says
+    # Changes of the table
 
     def claim_put(self, row: TableRow, before: TableRow | None) -> None:
-        """Invariant 2."""
+        """Sever who lost something by a claim (invariant 2)."""
         if row.owner.proxy == self._member.name:
-            self._take_note_of_own(row)
+            self._learn_own(row)
         else:
             self._to_confirm = row.fence
         if before is not None:
@@ -245,43 +242,43 @@ class OwnService:
         elif (whole := self.table.whole(row.group)) is not None:
             self._lost(whole, row)
 
-    def _take_note_of_own(self, row: TableRow) -> None:
-        """A claim for a connection of this process: one that has ended, or did not hear that it succeeded."""
-        holdings = self._connections.get(row.owner.connection)
-        if holdings is None:
-            self._claiming.delete(row.group, row.resource, row.fence)
-        elif holdings.group == row.group:
-            holdings.learn(row.resource, row.generation, row.fence)
+    def _learn_own(self, row: TableRow) -> None:
+        """Take note of a claim of this process: its connection has ended, or did not hear that it succeeded."""
+        connection = self._connections.get(row.owner.connection)
+        if connection is None:
+            self._deletions.add(row.group, row.resource, row.fence)
+        elif connection.group == row.group:
+            connection.learn(row.resource, row.generation, row.fence)
 
     def _lost(self, lost: TableRow, to: TableRow) -> None:
-        """`lost` is not in force any more, where `to` is another connection's."""
+        """`lost` is not in force any more, if `to` is another connection's."""
         if lost.owner == to.owner:
             return
         if lost.owner.proxy != self._member.name:
-            self.settlement.note_taken(lost.owner.proxy, lost.group, lost.resource, to.fence)
+            self.unsettled.note_taken(lost.owner.proxy, lost.group, lost.resource, to.fence)
             return
-        holdings = self._connections.get(lost.owner.connection)
-        if holdings is not None:
+        connection = self._connections.get(lost.owner.connection)
+        if connection is not None:
             by = to.client or "another"
-            self._sever(holdings, f"{_called(lost)} was claimed by {by}, generation {to.generation}")
+            self._sever(connection, f"{_described(lost)} was claimed by {by}, generation {to.generation}")
 
     def claim_gone(self, row: TableRow, revision: int) -> None:
-        """Freed by its owner's end, or by somebody's command."""
+        """Act upon a claim that its owner's end or a command has freed."""
         if row.owner.proxy != self._member.name:
-            self.settlement.note_taken(row.owner.proxy, row.group, row.resource, revision)
+            self.unsettled.note_taken(row.owner.proxy, row.group, row.resource, revision)
             return
-        holdings = self._connections.get(row.owner.connection)
-        held = holdings.held.get(row.resource) if holdings is not None else None
-        if holdings is not None and held is not None and held.fence <= row.fence:
-            self._sever(holdings, f"{_called(row)} was freed")
-        self.releasing.release([row], revision)
+        connection = self._connections.get(row.owner.connection)
+        held = connection.held.get(row.resource) if connection is not None else None
+        if connection is not None and held is not None and held.fence <= row.fence:
+            self._sever(connection, f"{_described(row)} was freed")
+        self.releases.release([row], revision)
 
     def member_put(self, name: str, member: Member) -> None:
-        """What it confirms is looked at by those who wait for it."""
+        """Take note of what a member published; `batch_told` wakes those who wait for it."""
         if name == self._member.name:
             return
-        self.settlement.note_member(name, member.seen, member.unsettled)
-        if name not in self._differing and member.writer_groups != self._writer_groups:
+        self.unsettled.note_member(name, member.seen, member.unsettled)
+        if name not in self._differing and member.writer_groups != self._group_by_topic:
             # It lets others write than this process does: a mistake that shows nowhere else.
             self._differing.add(name)
             log.error(
@@ -289,47 +286,47 @@ class OwnService:
                 proxy=f"{member.host}:{member.port}",
                 differ=sorted(
                     topic
-                    for topic in {*member.writer_groups, *self._writer_groups}
-                    if member.writer_groups.get(topic) != self._writer_groups.get(topic)
+                    for topic in {*member.writer_groups, *self._group_by_topic}
+                    if member.writer_groups.get(topic) != self._group_by_topic.get(topic)
                 )[:MAX_NAMED],
             )
 
     def member_gone(self, member: str, rows: Sequence[TableRow], revision: int) -> None:
-        """A process has ended or lost its lease: what it held was freed by that, and what it sent may be under way."""
+        """Act upon the end of a member or of its lease, which freed `rows`; its writes may still be under way."""
         if member == self._member.name:
             self._member.entry_gone(member)
         self._differing.discard(member)
-        self.settlement.note_member_gone(member, [(row.group, row.resource) for row in rows])
+        self.unsettled.note_member_gone(member, [(row.group, row.resource) for row in rows])
         if not self._member.is_live():
-            self.releasing.leave(rows, revision)
+            self.releases.defer(rows, revision)
         elif self._member.name == min(self.table.members, default=self._member.name):
-            self.releasing.release(rows, revision)
+            self.releases.release(rows, revision)
 
     def batch_told(self) -> None:
-        """Invariant 2: whoever lost something is severed by now."""
-        # A long message comes in parts, and of the first ones the table's revision does not tell yet.
+        """Confirm the table's revision: whoever lost something is severed by now (invariant 2)."""
+        # A long message comes in parts; during the first ones the table's revision is still an earlier one.
         if 0 < self._to_confirm <= self.table.revision:
             self._to_confirm = 0
             self._member.publish()
-        self._changes.tell()
+        self._changes.notify()
 
     def restored(self) -> None:
-        """What is claimed in a history that is no more counts for nothing."""
+        """Give up all claims: they were made in a history that etcd does not have any more."""
         self._to_confirm = 0
         self._member.entry_gone(self._member.name)
-        self.settlement.note_restored()
+        self.unsettled.note_restored()
         self._lease_lost("etcd was restored")
 
     def _lease_lost(self, reason: str) -> None:
-        for holdings in list(self._connections.values()):
-            if holdings.group is not None:
-                self._sever(holdings, reason)
-        self._changes.tell()
+        for connection in list(self._connections.values()):
+            if connection.group is not None:
+                self._sever(connection, reason)
+        self._changes.notify()
 
-    def _sever(self, holdings: Holdings, reason: str) -> None:
+    def _sever(self, connection: ClaimingConnection, reason: str) -> None:
         self._counters["own.severed"] += 1
-        holdings.sever(reason)
+        connection.sever(reason)
 
 
-def _called(row: TableRow) -> str:
+def _described(row: TableRow) -> str:
     return f"group {row.group}" if row.resource == WHOLE_GROUP else f"{row.resource} of group {row.group}"

@@ -1,13 +1,13 @@
-"""What etcd says of all claims and of those who make them, kept current by one mirror.
+"""All claims and members as etcd has them, kept current by one mirror.
 
-State: for each group its claims by resource, and that of the whole group; for each member what it says of itself.
+State: for each group its claims by resource, and that of the whole group; for each member what it published.
 
 Invariants
-1. Claims and members are told in the order in which they changed: they share a prefix, and so a watcher. Who is told of
-   a claim at revision R knows every member that was there at R.
-2. The listener is told of a change after the table has it, and of the end of each batch of changes after all of them.
-3. A snapshot is told as the changes that lead to it. What happened between and left no trace is not told.
-4. A key or value that makes no sense is passed over, counted, and logged once a key. At most MAX_CLAIMS are taken.
+1. Changes of claims and members are reported in their order in etcd: they share a prefix, and so a watcher. A listener
+   that hears of a claim at revision R knows every member that was there at R.
+2. The listener hears of a change after the table has it, and of the end of each batch after all its changes.
+3. A snapshot is reported as the changes that lead to it. Earlier changes that left no trace are not reported.
+4. An invalid key or value is skipped, counted, and logged once a key. The table holds at most MAX_CLAIMS.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from typing import Final, NamedTuple, Protocol
 import structlog
 
 from kproxy.claims.keys import OwnKeys, decode_claim, decode_member
-from kproxy.claims.rules import Claim, Owner
+from kproxy.claims.rules import Claim, Owner, latest
 from kproxy.etcd import KeyValue, Snapshot, WatchEvent
 from kproxy_codec.own import WHOLE_GROUP
 
 MAX_CLAIMS: Final = 1_000_000
 MAX_LOGGED: Final = 100
+_NO_ROWS: Final[Mapping[str, TableRow]] = MappingProxyType({})
 
 log = structlog.get_logger(__name__)
 
 
 class TableRow(NamedTuple):
-    """One claim; `client` and `since` (ms since 1970) are for people."""
+    """One claim; `client` and `since` (ms since 1970) are shown to people."""
 
     group: str
     resource: str
@@ -58,39 +59,31 @@ class Member(NamedTuple):
 
 
 class TableListener(Protocol):
-    """Who acts upon changes. All calls come from the mirror's task and await nothing."""
+    """Acts upon changes. All calls come from the mirror's task and await nothing."""
 
     def claim_put(self, row: TableRow, before: TableRow | None) -> None:
-        """Somebody claimed; `before` is what this replaced."""
+        """A claim was put; `before` is the claim that it replaced."""
 
     def claim_gone(self, row: TableRow, revision: int) -> None:
         """A claim was deleted, at `revision`."""
 
     def member_put(self, name: str, member: Member) -> None:
-        """A process came, or says something new of itself."""
+        """A process is new, or published something new."""
 
     def member_gone(self, member: str, rows: Sequence[TableRow], revision: int) -> None:
-        """A process is no member since `revision`; `rows` it held until then, they are gone or about to be."""
+        """A process is no member since `revision`; the `rows` that it held are gone or about to be."""
 
     def batch_told(self) -> None:
-        """Everything up to the table's revision has been told."""
+        """All changes up to the table's revision have been reported."""
 
     def restored(self) -> None:
-        """etcd was restored: no fence told so far compares with what comes now."""
-
-
-class _Group:
-    __slots__ = ("rows",)
-
-    def __init__(self) -> None:
-        # By resource; WHOLE_GROUP for the whole.
-        self.rows: dict[str, TableRow] = {}
+        """etcd was restored: earlier fences do not compare with later ones."""
 
 
 class OwnTable:
     """A MirrorListener. Read it freely on the event loop that feeds it.
 
-    `revision`: up to which changes are in it; 0 before the first load.
+    `revision`: the table has all changes up to it; 0 before the first load.
     """
 
     def __init__(self, keys: OwnKeys, *, counters: Counter[str] | None = None) -> None:
@@ -99,53 +92,46 @@ class OwnTable:
         self.members: dict[str, Member] = {}
         self.listener: TableListener | None = None
         self.count = 0
-        self._groups: dict[str, _Group] = {}
+        # Claims by group and resource; WHOLE_GROUP for the whole.
+        self._groups: dict[str, dict[str, TableRow]] = {}
         self._counters = counters if counters is not None else Counter[str]()
         self._logged: set[str] = set()
-        # Of each member, what was deleted at the latest revision at which something of it was.
+        # For each member, the latest revision at which claims of it were deleted, and these claims.
         self._last_gone: dict[str, tuple[int, list[TableRow]]] = {}
 
     # Reading
 
     def row(self, group: str, resource: str) -> TableRow | None:
-        """A resource's claim as it stands, be it in force or not (`rules.in_force`)."""
-        found = self._groups.get(group)
-        return found.rows.get(resource) if found is not None else None
+        """Return a resource's claim, in force or not (`rules.in_force`)."""
+        return self._groups.get(group, _NO_ROWS).get(resource)
 
     def whole(self, group: str) -> TableRow | None:
         return self.row(group, WHOLE_GROUP)
 
     def owner(self, group: str, resource: str) -> TableRow | None:
-        """The claim that is in force for a resource, its own or the whole group's."""
-        found = self._groups.get(group)
-        if found is None:
-            return None
-        row, whole = found.rows.get(resource), found.rows.get(WHOLE_GROUP)
-        if row is None or whole is None:
-            return row or whole
-        # Of two the later one; where they are the same connection's it does not matter which.
-        return row if row.fence > whole.fence else whole
+        """Return the claim in force for a resource, its own or the whole group's."""
+        rows = self._groups.get(group, _NO_ROWS)
+        return latest(rows.get(resource), rows.get(WHOLE_GROUP))
 
     def rows_of(self, group: str) -> Mapping[str, TableRow]:
-        """All claims in a group, by resource."""
-        found = self._groups.get(group)
-        return found.rows if found is not None else {}
+        """Return all claims in a group, by resource."""
+        return self._groups.get(group, _NO_ROWS)
 
     def groups(self) -> Collection[str]:
-        """In which anything is claimed, in no order."""
+        """Return the groups with claims, in no order."""
         return self._groups.keys()
 
     def claims(self) -> Iterator[TableRow]:
-        """Every claim, by group and resource."""
+        """Yield every claim, by group and resource."""
         for group in sorted(self._groups):
-            rows = self._groups[group].rows
+            rows = self._groups[group]
             yield from (rows[resource] for resource in sorted(rows))
 
     @property
     def synced(self) -> bool:
         return self.revision > 0
 
-    # What the mirror says
+    # Calls of the mirror
 
     def on_restored(self) -> None:
         self._groups.clear()
@@ -194,10 +180,10 @@ class OwnTable:
         value = decode_claim(kv.value)
         owner = Owner(value.proxy, value.connection)
         row = TableRow(group, resource, owner, value.generation, kv.mod_revision, value.client, value.since)
-        rows = self._groups.setdefault(group, _Group()).rows
+        rows = self._groups.setdefault(group, {})
         before = rows.get(resource)
         if before is not None and before.fence >= row.fence:
-            return  # told twice
+            return  # reported twice
         if before is None:
             if self.count >= MAX_CLAIMS:
                 raise ValueError(f"there are more than {MAX_CLAIMS} claims")
@@ -230,13 +216,13 @@ class OwnTable:
             self._skip(kv.key, str(error))
 
     def _claim_gone(self, group: str, resource: str, revision: int) -> None:
-        found = self._groups.get(group)
-        row = found.rows.get(resource) if found is not None else None
-        if found is None or row is None or row.fence >= revision:
+        rows = self._groups.get(group, {})
+        row = rows.get(resource)
+        if row is None or row.fence >= revision:
             return
-        del found.rows[resource]
+        del rows[resource]
         self.count -= 1
-        if not found.rows:
+        if not rows:
             del self._groups[group]
         member = row.owner.proxy
         if member in self.members:
@@ -244,7 +230,7 @@ class OwnTable:
             if at != revision:
                 self._last_gone[member] = revision, [row]
             else:
-                # In place: a lease may end with a hundred thousand of them.
+                # In place: a lease may end with a hundred thousand claims.
                 gone.append(row)
         if self.listener is not None:
             self.listener.claim_gone(row, revision)
@@ -252,11 +238,11 @@ class OwnTable:
     def _member_gone(self, member: str, revision: int) -> None:
         if self.members.pop(member, None) is None:
             return
-        # A lease that ends takes all that stands on it at one revision.
+        # A lease that ends deletes all its keys at one revision.
         at, rows = self._last_gone.pop(member, (0, []))
         held = rows if at == revision else []
         groups = self._groups.values()
-        held = [*held, *(row for group in groups for row in group.rows.values() if row.owner.proxy == member)]
+        held = [*held, *(row for group in groups for row in group.values() if row.owner.proxy == member)]
         if self.listener is not None:
             self.listener.member_gone(member, held, revision)
 

@@ -125,13 +125,13 @@ class EtcdClaims:
         self._keys: OwnKeys = OwnKeys(prefix)
 
     async def page(self, group: str | None) -> ClaimsPage:
-        from kproxy.claims.view import read_table, whole_page
+        from kproxy.claims.admin import read_table, whole_page
 
         async with self._client() as client:
             return whole_page(await read_table(client, self._keys), group)
 
     async def free(self, order: FreeOrder) -> FreeOutcome:
-        from kproxy.claims.freeing import free
+        from kproxy.claims.admin import free
 
         async with self._client() as client:
             return await free(client, self._keys, order)
@@ -189,7 +189,7 @@ class _Watched:
         self._table.on_restored()
 
     def on_snapshot(self, snapshot: Snapshot) -> None:
-        from kproxy.claims.view import addresses_of, whole_page
+        from kproxy.claims.admin import addresses_of, whole_page
 
         is_first = self._table.listener is None
         self._table.on_snapshot(snapshot)
@@ -214,7 +214,7 @@ class _Watched:
         self._tell(row, change_by_end(self._row(row), self._row_or_none(whole)))
 
     def member_put(self, name: str, member: Member) -> None:
-        from kproxy.claims.view import address_of, addresses_of
+        from kproxy.claims.admin import address_of, addresses_of
 
         if len(self._addresses) >= MAX_KNOWN_ADDRESSES:
             self._addresses = addresses_of(self._table)
@@ -234,7 +234,7 @@ class _Watched:
             self.told.append(change)
 
     def _row(self, row: TableRow) -> ClaimRow:
-        from kproxy.claims.view import claim_row
+        from kproxy.claims.admin import claim_row
 
         return claim_row(row, self._addresses)
 

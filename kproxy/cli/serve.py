@@ -82,7 +82,7 @@ def command(
 def _serve_by_workers(context: click.Context, options: ProxyConfig) -> int:
     from kproxy.dev.child import ParentPipe
     from kproxy.runtime.orphan import PARENT_FD
-    from kproxy.workers.child import Launch
+    from kproxy.workers.process import Launch
     from kproxy.workers.supervisor import run_workers
 
     given = context.find_root().params

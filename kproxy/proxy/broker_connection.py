@@ -118,7 +118,7 @@ class Upstream(asyncio.BufferedProtocol):
         self.owner = owner
         self.address = address
         self.closed = False
-        # Fences bound on this connection (kproxy.proxy.binding), by topic and partition index.
+        # Fences bound on this connection (kproxy.proxy.claims), by topic and partition index.
         self.fences: dict[tuple[bytes, int], int] = {}
         most_shared = CHUNK_BYTES if share is None else LARGE_BYTES
         self._reader = FrameReader(max_answer_bytes, arena, most_shared=most_shared)

@@ -17,11 +17,11 @@ import structlog
 from kproxy.observe.tally import OTHER_VERSION, VERSION_BITS
 from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.broker_connection import Upstream
+from kproxy.proxy.claims import MAX_CLIENT_BYTES, ClientClaims
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.control import ControlPlane, Unanswerable
 from kproxy.proxy.fanout import FanoutShell
-from kproxy.proxy.owning import MAX_CLIENT_BYTES, Owning
 from kproxy.proxy.versions import NOT_SERVED, Ranges
 from kproxy.routing.topology import Address
 from kproxy_codec import api_keys
@@ -73,7 +73,7 @@ class ControlRequests:
         self._connections = connections
         self._fanout = fanout
         self._plane = ControlPlane(context, on_pressure, on_offered)
-        self._owning: Owning | None = None
+        self._client_claims: ClientClaims | None = None
         # Whether a claim is being served; there is one at a time, and what comes behind it is to see what became of it.
         self.claims = False
         self._places = asyncio.Semaphore(AT_ONCE)
@@ -116,14 +116,14 @@ class ControlRequests:
         own = self._context.own
         if own is None:
             raise Unanswerable("there is nothing that keeps claims")
-        if self._owning is None:
+        if self._client_claims is None:
             # It stands in every claim, and a client may call itself anything.
             called = (client_id(frame) or b"")[:MAX_CLIENT_BYTES].decode(errors="replace")
             client = f"{called}@{self._client.peer}"
-            self._owning = Owning(self._context, own, self._connections, client, self._client.sever)
-            self._fanout.owning = self._owning
+            self._client_claims = ClientClaims(self._context, own, self._connections, client, self._client.sever)
+            self._fanout.claims = self._client_claims
         try:
-            return await self._owning.answer(frame, header)
+            return await self._client_claims.answer(frame, header)
         finally:
             self.claims = False
             self._client.adjust_reading()
@@ -144,8 +144,8 @@ class ControlRequests:
 
     def end(self) -> None:
         """The client is gone, and what it had claimed is free."""
-        if self._owning is not None:
-            self._owning.end()
+        if self._client_claims is not None:
+            self._client_claims.end()
 
     async def close(self) -> None:
         """Nobody waits for answers any more."""

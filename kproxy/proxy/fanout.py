@@ -21,13 +21,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, Final
 
-from kproxy.claims.settlement import Hold
+from kproxy.claims.unsettled import Hold
 from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.broker_connection import FLUSH_S, Ticket, Upstream
+from kproxy.proxy.claims import ClientClaims, Respond
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.lookups import OwnerLookups
-from kproxy.proxy.owning import Owning, Respond
 from kproxy.proxy.plain_path import PlainPath, PlainPiece
 from kproxy.routing import actions
 from kproxy.routing.actions import Action
@@ -72,7 +72,7 @@ class ContextView:
     @property
     def gated(self) -> Collection[bytes]:
         own = self._context.own
-        return own.settlement.topics if own is not None and own.gated else _NO_TOPICS
+        return own.unsettled.topics if own is not None and own.gated else _NO_TOPICS
 
     @property
     def fenced(self) -> bool:
@@ -138,7 +138,7 @@ class FanoutShell:
         # Notes its acknowledgements, if the proxy keeps a trail of them.
         self.acks = context.trail.connection(context.topology) if context.trail is not None else None
         # What its client has claimed, once it has claimed anything.
-        self.owning: Owning | None = None
+        self.claims: ClientClaims | None = None
         self._view = ContextView(context)
         self.core = Fanout(self._view)
         self._upstreams: dict[int, Upstream] = {}
@@ -321,7 +321,7 @@ class FanoutShell:
             self._connections.give_up_moved()
 
     def _topology_changed(self) -> None:
-        # Changes may come in groups: handle them together.
+        # ChangeSignal may come in groups: handle them together.
         asyncio.get_running_loop().call_soon(self._run_unless_running)
 
     def _run_unless_running(self) -> None:
@@ -414,13 +414,13 @@ class FanoutShell:
             if upstream.is_open:
                 self.core.opened(connection)
         ticket = PieceTicket(self, upstream, piece, exchange, part)
-        owning = self.owning
-        if owning is not None and exchange.api.api_key == PRODUCE and not upstream.closed:
+        claims = self.claims
+        if claims is not None and exchange.api.api_key == PRODUCE and not upstream.closed:
             if self._has_lapsed():
                 self.core.unsent(piece)
                 self._sever()
                 return
-            owning.binder.before(upstream, exchange, exchange.selection(part), owning.holdings)
+            claims.binder.before(upstream, exchange, exchange.selection(part), claims.connection)
         if upstream.closed:
             # One of the actions before has ended it.
             self._losses[connection].append((piece, Loss.UNWRITTEN))
@@ -436,13 +436,13 @@ class FanoutShell:
 
         Admitted requests wait for a dial or a retry, and this process may have been suspended meanwhile.
         """
-        own, owning = self._context.own, self.owning
-        return own is not None and owning is not None and owning.holdings.group is not None and not own.is_live()
+        own, claims = self._context.own, self.claims
+        return own is not None and claims is not None and claims.connection.group is not None and not own.is_live()
 
     def _sever(self) -> None:
-        if self.owning is not None:
+        if self.claims is not None:
             reason = "its claims may be others' by now: the proxy's lease in etcd is not certain to live"
-            self.owning.holdings.sever(reason)
+            self.claims.connection.sever(reason)
 
     def _withdraw(self, action: actions.Withdraw) -> None:
         upstream = self._upstreams[action.connection]
@@ -460,20 +460,20 @@ class FanoutShell:
 
     def _hold(self, action: actions.Hold) -> None:
         if self._context.own is not None:
-            begin = self._context.own.settlement.begin
+            begin = self._context.own.unsettled.begin
             self._holds[action.piece] = [begin(topic.decode(), index) for topic, index in action.partitions]
 
     def _let_go(self, action: actions.LetGo) -> None:
         for hold in self._holds.pop(action.piece, ()):
             if self._context.own is not None:
-                self._context.own.settlement.done(hold)
+                self._context.own.unsettled.done(hold)
         if not self._holds:
             self._held.set()
 
     def _note_lost(self, action: actions.NoteLost) -> None:
         if self._context.own is not None:
             for topic, partition_index in action.partitions:
-                self._context.own.settlement.note_written_lost(topic.decode(), partition_index)
+                self._context.own.unsettled.note_written_lost(topic.decode(), partition_index)
 
     def _wake_at(self, action: actions.WakeAt) -> None:
         if self._is_closed:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from kproxy.claims.desk import ClaimDesk
+from kproxy.claims.admin import ClaimsAdmin
 from kproxy.config import Address, ProxyConfig
 from kproxy.observe.admin import AdminPage
 from kproxy.observe.claims import ClaimsQuery, FreeOrder
@@ -38,7 +38,7 @@ class OwnPages:
         tally: Tally,
         counters: Mapping[str, int],
         vitals: Callable[[], Vitals],
-        claims: Callable[[], ClaimDesk],
+        claims: Callable[[], ClaimsAdmin],
         shipping: Callable[[], ShipperVitals | None],
     ) -> None:
         self._table = table

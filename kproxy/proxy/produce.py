@@ -15,9 +15,9 @@ topics with a writer group this is always so.
 from __future__ import annotations
 
 from kproxy.proxy.answer_order import Slot
+from kproxy.proxy.claims import refused_writes
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.fanout import FanoutShell
-from kproxy.proxy.owning import refused_writes
 from kproxy.routing.retry import deadline_s
 from kproxy.routing.split import NOTHING_REFUSED
 from kproxy_codec.api_keys import PRODUCE
@@ -56,7 +56,7 @@ def produce(
         fanout.name_topics(request)
     refused = NOTHING_REFUSED
     if context.own is not None and context.own.gated:
-        refused = refused_writes(context.own, fanout.owning.holdings if fanout.owning is not None else None, request)
+        refused = refused_writes(context.own, fanout.claims.connection if fanout.claims is not None else None, request)
         if refused:
             context.counters["own.gated"] += len(refused)
     if acks == 0 and (context.confirm_acks0 or _is_gated(context, request)):

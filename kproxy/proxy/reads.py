@@ -8,9 +8,9 @@ all without waiting, and again until there is enough or its time is up.
 from __future__ import annotations
 
 from kproxy.proxy.answer_order import Slot
+from kproxy.proxy.claims import Respond
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.fanout import FanoutShell
-from kproxy.proxy.owning import Respond
 from kproxy.proxy.produce import refuse
 from kproxy.routing.split import NOTHING_REFUSED
 from kproxy_codec.api_keys import FETCH, LIST_OFFSETS
@@ -44,8 +44,8 @@ def fetch(
     fanout.admit(request)
     refused = NOTHING_REFUSED
     respond: Respond = slot.fill
-    if fanout.owning is not None:
-        refused, respond = fanout.owning.read(request, slot.fill)
+    if fanout.claims is not None:
+        refused, respond = fanout.claims.read(request, slot.fill)
         context.counters["own.fetch_gated"] += len(refused)
     wait_s = min(max(request.max_wait_ms, 0) / 1000, MAX_FETCH_WAIT_S)
     deadline = now + wait_s + READ_GRACE_S

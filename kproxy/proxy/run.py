@@ -21,7 +21,7 @@ from random import Random
 
 import structlog
 
-from kproxy.claims.desk import ClaimDesk
+from kproxy.claims.admin import ClaimsAdmin
 from kproxy.claims.service import OwnService
 from kproxy.config import Address, ProxyConfig
 from kproxy.errors import StartupError
@@ -31,11 +31,11 @@ from kproxy.observe.table import TableView
 from kproxy.observe.tally import Tally
 from kproxy.proxy import descriptors
 from kproxy.proxy.broker_health import Brokers, readiness
+from kproxy.proxy.claims import attach, open_own
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.dialling import Dialler
 from kproxy.proxy.front import Front, OwnFront, OwnPages
 from kproxy.proxy.membership import Membership
-from kproxy.proxy.owning import attach, open_own
 from kproxy.proxy.server import Listener
 from kproxy.proxy.sources import OpenSource, Source, open_source
 from kproxy.routing.topology import Topology
@@ -191,12 +191,12 @@ class _Proxy:
         if self._reminders.is_due(sentence):
             self._front.waits(sentence)
 
-    def _claims(self) -> ClaimDesk:
+    def _claims(self) -> ClaimsAdmin:
         if not self._config.etcd:
             raise NotOffered("the Own API is not offered here, for want of an etcd to settle claims in (--etcd URL)")
         if self._own is None:
             raise Unanswered("starting: claims are not read yet")
-        return self._own.desk
+        return self._own.admin
 
     def _view(self) -> TableView:
         if self._opened is None:

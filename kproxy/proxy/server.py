@@ -97,7 +97,7 @@ class Listener:
             draining=self._leaving or self._draining,
             own_claims=own.held_count if own is not None else 0,
             own_members=len(own.table.members) if own is not None else 0,
-            own_unsettled=len(own.settlement.unsettled()) if own is not None else 0,
+            own_unsettled=len(own.unsettled.places()) if own is not None else 0,
         )
 
     def _brokers_up(self) -> dict[int, bool]:

@@ -62,7 +62,7 @@ class Note(NamedTuple):
 
 
 class Hold(NamedTuple):
-    """Hold these partitions until the piece is answered or lost: their writer is gone (kproxy.claims.settlement)."""
+    """Hold these partitions until the piece is answered or lost: their writer is gone (kproxy.claims.unsettled)."""
 
     piece: int
     partitions: list[Partition]

@@ -1,5 +1,5 @@
-"""Several processes that share one port, and one that looks after them.
+"""Several proxy processes that share one port, and a supervisor.
 
-`supervisor` starts them, replaces those that end and hands signals on; `child` is one of them as the supervisor sees
-it, `worker` what runs in it; they talk over a `channel`. `pages` is the admin page of all.
+`supervisor` starts them, replaces those that end and forwards signals. `process` is a worker as the supervisor sees it,
+`worker` runs in it; they talk over a `channel`. `admin` is the admin page of all workers.
 """

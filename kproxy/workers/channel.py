@@ -1,9 +1,9 @@
-"""What a supervisor and one worker say to each other, over a pair of sockets that nobody else holds.
+"""Messages between a supervisor and one worker, over a socket pair that nobody else holds.
 
-The supervisor's first frame is an Assignment. A worker says Hello, from when on each Ask is answered by an Answer of
-its id, in any order; Waits, as often as what it waits for changes and now and then; and then Ready. Or, instead of any
-of them, Failed.
-A frame is its length in four bytes and a body; one longer than its reader's limit ends the channel.
+The supervisor's first frame is an Assignment. The worker sends Hello, and answers each Ask from then on with an Answer
+of its id, in any order. It sends Waits when what it waits for changes, and now and then; and then Ready. Instead of any
+of them it may send Failed.
+A frame is its length in four bytes and a body. A frame longer than its reader's limit ends the channel.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ MAX_QUESTION_BYTES = 64 << 10
 # A page of the table is below 2 MiB, one of claims below 16 MiB whatever they are called; metrics grow with the topics
 # whose batches were lost, of which 100 are named.
 MAX_ANSWER_BYTES = 16 << 20
-# So many questions may wait for a worker's answer.
+# The bound of questions that wait for a worker's answer.
 MAX_OPEN_QUESTIONS = 16
 CLOSE_TIMEOUT_S = 1.0
 _LENGTH = struct.Struct(">I")
 
 
 class ChannelClosed(Exception):
-    """The other side has gone."""
+    """The other side has closed the channel."""
 
 
 class ChannelMisused(Exception):
-    """The other side sent what cannot be understood."""
+    """The other side sent an invalid frame."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a worker is to do: `config` is its own share of it."""
+    """The task of a worker: `config` has its share of the limits."""
 
     number: int
     config: ProxyConfig
@@ -107,7 +107,7 @@ class ClaimsAnswer(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The question will not do; or, by `why`, there is no answer at the moment or never here."""
+    """The question is invalid; or, by `why`, there is no answer now, or never here."""
 
     reason: str
     why: Literal["question", "unanswered", "not offered"] = "question"
@@ -122,32 +122,32 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """It answers questions, and does not serve yet."""
+    """The worker answers questions, and does not serve yet."""
 
 
 class Waits(msgspec.Struct, frozen=True, tag=True):
-    """It is kept from serving; `sentence` says by what."""
+    """The worker cannot serve yet; `sentence` says why."""
 
     sentence: str
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """It serves; `source` is what the ready line says of the ownership source."""
+    """The worker serves; `source` is the ownership source as in the ready line."""
 
     source: str
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """It cannot start, and ends; `sentence` is that of a StartupError."""
+    """The worker cannot start, and ends; `sentence` is that of a StartupError."""
 
     sentence: str
 
 
-Word = Hello | Waits | Ready | Failed | Answer
+WorkerMessage = Hello | Waits | Ready | Failed | Answer
 
 
 class Channel:
-    """One end."""
+    """One end of the socket pair."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -155,11 +155,11 @@ class Channel:
 
     @classmethod
     async def over(cls, end: socket.socket) -> Self:
-        """Takes the socket over."""
+        """Make a channel of a socket, which it owns from then on."""
         return cls(*await asyncio.open_unix_connection(sock=end))
 
     async def receive(self, limit: int) -> bytes:
-        """The next frame. Raises ChannelClosed, ChannelMisused."""
+        """Return the next frame. Raises ChannelClosed, ChannelMisused."""
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             if length > limit:
@@ -169,11 +169,11 @@ class Channel:
             raise ChannelClosed("the other side has gone") from error
 
     def send(self, body: bytes) -> None:
-        """Nothing is waited for, and nothing said of a side that has gone: whoever receives finds out."""
+        """Send a frame without waiting. Only `receive` reports that the other side has gone."""
         self._writer.write(_LENGTH.pack(len(body)) + body)
 
     async def close(self) -> None:
-        """What has been said is still sent, for as long as the other side takes to read it, within bounds."""
+        """Send what is buffered, for at most CLOSE_TIMEOUT_S, and close."""
         self._writer.close()
         with contextlib.suppress(OSError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
@@ -181,13 +181,13 @@ class Channel:
         self._writer.transport.abort()
 
 
-def encode(message: Ask | Word) -> bytes:
+def encode(message: Ask | WorkerMessage) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
 _Message = TypeVar("_Message")
 _ASK = msgspec.msgpack.Decoder(Ask)
-_WORD: msgspec.msgpack.Decoder[Word] = msgspec.msgpack.Decoder(Word)
+_MESSAGE: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
 
 
 async def next_ask(channel: Channel) -> Ask:
@@ -195,9 +195,9 @@ async def next_ask(channel: Channel) -> Ask:
     return _decoded(_ASK, await channel.receive(MAX_QUESTION_BYTES))
 
 
-async def next_word(channel: Channel) -> Word:
+async def next_message(channel: Channel) -> WorkerMessage:
     """Raises ChannelClosed, ChannelMisused."""
-    return _decoded(_WORD, await channel.receive(MAX_ANSWER_BYTES))
+    return _decoded(_MESSAGE, await channel.receive(MAX_ANSWER_BYTES))
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[_Message], frame: bytes) -> _Message:
@@ -208,12 +208,12 @@ def _decoded(decoder: msgspec.msgpack.Decoder[_Message], frame: bytes) -> _Messa
 
 
 def assign(channel: Channel, assignment: Assignment) -> None:
-    """The first frame to a worker."""
+    """Send the first frame to a worker."""
     channel.send(pickle.dumps(assignment))
 
 
 async def next_assignment(channel: Channel) -> Assignment:
-    """Raises ChannelClosed. Unpickled is what our own parent sent, over a socket that nobody else ever held."""
+    """Raises ChannelClosed. It unpickles only what its parent sent, over a socket that nobody else ever held."""
     assignment = pickle.loads(await channel.receive(MAX_ASSIGNMENT_BYTES))  # noqa: S301 -- see above
     if not isinstance(assignment, Assignment):
         raise ChannelMisused(f"{type(assignment).__name__} where an assignment is due")

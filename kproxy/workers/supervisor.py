@@ -1,14 +1,14 @@
-"""The process that starts the workers and looks after them; it serves no client and holds no table.
+"""The process that starts and replaces the workers; it serves no client and holds no table.
 
 States
-  starting   the port is held, so that it is ours and nobody else's; the workers start
+  starting   the port is held, so that no other process takes it; the workers start
   serving    all of them have served once, and `ready` has been printed; one that ends is replaced
-  stopping   SIGTERM or SIGINT has been handed on; they drain
+  stopping   SIGTERM or SIGINT has been forwarded; they drain
   stopped    no process is left
 
 Transitions
   starting -> serving   the last worker is ready
-  starting -> stopped   one of them could not be started: the others are stopped, and its sentence is this command's
+  starting -> stopped   one of them could not start: the others are stopped, and its sentence is this command's
   serving  -> stopping  SIGTERM, SIGINT
   stopping -> stopped   all have ended; by SIGKILL where one takes longer than `drain_delay`, `drain_s` and
                         STOP_MARGIN_S, and at once upon a second signal
@@ -16,9 +16,9 @@ Transitions
 Invariants
 1. The port is held by a socket that never listens: it takes no connections, and port 0 is one port for all workers.
 2. Workers do not outlive this process, however it ends (kproxy.runtime.orphan).
-3. What the limits say of all client connections holds for all workers together (kproxy.config.share_limits).
+3. Limits of all client connections hold for all workers together (kproxy.config.share_limits).
 4. The address that they share has one entry among the proxies of its etcd: this process registers it when all of them
-   serve and takes it back before they drain; a worker that is replaced changes nothing about it.
+   serve and removes it before they drain; replacing a worker does not change it.
 """
 
 from __future__ import annotations
@@ -43,12 +43,11 @@ from kproxy.runtime.notify import say_ready, say_stopping
 from kproxy.runtime.signals import Signals, until_stopped
 from kproxy.runtime.tasks import cancel, unless_failed
 from kproxy.runtime.waiting import Reminders, say_waiting
+from kproxy.workers.admin import WorkerPages
 from kproxy.workers.channel import Assignment
-from kproxy.workers.child import Launch
-from kproxy.workers.pages import AllPages
-from kproxy.workers.slot import Slot
+from kproxy.workers.process import Launch, Slot
 
-# What a worker needs beside its drain: last bytes for slow clients, the rest of its audit trail, and the end of its
+# The time of a worker beside its drain: last bytes for slow clients, the rest of its audit trail, and the end of its
 # interpreter.
 STOP_MARGIN_S = 15.0
 
@@ -56,7 +55,7 @@ log = structlog.get_logger(__name__)
 
 
 async def run_workers(config: ProxyConfig, launch: Launch) -> None:
-    """Have workers serve until SIGTERM or SIGINT. Raises StartupError."""
+    """Run workers until SIGTERM or SIGINT. Raises StartupError."""
     if not hasattr(socket, "SO_REUSEPORT"):
         raise StartupError(f"--workers {config.workers}: this system has no ports for several processes: run 1.")
     await until_stopped(lambda signals: _Supervisor(config, launch, signals).serve())
@@ -71,16 +70,16 @@ class _Supervisor:
         self._reminders = Reminders(time.monotonic)
 
     async def serve(self) -> None:
-        """Serve until cancelled; then have the workers drain."""
+        """Serve until cancelled; then drain the workers."""
         config = self._config
         async with contextlib.AsyncExitStack() as stack:
             held = await _hold(config.listen)
             stack.callback(held.close)
             port: int = held.sockets[0].getsockname()[1]
-            self._slots = self._places(port)
+            self._slots = self._make_slots(port)
             host, advertised_port = config.advertise or config.listen
             membership = Membership(config, host, advertised_port or port, counters=Counter())
-            pages, admin = AllPages(self._slots, lambda: membership.registration), ""
+            pages, admin = WorkerPages(self._slots, lambda: membership.registration), ""
             if config.admin is not None:
                 replicas = ReplicaPages(config)
                 stack.push_async_callback(replicas.close)
@@ -97,9 +96,9 @@ class _Supervisor:
             stack.callback(say_stopping)
             following = asyncio.create_task(membership.failed())
             stack.push_async_callback(cancel, following)
-            await unless_failed(self._hand_on_hangups(), [*keepers, following])
+            await unless_failed(self._forward_hangups(), [*keepers, following])
 
-    def _places(self, port: int) -> list[Slot]:
+    def _make_slots(self, port: int) -> list[Slot]:
         config = dataclasses.replace(
             self._config, listen=Address(self._config.listen.host, port), admin=None, workers=1
         )
@@ -115,17 +114,17 @@ class _Supervisor:
         ]
 
     def _wait(self, sentence: str) -> None:
-        """All workers wait for the same: once is enough."""
+        """Report a wait once: all workers wait for the same."""
         if self._reminders.is_due(sentence):
             say_waiting(sentence)
 
-    async def _hand_on_hangups(self) -> None:
+    async def _forward_hangups(self) -> None:
         owners = self._config.owners
         while True:
             await self._signals.hangup.wait()
             self._signals.hangup.clear()
             if owners is not None:
-                # What will not do is said once, here, and reaches nobody.
+                # An invalid source is reported once, here, and reaches no worker.
                 try:
                     owners = await asyncio.to_thread(owners.read_again)
                 except StartupError as error:
@@ -153,12 +152,13 @@ class _Supervisor:
 
 
 async def _hold(listen: Address) -> asyncio.Server:
-    """The port, for workers to share. Raises StartupError where somebody has it."""
+    """Hold the port for the workers. Raises StartupError if another process has it."""
     if listen.port:
-        # Sharing asks nobody: a proxy that is there already would get half of the connections, and a table of its own.
+        # SO_REUSEPORT shares silently: another proxy on the port would get half of the connections, with a table of its
+        # own.
         (await bind(asyncio.Protocol, *listen)).close()
     held = await bind(asyncio.Protocol, *listen, shared=True)
     for each in held.sockets:
-        # Whoever wants the port for itself is refused from now on, and not only once a worker listens.
+        # A process that wants the port for itself is refused from now on, not only once a worker listens.
         each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     return held

@@ -1,9 +1,9 @@
-"""A worker process: the proxy as it runs alone, that shares its port and tells its supervisor what it would show.
+"""A worker process: a proxy that shares its port and reports to its supervisor instead of a page of its own.
 
 Invariants
 1. It prints nothing on stdout and has no admin page: both are the supervisor's.
-2. No more than MAX_OPEN_QUESTIONS are being answered at a time; more wait in the socket.
-3. It answers until it has drained.
+2. It answers at most MAX_OPEN_QUESTIONS at a time; more wait in the socket.
+3. It answers questions until it has drained.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from kproxy.workers.channel import (
     next_assignment,
 )
 
-# Below the time that a supervisor waits for an answer.
+# Less than a supervisor waits for an answer.
 READINESS_S = 1.5
 # The status of a command that cannot start as asked.
 NOT_STARTED = 2
@@ -57,13 +57,13 @@ log = structlog.get_logger(__name__)
 
 
 async def run_worker(channel_fd: int) -> int:
-    """Serve as the supervisor at the other end of the channel says; the exit status."""
+    """Serve as the supervisor at the other end of the channel says. Return the exit status."""
     channel = await Channel.over(socket.socket(fileno=channel_fd))
     try:
         assignment = await next_assignment(channel)
         await run_proxy(assignment.config, WorkerFront(channel, assignment.number))
     except ChannelClosed:
-        # It has gone before it said what to do: there is nobody to say anything to.
+        # The supervisor has gone before it sent the assignment: nobody reads a message.
         return NOT_STARTED
     except StartupError as error:
         channel.send(encode(Failed(str(error))))
@@ -74,7 +74,7 @@ async def run_worker(channel_fd: int) -> int:
 
 
 class WorkerFront:
-    """Says everything to the supervisor."""
+    """Reports to the supervisor."""
 
     def __init__(self, channel: Channel, number: int) -> None:
         self.worker: int | None = number
@@ -92,7 +92,7 @@ class WorkerFront:
         self._channel.send(encode(Ready(source)))
 
     def stops(self) -> None:
-        """The supervisor knows: it asked for it, and tells for all."""
+        """Do nothing: the supervisor asked for the stop, and reports it for all."""
 
     async def close(self) -> None:
         if self._answering is not None:
@@ -106,7 +106,7 @@ class WorkerFront:
                 try:
                     ask = await next_ask(self._channel)
                 except ChannelClosed:
-                    # The supervisor has gone, and this process is about to be told so (kproxy.runtime.orphan).
+                    # The supervisor has gone, and kproxy.runtime.orphan ends this process.
                     return
                 task = tasks.create_task(self._answer(pages, ask))
                 task.add_done_callback(lambda _: places.release())
@@ -114,7 +114,7 @@ class WorkerFront:
     async def _answer(self, pages: OwnPages, ask: Ask) -> None:
         try:
             reply = await _reply(pages, ask.question)
-        except Exception as error:  # the boundary: one page's trouble must not end the others
+        except Exception as error:  # the boundary: an error of one page must not end the others
             log.exception("a question of the supervisor could not be answered")
             reply = Refused(f"{type(error).__name__}: {error}")
         self._channel.send(encode(Answer(ask.id, reply)))
@@ -136,12 +136,12 @@ async def _reply(pages: OwnPages, question: Question) -> Reply:
             except ValueError as error:
                 return Refused(str(error))
         case AskClaims(query):
-            return await _of_claims(pages.claims(query))
+            return await _claims_reply(pages.claims(query))
         case AskFree(order):
-            return await _of_claims(pages.free(order))
+            return await _claims_reply(pages.free(order))
 
 
-async def _of_claims(page: Awaitable[bytes]) -> Reply:
+async def _claims_reply(page: Awaitable[bytes]) -> Reply:
     try:
         return ClaimsAnswer(await page)
     except ValueError as error:

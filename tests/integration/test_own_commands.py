@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import pytest
 
-from kproxy.claims.freeing import free
+from kproxy.claims.admin import free
 from kproxy.claims.keys import ClaimValue, MemberValue, OwnKeys, encode_value
 from kproxy.cli.own_sources import AdminClaims, Claims, EtcdClaims
 from kproxy.cli.own_view import members_line

@@ -15,9 +15,9 @@ import pytest
 import pytest_asyncio
 
 from kproxy.claims.service import OwnService
-from kproxy.claims.settlement import Settlement
+from kproxy.claims.unsettled import UnsettledWrites
 from kproxy.etcd import EtcdClient
-from kproxy.proxy.owning import attach
+from kproxy.proxy.claims import attach
 from kproxy_codec.api_keys import API_VERSIONS, BIND_FENCES, PRODUCE
 from kproxy_codec.error_codes import NONE, NOT_LEADER_OR_FOLLOWER, POLICY_VIOLATION, REQUEST_TIMED_OUT
 from kproxy_codec.headers import response_header
@@ -64,7 +64,7 @@ class Site:
                 ttl_s=5,
                 writer_groups={"t": GROUP},
                 timeout_s=OWN_TIMEOUT_S,
-                settlement=Settlement({"t": GROUP}, asyncio.get_running_loop().time, unsettled_s=UNSETTLED_S),
+                unsettled=UnsettledWrites({"t": GROUP}, asyncio.get_running_loop().time, unsettled_s=UNSETTLED_S),
                 counters=Counter(),
             )
             await self._stack.enter_async_context(running(own.run()))
@@ -98,13 +98,13 @@ class Site:
         """What is unsettled from now on is so until it is answered."""
         for proxy in self.proxies:
             assert proxy.context.own is not None
-            proxy.context.own.settlement._unsettled_s = 1_000
+            proxy.context.own.unsettled._unsettled_s = 1_000
             proxy.context.limits = msgspec.structs.replace(proxy.context.limits, own_unsettled_s=1_000)
 
     def unsettled(self, proxy: int = 0) -> list[tuple[str, int]]:
         own = self.proxies[proxy].context.own
         assert own is not None
-        return own.settlement.unsettled()
+        return own.unsettled.places()
 
 
 async def claim(client: OwnClient, resource: str = RESOURCE, generation: int = 1) -> int:
@@ -405,7 +405,7 @@ async def test_what_is_read_while_its_reader_claims_it_is_handed_over_once_that_
     fetched = reader.send_fetch("t", 0, 0)
     read = await site.broker.next()
     site.have_patience()
-    last_write = own.settlement.begin("t", 0)
+    last_write = own.unsettled.begin("t", 0)
     claimed = reader.send_own(GROUP, [(RESOURCE, generation)])
 
     def is_claimed() -> bool:
@@ -416,6 +416,6 @@ async def test_what_is_read_while_its_reader_claims_it_is_handed_over_once_that_
     read.answer()
     assert not await reader.wait_closed(0.2)
     assert not fetched.done()
-    own.settlement.done(last_write)
+    own.unsettled.done(last_write)
     assert (await fetched).error_code == NONE
     assert (await claimed).resources[0].error_code == NONE

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from unittest import mock
 
-from kproxy.claims import claiming, service
-from kproxy.claims.holdings import Holdings
+from kproxy.claims import acquire, service
+from kproxy.claims.connection import ClaimingConnection
 from kproxy.claims.service import OwnService
-from kproxy.claims.settlement import Settlement
+from kproxy.claims.unsettled import UnsettledWrites
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient
 from kproxy_codec.error_codes import FENCED_INSTANCE_ID, INVALID_REQUEST, NONE, THROTTLING_QUOTA_EXCEEDED
@@ -26,7 +26,7 @@ MOST = 5
 async def claims(etcd: EmbeddedEtcd, prefix: str) -> AsyncIterator[OwnService]:
     client = EtcdClient([etcd.endpoint])
     await client.connect()
-    settlement = Settlement({}, time.monotonic, unsettled_s=1.0)
+    unsettled = UnsettledWrites({}, time.monotonic, unsettled_s=1.0)
     own = OwnService(
         client,
         prefix,
@@ -35,7 +35,7 @@ async def claims(etcd: EmbeddedEtcd, prefix: str) -> AsyncIterator[OwnService]:
         ttl_s=5,
         writer_groups={},
         timeout_s=10.0,
-        settlement=settlement,
+        unsettled=unsettled,
         counters=Counter(),
     )
     running = asyncio.create_task(own.run())
@@ -48,20 +48,20 @@ async def claims(etcd: EmbeddedEtcd, prefix: str) -> AsyncIterator[OwnService]:
         await client.close()
 
 
-def connection(own: OwnService, severed: list[str]) -> Holdings:
+def connection(own: OwnService, severed: list[str]) -> ClaimingConnection:
     """As a session has one: what ends it frees what it claimed."""
-    holdings = own.connection("tests", lambda reason: (severed.append(reason), own.ended(holdings))[0])
-    return holdings
+    client = own.connection("tests", lambda reason: (severed.append(reason), own.ended(client))[0])
+    return client
 
 
 async def bind(bindings: list[FenceBinding], deadline: float) -> dict[tuple[str, int], int]:
     raise AssertionError(f"no topic has a writer group here: {bindings}")
 
 
-async def claim(own: OwnService, holdings: Holdings, *resources: str, generation: int = 1) -> list[int]:
+async def claim(own: OwnService, client: ClaimingConnection, *resources: str, generation: int = 1) -> list[int]:
     """The error code of each."""
     asked = tuple(OwnResource(each, generation) for each in resources)
-    response = await own.own(holdings, OwnRequest(GROUP, asked), bind)
+    response = await own.own(client, OwnRequest(GROUP, asked), bind)
     assert response.error_code == NONE
     return [each.error_code for each in response.resources]
 
@@ -80,7 +80,7 @@ async def test_a_connection_claims_so_many_resources_and_no_more(etcd: EmbeddedE
 
 async def test_all_connections_claim_so_much_and_no_more(etcd: EmbeddedEtcd, etcd_prefix: str) -> None:
     """What is claimed already may be claimed as ever: the table has it, and its owner is severed."""
-    with mock.patch.object(claiming, "FULL", MOST):
+    with mock.patch.object(acquire, "FULL", MOST):
         async with claims(etcd, etcd_prefix) as own:
             severed: list[str] = []
             first, second = connection(own, severed), connection(own, [])

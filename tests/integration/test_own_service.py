@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest_asyncio
 
 from kproxy.claims.keys import ClaimValue, OwnKeys, encode_value
-from kproxy.claims.releasing import Release
+from kproxy.claims.release import Release
 from kproxy.claims.service import OwnService
-from kproxy.claims.settlement import Settlement
+from kproxy.claims.unsettled import UnsettledWrites
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient, put_op
 from kproxy.etcd.mirror import CHUNK_EVENTS
@@ -27,6 +27,22 @@ GROUP = "writers"
 TTL_S = 5
 # etcd takes at most 128 operations in a transaction.
 OPERATIONS = 100
+
+
+class FencedBrokers:
+    """Brokers that know fences; `released` is what they were told to release."""
+
+    def __init__(self) -> None:
+        self.released: list[Release] = []
+
+    def have_fences(self) -> bool:
+        return True
+
+    def partition_indexes(self, topic: str) -> Collection[int]:
+        return ()
+
+    def release(self, release: Release) -> None:
+        self.released.append(release)
 
 
 class Site:
@@ -48,10 +64,10 @@ class Site:
             ttl_s=TTL_S,
             writer_groups={"t": GROUP},
             timeout_s=TTL_S,
-            settlement=Settlement({"t": GROUP}, asyncio.get_running_loop().time, unsettled_s=60.0),
+            unsettled=UnsettledWrites({"t": GROUP}, asyncio.get_running_loop().time, unsettled_s=60.0),
             counters=Counter(),
         )
-        own.has_fences = lambda: True
+        own.brokers.attach(FencedBrokers())
         await self._stack.enter_async_context(running(own.run()))
         await own.wait_ready()
         return own
@@ -79,8 +95,9 @@ async def claim(own: OwnService, resource: str = "t/0", sever: Callable[[str], N
 async def test_what_a_process_held_whose_lease_has_ended_is_released_by_another(site: Site) -> None:
     """Of the keys that go with a lease, the process's own is told of first: its claims seem to stand still."""
     holder, other = await site.service(port=1), await site.service(port=2)
-    released: list[Release] = []
-    other.releasing.tell = released.append
+    brokers = FencedBrokers()
+    released = brokers.released
+    other.brokers.attach(brokers)
     fence = await claim(holder)
     await eventually(lambda: other.table.row(GROUP, "t/0") is not None, what="the other knows of the claim")
     (kept,) = (await site.client.get_prefix(site.keys.claims)).kvs
@@ -150,10 +167,10 @@ async def test_a_claim_is_given_up_only_where_it_is_the_very_one(site: Site) -> 
     own = await site.service()
     earlier = await claim(own)
     later = await claim(own)
-    own._claiming.delete(GROUP, "t/0", earlier)
+    own._deletions.add(GROUP, "t/0", earlier)
     await own.all_freed()
     assert await site.client.get(site.keys.claim(GROUP, "t/0")) is not None
-    own._claiming.delete(GROUP, "t/0", later)
+    own._deletions.add(GROUP, "t/0", later)
     await own.all_freed()
     assert await site.client.get(site.keys.claim(GROUP, "t/0")) is None
 

@@ -11,22 +11,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from kproxy.cli import main
-from kproxy.proxy.binding import Binder
+from kproxy.proxy.claims import FenceBinder
 from kproxy_codec.error_codes import NONE
 from kproxy_codec.own import FenceBinding
 
 
-async def _bound(self: Binder, bindings: Sequence[FenceBinding], deadline: float) -> dict[tuple[str, int], int]:
+async def _bound(self: FenceBinder, bindings: Sequence[FenceBinding], deadline: float) -> dict[tuple[str, int], int]:
     return {binding[:2]: NONE for binding in bindings}
 
 
-def _not_before(self: Binder, *_: Any) -> None:
+def _not_before(self: FenceBinder, *_: Any) -> None:
     return
 
 
 def switch_off() -> None:
-    Binder.bind = _bound  # type: ignore[method-assign]
-    Binder.before = _not_before  # type: ignore[method-assign]
+    FenceBinder.bind = _bound  # type: ignore[method-assign]
+    FenceBinder.before = _not_before  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -8,10 +8,9 @@ from urllib.parse import urlencode
 import msgspec
 import pytest
 
-from kproxy.claims.desk import ClaimDesk
+from kproxy.claims.admin import ClaimsAdmin, claims_page, whole_page
 from kproxy.claims.keys import ClaimValue, MemberValue, OwnKeys, encode_value
 from kproxy.claims.table import OwnTable
-from kproxy.claims.view import claims_page, whole_page
 from kproxy.etcd import EtcdClient, KeyValue, Snapshot
 from kproxy.observe.admin import Unanswered
 from kproxy.observe.claims import (
@@ -171,10 +170,10 @@ def test_a_full_page_of_the_worst_names_fits_into_a_workers_answer() -> None:
 
 
 async def test_without_etcd_nothing_is_said_to_be_so() -> None:
-    desk = ClaimDesk(EtcdClient(["http://127.0.0.1:1"]), OwnTable(KEYS))
+    admin = ClaimsAdmin(EtcdClient(["http://127.0.0.1:1"]), OwnTable(KEYS))
     with pytest.raises(Unanswered, match="not been read"):
-        desk.page(ClaimsQuery())
+        admin.page(ClaimsQuery())
     with pytest.raises(Unanswered, match=r"127.0.0.1:1 is not connected: what is free by now is not known"):
-        await desk.free(FreeOrder("g"))
-    desk = ClaimDesk(EtcdClient([]), table(claim("g", "a", 10)))
-    assert [row.resource for row in desk.page(ClaimsQuery()).claims] == ["a"]
+        await admin.free(FreeOrder("g"))
+    admin = ClaimsAdmin(EtcdClient([]), table(claim("g", "a", 10)))
+    assert [row.resource for row in admin.page(ClaimsQuery()).claims] == ["a"]

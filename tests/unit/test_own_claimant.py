@@ -336,7 +336,7 @@ async def test_who_leaves_while_claiming_owns_nothing() -> None:
     claiming = asyncio.create_task(claimant.claim())
     while len(library.asked) < 3:
         await asyncio.sleep(0)
-    claimant.give_back()
+    claimant.release()
     with pytest.raises(OwnError, match="is not wanted any more"):
         await claiming
     assert not library.connections[9].is_open

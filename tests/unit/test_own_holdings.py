@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from kproxy.claims.holdings import Holdings
+from kproxy.claims.connection import ClaimingConnection
 from kproxy_codec.own import WHOLE_GROUP
 
 # Of a topic that the group writes, and of one that it does not.
 GATED, OTHER = "t/0", "u/0"
 
 
-def holdings(severed: list[str] | None = None) -> Holdings:
-    made = Holdings(1, "tests", (severed if severed is not None else []).append, lambda topic, group: topic == "t")
+def holdings(severed: list[str] | None = None) -> ClaimingConnection:
+    made = ClaimingConnection(
+        1, "tests", (severed if severed is not None else []).append, lambda topic, group: topic == "t"
+    )
     made.group = "g"
     return made
 
 
-def fence(of: Holdings, topic: bytes = b"t", partition_index: int = 0) -> int:
+def fence(of: ClaimingConnection, topic: bytes = b"t", partition_index: int = 0) -> int:
     return of.write_fence(topic, partition_index)
 
 
@@ -45,9 +47,9 @@ def test_of_a_resource_and_the_whole_group_the_later_counts() -> None:
         own = holdings()
         own.learn(GATED, 2, of_resource)
         own.learn(WHOLE_GROUP, 3, of_whole)
-        counting = own.counting(GATED)
-        assert counting is not None
-        assert counting.fence == 20
+        latest = own.latest(GATED)
+        assert latest is not None
+        assert latest.fence == 20
         # The resource alone is confirmed: the whole need not be for that.
         own.grant([GATED])
         assert fence(own) == 20

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import kafka
@@ -81,3 +83,21 @@ def test_a_refusal_says_what_is_refused_and_why(error_code: int, beginning: str)
     assert str(refused).startswith(beginning)
     assert str(refused).endswith(".")
     assert str(OwnRefused(error_code, "g", "", 3)).startswith("All of it of the group g ")
+
+
+@pytest.mark.parametrize(
+    ("module", "library"),
+    [
+        ("kproxy.claims.client", ""),
+        ("kproxy.fencing.clients", ""),
+        ("kproxy.claims.client.aiokafka", "aiokafka"),
+        ("kproxy.claims.client.kafka_python", "kafka"),
+    ],
+)
+def test_applications_load_the_codec_and_one_client_library(module: str, library: str) -> None:
+    probe = f"import sys, {module}; print(*sorted({{each.partition('.')[0] for each in sys.modules}}))"
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", probe]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    others = {"grpc", "google", "aiohttp", "uvloop", "msgspec", "structlog", "click", "aiokafka", "kafka"} - {library}
+    assert not others & set(loaded)
+    assert {"kproxy_codec", "kproxy"} <= set(loaded)

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from kproxy.claims.service import OwnService
-from kproxy.claims.settlement import Settlement
+from kproxy.claims.unsettled import UnsettledWrites
 from kproxy.etcd import EtcdClient
 from kproxy_codec.error_codes import COORDINATOR_NOT_AVAILABLE, INVALID_REQUEST
 from kproxy_codec.own import FenceBinding, OwnRequest, OwnResource
@@ -40,13 +40,13 @@ async def test_what_is_refused_as_a_whole_is_counted_by_the_resource(
             ttl_s=10,
             writer_groups={},
             timeout_s=0.01,
-            settlement=Settlement({}, time.monotonic, unsettled_s=60),
+            unsettled=UnsettledWrites({}, time.monotonic, unsettled_s=60),
             counters=counters,
         )
-        holdings = own.connection("client", lambda reason: None)
-        response = await own.own(holdings, OwnRequest(group, resources), bind)
+        connection = own.connection("client", lambda reason: None)
+        response = await own.own(connection, OwnRequest(group, resources), bind)
         assert (response.error_code, response.resources) == (error_code, ())
-        assert holdings.group is None, "it is bound to nothing by that"
+        assert connection.group is None, "it is bound to nothing by that"
         assert counters == {"own.refused": refused}
     finally:
         await client.close()

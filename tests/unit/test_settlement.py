@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kproxy.claims.settlement import ALL, EVERYTHING, MAX_PARTITIONS, Place, Settlement, covers
+from kproxy.claims.unsettled import ALL, EVERYTHING, MAX_PARTITIONS, Place, UnsettledWrites, covers
 from kproxy_codec.own import WHOLE_GROUP
 
 PATIENCE_S = 60.0
@@ -14,18 +14,18 @@ A, B = ("t", 0), ("t", 1)
 
 
 class Situation:
-    """A settlement, its clock, and what it told after each change."""
+    """Unsettled writes, their clock, and what they told after each change."""
 
     def __init__(self) -> None:
         self.now = 1_000.0
-        self.settlement = Settlement({"t": "writers", "u": "others"}, lambda: self.now, unsettled_s=PATIENCE_S)
+        self.unsettled = UnsettledWrites({"t": "writers", "u": "others"}, lambda: self.now, unsettled_s=PATIENCE_S)
         self.told: list[list[Place]] = []
-        self.settlement.on_change = lambda: self.told.append(self.settlement.unsettled())
+        self.unsettled.on_change = lambda: self.told.append(self.unsettled.places())
 
     def after(self, seconds: float) -> list[Place]:
         self.now += seconds
-        self.settlement.look()
-        return self.settlement.unsettled()
+        self.unsettled.expire()
+        return self.unsettled.places()
 
 
 @pytest.fixture
@@ -33,41 +33,41 @@ def situation() -> Situation:
     return Situation()
 
 
-def lose(settlement: Settlement) -> None:
-    settlement.note_written_lost(*A)
+def lose(unsettled: UnsettledWrites) -> None:
+    unsettled.note_written_lost(*A)
 
 
-def begin(settlement: Settlement) -> None:
-    settlement.begin(*A)
+def begin(unsettled: UnsettledWrites) -> None:
+    unsettled.begin(*A)
 
 
-def die(settlement: Settlement) -> None:
-    settlement.note_member_gone("m", [("writers", "t/0")])
+def die(unsettled: UnsettledWrites) -> None:
+    unsettled.note_member_gone("m", [("writers", "t/0")])
 
 
-def die_before_saying_so(settlement: Settlement) -> None:
-    settlement.note_member("m", 7, [A])
-    settlement.note_member_gone("m", [])
+def die_before_saying_so(unsettled: UnsettledWrites) -> None:
+    unsettled.note_member("m", 7, [A])
+    unsettled.note_member_gone("m", [])
 
 
-def die_before_seeing_it(settlement: Settlement) -> None:
-    settlement.note_member("m", 7, [])
-    settlement.note_taken("m", "writers", "t/0", 8)
-    settlement.note_member("m", 7, [])
-    settlement.note_member_gone("m", [])
+def die_before_seeing_it(unsettled: UnsettledWrites) -> None:
+    unsettled.note_member("m", 7, [])
+    unsettled.note_taken("m", "writers", "t/0", 8)
+    unsettled.note_member("m", 7, [])
+    unsettled.note_member_gone("m", [])
 
 
-def restore(settlement: Settlement) -> None:
-    settlement.note_member("m", 7, [A])
-    settlement.note_restored()
+def restore(unsettled: UnsettledWrites) -> None:
+    unsettled.note_member("m", 7, [A])
+    unsettled.note_restored()
 
 
 @pytest.mark.parametrize("event", [lose, begin, die, die_before_saying_so, die_before_seeing_it, restore])
 def test_a_partition_is_unsettled_for_its_time_and_no_longer(
-    situation: Situation, event: Callable[[Settlement], None]
+    situation: Situation, event: Callable[[UnsettledWrites], None]
 ) -> None:
-    event(situation.settlement)
-    assert situation.settlement.unsettled() == [A]
+    event(situation.unsettled)
+    assert situation.unsettled.places() == [A]
     assert situation.after(PATIENCE_S - 1) == [A]
     assert situation.after(2) == []
     assert situation.told == [[A], []]
@@ -76,75 +76,75 @@ def test_a_partition_is_unsettled_for_its_time_and_no_longer(
 
 
 def test_what_is_answered_is_settled_at_once(situation: Situation) -> None:
-    hold = situation.settlement.begin(*A)
-    situation.settlement.begin(*B)
-    situation.settlement.done(hold)
-    assert situation.settlement.unsettled() == [B]
+    hold = situation.unsettled.begin(*A)
+    situation.unsettled.begin(*B)
+    situation.unsettled.done(hold)
+    assert situation.unsettled.places() == [B]
     assert situation.told == [[A], [A, B], [B]]
 
 
 def test_a_partition_is_held_until_the_last_answer(situation: Situation) -> None:
-    first, second = situation.settlement.begin(*A), situation.settlement.begin(*A)
-    situation.settlement.done(first)
-    situation.settlement.done(first)
-    assert situation.settlement.unsettled() == [A]
-    situation.settlement.done(second)
-    assert situation.settlement.unsettled() == []
+    first, second = situation.unsettled.begin(*A), situation.unsettled.begin(*A)
+    situation.unsettled.done(first)
+    situation.unsettled.done(first)
+    assert situation.unsettled.places() == [A]
+    situation.unsettled.done(second)
+    assert situation.unsettled.places() == []
     assert situation.told == [[A], []]
 
 
 def test_an_answer_does_not_settle_what_was_lost(situation: Situation) -> None:
     """The same batch sent again: its first copy may come after its answer."""
-    hold = situation.settlement.begin(*A)
-    situation.settlement.note_written_lost(*A)
-    situation.settlement.done(hold)
-    assert situation.settlement.unsettled() == [A]
+    hold = situation.unsettled.begin(*A)
+    situation.unsettled.note_written_lost(*A)
+    situation.unsettled.done(hold)
+    assert situation.unsettled.places() == [A]
     assert situation.after(PATIENCE_S) == []
 
 
 def test_time_counts_from_the_last_event(situation: Situation) -> None:
-    situation.settlement.note_written_lost(*A)
+    situation.unsettled.note_written_lost(*A)
     situation.after(40)
-    situation.settlement.note_written_lost(*A)
+    situation.unsettled.note_written_lost(*A)
     assert situation.after(40) == [A]
     assert situation.after(20) == []
     assert situation.told == [[A], []]
 
 
 def test_an_answer_after_its_time_changes_nothing(situation: Situation) -> None:
-    late = situation.settlement.begin(*A)
+    late = situation.unsettled.begin(*A)
     situation.after(PATIENCE_S)
-    hold = situation.settlement.begin(*A)
-    situation.settlement.done(late)
-    assert situation.settlement.unsettled() == [A]
-    situation.settlement.done(hold)
-    assert situation.settlement.unsettled() == []
+    hold = situation.unsettled.begin(*A)
+    situation.unsettled.done(late)
+    assert situation.unsettled.places() == [A]
+    situation.unsettled.done(hold)
+    assert situation.unsettled.places() == []
 
 
 def test_what_comes_back_before_anybody_looked_stays(situation: Situation) -> None:
-    situation.settlement.note_written_lost(*A)
+    situation.unsettled.note_written_lost(*A)
     situation.now += PATIENCE_S
-    situation.settlement.note_written_lost(*A)
+    situation.unsettled.note_written_lost(*A)
     assert situation.after(0) == [A]
 
 
 def test_a_member_that_confirmed_leaves_nothing_behind(situation: Situation) -> None:
-    settlement = situation.settlement
-    settlement.note_member("m", 7, [A])
-    settlement.note_taken("m", "writers", "t/1", 8)
-    settlement.note_member("m", 8, [])
-    settlement.note_member_gone("m", [])
+    unsettled = situation.unsettled
+    unsettled.note_member("m", 7, [A])
+    unsettled.note_taken("m", "writers", "t/1", 8)
+    unsettled.note_member("m", 8, [])
+    unsettled.note_member_gone("m", [])
     assert situation.told == []
 
 
 def test_what_was_taken_from_one_that_is_gone_is_known_of_already(situation: Situation) -> None:
-    settlement = situation.settlement
-    settlement.note_member("m", 7, [])
-    settlement.note_member_gone("m", [("writers", "t/0")])
+    unsettled = situation.unsettled
+    unsettled.note_member("m", 7, [])
+    unsettled.note_member_gone("m", [("writers", "t/0")])
     situation.after(PATIENCE_S)
-    settlement.note_taken("m", "writers", "t/0", 9)
-    settlement.note_member_gone("m", [])
-    assert settlement.unsettled() == []
+    unsettled.note_taken("m", "writers", "t/0", 9)
+    unsettled.note_member_gone("m", [])
+    assert unsettled.places() == []
 
 
 @pytest.mark.parametrize(
@@ -184,40 +184,40 @@ def test_what_is_listed_keeps_from_a_claim(listed: list[Place], place: Place, co
 def test_a_claim_is_one_of_what_its_group_alone_writes(
     situation: Situation, group: str, resource: str, places: list[Place]
 ) -> None:
-    settlement = situation.settlement
-    assert settlement.places(group, resource) == places
-    settlement.note_member_gone("m", [(group, resource)])
-    assert settlement.unsettled() == places
-    assert settlement.keeps_back(group, resource, settlement.unsettled()) is bool(places)
-    assert not settlement.keeps_back(group, resource, [("elsewhere", 0)])
+    unsettled = situation.unsettled
+    assert unsettled.places_of(group, resource) == places
+    unsettled.note_member_gone("m", [(group, resource)])
+    assert unsettled.places() == places
+    assert unsettled.blocks(group, resource, unsettled.places()) is bool(places)
+    assert not unsettled.blocks(group, resource, [("elsewhere", 0)])
 
 
 def test_beyond_the_bound_more_is_unsettled_never_less(situation: Situation) -> None:
-    settlement = situation.settlement
+    unsettled = situation.unsettled
     places = [(f"topic-{number}", index) for number in range(2 * MAX_PARTITIONS) for index in (0, 1)]
-    holds = [settlement.begin(*place) for place in places]
-    listed = settlement.unsettled()
+    holds = [unsettled.begin(*place) for place in places]
+    listed = unsettled.places()
     assert len(listed) == 2 * MAX_PARTITIONS + 1
     assert all(covers(listed, *place) for place in places)
     for hold in holds:
-        settlement.done(hold)
-    assert settlement.unsettled() == []
+        unsettled.done(hold)
+    assert unsettled.places() == []
 
 
 def test_a_topic_of_many_partitions_is_unsettled_as_a_whole(situation: Situation) -> None:
-    settlement = situation.settlement
-    settlement.note_member_gone("m", [("writers", f"t/{index}") for index in range(3 * MAX_PARTITIONS)])
-    listed = settlement.unsettled()
+    unsettled = situation.unsettled
+    unsettled.note_member_gone("m", [("writers", f"t/{index}") for index in range(3 * MAX_PARTITIONS)])
+    listed = unsettled.places()
     assert len(listed) == MAX_PARTITIONS + 1
     assert covers(listed, "t", 2 * MAX_PARTITIONS)
     assert not covers(listed, "u", 0)
 
 
 def test_much_that_was_taken_from_a_member_is_not_forgotten(situation: Situation) -> None:
-    settlement = situation.settlement
-    settlement.note_member("m", 7, [])
+    unsettled = situation.unsettled
+    unsettled.note_member("m", 7, [])
     for index in range(2 * MAX_PARTITIONS):
-        settlement.note_taken("m", "writers", f"t/{index}", 8 + index)
-    settlement.note_member("m", 7 + 2 * MAX_PARTITIONS - 1, [])
-    settlement.note_member_gone("m", [])
-    assert covers(settlement.unsettled(), "t", 2 * MAX_PARTITIONS - 1)
+        unsettled.note_taken("m", "writers", f"t/{index}", 8 + index)
+    unsettled.note_member("m", 7 + 2 * MAX_PARTITIONS - 1, [])
+    unsettled.note_member_gone("m", [])
+    assert covers(unsettled.places(), "t", 2 * MAX_PARTITIONS - 1)

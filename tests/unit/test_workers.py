@@ -17,8 +17,8 @@ from kproxy.observe.metrics import ProxyCollector, Vitals
 from kproxy.observe.table import TableView
 from kproxy.observe.tally import Tally
 from kproxy.routing.topology import Topology
+from kproxy.workers.admin import combine_readiness
 from kproxy.workers.channel import Assignment
-from kproxy.workers.pages import of_all
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 7])
@@ -148,4 +148,4 @@ STARTING = Readiness(False, "starting: the routing table is not loaded yet")
     ],
 )
 def test_workers_are_ready_while_one_of_them_is(said: list[Readiness], ready: bool, text: str) -> None:
-    assert of_all(dict(enumerate(said, 1))) == Readiness(ready, text)
+    assert combine_readiness(dict(enumerate(said, 1))) == Readiness(ready, text)

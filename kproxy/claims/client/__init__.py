@@ -1,4 +1,4 @@
-"""Owning something with a stock client: the Own API (the Kafka wiki's "Single Reader/Writer") for applications.
+"""Own resources with a stock client: the Own API (the Kafka wiki's "Single Reader/Writer") for applications.
 
 aiokafka (0.14), a producer or a consumer:
 
@@ -11,35 +11,34 @@ kafka-python (3.0), a producer or a consumer:
         producer.send("orders", b"...", partition=0).get()
         ownership.check()
 
-Either claims on the connections that the client itself produces or fetches on, when the block is entered. It raises
-OwnRefused where somebody else owns a resource with a higher generation, OwnNotOffered where no kproxy with etcd is
-there, OwnError for whatever else; nothing is claimed then. When the block is left, what the producer still has is sent
-and these connections are closed, whereupon the resources are free; the client opens new ones as it needs them.
+Both claim on the connections that the client itself produces or fetches on, when the block is entered. They raise
+OwnRefused where another client owns a resource with a higher generation, OwnNotOffered where no kproxy with etcd
+answers, OwnError for any other failure; nothing is claimed then. At the end of the block the producer's pending records
+are sent and these connections are closed, which frees the resources; the client opens new connections as it needs them.
 
-What is owned
+Resources and generations
     `resources` are "topic/partition", (topic, partition) or any other names; None for the whole group. A topic's writes
     are gated by the group that the proxies are given for it (--writer-group TOPIC=GROUP), its reads by any group.
-    `generation` is the one they are owned with: whoever claims with the same or a higher one takes over. 0 takes over
-    from anybody and is 1 from then on. A whole group is granted the highest that there is in it.
+    They are owned with `generation`: a client that claims with the same or a higher one takes over. 0 takes over from
+    any owner and counts as 1 from then on. A whole group is granted the highest generation in it.
     `stand_by=True` waits until nobody owns them with this generation or a higher one. It asks with one less, so that of
-    two with the same generation the second one waits for the first.
+    two clients with the same generation the second one waits for the first.
 
-What happens when it is lost, because somebody took over, or because the connection or the proxy broke
-    `own` cancels the block and raises Severed out of it, as asyncio.timeout does; with cancels_body=False it raises
-    when the block is left. `own_sync` raises Severed when the block is left, and `ownership.check()` does so earlier.
+Losing ownership, because another client took over, or because the connection or the proxy broke
+    `own` cancels the block and raises Severed out of it, as asyncio.timeout does; with cancels_body=False it raises at
+    the end of the block. `own_sync` raises Severed at the end of the block, and `ownership.check()` does so earlier.
     `ownership.is_valid`, `ownership.severed` and `ownership.wait_severed()` tell, and `on_severed` is called, on the
     event loop or the client's own thread, before any record that was under way is reported as failed.
-    From then on whatever the client would send to produce or fetch fails, its own resends too; what it had sent without
-    having been answered may have been written, or not. A producer that has been severed is of no use any more, as the
-    sequence of an idempotent one is broken: close it and make a new one.
-    A connection that is cut without a word, or whose proxy stands still, is found out within three times
-    `check_every_s`.
+    From then on every produce and fetch request of the client fails, its own resends too; a request that was sent and
+    not answered may have been written, or not. Close a producer that was severed and make a new one: the sequence of an
+    idempotent producer is broken.
+    A connection that breaks silently, or whose proxy hangs, is detected within three times `check_every_s`.
 
-Claiming again: not unless `reclaim=True`
-    Then a lost connection is opened again, and what the client would send waits until it is claimed once more, with the
-    generation it was owned with. This takes nothing from anybody who owns it with that generation by then: it is tried
-    for `timeout_s`, and then it is severed after all. In between others may have owned it and written; what was under
-    way before is written after them.
+Claiming again: only with `reclaim=True`
+    A lost connection is opened again, and the client's requests wait until the resources are claimed once more, with
+    the generation they were owned with. This takes nothing from a client that owns them with that generation by then:
+    it is tried for `timeout_s`, and the ownership is severed if that fails. In between others may have owned and
+    written; requests that were under way before are written after theirs.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from kproxy.claims.client.claimant import Ownership
 from kproxy.claims.client.errors import OwnError, OwnNotOffered, OwnRefused, Severed
-from kproxy.claims.client.ownership import Ownership
 from kproxy.claims.client.plan import plan_of
 
 if TYPE_CHECKING:
-    # Either library is there only where an application uses it.
+    # Each library is installed only where an application uses it.
     from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
     from kafka import KafkaConsumer, KafkaProducer
 
@@ -75,11 +74,11 @@ def own(
     cancels_body: bool = True,
     on_severed: Callable[[Severed], None] | None = None,
 ) -> AioOwn:
-    """`async with own(...) as ownership`, for a client of aiokafka that has been started, else RuntimeError.
+    """Own resources in `async with own(...) as ownership`, with a started client of aiokafka, else RuntimeError.
 
-    `timeout_s` is for how long a claim, a second claim and the sending of what is left are tried, each; standing by has
-    no end. Unless you are in a hurry it is longer than the proxies wait for what can never be known
-    (limits.own_unsettled_s). Raises ValueError and TypeError for arguments that make no sense.
+    `timeout_s` bounds each of a claim, a second claim and the sending of pending records, in seconds; standing by has
+    no bound. The default is longer than the proxies wait for answers that may never come (limits.own_unsettled_s).
+    Raises ValueError and TypeError for invalid arguments.
     """
     from kproxy.claims.client.aiokafka import AioOwn
 
@@ -107,7 +106,7 @@ def own_sync(
     check_every_s: float = 2.0,
     on_severed: Callable[[Severed], None] | None = None,
 ) -> SyncOwn:
-    """`with own_sync(...) as ownership`, for a client of kafka-python; otherwise as `own`."""
+    """Own resources in `with own_sync(...) as ownership`, with a client of kafka-python; otherwise like `own`."""
     from kproxy.claims.client.kafka_python import SyncOwn
 
     plan = plan_of(

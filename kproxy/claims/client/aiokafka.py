@@ -1,8 +1,8 @@
-"""Owning with aiokafka: how its producers and consumers claim on the connections that they use.
+"""`own` for aiokafka: claim on the connections that its producers and consumers use.
 
-Their requests go out through `AIOKafkaClient.send`, on one connection for each node, which is opened by the first of
-them and again by the next one after it has closed. All of this is aiokafka 0.14's own, most of it under names with an
-underscore; the tests run it.
+Their requests go out through `AIOKafkaClient.send`, on one connection for each node. The first request opens it, and
+the next one after it has closed opens it again. All of this belongs to aiokafka 0.14, most of it under private names;
+the tests run it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from aiokafka.conn import AIOKafkaConnection, CloseReason
 from aiokafka.errors import KafkaError, PolicyViolationError
 from aiokafka.protocol.admin import ApiVersionRequest
 
-from kproxy.claims.client.claimant import Claimant, State
+from kproxy.claims.client.claimant import Claimant, Ownership, State, enter, leave
 from kproxy.claims.client.errors import NOT_OFFERED, ConnectionLost, OwnError, OwnNotOffered, Severed
-from kproxy.claims.client.ownership import Ownership, enter, leave
 from kproxy.claims.client.plan import ClaimPlan
 from kproxy_codec.api_keys import FETCH, OWN, PRODUCE
 from kproxy_codec.errors import CodecError
@@ -40,14 +39,14 @@ class AioOwnership(Ownership):
 
     def __init__(self, claimant: Claimant[Any]) -> None:
         super().__init__(claimant)
-        self._told: asyncio.Future[Severed] = asyncio.get_running_loop().create_future()
+        self._loss: asyncio.Future[Severed] = asyncio.get_running_loop().create_future()
 
     async def wait_severed(self) -> Severed:
-        """Until it is not owned any more."""
-        return await asyncio.shield(self._told)
+        """Wait until it is no longer owned."""
+        return await asyncio.shield(self._loss)
 
     def tell(self, severed: Severed) -> None:
-        self._told.set_result(severed)
+        self._loss.set_result(severed)
 
 
 class AioOwn:
@@ -71,7 +70,7 @@ class AioOwn:
             )
         self._plan = plan
         self._cancels_body = cancels_body
-        self._told = on_severed
+        self._on_severed = on_severed
         self._driver = _Driver(self._kafka)
         self._claimant = Claimant(plan, self._driver, self._severed)
         self._ownership = AioOwnership(self._claimant)
@@ -84,7 +83,7 @@ class AioOwn:
     async def __aenter__(self) -> AioOwnership:
         """Raises OwnRefused, OwnNotOffered and OwnError; nothing is claimed then."""
         if self._kafka._sync_task is None:
-            # Nobody would ever answer its wish for metadata.
+            # Nothing would ever answer its request for metadata.
             raise RuntimeError("this client is not running: start it before own(), and stop it after that")
         enter(self._kafka)
         try:
@@ -100,7 +99,7 @@ class AioOwn:
         return self._ownership
 
     async def _flush(self, when: str) -> None:
-        """What the producer has taken already is not to travel under a claim that it was not meant for."""
+        """Send the producer's pending records, which belong to no claim or to the one that ends."""
         if self._producer is None:
             return
         try:
@@ -111,8 +110,8 @@ class AioOwn:
                 f"The producer still has records to send {when}, after {self._plan.timeout_s:g} s; use a new producer."
             ) from None
 
-    async def _send_what_is_left(self, error: BaseException | None) -> None:
-        """While it is owned; once severed, all of it fails. Nobody waits for it who is to stop at once."""
+    async def _send_pending(self, error: BaseException | None) -> None:
+        """Send pending records while they are owned, unless the block must end at once. They fail once severed."""
         if self._claimant.severed is None:
             if error is None or isinstance(error, Exception):
                 await self._flush("before it can give back what it owns")
@@ -127,15 +126,15 @@ class AioOwn:
         if self._cancels_body and self._body is not None and not self._body.done():
             self._is_cancelled = True
             self._body.cancel()
-        if self._told is not None:
-            self._told(severed)
+        if self._on_severed is not None:
+            self._on_severed(severed)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
             is_ours = await self._uncancelled(error)
-            await self._send_what_is_left(error)
+            await self._send_pending(error)
         finally:
             await self._leave()
         severed = self._claimant.severed
@@ -143,15 +142,15 @@ class AioOwn:
             raise severed from error
 
     async def _uncancelled(self, error: BaseException | None) -> bool:
-        """Whether it is our own cancellation, and nobody else's, that ends the block; it is over then."""
+        """Take back our cancellation of the block. Return whether it alone ends the block."""
         body = self._body
-        # From here on it is not interrupted any more.
+        # From here on `_severed` does not cancel it.
         self._body = None
         if not self._is_cancelled or body is None:
             return False
         is_under_way = isinstance(error, asyncio.CancelledError)
         if not is_under_way:
-            # It was asked for when nothing was left to interrupt, and comes with the next await.
+            # The block had ended before the cancellation arrived; it arrives with the next await.
             with suppress(asyncio.CancelledError):
                 await asyncio.sleep(0)
         is_ours = body.uncancel() <= self._cancelling
@@ -160,10 +159,10 @@ class AioOwn:
         return is_ours
 
     async def _leave(self) -> None:
-        closed = self._claimant.give_back()
+        closed = self._claimant.release()
         self._gate.open()
         leave(self._kafka)
-        # It ends by itself, as the state is LEFT, unless it waits for an answer.
+        # It ends by itself in LEFT, unless it waits for an answer.
         self._keeper.cancel()
         await asyncio.wait([self._keeper])
         ends = [asyncio.ensure_future(end) for each in closed if (end := each._closed_fut) is not None]
@@ -175,7 +174,7 @@ class AioOwn:
 
 
 class _Gate:
-    """Holds back what would go out on a connection that is not claimed, while something is owned: invariant 3."""
+    """Holds back requests on connections without claims while something is owned: the claimant's invariant 3."""
 
     def __init__(self, kafka: AIOKafkaClient, claimant: Claimant[Any]) -> None:
         self._kafka = kafka
@@ -185,16 +184,16 @@ class _Gate:
         self._kafka.send = self._send
 
     def open(self) -> None:
-        # What was there before is the class' own method.
+        # Uncovers the method of the class.
         del self._kafka.send
 
     async def _send(self, node_id: int, request: Any, *, group: ConnectionGroup = ConnectionGroup.DEFAULT) -> Any:
         is_gated = request.API_KEY in (PRODUCE, FETCH)
         while is_gated:
             await self._settled()
-            # It opens a connection where there is none any more, and the one before may have been a claimed one.
+            # This may open a new connection in place of one with claims.
             await self._kafka.ready(node_id, group=group)
-            self._claimant.notice()
+            self._claimant.close_ended()
             is_gated = self._claimant.state in (State.RECLAIMING, State.SEVERED)
         return await AIOKafkaClient.send(self._kafka, node_id, request, group=group)
 
@@ -207,7 +206,7 @@ class _Gate:
 
 
 class _Driver:
-    """See client_plan.Driver."""
+    """Implements plan.Driver."""
 
     def __init__(self, kafka: AIOKafkaClient) -> None:
         self._kafka = kafka
@@ -265,7 +264,7 @@ class _Driver:
             if before is not None:
                 before(closing, reason)
 
-        # Called before anybody who waits for an answer gets to run.
+        # aiokafka calls it before tasks that wait for an answer run.
         connection._on_close_cb = closed
 
     async def ask(self, connection: AIOKafkaConnection, request: OwnRequest, timeout_s: float) -> OwnResponse:
@@ -293,12 +292,12 @@ def _address(connection: AIOKafkaConnection) -> str:
     return f"{connection.host}:{connection.port}"
 
 
-# The codec counts from the length prefix of a frame, which the library has taken off.
+# The codec expects the length prefix of a frame, which the library has removed.
 _PREFIX: Final = bytes(LENGTH_BYTES)
 
 
 class _OwnCall:
-    """An Own request, as AIOKafkaConnection.send takes requests: it builds and reads them through these names."""
+    """An Own request in the form that AIOKafkaConnection.send expects."""
 
     API_KEY = OWN
 

@@ -1,26 +1,26 @@
-"""How a client comes to own something and learns that it does not any more, whichever library carries its requests.
+"""Claim resources and detect their loss, with any client library (`plan.Driver`).
 
-A claim stands on a connection, so it is asked for on the very one that the library produces on (or fetches on): for
-`topic/partition` the one to the node that Metadata names as the partition's leader, which after the claim is the
-proxy that holds it; for any other resource, and for a whole group, one of them.
+A claim belongs to a connection, so it is made on the connection on which the library produces (or fetches): for
+`topic/partition` the one to the leader in Metadata, which after the claim is the proxy that holds it; for any other
+resource, and for a whole group, the one to any proxy.
 
 States and transitions:
-    CLAIMING    -> OWNED        all of it is granted, with the generation asked for, and nothing has moved meanwhile
+    CLAIMING    -> OWNED        all is granted, with the generation asked for, and no leader has moved meanwhile
     OWNED       -> RECLAIMING   a connection with claims has closed, and `reclaim` says to claim them again
     RECLAIMING  -> OWNED        they are granted again
     OWNED, RECLAIMING -> SEVERED    a connection with claims has closed; or claiming again has failed
-    any         -> LEFT         the claims are given back
+    any         -> LEFT         the claims are released
 
 Invariants:
-    1. SEVERED is final, and whole: of several resources none is owned any more once one has been lost.
+    1. SEVERED is final, and for all: once one of several resources is lost, none is owned any more.
     2. `is_valid` is true only while OWNED and every connection with claims is open, as far as this process can know.
-    3. SEVERED and RECLAIMING stand before anybody who waits on the lost connection hears of its end, and before the
+    3. The state is SEVERED or RECLAIMING before a request on the lost connection is reported as failed, and before the
        library can send again: produce and fetch requests wait while RECLAIMING and fail once SEVERED.
-    4. Nobody keeps a part: whoever is refused one of several resources gives all of them back before asking again.
+    4. A refusal of one of several resources releases all of them before they are asked for again.
     5. In LEFT every connection on which something was asked for is closed.
 
-A first claim is granted with generation 1 whatever was asked for (the Kafka wiki's "Single Reader/Writer"): it is
-raised to the generation asked for, on the same connection, before it counts as owned.
+A first claim is granted with generation 1 whatever was asked for (the Kafka wiki's "Single Reader/Writer"): a second
+request on the same connection raises it to the generation asked for, before it counts as owned.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ import logging
 import random
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Generic
+from typing import Any, Generic
+from weakref import WeakSet
 
 from kproxy.claims.client.errors import ConnectionLost, OwnError, OwnRefused, Severed
 from kproxy.claims.client.plan import NO_LEADER, ClaimPlan, ConnectionT, Driver, Held
@@ -40,7 +41,7 @@ from kproxy_codec.own import WHOLE_GROUP, OwnedResource, OwnRequest, OwnResource
 
 _ASK_AGAIN_S = 0.1
 _TRY_AGAIN_S = 0.25
-# Of `check_every_s`: how long an answer may take when nothing else is under way.
+# In units of `check_every_s`: how long an answer may take when nothing else is under way.
 _PING_PATIENCE = 2
 _LOOKS_AT_LEADERS = 3
 _RETRIABLE = (REQUEST_TIMED_OUT, COORDINATOR_NOT_AVAILABLE)
@@ -61,7 +62,7 @@ def _distinct(connections: Iterable[ConnectionT]) -> list[ConnectionT]:
 
 
 class _Again(Exception):
-    """Not now; `problem` is what to raise where there is no time left."""
+    """Try again; if no time is left raise `problem`."""
 
     def __init__(self, problem: OwnError) -> None:
         super().__init__(str(problem))
@@ -69,7 +70,7 @@ class _Again(Exception):
 
 
 class Claimant(Generic[ConnectionT]):
-    """One `own(...)`. `on_severed` is called once, where the library tells of the connection's end."""
+    """One `own(...)`. `on_severed` is called once, where the library reports the connection's end."""
 
     def __init__(self, plan: ClaimPlan, driver: Driver[ConnectionT], on_severed: Callable[[Severed], None]) -> None:
         self.plan = plan
@@ -77,37 +78,33 @@ class Claimant(Generic[ConnectionT]):
         self.severed: Severed | None = None
         self._driver = driver
         self._on_severed = on_severed
-        self._held: dict[str, Held[ConnectionT]] = {}
-        # The latest grants, what is lost since included.
+        self.held: dict[str, Held[ConnectionT]] = {}
+        # The latest grants, those lost since included.
         self.granted: dict[str, Held[ConnectionT]] = {}
         self._lost: set[str] = set()
         self._watched: list[ConnectionT] = []
-        # With every request that a claim may stand for: an unanswered one, too.
+        # Connections that may have claims: an unanswered request may have made one, too.
         self._claimed_on: list[ConnectionT] = []
         self._moved: set[str] = set()
         self._held_back: list[Callable[[], None]] = []
 
     @property
     def is_valid(self) -> bool:
-        return self.state is State.OWNED and all(self._driver.is_open(each.connection) for each in self._held.values())
-
-    @property
-    def held(self) -> dict[str, Held[ConnectionT]]:
-        return self._held
+        return self.state is State.OWNED and all(self._driver.is_open(each.connection) for each in self.held.values())
 
     # Claiming
 
     async def claim(self) -> None:
-        """Own all of it. Raises OwnError, with nothing claimed; so does whatever else ends it early."""
+        """Claim all resources. After OwnError, or any other exception, nothing is claimed."""
         plan = self.plan
         deadline = None if plan.stand_by else self._driver.now() + plan.timeout_s
         generation = plan.yielding if plan.stand_by else plan.generation
         try:
             await self._claim(plan.resources, generation, deadline)
         except BaseException:
-            self.give_back()
+            self.release()
             raise
-        # Between the last look and here nothing else has run.
+        # Nothing else has run since the last check of the leaders.
         self.state = State.OWNED
 
     async def _claim(self, resources: Sequence[str], generation: int, deadline: float | None) -> None:
@@ -118,12 +115,12 @@ class Claimant(Generic[ConnectionT]):
                 problem = again.problem
             except ConnectionLost as lost:
                 problem = OwnError(f"{self._described(resources)} could not be claimed: {lost}.")
-            self._go_on()
+            self._check_wanted()
             if self.state is State.CLAIMING:
                 self._forget()
             if deadline is not None and self._driver.now() >= deadline:
                 raise problem
-            # Two that ask for the same at the same moments would for ever find a part with each other.
+            # Two clients that ask for the same at the same moments would refuse each other for ever.
             await self._driver.wait(_TRY_AGAIN_S * random.uniform(0.5, 1.5))  # noqa: S311 - no secret
 
     async def _claim_once(self, resources: Sequence[str], generation: int, deadline: float | None) -> None:
@@ -134,10 +131,10 @@ class Claimant(Generic[ConnectionT]):
             connection = await self._driver.open(node)
             self._watch(connection)
             await self._ask(connection, node, dict.fromkeys(names, generation), deadline)
-        await self._see_leaders(resources)
+        await self._check_leaders(resources)
 
     async def _nodes(self, resources: Sequence[str]) -> dict[str, int]:
-        """Where each is to be claimed."""
+        """Return the node on which to claim each resource."""
         driver = self._driver
         partitions = {each: partition for each in resources if (partition := resource_partition(each)) is not None}
         await driver.refresh({topic for topic, _ in partitions.values()})
@@ -147,16 +144,16 @@ class Claimant(Generic[ConnectionT]):
         known = [node for node in nodes.values() if node is not None]
         somewhere = next(iter(known), None)
         if somewhere is None:
-            somewhere = next((each.node for each in self._held.values()), driver.any_node())
+            somewhere = next((each.node for each in self.held.values()), driver.any_node())
         if somewhere is None:
             raise ConnectionLost("no proxy is known")
-        # A partition that does not exist yet is led by whoever claimed it, once it does.
+        # Once a partition that does not exist yet is created, the proxy that claimed it leads it.
         return {each: somewhere if (node := nodes.get(each)) is None else node for each in resources}
 
     async def _ask(self, connection: ConnectionT, node: int, asked: dict[str, int], deadline: float | None) -> None:
-        """Until each is granted with the generation that was asked for in the first place."""
+        """Ask until each resource is granted with the generation of the plan."""
         while asked:
-            self._go_on()
+            self._check_wanted()
             self._claimed_on.append(connection)
             response = await self._driver.ask(connection, self._request(asked), self.plan.timeout_s)
             if response.error_code == NONE and {each.resource for each in response.resources} != set(asked):
@@ -165,16 +162,16 @@ class Claimant(Generic[ConnectionT]):
             if response.error_code != NONE:
                 answers = tuple(OwnedResource(each, response.error_code) for each in asked)
             if all(each.error_code == FENCED_INSTANCE_ID for each in answers):
-                # It goes on serving whoever stands by.
+                # The connection has no claim: a client that stands by keeps using it.
                 self._claimed_on.pop()
             later = {}
             for each in answers:
-                generation = self._judge(each, asked[each.resource], deadline)
+                generation = self._next_generation(each, asked[each.resource], deadline)
                 if generation is not None:
                     later[each.resource] = generation
                 else:
-                    self._held[each.resource] = Held(connection, node, each.generation, each.fence)
-                    self.granted[each.resource] = self._held[each.resource]
+                    self.held[each.resource] = Held(connection, node, each.generation, each.fence)
+                    self.granted[each.resource] = self.held[each.resource]
             if any(each.error_code in _RETRIABLE for each in answers):
                 await self._driver.wait(_ASK_AGAIN_S)
             asked = later
@@ -184,25 +181,25 @@ class Claimant(Generic[ConnectionT]):
             return OwnRequest(self.plan.group, None)
         return OwnRequest(self.plan.group, tuple(OwnResource(*each) for each in asked.items()))
 
-    def _judge(self, owned: OwnedResource, asked: int, deadline: float | None) -> int | None:
-        """None where it is owned now; the generation to ask with next; or raises OwnRefused or _Again."""
+    def _next_generation(self, owned: OwnedResource, asked: int, deadline: float | None) -> int | None:
+        """Return None for an owned resource, else the next generation to ask with. Raises OwnRefused, _Again."""
         code = owned.error_code
         if code == NONE:
             is_raised = owned.resource == WHOLE_GROUP or owned.generation >= self.plan.generation
             return None if is_raised else self.plan.generation
         refused = OwnRefused(code, self.plan.group, owned.resource, asked)
         if code in _RETRIABLE and (deadline is None or self._driver.now() < deadline):
-            # It stands, unconfirmed; asking with 0 once more would be one more claim.
+            # The claim stands, unconfirmed; asking with 0 once more would make another claim.
             return FIRST_GENERATION if asked == RESET and code == REQUEST_TIMED_OUT else asked
         if code == FENCED_INSTANCE_ID and (self.plan.stand_by or self.state is State.RECLAIMING):
             raise _Again(refused)
         raise refused
 
-    async def _see_leaders(self, resources: Sequence[str]) -> None:
-        """Metadata names, for each, the node on which it was claimed: what is produced takes that connection."""
+    async def _check_leaders(self, resources: Sequence[str]) -> None:
+        """Check that Metadata names the claiming nodes as leaders: produced records take these connections."""
         topics = self._topics(resources)
         if WHOLE_GROUP in resources:
-            # Who leads changes with it. What the next answer says may have been asked for before it was granted.
+            # The claim changes the leaders. The next answer may be to a request from before the grant.
             await self._driver.refresh(topics)
         for _ in range(_LOOKS_AT_LEADERS):
             await self._driver.refresh(topics)
@@ -211,11 +208,11 @@ class Claimant(Generic[ConnectionT]):
             await self._driver.wait(_ASK_AGAIN_S)
         else:
             raise _Again(OwnError(f"{self._described(self._elsewhere())} was claimed by somebody else meanwhile."))
-        self._go_on()
-        if gone := [each for each in resources if each not in self._held]:
+        self._check_wanted()
+        if gone := [each for each in resources if each not in self.held]:
             raise ConnectionLost(f"the connection that {', '.join(gone)} was claimed on has closed")
 
-    def _go_on(self) -> None:
+    def _check_wanted(self) -> None:
         if self.state is State.LEFT:
             raise OwnError(f"{self._described(self.plan.resources)} is not wanted any more.")
 
@@ -223,9 +220,9 @@ class Claimant(Generic[ConnectionT]):
         return {partition[0] for each in resources if (partition := resource_partition(each)) is not None}
 
     def _elsewhere(self) -> set[str]:
-        """What Metadata names another node for than the one that it was claimed on."""
+        """Return the resources that Metadata places on another node than the one they were claimed on."""
         found = set()
-        for resource, held in self._held.items():
+        for resource, held in self.held.items():
             partition = resource_partition(resource)
             leader = self._driver.leader(*partition) if partition is not None else None
             if leader not in (None, NO_LEADER, held.node):
@@ -235,7 +232,7 @@ class Claimant(Generic[ConnectionT]):
     # Keeping
 
     async def keep(self) -> None:
-        """See to it that what is lost is noticed, and claimed again where that is wanted; until it is over."""
+        """Detect lost claims, and claim them again if the plan says so; until SEVERED or LEFT."""
         try:
             while self.state in (State.OWNED, State.RECLAIMING):
                 if self._lost:
@@ -256,21 +253,21 @@ class Claimant(Generic[ConnectionT]):
             if self.state is State.RECLAIMING:
                 self._sever(lost, f"it could not be claimed again: {error}")
             return
-        self._lost = {each for each in self._lost if each not in self._held}
+        self._lost = {each for each in self._lost if each not in self.held}
         if self.state is State.RECLAIMING and not self._lost:
             self._become(State.OWNED)
 
     async def _check(self) -> None:
-        """A connection that is cut, or whose proxy stands still, does not close by itself."""
-        for connection in _distinct(each.connection for each in self._held.values()):
+        """Close connections that are broken silently, or whose proxy hangs: they do not close by themselves."""
+        for connection in _distinct(each.connection for each in self.held.values()):
             if self._driver.is_open(connection) and not self._driver.is_busy(connection):
                 try:
                     await self._driver.ping(connection, _PING_PATIENCE * self.plan.check_every_s)
                 except ConnectionLost:
                     self._driver.shut(connection)
         moved = self._elsewhere()
-        for resource in moved & self._moved & self._held.keys():
-            self._driver.shut(self._held[resource].connection)
+        for resource in moved & self._moved & self.held.keys():
+            self._driver.shut(self.held[resource].connection)
         self._moved = moved
         if moved:
             await self._refresh_quietly(moved)
@@ -287,11 +284,11 @@ class Claimant(Generic[ConnectionT]):
             self._driver.watch(connection, lambda: self._closed(connection))
 
     def _closed(self, connection: ConnectionT) -> None:
-        lost = [each for each, held in self._held.items() if held.connection is connection]
+        lost = [each for each, held in self.held.items() if held.connection is connection]
         self._watched = [each for each in self._watched if each is not connection]
         self._claimed_on = [each for each in self._claimed_on if each is not connection]
         for each in lost:
-            del self._held[each]
+            del self.held[each]
         if not lost or self.state not in (State.OWNED, State.RECLAIMING):
             return
         if self.plan.reclaim:
@@ -308,7 +305,7 @@ class Claimant(Generic[ConnectionT]):
         try:
             self._on_severed(self.severed)
         except Exception:
-            # It is the application's own, and called from inside the client library.
+            # The callback is the application's, and runs inside the client library.
             log.exception("on_severed failed")
 
     def _become(self, state: State) -> None:
@@ -318,13 +315,13 @@ class Claimant(Generic[ConnectionT]):
             for go_on in held_back:
                 go_on()
 
-    def notice(self) -> None:
-        """What the library has not told yet, as it does so in a later step of its loop."""
-        for held in [each for each in self._held.values() if not self._driver.is_open(each.connection)]:
+    def close_ended(self) -> None:
+        """Close connections whose end the library reports only in a later step of its loop."""
+        for held in [each for each in self.held.values() if not self._driver.is_open(each.connection)]:
             self._driver.shut(held.connection)
 
     def when_settled(self, go_on: Callable[[], None]) -> None:
-        """At once, or when it is known whether what was lost is owned again."""
+        """Call `go_on` at once or, while RECLAIMING, when that has ended."""
         if self.state is State.RECLAIMING:
             self._held_back.append(go_on)
         else:
@@ -332,8 +329,8 @@ class Claimant(Generic[ConnectionT]):
 
     # Leaving
 
-    def give_back(self) -> list[ConnectionT]:
-        """All claims are free once the proxies have seen the connections' ends. Returns these connections."""
+    def release(self) -> list[ConnectionT]:
+        """Close and return the connections with claims; the proxies free the claims at their ends."""
         shut = self._forget()
         self._become(State.LEFT)
         self._driver.wake()
@@ -342,7 +339,7 @@ class Claimant(Generic[ConnectionT]):
     def _forget(self) -> list[ConnectionT]:
         connections = _distinct(self._claimed_on)
         self._claimed_on.clear()
-        self._held.clear()
+        self.held.clear()
         for connection in connections:
             self._driver.shut(connection)
         return connections
@@ -350,3 +347,58 @@ class Claimant(Generic[ConnectionT]):
     def _described(self, resources: Collection[str]) -> str:
         names = "all of it" if WHOLE_GROUP in resources else ", ".join(sorted(resources))
         return f"{names} of the group {self.plan.group}"
+
+
+class Ownership:
+    """What an application owns, and whether it still does. Any thread may read it.
+
+    `resources` are the names that were claimed; none stand for the whole group, whose name in `fences` is "".
+    """
+
+    def __init__(self, claimant: Claimant[Any]) -> None:
+        self._claimant = claimant
+        self.group = claimant.plan.group
+        self.resources = tuple(each for each in claimant.plan.resources if each != WHOLE_GROUP)
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether it is owned, as far as this process knows. Only an acknowledgement proves a write."""
+        return self._claimant.is_valid
+
+    @property
+    def severed(self) -> Severed | None:
+        """Why it is no longer owned, once that is final."""
+        return self._claimant.severed
+
+    @property
+    def fences(self) -> Mapping[str, int]:
+        """The fence that each resource was granted with. It rises with every grant, those to others included.
+
+        -1 if the proxy sends none. After a loss it is still the latest one.
+        """
+        return {resource: each.fence for resource, each in self._claimant.granted.copy().items()}
+
+    @property
+    def generations(self) -> Mapping[str, int]:
+        """The generation with which each resource is owned, or was last owned."""
+        return {resource: each.generation for resource, each in self._claimant.granted.copy().items()}
+
+    def check(self) -> None:
+        """Raise Severed if it is no longer owned."""
+        if self._claimant.severed is not None:
+            raise self._claimant.severed
+
+
+_clients_in_use: WeakSet[Any] = WeakSet()
+
+
+def enter(kafka: object) -> None:
+    """Refuse a second ownership on one client: both would share its connections, and the first to end closes them."""
+    if kafka in _clients_in_use:
+        raise RuntimeError("this client owns something already: name all resources in one own(), or use another client")
+    _clients_in_use.add(kafka)
+
+
+def leave(kafka: object) -> None:
+    """Allow another ownership on the client."""
+    _clients_in_use.discard(kafka)

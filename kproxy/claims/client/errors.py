@@ -1,4 +1,4 @@
-"""What an application hears when it does not get what it claims, or loses it: plain sentences with the way out."""
+"""Errors of claims, with sentences that tell an application what to do."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NOT_OFFERED = (
 
 
 class OwnError(Exception):
-    """Nothing is claimed, or not any more."""
+    """Nothing is claimed, or no longer."""
 
 
 class OwnNotOffered(OwnError):
@@ -59,7 +59,7 @@ class OwnRefused(OwnError):
 
 
 class Severed(OwnError):
-    """What was owned is not any more. Of what was sent and not acknowledged nobody knows whether it was written."""
+    """The ownership is lost. Records that were sent and not acknowledged may have been written, or not."""
 
     def __init__(self, group: str, resources: tuple[str, ...], sentence: str) -> None:
         super().__init__(sentence)
@@ -68,4 +68,4 @@ class Severed(OwnError):
 
 
 class ConnectionLost(Exception):
-    """Within the helpers: a connection ended or was never there; asking again is worth it."""
+    """A connection ended or could not be opened; the claimant asks again. Never raised to applications."""

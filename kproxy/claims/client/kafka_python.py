@@ -1,9 +1,9 @@
-"""Owning with kafka-python: how its producers and consumers claim on the connections that they use.
+"""`own_sync` for kafka-python: claim on the connections that its producers and consumers use.
 
 Their network runs on a thread of the client's own, and so does everything here but the context manager. Requests go
-out through `KafkaConnectionManager.send`, on one connection for each node, which is opened by the first of them and
-again by the next one after it has closed. All of this is kafka-python 3.0's own, most of it under names with an
-underscore; the tests run it.
+out through `KafkaConnectionManager.send`, on one connection for each node. The first request opens it, and the next one
+after it has closed opens it again. All of this belongs to kafka-python 3.0, most of it under private names; the tests
+run it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from kafka.net.manager import KafkaConnectionManager
 from kafka.net.wakeup_notifier import WakeupNotifier
 from kafka.protocol.metadata import ApiVersionsRequest
 
-from kproxy.claims.client.claimant import Claimant, State
+from kproxy.claims.client.claimant import Claimant, Ownership, State, enter, leave
 from kproxy.claims.client.errors import NOT_OFFERED, ConnectionLost, OwnError, OwnNotOffered, Severed
-from kproxy.claims.client.ownership import Ownership, enter, leave
 from kproxy.claims.client.plan import ClaimPlan
 from kproxy_codec.api_keys import FETCH, OWN, PRODUCE
 from kproxy_codec.errors import CodecError
@@ -53,7 +52,7 @@ class SyncOwnership(Ownership):
         self._is_severed = threading.Event()
 
     def wait_severed(self, timeout_s: float | None = None) -> Severed | None:
-        """Until it is not owned any more; None where `timeout_s` has passed before."""
+        """Wait until it is no longer owned; None if `timeout_s` passes first."""
         self._is_severed.wait(timeout_s)
         return self.severed
 
@@ -79,7 +78,7 @@ class SyncOwn:
             name = type(client).__name__
             raise TypeError(f"own_sync() is for kafka-python's producers and consumers, not {name}; see own")
         self._plan = plan
-        self._told = on_severed
+        self._on_severed = on_severed
         self._claimant = Claimant(plan, _Driver(self._manager), self._severed)
         self._ownership = SyncOwnership(self._claimant)
         self._gate = _Gate(self._manager, self._claimant)
@@ -91,7 +90,7 @@ class SyncOwn:
             self._flush("before it can claim")
             self._run(self._claimant.claim)
         except BaseException:
-            self._run(self._give_back)
+            self._run(self._release)
             leave(self._manager)
             raise
         self._gate.shut()
@@ -99,7 +98,7 @@ class SyncOwn:
         return self._ownership
 
     def _run(self, step: Callable[[], Awaitable[Any]]) -> None:
-        """On the client's thread, to its end."""
+        """Run a coroutine on the client's thread, to its end."""
         ended = threading.Event()
         future = self._manager.call_soon(step)
         future.add_both(lambda _: ended.set())
@@ -108,7 +107,7 @@ class SyncOwn:
             raise future.exception
 
     def _flush(self, when: str) -> None:
-        """What the producer has taken already is not to travel under a claim that it was not meant for."""
+        """Send the producer's pending records, which belong to no claim or to the one that ends."""
         if self._producer is None:
             return
         try:
@@ -118,8 +117,8 @@ class SyncOwn:
                 f"The producer still has records to send {when}, after {self._plan.timeout_s:g} s; use a new producer."
             ) from None
 
-    def _send_what_is_left(self, error: BaseException | None) -> None:
-        """While it is owned; once severed, all of it fails. Nobody waits for it who is to stop at once."""
+    def _send_pending(self, error: BaseException | None) -> None:
+        """Send pending records while they are owned, unless the block must end at once. They fail once severed."""
         if self._claimant.severed is None:
             if error is None or isinstance(error, Exception):
                 self._flush("before it can give back what it owns")
@@ -131,23 +130,23 @@ class SyncOwn:
 
     def _severed(self, severed: Severed) -> None:
         self._ownership.tell()
-        if self._told is not None:
-            self._told(severed)
+        if self._on_severed is not None:
+            self._on_severed(severed)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            self._send_what_is_left(error)
+            self._send_pending(error)
         finally:
-            self._run(self._give_back)
+            self._run(self._release)
             leave(self._manager)
         severed = self._claimant.severed
         if severed is not None and (error is None or isinstance(error, KafkaError)):
             raise severed from error
 
-    async def _give_back(self) -> None:
-        closed = self._claimant.give_back()
+    async def _release(self) -> None:
+        closed = self._claimant.release()
         self._gate.open()
         for connection in closed:
             try:
@@ -157,7 +156,7 @@ class SyncOwn:
 
 
 class _Gate:
-    """Holds back what would go out on a connection that is not claimed, while something is owned: invariant 3."""
+    """Holds back requests on connections without claims while something is owned: the claimant's invariant 3."""
 
     def __init__(self, manager: KafkaConnectionManager, claimant: Claimant[Any]) -> None:
         self._manager = manager
@@ -167,7 +166,7 @@ class _Gate:
         self._manager.send = self._send
 
     def open(self) -> None:
-        # What was there before is the class' own method.
+        # Uncovers the method of the class.
         vars(self._manager).pop("send", None)
 
     def _send(self, request: Any, node_id: int | None = None, request_timeout_ms: float | None = None) -> Future:
@@ -191,7 +190,7 @@ class _Gate:
 
 
 class _Driver:
-    """See client_plan.Driver."""
+    """Implements plan.Driver."""
 
     def __init__(self, manager: KafkaConnectionManager) -> None:
         self._manager = manager
@@ -240,14 +239,14 @@ class _Driver:
         ended = connection.close_future
         with ended._lock:
             if not ended.is_done:
-                # Before those that fail what is under way, which were there first.
+                # Before the callbacks, added earlier, that fail requests under way.
                 ended._callbacks.insert(0, lambda _: on_closed())
                 ended._errbacks.insert(0, lambda _: on_closed())
                 return
         on_closed()
 
     async def ask(self, connection: KafkaConnection, request: OwnRequest, timeout_s: float) -> OwnResponse:
-        # A client that is told which API versions to use does not look at those that are offered.
+        # A client with a configured api_version does not ask for the offered API versions.
         is_told = self._manager.config["api_version"] is not None
         offered = {OWN: (OWN_MIN_VERSION, OWN_MAX_VERSION)} if is_told else connection.broker_version_data.api_versions
         if OWN not in offered:
@@ -261,7 +260,7 @@ class _Driver:
 
     async def _sent(self, connection: KafkaConnection, request: Any, timeout_s: float) -> Any:
         while connection.connected and connection.paused:
-            # It has as many requests under way as it is to have.
+            # It has as many requests in flight as it may have.
             await self._manager._net.sleep(_PAUSE_S)
         try:
             return await connection.send_request(request, request_timeout_ms=timeout_s * 1000)
@@ -272,12 +271,12 @@ class _Driver:
         connection.close()
 
 
-# The codec counts from the length prefix of a frame, which the library has taken off.
+# The codec expects the length prefix of a frame, which the library has removed.
 _PREFIX: Final = bytes(LENGTH_BYTES)
 
 
 class _OwnCall:
-    """An Own request, as KafkaConnection.send_request takes requests: it builds and reads them through these names."""
+    """An Own request in the form that KafkaConnection.send_request expects."""
 
     API_KEY = OWN
 
@@ -299,7 +298,7 @@ class _OwnCall:
 
 
 class _Header(NamedTuple):
-    """Of the request and of the answer, and how the latter is read."""
+    """The header of the request and of the answer, and the parser of the answer."""
 
     api_version: int
     correlation_id: int = 0

@@ -1,4 +1,4 @@
-"""What is to be owned, and what a client library must do for it."""
+"""What an application wants to own, and the interface to its client library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ConnectionT = TypeVar("ConnectionT")
 
 
 class ClaimPlan(NamedTuple):
-    """What is to be owned. `resources` holds WHOLE_GROUP alone for the whole group."""
+    """The arguments of `own`. `resources` has WHOLE_GROUP alone for the whole group."""
 
     group: str
     resources: tuple[str, ...]
@@ -26,7 +26,7 @@ class ClaimPlan(NamedTuple):
 
     @property
     def yielding(self) -> int:
-        """The generation that takes nothing from an owner of the same one."""
+        """The generation that takes nothing from an owner with `generation`."""
         return self.generation - 1
 
 
@@ -40,7 +40,7 @@ def plan_of(
     timeout_s: float,
     check_every_s: float,
 ) -> ClaimPlan:
-    """What `own` was asked for. Raises ValueError where that makes no sense."""
+    """Check the arguments of `own`. Raises ValueError for invalid ones."""
     if isinstance(resources, str):
         raise ValueError(f"resources is {resources!r}; give a list, such as [{resources!r}]")
     names = (WHOLE_GROUP,) if resources is None else tuple(map(_name_of, resources))
@@ -67,29 +67,29 @@ def _name_of(resource: str | tuple[str, int]) -> str:
 
 
 class Driver(Protocol[ConnectionT]):
-    """What a client library does, on the thread and loop that it works on itself. What fails raises ConnectionLost."""
+    """A client library, on its own thread and loop. Failures raise ConnectionLost."""
 
     def now(self) -> float: ...
     async def wait(self, seconds: float) -> None:
-        """Until then, or until `wake`."""
+        """Wait so long, or until `wake`."""
 
     def wake(self) -> None: ...
     async def refresh(self, topics: Collection[str]) -> None:
-        """Learn who leads them."""
+        """Learn the leaders of these topics."""
 
     def leader(self, topic: str, partition: int) -> int | None:
-        """The node that is known to; NO_LEADER for none, None for an unknown topic."""
+        """Return the known leader; NO_LEADER: it has none, None: the topic is unknown."""
 
     def any_node(self) -> int | None: ...
     async def open(self, node: int) -> ConnectionT:
-        """The connection that the library itself uses to the node."""
+        """Return the connection to the node that the library itself uses."""
 
     def is_open(self, connection: ConnectionT) -> bool: ...
     def is_busy(self, connection: ConnectionT) -> bool:
-        """Whether an answer is awaited on it."""
+        """Whether the connection has an unanswered request."""
 
     def watch(self, connection: ConnectionT, on_closed: Callable[[], None]) -> None:
-        """Tell of its end before anything that fails by it is told."""
+        """Call `on_closed` at the connection's end, before requests on it are reported as failed."""
 
     async def ask(self, connection: ConnectionT, request: OwnRequest, timeout_s: float) -> OwnResponse:
         """Raises OwnNotOffered too."""
@@ -99,7 +99,7 @@ class Driver(Protocol[ConnectionT]):
 
 
 class Held(NamedTuple, Generic[ConnectionT]):
-    """What a granted claim stands on."""
+    """A granted claim and its connection."""
 
     connection: ConnectionT
     node: int

@@ -1,20 +1,21 @@
-"""What one client connection has claimed.
+"""The claims of one client connection.
 
-States of a claim, here
-  claimed   it stands in etcd; it is not known yet that nobody else is served
-  granted   every member has acted upon it, and the partition's leader where it knows fences
+States of a claim
+  claimed   it stands in etcd; another connection may still be served
+  granted   every member has acted upon it, and so has the partition's leader where it knows fences
 
 Transitions
-  (none)  -> claimed   its transaction succeeded, or the mirror tells that one did whose answer was lost
+  (none)  -> claimed   its transaction succeeded, or the mirror shows that one did whose answer was lost
   claimed -> granted   confirmed
-  granted -> claimed   it is raised, or reset: a new grant, with a new fence
-  any     -> (none)    the connection has ended: it is severed when one of its claims is lost, and all go with it
+  granted -> claimed   it is raised or reset: a new grant, with a new fence
+  any     -> (none)    the connection ends: it is severed when it loses one claim, and loses all of them by that
   claimed -> (none)    the partition's leader refused it
 
 Invariants
 1. A connection belongs to one group from its first valid Own request on.
-2. A connection that ended has nothing, whatever is still under way for it.
-3. `write_fences` has the granted claims that gate writes, and nothing else: what is not in it may not be written.
+2. A connection that has ended holds nothing, whatever is still under way for it.
+3. `write_fences` has the granted claims that gate writes, and nothing else. A partition without a fence may not be
+   written.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from kproxy.claims.rules import Owner
+from kproxy.claims.rules import Owner, latest
 from kproxy_codec.own import WHOLE_GROUP, resource_partition
 
 MAX_CLAIMS_PER_CONNECTION: Final = 10_000
@@ -39,60 +40,58 @@ class Held:
         self.is_granted = False
 
 
-class Holdings:
-    """The claims of the connection `connection`; `client` is its name for people.
+class ClaimingConnection:
+    """A client connection that may claim: its `number` within this process, and `client`, its name for people.
 
-    `sever` closes it, for a reason. `gates` tells whether writes to a topic are gated by a group.
+    `sever(reason)` closes it. `gates(topic, group)` tells whether writes to the topic are for owners in the group.
     """
 
     def __init__(
-        self, connection: int, client: str, sever: Callable[[str], None], gates: Callable[[str, str], bool]
+        self, number: int, client: str, sever: Callable[[str], None], gates: Callable[[str, str], bool]
     ) -> None:
-        self.connection = connection
+        self.number = number
         self.client = client
         self.group: str | None = None
         self.held: dict[str, Held] = {}
         self.write_fences: dict[tuple[bytes, int], int] = {}
-        # Of a granted claim of a whole group; 0 for none.
+        # The fence of a granted claim of the whole group; 0: none.
         self.whole_fence = 0
         self.has_ended = False
         self._sever = sever
         self._gates = gates
 
     def owner(self, member: str) -> Owner:
-        return Owner(member, self.connection)
+        """Name this connection as an owner, in the process that is `member`."""
+        return Owner(member, self.number)
 
     def gates(self, topic: str) -> bool:
-        """Whether writes to this topic are gated by this connection's group."""
+        """Whether writes to this topic are for owners in this connection's group alone."""
         return self.group is not None and self._gates(topic, self.group)
 
     def write_fence(self, topic: bytes, partition_index: int) -> int:
-        """The fence that writes to a gated partition stand behind; 0 where it may not be written."""
+        """Return the fence for writes to a gated partition; 0: it may not be written."""
         fence = self.write_fences.get((topic, partition_index), 0)
         if self.whole_fence > fence and self.gates(topic.decode(errors="replace")):
             return self.whole_fence
         return fence
 
     def learn(self, resource: str, generation: int, fence: int) -> Held:
-        """A claim stands in etcd."""
+        """Record a claim that stands in etcd, unless a later one is known."""
         held = self.held.get(resource)
         if held is None or held.fence < fence:
             held = self.held[resource] = Held(generation, fence)
         return held
 
-    def counting(self, resource: str) -> Held | None:
-        """The claim by which a resource is had: of its own and that of the whole group the later one (rules.latest)."""
-        held, whole = self.held.get(resource), self.held.get(WHOLE_GROUP)
-        if held is None or whole is None:
-            return held or whole
-        return held if held.fence > whole.fence else whole
+    def latest(self, resource: str) -> Held | None:
+        """Return the later of a resource's own claim and the whole group's."""
+        return latest(self.held.get(resource), self.held.get(WHOLE_GROUP))
 
     def grant(self, resources: Iterable[str]) -> None:
-        """Claims are confirmed."""
+        """Mark claims as granted."""
         if self.has_ended:
             return
         for resource in resources:
-            held, counting = self.held.get(resource), self.counting(resource)
+            held, counting = self.held.get(resource), self.latest(resource)
             if counting is None:
                 continue
             if held is not None:
@@ -104,7 +103,7 @@ class Holdings:
                 self.write_fences[partition[0].encode(), partition[1]] = counting.fence
 
     def forget(self, resource: str) -> Held | None:
-        """A claim is given up, while the connection goes on; what it was."""
+        """Remove and return a claim that is given up while the connection goes on."""
         if resource == WHOLE_GROUP:
             self.whole_fence = 0
         elif (partition := resource_partition(resource)) is not None:
@@ -112,17 +111,17 @@ class Holdings:
         return self.held.pop(resource, None)
 
     def may_read(self, resource: str) -> bool:
-        """Whether a claim of this connection lets it read a resource of its group."""
+        """Whether a granted claim of this connection covers the resource."""
         held, whole = self.held.get(resource), self.held.get(WHOLE_GROUP)
         return (held is not None and held.is_granted) or (whole is not None and whole.is_granted)
 
     def sever(self, reason: str) -> None:
-        """One of the claims is lost: the connection ends."""
+        """Close the connection, because a claim of it is lost."""
         if not self.has_ended:
             self._sever(reason)
 
     def end(self) -> dict[str, Held]:
-        """The connection has ended; what it had claimed."""
+        """Record that the connection has ended. Return the claims that it had."""
         self.has_ended = True
         held, self.held = self.held, {}
         self.write_fences = {}

@@ -1,14 +1,14 @@
-"""The admin page of all workers, as of one process.
+"""The admin page of all workers, as if of one process.
 
 | page | of several workers |
 | --- | --- |
-| `/metrics` | put together as kproxy.observe.families says; what the system knows of processes by worker |
-| `/table` | of the first one that serves and answers, or of the one that `?worker=` names |
-| `/own` | of the first one that serves and answers: all of them know all claims |
-| `/readyz` | ready while one of them is; degraded, and why, where another is not |
-| `/livez` | 503 where none of those that serve answers: all hang |
+| `/metrics` | merged by kproxy.observe.families; process metrics by worker |
+| `/table` | of the first worker that serves and answers, or of the one that `?worker=` names |
+| `/own` | of the first worker that serves and answers: every worker knows all claims |
+| `/readyz` | ready while one worker is; degraded, with the reason, where another is not |
+| `/livez` | 503 if no worker that serves answers: all hang |
 
-A worker that does not answer is named, and holds up the page once (kproxy.workers.child).
+A worker that does not answer is named, and delays the page once (kproxy.workers.process).
 """
 
 from __future__ import annotations
@@ -38,14 +38,13 @@ from kproxy.workers.channel import (
     Refused,
     TableAnswer,
 )
-from kproxy.workers.child import Silent
-from kproxy.workers.slot import Slot
+from kproxy.workers.process import NoAnswer, Slot
 
 READY = "ready"
 
 
-class AllPages:
-    """Of the workers in `slots`; `registration` is how all of them together stand among other proxies."""
+class WorkerPages:
+    """Serves pages of the workers in `slots`; `registration` returns their common state among other proxies."""
 
     def __init__(self, slots: Sequence[Slot], registration: Callable[[], str]) -> None:
         self._slots = slots
@@ -53,7 +52,7 @@ class AllPages:
         self._drains = False
 
     def drain(self) -> None:
-        """They have been told to stop."""
+        """Report that the workers were told to stop."""
         self._drains = True
 
     async def summary(self) -> str:
@@ -76,7 +75,7 @@ class AllPages:
         for slot in self._serving_first() if worker is None else [self._slots[worker - 1]]:
             try:
                 reply = await slot.ask(AskTable(query))
-            except Silent:
+            except NoAnswer:
                 continue
             if isinstance(reply, TableAnswer):
                 page = msgspec.json.decode(reply.page, type=TablePage)
@@ -86,17 +85,17 @@ class AllPages:
         raise Unanswered("no worker answers" if worker is None else f"worker {worker} does not answer")
 
     async def claims(self, query: ClaimsQuery) -> bytes:
-        return await self._of_claims(AskClaims(query))
+        return await self._ask_claims(AskClaims(query))
 
     async def free(self, order: FreeOrder) -> bytes:
-        return await self._of_claims(AskFree(order))
+        return await self._ask_claims(AskFree(order))
 
-    async def _of_claims(self, question: AskClaims | AskFree) -> bytes:
+    async def _ask_claims(self, question: AskClaims | AskFree) -> bytes:
         unanswered = "no worker answers"
         for slot in self._serving_first():
             try:
                 reply = await slot.ask(question)
-            except Silent:
+            except NoAnswer:
                 continue
             if isinstance(reply, ClaimsAnswer):
                 return reply.page
@@ -115,7 +114,7 @@ class AllPages:
         if self._drains:
             return Readiness(False, "draining: what is in flight is being answered, new connections are not taken")
         said = await asyncio.gather(*map(_readiness, self._slots))
-        return of_all({slot.number: each for slot, each in zip(self._slots, said, strict=True)})
+        return combine_readiness({slot.number: each for slot, each in zip(self._slots, said, strict=True)})
 
     async def liveness(self) -> Readiness:
         asked = [slot for slot in self._slots if slot.serves]
@@ -135,13 +134,13 @@ class _Known(Collector):
 async def _readiness(slot: Slot) -> Readiness:
     try:
         reply = await slot.ask(AskReadiness())
-    except Silent as silent:
-        return Readiness(False, str(silent))
+    except NoAnswer as no_answer:
+        return Readiness(False, str(no_answer))
     return reply.readiness if isinstance(reply, ReadinessAnswer) else Readiness(False, "it cannot say")
 
 
-def of_all(said: Mapping[int, Readiness]) -> Readiness:
-    """What several workers say, as one."""
+def combine_readiness(said: Mapping[int, Readiness]) -> Readiness:
+    """Combine the readiness of several workers, by number."""
     texts = {each.text for each in said.values()}
     if len(texts) == 1:
         return next(iter(said.values()))

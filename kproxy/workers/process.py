@@ -1,0 +1,345 @@
+"""A worker as its supervisor sees it: one process (WorkerProcess), and its place across restarts (Slot).
+
+States of a WorkerProcess
+  made      nothing runs
+  starting  the process runs and may report what it waits for
+  serving   it has sent Ready
+  ended     it has been reaped, and its channel closed
+
+Transitions
+  made     -> starting  `start`
+  starting -> serving   Ready
+  starting -> ended     it ends, having sent Failed or nothing: `ready` raises
+  serving  -> ended     it ends, for any reason
+
+States of a Slot
+  empty     no process was in it yet, or the last one could not start and is not replaced
+  held      a process runs: it starts, or serves
+  vacant    the last process has ended, and another starts after a pause
+
+Transitions
+  empty  -> held    `keep`
+  held   -> vacant  the process ends, after it or an earlier one in this slot has served
+  held   -> empty   the first process ends before it has served: `keep` fails, and so does the start of all
+  vacant -> held    the pause is over: PAUSE_S, doubled each time up to MAX_PAUSE_S, from PAUSE_S again after a process
+                    that ran for STEADY_S
+  any    -> empty   `stop`
+
+Invariants
+1. `WorkerProcess.wait` returns once, with the exit status, and nothing of the worker is left then: no process, task or
+   socket.
+2. A worker is in a session of its own: Ctrl-C in a terminal reaches the supervisor alone, which forwards it once.
+3. At most MAX_OPEN_QUESTIONS are open. A worker that leaves one unanswered for ANSWER_TIMEOUT_S is asked nothing more
+   until it has answered: a worker that hangs delays the admin page once, not every time. A worker that has not sent
+   Hello is asked nothing either.
+4. The counts of a process are kept after its end, as of the last time that it was asked: a sum over workers never
+   shrinks. Otherwise a rate over it would show the whole count at once.
+5. A process that starts gets SIGHUP only once it serves; earlier the signal would end it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import os
+import signal
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from kproxy.config import Owners
+from kproxy.errors import StartupError
+from kproxy.observe.families import Family, growing, merge
+from kproxy.runtime.tasks import cancel
+from kproxy.workers.channel import (
+    MAX_OPEN_QUESTIONS,
+    Answer,
+    Ask,
+    AskMetrics,
+    Assignment,
+    Channel,
+    ChannelClosed,
+    ChannelMisused,
+    Failed,
+    Hello,
+    MetricsAnswer,
+    Question,
+    Ready,
+    Reply,
+    Waits,
+    assign,
+    encode,
+    next_message,
+)
+
+ANSWER_TIMEOUT_S = 2.0
+PAUSE_S = 0.1
+MAX_PAUSE_S = 30.0
+STEADY_S = 10.0
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The command of a worker: `arguments`, then `--number N --channel FD`; `pass_fds` stay open in it."""
+
+    arguments: Sequence[str]
+    environ: Mapping[str, str]
+    pass_fds: Sequence[int]
+
+
+class NoAnswer(Exception):
+    """A worker does not answer; the text says why."""
+
+
+class WorkerProcess:
+    """`on_wait` is called with what keeps it from serving; `failure`: why it cannot start, once it has sent that."""
+
+    def __init__(self, assignment: Assignment, launch: Launch, on_wait: Callable[[str], None]) -> None:
+        self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._assignment = assignment
+        self._launch = launch
+        self._on_wait = on_wait
+        self._process: asyncio.subprocess.Process | None = None
+        self._channel: Channel | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self.failure = ""
+        self._greeted = False
+        self._ids = itertools.count(1)
+        self._open: dict[int, asyncio.Future[Reply]] = {}
+        self._late: set[int] = set()
+
+    @property
+    def pid(self) -> int:
+        """Its process id; 0 before it was started."""
+        return self._process.pid if self._process is not None else 0
+
+    @property
+    def serves(self) -> bool:
+        return self.ready.done() and not self.ready.cancelled() and self.ready.exception() is None
+
+    async def start(self) -> None:
+        """Start the process; it is not ready yet. Raises OSError."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                number = self._assignment.number
+                self._process = await asyncio.create_subprocess_exec(
+                    *(*self._launch.arguments, "--number", str(number), "--channel", str(theirs.fileno())),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.DEVNULL,
+                    env={**os.environ, **self._launch.environ},
+                    pass_fds=(*self._launch.pass_fds, theirs.fileno()),
+                    start_new_session=True,
+                )
+            self._channel = await Channel.over(ours)
+        except BaseException:
+            ours.close()
+            if self._process is not None:
+                self._process.kill()
+                await self._process.wait()
+            raise
+        assign(self._channel, self._assignment)
+        self._listening = asyncio.create_task(self._listen(self._channel), name=f"worker {number}")
+
+    async def wait(self) -> int:
+        """Wait until it has ended. Return its exit status, negative for a signal."""
+        if self._process is None or self._listening is None or self._channel is None:
+            raise RuntimeError("the worker has not been started")
+        status = await self._process.wait()
+        # Its last messages may not have been read yet; its end of the channel is closed, so this ends.
+        await asyncio.wait((self._listening,))
+        await self._channel.close()
+        for waiting in self._open.values():
+            if not waiting.done():
+                waiting.set_exception(NoAnswer("it has ended"))
+        if not self.ready.done():
+            failure = self.failure or f"worker {self._assignment.number} {exit_text(status)}"
+            self.ready.set_exception(StartupError(failure))
+            # Marks it as retrieved: nobody has to await it.
+            self.ready.exception()
+        self._listening.result()
+        return status
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal, unless the process has ended."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+    async def ask(self, question: Question) -> Reply:
+        """Raises NoAnswer."""
+        if self._channel is None or self._listening is None or self._listening.done():
+            raise NoAnswer("it has ended")
+        if not self._greeted:
+            raise NoAnswer("it is starting")
+        if self._late or len(self._open) >= MAX_OPEN_QUESTIONS:
+            raise NoAnswer("it does not answer")
+        ask = Ask(next(self._ids), question)
+        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._open[ask.id] = answer
+        self._channel.send(encode(ask))
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                return await answer
+        except TimeoutError:
+            self._late.add(ask.id)
+            raise NoAnswer("it does not answer") from None
+        finally:
+            self._open.pop(ask.id, None)
+
+    async def _listen(self, channel: Channel) -> None:
+        number = self._assignment.number
+        try:
+            while True:
+                match await next_message(channel):
+                    case Hello():
+                        self._greeted = True
+                    case Waits(sentence):
+                        self._on_wait(sentence)
+                    case Ready() as ready:
+                        self.ready.set_result(ready)
+                    case Failed(sentence):
+                        self.failure = sentence
+                    case Answer(question_id, reply):
+                        self._late.discard(question_id)
+                        waiting = self._open.get(question_id)
+                        if waiting is not None and not waiting.done():
+                            waiting.set_result(reply)
+        except ChannelClosed:
+            # The process ends; `wait` returns how.
+            return
+        except ChannelMisused as error:
+            log.error("worker killed: it says what nobody understands", worker=number, reason=str(error))
+            self.signal(signal.SIGKILL)
+
+
+def exit_text(status: int) -> str:
+    """Describe how a process ended."""
+    return f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+
+
+class Slot:
+    """Restarts a worker. `clock` is in seconds; `on_wait` is called with what keeps the worker from serving."""
+
+    def __init__(
+        self, assignment: Assignment, launch: Launch, *, clock: Callable[[], float], on_wait: Callable[[str], None]
+    ) -> None:
+        self.number = assignment.number
+        self.first: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self.restarts = 0
+        self._assignment = assignment
+        self._launch = launch
+        self._clock = clock
+        self._on_wait = on_wait
+        self._process: WorkerProcess | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._past: list[Family] = []
+        self._last: list[Family] = []
+
+    @property
+    def pid(self) -> int:
+        """The id of the process that runs; 0: none."""
+        return self._process.pid if self._process is not None else 0
+
+    @property
+    def serves(self) -> bool:
+        return self._process is not None and self._process.serves
+
+    def keep(self) -> asyncio.Task[None]:
+        """Keep a process running until `stop`; the task fails with StartupError if the first one cannot start."""
+        self._keeper = asyncio.create_task(self._keep(), name=f"keeper of worker {self.number}")
+        return self._keeper
+
+    async def _keep(self) -> None:
+        pause_s = PAUSE_S
+        while True:
+            began = self._clock()
+            end, sentence = await self._run_one()
+            if not self.first.done():
+                raise StartupError(sentence or f"worker {self.number} {end} while it started")
+            if self._clock() - began >= STEADY_S:
+                pause_s = PAUSE_S
+            said = {"reason": sentence} if sentence else {}
+            log.error("worker ended, another is started", worker=self.number, how=end, pause_s=pause_s, **said)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+            self.restarts += 1
+
+    async def _run_one(self) -> tuple[str, str]:
+        """Run one process. Return how it ended, and why it could not start, or an empty text."""
+        process = self._process = WorkerProcess(self._assignment, self._launch, self._on_wait)
+        process.ready.add_done_callback(self._on_ready)
+        # Shielded: a process that is started half-way could not be ended.
+        self._starting = asyncio.create_task(process.start())
+        try:
+            await asyncio.shield(self._starting)
+            status = await process.wait()
+        except OSError as error:
+            self._process = None
+            return f"could not be started ({error.strerror or error})", ""
+        self._process = None
+        self._past, self._last = merge([self._past, growing(self._last)]), []
+        return exit_text(status), process.failure
+
+    def _on_ready(self, ready: asyncio.Future[Ready]) -> None:
+        if not ready.cancelled() and ready.exception() is None and not self.first.done():
+            self.first.set_result(ready.result())
+
+    def reload(self, owners: Owners | None) -> None:
+        """Have the process reload its source; later processes start with `owners`."""
+        config = dataclasses.replace(self._assignment.config, owners=owners)
+        self._assignment = dataclasses.replace(self._assignment, config=config)
+        if self._process is not None:
+            self._process.ready.add_done_callback(self._forward_hangup)
+
+    def _forward_hangup(self, ready: asyncio.Future[Ready]) -> None:
+        if self._process is not None and self._process.ready is ready and self._process.serves:
+            self._process.signal(signal.SIGHUP)
+
+    async def ask(self, question: Question) -> Reply:
+        """Raises NoAnswer."""
+        if self._process is None:
+            raise NoAnswer("it has ended and is started again")
+        return await self._process.ask(question)
+
+    async def ask_counts(self) -> bool:
+        """Ask the process for its metrics. Return whether it answered."""
+        process = self._process
+        try:
+            reply = await self.ask(AskMetrics())
+        except NoAnswer:
+            return False
+        if not isinstance(reply, MetricsAnswer) or self._process is not process:
+            return False
+        self._last = reply.families
+        return True
+
+    def counts(self, *, is_up: bool) -> list[Family]:
+        """Return the metrics as of the last answer; gauges only of a process that `is_up`."""
+        return merge([self._last if is_up else growing(self._last), self._past])
+
+    async def stop(self) -> None:
+        """End the process with SIGTERM, wait for its end, and start no other."""
+        if self._keeper is not None:
+            await cancel(self._keeper)
+        if self._starting is not None:
+            await asyncio.wait((self._starting,))
+            if self._starting.exception() is not None:
+                self._process = None
+        if self._process is not None:
+            self._process.signal(signal.SIGTERM)
+            await self._process.wait()
+            self._process = None
+
+    def kill(self) -> None:
+        """End the process with SIGKILL, because it does not stop."""
+        if self._process is not None:
+            log.error("worker killed: it did not end in time", worker=self.number, pid=self.pid)
+            self._process.signal(signal.SIGKILL)
