@@ -15,8 +15,8 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Final
 
+from kproxy.proxy.apis import proxy_ranges
 from kproxy.proxy.client_session import ClientSession
-from kproxy.proxy.versions import own_ranges
 from kproxy.routing.topology import NO_OWNER, Address, Topology
 from kproxy_codec import api_keys, control
 from tests.simulation import wire
@@ -376,7 +376,7 @@ class Cluster:
     def _introduce(self, version: int) -> bytes:
         ranges = [
             {"api_key": key, "min_version": lowest, "max_version": highest}
-            for key, (lowest, highest) in own_ranges().items()
+            for key, (lowest, highest) in proxy_ranges().items()
             if key != api_keys.OWN and (self.setting.knows_again or key != api_keys.INIT_PRODUCER_ID)
         ]
         body = control.build_response(api_keys.API_VERSIONS, version, error_code=0, api_keys=ranges)
