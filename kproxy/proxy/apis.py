@@ -120,14 +120,15 @@ _REFUSED_SASL: Final = Api(
 
 APIS: Final[Mapping[int, Api]] = MappingProxyType(
     {
-        # A higher minimum makes librdkafka drop gzip and lz4.
+        # With a higher minimum librdkafka drops gzip and lz4.
         keys.PRODUCE: Api(
             Handling.SPLIT,
             (0, produce.MAX_VERSION),
             needs=(_WRITE_TOPIC, _WRITE_TRANSACTION),
-            note="Versions 0 to 2 are offered and refused when sent, as Kafka 4 does. Version 13 names topics by id.",
+            note="Versions 0 to 2 are offered and refused when sent, as in Kafka 4. Version 13, which names topics by"
+            " id, is offered where the ids are known.",
         ),
-        # One range of reads for all clients, whether the ids of topics are known or not.
+        # Without version 13 all clients get the same range of reads, whether the ids of topics are known or not.
         keys.FETCH: Api(
             Handling.SPLIT,
             (fetch.MIN_VERSION, fetch.TOPIC_IDS_FROM - 1),

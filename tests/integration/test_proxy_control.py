@@ -11,9 +11,9 @@ from uuid import UUID
 import pytest
 
 from kproxy.proxy import api_versions
-from kproxy.proxy.apis import SERVED, Handling
+from kproxy.proxy.apis import SERVED
 from kproxy.routing.fleet import Proxy
-from kproxy_codec import api_keys, control
+from kproxy_codec import api_keys
 from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
 from kproxy_codec.cluster import ASK_ANOTHER
 from tests.support.raw_client import (
@@ -429,14 +429,6 @@ async def test_a_client_that_leaves_takes_its_questions_along() -> None:
         client.abort()
         await upstream.connections[0].until_closed()
         await eventually(lambda: not proxy.listener._sessions)
-
-
-def test_the_control_codec_reads_every_version_that_is_offered() -> None:
-    for key, offer in SERVED.items():
-        # Own is this project's, and has a codec of its own (kproxy_codec.own).
-        if offer.handling is not Handling.SPLIT and key != api_keys.OWN:
-            lowest, highest = control.version_range(key)
-            assert lowest <= offer.min_version <= offer.max_version <= highest
 
 
 @both_loops
