@@ -604,7 +604,7 @@ class OwnerLookups:
         self._again.discard(partition)
 
     async def close(self) -> None:
-        """Cancel all lookups, and begin no more. Unanswered acks=0 batches may still be lost after that."""
+        """Cancel all lookups, and begin none for acks=0 batches that are lost later."""
         self._closed = True
         tasks = list(self._tasks.values())
         for task in tasks:
