@@ -42,11 +42,10 @@ from kproxy.proxy.broker_health import Waiting
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.control_plane import ControlRequests, Unanswerable
+from kproxy.proxy.data_plane import fetch, list_offsets, produce
 from kproxy.proxy.fanout import FanoutShell, NoRoom
 from kproxy.proxy.memory_budget import LAST_READ_BYTES, Arrival, Budget
 from kproxy.proxy.outbox import PacedOutbox
-from kproxy.proxy.produce import produce
-from kproxy.proxy.reads import fetch, list_offsets
 from kproxy.routing.topology import Address
 from kproxy.runtime.sockets import keep_alive
 from kproxy_codec import api_keys

@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from typing import TYPE_CHECKING, Final
 
 from kproxy.proxy.client_session import ClientSession
-from kproxy.proxy.reads import READ_GRACE_S
+from kproxy.proxy.data_plane import READ_GRACE_S
 from tests.simulation import wire
 from tests.simulation.cluster import OUT_OF_ORDER, RETAINED_BATCHES, Batch, Partition
 from tests.simulation.dice import What
