@@ -1,4 +1,4 @@
-"""Work out which API versions clients are offered, from what each broker says that it serves.
+"""Work out which API versions to offer to clients.
 
 An API is offered in the versions that the proxy (kproxy.proxy.apis) and all upstream brokers serve: `offer`. Brokers
 are asked with ApiVersions (KIP-35): `BrokerVersions`. A request outside of the offered versions closes the connection,
@@ -94,9 +94,10 @@ _NO_LEVEL_0_TO: Final = 3
 
 
 class BrokerApis(NamedTuple):
-    """The APIs that one broker says it serves: versions by API key; features by name, lowest and highest level.
+    """The APIs that one broker says it serves.
 
-    `epoch` counts the changes of the finalized features, which are the cluster's; -1 where they are not known.
+    `ranges` are versions by API key; features are lowest and highest levels by name. `epoch` counts the changes of the
+    finalized features, which are the cluster's; -1 where they are not known.
     """
 
     ranges: Ranges
@@ -110,9 +111,9 @@ class BrokerApis(NamedTuple):
 
 
 class OfferedApis(NamedTuple):
-    """The APIs that clients are offered, with fields as in `BrokerApis`; `native` are those that the proxy answers.
+    """The APIs that clients are offered, with fields as in `BrokerApis`.
 
-    Brokers might have answered an API in `native`.
+    `native` are APIs that the proxy answers itself, and that brokers might have answered.
     """
 
     ranges: Ranges
@@ -123,9 +124,10 @@ class OfferedApis(NamedTuple):
 
 
 def intersect(upstreams: Iterable[Ranges], caps: Mapping[int, int] = NO_CAPS) -> Ranges:
-    """Return the versions that the proxy and all `upstreams` serve, up to `caps`: highest versions by API key.
+    """Return the versions that the proxy and all `upstreams` serve.
 
-    The range of ApiVersions is the proxy's. Produce keeps its minimum of 0, whatever brokers serve (see the table).
+    `caps` are highest versions by API key. The range of ApiVersions is the proxy's. Produce keeps its minimum of 0,
+    whatever brokers serve (see the table).
     """
     offered = {
         key: (lowest, min(highest, caps.get(key, highest)))
@@ -148,7 +150,9 @@ def intersect(upstreams: Iterable[Ranges], caps: Mapping[int, int] = NO_CAPS) ->
 def offer(
     brokers: Sequence[BrokerApis], caps: Mapping[int, int] = NO_CAPS, can_answer: Collection[int] = ()
 ) -> OfferedApis:
-    """Work out what to offer before these brokers. `can_answer`: APIs that the proxy has the means to answer itself.
+    """Work out what to offer before these brokers.
+
+    `can_answer` are APIs that the proxy has the means to answer itself.
 
     Finalized features are those of the broker with the highest epoch. The epoch rises when transaction.version is
     capped: clients that have seen the higher level accept a lower one only with a higher epoch.
@@ -189,7 +193,10 @@ def _highest_transaction_version(ranges: Ranges) -> int:
 
 
 def _cap(features: dict[str, Range], highest: int) -> bool:
-    """Lower transaction.version to `highest`; return whether it was above. Level 0 is left out."""
+    """Lower transaction.version to `highest`, and return whether it was above.
+
+    Level 0 is left out.
+    """
     level = features.get(TRANSACTION_VERSION)
     if level is None or level[1] <= highest:
         return False
@@ -210,9 +217,9 @@ def covers(offered: Ranges, wanted: Ranges) -> bool:
 
 
 def check_served(header: RequestHeader, ranges: Ranges) -> None:
-    """Raise UnsupportedVersion for a request outside of `ranges`, except for ApiVersions (KIP-511).
+    """Raise UnsupportedVersion for a request outside of `ranges`.
 
-    Raises ForeignProtocol for SASL.
+    ApiVersions is allowed in any version (KIP-511). Raises ForeignProtocol for SASL.
     """
     lowest, highest = ranges.get(header.api_key, NOT_SERVED)
     if lowest <= header.api_version <= highest or header.api_key == keys.API_VERSIONS:
@@ -229,14 +236,17 @@ def check_served(header: RequestHeader, ranges: Ranges) -> None:
 
 
 def unsupported_version_response() -> Message:
-    """Answer a version of ApiVersions that is not served: in version 0, with the versions that are (KIP-511)."""
+    """Answer ApiVersions of a version that is not served.
+
+    The answer is of version 0, and names the versions that are served (KIP-511).
+    """
     lowest, highest = APIS[keys.API_VERSIONS].versions
     mine = {"api_key": keys.API_VERSIONS, "min_version": lowest, "max_version": highest}
     return build_response(keys.API_VERSIONS, 0, error_code=UNSUPPORTED_VERSION, api_keys=[mine])
 
 
 def check_api_versions_request(header: RequestHeader, body: memoryview) -> None:
-    """Raise CodecError for a malformed request. The client's software in it is not used."""
+    """Raise CodecError for a malformed request; its fields are not used."""
     walk = Walk(body, compact=is_flexible(keys.API_VERSIONS, header.api_version))
     if walk.compact:
         walk.text()
@@ -270,7 +280,7 @@ def offered_response(api_version: int, offered: OfferedApis) -> Message:
 
 
 class BrokerVersions:
-    """Ask the brokers of `topology` what they serve, and keep what is offered up to date.
+    """Ask the brokers of `topology` what they serve, and follow changes.
 
     `caps` and `can_answer` are those of `offer`; `clock` is in seconds.
     """
@@ -312,7 +322,10 @@ class BrokerVersions:
         self.on_lost: Callable[[], None] = lambda: None
 
     async def current(self) -> OfferedApis:
-        """Ask every broker that is due, for at most ASK_TIMEOUT_S, and return what is offered then."""
+        """Ask every broker that is due, and return what is offered then.
+
+        This takes ASK_TIMEOUT_S at most.
+        """
         asking = self._ask_where_due()
         if asking:
             await asyncio.wait(asking)
@@ -320,13 +333,19 @@ class BrokerVersions:
         return self.offered
 
     def has_fences(self, broker: int) -> bool | None:
-        """Return whether a broker of the topology serves BindFences, by its last answer; None for an unknown one."""
+        """Return whether a broker keeps fences (serves BindFences).
+
+        None for an unknown broker, and for one that is not in the topology.
+        """
         serves = self._said.get(broker) if broker in self._topology.brokers else None
         return None if serves is None else covers(serves.ranges, _FENCES)
 
     @property
     def know_batches_again(self) -> bool:
-        """Whether all brokers that answer say that they give out producer ids, and so keep producer state."""
+        """Whether all brokers that answer keep producer state.
+
+        Brokers that give out producer ids keep it.
+        """
         version = self._topology.version
         if self._know_again is None or self._know_again[0] != version:
             said = [self._said.get(broker) for broker in self._topology.takers]
@@ -336,27 +355,31 @@ class BrokerVersions:
 
     @property
     def fenced(self) -> bool:
-        """Whether all known brokers keep fences. Call `current` first: this property asks nobody.
+        """Whether all known brokers keep fences, and there are any.
 
-        An unknown broker does not count: it is asked when it is to keep a fence for a partition that it leads.
+        Call `current` first: this property asks nobody. An unknown broker does not count: it is asked when it is to
+        keep a fence for a partition that it leads.
         """
         said = [known for broker in self._topology.brokers if (known := self.has_fences(broker)) is not None]
         return bool(said) and all(said)
 
     def may_have_fences(self, broker: int) -> bool:
-        """Return whether to send fences to a broker. An unknown one is taken to serve what the others serve."""
+        """Return whether to send fences to a broker.
+
+        An unknown broker is taken to keep fences where any other does.
+        """
         known = self.has_fences(broker)
         return any(map(self.has_fences, self._topology.brokers)) if known is None else known
 
     def look(self) -> None:
-        """Follow the topology and begin to ask brokers that are due; to be called now and then."""
+        """Follow the topology, and ask brokers that are due; call it regularly."""
         if self._topology.version != self._seen_version:
             self._seen_version = self._topology.version
             self._update()
         self._ask_where_due()
 
     def _ask_where_due(self) -> list[asyncio.Task[None]]:
-        """Begin to ask brokers that are unknown or outdated; return the tasks under way."""
+        """Ask brokers that are unknown or outdated; return the tasks."""
         if self._closed:
             return []
         now = self._clock()
@@ -415,7 +438,7 @@ class BrokerVersions:
         return None
 
     async def _connection(self, broker: int, address: Address) -> Upstream:
-        """Return the open connection to a broker, or a new one where it has ended or the address is another."""
+        """Return an open connection to a broker at this address."""
         connection = self._connections.get(broker)
         if connection is not None and not connection.closed and connection.address == address:
             return connection
@@ -462,7 +485,7 @@ class BrokerVersions:
         self._log_changes()
 
     def _log_changes(self) -> None:
-        """Log changes since the last call; nothing before all brokers have been asked once."""
+        """Log changes, once all brokers have been asked for the first time."""
         if not self._asked_once:
             return
         before, self._logged = self._logged, self.offered
@@ -473,7 +496,7 @@ class BrokerVersions:
             log.info("APIs offered to clients changed", brokers=brokers, **_changes(before.ranges, self._logged.ranges))
 
     def disprove(self, api_key: int) -> None:
-        """Count an API as not served by any broker from now on, although brokers say that they serve it."""
+        """Count an API as not served by brokers, whatever they say."""
         self._disproved.add(api_key)
         self._update()
 
@@ -488,7 +511,10 @@ class BrokerVersions:
 
 
 async def _ask_versions(connection: Upstream, version: int) -> BrokerApis:
-    """Ask a broker in one version. Raises Lost, and CodecError for a malformed answer or an error code."""
+    """Ask a broker in one version of ApiVersions.
+
+    Raises Lost, and CodecError for a malformed answer or an error code.
+    """
     correlation_id = connection.next_correlation_id()
     head = request_header(keys.API_VERSIONS, version, correlation_id, _CLIENT_ID)
     fields = _SOFTWARE if version >= _SOFTWARE_FROM else {}
@@ -515,7 +541,10 @@ def _broker_apis(message: Message, version: int) -> BrokerApis:
 
 
 def _changes(before: Ranges, after: Ranges) -> dict[str, str]:
-    """Describe a change for the log: APIs `withdrawn`, and `versions` of those that are new or changed."""
+    """Describe a change for the log.
+
+    `withdrawn` are APIs by name, `versions` the ranges of those that are new or changed.
+    """
     withdrawn = ", ".join(keys.name_of(key) for key in sorted(before) if key not in after)
     changed = [key for key in sorted(after) if before.get(key) != after[key]]
     versions = ", ".join("{} {}-{}".format(keys.name_of(key), *after[key]) for key in changed)

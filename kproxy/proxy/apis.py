@@ -27,7 +27,7 @@ NOT_SERVED: Final[Range] = (1, 0)
 
 
 class Handling(Enum):
-    """Who answers a request. Each value is a heading of docs/protocol-support.md."""
+    """Who answers a request; the values stand in docs/protocol-support.md."""
 
     PROXY = "ended here"
     SPLIT = "split by owner"
@@ -40,7 +40,7 @@ class Handling(Enum):
 KEY_TYPES: Final[Mapping[Handling, int]] = MappingProxyType(
     {Handling.GROUP_COORDINATOR: GROUP, Handling.TRANSACTION_COORDINATOR: TRANSACTION}
 )
-"""The type of the key, as in FindCoordinator, whose coordinator serves a request."""
+"""Key types of FindCoordinator, for requests that go to a coordinator."""
 
 
 class Operation(Enum):

@@ -1,4 +1,6 @@
-"""Serve one client's requests other than Produce, Fetch and ListOffsets, as the table of APIs says (kproxy.proxy.apis).
+"""Serve one client's requests other than Produce, Fetch and ListOffsets.
+
+The table of APIs says how each is handled (kproxy.proxy.apis).
 
 `ControlRequests` runs each request as a task until it is answered; the reader of requests bounds their number. It
 serves AT_ONCE of them at a time and the rest in their order, so that the answers to a client's pipelined requests are
@@ -101,7 +103,10 @@ class Client(Protocol):
 
 
 class ControlRequests:
-    """Serve the control requests of `client`; its claims hold on `connections`, for what `fanout` sends."""
+    """Run the control requests of `client`.
+
+    Its claims hold on `connections`, for the batches that `fanout` sends.
+    """
 
     def __init__(
         self,
@@ -124,7 +129,10 @@ class ControlRequests:
         self.tasks: set[asyncio.Task[None]] = set()
 
     def start(self, frame: memoryview, header: RequestHeader, slot: Slot, ranges: Ranges) -> None:
-        """Serve one request, whose answer goes to `slot`; `ranges` are served. Raises FrameTooLarge."""
+        """Begin one request, whose answer goes to `slot`.
+
+        `ranges` are the versions served. Raises FrameTooLarge.
+        """
         if header.api_key == keys.OWN and keys.OWN in ranges:
             self.claims = True
         max_bytes = self._context.limits.max_control_request_bytes
@@ -192,7 +200,7 @@ class ControlRequests:
             self._owning.end()
 
     async def close(self) -> None:
-        """Cancel the requests that are not answered, and close the connections to brokers."""
+        """Cancel open requests, and close the connections to brokers."""
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
@@ -221,7 +229,10 @@ class ControlPlane:
         self._doubted: set[int] = set()
 
     async def answer(self, frame: memoryview, header: RequestHeader) -> list[Buffer]:
-        """Return the whole answer. Raises CodecError for a malformed request, Unanswerable where no answer comes."""
+        """Return the whole answer to a request.
+
+        Raises CodecError for a malformed request, Unanswerable where no answer comes.
+        """
         key, body = header.api_key, frame[header.body_offset :]
         if key == keys.API_VERSIONS:
             return _framed(header, encode_response(await self._api_versions(header, body)))
@@ -255,7 +266,10 @@ class ControlPlane:
         return answer
 
     async def _renamed(self, frame: memoryview, header: RequestHeader) -> Buffer:
-        """Return the body of a broker's answer that names only proxies; one for many who ask for all topics."""
+        """Return the body of a broker's answer, with proxies in it.
+
+        Clients that ask for all topics at the same time share one answer.
+        """
         body = frame[header.body_offset :]
         if not (
             header.api_key == keys.METADATA
@@ -276,7 +290,10 @@ class ControlPlane:
             return None
 
     async def _ask_any(self, frame: memoryview, header: RequestHeader, take: Take[Result]) -> Result:
-        """Return the result of `take` for the first broker that answers; each is asked once, in an order of our own."""
+        """Return the result of `take` for the first broker that answers.
+
+        Each broker is asked at most once, in the order of this connection. Raises Unanswerable.
+        """
         api = SERVED[header.api_key]
         untried = set(self._context.topology.brokers)
         while untried:
@@ -309,7 +326,10 @@ class ControlPlane:
         raise Unanswerable("no broker can be reached")
 
     def _likeliest(self, untried: set[int]) -> set[int]:
-        """Leave out brokers in trouble, as far as this connection and the others know; not where all are."""
+        """Leave out brokers in trouble, unless all are.
+
+        This connection and the other connections report trouble.
+        """
         health, brokers = self._context.health, self._context.topology.brokers
         likely = untried - self._doubted
         if not health.all_well:
@@ -355,7 +375,7 @@ class ControlPlane:
         return offered_response(header.api_version, offered)
 
     async def _answer_natively(self, header: RequestHeader, body: memoryview) -> Buffer:
-        """Return the body of the answer to FindCoordinator or InitProducerId. Raises CodecError."""
+        """Answer FindCoordinator or InitProducerId. Raises CodecError."""
         if header.api_key == keys.FIND_COORDINATOR:
             return await self._virtual.find_coordinator(header, body)
         return await self._init_producer_id(header)
@@ -405,7 +425,7 @@ def _framed(header: RequestHeader, body: Buffer) -> list[Buffer]:
 
 
 def _lacks_producer_id(header: RequestHeader, answer: Sequence[Buffer]) -> bool:
-    """Return whether a broker's answer to InitProducerId reports success and no producer id.
+    """Return whether an answer to InitProducerId has neither error nor id.
 
     KafScale's brokers answer APIs that they do not serve with the default of every field.
     """

@@ -1,4 +1,4 @@
-"""Find the brokers that coordinate groups and transactional ids, and send requests about those to them.
+"""Find the coordinators of groups and transactions, and send to them.
 
 Clients are told that proxies coordinate everything (kproxy.proxy.virtual_brokers). `Coordinators` remembers the real
 coordinators from brokers' answers to FindCoordinator. Clients ask it before anything else, and again after
@@ -78,7 +78,10 @@ _FETCH_EPOCH_FROM: Final = 5
 
 
 class Coordinators:
-    """Remember the broker that was last said to coordinate a key; forget those not used for longest first."""
+    """Remember the brokers that were last said to coordinate keys.
+
+    Those not used for longest are forgotten first.
+    """
 
     are_leased = False
 
@@ -100,7 +103,7 @@ class Coordinators:
             del self._brokers[next(iter(self._brokers))]
 
     def refused(self, key_type: int, key: str, broker_id: int) -> None:
-        """Do nothing: the client asks FindCoordinator again, and the answer is remembered."""
+        """Do nothing: the client sends FindCoordinator again, as in `take`."""
 
     def forget(self, key_type: int, key: str) -> None:
         self._brokers.pop((key_type, key), None)
@@ -122,7 +125,7 @@ class Holders(Protocol):
 
 
 class LeasedCoordinators:
-    """Take the coordinators of groups from their leases, and none from brokers' answers.
+    """Take the coordinators of groups from their leases alone.
 
     A group whose holder is gone waits for the end of its lease, as a partition does. A group without a lease is not
     offered again to a broker that has refused it, as a stopping broker does, unless all have. At most MAX_REMEMBERED
@@ -181,9 +184,9 @@ class CoordinatorRequests:
         self._find = find
 
     async def refuse_transactions(self, header: RequestHeader, body: memoryview) -> list[Buffer] | None:
-        """Refuse a request about transactions, FindCoordinator included, where brokers keep none; None for others.
+        """Refuse a request about transactions where brokers keep none.
 
-        Raises CodecError.
+        FindCoordinator is one of them. None for other requests. Raises CodecError.
         """
         if header.api_key == keys.FIND_COORDINATOR:
             key_type = parse_find_coordinator(header.api_version, body).key_type
@@ -197,7 +200,7 @@ class CoordinatorRequests:
         return await self._refusal(header, body, _no_transactions_code(header))
 
     async def answer(self, frame: memoryview, header: RequestHeader, key: str) -> list[Buffer]:
-        """Return the coordinator's answer, or a refusal where there is none at the moment. Raises CodecError."""
+        """Return the coordinator's answer, or a refusal. Raises CodecError."""
         api = APIS[header.api_key]
         key_type = KEY_TYPES[api.handling]
         body = frame[header.body_offset :]
@@ -223,7 +226,10 @@ class CoordinatorRequests:
         return [answer]
 
     async def _inspect(self, header: RequestHeader, answer: memoryview, key: str, upstream: Upstream) -> None:
-        """Replace leader epochs by -1, as in all answers of the proxy, and note NOT_COORDINATOR. Raises CodecError."""
+        """Replace leader epochs by -1, and note NOT_COORDINATOR.
+
+        All answers of the proxy have epoch -1. Raises CodecError.
+        """
         api_key, version = header.api_key, header.api_version
         has_epochs = api_key == keys.OFFSET_FETCH and version >= _FETCH_EPOCH_FROM
         coordinators = self._context.coordinators
@@ -235,7 +241,7 @@ class CoordinatorRequests:
             coordinators.refused(GROUP, key, upstream.owner)
 
     async def _refusal(self, header: RequestHeader, request_body: memoryview, error_code: int) -> list[Buffer]:
-        """Build an answer with this error in each place that has an error code. Raises CodecError."""
+        """Build an answer with this error code everywhere. Raises CodecError."""
         key, version = header.api_key, header.api_version
         head = response_header(key, version, header.correlation_id)
         if key == keys.FIND_COORDINATOR:

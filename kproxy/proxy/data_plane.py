@@ -1,4 +1,4 @@
-"""Serve Produce, Fetch and ListOffsets: admit a request, check it, hand it to the fan-out.
+"""Serve Produce, Fetch and ListOffsets: check, admit, hand to the fan-out.
 
 A partition that a request names twice makes the whole request INVALID_REQUEST, and so do more than 4,096 partitions.
 
@@ -76,14 +76,20 @@ def produce(
 
 
 def _is_gated(context: ProxyContext, request: PartitionedRequest) -> bool:
-    """Return whether a topic has a writer group: its next owner must know when the last of this batch is written."""
+    """Return whether a topic has a writer group.
+
+    Its next owner must know when the last of this request is written.
+    """
     return context.own is not None and any(topic.name in context.own.gated for topic in request.topics)
 
 
 def fetch(
     context: ProxyContext, fanout: FanoutShell, frame: memoryview, header: RequestHeader, now: float, slot: Slot
 ) -> int | None:
-    """Serve one fetch request; return how many bytes it may bring. Raises CodecError, NoRoom."""
+    """Serve one fetch request; return how many bytes its answer may hold.
+
+    Raises CodecError, NoRoom.
+    """
     request = FETCH_API.parse_request(frame, header)
     if request.session_id != NO_SESSION:
         head, tail = response_ends(header.api_version, 0, [], FETCH_SESSION_ID_NOT_FOUND)
@@ -112,7 +118,10 @@ def fetch(
 def list_offsets(
     context: ProxyContext, fanout: FanoutShell, frame: memoryview, header: RequestHeader, now: float, slot: Slot
 ) -> int | None:
-    """Serve one ListOffsets request; its answer is as small as itself. Raises CodecError, NoRoom."""
+    """Serve one ListOffsets request; its answer is as small as itself.
+
+    Raises CodecError, NoRoom.
+    """
     request = LIST_OFFSETS_API.parse_request(frame, header)
     if request.is_too_large or request.repeats_a_partition():
         context.tally.error(LIST_OFFSETS, INVALID_REQUEST, partitions=request.partition_count)
@@ -124,7 +133,7 @@ def list_offsets(
 
 
 def refuse(api: PartitionedApi, request: PartitionedRequest, error_code: int) -> list[Buffer]:
-    """Build an answer that gives every partition of a request the same error, each once."""
+    """Build an answer that gives every partition the same error, once."""
     header = request.header
     topics: dict[bytes, dict[int, None]] = {}
     for topic in request.topics:

@@ -51,11 +51,11 @@ SHORT_BYTES: Final = 4 << 10
 
 
 class AskAnother(Exception):
-    """A reference broker that has lost its lease says that it does not know the cluster."""
+    """A reference broker without a lease does not know the cluster."""
 
 
 class VirtualBrokers:
-    """Rewrite brokers' answers, or answer without them, for the fleet of one proxy."""
+    """Put proxies into brokers' answers, or answer without brokers."""
 
     def __init__(self, context: ProxyContext) -> None:
         self._context = context
@@ -77,7 +77,10 @@ class VirtualBrokers:
         return await self._context.portions.of(work, len(body))
 
     async def leaderless_metadata(self, header: RequestHeader, request_body: memoryview) -> Buffer:
-        """Answer Metadata without a broker: the proxies, and topics without leaders. Raises CodecError."""
+        """Answer Metadata with proxies, and with topics that have no leaders.
+
+        Raises CodecError.
+        """
         work = cluster.leaderless_metadata(header.api_version, request_body, self._named())
         return await self._context.portions.of(work, len(request_body))
 
@@ -139,7 +142,10 @@ class Portions:
         self._turn = asyncio.Lock()
 
     async def of(self, work: Work[Result], size: int) -> Result:
-        """Return the result of `work` on a message of `size` bytes. Raises what the work raises."""
+        """Return the result of `work` on a message of `size` bytes.
+
+        Raises the errors of the work.
+        """
         if size <= SHORT_BYTES:
             return at_once(work)
         while True:
@@ -154,7 +160,10 @@ class Portions:
 
 
 class _Question(Generic[Result]):
-    """One question while anybody waits for it. `asked` counts the attempts, `answered` is the latest that ended."""
+    """One question while anybody waits for it.
+
+    `asked` counts the attempts, `answered` is the number of the latest that ended.
+    """
 
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
@@ -175,7 +184,7 @@ class Shared(Generic[Result]):
         self._questions: dict[Hashable, _Question[Result]] = {}
 
     async def ask(self, key: Hashable, ask: Callable[[], Awaitable[Result]]) -> Result:
-        """Return the answer to the question `key`, from `ask` or from another caller's."""
+        """Return the answer to the question `key`, by `ask` or another caller's."""
         question = self._questions.get(key)
         if question is None:
             question = self._questions[key] = _Question()
