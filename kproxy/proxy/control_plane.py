@@ -94,7 +94,7 @@ class Client(Protocol):
         ...
 
     def sever(self, reason: str) -> None:
-        """Close it, because another client now owns what it had claimed."""
+        """Close it, because another client has its claims now."""
         ...
 
     def adjust_reading(self) -> None:

@@ -1,14 +1,16 @@
-"""Serve Produce, Fetch and ListOffsets: check, admit, hand to the fan-out.
+"""Check produce and read requests and submit them to the fan-out.
 
-A partition that a request names twice makes the whole request INVALID_REQUEST, and so do more than 4,096 partitions.
+A request that names a partition twice, or more than 4,096 partitions, gets INVALID_REQUEST.
 
 Produce. Versions 3–13 are served. Versions 0–2 are offered, because librdkafka drops compression otherwise, and refused
-by closing the connection, as in Kafka. acks other than -1, 0 and 1 are INVALID_REQUIRED_ACKS. The deadline begins with
-the request's first byte; a request that is past it when its last byte comes is not sent.
+when sent, by closing the connection as Kafka does. acks other than -1, 0 and 1 get INVALID_REQUIRED_ACKS.
 
-acks=0 has no answer. Its clients have no timer, so its deadline begins with the last byte. With `confirm_acks0`, and
-for topics with a writer group, brokers are asked for acks=1 all the same and their answers end here: so the proxy
-learns of refusals, sends the batch to the new owner, keeps the order, and counts exactly the batches that are lost.
+The deadline of a produce request counts from its first byte: a request that is past it when its last byte arrives is
+not sent. For a client that waits for no answer (acks=0) it counts from the last byte, as such a client has no timer.
+
+acks=0 has no answer. With `confirm_acks0` brokers are asked for acks=1 all the same and their answers end here. So the
+proxy knows which batches were refused, sends them to the new owner, keeps their order, and counts losses exactly. For
+topics with a writer group this is always so.
 
 Fetch. There are no fetch sessions (KIP-227): answers name session 0, and a request that continues a session gets
 FETCH_SESSION_ID_NOT_FOUND. If one broker leads all partitions of a fetch, that broker waits for data. Otherwise all
@@ -47,8 +49,8 @@ def produce(
 ) -> int | None:
     """Serve one produce request whose first byte came at `now`.
 
-    Returns how many bytes its answer may hold beyond the request's own size, or None where it has no answer (acks=0).
-    Raises CodecError, and NoRoom where it has to wait.
+    Returns the bytes that its answer may have beyond the request's own size, or None if it has no answer (acks=0).
+    Raises CodecError, and NoRoom if it has to wait.
     """
     request = parse_produce(frame, header)
     acks = request.acks
@@ -76,17 +78,14 @@ def produce(
 
 
 def _is_gated(context: ProxyContext, request: PartitionedRequest) -> bool:
-    """Return whether a topic has a writer group.
-
-    Its next owner must know when the last of this request is written.
-    """
+    """Whether a topic has a writer group: its next claimant must know when the last of this is written."""
     return context.own is not None and any(topic.name in context.own.gated for topic in request.topics)
 
 
 def fetch(
     context: ProxyContext, fanout: FanoutShell, frame: memoryview, header: RequestHeader, now: float, slot: Slot
 ) -> int | None:
-    """Serve one fetch request; return how many bytes its answer may hold.
+    """Serve one fetch request; return the bytes that its answer may have.
 
     Raises CodecError, NoRoom.
     """

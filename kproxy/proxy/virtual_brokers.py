@@ -1,7 +1,7 @@
 """Name only proxies, as virtual brokers, in answers that name brokers.
 
 Every answer shows the same cluster. Its brokers are the proxies of the fleet. Each partition is led by one of them,
-which is also its only replica; a partition with an owner (the Own API) is led by its owner's proxy. Leader epochs are
+which is also its only replica; a claimed partition (the Own API) is led by its claimant's proxy. Leader epochs are
 always -1, so that no client compares one with a broker's (KIP-320). Racks are left out. The cluster's id, topics,
 partitions, ids, configurations and error codes stay as the broker says, so all proxies of one upstream say the same.
 
@@ -117,7 +117,7 @@ class VirtualBrokers:
 def partition_leaders(fleet: Fleet, own: OwnService | None, topic: bytes, partition_indexes: list[int]) -> list[Proxy]:
     """Return the virtual leader of each partition; `topic` is its name.
 
-    A partition in a writer group is led by its owner's proxy, where it has an owner.
+    A partition in a writer group is led by its claimant's proxy, where it has a claimant.
     """
     leaders = fleet.leaders(topic, partition_indexes)
     group = own.gated.get(topic) if own is not None else None
