@@ -74,10 +74,10 @@ check: install  ## lint, types, dependency direction, generated files; runs no t
 	@echo "mypy";         $(BIN)/mypy
 	@echo "import-linter"; $(BIN)/lint-imports
 	@echo "generated";    $(BIN)/python -m kproxy.etcd.generate --check && $(BIN)/python scripts/man_pages.py --check && \
-		$(BIN)/python scripts/chart.py --check
+		$(BIN)/python scripts/protocol_support.py --check && $(BIN)/python scripts/chart.py --check
 
-docs: install  ## write anew what is generated from the commands: docs/man, and the chart's table of values and schema
-	@$(BIN)/python scripts/man_pages.py && $(BIN)/python scripts/chart.py
+docs: install  ## write the generated pages: docs/man, docs/protocol-support.md, the chart's table of values and its schema
+	@$(BIN)/python scripts/man_pages.py && $(BIN)/python scripts/protocol_support.py && $(BIN)/python scripts/chart.py
 
 kubernetes:  ## render the Helm chart into deploy/kubernetes (needs helm)
 	@sh scripts/kubernetes.sh

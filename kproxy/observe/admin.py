@@ -12,15 +12,20 @@ and what every process has (`observe.http_page`). In `/readyz` a stale table is 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import msgspec
 from aiohttp import web
 
+from kproxy.config import ProxyConfig
+from kproxy.etcd import EtcdError
 from kproxy.observe.claims import MAX_CLAIM_ROWS, MAX_ORDER_BYTES, ClaimsQuery, FreeOrder, NotOffered
 from kproxy.observe.http_page import HttpPage, VitalPages
+from kproxy.observe.replication import replication_page
 from kproxy.observe.table import MAX_PAGE_ROWS, TableQuery
+from kproxy.ownership.replication import ReplicationReader
 
 TableLike = Callable[[TableQuery], Awaitable[bytes]]
 
@@ -100,6 +105,30 @@ class AdminPage(HttpPage):
             return await self._pages.free(msgspec.json.decode(body, type=FreeOrder))
 
         return await _json(outcome())
+
+
+class ReplicaPages:
+    """Read the page `/replication` from etcd when it is asked for; of a proxy, or of one with several workers."""
+
+    def __init__(self, config: ProxyConfig) -> None:
+        self._reader = (
+            ReplicationReader(config.etcd, config.etcd_options, config.prefix, clock=time.monotonic)
+            if config.etcd
+            else None
+        )
+
+    async def page(self, query: TableQuery) -> bytes:
+        """JSON of a ReplicationPage. Raises ValueError for a bad query, Unanswered, NotOffered."""
+        if self._reader is None:
+            raise NotOffered("replicas are not known here: reference brokers keep theirs in an etcd (--etcd URL)")
+        try:
+            return msgspec.json.encode(replication_page(await self._reader.read(), query))
+        except EtcdError as error:
+            raise Unanswered(str(error)) from error
+
+    async def close(self) -> None:
+        if self._reader is not None:
+            await self._reader.close()
 
 
 def _table_query(request: web.Request) -> TableQuery:

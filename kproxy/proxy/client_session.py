@@ -35,18 +35,17 @@ import structlog
 from kproxy.observe.tally import VERSION_BITS
 from kproxy.proxy.answer_order import AnswerOrder, Slot
 from kproxy.proxy.answer_room import Share
+from kproxy.proxy.api_versions import check_served, covers
+from kproxy.proxy.apis import NOT_SERVED, Ranges
 from kproxy.proxy.broker_connection import FLUSH_S
 from kproxy.proxy.broker_health import Waiting
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
-from kproxy.proxy.control import Unanswerable
-from kproxy.proxy.control_requests import ControlRequests
+from kproxy.proxy.control_plane import ControlRequests, Unanswerable
+from kproxy.proxy.data_plane import fetch, list_offsets, produce
 from kproxy.proxy.fanout import FanoutShell, NoRoom
 from kproxy.proxy.memory_budget import LAST_READ_BYTES, Arrival, Budget
 from kproxy.proxy.outbox import PacedOutbox
-from kproxy.proxy.produce import produce
-from kproxy.proxy.reads import fetch, list_offsets
-from kproxy.proxy.versions import NOT_SERVED, Ranges, check_served, covers
 from kproxy.routing.topology import Address
 from kproxy.runtime.sockets import keep_alive
 from kproxy_codec import api_keys

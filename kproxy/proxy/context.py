@@ -12,13 +12,12 @@ from kproxy.claims.service import OwnService
 from kproxy.config import Limits
 from kproxy.observe.tally import Tally
 from kproxy.proxy.answer_room import AnswerRoom
+from kproxy.proxy.api_versions import NO_CAPS, BrokerVersions
 from kproxy.proxy.broker_health import BrokerHealth
-from kproxy.proxy.broker_versions import BrokerVersions
 from kproxy.proxy.coordinators import Coordinators, LeasedCoordinators
 from kproxy.proxy.dialling import Dialler
 from kproxy.proxy.memory_budget import Budget
-from kproxy.proxy.portions import Portions, Shared
-from kproxy.proxy.versions import NO_CAPS
+from kproxy.proxy.virtual_brokers import Portions, Shared
 from kproxy.routing.fleet import Fleet
 from kproxy.routing.retry import LEASED, Conduct
 from kproxy.routing.topology import Topology
@@ -63,7 +62,7 @@ class ProxyContext:
     confirm_acks0: bool = False
     # Highest versions by API key that the ownership source allows, if lower than those that the proxy serves.
     version_caps: Mapping[int, int] = field(default_factory=lambda: NO_CAPS)
-    # Where the proxy gets answers that brokers do not give (kproxy.proxy.versions.NATIVE), if the source has it.
+    # Where the proxy gets answers that brokers do not give (kproxy.proxy.apis), if the source has it.
     producer_ids: ProducerIds | None = None
     coordinators: Coordinators | LeasedCoordinators = field(default_factory=Coordinators)
     # Makes claims (the Own API); None without an etcd to keep them.

@@ -1,31 +1,87 @@
-"""Which broker coordinates a transactional id or a group, as far as brokers or leases say.
+"""Find the coordinators of groups and transactions, and send to them.
 
-Clients are told that the proxy is every coordinator. Who really is one is read from the brokers' answers to
-FindCoordinator: clients ask it before anything else, and again when a broker says NOT_COORDINATOR, so that what is
-remembered is put right by the very request with which a client tries to.
+Clients are told that proxies coordinate everything (kproxy.proxy.virtual_brokers). `Coordinators` remembers the real
+coordinators from brokers' answers to FindCoordinator. Clients ask it before anything else, and again after
+NOT_COORDINATOR, so a client's own request corrects what is remembered.
 
-KafScale's brokers each answer that they are the coordinator themselves; which one is it stands in etcd, as a lease. A
-group without a lease is coordinated by the broker that is asked first, which takes the lease; every proxy asks the same
-one first.
+KafScale's brokers each answer that they are the coordinator themselves. There a lease in etcd names a group's
+coordinator: `LeasedCoordinators`. A group without a lease is coordinated by the broker that is asked first, which takes
+the lease; every proxy asks the same one first.
 
-Invariant: at most MAX_REMEMBERED coordinators, of keys of at most MAX_KEY_LENGTH characters, are remembered.
+`CoordinatorRequests` sends a client's request once, to the known coordinator; where none is known (another connection
+asked, long ago) the proxy asks first. The client acts on the result, as in Kafka: a broker's error code is handed on,
+and a lost connection becomes NOT_COORDINATOR, after which clients look for the coordinator again and repeat the
+request. Where brokers keep no transactions, a transactional producer is told so at once, with a code that it takes as
+final.
+
+Invariants
+1. At most MAX_REMEMBERED coordinators, of keys of at most MAX_KEY_LENGTH characters, are remembered.
+2. A coordinator whose connection was lost is forgotten.
+3. Requests for one key are sent in the order in which they came, on one connection, which nothing else uses: a
+   JoinGroup may wait for minutes.
 """
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Final, Protocol
 
+import structlog
+
+from kproxy.proxy.apis import APIS, KEY_TYPES
+from kproxy.proxy.broker_connection import Lost, Upstream, ask
 from kproxy.routing.rendezvous import preferred
 from kproxy.routing.topology import Topology
-from kproxy_codec.coordination import GROUP, Found
-from kproxy_codec.error_codes import NONE
+from kproxy_codec import api_keys as keys
+from kproxy_codec.control import build_response, encode_response
+from kproxy_codec.coordination import (
+    BATCHED_FROM,
+    GROUP,
+    REFUSED_BY_PARTITION,
+    TELL_ERRORS,
+    TRANSACTION,
+    Found,
+    answer_find_coordinator,
+    coordination_key,
+    error_codes,
+    parse_find_coordinator,
+    refuse_partitions,
+)
+from kproxy_codec.error_codes import (
+    COORDINATOR_NOT_AVAILABLE,
+    NONE,
+    NOT_COORDINATOR,
+    TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
+    UNSUPPORTED_VERSION,
+)
+from kproxy_codec.errors import CodecError
+from kproxy_codec.headers import RequestHeader, response_body_offset, response_header
+from kproxy_codec.partitioned import set_correlation_id, set_response_correlation_id, with_length
+from kproxy_codec.primitives import Buffer
+
+if TYPE_CHECKING:
+    # The context holds `Coordinators`.
+    from kproxy.proxy.connections import Connections
+    from kproxy.proxy.context import ProxyContext
+
+log = structlog.get_logger(__name__)
 
 MAX_REMEMBERED: Final = 10_000
 MAX_KEY_LENGTH: Final = 1_000
 
+NO_TRANSACTIONS: Final = "the brokers behind this proxy keep no transactions: produce without a transactional.id"
+
+# Versions of OffsetFetch: an error code for the request as a whole; leader epochs.
+_FETCH_ERROR_FROM: Final = 2
+_FETCH_EPOCH_FROM: Final = 5
+
 
 class Coordinators:
-    """The brokers that were last said to coordinate a key; those not used for longest are forgotten first."""
+    """Remember the brokers that were last said to coordinate keys.
+
+    Those not used for longest are forgotten first.
+    """
 
     are_leased = False
 
@@ -47,7 +103,7 @@ class Coordinators:
             del self._brokers[next(iter(self._brokers))]
 
     def refused(self, key_type: int, key: str, broker_id: int) -> None:
-        """Clients ask anew upon that, and what they are told is remembered."""
+        """Do nothing: the client sends FindCoordinator again, as in `take`."""
 
     def forget(self, key_type: int, key: str) -> None:
         self._brokers.pop((key_type, key), None)
@@ -64,15 +120,16 @@ class Holders(Protocol):
     """The leases of groups."""
 
     def holder(self, group: str) -> int | None:
-        """The broker that holds the group's lease."""
+        """Return the broker that holds the group's lease."""
         ...
 
 
 class LeasedCoordinators:
-    """The brokers that hold the leases of groups; what brokers say themselves is not listened to.
+    """Take the coordinators of groups from their leases alone.
 
-    A group whose holder is gone waits for the end of its lease, as a partition does. One that nobody has is not offered
-    again to who has refused it, as a broker does that stops, unless all have: at most MAX_REMEMBERED such groups.
+    A group whose holder is gone waits for the end of its lease, as a partition does. A group without a lease is not
+    offered again to a broker that has refused it, as a stopping broker does, unless all have. At most MAX_REMEMBERED
+    refused groups are remembered.
     """
 
     are_leased = True
@@ -96,7 +153,7 @@ class LeasedCoordinators:
         return preferred(key.encode(errors="surrogateescape"), takers or self._topology.takers)
 
     def refused(self, key_type: int, key: str, broker_id: int) -> None:
-        """A broker says that it does not coordinate a group."""
+        """Note that a broker says that it does not coordinate a group."""
         if key_type != GROUP or self._leases.holder(key) is not None or len(key) > MAX_KEY_LENGTH:
             return
         self._refused_by[key] = self._refused_by.pop(key, frozenset()) | {broker_id}
@@ -104,7 +161,117 @@ class LeasedCoordinators:
             del self._refused_by[next(iter(self._refused_by))]
 
     def forget(self, key_type: int, key: str) -> None:
-        """It is not for the proxy to say."""
+        """Do nothing: the lease says who coordinates a group."""
 
     def take(self, key_type: int, found: Found) -> None:
-        """Nothing is learned from brokers."""
+        """Do nothing: brokers' answers do not count."""
+
+
+class CoordinatorRequests:
+    """Send one client connection's requests to coordinators, on `connections`.
+
+    `find` asks any broker who coordinates a key, so that `context.coordinators` knows it.
+    """
+
+    def __init__(
+        self,
+        context: ProxyContext,
+        connections: Connections,
+        find: Callable[[int, str], Awaitable[None]],
+    ) -> None:
+        self._context = context
+        self._connections = connections
+        self._find = find
+
+    async def refuse_transactions(self, header: RequestHeader, body: memoryview) -> list[Buffer] | None:
+        """Refuse a request about transactions where brokers keep none.
+
+        FindCoordinator is one of them. None for other requests. Raises CodecError.
+        """
+        if header.api_key == keys.FIND_COORDINATOR:
+            key_type = parse_find_coordinator(header.api_version, body).key_type
+        else:
+            key = coordination_key(header.api_key, header.api_version, body)
+            key_type = KEY_TYPES[APIS[header.api_key].handling] if key else GROUP
+        if key_type != TRANSACTION or keys.END_TXN in self._context.versions.offered.ranges:
+            return None
+        self._context.counters["transactions.refused"] += 1
+        log.warning("transactional producer refused", reason=NO_TRANSACTIONS)
+        return await self._refusal(header, body, _no_transactions_code(header))
+
+    async def answer(self, frame: memoryview, header: RequestHeader, key: str) -> list[Buffer]:
+        """Return the coordinator's answer, or a refusal. Raises CodecError."""
+        api = APIS[header.api_key]
+        key_type = KEY_TYPES[api.handling]
+        body = frame[header.body_offset :]
+        upstream = await self._upstream_for(key_type, key)
+        if upstream is None:
+            return await self._refusal(header, body, COORDINATOR_NOT_AVAILABLE)
+        correlation_id = upstream.next_correlation_id()
+        set_correlation_id(frame, correlation_id)
+        try:
+            async with asyncio.timeout(None if api.waits else self._context.limits.control_timeout_s):
+                answer = await ask(upstream, correlation_id, [frame])
+        except (Lost, TimeoutError) as error:
+            if isinstance(error, TimeoutError):
+                upstream.give_up("it does not answer as a coordinator")
+            self._context.coordinators.forget(key_type, key)
+            return await self._refusal(header, body, NOT_COORDINATOR)
+        try:
+            await self._inspect(header, answer, key, upstream)
+        except CodecError as error:
+            upstream.distrust(str(error))
+            return await self._refusal(header, body, NOT_COORDINATOR)
+        set_response_correlation_id(answer, header.correlation_id)
+        return [answer]
+
+    async def _inspect(self, header: RequestHeader, answer: memoryview, key: str, upstream: Upstream) -> None:
+        """Replace leader epochs by -1, and note NOT_COORDINATOR.
+
+        All answers of the proxy have epoch -1. Raises CodecError.
+        """
+        api_key, version = header.api_key, header.api_version
+        has_epochs = api_key == keys.OFFSET_FETCH and version >= _FETCH_EPOCH_FROM
+        coordinators = self._context.coordinators
+        if not has_epochs and not (coordinators.are_leased and api_key in TELL_ERRORS):
+            return
+        body = answer[response_body_offset(answer, api_key, version) :]
+        codes = await self._context.portions.of(error_codes(api_key, version, body, without_epochs=True), len(body))
+        if coordinators.are_leased and NOT_COORDINATOR in codes:
+            coordinators.refused(GROUP, key, upstream.owner)
+
+    async def _refusal(self, header: RequestHeader, request_body: memoryview, error_code: int) -> list[Buffer]:
+        """Build an answer with this error code everywhere. Raises CodecError."""
+        key, version = header.api_key, header.api_version
+        head = response_header(key, version, header.correlation_id)
+        if key == keys.FIND_COORDINATOR:
+            work = answer_find_coordinator(
+                version, request_body, lambda _, key: Found(key, -1, "", -1, error_code, NO_TRANSACTIONS)
+            )
+        elif key in REFUSED_BY_PARTITION and not (key == keys.OFFSET_FETCH and version >= _FETCH_ERROR_FROM):
+            work = refuse_partitions(key, version, request_body, error_code)
+        else:
+            return with_length([head, encode_response(build_response(key, version, error_code=error_code))])
+        return with_length([head, await self._context.portions.of(work, len(request_body))])
+
+    async def _upstream_for(self, key_type: int, key: str) -> Upstream | None:
+        """Return the connection to the coordinator; None where none is found."""
+        coordinators, topology = self._context.coordinators, self._context.topology
+        broker = coordinators.get(key_type, key)
+        if not coordinators.are_leased and (broker is None or topology.address(broker) is None):
+            await self._find(key_type, key)
+            broker = coordinators.get(key_type, key)
+        if broker is None or topology.address(broker) is None:
+            return None
+        return self._connections.to(broker)
+
+
+def _no_transactions_code(header: RequestHeader) -> int:
+    """Return a code that ends the producer at once.
+
+    librdkafka asks for one coordinator, and asks again for a minute after any code but
+    TRANSACTIONAL_ID_AUTHORIZATION_FAILED. Java asks for several, and shows the text that comes with any code but that.
+    """
+    if header.api_key == keys.FIND_COORDINATOR and header.api_version >= BATCHED_FROM:
+        return UNSUPPORTED_VERSION
+    return TRANSACTIONAL_ID_AUTHORIZATION_FAILED

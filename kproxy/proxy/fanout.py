@@ -27,7 +27,6 @@ from kproxy.proxy.broker_connection import FLUSH_S, Ticket, Upstream
 from kproxy.proxy.claims import ClientClaims, Respond
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
-from kproxy.proxy.lookups import OwnerLookups
 from kproxy.proxy.plain_path import PlainPath, PlainPiece
 from kproxy.routing import actions
 from kproxy.routing.actions import Action
@@ -42,6 +41,8 @@ from kproxy_codec.partitioned import MAX_PARTITIONS, PartitionedApi, Partitioned
 from kproxy_codec.produce_response import PRODUCE_API
 
 MAX_OPEN_PARTITIONS: Final = MAX_PARTITIONS
+# A lookup takes two of etcd's transactions; a Kafka cluster is asked about whole topics.
+MAX_LOOKUPS: Final = 256
 _NO_TOPICS: Final = frozenset[bytes]()
 
 
@@ -560,6 +561,55 @@ _CARRY_OUT: Final[Mapping[type[Action], Callable[[FanoutShell, Any], None]]] = {
     actions.Failed: FanoutShell._count_failure,
     actions.Counted: FanoutShell._count,
 }
+
+
+class OwnerLookups:
+    """Have the source read partitions' owners again, for one client connection; each lookup is a task.
+
+    Invariants
+    1. One task for each partition. If the owner is asked for again while its task waits, the task reads once more: the
+       answer that it waits for may be older than the latest refusal.
+    2. No task begins after `close`: nobody would wait for it.
+    3. At most MAX_LOOKUPS tasks. The result comes by way of the topology. A partition that gets no task is asked for
+       again after its next refusal.
+    """
+
+    def __init__(self, context: ProxyContext) -> None:
+        self._context = context
+        self._tasks: dict[tuple[bytes, int], asyncio.Task[None]] = {}
+        self._again: set[tuple[bytes, int]] = set()
+        self._closed = False
+
+    def ask(self, topic: bytes, partition_index: int, routed_at: int) -> None:
+        """Have the source read an owner again, unless it has reported a new one since the revision `routed_at`."""
+        partition = (topic, partition_index)
+        if self._context.topology.owner_revision(topic, partition_index) > routed_at:
+            return
+        if partition in self._tasks:
+            self._again.add(partition)
+        elif len(self._tasks) < MAX_LOOKUPS and not self._closed:
+            task = self._tasks[partition] = asyncio.ensure_future(self._refresh(partition))
+            task.add_done_callback(lambda _: self._tasks.pop(partition, None))
+
+    async def _refresh(self, partition: tuple[bytes, int]) -> None:
+        topology = self._context.topology
+        seen_revision = topology.owner_revision(*partition)
+        is_wanted = True
+        while is_wanted:
+            self._again.discard(partition)
+            topic, partition_index = partition
+            # The source finds a topic id that the topology does not know.
+            await self._context.source.refresh(topology.name_of(topic) or topic, partition_index, seen_revision)
+            is_wanted = partition in self._again and topology.owner_revision(*partition) == seen_revision
+        self._again.discard(partition)
+
+    async def close(self) -> None:
+        """Cancel all lookups, and begin none for acks=0 batches that are lost later."""
+        self._closed = True
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _until(event: asyncio.Event, timeout_s: float) -> None:

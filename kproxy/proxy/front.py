@@ -13,7 +13,7 @@ import msgspec
 
 from kproxy.claims.admin import ClaimsAdmin
 from kproxy.config import Address, ProxyConfig
-from kproxy.observe.admin import AdminPage
+from kproxy.observe.admin import AdminPage, ReplicaPages
 from kproxy.observe.claims import ClaimsQuery, FreeOrder
 from kproxy.observe.exposition import render
 from kproxy.observe.families import Family, family_of
@@ -21,7 +21,6 @@ from kproxy.observe.http_page import Readiness
 from kproxy.observe.metrics import ProxyCollector, Vitals, own_process
 from kproxy.observe.table import TableQuery, TableView, table_page
 from kproxy.observe.tally import Tally
-from kproxy.proxy.replicas import ReplicaPages
 from kproxy.runtime.notify import say_ready, say_stopping
 from kproxy.runtime.waiting import say_waiting
 from kproxy.trail.shipper import ShipperVitals

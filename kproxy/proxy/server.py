@@ -28,11 +28,11 @@ import structlog
 
 from kproxy.config import Limits
 from kproxy.observe.metrics import Vitals
+from kproxy.proxy.apis import Ranges
 from kproxy.proxy.client_session import TURN_S, ClientSession
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.descriptors import Descriptors, in_use
 from kproxy.proxy.port import accept_from, bind
-from kproxy.proxy.versions import Ranges
 from kproxy.routing.topology import Address
 from kproxy.runtime import open_files
 

@@ -18,9 +18,9 @@ from kproxy.etcd import EtcdClient, EtcdError, EtcdMisused, IdBlocks
 from kproxy.ownership.kafka_metadata import KafkaMetadata
 from kproxy.ownership.leases import LeaseTable
 from kproxy.ownership.static_table import StaticTable
+from kproxy.proxy.api_versions import NO_CAPS
 from kproxy.proxy.context import ProducerIds
 from kproxy.proxy.coordinators import Coordinators, LeasedCoordinators
-from kproxy.proxy.versions import NO_CAPS
 from kproxy.routing import retry
 from kproxy.routing.topology import Address, Topology
 from kproxy.runtime.tasks import cancel, in_time

@@ -29,7 +29,7 @@ from typing import Any, Final
 import pytest
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.proxy.versions import OFFERS, Handling
+from kproxy.proxy.apis import KEY_TYPES, SERVED
 from kproxy_codec import api_keys as keys
 from kproxy_codec import own
 from tests.support.dev import KproxyProcess
@@ -269,7 +269,7 @@ for _key in PARTITIONED:
 def control_values(key: int, version: int) -> dict[str, Any]:
     """What a request needs in order to be one."""
     values: dict[str, Any] = {"group_id": "g", "key_type": 0}
-    if OFFERS[key].handling is Handling.COORDINATED:
+    if SERVED[key].handling in KEY_TYPES:
         values["transactional_id"] = values["v3_and_below_transactional_id"] = "x"
     return values
 
@@ -287,7 +287,7 @@ def fat_request(site: Site, key: int, version: int) -> tuple[str, bytes]:
 
 def control_case(key: int, conduct: str) -> Case:
     async def run(site: Site) -> str:
-        random, offer = site.random, OFFERS[key]
+        random, offer = site.random, SERVED[key]
         version = random.choice([random.randint(offer.min_version, offer.max_version), offer.max_version])
         array, body = fat_request(site, key, version)
         requests = random.choice([1, 30])
@@ -319,7 +319,7 @@ def control_case(key: int, conduct: str) -> Case:
     return run
 
 
-for _key, _offer in OFFERS.items():
+for _key, _offer in SERVED.items():
     if _key not in PARTITIONED and _key != keys.OWN:
         for _conduct in ("answers", "holds", "drops"):
             add(_offer.handling.name, f"{keys.name_of(_key)}, its broker {_conduct}", control_case(_key, _conduct))

@@ -10,10 +10,10 @@ from uuid import UUID
 
 import pytest
 
-from kproxy.proxy import broker_versions
-from kproxy.proxy.versions import OFFERS, Handling
+from kproxy.proxy import api_versions
+from kproxy.proxy.apis import SERVED
 from kproxy.routing.fleet import Proxy
-from kproxy_codec import api_keys, control
+from kproxy_codec import api_keys
 from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
 from kproxy_codec.cluster import ASK_ANOTHER
 from tests.support.raw_client import (
@@ -87,7 +87,7 @@ def naming_versions() -> list[tuple[int, int]]:
         api_keys.FIND_COORDINATOR,
         api_keys.DESCRIBE_TOPIC_PARTITIONS,
     )
-    return [(key, version) for key in keys for version in range(OFFERS[key].min_version, OFFERS[key].max_version + 1)]
+    return [(key, version) for key in keys for version in range(SERVED[key].min_version, SERVED[key].max_version + 1)]
 
 
 @pytest.mark.parametrize(("key", "version"), naming_versions())
@@ -214,7 +214,7 @@ def says_ranges(*ranges: tuple[int, int, int]) -> Callable[[Asked], None]:
     return script
 
 
-WIDE = says_ranges(*((key, offer.min_version, 99) for key, offer in OFFERS.items()))
+WIDE = says_ranges(*((key, offer.min_version, 99) for key, offer in SERVED.items()))
 
 
 async def offered(client: Any, version: int = 3) -> dict[int, tuple[int, int]]:
@@ -263,7 +263,7 @@ async def test_brokers_are_asked_for_their_versions_once() -> None:
 async def test_a_broker_that_does_not_say_its_versions_does_not_hold_up_every_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(broker_versions, "ASK_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(api_versions, "ASK_TIMEOUT_S", 1.0)
     hung = ScriptedUpstream(1)
     async with running_proxy(hung, ScriptedUpstream(2, WIDE)) as proxy:
         await offered(await proxy.client())
@@ -429,14 +429,6 @@ async def test_a_client_that_leaves_takes_its_questions_along() -> None:
         client.abort()
         await upstream.connections[0].until_closed()
         await eventually(lambda: not proxy.listener._sessions)
-
-
-def test_the_control_codec_reads_every_version_that_is_offered() -> None:
-    for key, offer in OFFERS.items():
-        # Own is this project's, and has a codec of its own (kproxy_codec.own).
-        if offer.handling is not Handling.PARTITIONED and key != api_keys.OWN:
-            lowest, highest = control.version_range(key)
-            assert lowest <= offer.min_version <= offer.max_version <= highest
 
 
 @both_loops

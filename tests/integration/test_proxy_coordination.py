@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from kproxy.proxy import coordinators
-from kproxy.proxy.coordination import COORDINATED, NO_TRANSACTIONS
-from kproxy.proxy.coordinators import Coordinators
-from kproxy.proxy.versions import OFFERS, Handling
+from kproxy.proxy.apis import KEY_TYPES, SERVED
+from kproxy.proxy.coordinators import NO_TRANSACTIONS, Coordinators
 from kproxy_codec import api_keys as keys
 from kproxy_codec.control import decode_request
 from kproxy_codec.coordination import GROUP, TRANSACTION
@@ -42,8 +41,11 @@ FIELDS: dict[int, dict[str, Any]] = {
 }
 
 
+COORDINATED = {key: KEY_TYPES[api.handling] for key, api in SERVED.items() if api.handling in KEY_TYPES}
+
+
 def every_version(key: int) -> range:
-    return range(OFFERS[key].min_version, OFFERS[key].max_version + 1)
+    return range(SERVED[key].min_version, SERVED[key].max_version + 1)
 
 
 def request_of(key: int, version: int, correlation_id: int = 6) -> bytes:
@@ -110,7 +112,7 @@ async def test_a_request_of_every_version_goes_to_the_coordinator_of_its_key(key
     cluster = Cluster()
     async with running_proxy(*cluster.brokers) as proxy:
         client = await proxy.client()
-        key_type = COORDINATED[key].key_type
+        key_type = COORDINATED[key]
         for times, version in enumerate([*every_version(key)] * 2, 1):
             await codes(client, key, version)
             assert cluster.got(key) == [2 if key_type == GROUP else 3] * times, f"version {version}"
@@ -135,11 +137,11 @@ async def test_where_no_coordinator_is_found_the_client_is_told_to_look_again_in
 async def test_a_coordinator_that_is_lost_is_looked_up_anew(key: int) -> None:
     cluster = Cluster()
     cluster.coordinated = lambda asked: asked.connection.abort()
-    version = OFFERS[key].max_version
+    version = SERVED[key].max_version
     async with running_proxy(*cluster.brokers) as proxy:
         client = await proxy.client()
         assert await codes(client, key, version) == [NOT_COORDINATOR]
-        cluster.coordinators[COORDINATED[key].key_type, "k"] = 1
+        cluster.coordinators[COORDINATED[key], "k"] = 1
         del cluster.coordinated
         assert await codes(client, key, version) != [NOT_COORDINATOR]
         assert cluster.got(key)[0] == 1
@@ -314,7 +316,7 @@ async def without_transactions(proxy: RunningProxy) -> RawClient:
 def keeps_none() -> Cluster:
     """Everything is served but transactions."""
     cluster = Cluster()
-    served = [key for key, offer in OFFERS.items() if offer.handling is not Handling.COORDINATED]
+    served = [key for key in SERVED if key not in COORDINATED]
     listed = [{"api_key": key, "min_version": 0, "max_version": 99} for key in [*served, keys.INIT_PRODUCER_ID]]
 
     def script(asked: Asked) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from kproxy.proxy import broker_versions
-from kproxy.proxy.versions import OFFERS
+from kproxy.proxy import api_versions as module
+from kproxy.proxy.apis import SERVED
 from kproxy_codec import api_keys as keys
 from kproxy_codec.produce import TOPIC_IDS_FROM
 from tests.support.raw_client import RawClient, control_frame, fetch_frame, list_offsets_frame, produce_frame
@@ -17,14 +17,14 @@ from tests.support.running_proxy import RunningProxy, both_loops, eventually
 from tests.support.running_proxy import running_among_strangers as running_proxy
 from tests.support.scripted_upstream import Asked, ScriptedUpstream, answers_everything
 
-NEWEST = OFFERS[keys.PRODUCE].max_version
+NEWEST = SERVED[keys.PRODUCE].max_version
 OLD = 9
 Script = Callable[[Asked], None]
 
 
 def serves(produce: int, *, answers: Script = answers_everything, fences: range = range(0), **features: Any) -> Script:
     """A broker that serves Produce up to this version, everything else in all versions, and these of BindFences."""
-    listed = [{"api_key": key, "min_version": offer.min_version, "max_version": 99} for key, offer in OFFERS.items()]
+    listed = [{"api_key": key, "min_version": offer.min_version, "max_version": 99} for key, offer in SERVED.items()]
     listed[0] = {"api_key": keys.PRODUCE, "min_version": 0, "max_version": produce}
     if fences:
         listed.append({"api_key": keys.BIND_FENCES, "min_version": fences[0], "max_version": fences[-1]})
@@ -202,7 +202,7 @@ async def test_an_old_broker_that_comes_back_as_a_new_one_is_asked_again() -> No
 
 @both_loops
 async def test_a_broker_that_goes_is_told_of_and_so_is_each_vain_attempt_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broker_versions, "UNREACHABLE_FOR_S", 0.3)
+    monkeypatch.setattr(module, "UNREACHABLE_FOR_S", 0.3)
     upstream = ScriptedUpstream(1, serves(NEWEST))
     async with running_proxy(upstream, follows_versions=True) as proxy:
         told: list[float] = []
@@ -228,7 +228,7 @@ async def test_a_broker_with_another_address_is_asked_there() -> None:
 
 @both_loops
 async def test_a_broker_that_cannot_be_asked_counts_with_what_it_last_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broker_versions, "ASK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(module, "ASK_TIMEOUT_S", 0.2)
     old = ScriptedUpstream(2, serves(OLD))
     async with running_proxy(ScriptedUpstream(1, serves(NEWEST)), old, follows_versions=True) as proxy:
         await eventually(lambda: current_produce(proxy) == OLD)
@@ -242,7 +242,7 @@ async def test_a_broker_that_cannot_be_asked_counts_with_what_it_last_said(monke
 
 @both_loops
 async def test_a_broker_that_has_never_answered_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broker_versions, "ASK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(module, "ASK_TIMEOUT_S", 0.2)
     hung = ScriptedUpstream(2)
     async with running_proxy(ScriptedUpstream(1, serves(OLD)), hung) as proxy:
         assert await offered_produce(await proxy.client()) == OLD
@@ -383,8 +383,8 @@ async def test_what_brokers_say_among_themselves_is_refused(name: str, version: 
 
 
 REPLICA_READS = [
-    *((keys.FETCH, version) for version in range(OFFERS[keys.FETCH].min_version, OFFERS[keys.FETCH].max_version + 1)),
-    *((keys.LIST_OFFSETS, version) for version in range(1, OFFERS[keys.LIST_OFFSETS].max_version + 1)),
+    *((keys.FETCH, version) for version in range(SERVED[keys.FETCH].min_version, SERVED[keys.FETCH].max_version + 1)),
+    *((keys.LIST_OFFSETS, version) for version in range(1, SERVED[keys.LIST_OFFSETS].max_version + 1)),
 ]
 
 
@@ -431,7 +431,7 @@ async def test_a_read_in_the_name_of_a_replica_is_refused(key: int, version: int
 async def test_an_upstream_has_fences_where_all_that_said_so_have(
     brokers: list[range | None], fenced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(broker_versions, "ASK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(module, "ASK_TIMEOUT_S", 0.3)
     async with running_proxy() as proxy:
         upstreams = [
             ScriptedUpstream(number, holds if fences is None else serves(NEWEST, fences=fences))

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kproxy.proxy.coordination import COORDINATED
-from kproxy.proxy.versions import OFFERS
+from kproxy.proxy.apis import KEY_TYPES, SERVED
 from kproxy_codec import api_keys as keys
 from kproxy_codec import control
 from kproxy_codec.cluster import Named, asks_for_all_topics, leaderless_metadata, rename_brokers
@@ -35,6 +34,7 @@ from tests.support.fattest import arrays, body_of, fattest, many_tags, schema_of
 BROKERS = [(1_000_000, "proxy-0.test", 9092), (1_000_001, "::1", 9093), (1_000_002, "proxy-2.test", 9094)]
 CONTROLLER = 1_000_000
 ABOUT_LEADERS = (5, 6, 9)
+COORDINATED = [key for key, api in SERVED.items() if api.handling in KEY_TYPES]
 NO_TAGS = b"\x00"
 
 
@@ -46,7 +46,7 @@ NAMED = Named(BROKERS, CONTROLLER, leaders)
 
 
 def versions_of(*api_keys: int) -> list[tuple[int, int]]:
-    return [(key, v) for key in api_keys for v in range(OFFERS[key].min_version, OFFERS[key].max_version + 1)]
+    return [(key, v) for key in api_keys for v in range(SERVED[key].min_version, SERVED[key].max_version + 1)]
 
 
 # Random messages, after kafka-python's schemas

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Final
 
+from kproxy.proxy.apis import proxy_ranges
 from kproxy.proxy.client_session import ClientSession
-from kproxy.proxy.versions import own_ranges
 from kproxy.routing.topology import NO_OWNER, Address, Topology
 from kproxy_codec import api_keys, control
 from tests.simulation import wire
@@ -193,7 +193,7 @@ def _introductions(*, gives_out_ids: bool, fenced: bool) -> dict[int, bytes]:
     """What brokers answer to ApiVersions, by version."""
     ranges = [
         {"api_key": key, "min_version": lowest, "max_version": highest}
-        for key, (lowest, highest) in own_ranges().items()
+        for key, (lowest, highest) in proxy_ranges().items()
         if key != api_keys.OWN and (gives_out_ids or key != api_keys.INIT_PRODUCER_ID)
     ]
     if fenced:

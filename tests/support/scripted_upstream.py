@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, cast
 
-from kproxy.proxy.versions import own_ranges
+from kproxy.proxy.apis import proxy_ranges
 from kproxy.routing.topology import Address
 from kproxy_codec import control
 from kproxy_codec.api_keys import API_VERSIONS, FETCH, LIST_OFFSETS, OWN, PRODUCE, is_flexible
@@ -206,7 +206,7 @@ def introduction(header: RequestHeader) -> bytes:
     """What a broker answers that serves all that the proxy does, and gives out producer ids."""
     ranges = [
         {"api_key": key, "min_version": lowest, "max_version": highest}
-        for key, (lowest, highest) in own_ranges().items()
+        for key, (lowest, highest) in proxy_ranges().items()
         if key != OWN
     ]
     return message_frame(header, error_code=0, api_keys=ranges)

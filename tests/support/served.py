@@ -13,7 +13,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kproxy.proxy.versions import OFFERS
+from kproxy.proxy.apis import SERVED
 from kproxy_codec.api_keys import API_VERSIONS
 from tests.support.dev import KproxyProcess, serving
 from tests.support.raw_client import RawClient
@@ -73,7 +73,7 @@ class ServedBroker(ScriptedUpstream):
         if asked.header.api_key == API_VERSIONS:
             ranges = [
                 {"api_key": key, "min_version": offer.min_version, "max_version": offer.max_version}
-                for key, offer in OFFERS.items()
+                for key, offer in SERVED.items()
             ]
             asked.answer_message(error_code=0, api_keys=ranges)
         else:

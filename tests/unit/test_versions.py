@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kproxy.proxy.versions import OFFERS, Ranges, Serves, covers, intersect, offer, own_ranges
+from kproxy.proxy.api_versions import BrokerApis, covers, intersect, offer
+from kproxy.proxy.apis import SERVED, Ranges, proxy_ranges
 from kproxy_codec import api_keys as keys
 
 TRANSACTIONS = "transaction.version"
 # A current broker: everything, in every version, and transactions of the second kind.
-ALL: Ranges = dict.fromkeys(OFFERS, (0, 99))
-NEW = Serves(ALL, {TRANSACTIONS: (0, 2), "x": (1, 5)}, {TRANSACTIONS: (2, 2), "x": (4, 4)}, 7)
+ALL: Ranges = dict.fromkeys(SERVED, (0, 99))
+NEW = BrokerApis(ALL, {TRANSACTIONS: (0, 2), "x": (1, 5)}, {TRANSACTIONS: (2, 2), "x": (4, 4)}, 7)
 
 
 def without(key: int) -> Ranges:
@@ -20,8 +21,8 @@ def without(key: int) -> Ranges:
 @pytest.mark.parametrize(
     ("upstreams", "caps", "produce"),
     [
-        ([], {}, own_ranges()[keys.PRODUCE]),
-        ([ALL], {}, own_ranges()[keys.PRODUCE]),
+        ([], {}, proxy_ranges()[keys.PRODUCE]),
+        ([ALL], {}, proxy_ranges()[keys.PRODUCE]),
         ([{**ALL, keys.PRODUCE: (3, 9)}], {}, (0, 9)),
         ([ALL, {**ALL, keys.PRODUCE: (3, 9)}, {**ALL, keys.PRODUCE: (0, 7)}], {}, (0, 7)),
         ([ALL], {keys.PRODUCE: 8}, (0, 8)),
@@ -37,10 +38,10 @@ def test_produce_is_offered_up_to_what_all_serve(
 
 
 def test_the_ranges_of_api_versions_are_the_proxys_own() -> None:
-    assert intersect([{}])[keys.API_VERSIONS] == own_ranges()[keys.API_VERSIONS]
+    assert intersect([{}])[keys.API_VERSIONS] == proxy_ranges()[keys.API_VERSIONS]
 
 
-def features_before(*brokers: Serves, produce: int = 13) -> tuple[dict[str, tuple[int, int]], int]:
+def features_before(*brokers: BrokerApis, produce: int = 13) -> tuple[dict[str, tuple[int, int]], int]:
     offered = offer(brokers, {keys.PRODUCE: produce})
     return dict(offered.finalized), offered.epoch
 
@@ -53,27 +54,27 @@ def test_without_the_produce_versions_for_it_clients_are_told_of_transactions_of
 
 def test_a_lower_transaction_version_comes_with_a_higher_epoch() -> None:
     """Java clients ignore finalized features that do not come with a higher epoch than those they know."""
-    one = Serves(without(keys.END_TXN), NEW.supported, NEW.finalized, NEW.epoch)
-    uncapped = offer([Serves(ALL, {}, {TRANSACTIONS: (1, 1)}, 7)], {keys.PRODUCE: 11})
+    one = BrokerApis(without(keys.END_TXN), NEW.supported, NEW.finalized, NEW.epoch)
+    uncapped = offer([BrokerApis(ALL, {}, {TRANSACTIONS: (1, 1)}, 7)], {keys.PRODUCE: 11})
     assert features_before(NEW, produce=11)[1] > uncapped.epoch
-    assert features_before(Serves(ALL, {}, {}, 8))[1] > features_before(one)[1]
+    assert features_before(BrokerApis(ALL, {}, {}, 8))[1] > features_before(one)[1]
 
 
 def test_without_transactions_no_transaction_version_is_named() -> None:
-    broker = Serves(without(keys.END_TXN), NEW.supported, NEW.finalized, NEW.epoch)
+    broker = BrokerApis(without(keys.END_TXN), NEW.supported, NEW.finalized, NEW.epoch)
     assert features_before(broker)[0] == {"x": (4, 4)}
 
 
 def test_finalized_features_are_those_of_the_broker_that_heard_last() -> None:
-    late = Serves(ALL, {}, {"x": (3, 3)}, 6)
-    mute = Serves(ALL)
-    assert features_before(late, Serves(ALL, {}, {"x": (4, 4)}, 9), mute) == ({"x": (4, 4)}, 18)
+    late = BrokerApis(ALL, {}, {"x": (3, 3)}, 6)
+    mute = BrokerApis(ALL)
+    assert features_before(late, BrokerApis(ALL, {}, {"x": (4, 4)}, 9), mute) == ({"x": (4, 4)}, 18)
     assert features_before(mute) == ({}, -1)
     assert features_before() == ({}, -1)
 
 
 def test_supported_features_are_what_all_have_in_common() -> None:
-    brokers = [Serves(ALL, {"x": (1, 5), "y": (1, 2), "z": (0, 3)}), Serves(ALL, {"x": (2, 7), "y": (3, 4)})]
+    brokers = [BrokerApis(ALL, {"x": (1, 5), "y": (1, 2), "z": (0, 3)}), BrokerApis(ALL, {"x": (2, 7), "y": (3, 4)})]
     assert dict(offer(brokers).supported) == {"x": (2, 5)}
 
 
@@ -95,8 +96,8 @@ def test_what_was_told_is_covered_when_all_of_it_is_still_offered(
 
 
 # KafScale lists what it does not serve with versions -1 to -1.
-KAFSCALE = Serves(ALL | {keys.INIT_PRODUCER_ID: (-1, -1), keys.END_TXN: (-1, -1), keys.FIND_COORDINATOR: (3, 3)})
-REFERENCE = Serves({key: ALL[key] for key in ALL if key not in (keys.JOIN_GROUP, keys.END_TXN)})
+KAFSCALE = BrokerApis(ALL | {keys.INIT_PRODUCER_ID: (-1, -1), keys.END_TXN: (-1, -1), keys.FIND_COORDINATOR: (3, 3)})
+REFERENCE = BrokerApis({key: ALL[key] for key in ALL if key not in (keys.JOIN_GROUP, keys.END_TXN)})
 CAN_ANSWER = (keys.INIT_PRODUCER_ID, keys.FIND_COORDINATOR)
 
 
@@ -118,9 +119,9 @@ CAN_ANSWER = (keys.INIT_PRODUCER_ID, keys.FIND_COORDINATOR)
     ],
 )
 def test_the_proxy_answers_itself_what_brokers_leave_to_it(
-    brokers: list[Serves], can_answer: tuple[int, ...], native: tuple[int, ...]
+    brokers: list[BrokerApis], can_answer: tuple[int, ...], native: tuple[int, ...]
 ) -> None:
     offered = offer(brokers, {}, can_answer)
     assert offered.native == set(native)
     for key in native:
-        assert offered.ranges[key] == own_ranges()[key]
+        assert offered.ranges[key] == proxy_ranges()[key]

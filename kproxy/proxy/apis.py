@@ -1,0 +1,262 @@
+"""Declare how the proxy serves each API of Kafka's protocol.
+
+`APIS` has one row for each API key that has a name. Requests are dispatched by it, the answer to ApiVersions names its
+versions (kproxy.proxy.api_versions), and scripts/protocol_support.py writes docs/protocol-support.md from it.
+
+`versions` are those that the proxy itself serves. Clients are offered what the upstream brokers serve as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import Enum
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from kproxy_codec import api_keys as keys
+from kproxy_codec import fetch, list_offsets, own, produce
+from kproxy_codec.coordination import GROUP, TRANSACTION
+
+Range = tuple[int, int]
+"""Lowest and highest version, or level of a feature."""
+Ranges = dict[int, Range]
+"""Versions by API key."""
+
+NOT_SERVED: Final[Range] = (1, 0)
+"""The range of an API that is not served: no version lies in it."""
+
+
+class Handling(Enum):
+    """Who answers a request; the values stand in docs/protocol-support.md."""
+
+    PROXY = "ended here"
+    SPLIT = "split by owner"
+    GROUP_COORDINATOR = "group coordinator"
+    TRANSACTION_COORDINATOR = "transaction coordinator"
+    ANY_BROKER = "any broker"
+    REFUSED = "refused"
+
+
+KEY_TYPES: Final[Mapping[Handling, int]] = MappingProxyType(
+    {Handling.GROUP_COORDINATOR: GROUP, Handling.TRANSACTION_COORDINATOR: TRANSACTION}
+)
+"""Key types of FindCoordinator, for requests that go to a coordinator."""
+
+
+class Operation(Enum):
+    """An action on a resource, as an ACL grants it."""
+
+    READ = "read"
+    WRITE = "write"
+    DESCRIBE = "describe"
+    CREATE = "create"
+    DELETE = "delete"
+    ALTER = "alter"
+    OWN = "own"
+
+
+class Resource(Enum):
+    """A kind of resource that an ACL protects."""
+
+    TOPIC = "topic"
+    GROUP = "group"
+    TRANSACTIONAL_ID = "transactional id"
+    CLUSTER = "cluster"
+
+
+class Permission(NamedTuple):
+    """`operation` on each resource of this kind that a request names."""
+
+    operation: Operation
+    resource: Resource
+
+
+class Api(NamedTuple):
+    """One row of the table.
+
+    - `needs`: the permissions that ACLs will ask for, after Kafka's table of resources and operations by protocol.
+      Nothing reads them yet.
+    - `repeatable`: a request that one broker may have carried out may be sent to another broker.
+    - `names_brokers`: the answer names brokers, which the proxy replaces (kproxy.proxy.virtual_brokers).
+    - `waits`: the answer may wait for other members of a group, for minutes.
+    - `ends_here`: whether the proxy answers itself before brokers with these APIs in common, given the means for it.
+    """
+
+    handling: Handling
+    versions: Range = NOT_SERVED
+    needs: tuple[Permission, ...] = ()
+    repeatable: bool = True
+    names_brokers: bool = False
+    waits: bool = False
+    ends_here: Callable[[Ranges], bool] | None = None
+    note: str = ""
+
+    @property
+    def min_version(self) -> int:
+        return self.versions[0]
+
+    @property
+    def max_version(self) -> int:
+        return self.versions[1]
+
+
+_READ_TOPIC: Final = Permission(Operation.READ, Resource.TOPIC)
+_WRITE_TOPIC: Final = Permission(Operation.WRITE, Resource.TOPIC)
+_DESCRIBE_TOPIC: Final = Permission(Operation.DESCRIBE, Resource.TOPIC)
+_CREATE_TOPIC: Final = Permission(Operation.CREATE, Resource.TOPIC)
+_DELETE_TOPIC: Final = Permission(Operation.DELETE, Resource.TOPIC)
+_ALTER_TOPIC: Final = Permission(Operation.ALTER, Resource.TOPIC)
+_READ_GROUP: Final = Permission(Operation.READ, Resource.GROUP)
+_DESCRIBE_GROUP: Final = Permission(Operation.DESCRIBE, Resource.GROUP)
+_OWN_GROUP: Final = Permission(Operation.OWN, Resource.GROUP)
+_WRITE_TRANSACTION: Final = Permission(Operation.WRITE, Resource.TRANSACTIONAL_ID)
+_DESCRIBE_TRANSACTION: Final = Permission(Operation.DESCRIBE, Resource.TRANSACTIONAL_ID)
+_DESCRIBE_CLUSTER: Final = Permission(Operation.DESCRIBE, Resource.CLUSTER)
+
+_REFUSED: Final = Api(Handling.REFUSED)
+_REFUSED_SASL: Final = Api(
+    Handling.REFUSED, note="Listeners have no SASL. The log names the client setting: security.protocol=PLAINTEXT."
+)
+
+APIS: Final[Mapping[int, Api]] = MappingProxyType(
+    {
+        # With a higher minimum librdkafka drops gzip and lz4.
+        keys.PRODUCE: Api(
+            Handling.SPLIT,
+            (0, produce.MAX_VERSION),
+            needs=(_WRITE_TOPIC, _WRITE_TRANSACTION),
+            note="Versions 0 to 2 are offered and refused when sent, as in Kafka 4. Version 13, which names topics by"
+            " id, is offered where the ids are known.",
+        ),
+        # Without version 13 all clients get the same range of reads, whether the ids of topics are known or not.
+        keys.FETCH: Api(
+            Handling.SPLIT,
+            (fetch.MIN_VERSION, fetch.TOPIC_IDS_FROM - 1),
+            needs=(_READ_TOPIC,),
+            note="Version 13 names topics by id alone. There are no fetch sessions (KIP-227).",
+        ),
+        keys.LIST_OFFSETS: Api(
+            Handling.SPLIT, (list_offsets.MIN_VERSION, list_offsets.MAX_VERSION), needs=(_DESCRIBE_TOPIC,)
+        ),
+        keys.METADATA: Api(
+            Handling.ANY_BROKER,
+            (0, 13),
+            needs=(_DESCRIBE_TOPIC, _CREATE_TOPIC),
+            names_brokers=True,
+            note="Where no broker answers, each topic gets LEADER_NOT_AVAILABLE.",
+        ),
+        keys.OFFSET_COMMIT: Api(
+            Handling.GROUP_COORDINATOR,
+            (2, 9),
+            needs=(_READ_GROUP, _READ_TOPIC),
+            note="Version 10 names topics by id alone.",
+        ),
+        keys.OFFSET_FETCH: Api(
+            Handling.GROUP_COORDINATOR,
+            (1, 7),
+            needs=(_DESCRIBE_GROUP, _DESCRIBE_TOPIC),
+            note="Version 8 names several groups, which may have several coordinators (KIP-709).",
+        ),
+        keys.FIND_COORDINATOR: Api(
+            Handling.ANY_BROKER,
+            (0, 6),
+            needs=(_DESCRIBE_GROUP, _DESCRIBE_TRANSACTION),
+            names_brokers=True,
+            # Clients look for the proxy, which knows the holders of the groups' leases. Transactions have no leases.
+            ends_here=lambda common: keys.JOIN_GROUP in common and keys.END_TXN not in common,
+            note="Ended here where groups have leases in etcd and brokers keep no transactions (KafScale).",
+        ),
+        keys.JOIN_GROUP: Api(Handling.GROUP_COORDINATOR, (0, 9), needs=(_READ_GROUP,), waits=True),
+        keys.HEARTBEAT: Api(Handling.GROUP_COORDINATOR, (0, 4), needs=(_READ_GROUP,)),
+        keys.LEAVE_GROUP: Api(Handling.GROUP_COORDINATOR, (0, 5), needs=(_READ_GROUP,)),
+        keys.SYNC_GROUP: Api(Handling.GROUP_COORDINATOR, (0, 5), needs=(_READ_GROUP,), waits=True),
+        keys.DESCRIBE_GROUPS: _REFUSED,
+        keys.LIST_GROUPS: _REFUSED,
+        keys.SASL_HANDSHAKE: _REFUSED_SASL,
+        keys.API_VERSIONS: Api(
+            Handling.PROXY, (0, 4), note="Other versions are answered in version 0 with UNSUPPORTED_VERSION (KIP-511)."
+        ),
+        keys.CREATE_TOPICS: Api(Handling.ANY_BROKER, (2, 7), needs=(_CREATE_TOPIC,), repeatable=False),
+        keys.DELETE_TOPICS: Api(Handling.ANY_BROKER, (1, 6), needs=(_DELETE_TOPIC,), repeatable=False),
+        keys.DELETE_RECORDS: _REFUSED,
+        keys.INIT_PRODUCER_ID: Api(
+            Handling.TRANSACTION_COORDINATOR,
+            (0, 5),
+            needs=(_WRITE_TRANSACTION,),
+            # Brokers that give out producer ids use them to recognise a batch that is sent again.
+            ends_here=lambda common: keys.INIT_PRODUCER_ID not in common,
+            note="Any broker answers a request without a transactional id. Where brokers give out no producer ids"
+            " (KafScale), it is ended here, with ids from etcd.",
+        ),
+        keys.OFFSET_FOR_LEADER_EPOCH: _REFUSED,
+        keys.ADD_PARTITIONS_TO_TXN: Api(
+            Handling.TRANSACTION_COORDINATOR,
+            (0, 3),
+            needs=(_WRITE_TRANSACTION, _WRITE_TOPIC),
+            note="From version 4 on only brokers send it.",
+        ),
+        keys.ADD_OFFSETS_TO_TXN: Api(Handling.TRANSACTION_COORDINATOR, (0, 4), needs=(_WRITE_TRANSACTION, _READ_GROUP)),
+        keys.END_TXN: Api(Handling.TRANSACTION_COORDINATOR, (0, 5), needs=(_WRITE_TRANSACTION,)),
+        keys.WRITE_TXN_MARKERS: _REFUSED,
+        keys.TXN_OFFSET_COMMIT: Api(
+            Handling.GROUP_COORDINATOR,
+            (0, 5),
+            needs=(_WRITE_TRANSACTION, _READ_GROUP, _READ_TOPIC),
+        ),
+        keys.DESCRIBE_ACLS: _REFUSED,
+        keys.CREATE_ACLS: _REFUSED,
+        keys.DELETE_ACLS: _REFUSED,
+        keys.DESCRIBE_CONFIGS: Api(Handling.ANY_BROKER, (1, 4), needs=(_DESCRIBE_TOPIC, _DESCRIBE_CLUSTER)),
+        keys.ALTER_CONFIGS: _REFUSED,
+        keys.ALTER_REPLICA_LOG_DIRS: _REFUSED,
+        keys.DESCRIBE_LOG_DIRS: _REFUSED,
+        keys.SASL_AUTHENTICATE: _REFUSED_SASL,
+        keys.CREATE_PARTITIONS: Api(Handling.ANY_BROKER, (0, 3), needs=(_ALTER_TOPIC,), repeatable=False),
+        keys.CREATE_DELEGATION_TOKEN: _REFUSED,
+        keys.RENEW_DELEGATION_TOKEN: _REFUSED,
+        keys.EXPIRE_DELEGATION_TOKEN: _REFUSED,
+        keys.DESCRIBE_DELEGATION_TOKEN: _REFUSED,
+        keys.DELETE_GROUPS: _REFUSED,
+        keys.ELECT_LEADERS: _REFUSED,
+        keys.INCREMENTAL_ALTER_CONFIGS: _REFUSED,
+        keys.ALTER_PARTITION_REASSIGNMENTS: _REFUSED,
+        keys.LIST_PARTITION_REASSIGNMENTS: _REFUSED,
+        keys.OFFSET_DELETE: _REFUSED,
+        keys.DESCRIBE_CLIENT_QUOTAS: _REFUSED,
+        keys.ALTER_CLIENT_QUOTAS: _REFUSED,
+        keys.DESCRIBE_USER_SCRAM_CREDENTIALS: _REFUSED,
+        keys.ALTER_USER_SCRAM_CREDENTIALS: _REFUSED,
+        keys.DESCRIBE_QUORUM: _REFUSED,
+        keys.UPDATE_FEATURES: _REFUSED,
+        keys.ENVELOPE: _REFUSED,
+        keys.DESCRIBE_CLUSTER: Api(Handling.ANY_BROKER, (0, 1), needs=(_DESCRIBE_CLUSTER,), names_brokers=True),
+        keys.DESCRIBE_PRODUCERS: _REFUSED,
+        keys.DESCRIBE_TRANSACTIONS: _REFUSED,
+        keys.LIST_TRANSACTIONS: _REFUSED,
+        keys.CONSUMER_GROUP_HEARTBEAT: _REFUSED,
+        keys.CONSUMER_GROUP_DESCRIBE: _REFUSED,
+        keys.GET_TELEMETRY_SUBSCRIPTIONS: _REFUSED,
+        keys.PUSH_TELEMETRY: _REFUSED,
+        keys.LIST_CONFIG_RESOURCES: _REFUSED,
+        keys.DESCRIBE_TOPIC_PARTITIONS: Api(Handling.ANY_BROKER, (0, 0), needs=(_DESCRIBE_TOPIC,), names_brokers=True),
+        keys.OWN: Api(
+            Handling.PROXY,
+            (own.OWN_MIN_VERSION, own.OWN_MAX_VERSION),
+            needs=(_OWN_GROUP,),
+            repeatable=False,
+            ends_here=lambda common: True,
+            note="kproxy's own: claims of a single writer or reader. Offered where the proxy has an etcd.",
+        ),
+        keys.BIND_FENCES: Api(Handling.REFUSED, note="kproxy's own: the proxy sends it to brokers."),
+    }
+)
+
+SERVED: Final[Mapping[int, Api]] = MappingProxyType(
+    {key: api for key, api in APIS.items() if api.handling is not Handling.REFUSED}
+)
+"""The rows of the APIs that the proxy serves, by key."""
+
+
+def proxy_ranges() -> Ranges:
+    """Return the versions that the proxy itself serves."""
+    return {key: api.versions for key, api in SERVED.items()}

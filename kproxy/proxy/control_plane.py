@@ -1,0 +1,437 @@
+"""Serve one client's requests other than Produce, Fetch and ListOffsets.
+
+The table of APIs says how each is handled (kproxy.proxy.apis).
+
+`ControlRequests` runs each request as a task until it is answered; the reader of requests bounds their number. It
+serves AT_ONCE of them at a time and the rest in their order, so that the answers to a client's pipelined requests are
+not all held together (a Kafka broker serves one request of a connection at a time). Any failure closes the client's
+connection, since a request without an answer would hold up all that follow it.
+
+`ControlPlane` gets the answer. It answers ApiVersions itself, from what the proxy and all its brokers serve. A request
+about a group or transaction goes to its coordinator (kproxy.proxy.coordinators), any other to one broker as received,
+and brokers that its answer names are replaced (kproxy.proxy.virtual_brokers). After a broker that cannot be reached,
+does not answer or sends a malformed answer, the next one is asked. A request that must not be carried out twice, and
+that one broker may have carried out, is given up: the client's connection is closed, as a broker's would be.
+
+Where brokers leave it to the proxy (`Api.ends_here`), it also answers
+- FindCoordinator for a group: with this proxy, which knows the group's coordinator from its lease when it is asked.
+- InitProducerId without a transactional id: with a producer id that no other proxy and no broker gives out, and epoch
+  0. Brokers do not look at it. An idempotent producer works before them, and nothing is deduplicated. If etcd gives no
+  id in time, the answer is COORDINATOR_NOT_AVAILABLE, after which clients ask again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from itertools import chain
+from typing import Final, Protocol, TypeVar
+
+import structlog
+
+from kproxy.etcd import EtcdError
+from kproxy.observe.tally import OTHER_VERSION, VERSION_BITS
+from kproxy.proxy.answer_order import Slot
+from kproxy.proxy.api_versions import check_api_versions_request, offered_response, unsupported_version_response
+from kproxy.proxy.apis import KEY_TYPES, NOT_SERVED, SERVED, Ranges
+from kproxy.proxy.broker_connection import Lost, Upstream, ask
+from kproxy.proxy.claims import MAX_CLIENT_BYTES, ClientClaims
+from kproxy.proxy.connections import Connections
+from kproxy.proxy.context import ProxyContext
+from kproxy.proxy.coordinators import CoordinatorRequests
+from kproxy.proxy.fanout import FanoutShell
+from kproxy.proxy.virtual_brokers import AskAnother, VirtualBrokers
+from kproxy.routing.rendezvous import preferred
+from kproxy.routing.topology import Address
+from kproxy_codec import api_keys as keys
+from kproxy_codec.cluster import asks_for_all_topics
+from kproxy_codec.control import Message, build_request, build_response, encode_request, encode_response
+from kproxy_codec.coordination import BATCHED_FROM, KEY_TYPES_FROM, coordination_key
+from kproxy_codec.error_codes import COORDINATOR_NOT_AVAILABLE, NONE, UNSUPPORTED_VERSION
+from kproxy_codec.errors import CodecError, FrameTooLarge
+from kproxy_codec.headers import (
+    RequestHeader,
+    client_id,
+    parse_request_header,
+    request_header,
+    response_body_offset,
+    response_header,
+)
+from kproxy_codec.partitioned import set_correlation_id, set_response_correlation_id, with_length
+from kproxy_codec.primitives import INT16, INT32, INT64, Buffer
+
+log = structlog.get_logger(__name__)
+
+AT_ONCE: Final = 8
+# Metadata requests for all topics that are the same for many clients have bodies of a few bytes.
+_MAX_SHARED_BYTES: Final = 64
+
+_NO_PRODUCER_ID: Final = -1
+# Places in the body of an answer to InitProducerId, after throttle_time_ms.
+_ERROR_CODE_AT: Final = INT32.size
+_PRODUCER_ID_AT: Final = _ERROR_CODE_AT + INT16.size
+
+Result = TypeVar("Result")
+# Makes the result of a broker's answer, the request's frame and its header.
+Take = Callable[[memoryview, memoryview, RequestHeader], Awaitable[Result]]
+
+
+class Unanswerable(Exception):
+    """There is no answer to give; the connection is closed instead."""
+
+
+class Client(Protocol):
+    """The connection that the requests came on."""
+
+    peer: str
+
+    def refuse(self, error: Exception) -> None:
+        """Close it, because a request cannot be answered."""
+        ...
+
+    def abandon(self) -> None:
+        """Close it without waiting for answers."""
+        ...
+
+    def sever(self, reason: str) -> None:
+        """Close it, because another client has its claims now."""
+        ...
+
+    def adjust_reading(self) -> None:
+        """Begin or stop reading, after a change of what may be read."""
+        ...
+
+
+class ControlRequests:
+    """Run the control requests of `client`.
+
+    Its claims hold on `connections`, for the batches that `fanout` sends.
+    """
+
+    def __init__(
+        self,
+        context: ProxyContext,
+        client: Client,
+        connections: Connections,
+        fanout: FanoutShell,
+        on_pressure: Callable[[bool], None],
+        on_offered: Callable[[Ranges], None],
+    ) -> None:
+        self._context = context
+        self._client = client
+        self._connections = connections
+        self._fanout = fanout
+        self._plane = ControlPlane(context, on_pressure, on_offered)
+        self._client_claims: ClientClaims | None = None
+        # Whether a claim is being served: one at a time, and requests behind it must see its result.
+        self.claims = False
+        self._places = asyncio.Semaphore(AT_ONCE)
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, frame: memoryview, header: RequestHeader, slot: Slot, ranges: Ranges) -> None:
+        """Begin one request, whose answer goes to `slot`.
+
+        `ranges` are the versions served. Raises FrameTooLarge.
+        """
+        if header.api_key == keys.OWN and keys.OWN in ranges:
+            self.claims = True
+        max_bytes = self._context.limits.max_control_request_bytes
+        if len(frame) > max_bytes:
+            raise FrameTooLarge(
+                f"a {keys.name_of(header.api_key)} request of {len(frame)} bytes; at most {max_bytes} are admitted"
+            )
+        lowest, highest = ranges.get(header.api_key, NOT_SERVED)
+        version = header.api_version if lowest <= header.api_version <= highest else OTHER_VERSION
+        self._context.tally.requests[header.api_key << VERSION_BITS | version] += 1
+        task = asyncio.get_running_loop().create_task(self._answer(frame, header, slot))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        if self.claims:
+            self._client.adjust_reading()
+
+    async def _answer(self, frame: memoryview, header: RequestHeader, slot: Slot) -> None:
+        try:
+            async with self._places:
+                if header.api_key == keys.OWN:
+                    answer = await self._own(frame, header)
+                else:
+                    answer = await self._plane.answer(frame, header)
+            slot.fill(answer)
+        except (CodecError, Unanswerable) as error:
+            self._client.refuse(error)
+        except Exception:  # the boundary: a request without an answer would hold up all that follow it
+            log.exception("a request could not be answered", request=keys.name_of(header.api_key))
+            self._client.abandon()
+
+    async def _own(self, frame: memoryview, header: RequestHeader) -> list[Buffer]:
+        """Answer a claim. Raises CodecError, Unanswerable."""
+        own = self._context.own
+        if own is None:
+            raise Unanswerable("there is nothing that keeps claims")
+        if self._client_claims is None:
+            # It is a part of every claim, and a client may choose any id.
+            called = (client_id(frame) or b"")[:MAX_CLIENT_BYTES].decode(errors="replace")
+            client = f"{called}@{self._client.peer}"
+            self._client_claims = ClientClaims(self._context, own, self._connections, client, self._client.sever)
+            self._fanout.claims = self._client_claims
+        try:
+            return await self._client_claims.answer(frame, header)
+        finally:
+            self.claims = False
+            self._client.adjust_reading()
+
+    def give_up_broker(self, address: Address) -> None:
+        """Give up the connections to a broker that hangs."""
+        self._plane.give_up_broker(address)
+
+    @property
+    def upstreams(self) -> Iterable[Upstream]:
+        """Connections to brokers, open or closed."""
+        return self._plane.upstreams
+
+    @property
+    def upstream_count(self) -> int:
+        """Open connections to brokers."""
+        return self._plane.upstream_count
+
+    def end(self) -> None:
+        """Free what the client had claimed; it is gone."""
+        if self._client_claims is not None:
+            self._client_claims.end()
+
+    async def close(self) -> None:
+        """Cancel open requests, and close the connections to brokers."""
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self._plane.close()
+
+
+class ControlPlane:
+    """Answer control requests of one client connection.
+
+    `on_pressure` is as in `Connections`. `on_offered` gets the versions that the client is about to learn.
+    """
+
+    def __init__(
+        self, context: ProxyContext, on_pressure: Callable[[bool], None], on_offered: Callable[[Ranges], None]
+    ) -> None:
+        self._context = context
+        self._on_offered = on_offered
+        self._virtual = VirtualBrokers(context)
+        self._connections = Connections(context, on_pressure)
+        # Kept apart: a request to a coordinator may wait for other clients, and no other request must wait behind it.
+        self._to_coordinators = Connections(context, on_pressure)
+        self._coordination = CoordinatorRequests(context, self._to_coordinators, self._find_coordinator)
+        # Spreads the control planes of many connections over the brokers.
+        self._key = context.random.randbytes(8)
+        # Brokers that did not answer when last asked: they are asked after the others.
+        self._doubted: set[int] = set()
+
+    async def answer(self, frame: memoryview, header: RequestHeader) -> list[Buffer]:
+        """Return the whole answer to a request.
+
+        Raises CodecError for a malformed request, Unanswerable where no answer comes.
+        """
+        key, body = header.api_key, frame[header.body_offset :]
+        if key == keys.API_VERSIONS:
+            return _framed(header, encode_response(await self._api_versions(header, body)))
+        is_coordinated = SERVED[key].handling in KEY_TYPES
+        if is_coordinated or key == keys.FIND_COORDINATOR:
+            refusal = await self._coordination.refuse_transactions(header, body)
+            if refusal is not None:
+                return refusal
+            if is_coordinated:
+                coordinated = coordination_key(key, header.api_version, body)
+                if coordinated:
+                    return await self._coordination.answer(frame, header, coordinated)
+            if key in self._context.versions.offered.native:
+                return _framed(header, await self._answer_natively(header, body))
+        return await self._answer_by_broker(frame, header)
+
+    async def _answer_by_broker(self, frame: memoryview, header: RequestHeader) -> list[Buffer]:
+        key, body = header.api_key, frame[header.body_offset :]
+        try:
+            async with asyncio.timeout(self._context.limits.control_timeout_s):
+                if SERVED[key].names_brokers:
+                    return _framed(header, await self._renamed(frame, header))
+                answer = await self._ask_any(frame, header, self._forward)
+        except (TimeoutError, Unanswerable) as error:
+            if key != keys.METADATA:
+                raise Unanswerable(f"no broker answered {keys.name_of(key)}: {error}") from error
+            return _framed(header, await self._virtual.leaderless_metadata(header, body))
+        if key == keys.INIT_PRODUCER_ID and self._context.producer_ids and _lacks_producer_id(header, answer):
+            self._context.versions.disprove(keys.INIT_PRODUCER_ID)
+            return _framed(header, await self._answer_natively(header, body))
+        return answer
+
+    async def _renamed(self, frame: memoryview, header: RequestHeader) -> Buffer:
+        """Return the body of a broker's answer, with proxies in it.
+
+        Clients that ask for all topics at the same time share one answer.
+        """
+        body = frame[header.body_offset :]
+        if not (
+            header.api_key == keys.METADATA
+            and len(body) <= _MAX_SHARED_BYTES
+            and asks_for_all_topics(header.api_version, body)
+        ):
+            return await self._ask_any(frame, header, self._rename)
+        same = header.api_version, bytes(body)
+        answer = await self._context.all_topics.ask(same, lambda: self._all_topics(frame, header))
+        if answer is None:
+            raise Unanswerable("no broker can be reached")
+        return answer
+
+    async def _all_topics(self, frame: memoryview, header: RequestHeader) -> Buffer | None:
+        try:
+            return await self._ask_any(frame, header, self._rename)
+        except Unanswerable:
+            return None
+
+    async def _ask_any(self, frame: memoryview, header: RequestHeader, take: Take[Result]) -> Result:
+        """Return the result of `take` for the first broker that answers.
+
+        Each broker is asked at most once, in the order of this connection. Raises Unanswerable.
+        """
+        api = SERVED[header.api_key]
+        untried = set(self._context.topology.brokers)
+        while untried:
+            broker = preferred(self._key, self._likeliest(untried))
+            if broker is None:
+                break
+            untried.discard(broker)
+            if self._context.topology.address(broker) is None:
+                # It has left while another one was asked.
+                continue
+            upstream = self._connections.to(broker)
+            try:
+                async with asyncio.timeout(self._context.limits.control_attempt_s if api.repeatable else None):
+                    answer = await self._ask(upstream, frame)
+                # Outside of the broker's time: this may wait for other long answers.
+                taken = await take(answer, frame, header)
+                self._doubted.discard(broker)
+                return taken
+            except Lost as lost:
+                if lost.written and not api.repeatable:
+                    raise Unanswerable("the broker's connection ended before it answered") from lost
+            except TimeoutError:
+                # Later requests to this broker must not wait behind this one.
+                upstream.give_up("it does not answer")
+            except CodecError as error:
+                upstream.distrust(str(error))
+            except AskAnother:
+                pass
+            self._doubted.add(broker)
+        raise Unanswerable("no broker can be reached")
+
+    def _likeliest(self, untried: set[int]) -> set[int]:
+        """Leave out brokers in trouble, unless all are.
+
+        This connection and the other connections report trouble.
+        """
+        health, brokers = self._context.health, self._context.topology.brokers
+        likely = untried - self._doubted
+        if not health.all_well:
+            likely = {broker for broker in likely if broker in brokers and health.is_well(brokers[broker])}
+        return likely or untried - self._doubted or untried
+
+    async def _ask(self, upstream: Upstream, frame: memoryview) -> memoryview:
+        correlation_id = upstream.next_correlation_id()
+        set_correlation_id(frame, correlation_id)
+        return await ask(upstream, correlation_id, [frame])
+
+    async def _forward(self, answer: memoryview, frame: memoryview, header: RequestHeader) -> list[Buffer]:
+        set_response_correlation_id(answer, header.correlation_id)
+        return [answer]
+
+    async def _rename(self, answer: memoryview, frame: memoryview, header: RequestHeader) -> Buffer:
+        return await self._virtual.rewrite(answer, frame[header.body_offset :], header)
+
+    async def _find_coordinator(self, key_type: int, key: str) -> None:
+        """Ask who coordinates a key; the answer is remembered, where there is one."""
+        highest = self._context.versions.offered.ranges.get(keys.FIND_COORDINATOR, (0, 0))[1]
+        version = min(highest, BATCHED_FROM - 1)
+        key_types = {"key_type": key_type} if version >= KEY_TYPES_FROM else {}
+        head = request_header(keys.FIND_COORDINATOR, version, 0, b"kproxy")
+        body = encode_request(build_request(keys.FIND_COORDINATOR, version, key=key, **key_types))
+        frame = memoryview(bytearray(b"".join(with_length([head, body]))))
+        try:
+            async with asyncio.timeout(self._context.limits.control_timeout_s):
+                await self._ask_any(frame, parse_request_header(frame), self._rename)
+        except (TimeoutError, Unanswerable):
+            self._context.counters["coordinators.not_found"] += 1
+
+    # Answers of the proxy
+
+    async def _api_versions(self, header: RequestHeader, body: memoryview) -> Message:
+        lowest, highest = SERVED[keys.API_VERSIONS].versions
+        if not lowest <= header.api_version <= highest:
+            self._context.tally.error(keys.API_VERSIONS, UNSUPPORTED_VERSION)
+            return unsupported_version_response()
+        check_api_versions_request(header, body)
+        offered = await self._context.versions.current()
+        self._on_offered(offered.ranges)
+        return offered_response(header.api_version, offered)
+
+    async def _answer_natively(self, header: RequestHeader, body: memoryview) -> Buffer:
+        """Answer FindCoordinator or InitProducerId. Raises CodecError."""
+        if header.api_key == keys.FIND_COORDINATOR:
+            return await self._virtual.find_coordinator(header, body)
+        return await self._init_producer_id(header)
+
+    async def _init_producer_id(self, header: RequestHeader) -> Buffer:
+        context, producer_id, error_code = self._context, _NO_PRODUCER_ID, NONE
+        try:
+            if context.producer_ids is None:
+                raise EtcdError("there is nowhere to take producer ids from")
+            async with asyncio.timeout(context.limits.control_attempt_s):
+                producer_id = await context.producer_ids.allocate()
+            context.counters["producer_ids.given_out"] += 1
+        except (EtcdError, TimeoutError) as error:
+            context.counters["producer_ids.refused"] += 1
+            log.warning("no producer id", reason=str(error) or "etcd does not answer in time")
+            error_code = COORDINATOR_NOT_AVAILABLE
+        epoch = 0 if error_code == NONE else _NO_PRODUCER_ID
+        fields = {"error_code": error_code, "producer_id": producer_id, "producer_epoch": epoch}
+        return encode_response(build_response(keys.INIT_PRODUCER_ID, header.api_version, **fields))
+
+    # Connections
+
+    def give_up_broker(self, address: Address) -> None:
+        """Give up the connections to a broker that hangs.
+
+        Requests to it are sent to other brokers, or, to a coordinator, answered so that the client asks again.
+        """
+        self._connections.give_up_at(address)
+        self._to_coordinators.give_up_at(address)
+
+    @property
+    def upstreams(self) -> Iterable[Upstream]:
+        """Connections to brokers, open or closed."""
+        return chain(self._connections.by_broker.values(), self._to_coordinators.by_broker.values())
+
+    @property
+    def upstream_count(self) -> int:
+        """Open connections to brokers."""
+        return self._connections.open_count + self._to_coordinators.open_count
+
+    async def close(self) -> None:
+        await asyncio.gather(self._connections.close(), self._to_coordinators.close())
+
+
+def _framed(header: RequestHeader, body: Buffer) -> list[Buffer]:
+    return with_length([response_header(header.api_key, header.api_version, header.correlation_id), body])
+
+
+def _lacks_producer_id(header: RequestHeader, answer: Sequence[Buffer]) -> bool:
+    """Return whether an answer to InitProducerId has neither error nor id.
+
+    KafScale's brokers answer APIs that they do not serve with the default of every field.
+    """
+    [frame] = answer
+    body = memoryview(frame)[response_body_offset(frame, header.api_key, header.api_version) :]
+    if len(body) < _PRODUCER_ID_AT + INT64.size:
+        return False
+    error_code, producer_id = INT16.unpack_from(body, _ERROR_CODE_AT)[0], INT64.unpack_from(body, _PRODUCER_ID_AT)[0]
+    return bool(error_code == NONE and producer_id < 0)

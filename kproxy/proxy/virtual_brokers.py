@@ -1,0 +1,204 @@
+"""Name only proxies, as virtual brokers, in answers that name brokers.
+
+Every answer shows the same cluster. Its brokers are the proxies of the fleet. Each partition is led by one of them,
+which is also its only replica; a claimed partition (the Own API) is led by its claimant's proxy. Leader epochs are
+always -1, so that no client compares one with a broker's (KIP-320). Racks are left out. The cluster's id, topics,
+partitions, ids, configurations and error codes stay as the broker says, so all proxies of one upstream say the same.
+
+An answer may be megabytes long, and one step of that length would delay all other clients. `Portions` works on it in
+portions of about a millisecond (`kproxy_codec.walk`), one in a turn of the event loop. An answer names the proxies of
+the time when it was begun.
+
+Invariants
+1. In a turn of the event loop at most one portion of one long message is worked on; several messages alternate.
+2. Short messages, up to SHORT_BYTES, do not wait.
+3. The answer that `Shared` returns for a request was asked for after that request had come: a client that has created
+   a topic and asks then learns of it.
+4. `Shared` keeps the latest answer to a question, and only while somebody waits for that question.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Hashable
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
+
+from kproxy.claims.service import OwnService
+from kproxy.routing.fleet import Fleet, Proxy
+from kproxy_codec import api_keys as keys
+from kproxy_codec import cluster
+from kproxy_codec.cluster import ASK_ANOTHER, Named, rename_brokers
+from kproxy_codec.coordination import (
+    GROUP,
+    Found,
+    answer_find_coordinator,
+    parse_find_coordinator,
+    replace_coordinators,
+)
+from kproxy_codec.error_codes import INVALID_REQUEST, NONE
+from kproxy_codec.headers import RequestHeader, response_body_offset
+from kproxy_codec.primitives import Buffer
+from kproxy_codec.walk import Work, at_once
+
+if TYPE_CHECKING:
+    # It holds what this module defines.
+    from kproxy.proxy.context import ProxyContext
+
+Result = TypeVar("Result")
+
+# Some hundred partitions: a fraction of a portion.
+SHORT_BYTES: Final = 4 << 10
+
+
+class AskAnother(Exception):
+    """A reference broker without a lease does not know the cluster."""
+
+
+class VirtualBrokers:
+    """Put proxies into brokers' answers, or answer without brokers."""
+
+    def __init__(self, context: ProxyContext) -> None:
+        self._context = context
+
+    async def rewrite(self, answer: memoryview, request_body: memoryview, header: RequestHeader) -> Buffer:
+        """Return the body of a broker's answer with virtual brokers in it.
+
+        An answer to FindCoordinator is remembered. Raises CodecError, AskAnother.
+        """
+        key, version = header.api_key, header.api_version
+        body = answer[response_body_offset(answer, key, version) :]
+        if key == keys.METADATA and bytes(body[-len(ASK_ANOTHER) :]) == ASK_ANOTHER:
+            raise AskAnother
+        if key == keys.FIND_COORDINATOR:
+            asked = parse_find_coordinator(version, request_body)
+            work = replace_coordinators(version, asked, body, self._learn_coordinator)
+        else:
+            work = rename_brokers(key, version, body, self._named())
+        return await self._context.portions.of(work, len(body))
+
+    async def leaderless_metadata(self, header: RequestHeader, request_body: memoryview) -> Buffer:
+        """Answer Metadata with proxies, and with topics that have no leaders.
+
+        Raises CodecError.
+        """
+        work = cluster.leaderless_metadata(header.api_version, request_body, self._named())
+        return await self._context.portions.of(work, len(request_body))
+
+    async def find_coordinator(self, header: RequestHeader, request_body: memoryview) -> Buffer:
+        """Answer FindCoordinator for groups without a broker. Raises CodecError."""
+        work = answer_find_coordinator(header.api_version, request_body, self._group_coordinator)
+        return await self._context.portions.of(work, len(request_body))
+
+    def _named(self) -> Named:
+        # A copy: the fleet may change between portions.
+        fleet, own = Fleet(self._context.fleet.proxies), self._context.own
+        return Named(
+            fleet.proxies,
+            fleet.controller.node_id,
+            lambda topic, indexes: [proxy.node_id for proxy in partition_leaders(fleet, own, topic, indexes)],
+        )
+
+    def _learn_coordinator(self, key_type: int, found: Found) -> Found:
+        self._context.coordinators.take(key_type, found)
+        return self._virtual_coordinator(key_type, found)
+
+    def _virtual_coordinator(self, key_type: int, found: Found) -> Found:
+        if found.error_code != NONE:
+            return found
+        node_id, host, port = self._context.fleet.coordinator(key_type, found.key)
+        return found._replace(node_id=node_id, host=host, port=port)
+
+    def _group_coordinator(self, key_type: int, key: str) -> Found:
+        if key_type != GROUP:
+            return Found(key, -1, "", -1, INVALID_REQUEST, "only consumer groups have coordinators here")
+        return self._virtual_coordinator(key_type, Found(key, -1, "", -1))
+
+
+def partition_leaders(fleet: Fleet, own: OwnService | None, topic: bytes, partition_indexes: list[int]) -> list[Proxy]:
+    """Return the virtual leader of each partition; `topic` is its name.
+
+    A partition in a writer group is led by its claimant's proxy, where it has a claimant.
+    """
+    leaders = fleet.leaders(topic, partition_indexes)
+    group = own.gated.get(topic) if own is not None else None
+    if own is None or group is None:
+        return leaders
+    by_address = {proxy.address: proxy for proxy in fleet.proxies}
+    for place, partition_index in enumerate(partition_indexes):
+        row = own.table.owner(group, f"{topic.decode()}/{partition_index}")
+        member = own.table.members.get(row.owner.proxy) if row is not None else None
+        if member is not None:
+            leaders[place] = by_address.get((member.host, member.port), leaders[place])
+    return leaders
+
+
+# Long answers
+
+
+class Portions:
+    """Work on the long messages of all connections, a portion at a time."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+
+    async def of(self, work: Work[Result], size: int) -> Result:
+        """Return the result of `work` on a message of `size` bytes.
+
+        Raises the errors of the work.
+        """
+        if size <= SHORT_BYTES:
+            return at_once(work)
+        while True:
+            async with self._turn:
+                try:
+                    next(work)
+                except StopIteration as end:
+                    result: Result = end.value
+                    return result
+                # Hold the lock until the next turn of the event loop, so that no other portion runs in this one.
+                await asyncio.sleep(0)
+
+
+class _Question(Generic[Result]):
+    """One question while anybody waits for it.
+
+    `asked` counts the attempts, `answered` is the number of the latest that ended.
+    """
+
+    def __init__(self) -> None:
+        self.turn = asyncio.Lock()
+        self.waiting = 0
+        self.asked = 0
+        self.answered = 0
+        self.answer: Result
+
+
+class Shared(Generic[Result]):
+    """Ask a question once for all who came before it was asked.
+
+    Those that come later wait until it is answered, and ask again, as one. If the one who asks is cancelled or fails,
+    another asks.
+    """
+
+    def __init__(self) -> None:
+        self._questions: dict[Hashable, _Question[Result]] = {}
+
+    async def ask(self, key: Hashable, ask: Callable[[], Awaitable[Result]]) -> Result:
+        """Return the answer to the question `key`, by `ask` or another caller's."""
+        question = self._questions.get(key)
+        if question is None:
+            question = self._questions[key] = _Question()
+        asked_before = question.asked
+        question.waiting += 1
+        try:
+            async with question.turn:
+                if question.answered <= asked_before:
+                    question.asked += 1
+                    number = question.asked
+                    question.answer = await ask()
+                    question.answered = number
+                return question.answer
+        finally:
+            question.waiting -= 1
+            if not question.waiting:
+                del self._questions[key]

@@ -1,0 +1,101 @@
+"""Write docs/protocol-support.md from the table of APIs; `--check` only reports whether it is up to date."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from kproxy.proxy.apis import APIS, SERVED, Api, Handling
+from kproxy_codec.api_keys import name_of
+
+PAGE = Path(__file__).parents[1] / "docs" / "protocol-support.md"
+
+INTRODUCTION = """\
+# Protocol support
+
+<!-- Written by scripts/protocol_support.py from kproxy/proxy/apis.py: run `make docs` after a change there. -->
+
+The proxy knows these APIs of Kafka's protocol. A client is offered each API in the versions that both the proxy and all
+upstream brokers serve, and ApiVersions names them. A request outside of that closes the connection, as in Kafka; the
+log says why.
+
+| handling | a request is |
+| --- | --- |"""
+
+HANDLING = {
+    Handling.PROXY: "answered by the proxy",
+    Handling.SPLIT: "split by the owners of its partitions, and the answers are merged",
+    Handling.GROUP_COORDINATOR: "sent to the broker that coordinates its group",
+    Handling.TRANSACTION_COORDINATOR: "sent to the broker that coordinates its transactional id",
+    Handling.ANY_BROKER: "sent to one broker; if that one does not answer, to the next",
+    Handling.REFUSED: "not served: the connection is closed",
+}
+
+TABLE = """
+Where an answer names brokers, the proxy puts proxies in their place ("Names proxies"). A request that one broker may
+have carried out is not sent to another where the notes say "Once". ACLs will ask for the permission; there are no ACLs
+yet.
+
+| API | key | versions | handling | permission | notes |
+| --- | ---: | --- | --- | --- | --- |"""
+
+
+def kafka_name(api_key: int) -> str:
+    """Return an API's name as Kafka's documentation writes it."""
+    return "".join(word.capitalize() for word in name_of(api_key).split("_"))
+
+
+def notes(api: Api) -> Iterator[str]:
+    """Yield the notes on one API, as sentences."""
+    if api.names_brokers:
+        yield "Names proxies."
+    if not api.repeatable and api.handling is Handling.ANY_BROKER:
+        yield "Once."
+    if api.note:
+        yield api.note
+
+
+def row(api_key: int, api: Api) -> str:
+    """Return the line of one served API."""
+    lowest, highest = api.versions
+    versions = str(lowest) if lowest == highest else f"{lowest}–{highest}"
+    permission = ", ".join(f"{each.operation.value} {each.resource.value}" for each in api.needs) or "none"
+    cells = (kafka_name(api_key), str(api_key), versions, api.handling.value, permission, " ".join(notes(api)))
+    return f"| {' | '.join(cells)} |"
+
+
+def refused() -> Iterator[str]:
+    """Yield a line for each API that is refused."""
+    yield "## Refused"
+    yield ""
+    for key, api in sorted(APIS.items()):
+        if api.handling is Handling.REFUSED:
+            yield f"- {kafka_name(key)} ({key})" + (f": {api.note}" if api.note else "")
+
+
+def lines() -> Iterable[str]:
+    yield INTRODUCTION
+    for handling in Handling:
+        yield f"| {handling.value} | {HANDLING[handling]} |"
+    yield TABLE
+    for key, api in sorted(SERVED.items()):
+        yield row(key, api)
+    yield ""
+    yield from refused()
+
+
+def main() -> int:
+    """Return status 1 if `--check` finds a page that differs from the table."""
+    text = "\n".join(lines()) + "\n"
+    if "--check" in sys.argv[1:]:
+        is_current = PAGE.exists() and PAGE.read_text() == text
+        if not is_current:
+            sys.stderr.write("docs/protocol-support.md is not up to date: run make docs\n")
+        return 0 if is_current else 1
+    PAGE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
