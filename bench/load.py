@@ -15,8 +15,7 @@ from struct import Struct
 from typing import NamedTuple, TypeAlias, cast
 
 from kproxy_codec import api_keys
-from kproxy_codec.framing import FrameReader, ReceiveArena
-from kproxy_codec.headers import request_header
+from kproxy_codec.framing import FrameReader, ReceiveArena, request_header
 from kproxy_codec.primitives import INT16, INT32, encode_count, encode_tagged_fields
 from kproxy_codec.record_batch import HEADER_BYTES, LOG_OVERHEAD_BYTES, MAGIC
 

@@ -18,9 +18,10 @@ import uvloop
 from kproxy_codec.api_keys import API_VERSIONS, BIND_FENCES, PRODUCE
 from kproxy_codec.control import build_response, encode_response
 from kproxy_codec.error_codes import NONE
-from kproxy_codec.framing import FrameReader, ReceiveArena
-from kproxy_codec.headers import (
+from kproxy_codec.framing import (
     RESPONSE_CORRELATION_ID_OFFSET,
+    FrameReader,
+    ReceiveArena,
     RequestHeader,
     frame_message,
     parse_request_header,
@@ -28,8 +29,7 @@ from kproxy_codec.headers import (
 )
 from kproxy_codec.own import BIND_FENCES_VERSION, BoundFence, encode_bind_fences_response, parse_bind_fences_request
 from kproxy_codec.partitioned import PartitionedRequest, encode_topics, with_length
-from kproxy_codec.produce import parse_produce, records_span
-from kproxy_codec.produce_response import PRODUCE_API, result_entry
+from kproxy_codec.produce import PRODUCE_API, parse_produce, records_span, result_entry
 
 MAX_FRAME_BYTES = 128 << 20
 MAX_KNOWN_SHAPES = 4096

@@ -13,8 +13,7 @@ from typing import Self
 
 from kproxy_codec.api_keys import OWN
 from kproxy_codec.error_codes import COORDINATOR_NOT_AVAILABLE, FENCED_INSTANCE_ID, NONE, REQUEST_TIMED_OUT, name_of
-from kproxy_codec.framing import LENGTH_BYTES
-from kproxy_codec.headers import frame_message, request_header
+from kproxy_codec.framing import LENGTH_BYTES, frame_message, request_header
 from kproxy_codec.own import (
     OWN_MAX_VERSION,
     OwnedResource,

@@ -40,7 +40,7 @@ from bench.load import (
 )
 from bench.processes import child, first_line
 from bench.quick import BROKERS, OWNERS, UNITS, cells, per_request, serve, take_turns, write_table
-from kproxy_codec.produce_response import PRODUCE_API
+from kproxy_codec.produce import PRODUCE_API
 
 ROUNDS = 5
 FIRST_PARTITIONS = 2000

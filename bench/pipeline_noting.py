@@ -15,10 +15,9 @@ from kproxy.routing.merge import Exchange
 from kproxy.routing.topology import Topology
 from kproxy.trail.noted import Noted
 from kproxy.trail.trail import LOOK_S, Trail
-from kproxy_codec.headers import parse_request_header
+from kproxy_codec.framing import parse_request_header
 from kproxy_codec.primitives import INT64
-from kproxy_codec.produce import parse_produce
-from kproxy_codec.produce_response import PRODUCE_API
+from kproxy_codec.produce import PRODUCE_API, parse_produce
 
 PRODUCERS = 8
 # Each producer's, between two looks: what a busy connection has.

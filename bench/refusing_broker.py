@@ -16,8 +16,7 @@ import uvloop
 from bench.null_broker import NullBroker, encoded, main
 from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.error_codes import NOT_LEADER_OR_FOLLOWER
-from kproxy_codec.framing import ReceiveArena
-from kproxy_codec.headers import parse_request_header
+from kproxy_codec.framing import ReceiveArena, parse_request_header
 from kproxy_codec.partitioned import PartitionedRequest
 from kproxy_codec.produce import parse_produce, records_span
 

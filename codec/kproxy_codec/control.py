@@ -17,7 +17,7 @@ Importing `kafka` imports its whole client, some 0.15 s: Python runs the package
 only tampering with `sys.modules` would avoid it.
 
 Messages are kafka-python's own objects with fields in snake case; `build_request` and `build_response` make them from
-plain mappings. Bodies only: headers are in `kproxy_codec.headers`.
+plain mappings. Bodies only: headers are in `kproxy_codec.framing`.
 """
 
 from __future__ import annotations

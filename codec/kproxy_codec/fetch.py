@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from kproxy_codec.api_keys import FETCH, is_flexible
 from kproxy_codec.errors import InvalidField, Truncated, UnsupportedVersion
-from kproxy_codec.headers import RequestHeader, response_body_offset
+from kproxy_codec.framing import RequestHeader, response_body_offset
 from kproxy_codec.partitioned import (
     TOPIC_ID_BYTES,
     PartitionedRequest,

@@ -10,7 +10,7 @@ from struct import Struct
 from kproxy_codec.api_keys import FETCH, is_flexible
 from kproxy_codec.errors import InvalidField, Truncated, UnsupportedVersion
 from kproxy_codec.fetch import MIN_VERSION, TOPIC_IDS_FROM, PartitionFetched
-from kproxy_codec.headers import response_body_offset
+from kproxy_codec.framing import response_body_offset
 from kproxy_codec.partitioned import TopicSpan, expect_end, parse_topics
 from kproxy_codec.primitives import INT16, INT32, INT64, read_count, read_fixed, skip_bytes
 from kproxy_codec.primitives import skip_tagged_fields as skip_tags

@@ -9,7 +9,7 @@ from __future__ import annotations
 from kproxy_codec.api_keys import SASL_HANDSHAKE
 from kproxy_codec.error_codes import UNSUPPORTED_SASL_MECHANISM
 from kproxy_codec.errors import ForeignProtocol, FrameTooLarge
-from kproxy_codec.headers import RequestHeader, frame_message, response_header
+from kproxy_codec.framing import RequestHeader, frame_message, response_header
 from kproxy_codec.primitives import INT16, INT32
 
 # A TLS record begins with its type in one byte and its version in two: 3 and 0 to 4.

@@ -11,7 +11,7 @@ from struct import Struct
 
 from kproxy_codec.api_keys import LIST_OFFSETS, is_flexible
 from kproxy_codec.errors import InvalidField, Truncated, UnsupportedVersion
-from kproxy_codec.headers import RequestHeader, response_body_offset
+from kproxy_codec.framing import RequestHeader, response_body_offset
 from kproxy_codec.partitioned import (
     PartitionedRequest,
     PartitionedResponse,

@@ -27,7 +27,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from kproxy_codec.api_keys import BIND_FENCES, OWN
 from kproxy_codec.errors import InvalidField
-from kproxy_codec.headers import RequestHeader, response_body_offset
+from kproxy_codec.framing import RequestHeader, response_body_offset
 from kproxy_codec.partitioned import MAX_PARTITIONS, expect_end
 from kproxy_codec.primitives import (
     INT8,

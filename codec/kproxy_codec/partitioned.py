@@ -13,8 +13,7 @@ from struct import Struct
 from typing import Protocol
 
 from kproxy_codec.errors import InvalidField, Truncated
-from kproxy_codec.framing import LENGTH_BYTES
-from kproxy_codec.headers import CORRELATION_ID_OFFSET, RESPONSE_CORRELATION_ID_OFFSET, RequestHeader
+from kproxy_codec.framing import CORRELATION_ID_OFFSET, LENGTH_BYTES, RESPONSE_CORRELATION_ID_OFFSET, RequestHeader
 from kproxy_codec.primitives import (
     INT16,
     INT32,

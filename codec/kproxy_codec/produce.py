@@ -1,20 +1,48 @@
-"""Index produce requests: find where each partition's bytes are.
+"""Index produce requests; parse their answers, and encode entries for merging.
 
-Versions 3–13. Body: transactional_id, acks INT16, timeout_ms INT32, topics of {name, partitions of {index INT32,
+Versions 3–13. Request: transactional_id, acks INT16, timeout_ms INT32, topics of {name, partitions of {index INT32,
 records BYTES}}; flexible from 9; from 13 the topic's id, a UUID, replaces its name (KIP-516). Version 12 has the form
 of 11; a transactional client uses it to show that its transactions are of the second kind (KIP-890). Records stay
 opaque.
+
+Answer: topics of {name (its id from 13), partitions of {index INT32, error_code INT16, base_offset INT64,
+log_append_time_ms INT64, log_start_offset INT64 (v5), record_errors (v8), error_message (v8), tags (v9: current leader
+from 10)}}, throttle_time_ms INT32, tags (v9: node endpoints from 10).
 """
 
 from __future__ import annotations
 
 from struct import Struct
+from typing import NamedTuple
 
-from kproxy_codec.api_keys import FLEXIBLE_FROM, PRODUCE
+from kproxy_codec.api_keys import FLEXIBLE_FROM, PRODUCE, is_flexible
 from kproxy_codec.errors import Truncated, UnsupportedVersion
-from kproxy_codec.headers import RequestHeader
-from kproxy_codec.partitioned import PartitionedRequest, TopicSpan, expect_end, parse_topics
-from kproxy_codec.primitives import read_uvarint, skip_bytes, skip_string, skip_tagged_fields
+from kproxy_codec.framing import RequestHeader, response_body_offset
+from kproxy_codec.partitioned import (
+    PartitionedRequest,
+    PartitionedResponse,
+    Places,
+    PlainAnswer,
+    Tag,
+    TopicSpan,
+    blank_current_leader,
+    expect_end,
+    parse_topics,
+    response_tags,
+)
+from kproxy_codec.primitives import (
+    INT32,
+    MAX_STRING_BYTES,
+    Buffer,
+    encode_count,
+    encode_tagged_fields,
+    read_count,
+    read_fixed,
+    read_uvarint,
+    skip_bytes,
+    skip_string,
+    skip_tagged_fields,
+)
 
 MIN_VERSION = 3
 MAX_VERSION = 13
@@ -135,3 +163,197 @@ def transactional_id(request: PartitionedRequest) -> bytes | None:
         request.frame, request.header.body_offset, request.topics_start, compact=request.flexible, nullable=True
     )
     return bytes(request.frame[start:end]) if start >= 0 else None
+
+
+# partition_index, error_code, base_offset, log_append_time_ms
+_ENTRY = Struct(">ihqq")
+_INDEX_AND_ERROR_CODE = Struct(">ih")
+_BASE_OFFSET = Struct(">q")
+# No record errors, no message, no tagged fields.
+_PLAIN_END = b"\x01\x00\x00"
+_PLAIN_END_V8 = b"\x00\x00\x00\x00\xff\xff"
+_INT64_BYTES = 8
+_CURRENT_LEADER_TAG = 0
+_NODE_ENDPOINTS_TAG = 0
+# The UTF-8 of this many characters always fits into a string.
+_MAX_MESSAGE_CHARACTERS = MAX_STRING_BYTES // 4
+
+
+class _Plain(NamedTuple):
+    """The constant parts of a successful answer in one version."""
+
+    tags: bytes  # an empty section of tagged fields
+    offsets_bytes: int  # of an entry: those between error_code and `end_of_entry`
+    end_of_entry: bytes
+
+
+def _plain(version: int) -> _Plain:
+    flexible = is_flexible(PRODUCE, version)
+    return _Plain(
+        tags=encode_tagged_fields([]) if flexible else b"",
+        offsets_bytes=_INT64_BYTES * (3 if version >= 5 else 2),
+        end_of_entry=_PLAIN_END if flexible else _PLAIN_END_V8 if version == 8 else b"",
+    )
+
+
+_PLAIN = {version: _plain(version) for version in range(MIN_VERSION, MAX_VERSION + 1)}
+_NO_THROTTLING = INT32.pack(0)
+
+
+def _read_entries(frame: memoryview, offset: int, limit: int, api_version: int, topic: TopicSpan, count: int) -> int:
+    """Read the results of one topic into `topic`; return the offset behind them."""
+    fixed_bytes = _ENTRY.size + (_INT64_BYTES if api_version >= 5 else 0)
+    plain_end = _PLAIN_END if api_version >= 9 else _PLAIN_END_V8 if api_version == 8 else b""
+    plain_bytes = len(plain_end)
+    for _ in range(count):
+        end = offset + fixed_bytes
+        if end > limit:
+            raise Truncated(f"a partition's result wanted at {offset}, the message ends at {limit}")
+        partition_index, error_code = _INDEX_AND_ERROR_CODE.unpack_from(frame, offset)
+        topic.partitions.append(partition_index)
+        topic.error_codes.append(error_code)
+        topic.starts.append(offset)
+        # Almost always there is nothing behind the fixed part.
+        if frame[end : end + plain_bytes] == plain_end:
+            offset = end + plain_bytes
+        else:
+            offset = _skip_rest(frame, end, limit, api_version)
+        topic.ends.append(offset)
+    return offset
+
+
+def _skip_rest(frame: memoryview, offset: int, limit: int, api_version: int) -> int:
+    """The offset behind record errors, error message and tagged fields."""
+    flexible = api_version >= 9
+    if api_version >= 8:
+        count, offset = read_count(frame, offset, limit, compact=flexible, least_bytes=5)
+        for _ in range(count):
+            _, offset = read_fixed(INT32, frame, offset, limit)
+            _, _, offset = skip_string(frame, offset, limit, compact=flexible, nullable=True)
+            if flexible:
+                offset = skip_tagged_fields(frame, offset, limit)
+        _, _, offset = skip_string(frame, offset, limit, compact=flexible, nullable=True)
+    if flexible:
+        offset = blank_current_leader(frame, offset, limit, _CURRENT_LEADER_TAG)
+    return offset
+
+
+def base_offset_of(entry: Buffer) -> int:
+    """The base offset in one partition's encoded entry of an answer; -1 for none."""
+    offset: int = _BASE_OFFSET.unpack_from(entry, _INDEX_AND_ERROR_CODE.size)[0]
+    return offset
+
+
+class ProduceApi:
+    """Produce as a partitioned API (see `PartitionedApi`)."""
+
+    api_key = PRODUCE
+    min_version = MIN_VERSION
+    max_version = MAX_VERSION
+
+    def parse_request(self, frame: memoryview, header: RequestHeader) -> PartitionedRequest:
+        return parse_produce(frame, header)
+
+    def parse_response(self, frame: memoryview, api_version: int) -> PartitionedResponse:
+        """Raises CodecError. Current-leader hints are blanked in place (KIP-951)."""
+        flexible = api_version >= 9
+        response = PartitionedResponse(frame)
+        limit = len(frame)
+
+        offset = response_body_offset(frame, PRODUCE, api_version)
+
+        def read(frame: memoryview, offset: int, limit: int, topic: TopicSpan, count: int) -> int:
+            return _read_entries(frame, offset, limit, api_version, topic, count)
+
+        response.topics, offset = parse_topics(
+            frame,
+            offset,
+            flexible=flexible,
+            least_bytes=_ENTRY.size,
+            read_entries=read,
+            by_id=api_version >= TOPIC_IDS_FROM,
+        )
+        response.throttle_time_ms, offset = read_fixed(INT32, frame, offset, limit)
+        if flexible:
+            offset = response_tags(response, offset, _NODE_ENDPOINTS_TAG)
+        expect_end(frame, offset)
+        return response
+
+    def plain_answer(self, request: PartitionedRequest, selection: Places) -> PlainAnswer:
+        """See `PartitionedApi`. Only success: no error, tagged field or throttling, and no named broker."""
+        plain = _PLAIN[request.header.api_version]
+        texts: list[bytes] = []
+        text = plain.tags + encode_count(len(selection), compact=request.flexible)
+        for topic_place, ordinals in selection:
+            topic = request.topics[topic_place]
+            text += request.frame[topic.head_start : topic.head_end]
+            text += encode_count(len(ordinals), compact=request.flexible)
+            for ordinal in ordinals:
+                texts.append(text + _INDEX_AND_ERROR_CODE.pack(topic.partitions[ordinal], 0))
+                text = plain.end_of_entry
+            text += plain.tags
+        texts.append(text + _NO_THROTTLING + plain.tags)
+        return PlainAnswer(texts, plain.offsets_bytes, before=_INDEX_AND_ERROR_CODE.size, after=len(plain.end_of_entry))
+
+    def error_entry(self, api_version: int, partition_index: int, error_code: int) -> bytes:
+        """base_offset, log_append_time_ms and log_start_offset are -1: the proxy assigns no offset."""
+        return result_entry(api_version, partition_index, error_code, base_offset=-1, log_start_offset=-1)
+
+    def response_ends(
+        self, api_version: int, throttle_time_ms: int, tags: list[tuple[int, bytes]]
+    ) -> tuple[bytes, bytes]:
+        tail = INT32.pack(throttle_time_ms)
+        return b"", tail + encode_tagged_fields(tags) if api_version >= 9 else tail
+
+    def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer | None:
+        """None: the request's own preamble is kept."""
+        return None
+
+    def admit(self, request: PartitionedRequest) -> None:
+        """Nothing to change: it is forwarded as received."""
+
+    def holds_enough(self, request: PartitionedRequest, payload_bytes: int) -> bool:
+        return True
+
+
+def result_entry(
+    api_version: int,
+    partition_index: int,
+    error_code: int,
+    *,
+    base_offset: int,
+    log_start_offset: int,
+    log_append_time_ms: int = -1,
+    error_message: str | None = None,
+    current_leader: tuple[int, int] | None = None,
+) -> bytes:
+    """One partition's entry of a produce answer.
+
+    `error_message` is included from version 8, `current_leader` (leader_id, leader_epoch) from 10. A message that is
+    too long for a Kafka string is cut short.
+    """
+    flexible = is_flexible(PRODUCE, api_version)
+    entry = _ENTRY.pack(partition_index, error_code, base_offset, log_append_time_ms)
+    if api_version >= 5:
+        entry += log_start_offset.to_bytes(_INT64_BYTES, "big", signed=True)
+    if api_version >= 8:
+        entry += encode_count(0, compact=flexible)
+        entry += _nullable_string(error_message, flexible=flexible)
+    if not flexible:
+        return entry
+    tags: list[Tag] = []
+    if current_leader is not None and api_version >= 10:
+        leader = INT32.pack(current_leader[0]) + INT32.pack(current_leader[1]) + encode_tagged_fields([])
+        tags.append((_CURRENT_LEADER_TAG, leader))
+    return entry + encode_tagged_fields(tags)
+
+
+def _nullable_string(value: str | None, *, flexible: bool) -> bytes:
+    if value is None:
+        return encode_count(-1, compact=True) if flexible else (-1).to_bytes(2, "big", signed=True)
+    encoded = value[:_MAX_MESSAGE_CHARACTERS].encode(errors="replace")
+    length = encode_count(len(encoded), compact=True) if flexible else len(encoded).to_bytes(2, "big", signed=True)
+    return length + encoded
+
+
+PRODUCE_API = ProduceApi()

@@ -25,7 +25,7 @@ from kproxy_codec.fetch import (
     PartitionFetch,
     PartitionFetched,
 )
-from kproxy_codec.headers import frame_message, request_header, response_body_offset
+from kproxy_codec.framing import frame_message, request_header, response_body_offset
 from kproxy_codec.partitioned import TOPIC_ID_BYTES, TopicSpan, expect_end, parse_topics
 from kproxy_codec.primitives import encode_count, encode_tagged_fields, read_count, read_tagged_fields, skip_bytes
 from kproxy_codec.primitives import skip_tagged_fields as skip_tags

@@ -29,8 +29,7 @@ import structlog
 from kproxy.broker.context import Bindings, Body, CloseConnection, Request
 from kproxy_codec.errors import CodecError
 from kproxy_codec.foreign import foreign_protocol
-from kproxy_codec.framing import FrameReader, ReceiveArena
-from kproxy_codec.headers import parse_request_header, response_header
+from kproxy_codec.framing import FrameReader, ReceiveArena, parse_request_header, response_header
 from kproxy_codec.primitives import INT32
 
 MAX_QUEUED_BYTES = 1 << 20

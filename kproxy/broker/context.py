@@ -15,7 +15,7 @@ from kproxy.broker.partition import Partition
 from kproxy.broker.topics import TopicAdmin
 from kproxy.etcd import IdBlocks
 from kproxy_codec import error_codes
-from kproxy_codec.headers import RequestHeader
+from kproxy_codec.framing import RequestHeader
 from kproxy_codec.partitioned import PartitionedRequest
 from kproxy_codec.primitives import Buffer
 

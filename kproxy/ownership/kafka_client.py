@@ -13,7 +13,7 @@ from kproxy.runtime.resolver import dial
 from kproxy_codec import api_keys as keys
 from kproxy_codec.control import Message, build_request, decode_response, encode_request, version_range
 from kproxy_codec.errors import CodecError, FrameTooLarge, UnsupportedVersion
-from kproxy_codec.headers import frame_message, request_header, response_body_offset, response_correlation_id
+from kproxy_codec.framing import frame_message, request_header, response_body_offset, response_correlation_id
 from kproxy_codec.primitives import INT32
 
 MAX_ANSWER_BYTES = 64 << 20

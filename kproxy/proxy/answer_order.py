@@ -23,8 +23,8 @@ from collections import deque
 from collections.abc import Callable
 
 from kproxy.observe.tally import PRODUCE_BOUNDS_S
+from kproxy.proxy.broker_connection import PacedOutbox
 from kproxy.proxy.context import ProxyContext
-from kproxy.proxy.outbox import PacedOutbox
 from kproxy.routing.merge import Exchange
 from kproxy_codec.partitioned import PartitionedRequest
 from kproxy_codec.primitives import Buffer

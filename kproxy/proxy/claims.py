@@ -49,7 +49,7 @@ from kproxy_codec.error_codes import (
     UNKNOWN_TOPIC_OR_PARTITION,
 )
 from kproxy_codec.errors import CodecError
-from kproxy_codec.headers import RequestHeader, request_header, response_header
+from kproxy_codec.framing import RequestHeader, request_header, response_header
 from kproxy_codec.own import (
     BIND_FENCES_VERSION,
     MAX_RESOURCES,

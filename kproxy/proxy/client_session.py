@@ -37,7 +37,7 @@ from kproxy.proxy.answer_order import AnswerOrder, Slot
 from kproxy.proxy.answer_room import Share
 from kproxy.proxy.api_versions import check_served, covers
 from kproxy.proxy.apis import NOT_SERVED, Ranges
-from kproxy.proxy.broker_connection import FLUSH_S
+from kproxy.proxy.broker_connection import FLUSH_S, PacedOutbox
 from kproxy.proxy.broker_health import Waiting
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
@@ -45,7 +45,6 @@ from kproxy.proxy.control_plane import ControlRequests, Unanswerable
 from kproxy.proxy.data_plane import fetch, list_offsets, produce
 from kproxy.proxy.fanout import FanoutShell, NoRoom
 from kproxy.proxy.memory_budget import LAST_READ_BYTES, Arrival, Budget
-from kproxy.proxy.outbox import PacedOutbox
 from kproxy.routing.topology import Address
 from kproxy.runtime.sockets import keep_alive
 from kproxy_codec import api_keys
@@ -53,8 +52,7 @@ from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.error_codes import NOT_LEADER_OR_FOLLOWER
 from kproxy_codec.errors import CodecError
 from kproxy_codec.foreign import foreign_protocol
-from kproxy_codec.framing import FrameReader
-from kproxy_codec.headers import parse_request_header
+from kproxy_codec.framing import FrameReader, parse_request_header
 from kproxy_codec.partitioned import PartitionedRequest
 from kproxy_codec.produce import parse_produce
 

@@ -49,7 +49,7 @@ from kproxy_codec.control import Message, build_request, build_response, encode_
 from kproxy_codec.coordination import BATCHED_FROM, KEY_TYPES_FROM, coordination_key
 from kproxy_codec.error_codes import COORDINATOR_NOT_AVAILABLE, NONE, UNSUPPORTED_VERSION
 from kproxy_codec.errors import CodecError, FrameTooLarge
-from kproxy_codec.headers import (
+from kproxy_codec.framing import (
     RequestHeader,
     client_id,
     parse_request_header,

@@ -56,7 +56,7 @@ from kproxy_codec.error_codes import (
     UNSUPPORTED_VERSION,
 )
 from kproxy_codec.errors import CodecError
-from kproxy_codec.headers import RequestHeader, response_body_offset, response_header
+from kproxy_codec.framing import RequestHeader, response_body_offset, response_header
 from kproxy_codec.partitioned import set_correlation_id, set_response_correlation_id, with_length
 from kproxy_codec.primitives import Buffer
 

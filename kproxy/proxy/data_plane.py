@@ -29,12 +29,11 @@ from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
 from kproxy_codec.error_codes import FETCH_SESSION_ID_NOT_FOUND, INVALID_REQUEST, INVALID_REQUIRED_ACKS
 from kproxy_codec.errors import InvalidField
 from kproxy_codec.fetch import NO_SESSION, FetchApi, response_ends
-from kproxy_codec.headers import RequestHeader, response_header
+from kproxy_codec.framing import RequestHeader, response_header
 from kproxy_codec.list_offsets import LIST_OFFSETS_API
 from kproxy_codec.partitioned import PartitionedApi, PartitionedRequest, encode_topics, with_length
 from kproxy_codec.primitives import Buffer
-from kproxy_codec.produce import parse_produce, set_acks
-from kproxy_codec.produce_response import PRODUCE_API
+from kproxy_codec.produce import PRODUCE_API, parse_produce, set_acks
 
 FETCH_API = FetchApi()
 MAX_FETCH_WAIT_S = 300.0

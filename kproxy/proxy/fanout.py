@@ -38,7 +38,7 @@ from kproxy.routing.split import NOTHING_REFUSED, Entry, Selection
 from kproxy.routing.topology import Address, Topology
 from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.partitioned import MAX_PARTITIONS, PartitionedApi, PartitionedRequest
-from kproxy_codec.produce_response import PRODUCE_API
+from kproxy_codec.produce import PRODUCE_API
 
 MAX_OPEN_PARTITIONS: Final = MAX_PARTITIONS
 # A lookup takes two of etcd's transactions; a Kafka cluster is asked about whole topics.

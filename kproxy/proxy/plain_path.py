@@ -23,7 +23,7 @@ from kproxy.routing.routes import Plans, kind_of
 from kproxy.routing.split import Selection
 from kproxy.trail.noted import ConnectionAcks, Noted
 from kproxy_codec.partitioned import PartitionedRequest, PlainAnswer, set_response_correlation_id
-from kproxy_codec.produce_response import PRODUCE_API
+from kproxy_codec.produce import PRODUCE_API
 
 
 class PlannedPart:

@@ -36,7 +36,7 @@ from kproxy_codec.coordination import (
     replace_coordinators,
 )
 from kproxy_codec.error_codes import INVALID_REQUEST, NONE
-from kproxy_codec.headers import RequestHeader, response_body_offset
+from kproxy_codec.framing import RequestHeader, response_body_offset
 from kproxy_codec.primitives import Buffer
 from kproxy_codec.walk import Work, at_once
 

@@ -81,7 +81,7 @@ from kproxy_codec.error_codes import (
 from kproxy_codec.errors import CodecError
 from kproxy_codec.partitioned import PartitionedRequest, PartitionedResponse, set_response_correlation_id
 from kproxy_codec.primitives import Buffer
-from kproxy_codec.produce_response import base_offset_of
+from kproxy_codec.produce import base_offset_of
 
 # A broker that has not answered this long after a deadline will not answer: its own timer has run out as well. Seconds.
 HUNG_AFTER_S = 5.0

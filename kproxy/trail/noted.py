@@ -13,7 +13,7 @@ from kproxy.routing.split import Entry, Selection
 from kproxy.routing.topology import Topology
 from kproxy.trail.acked import MOST_FINISHED, ONE_BATCH, Acked, Asked
 from kproxy.trail.given_out import Giver
-from kproxy_codec.headers import client_id
+from kproxy_codec.framing import client_id
 from kproxy_codec.partitioned import PartitionedRequest, PlainAnswer
 from kproxy_codec.primitives import INT64, Buffer
 from kproxy_codec.produce import records_span

@@ -17,7 +17,7 @@ import pytest
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy_codec.api_keys import API_VERSIONS, SASL_AUTHENTICATE, SASL_HANDSHAKE
 from kproxy_codec.error_codes import UNSUPPORTED_SASL_MECHANISM
-from kproxy_codec.headers import request_header
+from kproxy_codec.framing import request_header
 from tests.support.raw_client import raw_frame
 from tests.support.reference_broker import BrokerProcess
 from tests.support.served import port_of, static_proxy

@@ -20,7 +20,7 @@ from kproxy.etcd import EtcdClient
 from kproxy.proxy.claims import attach
 from kproxy_codec.api_keys import API_VERSIONS, BIND_FENCES, PRODUCE
 from kproxy_codec.error_codes import NONE, NOT_LEADER_OR_FOLLOWER, POLICY_VIOLATION, REQUEST_TIMED_OUT
-from kproxy_codec.headers import response_header
+from kproxy_codec.framing import response_header
 from kproxy_codec.own import (
     BIND_FENCES_VERSION,
     BoundFence,

@@ -13,7 +13,7 @@ import pytest
 from kproxy.claims.keys import decode_claim
 from kproxy_codec.api_keys import OWN
 from kproxy_codec.error_codes import FENCED_INSTANCE_ID, NONE, POLICY_VIOLATION
-from kproxy_codec.headers import request_header
+from kproxy_codec.framing import request_header
 from kproxy_codec.own import MAX_RESOURCES, OwnRequest, OwnResource, encode_own_request
 from tests.support.own_cases import PATIENCE_S, Place, writers_of
 from tests.support.own_client import OwnClient

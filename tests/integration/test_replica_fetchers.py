@@ -25,7 +25,7 @@ from kproxy_codec import control, error_codes, partitioned
 from kproxy_codec.api_keys import FETCH, SASL_AUTHENTICATE, SASL_HANDSHAKE
 from kproxy_codec.fetch import PartitionFetched, partition_fetch, response_ends, result_entry
 from kproxy_codec.fetch import parse_fetch as parse
-from kproxy_codec.headers import frame_message, parse_request_header, response_header
+from kproxy_codec.framing import frame_message, parse_request_header, response_header
 from kproxy_codec.partitioned import encode_topics
 from tests.support.broker_logs import leader_batches, read_all
 from tests.support.etcd import eventually

@@ -21,7 +21,7 @@ from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy_codec import error_codes
 from kproxy_codec.api_keys import API_VERSIONS, CREATE_TOPICS, FETCH, METADATA, SASL_AUTHENTICATE, SASL_HANDSHAKE
 from kproxy_codec.fetch import PartitionFetch
-from kproxy_codec.headers import request_header
+from kproxy_codec.framing import request_header
 from kproxy_codec.partitioned import MAX_PARTITIONS
 from tests.support.follower_client import NO_DIRECTORY, FollowerClient, Replication, replication_of
 from tests.support.record_batches import build_batch

@@ -17,7 +17,7 @@ from kproxy_codec import partitioned, primitives, replica_fetch
 from kproxy_codec.api_keys import FETCH, PRODUCE
 from kproxy_codec.errors import CodecError
 from kproxy_codec.fetch import FetchRequest, partition_fetch
-from kproxy_codec.headers import parse_request_header, response_body_offset
+from kproxy_codec.framing import parse_request_header, response_body_offset
 from kproxy_codec.partitioned import PartitionedRequest, PartitionedResponse, Splitter
 from kproxy_codec.primitives import Buffer, read_tagged_fields
 from kproxy_codec.produce import records_of, transactional_id

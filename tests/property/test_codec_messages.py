@@ -20,7 +20,7 @@ from kio.static.constants import EntityType
 
 from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
 from kproxy_codec.fetch import FetchRequest, PartitionFetch, partition_fetch
-from kproxy_codec.headers import response_header
+from kproxy_codec.framing import response_header
 from kproxy_codec.partitioned import PartitionedRequest, Places, Splitter, encode_topics, with_length
 from kproxy_codec.primitives import Buffer
 from kproxy_codec.produce import records_of, transactional_id

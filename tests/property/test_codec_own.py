@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kproxy_codec import own
 from kproxy_codec.api_keys import BIND_FENCES, OWN, is_flexible
 from kproxy_codec.errors import CodecError, InvalidField
-from kproxy_codec.headers import parse_request_header, request_header, response_header
+from kproxy_codec.framing import parse_request_header, request_header, response_header
 from kproxy_codec.own import (
     MAX_NAME_BYTES,
     MAX_RESOURCES,

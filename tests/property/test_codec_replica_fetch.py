@@ -21,7 +21,7 @@ from kproxy_codec.fetch import (
     response_ends,
     result_entry,
 )
-from kproxy_codec.headers import parse_request_header, response_header
+from kproxy_codec.framing import parse_request_header, response_header
 from kproxy_codec.partitioned import encode_topics, with_length
 from kproxy_codec.replica_fetch import encode_replica_fetch, read_replica_answer
 from tests.support.messages import frame_of, response_body, response_frame, sample_response, tag_section, topic_id

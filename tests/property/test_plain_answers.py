@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.errors import CodecError
 from kproxy_codec.partitioned import PartitionedRequest
-from kproxy_codec.produce import MAX_VERSION, MIN_VERSION, parse_produce
-from kproxy_codec.produce_response import PRODUCE_API
+from kproxy_codec.produce import MAX_VERSION, MIN_VERSION, PRODUCE_API, parse_produce
 from tests.support.messages import (
     head_of,
     request_body,

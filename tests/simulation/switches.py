@@ -343,14 +343,14 @@ SWITCHES: Final = (
     # kproxy.proxy.claims
     Switch(
         "what claimants write stands behind no fence",
-        "binding 1: nothing of a claimed partition is sent on a connection before a binding of its fence",
+        "proxy/claims 1: nothing of a claimed partition is sent on a connection before a binding of its fence",
         _method(FenceBinder, "before", _nothing),
         claims=True,
     ),
     # kproxy.proxy.claims
     Switch(
         "anybody writes to a topic with a writer group",
-        "owning: a topic with a writer group is written by whoever owns its partition, and by nobody else",
+        "proxy/claims: a topic with a writer group is written by whoever owns its partition, and by nobody else",
         _code(refused_writes, _no_codes),
         claims=True,
     ),
@@ -363,7 +363,7 @@ SWITCHES: Final = (
     ),
     Switch(
         "claims are given on whatever is unsettled",
-        "granting 1: a claim is granted when nothing of its earlier writers is under way",
+        "claims/acquire 3: a claim is granted when nothing of its earlier writers is under way",
         _method(UnsettledWrites, "blocks", _no),
         claims=True,
     ),

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kproxy.routing.topology import Address
 from kproxy_codec.errors import CodecError
-from kproxy_codec.headers import client_id, parse_request_header
+from kproxy_codec.framing import client_id, parse_request_header
 from kproxy_codec.record_batch import parse_header
 from tests.support.messages import PRODUCE, read_by_kafka_python, response_body, response_frame, sample_response
 from tests.support.scripted_upstream import HOST, VERSIONS_CLIENT_ID, introduction

@@ -17,7 +17,7 @@ from kproxy.broker.writer_fence import UNBOUND
 from kproxy.etcd import put_op
 from kproxy_codec import error_codes
 from kproxy_codec.api_keys import BIND_FENCES
-from kproxy_codec.headers import parse_request_header, request_header, response_header
+from kproxy_codec.framing import parse_request_header, request_header, response_header
 from kproxy_codec.own import (
     BIND_FENCES_VERSION,
     BoundFence,

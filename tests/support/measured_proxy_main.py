@@ -19,7 +19,7 @@ import time
 import uvloop
 
 from kproxy.cli import main
-from kproxy_codec.headers import parse_request_header
+from kproxy_codec.framing import parse_request_header
 from kproxy_codec.produce import parse_produce
 from tests.support.raw_client import produce_frame
 

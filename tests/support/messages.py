@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from kproxy_codec import control
 from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
 from kproxy_codec.fetch import FetchApi
-from kproxy_codec.headers import RequestHeader, parse_request_header
+from kproxy_codec.framing import RequestHeader, parse_request_header
 from kproxy_codec.list_offsets import LIST_OFFSETS_API
 from kproxy_codec.partitioned import PartitionedApi
-from kproxy_codec.produce_response import PRODUCE_API
+from kproxy_codec.produce import PRODUCE_API
 
 Fields = Mapping[str, Any]
 Tags = Sequence[tuple[int, bytes]]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from kproxy_codec import control
 from kproxy_codec.api_keys import API_VERSIONS, CREATE_TOPICS, FETCH, METADATA, OWN, PRODUCE
 from kproxy_codec.error_codes import NONE
-from kproxy_codec.headers import request_header, response_correlation_id
+from kproxy_codec.framing import request_header, response_correlation_id
 from kproxy_codec.own import (
     OWN_MAX_VERSION,
     OwnRequest,

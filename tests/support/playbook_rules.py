@@ -28,7 +28,7 @@ from kproxy.routing.lanes import Item, LaneState
 from kproxy.routing.merge import Exchange, ExchangeState
 from kproxy.routing.split import Entry, split_whole
 from kproxy.routing.topology import NO_OWNER
-from kproxy_codec.produce_response import base_offset_of
+from kproxy_codec.produce import base_offset_of
 from tests.support.playbook_words import entry_text, read, read_answer
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from kproxy.routing.split import Entry, Selection
 from kproxy.routing.topology import NO_OWNER
 from kproxy_codec.partitioned import PartitionedRequest
 from kproxy_codec.primitives import Buffer
-from kproxy_codec.produce_response import base_offset_of
+from kproxy_codec.produce import base_offset_of
 from tests.support.messages import (
     APIS,
     FETCH,

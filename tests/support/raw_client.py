@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 
 from kproxy_codec import control
 from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
-from kproxy_codec.headers import request_header, response_body_offset, response_correlation_id
+from kproxy_codec.framing import request_header, response_body_offset, response_correlation_id
 from tests.support.messages import RESPONSE_FIELDS, read_by_kafka_python, request_body, request_frame, sample_request
 from tests.support.record_batches import build_batch
 from tests.support.scripted_upstream import HOST, PATIENCE_S, SILENCE_S

@@ -25,7 +25,7 @@ import pytest
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy_codec import control
 from kproxy_codec.api_keys import API_VERSIONS, BIND_FENCES, METADATA, PRODUCE, is_flexible
-from kproxy_codec.headers import request_header
+from kproxy_codec.framing import request_header
 from kproxy_codec.own import (
     BIND_FENCES_VERSION,
     BoundFence,

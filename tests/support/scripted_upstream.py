@@ -19,7 +19,7 @@ from kproxy.proxy.apis import proxy_ranges
 from kproxy.routing.topology import Address
 from kproxy_codec import control
 from kproxy_codec.api_keys import API_VERSIONS, FETCH, LIST_OFFSETS, OWN, PRODUCE, is_flexible
-from kproxy_codec.headers import RequestHeader, client_id, parse_request_header
+from kproxy_codec.framing import RequestHeader, client_id, parse_request_header
 from tests.support.messages import (
     APIS,
     REQUEST_FIELDS,

@@ -24,8 +24,7 @@ from kproxy.trail.rows import Begin, End, Mark, Range, Row, decode_page
 from kproxy.trail.trail import LOOK_S, MARK_S, Trail
 from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.partitioned import PartitionedRequest
-from kproxy_codec.produce import parse_produce
-from kproxy_codec.produce_response import PRODUCE_API
+from kproxy_codec.produce import PRODUCE_API, parse_produce
 from tests.support.messages import head_of, request_body, request_frame, sample_request
 
 MAX_SEQUENCE = 2**31 - 1

@@ -11,10 +11,8 @@ from bench.against import against
 from bench.load import VERSION, Frames, ProducerFrames
 from bench.paths import ALL_OWNERS, FIRST, REFUSED, SHAPE, TURNS, first_batches, refused_alone
 from bench.refusing_broker import REFUSED_EVERY, RefusingBroker
-from kproxy_codec.framing import ReceiveArena
-from kproxy_codec.headers import parse_request_header
-from kproxy_codec.produce import parse_produce
-from kproxy_codec.produce_response import PRODUCE_API
+from kproxy_codec.framing import ReceiveArena, parse_request_header
+from kproxy_codec.produce import PRODUCE_API, parse_produce
 
 NONE, NOT_LEADER = 0, 6
 

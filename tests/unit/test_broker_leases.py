@@ -25,7 +25,7 @@ from kproxy.broker.replication.reconciliation import Inconsistent
 from kproxy.etcd import KeyValue, Snapshot, WatchEvent, delete_op, put_op
 from kproxy.etcd.lease_fence import LeaseFence
 from kproxy_codec.api_keys import BIND_FENCES
-from kproxy_codec.headers import parse_request_header, request_header
+from kproxy_codec.framing import parse_request_header, request_header
 from kproxy_codec.own import FenceBinding, encode_bind_fences_request
 from kproxy_codec.primitives import INT32
 from tests.support.etcd import eventually

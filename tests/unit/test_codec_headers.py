@@ -16,7 +16,7 @@ from kio.static.constants import EntityType
 from kproxy_codec import api_keys
 from kproxy_codec.api_keys import API_VERSIONS, FETCH, METADATA, PRODUCE, is_flexible, name_of
 from kproxy_codec.errors import CodecError, InvalidField, Truncated
-from kproxy_codec.headers import (
+from kproxy_codec.framing import (
     client_id,
     frame_message,
     parse_request_header,

@@ -11,10 +11,10 @@ from kio.index import load_payload_module
 from kio.serial import entity_reader
 from kio.static.constants import EntityType
 
-from kproxy_codec import fetch, list_offsets, produce_response
+from kproxy_codec import fetch, list_offsets, produce
 from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
 from kproxy_codec.errors import InvalidField, Truncated
-from kproxy_codec.headers import response_body_offset, response_correlation_id, response_header
+from kproxy_codec.framing import response_body_offset, response_correlation_id, response_header
 from kproxy_codec.partitioned import (
     MAX_READ_PARTITIONS,
     PartitionedResponse,
@@ -241,7 +241,7 @@ def test_an_error_gives_out_nothing_but_its_code(api_key: int, version: int) -> 
     "error_message", [None, "", "no: ü", "m" * 300, "é." * 20_000, "🂡." * 20_000, "half a \ud800 pair"]
 )
 def test_a_produce_result_says_all_that_its_version_can(version: int, error_message: str | None) -> None:
-    entry = produce_response.result_entry(
+    entry = produce.result_entry(
         version,
         3,
         87,

@@ -26,7 +26,7 @@ from kproxy.broker.writer_fence import KeptFence
 from kproxy.etcd import delete_op, put_op
 from kproxy_codec import error_codes
 from kproxy_codec.api_keys import BIND_FENCES, PRODUCE
-from kproxy_codec.headers import parse_request_header, request_header, response_header
+from kproxy_codec.framing import parse_request_header, request_header, response_header
 from kproxy_codec.own import NO_FENCE, BoundFence, FenceBinding, encode_bind_fences_request, parse_bind_fences_response
 from kproxy_codec.primitives import INT32
 from tests.support import simulated_etcd

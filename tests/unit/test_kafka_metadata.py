@@ -27,7 +27,7 @@ from kproxy_codec.error_codes import (
     UNKNOWN_TOPIC_ID,
     UNKNOWN_TOPIC_OR_PARTITION,
 )
-from kproxy_codec.headers import RequestHeader, parse_request_header, response_header
+from kproxy_codec.framing import RequestHeader, parse_request_header, response_header
 from kproxy_codec.metadata import HIGHEST_VERSION as METADATA_VERSION
 from kproxy_codec.metadata import MetadataReader
 from tests.support.etcd import eventually, running

@@ -8,7 +8,7 @@ import pytest
 
 from kproxy.routing.lanes import Item, Lanes, Pause, Release
 from kproxy.routing.merge import Exchange
-from kproxy_codec.produce_response import PRODUCE_API
+from kproxy_codec.produce import PRODUCE_API
 from tests.support.messages import PRODUCE, head_of, request_body, request_frame, sample_request
 
 KEY = (b"t", 0)

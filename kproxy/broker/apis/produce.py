@@ -33,8 +33,7 @@ from kproxy_codec.own import FenceBinding
 from kproxy_codec.partitioned import PartitionedRequest, TopicSpan, encode_topics
 from kproxy_codec.primitives import INT32, Buffer, encode_count, encode_tagged_fields
 from kproxy_codec.produce import MAX_VERSION as PARSED_MAX_VERSION
-from kproxy_codec.produce import parse_produce, records_of
-from kproxy_codec.produce_response import result_entry
+from kproxy_codec.produce import parse_produce, records_of, result_entry
 
 API_KEY = PRODUCE
 OFFERED_MIN_VERSION = 0

@@ -31,8 +31,14 @@ from kproxy_codec import control, error_codes
 from kproxy_codec.api_keys import SASL_AUTHENTICATE, SASL_HANDSHAKE
 from kproxy_codec.errors import CodecError
 from kproxy_codec.fetch import PartitionFetch
-from kproxy_codec.framing import FrameReader, ReceiveArena
-from kproxy_codec.headers import frame_message, request_header, response_body_offset, response_correlation_id
+from kproxy_codec.framing import (
+    FrameReader,
+    ReceiveArena,
+    frame_message,
+    request_header,
+    response_body_offset,
+    response_correlation_id,
+)
 from kproxy_codec.replica_fetch import ReplicaAnswer, encode_replica_fetch, read_replica_answer
 
 CONNECT_TIMEOUT_S = 5.0

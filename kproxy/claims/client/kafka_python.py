@@ -28,8 +28,7 @@ from kproxy.claims.client.errors import NOT_OFFERED, ConnectionLost, OwnError, O
 from kproxy.claims.client.plan import ClaimPlan
 from kproxy_codec.api_keys import FETCH, OWN, PRODUCE
 from kproxy_codec.errors import CodecError
-from kproxy_codec.framing import LENGTH_BYTES
-from kproxy_codec.headers import frame_message, request_header, response_correlation_id
+from kproxy_codec.framing import LENGTH_BYTES, frame_message, request_header, response_correlation_id
 from kproxy_codec.own import (
     OWN_MAX_VERSION,
     OWN_MIN_VERSION,

@@ -23,7 +23,7 @@ from kproxy_codec import api_keys as keys
 from kproxy_codec import error_codes
 from kproxy_codec.errors import CodecError
 from kproxy_codec.fetch import PartitionFetched
-from kproxy_codec.headers import response_body_offset
+from kproxy_codec.framing import response_body_offset
 from kproxy_codec.metadata import HIGHEST_VERSION, MetadataReader, TopicLeaders
 
 EARLIEST: Final = -2

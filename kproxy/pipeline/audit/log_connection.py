@@ -19,8 +19,13 @@ from kproxy_codec.errors import CodecError, FrameTooLarge
 from kproxy_codec.fetch import FINAL_EPOCH, MIN_VERSION, NO_SESSION, PartitionFetched
 from kproxy_codec.fetch_answer import MAX_VERSION, read_fetch_answer
 from kproxy_codec.foreign import ANSWER_TO_HTTP
-from kproxy_codec.framing import LENGTH_BYTES
-from kproxy_codec.headers import frame_message, request_header, response_body_offset, response_correlation_id
+from kproxy_codec.framing import (
+    LENGTH_BYTES,
+    frame_message,
+    request_header,
+    response_body_offset,
+    response_correlation_id,
+)
 from kproxy_codec.primitives import INT32
 
 CLIENT_ID: Final = b"kproxy-audit"
