@@ -39,11 +39,9 @@ from kproxy.broker.data_dir import DataDir
 from kproxy.broker.fence_keeper import FenceKeeper
 from kproxy.broker.keys import BrokerValue, Keys, ReplicaKey
 from kproxy.broker.leases import PartitionLeaseManager
-from kproxy.broker.listening import bind, bound_port
 from kproxy.broker.log_keeper import LogKeeper
 from kproxy.broker.log_options import LogOptions
 from kproxy.broker.partition import ReplicaSettings
-from kproxy.broker.process import stop_signals
 from kproxy.broker.replication.fetchers import ReplicaFetchers
 from kproxy.broker.replication.isr_keeper import IsrKeeper
 from kproxy.broker.replication.listener import ReplicationListener
@@ -55,8 +53,10 @@ from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient, EtcdError, EtcdMisused, EtcdUnavailable, IdBlocks, PrefixMirror
 from kproxy.etcd.clock import lease_clock
 from kproxy.etcd.lease_fence import LeaseFence
+from kproxy.runtime.listening import bind, bound_port
 from kproxy.runtime.notify import say_ready, say_stopping
 from kproxy.runtime.open_files import raise_limit
+from kproxy.runtime.signals import stop_signals
 from kproxy.runtime.waiting import Reminders, say_waiting
 from kproxy_codec.framing import ReceiveArena
 
@@ -184,7 +184,7 @@ class _Server:
     # Starting
 
     async def _bind(self) -> asyncio.Server:
-        return await bind(self._connection, self._config.listen, "--listen")
+        return await bind(self._connection, *self._config.listen, choose="another --listen")
 
     async def _start(self, listener: asyncio.Server) -> None:
         host, port = self._advertised(listener)

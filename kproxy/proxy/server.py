@@ -31,10 +31,10 @@ from kproxy.observe.metrics import Vitals
 from kproxy.proxy.client_session import TURN_S, ClientSession
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.descriptors import Descriptors, in_use
-from kproxy.proxy.port import accept_from, bind
 from kproxy.proxy.versions import Ranges
 from kproxy.routing.topology import Address
 from kproxy.runtime import open_files
+from kproxy.runtime.listening import accept_from, bind
 
 log = structlog.get_logger(__name__)
 

@@ -34,9 +34,9 @@ import structlog
 from kproxy.broker.apis import api_versions, fetch
 from kproxy.broker.connection import ClientConnection
 from kproxy.broker.context import Body, Broker, CloseConnection, Request
-from kproxy.broker.listening import bind, bound_port
 from kproxy.broker.replication.presence import FollowerPresence
 from kproxy.broker.replication.sasl import MECHANISM, AuthenticationFailed, ListenerHandshake, Secret
+from kproxy.runtime.listening import bind, bound_port
 from kproxy_codec import control, error_codes
 from kproxy_codec.api_keys import API_VERSIONS, FETCH, SASL_AUTHENTICATE, SASL_HANDSHAKE, name_of
 from kproxy_codec.framing import ReceiveArena
@@ -80,7 +80,7 @@ class ReplicationListener:
 
     async def bind(self, address: tuple[str, int]) -> int:
         """Take the port, which is returned; nothing is accepted yet. Raises StartupError."""
-        self._server = await bind(self._connection, address, "--replication-listen")
+        self._server = await bind(self._connection, *address, choose="another --replication-listen")
         return bound_port(self._server)
 
     async def start(self, broker: Broker) -> None:
