@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
 from kproxy.broker.cluster import ClusterView
-from kproxy.broker.leases import PartitionLeaseManager
-from kproxy.broker.metrics import BrokerCollector, FollowerState, ReplicaState, counts_of, states_of
+from kproxy.broker.metrics import BrokerCollector, BrokerStatus, FollowerState, ReplicaState, counts_of, states_of
+from kproxy.broker.replica_manager import ReplicaManager
 from kproxy.broker.replication.isr_keeper import IsrKeeper
-from kproxy.broker.standing import Standing
 from kproxy.observe.exposition import render, this_process
 from kproxy.observe.http_page import Readiness
 
@@ -24,38 +23,38 @@ class BrokerPages:
         self,
         node_id: int,
         view: ClusterView,
-        leases: PartitionLeaseManager,
+        replica_manager: ReplicaManager,
         isr_keeper: IsrKeeper,
-        standing: Callable[[], Standing],
+        status: Callable[[], BrokerStatus],
     ) -> None:
         self._node_id = node_id
         self._view = view
-        self._leases = leases
+        self._replica_manager = replica_manager
         self._isr_keeper = isr_keeper
-        self._standing = standing
+        self._status = status
         self._process = this_process()
         # A page of many partitions takes some tenths of a second of a processor.
         self._at_work = asyncio.Lock()
 
     async def metrics(self, accept: str) -> tuple[bytes, str]:
         async with self._at_work:
-            counts = await counts_of(self._node_id, self._view, self._leases, self._isr_keeper)
-            collector = BrokerCollector(self._standing(), counts, await states_of(self._leases.hosted))
+            counts = await counts_of(self._node_id, self._view, self._replica_manager, self._isr_keeper)
+            collector = BrokerCollector(self._status(), counts, await states_of(self._replica_manager.hosted))
             return await asyncio.to_thread(render, (*self._process, collector), accept)
 
     async def readiness(self) -> Readiness:
-        problem = self._standing().problem
+        problem = self._status().problem
         return Readiness(not problem, problem or "ready")
 
     async def liveness(self) -> Readiness:
         return Readiness(True, "alive")
 
     async def summary(self) -> str:
-        states = await states_of(self._leases.hosted)
+        states = await states_of(self._replica_manager.hosted)
         led = [state for state in states if state.is_leader]
         lacking = [state for state in led if state.is_under_replicated]
         refusing = sum(state.is_under_min_isr for state in led)
-        now = self._standing()
+        now = self._status()
         ended = f"lapsed {_times(now.lease_lapses)}, lost {_times(now.lease_losses)}"
         lines = [
             f"kproxy broker {self._node_id}: {now.problem or 'ready'}",

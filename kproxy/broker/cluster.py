@@ -18,6 +18,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import structlog
 
+from kproxy.broker.config import check_configs
 from kproxy.broker.keys import (
     MAX_PARTITIONS_PER_TOPIC,
     BrokerValue,
@@ -31,8 +32,7 @@ from kproxy.broker.keys import (
     parse_node_id,
     parse_partition,
 )
-from kproxy.broker.topic_config import check_configs
-from kproxy.etcd import KeyValue, Snapshot, WatchEvent
+from kproxy.etcd import EtcdClient, KeyValue, Snapshot, WatchEvent, get_op, key_absent, put_op
 
 NO_OWNER = -1
 _logger = structlog.get_logger(__name__)
@@ -350,3 +350,9 @@ def _parse_state(_: PartitionKey, kv: KeyValue) -> PartitionState:
 
 def _parse_owner(_: PartitionKey, kv: KeyValue) -> Ownership:
     return Ownership(parse_node_id(kv.value.decode()), kv.lease_id, kv.mod_revision)
+
+
+async def get_or_put(client: EtcdClient, key: str, proposal: bytes) -> bytes:
+    """What stands in `key`: `proposal`, if nothing stood there. Raises EtcdError."""
+    result = await client.txn([key_absent(key)], [put_op(key, proposal)], [get_op(key)])
+    return proposal if result.succeeded else result.responses[0].kvs[0].value

@@ -10,8 +10,8 @@ from kproxy.broker.cluster import ClusterView
 from kproxy.broker.config import BrokerConfig
 from kproxy.broker.fence_keeper import FenceKeeper
 from kproxy.broker.keys import PartitionKey
-from kproxy.broker.leases import PartitionLeaseManager
 from kproxy.broker.partition import Partition
+from kproxy.broker.replica_manager import ReplicaManager
 from kproxy.broker.topics import TopicAdmin
 from kproxy.etcd import IdBlocks
 from kproxy_codec import error_codes
@@ -67,7 +67,7 @@ class Broker:
     config: BrokerConfig
     cluster_id: str
     view: ClusterView
-    leases: PartitionLeaseManager
+    replica_manager: ReplicaManager
     topics: TopicAdmin
     producer_ids: IdBlocks
     fences: FenceKeeper
@@ -84,7 +84,7 @@ class Broker:
 
         For what has no error that sends clients elsewhere; Metadata has something better (`apis.metadata`).
         """
-        if not self.leases.holds_lease:
+        if not self.replica_manager.holds_lease:
             raise CloseConnection("this broker has no lease: others know better what the cluster is")
 
     def current_leader(self, topic: str, partition_index: int) -> tuple[int, int]:
@@ -95,7 +95,7 @@ class Broker:
 
     def led(self, topic: bytes, partition_index: int) -> Partition | None:
         """The partition, if this broker leads it now."""
-        return self.leases.led(topic, partition_index)
+        return self.replica_manager.led(topic, partition_index)
 
     def name_topics(self, request: PartitionedRequest) -> None:
         """Put topics' names in the place of their ids (KIP-516); an id that is unknown stays, no topic is called so.
@@ -108,10 +108,10 @@ class Broker:
 
     def takeable(self, wanted: Sequence[tuple[bytes, Sequence[int]]]) -> list[PartitionKey]:
         """Those of the partitions wanted that are not led here but might be: take them, then serve the request."""
-        partitions = self.leases.partitions
+        partitions = self.replica_manager.partitions
         return [
             PartitionKey(topic.decode(errors="replace"), index)
             for topic, indexes in wanted
             for index in indexes
-            if (topic, index) not in partitions and self.leases.may_take(topic.decode(errors="replace"), index)
+            if (topic, index) not in partitions and self.replica_manager.may_take(topic.decode(errors="replace"), index)
         ]

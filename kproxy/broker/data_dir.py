@@ -29,11 +29,10 @@ from typing import TypeVar
 
 import structlog
 
-from kproxy.broker.disk import disk_error, sync_directory
-from kproxy.broker.json_file import read_json, remove_scratch_files, write_json
+from kproxy.broker.config import LogOptions
+from kproxy.broker.disk import disk_error, read_json, remove_scratch_files, sync_directory, write_json
 from kproxy.broker.keys import log_id_of_version_1
 from kproxy.broker.log import Log
-from kproxy.broker.log_options import LogOptions
 from kproxy.broker.segment import LogFailed
 from kproxy.errors import StartupError
 

@@ -27,9 +27,9 @@ import structlog
 
 from kproxy.broker.cluster import Change, ClusterView, Kind
 from kproxy.broker.keys import FenceValue, encode_value
+from kproxy.broker.lease_txn import kept_fence
 from kproxy.broker.partition import Partition
-from kproxy.broker.take_over import kept_fence
-from kproxy.broker.writer_fence import KeptFence, Standing
+from kproxy.broker.writer_fence import FenceComparison, KeptFence
 from kproxy.etcd import (
     EtcdClient,
     EtcdError,
@@ -73,10 +73,10 @@ class FenceKeeper:
         """The answer as far as it is known here; None where etcd has to keep the fence first."""
         if not partition.takes_writes():
             return _answer(partition, asked, error_codes.NOT_LEADER_OR_FOLLOWER)
-        standing = partition.writers.compare(asked.fence, is_released=asked.is_released)
-        if standing is Standing.HIGHER:
+        comparison = partition.writers.compare(asked.fence, is_released=asked.is_released)
+        if comparison is FenceComparison.HIGHER:
             return None
-        is_lower = standing is Standing.LOWER
+        is_lower = comparison is FenceComparison.LOWER
         return _answer(partition, asked, error_codes.POLICY_VIOLATION if is_lower else error_codes.NONE)
 
     async def settle_all(self, asked: Sequence[tuple[Partition, FenceBinding]], timeout_s: float) -> list[BoundFence]:

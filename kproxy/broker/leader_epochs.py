@@ -12,11 +12,26 @@ Invariants
 from __future__ import annotations
 
 from bisect import bisect_right
+from typing import NamedTuple
 
 from kproxy_codec.fetch import EpochEnd
 
 NO_LEADER_EPOCH = -1
 _NONE = EpochEnd(NO_LEADER_EPOCH, -1)
+
+
+class Leadership(NamedTuple):
+    """One broker's time as leader: its leader epoch, and the create revision of the lease key that it held.
+
+    They rise together, so either tells which of two came later; but an etcd restored from a snapshot counts revisions
+    from lower numbers again, and the epoch, which the logs bear witness to, goes first for that.
+    """
+
+    leader_epoch: int
+    fencing_token: int
+
+
+NO_LEADERSHIP = Leadership(NO_LEADER_EPOCH, 0)
 
 
 class LeaderEpochs:

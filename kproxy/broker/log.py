@@ -28,17 +28,15 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
-from kproxy.broker.checkpoint import NO_LEADERSHIP, Checkpoint, Leadership, read_checkpoint, write_checkpoint
-from kproxy.broker.disk import ChangedNames, DiskError, disk_error, sync_directory
-from kproxy.broker.leader_epochs import LeaderEpochs
-from kproxy.broker.log_options import LogOptions
-from kproxy.broker.producer_history import ProducerHistory
-from kproxy.broker.producer_state import ProducerStates
-from kproxy.broker.retention import removable
+from kproxy.broker.config import NO_RETENTION_LIMIT, LogOptions
+from kproxy.broker.disk import ChangedNames, DiskError, disk_error, read_json, sync_directory, write_json
+from kproxy.broker.leader_epochs import NO_LEADER_EPOCH, NO_LEADERSHIP, LeaderEpochs, Leadership
+from kproxy.broker.producer_state import ProducerHistory, ProducerStates
 from kproxy.broker.segment import SUFFIX, LogFailed, Segment, TimestampAndOffset
 from kproxy.broker.validation import check_replicated
 from kproxy_codec.primitives import Buffer
@@ -111,7 +109,7 @@ class Log:
         return log
 
     def _recover(self) -> None:
-        checkpoint = read_checkpoint(self.directory)
+        checkpoint = _read_checkpoint(self.directory)
         self.high_watermark_checkpoint = checkpoint.high_watermark
         self.leadership = Leadership(checkpoint.obeyed_epoch, checkpoint.fencing_token)
         if self._segments:
@@ -151,7 +149,7 @@ class Log:
 
     def _note(self, batch: RecordBatch, written_ms: int | None = None) -> None:
         """A batch that stands in the log, found there or come from a leader, since `written_ms`, or now."""
-        self._producer_history.passes(batch.base_offset, batch.size_in_bytes, self.producers)
+        self._producer_history.note_batch(batch.base_offset, batch.size_in_bytes, self.producers)
         self.leader_epochs.assign(batch.partition_leader_epoch, batch.base_offset)
         self.producers.update(batch, batch.base_offset, written_ms)
 
@@ -220,7 +218,7 @@ class Log:
         leader_epoch = leader_epoch_of(records)
         base_offset = self.log_end_offset
         self.leader_epochs.assign(leader_epoch, base_offset)
-        self._producer_history.passes(base_offset, len(records), self.producers)
+        self._producer_history.note_batch(base_offset, len(records), self.producers)
         self._last_append = base_offset
         self._write(records, [batch], base_offset)
 
@@ -310,7 +308,7 @@ class Log:
 
     def _rebuild_producers(self) -> None:
         """Make `producers` what they were at the log's end."""
-        offset, self.producers = self._producer_history.go_back(self.log_end_offset, self.log_start_offset)
+        offset, self.producers = self._producer_history.restore(self.log_end_offset, self.log_start_offset)
         for segment in self._segments:
             if segment.next_offset > offset:
                 for batch in segment.batches_from(offset):
@@ -338,7 +336,7 @@ class Log:
         goes in the next round, once that one is on the disk.
         """
         self._check()
-        count = removable(self._segments, self.options, now_ms, high_watermark)
+        count = _removable_segments(self._segments, self.options, now_ms, high_watermark)
         if count == len(self._segments):
             self._create_segment(self.log_end_offset)
         return self._drop_first(count)
@@ -486,3 +484,62 @@ class Log:
     def _check(self) -> None:
         if self._failure is not None:
             raise LogFailed(f"{self.directory.name}: {self._failure}") from self._failure
+
+
+_FILE = "checkpoint.json"
+_VERSION = 1
+
+
+class Checkpoint(NamedTuple):
+    """Zeros in a log that has none."""
+
+    high_watermark: int = 0
+    obeyed_epoch: int = NO_LEADER_EPOCH
+    fencing_token: int = 0
+    log_end_offset: int = 0
+    leader_epoch: int = NO_LEADER_EPOCH
+
+
+def _read_checkpoint(directory: Path) -> Checkpoint:
+    """The checkpoint in `directory`. Raises OSError, LogFailed for one that cannot be what was written."""
+    found = read_json(directory / _FILE)
+    if found is None:
+        return Checkpoint()
+    version = found.get("version", 0)
+    if not isinstance(version, int) or version > _VERSION:
+        raise LogFailed(f"{directory / _FILE} is of version {version}, which a later release wrote: use that one")
+    numbers = [found.get(name) for name in Checkpoint._fields]
+    if not all(isinstance(number, int) for number in numbers):
+        raise LogFailed(f"{directory / _FILE} is damaged: it says {found}")
+    return Checkpoint._make(numbers)
+
+
+def write_checkpoint(directory: Path, checkpoint: Checkpoint, replacing: AbstractContextManager[object]) -> None:
+    """As `write_json`. Raises OSError."""
+    write_json(directory / _FILE, {"version": _VERSION, **checkpoint._asdict()}, replacing)
+
+
+def _removable_segments(segments: Sequence[Segment], options: LogOptions, now_ms: int, high_watermark: int) -> int:
+    """How many of the oldest segments may go. Nothing at or above the high watermark may.
+
+    By size: as long as what is left is no less than `retention_bytes`, and never the last segment. By time: where the
+    largest timestamp is older than `retention_ms`. `now_ms` is milliseconds since the epoch, as the timestamps are.
+    """
+    left_bytes = sum(segment.size_in_bytes for segment in segments)
+    count = 0
+    for segment in segments:
+        if segment.size_in_bytes == 0 or segment.next_offset > high_watermark:
+            break
+        is_old = (
+            options.retention_ms != NO_RETENTION_LIMIT and segment.newest_timestamp() < now_ms - options.retention_ms
+        )
+        left_bytes -= segment.size_in_bytes
+        is_too_much = (
+            options.retention_bytes != NO_RETENTION_LIMIT
+            and left_bytes >= options.retention_bytes
+            and segment is not segments[-1]
+        )
+        if not is_old and not is_too_much:
+            break
+        count += 1
+    return count

@@ -17,13 +17,30 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kproxy.broker.cluster import NO_OWNER, ClusterView
-from kproxy.broker.flush_times import FLUSH_BOUNDS_S, FLUSHES
-from kproxy.broker.leases import PartitionLeaseManager
+from kproxy.broker.disk import FLUSH_BOUNDS_S, FLUSHES
 from kproxy.broker.partition import Partition
+from kproxy.broker.replica_manager import ReplicaManager
 from kproxy.broker.replication.isr_keeper import IsrKeeper
-from kproxy.broker.replication.manager import UNKNOWN_OFFSET, Role
-from kproxy.broker.standing import Standing
+from kproxy.broker.replication.partition_replication import UNKNOWN_OFFSET, Role
 from kproxy.observe.exposition import counter, gauge, histogram
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerStatus:
+    """`problem`: why clients should not be sent here; empty where they should.
+
+    `lease_lapses`: how often the lease was renewed only after it might have ended. `etcd_silent_s`: since etcd was last
+    heard, infinite before that.
+    """
+
+    problem: str
+    lease_remaining_s: float
+    lease_lapses: int
+    lease_losses: int
+    etcd_silent_s: float
+    client_connections: int
+    follower_connections: int
+
 
 MAX_PARTITION_SERIES = 1_000
 LOOKED_AT_ONCE = 50
@@ -130,11 +147,11 @@ class BrokerCounts:
 
 
 async def counts_of(
-    node_id: int, view: ClusterView, leases: PartitionLeaseManager, isr_keeper: IsrKeeper
+    node_id: int, view: ClusterView, replica_manager: ReplicaManager, isr_keeper: IsrKeeper
 ) -> BrokerCounts:
     """As they are now."""
     held = offline = 0
-    for position, (topic_name, index) in enumerate(list(leases.hosted)):
+    for position, (topic_name, index) in enumerate(list(replica_manager.hosted)):
         name = topic_name.decode()
         topic, ownership, broker = view.topics.get(name), view.ownership(name, index), view.brokers.get(node_id)
         held += ownership is not None and broker is not None and ownership.lease_id == broker.lease_id
@@ -146,8 +163,8 @@ async def counts_of(
         held,
         len(view.brokers),
         offline,
-        leases.replicas.not_opened,
-        dict(leases.ended),
+        replica_manager.replicas.not_opened,
+        dict(replica_manager.ended),
         isr_keeper.shrinks,
         isr_keeper.expansions,
     )
@@ -156,15 +173,15 @@ async def counts_of(
 class BrokerCollector(Collector):
     """What a broker counts, from what was looked at before."""
 
-    def __init__(self, standing: Standing, counts: BrokerCounts, states: Sequence[ReplicaState]) -> None:
-        self._standing = standing
+    def __init__(self, status: BrokerStatus, counts: BrokerCounts, states: Sequence[ReplicaState]) -> None:
+        self._status = status
         self._counts = counts
         self._states = states
 
     def collect(self) -> Iterable[Metric]:
         yield from _replicas(self._counts, self._states)
         yield from _in_sync(self._counts, [state for state in self._states if state.is_leader])
-        yield from _lease(self._standing, self._counts)
+        yield from _lease(self._status, self._counts)
         yield from _disk(self._counts, self._states)
         yield from _partitions(self._states[:MAX_PARTITION_SERIES])
 
@@ -216,7 +233,7 @@ def _in_sync(counts: BrokerCounts, led: Sequence[ReplicaState]) -> Iterable[Metr
     yield counter("kproxy_broker_isr_expansions", "ISRs that got a member.", counts.expansions)
 
 
-def _lease(now: Standing, counts: BrokerCounts) -> Iterable[Metric]:
+def _lease(now: BrokerStatus, counts: BrokerCounts) -> Iterable[Metric]:
     yield gauge("kproxy_broker_ready", "1 while clients should be sent here, as /readyz says.", int(not now.problem))
     yield gauge(
         "kproxy_broker_lease_remaining_seconds",

@@ -29,13 +29,13 @@ from typing import NamedTuple, Protocol
 
 import structlog
 
-from kproxy.broker.checkpoint import NO_LEADERSHIP, Leadership
-from kproxy.broker.flusher import LogFlusher
+from kproxy.broker.config import LogOptions
 from kproxy.broker.keys import ReplicaKey, node_ids
+from kproxy.broker.leader_epochs import NO_LEADERSHIP, Leadership
 from kproxy.broker.log import Log
-from kproxy.broker.log_options import LogOptions
+from kproxy.broker.log_maintenance import LogFlusher
 from kproxy.broker.producer_state import Verdict
-from kproxy.broker.replication.manager import MAX_WAITER_AGE_S, NO_LEADER, Isr, ReplicationManager, Role
+from kproxy.broker.replication.partition_replication import MAX_WAITER_AGE_S, NO_LEADER, Isr, ReplicationManager, Role
 from kproxy.broker.replication.reconciliation import (
     Inconsistent,
     Reconciliation,

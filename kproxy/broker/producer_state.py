@@ -34,6 +34,8 @@ import structlog
 
 from kproxy_codec.record_batch import NO_PRODUCER_ID, NO_TIMESTAMP, RecordBatch, add_sequence
 
+_logger = structlog.get_logger(__name__)
+
 RETAINED_BATCHES = 5
 EXPIRATION_MS = 86_400_000
 GRACE_MS = 600_000
@@ -47,7 +49,6 @@ _PRODUCER = Struct("<hq")
 _BATCH = Struct("<iqi")
 # An update forgets so many at most: of thousands that expire together nobody has to wait for all.
 _EXPIRED_AT_ONCE = 8
-_logger = structlog.get_logger(__name__)
 
 
 def wall_ms() -> int:
@@ -174,3 +175,38 @@ def _out_of_order(batch: RecordBatch, expected: int) -> Judgement:
     who = f"producer {batch.producer_id} epoch {batch.producer_epoch}"
     detail = f"{who}: sequence {expected} expected, {batch.base_sequence} came"
     return Judgement(Verdict.OUT_OF_ORDER, detail=detail)
+
+
+HISTORY_INTERVAL_BYTES = 8 << 20
+HISTORY_BYTES_PER_PRODUCER = 1 << 10
+HISTORY_COPIES = 2
+
+
+class ProducerHistory:
+    """At most HISTORY_COPIES copies, by the offset that they stand before."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, ProducerStates] = {}
+        self._bytes_since = 0
+
+    def note_batch(self, offset: int, size_in_bytes: int, producers: ProducerStates) -> None:
+        """A batch of that size comes to stand at `offset`, and `producers` are what they are before it."""
+        self._bytes_since += size_in_bytes
+        if self._bytes_since >= HISTORY_INTERVAL_BYTES + len(producers) * HISTORY_BYTES_PER_PRODUCER:
+            self._bytes_since = 0
+            self._before[offset] = producers.copy()
+            if len(self._before) > HISTORY_COPIES:
+                del self._before[min(self._before)]
+
+    def restore(self, log_end_offset: int, log_start_offset: int) -> tuple[int, ProducerStates]:
+        """The log ends there now. From what offset on its batches have to be read, and into what states."""
+        self._before = {offset: states for offset, states in self._before.items() if offset <= log_end_offset}
+        self._bytes_since = 0
+        if not self._before:
+            return log_start_offset, ProducerStates()
+        latest = max(self._before)
+        return latest, self._before[latest].copy()
+
+    def clear(self) -> None:
+        self._before.clear()
+        self._bytes_since = 0

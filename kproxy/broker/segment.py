@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kproxy.broker.flush_times import FLUSHES
+from kproxy.broker.disk import FLUSHES
 from kproxy_codec.errors import CodecError
 from kproxy_codec.primitives import Buffer
 from kproxy_codec.record_batch import HEADER_BYTES, NO_TIMESTAMP, RecordBatch, parse_batch, parse_header

@@ -27,27 +27,24 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
-from kproxy.broker import topic_config
-from kproxy.broker.agreed import agreed_value
 from kproxy.broker.apis import registry
 from kproxy.broker.broker_lease import BrokerLease, IdInUse
-from kproxy.broker.cluster import Change, ClusterView, Kind, Topic
-from kproxy.broker.config import BrokerConfig
+from kproxy.broker.cluster import Change, ClusterView, Kind, Topic, get_or_put
+from kproxy.broker.config import BrokerConfig, LogOptions, topic_settings
 from kproxy.broker.connection import ClientConnection
 from kproxy.broker.context import Body, Broker, Request
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.fence_keeper import FenceKeeper
 from kproxy.broker.keys import BrokerValue, Keys, ReplicaKey
-from kproxy.broker.leases import PartitionLeaseManager
-from kproxy.broker.log_keeper import LogKeeper
-from kproxy.broker.log_options import LogOptions
+from kproxy.broker.log_maintenance import LogMaintenance
+from kproxy.broker.metrics import BrokerStatus
 from kproxy.broker.partition import ReplicaSettings
+from kproxy.broker.replica_manager import ReplicaManager
+from kproxy.broker.replication.authentication import SharedSecret
 from kproxy.broker.replication.fetchers import ReplicaFetchers
+from kproxy.broker.replication.follower_presence import FollowerPresence
 from kproxy.broker.replication.isr_keeper import IsrKeeper
 from kproxy.broker.replication.listener import ReplicationListener
-from kproxy.broker.replication.presence import FollowerPresence
-from kproxy.broker.replication.secret import SharedSecret
-from kproxy.broker.standing import Standing
 from kproxy.broker.topics import TopicAdmin
 from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient, EtcdError, EtcdMisused, EtcdUnavailable, IdBlocks, PrefixMirror
@@ -114,7 +111,7 @@ class _Server:
         self._view = ClusterView(self._keys)
         # Of their own: nothing else is to wait behind a disk that hangs.
         self._flush_threads = ThreadPoolExecutor(FLUSH_THREADS, thread_name_prefix="flush")
-        self._leases = PartitionLeaseManager(
+        self._replica_manager = ReplicaManager(
             client,
             self._view,
             data_dir,
@@ -127,13 +124,13 @@ class _Server:
         self._isr_keeper = IsrKeeper(
             client,
             self._view,
-            self._leases.partitions.values,
+            self._replica_manager.partitions.values,
             isr_lag_s=config.isr_lag_s,
-            on_deposed=self._leases.deposed,
+            on_deposed=self._replica_manager.deposed,
             presence=self._presence,
         )
-        self._log_keeper = LogKeeper(
-            self._leases.hosted.values,
+        self._log_keeper = LogMaintenance(
+            self._replica_manager.hosted.values,
             flush_interval_s=config.flush_interval_s,
             retention_check_interval_s=config.retention_check_interval_s,
         )
@@ -147,13 +144,13 @@ class _Server:
         self._fetchers = ReplicaFetchers(
             ReplicaKey(config.node_id, data_dir.log_id),
             self._view,
-            self._leases.hosted,
+            self._replica_manager.hosted,
             lambda: self._secret.current,
             self._arena,
             config.max_frame_bytes,
             may_fetch=self._holds_lease,
         )
-        self._leases.replicas.on_leaders_changed = self._fetchers.wake
+        self._replica_manager.replicas.on_leaders_changed = self._fetchers.wake
         self._view.subscribe(self._on_change)
         self._tasks: list[asyncio.Task[None]] = []
         self._lease_losses = 0
@@ -222,14 +219,14 @@ class _Server:
         await self._replication.start(self._broker)
         if lease.fence is not None:
             # Lost while the start waited for etcd: whoever regains it begins.
-            self._leases.begin(lease.fence)
+            self._replica_manager.begin(lease.fence)
         self._tasks += [
-            asyncio.create_task(self._leases.run()),
+            asyncio.create_task(self._replica_manager.run()),
             asyncio.create_task(self._isr_keeper.run()),
             asyncio.create_task(self._log_keeper.run()),
             asyncio.create_task(self._fetchers.run()),
         ]
-        await self._leases.settle(OWN_PARTITIONS_TIMEOUT_S)
+        await self._replica_manager.settle(OWN_PARTITIONS_TIMEOUT_S)
         await listener.start_serving()
         self._not_serving = ""
         kafka = f"{self._config.listen[0]}:{bound_port(listener)}"
@@ -298,10 +295,10 @@ class _Server:
     async def _cluster_id(self) -> str:
         """The id under which clients know the cluster; the first broker ever chooses it."""
         chosen = base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=")
-        return (await agreed_value(self._client, self._keys.cluster_id, chosen)).decode()
+        return (await get_or_put(self._client, self._keys.cluster_id, chosen)).decode()
 
     def _settings_of(self, topic: Topic, partition_index: int) -> ReplicaSettings:
-        settings = topic_config.settings_of(topic.configs, len(topic.replicas[partition_index]), self._config)
+        settings = topic_settings(topic.configs, len(topic.replicas[partition_index]), self._config)
         return ReplicaSettings(
             self._config.node_id,
             lease_clock,
@@ -316,10 +313,10 @@ class _Server:
             self._config,
             cluster_id,
             self._view,
-            self._leases,
+            self._replica_manager,
             TopicAdmin(self._client, self._view, self._config),
             IdBlocks(self._client, self._keys.producer_ids),
-            FenceKeeper(self._client, self._view, on_deposed=self._leases.deposed),
+            FenceKeeper(self._client, self._view, on_deposed=self._replica_manager.deposed),
         )
 
     # The admin page
@@ -332,18 +329,18 @@ class _Server:
         from kproxy.broker.admin import BrokerPages
         from kproxy.observe.http_page import HttpPage
 
-        node_id, leases = self._config.node_id, self._leases
-        self._page = HttpPage(BrokerPages(node_id, self._view, leases, self._isr_keeper, self._standing))
+        node_id, replica_manager = self._config.node_id, self._replica_manager
+        self._page = HttpPage(BrokerPages(node_id, self._view, replica_manager, self._isr_keeper, self._status))
         host, port = self._config.admin
         return f" admin={host}:{await self._page.start(host, port)}"
 
-    def _standing(self) -> Standing:
+    def _status(self) -> BrokerStatus:
         fence = self._lease.fence if self._lease is not None else None
         silent_s = time.monotonic() - self._mirror.last_heard
         problem = self._not_serving
         if not problem and (fence is None or not fence.is_live()):
             problem = f"no live lease in etcd, so it leads nothing (etcd was last heard {silent_s:.1f} s ago)"
-        return Standing(
+        return BrokerStatus(
             problem,
             fence.remaining_s if fence is not None else 0.0,
             self._lease_lapses + (fence.lapses if fence is not None else 0),
@@ -400,7 +397,7 @@ class _Server:
             reason = await lease.hold()
             self._lease_lapses += held.lapses if held is not None else 0
             self._lease_losses += 1
-            self._leases.drop_all("the broker's lease is lost")
+            self._replica_manager.drop_all("the broker's lease is lost")
             _logger.error("lease lost", reason=reason)
             fence = None
             while fence is None:
@@ -411,7 +408,7 @@ class _Server:
                 except EtcdError as error:
                     _logger.warning("lease not regained", error=str(error))
                     await asyncio.sleep(RECLAIM_PAUSE_S)
-            self._leases.begin(fence)
+            self._replica_manager.begin(fence)
             try:
                 await self._secret.load()
             except (EtcdError, StartupError) as error:
@@ -424,13 +421,13 @@ class _Server:
         self._not_serving = "stopping: writes are refused, and followers get the rest"
         say_stopping()
         listener.close()
-        self._leases.resign_all()
+        self._replica_manager.resign_all()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + DRAIN_TIMEOUT_S
         # Once in a process's life: not worth an event in every connection.
         while any(each.task is not None for each in self._connections) and loop.time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        await self._leases.drain(deadline - loop.time())
+        await self._replica_manager.drain(deadline - loop.time())
         await self._log_keeper.flush(whatever_the_policy=True)
         failed = [task.exception() for task in self._tasks if task.done() and not task.cancelled()]
         await _cancel(self._tasks)
@@ -450,7 +447,7 @@ class _Server:
         await self._replication.close()
         await _cancel([*self._tasks, *tasks])
         self._log_keeper.close()
-        await self._leases.close()
+        await self._replica_manager.close()
         self._flush_threads.shutdown(wait=False, cancel_futures=True)
         if self._lease is not None:
             await self._lease.revoke()

@@ -1,23 +1,20 @@
-"""Topics in etcd: what may be created, creation, deletion.
+"""Create and delete topics in etcd.
 
-A topic record is put once, only where there is none, and never changed: it says where the replicas lie and what the
-topic's configuration is. Its partitions are then taken by the brokers that it names; whoever created it waits for that
-only as long as it likes.
+A topic record is put once, only where none exists, and never changed: it names the replicas and the configuration. The
+brokers that it names then take its partitions; the broker that created it waits for that as long as its client allows.
 """
 
 from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
 from kproxy.broker.cluster import ClusterView, Topic
-from kproxy.broker.config import BrokerConfig
+from kproxy.broker.config import BrokerConfig, InvalidConfig, check_configs
 from kproxy.broker.keys import MAX_PARTITIONS_PER_TOPIC, TopicValue, encode_value
-from kproxy.broker.replica_assignment import check_assignments, spread_replicas
-from kproxy.broker.topic_config import InvalidConfig, check_configs
 from kproxy.etcd import EtcdClient, EtcdError, delete_op, key_absent, mod_revision_is, put_op
 from kproxy_codec import error_codes
 
@@ -165,3 +162,35 @@ class TopicAdmin:
         except EtcdError as error:
             return TopicOutcome(error_codes.REQUEST_TIMED_OUT, str(error))
         return _DONE
+
+
+def spread_replicas(brokers: Sequence[int], partitions: int, replication_factor: int, first: int) -> list[list[int]]:
+    """The replicas of each partition: distinct, and as even over the brokers as may be.
+
+    First replicas go round the brokers, from the one at `first` on. The further ones of a partition are the brokers
+    behind its first, from a distance on that grows with every round: so what a broker led goes to all the others when
+    it dies, and not to its neighbour alone.
+    """
+    count = len(brokers)
+    assigned = []
+    for partition_index in range(partitions):
+        round_number, leader = partition_index // count, first + partition_index
+        distances = [0] + [1 + (round_number + further) % (count - 1) for further in range(replication_factor - 1)]
+        assigned.append([brokers[(leader + distance) % count] for distance in distances])
+    return assigned
+
+
+def check_assignments(assignments: Sequence[Sequence[int]], live: Collection[int]) -> str | None:
+    """Why these replicas, by partition, may not be a topic's, or None."""
+    for partition_index, replicas in enumerate(assignments):
+        where = f"the replicas {list(replicas)} of partition {partition_index}"
+        if not replicas:
+            return f"partition {partition_index} is assigned no broker"
+        if len(set(replicas)) != len(replicas):
+            return f"{where} name a broker twice"
+        absent = [node_id for node_id in replicas if node_id not in live]
+        if absent:
+            return f"{where} name broker {absent[0]}, which is not live"
+        if len(replicas) != len(assignments[0]):
+            return f"{where} are {len(replicas)}, those of partition 0 are {len(assignments[0])}: give all as many"
+    return None

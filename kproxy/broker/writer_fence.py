@@ -39,7 +39,7 @@ class KeptFence(NamedTuple):
     revision: int = 0
 
 
-class Standing(Enum):
+class FenceComparison(Enum):
     """How what is asked for compares with what is kept."""
 
     HOLDS = "there is nothing to change"
@@ -70,13 +70,13 @@ class WriterFence:
         """Whether that fence has to be kept before anything is written behind it."""
         return bound > self.fence
 
-    def compare(self, fence: int, *, is_released: bool) -> Standing:
+    def compare(self, fence: int, *, is_released: bool) -> FenceComparison:
         """What a bind or a release of that fence comes to."""
         if is_released:
-            return Standing.HIGHER if fence > self.fence else Standing.HOLDS
+            return FenceComparison.HIGHER if fence > self.fence else FenceComparison.HOLDS
         if fence < self.fence:
-            return Standing.LOWER
-        return Standing.HOLDS if fence == self.fence and self.is_owned else Standing.HIGHER
+            return FenceComparison.LOWER
+        return FenceComparison.HOLDS if fence == self.fence and self.is_owned else FenceComparison.HIGHER
 
     def keep(self, kept: KeptFence) -> None:
         """etcd has told what it keeps, under our lease."""

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from kproxy.broker.checkpoint import NO_LEADERSHIP
 from kproxy.broker.data_dir import DataDir
-from kproxy.broker.disk import DiskError
-from kproxy.broker.json_file import read_json
+from kproxy.broker.disk import DiskError, read_json
 from kproxy.broker.keys import ReplicaKey, StateValue, decode_value
+from kproxy.broker.leader_epochs import NO_LEADERSHIP
 from kproxy.broker.segment import LogFailed
 from kproxy.errors import StartupError
 from tests.support.broker_logs import append_values

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from kproxy.broker import segment
-from kproxy.broker.checkpoint import Leadership
+from kproxy.broker.config import LogOptions
+from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.log import Log
-from kproxy.broker.log_options import LogOptions
 from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition, ReplicaSettings
-from kproxy.broker.replication.manager import Isr
+from kproxy.broker.replication.partition_replication import Isr
 from kproxy.broker.writer_fence import KeptFence
 from kproxy_codec import error_codes
 from kproxy_codec.record_batch import parse_batch

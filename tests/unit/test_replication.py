@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from kproxy.broker.checkpoint import Leadership
+from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.partition import Partition
-from kproxy.broker.replication.manager import Isr, Role, WrongRole
+from kproxy.broker.replication.partition_replication import Isr, Role, WrongRole
 from kproxy.broker.writer_fence import KeptFence
 from kproxy_codec import error_codes
 from kproxy_codec.fetch import PartitionFetched

@@ -47,7 +47,7 @@ def handle(broker: Broker, request: Request) -> Body | Awaitable[Body | None]:
 async def _take_and_bind(
     broker: Broker, request: Request, asked: tuple[FenceBinding, ...], takeable: list[PartitionKey]
 ) -> Body | None:
-    await broker.leases.take(takeable, TAKE_TIMEOUT_S)
+    await broker.replica_manager.take(takeable, TAKE_TIMEOUT_S)
     result = _bind(broker, request, asked)
     return await result if isinstance(result, Awaitable) else result
 

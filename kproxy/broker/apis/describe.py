@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kproxy.broker.cluster import NO_OWNER, Topic
+from kproxy.broker.config import topic_config_values
 from kproxy.broker.context import Broker
-from kproxy.broker.topic_config import values_of
 from kproxy_codec import error_codes
 
 # Kafka's numbering of where a configuration comes from.
@@ -43,7 +43,7 @@ def describe_brokers(broker: Broker, id_field: str) -> list[dict[str, Any]]:
 
 def describe_topic_configs(broker: Broker, configs: Mapping[str, str], replication_factor: int) -> list[dict[str, Any]]:
     """What a topic goes by, and whether it or the broker says so."""
-    values = values_of(configs, replication_factor, broker.config)
+    values = topic_config_values(configs, replication_factor, broker.config)
     return [describe_config(name, value, TOPIC_SOURCE if name in configs else BROKER_SOURCE) for name, value in values]
 
 

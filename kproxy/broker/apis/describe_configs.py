@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from kproxy.broker.apis.describe import BROKER_SOURCE, describe_config, describe_topic_configs
+from kproxy.broker.config import default_min_insync_replicas
 from kproxy.broker.context import Body, Broker, Request
-from kproxy.broker.topic_config import default_min_insync_replicas
 from kproxy_codec import control, error_codes
 from kproxy_codec.api_keys import DESCRIBE_CONFIGS
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from kproxy.broker.context import TAKE_TIMEOUT_S, Body, Broker, CloseConnection, Request
 from kproxy.broker.partition import Partition
-from kproxy.broker.replication.manager import UNKNOWN_OFFSET
+from kproxy.broker.replication.partition_replication import UNKNOWN_OFFSET
 from kproxy_codec import error_codes
 from kproxy_codec.api_keys import FETCH
 from kproxy_codec.fetch import (
@@ -83,7 +83,7 @@ def handle(broker: Broker, request: Request) -> Body | Awaitable[Body]:
     takeable = broker.takeable([(topic.name, topic.partitions) for topic in fetch.topics])
     reader = _Reader(_fetch_as_client, for_replica=False)
     if takeable:
-        return _take_and_serve(broker, fetch, reader, broker.leases.take(takeable, TAKE_TIMEOUT_S))
+        return _take_and_serve(broker, fetch, reader, broker.replica_manager.take(takeable, TAKE_TIMEOUT_S))
     return _serve(broker, fetch, reader, _deadline(fetch))
 
 
@@ -164,7 +164,7 @@ async def _wait(broker: Broker, fetch: FetchRequest, reader: _Reader, deadline: 
     while True:
         await waiting.until(deadline)
         found = _read(broker, fetch, reader)
-        is_hurried = reader.hurry.is_due if reader.hurry is not None else broker.leases.stopping
+        is_hurried = reader.hurry.is_due if reader.hurry is not None else broker.replica_manager.stopping
         if _is_enough(found, fetch) or is_hurried or asyncio.get_running_loop().time() >= deadline:
             return _encode(fetch, found)
         waiting = _Waiting(broker, fetch, reader)

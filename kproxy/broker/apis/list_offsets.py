@@ -46,7 +46,7 @@ def handle(broker: Broker, request: Request) -> Body | Awaitable[Body]:
 
 
 async def _take_and_list(broker: Broker, message: control.Message, takeable: list[PartitionKey]) -> Body:
-    await broker.leases.take(takeable, TAKE_TIMEOUT_S)
+    await broker.replica_manager.take(takeable, TAKE_TIMEOUT_S)
     return _list(broker, message)
 
 

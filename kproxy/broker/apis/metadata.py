@@ -37,13 +37,13 @@ _CONCURRENT_CREATIONS = 8
 def handle(broker: Broker, request: Request) -> Body | Awaitable[Body]:
     """Answer at once, unless topics are to be created first."""
     message = control.decode_request(API_KEY, request.header.api_version, request.body)
-    if not broker.leases.holds_lease:
+    if not broker.replica_manager.holds_lease:
         return _send_elsewhere(broker, message)
     version = message.version
     names = _names(broker, message)
     missing = [name for name in names if name not in broker.view.topics and check_name(name) is None]
     may_create = broker.config.auto_create_topics and (version < 4 or message.allow_auto_topic_creation)
-    to_create = list(dict.fromkeys(missing)) if may_create and not broker.leases.stopping else []
+    to_create = list(dict.fromkeys(missing)) if may_create and not broker.replica_manager.stopping else []
     return _create_and_describe(broker, message, to_create) if to_create else _describe(broker, message)
 
 
@@ -65,7 +65,7 @@ async def _create_and_describe(broker: Broker, message: control.Message, to_crea
 
     await asyncio.gather(*(create(name) for name in to_create))
     await broker.view.wait_until(lambda: all(map(broker.view.is_fully_owned, to_create)), LEADERS_TIMEOUT_S)
-    return _describe(broker, message) if broker.leases.holds_lease else _send_elsewhere(broker, message)
+    return _describe(broker, message) if broker.replica_manager.holds_lease else _send_elsewhere(broker, message)
 
 
 def _send_elsewhere(broker: Broker, message: control.Message) -> Body:

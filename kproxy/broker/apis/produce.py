@@ -60,7 +60,7 @@ def handle(broker: Broker, request: Request) -> Body | Awaitable[Body | None] | 
 async def _take_and_append(
     broker: Broker, produce: PartitionedRequest, takeable: list[PartitionKey], bindings: Bindings
 ) -> Body | None:
-    await broker.leases.take(takeable, TAKE_TIMEOUT_S)
+    await broker.replica_manager.take(takeable, TAKE_TIMEOUT_S)
     if produce.by_id:
         broker.name_topics(produce)
     result = _append(broker, produce, bindings)

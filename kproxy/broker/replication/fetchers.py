@@ -38,8 +38,8 @@ import structlog
 from kproxy.broker.cluster import Change, ClusterView, Kind
 from kproxy.broker.keys import ReplicaKey
 from kproxy.broker.partition import Partition
-from kproxy.broker.replication.connection import LeaderConnection, LeaderLost
-from kproxy.broker.replication.sasl import Secret
+from kproxy.broker.replication.authentication import Secret
+from kproxy.broker.replication.leader_connection import LeaderConnection, LeaderLost
 from kproxy_codec.fetch import PartitionFetch, PartitionFetched
 from kproxy_codec.framing import ReceiveArena
 from kproxy_codec.partitioned import MAX_PARTITIONS

@@ -28,8 +28,8 @@ import structlog
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.keys import ReplicaKey, StateValue, decode_value, encode_value, node_ids
 from kproxy.broker.partition import Partition
-from kproxy.broker.replication.manager import WAITER_SWEEP_INTERVAL_S, Isr, Role
-from kproxy.broker.replication.presence import FollowerPresence
+from kproxy.broker.replication.follower_presence import FollowerPresence
+from kproxy.broker.replication.partition_replication import WAITER_SWEEP_INTERVAL_S, Isr, Role
 from kproxy.etcd import EtcdClient, EtcdError, create_revision_is, get_op, mod_revision_is, put_op
 
 CONCURRENT_CHANGES = 16

@@ -34,8 +34,8 @@ import structlog
 from kproxy.broker.apis import api_versions, fetch
 from kproxy.broker.connection import ClientConnection
 from kproxy.broker.context import Body, Broker, CloseConnection, Request
-from kproxy.broker.replication.presence import FollowerPresence
-from kproxy.broker.replication.sasl import MECHANISM, AuthenticationFailed, ListenerHandshake, Secret
+from kproxy.broker.replication.authentication import MECHANISM, AuthenticationFailed, ListenerHandshake, Secret
+from kproxy.broker.replication.follower_presence import FollowerPresence
 from kproxy.runtime.listening import bind, bound_port
 from kproxy_codec import control, error_codes
 from kproxy_codec.api_keys import API_VERSIONS, FETCH, SASL_AUTHENTICATE, SASL_HANDSHAKE, name_of

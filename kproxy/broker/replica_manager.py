@@ -40,20 +40,25 @@ from typing import Any
 
 import structlog
 
-from kproxy.broker.candidates import NOT_A_CANDIDATE, first_replicas, hosts, is_in_sync, place_in_line
-from kproxy.broker.checkpoint import Leadership
 from kproxy.broker.cluster import Change, ClusterView, Kind, Ownership, Topic
 from kproxy.broker.data_dir import DataDir
-from kproxy.broker.handing_over import HandingOver
-from kproxy.broker.hosting import ReplicaHost
+from kproxy.broker.election import (
+    NOT_A_CANDIDATE,
+    ElectionQueue,
+    candidate_place,
+    initial_replicas,
+    is_in_sync,
+    keeps_replica,
+)
+from kproxy.broker.hosted_replicas import HostedReplicas
 from kproxy.broker.keys import PartitionKey, ReplicaKey, StateValue, node_ids
+from kproxy.broker.leader_epochs import Leadership
+from kproxy.broker.leader_rebalance import LeaderRebalance
+from kproxy.broker.lease_txn import LeaseReleases, TakeOver
 from kproxy.broker.partition import Partition, ReplicaSettings
-from kproxy.broker.releasing import LeaseKeys
-from kproxy.broker.replication.manager import Isr, Role
+from kproxy.broker.replication.partition_replication import Isr, Role
 from kproxy.broker.replication.reconciliation import Inconsistent
 from kproxy.broker.segment import LogFailed
-from kproxy.broker.take_over import TakeOver
-from kproxy.broker.turns import Turns
 from kproxy.etcd import EtcdClient, EtcdError
 from kproxy.etcd.lease_fence import LeaseFence
 
@@ -62,7 +67,7 @@ SWEEP_INTERVAL_S = 3.0
 _logger = structlog.get_logger(__name__)
 
 
-class PartitionLeaseManager:
+class ReplicaManager:
     """Acquires and holds partition leases. `run` is one coroutine that the caller owns; `close` ends the rest."""
 
     def __init__(
@@ -82,7 +87,7 @@ class PartitionLeaseManager:
         is in sync.
         """
         self.partitions: dict[tuple[bytes, int], Partition] = {}
-        self.replicas = ReplicaHost(view, data_dir, node_id, settings_of)
+        self.replicas = HostedReplicas(view, data_dir, node_id, settings_of)
         self.stopping = False
         # Leaderships that ended, by the reason.
         self.ended: Counter[str] = Counter()
@@ -92,7 +97,7 @@ class PartitionLeaseManager:
         self._data_dir = data_dir
         self._node_id = node_id
         self._on_identity_lost = on_identity_lost
-        self._lease_keys = LeaseKeys(client, view.keys, lambda fence: self._fence is fence and not self.stopping)
+        self._releases = LeaseReleases(client, view.keys, lambda fence: self._fence is fence and not self.stopping)
         self._fence: LeaseFence | None = None
         self._working: dict[PartitionKey, asyncio.Task[None]] = {}
         self._chores: set[asyncio.Task[None]] = set()
@@ -101,9 +106,9 @@ class PartitionLeaseManager:
         # Those that were taken and could not be led; until the next sweep it is others' turn.
         self._not_now: set[PartitionKey] = set()
         self._slots = asyncio.Semaphore(CONCURRENT_WORKS)
-        self._wanted: set[PartitionKey] = set()
-        self._handing_over = HandingOver(view, node_id, self.partitions, hand_over_after_s)
-        self._turns = Turns(view, node_id, self._want)
+        self._queued: set[PartitionKey] = set()
+        self._rebalance = LeaderRebalance(view, node_id, self.partitions, hand_over_after_s)
+        self._election = ElectionQueue(view, node_id, self._queue)
         self._wake = asyncio.Event()
         view.subscribe(self._on_change)
 
@@ -137,15 +142,15 @@ class PartitionLeaseManager:
     def begin(self, fence: LeaseFence) -> None:
         """A new lease is held: take what is ours to take."""
         self._fence = fence
-        self._turns.begin()
+        self._election.begin()
         self._check_identity()
-        self._want_all()
+        self._queue_all()
 
     async def settle(self, timeout_s: float) -> None:
         """Wait until nothing is left to do, other than to wait for one's turn, or the time is over."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        while (self._wanted or self._working) and loop.time() < deadline:
+        while (self._queued or self._working) and loop.time() < deadline:
             if self._working:
                 await asyncio.wait(self._working.values(), timeout=deadline - loop.time())
             await asyncio.sleep(0)
@@ -164,13 +169,13 @@ class PartitionLeaseManager:
 
     async def drain(self, timeout_s: float) -> None:
         """Let live in-sync followers reach the ends of the logs that were led."""
-        await self._handing_over.followers_there(self.partitions.values(), timeout_s)
+        await self._rebalance.wait_for_followers(self.partitions.values(), timeout_s)
 
     async def close(self) -> None:
         """Drop what is led, close what is hosted and wait for the tasks at work."""
         self.stopping = True
         self.drop_all("the broker stops")
-        self._turns.close()
+        self._election.close()
         await asyncio.gather(*self._working.values(), *self._chores, return_exceptions=True)
         for key in self.replicas.every_key():
             self.replicas.close(key)
@@ -190,27 +195,27 @@ class PartitionLeaseManager:
                 self._sweep()
                 next_sweep_at = loop.time() + SWEEP_INTERVAL_S
             self._wake.clear()
-            wanted, self._wanted = self._wanted, set()
+            wanted, self._queued = self._queued, set()
             for key in wanted:
-                self._attend(key)
+                self._process(key)
 
-    def _attend(self, key: PartitionKey) -> None:
+    def _process(self, key: PartitionKey) -> None:
         """Do what there is to do about a partition now."""
         fence, ownership = self._fence, self._view.ownership(*key)
         if fence is not None and ownership is not None and self._is_namesakes(key, ownership, fence):
             self._start(self._release(key, ownership.mod_revision, fence))
-        elif self._is_my_turn(key):
+        elif self._may_take_now(key):
             self._work_shared(key, take=True)
         elif self._wants_hosting(key):
             self._work_shared(key, take=False)
 
-    def _want_all(self) -> None:
+    def _queue_all(self) -> None:
         for topic in self._view.topics.values():
-            self._wanted.update(PartitionKey(topic.name, index) for index in range(len(topic.replicas)))
+            self._queued.update(PartitionKey(topic.name, index) for index in range(len(topic.replicas)))
         self._wake.set()
 
-    def _want(self, key: PartitionKey) -> None:
-        self._wanted.add(key)
+    def _queue(self, key: PartitionKey) -> None:
+        self._queued.add(key)
         self._wake.set()
 
     def _topic_of(self, key: PartitionKey) -> Topic | None:
@@ -221,11 +226,11 @@ class PartitionLeaseManager:
         topic = self._topic_of(key)
         if topic is None or self.stopping or self.replicas.get(key) is not None:
             return False
-        return hosts(self._view, topic, key.partition_index, self._node_id)
+        return keeps_replica(self._view, topic, key.partition_index, self._node_id)
 
     def _may_take(self, key: PartitionKey) -> bool:
         topic, fence = self._topic_of(key), self._fence
-        if topic is None or fence is None or self.stopping or not fence.is_live() or key in self._lease_keys.under_way:
+        if topic is None or fence is None or self.stopping or not fence.is_live() or key in self._releases.under_way:
             return False
         if key in self._not_now:
             return False
@@ -238,7 +243,7 @@ class PartitionLeaseManager:
             return ownership.lease_id == fence.lease_id and not self._is_namesakes(key, ownership, fence)
         if partition is not None and not is_in_sync(self._view, topic, key.partition_index, partition.replica):
             return False
-        place = place_in_line(self._view, topic, key.partition_index, self._node_id, count_dead=False)
+        place = candidate_place(self._view, topic, key.partition_index, self._node_id, count_dead=False)
         return place != NOT_A_CANDIDATE
 
     def _may_be_touched(self, key: PartitionKey) -> bool:
@@ -249,18 +254,18 @@ class PartitionLeaseManager:
             return True
         if self._view.state(topic, key.partition_index) is not None or not self._has_live_replica(key, topic):
             return True
-        return place_in_line(self._view, topic, key.partition_index, self._node_id, count_dead=False) == 0
+        return candidate_place(self._view, topic, key.partition_index, self._node_id, count_dead=False) == 0
 
     def _has_live_replica(self, key: PartitionKey, topic: Topic) -> bool:
         live = {*self._view.brokers, self._node_id}
         return any(each in live for each in topic.replicas[key.partition_index])
 
-    def _is_my_turn(self, key: PartitionKey) -> bool:
+    def _may_take_now(self, key: PartitionKey) -> bool:
         topic = self._topic_of(key)
         if topic is None or not self._may_take(key):
-            self._turns.done(key)
+            self._election.done(key)
             return False
-        return self._turns.is_mine(key, topic)
+        return self._election.may_take_now(key, topic)
 
     def _work_shared(self, key: PartitionKey, *, take: bool) -> asyncio.Task[None]:
         if take:
@@ -273,12 +278,12 @@ class PartitionLeaseManager:
 
     def _worked(self, key: PartitionKey, task: asyncio.Task[None]) -> None:
         self._working.pop(key, None)
-        self._turns.done(key)
+        self._election.done(key)
         if not task.cancelled() and task.exception() is not None:
             _logger.error("partition failed", topic=key.topic, partition=key.partition_index, exc_info=task.exception())
         elif key not in self._to_take:
             # It has just been opened, and may be ours to take.
-            self._want(key)
+            self._queue(key)
         self._to_take.discard(key)
 
     async def _work(self, key: PartitionKey) -> None:
@@ -313,7 +318,7 @@ class PartitionLeaseManager:
             return
         if self.replicas.get(key) is not partition:
             return  # closed meanwhile; the key on our lease is found by the next look
-        self._turns.owned(key)
+        self._election.owned(key)
         try:
             partition.become_leader(
                 Leadership(taken.state.leader_epoch, taken.token),
@@ -327,7 +332,7 @@ class PartitionLeaseManager:
             self._start(self._release(key, taken.token, fence))
             raise
         self.partitions[topic.name.encode(), key.partition_index] = partition
-        self._handing_over.begun(key)
+        self._rebalance.begun(key)
         self.replicas.on_leaders_changed()
         self._view.apply_put(self._keys.state(*key), taken.value, lease_id=0, revision=taken.revision)
         owner = take_over.owner
@@ -350,7 +355,7 @@ class PartitionLeaseManager:
         latest = _latest_epoch(partition)
         if state is not None:
             return StateValue(max(state.leader_epoch, latest) + 1, state.isr, topic.topic_id, state.replicas)
-        replicas = first_replicas(self._view, topic, key.partition_index, self._node_id)
+        replicas = initial_replicas(self._view, topic, key.partition_index, self._node_id)
         isr = [partition.replica]
         for each in replicas:
             other = self._view.brokers.get(each)
@@ -377,7 +382,7 @@ class PartitionLeaseManager:
                 self._check_identity()
             for key in self.replicas.every_key():
                 self.replicas.point_at_leader(key)
-            self._want_all()
+            self._queue_all()
         elif change.kind is Kind.TOPIC:
             if change.deleted is not None:
                 self._forget(change.deleted)
@@ -385,20 +390,20 @@ class PartitionLeaseManager:
                 # Of changes that are told together, a later one may have removed it again.
                 created = self._view.topics.get(change.topic)
                 for partition_index in range(len(created.replicas) if created is not None else 0):
-                    self._want(PartitionKey(change.topic, partition_index))
+                    self._queue(PartitionKey(change.topic, partition_index))
         else:
             key = PartitionKey(change.topic, change.partition_index)
             if change.kind is Kind.OWNER:
                 self._on_owner(key)
             self.replicas.point_at_leader(key)
-            self._want(key)
+            self._queue(key)
 
     def _on_owner(self, key: PartitionKey) -> None:
         self._check_still_led(key)
         if self._view.ownership(*key) is None and self._topic_of(key) is not None:
-            self._turns.orphaned(key)
+            self._election.orphaned(key)
         else:
-            self._turns.owned(key)
+            self._election.owned(key)
 
     def _on_snapshot(self) -> None:
         """What we did after the snapshot's revision is not in it, and says nothing."""
@@ -413,7 +418,7 @@ class PartitionLeaseManager:
             self.replicas.point_at_leader(key)
         if self._fence is not None and self._fence.claim_revision <= revision:
             self._check_identity()
-        self._want_all()
+        self._queue_all()
 
     def _check_still_led(self, key: PartitionKey) -> None:
         if self.led(key.topic.encode(), key.partition_index) is None:
@@ -430,13 +435,13 @@ class PartitionLeaseManager:
     def _drop(self, key: PartitionKey, reason: str) -> None:
         """Close the replica, led or not; where it is still ours to host it is opened anew."""
         led = self.partitions.pop((key.topic.encode(), key.partition_index), None)
-        self._handing_over.ended(key)
+        self._rebalance.ended(key)
         self.replicas.close(key)
         if led is not None:
             self.ended[reason] += 1
             log = _logger.info if self.stopping else _logger.warning
             log("partition closed", topic=key.topic, partition=key.partition_index, reason=reason)
-        self._want(key)
+        self._queue(key)
 
     # Giving partitions up
 
@@ -451,13 +456,13 @@ class PartitionLeaseManager:
                 self._start(self._give_up(key, "its log has failed"))
             else:
                 self._drop(key, "its log has failed")
-        handed_over = self._handing_over.next()
+        handed_over = self._rebalance.next()
         if handed_over is not None:
             self._start(self._hand_over(handed_over))
-        self._want_all()
+        self._queue_all()
 
     async def _hand_over(self, key: PartitionKey) -> None:
-        if await self._handing_over.prepare(key, lambda: self.stopping):
+        if await self._rebalance.prepare(key, lambda: self.stopping):
             await self._give_up(key, "the replica that stands first is to lead it")
 
     async def _give_up(self, key: PartitionKey, reason: str) -> None:
@@ -468,10 +473,10 @@ class PartitionLeaseManager:
             await self._release(key, partition.leadership.fencing_token, fence)
 
     async def _release(self, key: PartitionKey, token: int, fence: LeaseFence) -> None:
-        await self._lease_keys.release(key, token, fence)
+        await self._releases.release(key, token, fence)
         ownership = self._view.ownership(*key)
         if ownership is None or ownership.mod_revision != token:
-            self._want(key)  # else when the view has it
+            self._queue(key)  # else when the view has it
 
     def _is_namesakes(self, key: PartitionKey, ownership: Ownership, fence: LeaseFence) -> bool:
         """Whether a key on our lease is of a topic that is deleted, be there another of its name or not."""
@@ -481,10 +486,10 @@ class PartitionLeaseManager:
         )
 
     def _forget(self, topic: Topic) -> None:
-        """The topic was deleted: let go of it and remove its logs. That its keys are released `_attend` sees to."""
+        """The topic was deleted: let go of it and remove its logs. That its keys are released `_process` sees to."""
         for partition_index in range(len(topic.replicas)):
             key = PartitionKey(topic.name, partition_index)
-            self._turns.owned(key)
+            self._election.owned(key)
             self._drop(key, "its topic is deleted")
         self.replicas.forget(topic)
         self._data_dir.condemn(topic.topic_id)

@@ -1,17 +1,28 @@
-"""The transaction that makes a broker the owner of a partition.
+"""The etcd transactions that take and release a partition's lease key.
 
-If the lease key is absent, and the state and the topic are as they were when the decision was made: put the lease key
-on the broker's lease, and the state with the next leader epoch and the ISR that it had. All or nothing, so that a
-partition never has an owner without a state, two brokers never both believe that they took it, and nobody takes it whom
-the ISR has lost meanwhile. The same transaction reads the fence that writers stand behind: it can be changed only under
-the lease key that is put, so whoever leads knows the highest.
+Take: if the lease key is absent, and the state and the topic are unchanged since the decision, put the lease key on the
+broker's lease, and the state with the next leader epoch and the same ISR. All or nothing: no partition has an owner
+without a state, no two brokers both believe that they took it, and none takes it that has left the ISR meanwhile. The
+same transaction reads the writers' fence. The fence changes only under the lease key that is put, so the new leader
+knows the highest one.
+
+Release: delete the lease key, so that another broker can take the partition.
+
+Invariants of a release
+1. It deletes only the key that was this broker's: the guard names its create revision.
+2. Until etcd confirms the deletion the partition is not taken again: a deletion applied late would let another broker
+   lead beside this one.
+3. At most CONCURRENT_RELEASES run at a time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import structlog
 
 from kproxy.broker.cluster import Topic
 from kproxy.broker.keys import FenceValue, Keys, PartitionKey, StateValue, decode_value, encode_value
@@ -24,12 +35,17 @@ from kproxy.etcd import (
     TxnCompare,
     TxnOp,
     TxnResult,
+    create_revision_is,
+    delete_op,
     get_op,
     key_absent,
     lease_is,
     mod_revision_is,
     put_op,
 )
+from kproxy.etcd.lease_fence import LeaseFence
+
+_logger = structlog.get_logger(__name__)
 
 ATTEMPTS = 3
 
@@ -134,3 +150,38 @@ class TakeOver:
                 if not error.maybe_applied:
                     raise
         return await self._client.txn(compares, success, look)
+
+
+CONCURRENT_RELEASES = 16
+# Before a key that could not be deleted is tried again.
+RETRY_PAUSE_S = 0.5
+
+
+class LeaseReleases:
+    """Deletes this broker's partition lease keys. `under_way` are those of which etcd has not said yet that they are
+    gone; `is_current` tells whether a fence is still the broker's, and the broker goes on."""
+
+    def __init__(self, client: EtcdClient, keys: Keys, is_current: Callable[[LeaseFence], bool]) -> None:
+        self.under_way: set[PartitionKey] = set()
+        self._client = client
+        self._keys = keys
+        self._is_current = is_current
+        self._slots = asyncio.Semaphore(CONCURRENT_RELEASES)
+
+    async def release(self, key: PartitionKey, revision: int, fence: LeaseFence) -> None:
+        """Delete the key that was created at `revision`, as often as it takes, while its lease is ours."""
+        if key in self.under_way:
+            return
+        lease_key = self._keys.lease(*key)
+        self.under_way.add(key)
+        try:
+            while self._is_current(fence):
+                try:
+                    async with self._slots:
+                        await self._client.txn([create_revision_is(lease_key, revision)], [delete_op(lease_key)])
+                    return
+                except EtcdError as error:
+                    _logger.warning("lease key not deleted", **key._asdict(), error=str(error))
+                    await asyncio.sleep(RETRY_PAUSE_S)
+        finally:
+            self.under_way.discard(key)

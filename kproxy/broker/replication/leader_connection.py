@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from kproxy.broker.keys import ReplicaKey
-from kproxy.broker.replication.sasl import MECHANISM, AuthenticationFailed, FollowerHandshake, Secret
+from kproxy.broker.replication.authentication import MECHANISM, AuthenticationFailed, FollowerHandshake, Secret
 from kproxy.runtime.resolver import dial
 from kproxy_codec import control, error_codes
 from kproxy_codec.api_keys import SASL_AUTHENTICATE, SASL_HANDSHAKE

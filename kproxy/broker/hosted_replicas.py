@@ -15,14 +15,14 @@ from functools import partial
 
 import structlog
 
-from kproxy.broker.checkpoint import NO_LEADERSHIP, Leadership
 from kproxy.broker.cluster import ClusterView, Topic
+from kproxy.broker.config import LogOptions
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.keys import PartitionKey
+from kproxy.broker.leader_epochs import NO_LEADERSHIP, Leadership
 from kproxy.broker.log import Log
-from kproxy.broker.log_options import LogOptions
 from kproxy.broker.partition import Partition, ReplicaSettings
-from kproxy.broker.replication.manager import NO_LEADER, Role
+from kproxy.broker.replication.partition_replication import NO_LEADER, Role
 from kproxy.broker.segment import LogFailed
 
 # Not while it runs: a broker that starts knows that something should be there, and does not lead without it.
@@ -31,7 +31,7 @@ _ONLY_WAY_OUT = "stop the broker, put the data directory back that was here, sta
 _logger = structlog.get_logger(__name__)
 
 
-class ReplicaHost:
+class HostedReplicas:
     """What this broker has of which partition, by (topic name as bytes, partition index).
 
     `on_leaders_changed` is called after a follower has been pointed at somebody else, or a replica has come or gone.

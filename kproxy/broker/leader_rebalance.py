@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterable, Mapping
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.keys import PartitionKey
 from kproxy.broker.partition import Partition
-from kproxy.broker.replication.manager import Role
+from kproxy.broker.replication.partition_replication import Role
 
 HAND_OVER_TIMEOUT_S = 2.0
 _POLL_S = 0.01
 
 
-class HandingOver:
+class LeaderRebalance:
     """What this broker leads, and since when. `after_s` seconds is how long it leads in another's place at least."""
 
     def __init__(
@@ -65,12 +65,12 @@ class HandingOver:
             return False
         self.begun(key)
         partition.resign()
-        there = await self.followers_there([partition], HAND_OVER_TIMEOUT_S)
+        there = await self.wait_for_followers([partition], HAND_OVER_TIMEOUT_S)
         if not there and not is_stopping():
             partition.replication.resume()
         return there and not is_stopping()
 
-    async def followers_there(self, partitions: Iterable[Partition], timeout_s: float) -> bool:
+    async def wait_for_followers(self, partitions: Iterable[Partition], timeout_s: float) -> bool:
         """Wait until live in-sync followers have reached the ends of these logs, at most so long; whether they have."""
         waited_for = list(partitions)
         return await _until(lambda: not any(map(self._is_ahead, waited_for)), timeout_s)
