@@ -1,1 +1,1 @@
-"""One file for each API, opening with its versions and behaviours."""
+"""The APIs: each file opens with its APIs' versions and behaviour; `registry` lists them all."""

@@ -17,17 +17,12 @@ from kproxy.broker.context import FENCE_TIMEOUT_S, TAKE_TIMEOUT_S, Bindings, Bod
 from kproxy.broker.keys import PartitionKey
 from kproxy.broker.partition import Partition
 from kproxy_codec import error_codes
-from kproxy_codec.api_keys import BIND_FENCES
 from kproxy_codec.own import (
-    BIND_FENCES_VERSION,
     BoundFence,
     FenceBinding,
     encode_bind_fences_response,
     parse_bind_fences_request,
 )
-
-API_KEY = BIND_FENCES
-MIN_VERSION = MAX_VERSION = BIND_FENCES_VERSION
 
 # Of one connection: as many as a client's requests may name partitions, four times over.
 MAX_BINDINGS = 16_384

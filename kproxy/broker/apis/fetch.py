@@ -20,10 +20,8 @@ from kproxy.broker.context import TAKE_TIMEOUT_S, Body, Broker, CloseConnection,
 from kproxy.broker.partition import Partition
 from kproxy.broker.replication.partition_replication import UNKNOWN_OFFSET
 from kproxy_codec import error_codes
-from kproxy_codec.api_keys import FETCH
 from kproxy_codec.fetch import (
     NO_SESSION,
-    TOPIC_IDS_FROM,
     FetchRequest,
     PartitionFetch,
     PartitionFetched,
@@ -35,9 +33,6 @@ from kproxy_codec.fetch import (
 from kproxy_codec.partitioned import TopicSpan, encode_topics
 from kproxy_codec.primitives import Buffer
 
-API_KEY = FETCH
-MIN_VERSION = 4
-MAX_VERSION = TOPIC_IDS_FROM - 1
 # Nobody has to wait longer, whatever it asks for: a client that is gone must not be waited for long.
 MAX_WAIT_MS = 60_000
 # (partition led here, what is asked of it, most bytes) -> what it gives

@@ -21,10 +21,6 @@ from kproxy.broker.segment import LogFailed, TimestampAndOffset
 from kproxy_codec import control, error_codes
 from kproxy_codec.api_keys import LIST_OFFSETS
 
-API_KEY = LIST_OFFSETS
-MIN_VERSION = 1
-MAX_VERSION = 9
-
 LATEST = -1
 EARLIEST = -2
 MAX_TIMESTAMP = -3
@@ -35,7 +31,7 @@ _logger = structlog.get_logger(__name__)
 
 def handle(broker: Broker, request: Request) -> Body | Awaitable[Body]:
     """Answer at once, unless a partition has to be taken first."""
-    message = control.decode_request(API_KEY, request.header.api_version, request.body)
+    message = control.decode_request(LIST_OFFSETS, request.header.api_version, request.body)
     if message.replica_id >= 0:
         raise CloseConnection(f"ListOffsets with replica_id {message.replica_id}: this broker has no followers")
     wanted = [(topic.name.encode(), [each.partition_index for each in topic.partitions]) for topic in message.topics]
@@ -55,7 +51,7 @@ def _list(broker: Broker, message: control.Message) -> Body:
         {"name": topic.name, "partitions": [_list_one(broker, topic.name, asked) for asked in topic.partitions]}
         for topic in message.topics
     ]
-    return [control.encode_response(control.build_response(API_KEY, message.version, topics=topics))]
+    return [control.encode_response(control.build_response(LIST_OFFSETS, message.version, topics=topics))]
 
 
 def _list_one(broker: Broker, topic: str, asked: control.Message) -> dict[str, int]:

@@ -25,10 +25,6 @@ from kproxy_codec import control, error_codes
 from kproxy_codec.api_keys import METADATA, is_flexible
 from kproxy_codec.cluster import ASK_ANOTHER
 
-API_KEY = METADATA
-MIN_VERSION = 0
-MAX_VERSION = 13
-
 _TOPIC_ID_VERSION = 12
 # Creations at one time on behalf of one request.
 _CONCURRENT_CREATIONS = 8
@@ -36,7 +32,7 @@ _CONCURRENT_CREATIONS = 8
 
 def handle(broker: Broker, request: Request) -> Body | Awaitable[Body]:
     """Answer at once, unless topics are to be created first."""
-    message = control.decode_request(API_KEY, request.header.api_version, request.body)
+    message = control.decode_request(METADATA, request.header.api_version, request.body)
     if not broker.replica_manager.holds_lease:
         return _send_elsewhere(broker, message)
     version = message.version
@@ -75,14 +71,14 @@ def _send_elsewhere(broker: Broker, message: control.Message) -> Body:
     """
     version = message.version
     others = [each for each in _brokers(broker) if each["node_id"] != broker.config.node_id]
-    if not others or message.topics is None or not is_flexible(API_KEY, version):
+    if not others or message.topics is None or not is_flexible(METADATA, version):
         broker.check_knows_cluster()
     topics: list[dict[str, Any]] = [
         {"error_code": error_codes.LEADER_NOT_AVAILABLE, "name": asked.name, "partitions": []}
         | ({"topic_id": asked.topic_id} if version >= 10 else {})
         for asked in message.topics or ()
     ]
-    response = control.build_response(API_KEY, version, brokers=others, cluster_id=broker.cluster_id, topics=topics)
+    response = control.build_response(METADATA, version, brokers=others, cluster_id=broker.cluster_id, topics=topics)
     return [bytes(control.encode_response(response))[:-1] + ASK_ANOTHER]
 
 
@@ -97,7 +93,7 @@ def _describe(broker: Broker, message: control.Message) -> Body:
         fields["controller_id"] = controller_id(broker)
     if version >= 2:
         fields["cluster_id"] = broker.cluster_id
-    return [control.encode_response(control.build_response(API_KEY, version, **fields))]
+    return [control.encode_response(control.build_response(METADATA, version, **fields))]
 
 
 def _brokers(broker: Broker) -> list[dict[str, Any]]:

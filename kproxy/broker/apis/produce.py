@@ -28,18 +28,11 @@ from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition
 from kproxy.broker.validation import Refusal, check_records
 from kproxy.broker.writer_fence import UNBOUND
 from kproxy_codec import error_codes
-from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.own import FenceBinding
 from kproxy_codec.partitioned import PartitionedRequest, TopicSpan, encode_topics
 from kproxy_codec.primitives import INT32, Buffer, encode_count, encode_tagged_fields
-from kproxy_codec.produce import MAX_VERSION as PARSED_MAX_VERSION
 from kproxy_codec.produce import parse_produce, records_of
 from kproxy_codec.produce_response import result_entry
-
-API_KEY = PRODUCE
-OFFERED_MIN_VERSION = 0
-MIN_VERSION = 3
-MAX_VERSION = PARSED_MAX_VERSION
 
 _ACKS = (ACKS_ALL, 0, 1)
 _LEADER_VERSION = 10

@@ -31,7 +31,8 @@ from types import MappingProxyType
 
 import structlog
 
-from kproxy.broker.apis import api_versions, fetch
+from kproxy.broker.apis import fetch
+from kproxy.broker.apis.registry import API_VERSIONS_MAX, answer_api_versions
 from kproxy.broker.connection import ClientConnection
 from kproxy.broker.context import Body, Broker, CloseConnection, Request
 from kproxy.broker.replication.authentication import MECHANISM, AuthenticationFailed, ListenerHandshake, Secret
@@ -49,7 +50,7 @@ FRAME_BYTES = 1 << 20
 MAX_UNAUTHENTICATED = 64
 OFFERED = MappingProxyType(
     {
-        API_VERSIONS: (api_versions.MIN_VERSION, api_versions.MAX_VERSION),
+        API_VERSIONS: (0, API_VERSIONS_MAX),
         # Version 0 puts what follows it on the wire without a header.
         SASL_HANDSHAKE: (1, 1),
         SASL_AUTHENTICATE: (0, 2),
@@ -182,7 +183,7 @@ class _Session:
     def _serve(self, request: Request) -> Body | Awaitable[Body | None] | None:
         api_key, version = request.header.api_key, request.header.api_version
         if api_key == API_VERSIONS:
-            return api_versions.answer(request, OFFERED)
+            return answer_api_versions(request, OFFERED)
         lowest, highest = OFFERED.get(api_key, (1, 0))
         if not lowest <= version <= highest:
             raise CloseConnection(f"{name_of(api_key)} v{version} is not offered to followers")
