@@ -1,4 +1,4 @@
-"""The admin page of a broker: `/`, `/metrics`, `/livez`, `/readyz`, and how it stands in a few lines for people."""
+"""The admin page of a broker: `/`, `/metrics`, `/livez`, `/readyz`; `/` is a short summary for people."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kproxy.broker.replication.isr_keeper import IsrKeeper
 from kproxy.observe.exposition import render, this_process
 from kproxy.observe.http_page import Readiness
 
-# Of the partitions that are not as they should be.
+# The most under-replicated partitions that the summary lists.
 MAX_LINES = 20
 
 
 class BrokerPages:
-    """What the page says of the broker `node_id`."""
+    """The pages of the broker `node_id`."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class BrokerPages:
         self._isr_keeper = isr_keeper
         self._status = status
         self._process = this_process()
-        # A page of many partitions takes some tenths of a second of a processor.
+        # A page of many partitions takes some tenths of a second of CPU time.
         self._at_work = asyncio.Lock()
 
     async def metrics(self, accept: str) -> tuple[bytes, str]:

@@ -23,13 +23,13 @@ from typing import Literal, NamedTuple, get_args
 from kproxy.config.etcd import EtcdOptions
 
 FlushPolicy = Literal["always", "interval", "never"]
-"""When what was appended is brought to the disk (fsync).
+"""When appended records are flushed to the disk (fsync).
 
-always    before an append is answered, or counts for the high watermark: what is acknowledged survives a power cut
-interval  by the log keeper, every second or as configured: a power cut may take what came since, kill -9 nothing
-never     when the operating system sees fit, and when the broker stops in good order
+  always    before an append is acknowledged or counts for the high watermark: acknowledged records survive a power cut
+  interval  by log_maintenance, every second or as configured: a power cut may lose the last records, kill -9 none
+  never     when the operating system decides, and when the broker stops in good order
 
-Whichever it is, a thread waits for the disk, never the event loop.
+A thread waits for the disk, never the event loop.
 """
 
 FLUSH_POLICIES: tuple[FlushPolicy, ...] = get_args(FlushPolicy)
@@ -40,7 +40,7 @@ NO_RETENTION_LIMIT = -1
 
 @dataclass(frozen=True)
 class LogOptions:
-    """Sizes are bytes. `retention_bytes` and `retention_ms` say what is kept at least; -1 keeps everything."""
+    """Sizes are bytes. Retention keeps at least `retention_bytes` and `retention_ms`; -1 keeps everything."""
 
     segment_bytes: int = DEFAULT_SEGMENT_BYTES
     flush: FlushPolicy = "interval"
@@ -52,16 +52,20 @@ class LogOptions:
 class BrokerConfig:
     """`kproxy broker`'s options. Sizes are bytes; addresses are (host, port), port 0 means any free one.
 
-    `advertise` is what clients are told, the address listened on where it is None (port 0: the port listened on).
-    `replication_listen` is where other brokers' followers fetch, under the host that is advertised; None: the host of
-    `listen`, any free port. `admin`: where the admin page is served; None: nowhere. `isr_lag_s`: how long a follower
-    may go without having caught up and be in sync (Kafka's replica.lag.time.max.ms). `follower_grace_s`: how long it
-    may stay away when its connection has broken, where enough are in sync without it. `leader_rebalance_s`: how long it
-    leads in the place of the first replica, which is back.
-    `num_partitions` and `default_replication_factor` are for topics created without a number; of the latter there are
-    fewer where fewer brokers live. `min_insync_replicas` is 2 where there are three replicas or more, else 1, if None.
-    `segment_bytes`, `retention_bytes` and `retention_ms` are for topics that do not say their own; -1 keeps everything.
-    The rest are Kafka's limits at Kafka's defaults.
+    - `advertise`: the address that clients are told; None: the address listened on (port 0: the port listened on).
+    - `replication_listen`: where followers fetch, under the advertised host; None: the host of `listen`, any free port.
+    - `admin`: where the admin page is served; None: nowhere.
+    - `isr_lag_s`: how long a follower may go without having caught up and stay in sync (Kafka's
+      replica.lag.time.max.ms).
+    - `follower_grace_s`: how long an in-sync follower may stay away after its connection broke, where enough replicas
+      are in sync without it.
+    - `leader_rebalance_s`: how long this broker leads instead of the preferred replica after that one is back.
+    - `num_partitions`, `default_replication_factor`: for topics created without a number; the latter is limited by the
+      number of live brokers.
+    - `min_insync_replicas`: None means 2 with three replicas or more, else 1.
+    - `segment_bytes`, `retention_bytes`, `retention_ms`: for topics without their own; -1 keeps everything.
+
+    The rest are Kafka's limits with Kafka's defaults.
     """
 
     node_id: int
@@ -95,7 +99,7 @@ class BrokerConfig:
 
     @property
     def log_options(self) -> LogOptions:
-        """What holds for a topic that says nothing else."""
+        """The log options of a topic without its own."""
         return LogOptions(self.segment_bytes, self.flush, self.retention_bytes, self.retention_ms)
 
 
@@ -105,14 +109,14 @@ RETENTION_MS = "retention.ms"
 SEGMENT_BYTES = "segment.bytes"
 
 _INT_MAX, _LONG_MAX = (1 << 31) - 1, (1 << 63) - 1
-# Name -> the least and the largest value.
+# Name -> the smallest and the largest value.
 _NUMBERS = {
     MIN_INSYNC_REPLICAS: (1, _INT_MAX),
     RETENTION_BYTES: (-_LONG_MAX - 1, _LONG_MAX),
     RETENTION_MS: (-1, _LONG_MAX),
     SEGMENT_BYTES: (1 << 20, _INT_MAX),
 }
-# As Java's parsers take them; none in range has more digits.
+# The syntax of Java's parsers; no value in range has more digits.
 _NUMBER = re.compile(r"[+-]?0*[0-9]{1,19}", re.ASCII)
 FIXED_CONFIGS: Mapping[str, str] = {
     "cleanup.policy": "delete",
@@ -120,18 +124,18 @@ FIXED_CONFIGS: Mapping[str, str] = {
     "message.timestamp.type": "CreateTime",
     "unclean.leader.election.enable": "false",
 }
-"""What is so for every topic, and may be said."""
+"""Configurations that hold for every topic, and may be given with just this value."""
 
-# From so many replicas on, one may fail and acks=all still means two copies.
+# With so many replicas one may fail and acks=all still means two copies.
 _REPLICAS_FOR_TWO_IN_SYNC = 3
 
 
 class InvalidConfig(ValueError):
-    """Why a configuration is refused, in a sentence."""
+    """A configuration is refused; the message says why in a sentence."""
 
 
 class TopicSettings(NamedTuple):
-    """What a topic's partitions go by. Sizes in bytes, times in milliseconds; -1 means no limit."""
+    """The effective settings of a topic's partitions. Sizes in bytes, times in milliseconds; -1 means no limit."""
 
     min_insync_replicas: int
     retention_ms: int
@@ -140,7 +144,7 @@ class TopicSettings(NamedTuple):
 
 
 def check_configs(asked: Mapping[str, str | None]) -> dict[str, str]:
-    """The configurations as they are to be kept. Raises InvalidConfig for the first that cannot be."""
+    """Return the configurations as they are stored. Raises InvalidConfig for the first invalid one."""
     return {name: _check(name, value) for name, value in asked.items()}
 
 
@@ -167,7 +171,7 @@ def _number(name: str, value: str) -> int:
 
 
 def default_min_insync_replicas(replication_factor: int, config: BrokerConfig) -> int:
-    """What `min.insync.replicas` is where the topic does not say."""
+    """Return `min.insync.replicas` of a topic that does not set it."""
     if config.min_insync_replicas is not None:
         return config.min_insync_replicas
     return 2 if replication_factor >= _REPLICAS_FOR_TWO_IN_SYNC else 1
@@ -176,7 +180,7 @@ def default_min_insync_replicas(replication_factor: int, config: BrokerConfig) -
 def topic_config_values(
     configs: Mapping[str, str], replication_factor: int, config: BrokerConfig
 ) -> list[tuple[str, str]]:
-    """All that can be asked about a topic with these configurations and so many replicas, by name."""
+    """List every configuration of a topic with these configurations and so many replicas, by name."""
     values = {
         **FIXED_CONFIGS,
         "max.message.bytes": str(config.message_max_bytes),
@@ -189,7 +193,7 @@ def topic_config_values(
 
 
 def topic_settings(configs: Mapping[str, str], replication_factor: int, config: BrokerConfig) -> TopicSettings:
-    """What a topic with these configurations, checked once, and so many replicas goes by on this broker."""
+    """Compute the settings of a topic with these checked configurations and so many replicas."""
     min_insync_replicas = int(configs.get(MIN_INSYNC_REPLICAS, default_min_insync_replicas(replication_factor, config)))
     return TopicSettings(
         min(min_insync_replicas, replication_factor),

@@ -1,4 +1,4 @@
-"""Write to a disk: errors that name it, names in directories, small JSON files, flush times."""
+"""Write to a disk: errors that name the disk, directory entries, small JSON files, flush times."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class DiskError(OSError):
 
 
 def disk_error(error: OSError, directory: Path) -> DiskError:
-    """`error`, which came of writing into `directory`, with the disk it came from."""
+    """Convert an error of a write into `directory` to one that names its disk."""
     if isinstance(error, DiskError):
         return error
-    # A --data-dir may be given relative to where the broker was started, which says nothing of the disk.
+    # A relative --data-dir says nothing of the disk.
     whole = directory.absolute()
     disk = next(parent for parent in (whole, *whole.parents) if parent.is_mount() or parent == parent.parent)
     if error.errno in _NO_ROOM:
@@ -43,16 +43,16 @@ def disk_error(error: OSError, directory: Path) -> DiskError:
 
 
 class ChangedNames:
-    """The names in a directory, some of which have changed and may not be on the disk yet.
+    """A directory with changed names that may not be on the disk yet. Raises OSError.
 
-    It holds a descriptor: who brings them there needs none, be the process out of them by then. Raises OSError.
+    It holds a descriptor, so that `sync` needs none, even if the process has run out of them by then.
     """
 
     def __init__(self, directory: Path) -> None:
         self._fd = -1 if sys.platform == "win32" else os.open(directory, os.O_RDONLY)
 
     def sync(self) -> None:
-        """Bring them to the disk, where the system knows how."""
+        """Flush the names to the disk, where the system can."""
         if self._fd >= 0:
             os.fsync(self._fd)
 
@@ -63,7 +63,7 @@ class ChangedNames:
 
 
 def sync_directory(directory: Path) -> None:
-    """Bring the names in `directory` to the disk, where the system knows how; blocks. Raises OSError."""
+    """Flush the names in `directory` to the disk, where the system can; blocks. Raises OSError."""
     names = ChangedNames(directory)
     try:
         names.sync()
@@ -75,7 +75,7 @@ _SCRATCH = ".new"
 
 
 def read_json(path: Path) -> dict[str, object] | None:
-    """What the file says; None where there is none. Raises OSError, also for one that is damaged."""
+    """Read a JSON object; None where there is no file. Raises OSError, also for a damaged file."""
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -88,12 +88,12 @@ def read_json(path: Path) -> dict[str, object] | None:
 
 
 def write_json(path: Path, value: dict[str, object], replacing: AbstractContextManager[object] | None = None) -> None:
-    """Replace the file as one step, so that a reader finds the old one or the new one, also after a power cut.
+    """Replace the file in one step, so that a reader finds the old one or the new one, also after a power cut.
 
-    The step is taken inside `replacing`, which may call it off by raising. Raises OSError, with the old file in place
-    and nothing beside it.
+    The step happens inside `replacing`, which may cancel it by raising. Raises OSError; then the old file is in place
+    and no other file is left.
     """
-    # Of its own name: two may write the same file at once.
+    # A unique name: two threads may write the same file at once.
     scratch = path.with_name(f"{path.name}.{uuid.uuid4().hex}{_SCRATCH}")
     try:
         with scratch.open("w") as file:
@@ -108,7 +108,7 @@ def write_json(path: Path, value: dict[str, object], replacing: AbstractContextM
 
 
 def remove_scratch_files(directory: Path) -> None:
-    """Remove what a broker that was killed while it wrote has left. Raises OSError."""
+    """Remove the files that a broker left when it was killed while writing. Raises OSError."""
     for leftover in directory.glob(f"*{_SCRATCH}"):
         leftover.unlink(missing_ok=True)
 
@@ -118,7 +118,7 @@ FLUSH_BOUNDS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5
 
 
 class FlushTimes:
-    """Flushes by how long they took; those that failed count as well."""
+    """Counts flushes by their duration, failed ones too, from any thread."""
 
     def __init__(self) -> None:
         self._adding = threading.Lock()
@@ -127,7 +127,7 @@ class FlushTimes:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Count what is done within."""
+        """Time what is done within."""
         began = time.monotonic()
         try:
             yield
@@ -139,4 +139,4 @@ class FlushTimes:
 
 
 FLUSHES: Final = FlushTimes()
-"""Those of this process."""
+"""The flushes of this process."""

@@ -37,20 +37,23 @@ NOT_A_CANDIDATE = -1
 
 
 def keeps_replica(view: ClusterView, topic: Topic, partition_index: int, node_id: int) -> bool:
-    """Whether the broker keeps a replica."""
+    """Tell whether the broker keeps a replica of the partition."""
     state = view.state(topic, partition_index)
     return node_id in view.replicas(topic, partition_index) or (state is not None and node_id in state.in_sync)
 
 
 def is_in_sync(view: ClusterView, topic: Topic, partition_index: int, replica: ReplicaKey) -> bool:
-    """Whether that very log holds all that was committed: it is in the ISR, or nothing was ever written."""
+    """Tell whether this log holds all committed records: it is in the ISR, or nothing was ever written."""
     state = view.state(topic, partition_index)
     return state is None or replica in state.isr
 
 
 def candidate_place(view: ClusterView, topic: Topic, partition_index: int, node_id: int, *, count_dead: bool) -> int:
-    """How many go before this broker, or NOT_A_CANDIDATE. `count_dead`: also those that are not alive, who may be about
-    to be; for a partition that was never written that is its first replica alone."""
+    """Count the candidates that come before this broker; NOT_A_CANDIDATE where it is none.
+
+    `count_dead` counts dead candidates too, which may be about to start; of a partition that was never written only its
+    first replica.
+    """
     live = {*view.brokers, node_id}
     replicas = view.replicas(topic, partition_index)
     state = view.state(topic, partition_index)
@@ -70,8 +73,10 @@ def candidate_place(view: ClusterView, topic: Topic, partition_index: int, node_
 
 
 def initial_replicas(view: ClusterView, topic: Topic, partition_index: int, node_id: int) -> list[int]:
-    """The replicas of a never-written partition that `node_id` takes: those wanted, or as many live brokers, itself
-    first, where it is none of those."""
+    """Choose the replicas of a never-written partition that `node_id` takes.
+
+    These are the topic's, or, where `node_id` is none of them, `node_id` and as many other live brokers.
+    """
     wanted = topic.replicas[partition_index]
     if node_id in wanted:
         return wanted
@@ -85,13 +90,13 @@ def _weight(topic: str, partition_index: int, node_id: int) -> bytes:
 
 CANDIDATE_DELAY_S = 0.25
 NO_REPLICA_DELAY_S = 2.0
-# The first replica of a partition that nobody has written to lives, and may have thousands more to take.
+# The first replica of a never-written partition lives, and may have thousands more to take.
 UNWRITTEN_DELAY_S = 10.0
 START_GRACE_S = 2.0
 
 
 class ElectionQueue:
-    """`look_again` is called with a partition for which `may_take_now` said no, when it may say yes."""
+    """Times when this broker takes partitions. `look_again` is called for a partition that may be due by then."""
 
     def __init__(self, view: ClusterView, node_id: int, look_again: Callable[[PartitionKey], None]) -> None:
         self._view = view
@@ -103,19 +108,19 @@ class ElectionQueue:
         self._orphaned: set[PartitionKey] = set()
 
     def begin(self) -> None:
-        """The broker has come up."""
+        """Start the grace period: the broker has come up."""
         self._began_at = asyncio.get_running_loop().time()
 
     def orphaned(self, key: PartitionKey) -> None:
-        """Its owner has gone."""
+        """Note that the partition lost its owner."""
         self._orphaned.add(key)
 
     def done(self, key: PartitionKey) -> None:
-        """It was tried, has an owner, or is not there any more."""
+        """Forget that the partition is due: it was tried, has an owner, or is gone."""
         self._due.discard(key)
 
     def owned(self, key: PartitionKey) -> None:
-        """It has an owner, or is not there any more."""
+        """Stop waiting for a partition: it has an owner, or is gone."""
         self._orphaned.discard(key)
         self._due.discard(key)
         timer = self._queued.pop(key, None)
@@ -123,7 +128,7 @@ class ElectionQueue:
             timer.cancel()
 
     def may_take_now(self, key: PartitionKey, topic: Topic) -> bool:
-        """Whether to take it now. If others go first, `look_again` comes after them."""
+        """Tell whether to take the partition now; if other candidates come first, `look_again` is called after them."""
         loop = asyncio.get_running_loop()
         grace_s = self._began_at + START_GRACE_S - loop.time()
         count_dead = grace_s > 0 and key not in self._orphaned

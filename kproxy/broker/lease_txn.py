@@ -51,8 +51,11 @@ ATTEMPTS = 3
 
 
 class Taken(NamedTuple):
-    """`token` is the lease key's create revision, the fencing token; `value` is the state as it is at `revision`;
-    `fence` is what writers stand behind."""
+    """The result of a take-over.
+
+    `token` is the lease key's create revision, the fencing token. `value` is the state as stored at `revision`. `fence`
+    is the writers' fence.
+    """
 
     token: int
     state: StateValue
@@ -62,7 +65,7 @@ class Taken(NamedTuple):
 
 
 def kept_fence(kvs: Sequence[KeyValue], topic_id: uuid.UUID) -> KeptFence:
-    """What a read of a fence's key found. An earlier topic's counts for nothing. Raises ValueError."""
+    """Decode what a read of a fence key found; an earlier topic's fence does not count. Raises ValueError."""
     if not kvs:
         return KeptFence()
     value = decode_value(kvs[0].value, FenceValue)
@@ -72,7 +75,7 @@ def kept_fence(kvs: Sequence[KeyValue], topic_id: uuid.UUID) -> KeptFence:
 
 
 class TakeOver:
-    """One broker's attempt at one partition. `owner` is what the lease key says."""
+    """One broker's attempt to take one partition. `owner` is the value of the lease key."""
 
     def __init__(self, client: EtcdClient, keys: Keys, node_id: int, key: PartitionKey, topic: Topic) -> None:
         self.owner = str(node_id).encode()
@@ -86,12 +89,11 @@ class TakeOver:
     async def attempt(
         self, lease_id: int, state: StateValue, stored_revision: int, *, known_epoch: int
     ) -> Taken | None:
-        """Take the partition with `state`, or find that an attempt whose answer was lost has taken it; None if it is
-        not to be had.
+        """Take the partition with `state`, or find that an earlier attempt without an answer took it. None if it is not
+        available.
 
-        `stored_revision` is the mod_revision of what stands in the state's key, 0 for nothing; `known_epoch` the last
-        leader epoch that we have led or followed in. Raises EtcdError, ValueError for a state or fence that cannot be
-        read.
+        `stored_revision` is the mod_revision of the stored state, 0 where there is none. `known_epoch` is the last
+        leader epoch that this broker led or followed in. Raises EtcdError; ValueError for an unreadable state or fence.
         """
         value = encode_value(state)
         result = await self._run(
@@ -119,7 +121,10 @@ class TakeOver:
         return await self._begin_epoch(lease_id, lease_kvs[0], found, state.leader_epoch)
 
     async def _begin_epoch(self, lease_id: int, lease: KeyValue, found: Taken, leader_epoch: int) -> Taken | None:
-        """The partition was led under this very key before: nobody may do that twice in one epoch."""
+        """Begin another epoch under a lease key that this broker led under before.
+
+        Nobody may lead twice in one epoch.
+        """
         state = StateValue(leader_epoch, found.state.isr, found.state.topic_id, found.state.replicas)
         value = encode_value(state)
         guards = [lease_is(self._lease_key, lease_id), mod_revision_is(self._state_key, found.revision)]
@@ -146,20 +151,23 @@ class TakeOver:
             except LeaseLost:
                 raise
             except EtcdError as error:
-                # Asked again, a Txn that did go through fails its comparison and shows our own key.
+                # A repeated Txn whose first run was applied fails its comparison and reads our own key.
                 if not error.maybe_applied:
                     raise
         return await self._client.txn(compares, success, look)
 
 
 CONCURRENT_RELEASES = 16
-# Before a key that could not be deleted is tried again.
+# Pause before a failed deletion is retried.
 RETRY_PAUSE_S = 0.5
 
 
 class LeaseReleases:
-    """Deletes this broker's partition lease keys. `under_way` are those of which etcd has not said yet that they are
-    gone; `is_current` tells whether a fence is still the broker's, and the broker goes on."""
+    """Deletes this broker's partition lease keys.
+
+    `under_way` has the keys whose deletion etcd has not confirmed. `is_current` tells whether a fence is still the
+    broker's and the broker is not stopping.
+    """
 
     def __init__(self, client: EtcdClient, keys: Keys, is_current: Callable[[LeaseFence], bool]) -> None:
         self.under_way: set[PartitionKey] = set()
@@ -169,7 +177,7 @@ class LeaseReleases:
         self._slots = asyncio.Semaphore(CONCURRENT_RELEASES)
 
     async def release(self, key: PartitionKey, revision: int, fence: LeaseFence) -> None:
-        """Delete the key that was created at `revision`, as often as it takes, while its lease is ours."""
+        """Delete the key created at `revision`; retry for as long as its lease is this broker's."""
         if key in self.under_way:
             return
         lease_key = self._keys.lease(*key)

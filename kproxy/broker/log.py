@@ -2,26 +2,26 @@
 
 States
   open      appended to and read by one thread
-  failed    a write failed and could not be undone, or what was written may not be on the disk; every later call raises
-            LogFailed
+  failed    a write failed and could not be undone, or a flush failed; every later call raises LogFailed
   closed    nothing more
 
 Invariants
 1. log_start_offset <= every offset in the log < log_end_offset; the next batch gets log_end_offset. There is no gap.
-2. Bytes are appended only behind the last whole batch, and nothing that was appended is ever changed. What goes, goes
-   in whole batches from the end (`truncate_to`), in whole segments from the start (retention), or all at once.
-3. Opening reads every batch, up to the first damage: a bad batch, or a gap between segments. From the recovery point
-   on, which is the high watermark last written down (`checkpoint`), a killed process or a power cut leaves just that,
-   also in the midst of the log, since a segment begins before the one before it is on the disk: the log is cut off
-   there, and what lies behind is removed. Damage below it nobody may paper over, since offsets were given out and
-   committed: LogCorrupt.
-4. The process that opened the log is the only one that writes to it (the data directory is locked).
-5. `producers` and `leader_epochs` are what the batches in the log say, and the epoch a leader has assigned at its end.
-6. One thread works on a log and never waits for the disk; `flush` and `checkpoint` do, run in others beside it, one of
-   either at a time, and `close` waits for neither.
-7. What lies below `flushed_offset` is on the disk, names of segments included, unless it has been removed.
-8. Of the start of a log only so much is removed that a segment is left whose name is on the disk, unless `flush` is
-   never: a directory without any would be taken for a log that begins at 0.
+2. Bytes are appended only behind the last whole batch, and appended bytes never change. Bytes are removed in whole
+   batches from the end (`truncate_to`), in whole segments from the start (retention), or all at once.
+3. Opening reads every batch, up to the first damage: a bad batch, or a gap between segments. The recovery point is the
+   high watermark of the last checkpoint. From there on, a killed process or a power cut may leave damage, also in the
+   middle of the log, because a segment begins before the one before it is on the disk: the log is cut off at the
+   damage, and what follows is removed. Damage below the recovery point is LogCorrupt: those offsets were given out and
+   committed.
+4. Only the process that opened the log writes to it (the data directory is locked).
+5. `producers` and `leader_epochs` follow from the batches in the log, and from the epoch that a leader assigned at its
+   end.
+6. One thread works on a log and never waits for the disk. `flush` and `checkpoint` wait, in other threads, one of each
+   at a time; `close` waits for neither.
+7. All below `flushed_offset` is on the disk, names of segments included, unless it has been removed.
+8. Removing from the start leaves at least one segment whose name is on the disk, unless `flush` is never: a directory
+   without segments would be taken for a log that begins at 0.
 """
 
 from __future__ import annotations
@@ -47,15 +47,18 @@ _NOWHERE = 1 << 63
 
 
 class LogCorrupt(LogFailed):
-    """What was on the disk, and committed, cannot be read."""
+    """Committed records on the disk cannot be read."""
 
 
 class Log:
-    """One partition's batches on disk. Everything here blocks for as long as the page cache makes it; `flush` and
-    `checkpoint` as long as the disk does, and `open` for as long as the log is large."""
+    """One partition's batches on disk.
+
+    Every method may block on the page cache. `flush` and `checkpoint` also wait for the disk, and `open` reads the
+    whole log.
+    """
 
     def __init__(self, directory: Path, segments: list[Segment], options: LogOptions) -> None:
-        """Of segments that are read already: see `open`."""
+        """Wrap segments that have been read already: see `open`."""
         self.directory = directory
         self.options = options
         self.producers = ProducerStates()
@@ -70,27 +73,27 @@ class Log:
         self._failure: Exception | None = None
         self._closed = False
         self.flushed_offset = 0
-        # Of segments that may not be on the disk by name: the names, and the first one's base offset.
+        # Segments whose names may not be on the disk: their directory, and the base offset of the first one.
         self._changed_names: ChangedNames | None = None
         self._unnamed_from = _NOWHERE
-        # The lowest offset that the log was cut off at since the flush under way has begun.
+        # The lowest offset at which the log was cut off since the running flush began.
         self._cut_at = _NOWHERE
-        # Held for as long as a thread waits for the disk: what it has taken on is not there yet for another.
+        # Held while a thread flushes: another one must not count what that one has taken on.
         self._flushing = threading.Lock()
-        # Held while `flushed_offset` and what it depends on are changed.
+        # Held while `flushed_offset` and what it depends on change.
         self._counting = threading.Lock()
-        # Held while a checkpoint is put into its place, and while the log is closed.
+        # Held while a checkpoint is moved into place, and while the log is closed.
         self._closing = threading.Lock()
         # Held while a checkpoint is written.
         self._checkpointing = threading.Lock()
 
     @classmethod
     def open(cls, directory: Path, *, options: LogOptions | None = None) -> Log:
-        """The log in `directory`, created where there is none. Raises LogFailed (LogCorrupt), OSError.
+        """Open the log in `directory`, creating it if needed. Raises LogFailed (LogCorrupt), OSError.
 
-        Of the result, `truncated_bytes` tells how much of a torn tail was cut off; `high_watermark_checkpoint` and
-        `leadership` are the last ones written, 0 and NO_LEADERSHIP where there are none. Where the disk is waited for
-        before an append is answered, all that is found is brought there first.
+        `truncated_bytes` of the result is the size of a torn tail that was cut off; `high_watermark_checkpoint` and
+        `leadership` are the last ones written, 0 and NO_LEADERSHIP where there are none. With the flush policy
+        `always`, the log is flushed first.
         """
         directory.mkdir(parents=True, exist_ok=True)
         segments: list[Segment] = []
@@ -102,7 +105,7 @@ class Log:
             if not segments:
                 log._create_segment(0)
             if log._changed_names is not None or log.options.flush == "always":
-                log.flush()  # here nobody's turn waits
+                log.flush()  # nothing waits for the log yet
         except BaseException:
             log.close()
             raise
@@ -120,7 +123,7 @@ class Log:
             self.leader_epochs.assign(checkpoint.leader_epoch, self.log_start_offset)
 
     def _recover_segments(self, recovery_point: int) -> None:
-        """Read the segments up to the first damage, and cut off what is behind it. Raises OSError, LogCorrupt."""
+        """Read the segments up to the first damage, and cut off what follows. Raises OSError, LogCorrupt."""
         kept, bad_bytes, damage = 0, 0, ""
         for segment in self._segments:
             if kept and segment.base_offset != self._segments[kept - 1].next_offset:
@@ -148,13 +151,13 @@ class Log:
         self._note(batch, batch.max_timestamp)
 
     def _note(self, batch: RecordBatch, written_ms: int | None = None) -> None:
-        """A batch that stands in the log, found there or come from a leader, since `written_ms`, or now."""
+        """Count a batch in the log, found there or received from a leader; written at `written_ms`, or now."""
         self._producer_history.note_batch(batch.base_offset, batch.size_in_bytes, self.producers)
         self.leader_epochs.assign(batch.partition_leader_epoch, batch.base_offset)
         self.producers.update(batch, batch.base_offset, written_ms)
 
     def _create_segment(self, base_offset: int) -> Segment:
-        """Raises OSError, with nothing created."""
+        """Add a segment at the end. Raises OSError, with nothing created."""
         try:
             segment = Segment.create(self.directory, base_offset)
             try:
@@ -169,7 +172,7 @@ class Log:
         return segment
 
     def _names_change(self, base_offset: int) -> None:
-        """A segment begins at `base_offset`. Raises OSError."""
+        """Note that a segment begins at `base_offset`. Raises OSError."""
         with self._counting:
             if self._changed_names is None and self.options.flush != "never":
                 self._changed_names = ChangedNames(self.directory)
@@ -193,17 +196,17 @@ class Log:
 
     @property
     def failure(self) -> Exception | None:
-        """Why only opening it anew can make it usable; None while it is well."""
+        """Why the log must be opened anew before it is used; None while it works."""
         return self._failure
 
     @property
     def is_dirty(self) -> bool:
-        """Whether there is something that `flush` would bring to the disk."""
+        """Whether `flush` would write something to the disk."""
         return self._changed_names is not None or any(segment.is_dirty for segment in list(self._segments))
 
     @property
     def counted_end_offset(self) -> int:
-        """The end of what this replica may say it has: of what is on the disk, where an answer waits for that."""
+        """The end of what this replica may say it has: `flushed_offset` with the flush policy `always`."""
         return self.flushed_offset if self.options.flush == "always" else self.log_end_offset
 
     # Appending
@@ -211,8 +214,8 @@ class Log:
     def append(self, records: Buffer, batch: RecordBatch) -> None:
         """Write one batch that already carries `log_end_offset` as its base offset, and its leader's epoch.
 
-        Raises OSError, after which the log is as it was; the message says what disk does not take it. Raises LogFailed,
-        and ValueError for an epoch that goes back. The caller updates `producers` once the append stands.
+        Raises OSError, after which the log is as it was; the message names the disk that refused. Raises LogFailed, and
+        ValueError for an epoch that goes back. The caller updates `producers` once the append stands.
         """
         self._check()
         leader_epoch = leader_epoch_of(records)
@@ -223,14 +226,14 @@ class Log:
         self._write(records, [batch], base_offset)
 
     def append_replicated(self, records: Buffer) -> int:
-        """Write batches as the leader has them, from `log_end_offset` on; the log end offset afterwards.
+        """Write batches as the leader has them, from `log_end_offset` on; return the log end offset afterwards.
 
-        A last batch that is cut short is left out, as a Fetch answer may end with one. Raises ReplicatedBatchInvalid,
-        with nothing written; OSError, with whole batches written or none; LogFailed.
+        A partial last batch, as a Fetch answer may have, is left out. Raises ReplicatedBatchInvalid, with nothing
+        written; OSError, with whole batches written or none; LogFailed.
         """
         self._check()
         end_offset = self.log_end_offset
-        # An epoch assigned at the end, by a leader that this replica was, has written nothing and binds nobody.
+        # An epoch that this replica assigned at the end, as leader, and that wrote nothing binds nobody.
         batches = check_replicated(records, end_offset, self.leader_epochs.epoch_at(end_offset - 1))
         segment_bytes, view = self.options.segment_bytes, memoryview(records)
         taken = 0
@@ -249,7 +252,7 @@ class Log:
         return self.log_end_offset
 
     def _write(self, records: Buffer, batches: list[RecordBatch], base_offset: int) -> None:
-        """Write batches into the last segment, or a new one where it is full."""
+        """Write batches into the last segment, or a new one if it is full."""
         segment = self._segments[-1]
         is_full = segment.size_in_bytes > 0 and segment.size_in_bytes + len(records) > self.options.segment_bytes
         try:
@@ -265,7 +268,7 @@ class Log:
             raise disk_error(error, self.directory) from error
 
     def _undo_roll(self) -> None:
-        """Remove the new segment, if there is one: it is empty."""
+        """Remove the new, empty segment, if there is one."""
         if self._segments[-1].size_in_bytes == 0 and len(self._segments) > 1:
             self._drop_last()
 
@@ -274,7 +277,7 @@ class Log:
     def truncate_to(self, offset: int) -> None:
         """Drop every batch that reaches to or above `offset`. Raises OSError, LogFailed.
 
-        An epoch that was assigned at the end and wrote nothing goes as well. The log start offset stays.
+        An epoch that was assigned at the end and wrote nothing is dropped as well. The log start offset stays.
         """
         self._check()
         if offset < self.log_end_offset:
@@ -286,7 +289,7 @@ class Log:
         self.leader_epochs.truncate_from_end(self.log_end_offset)
 
     def undo_append(self) -> None:
-        """Take back the last `append`. Raises LogFailed."""
+        """Remove the batch of the last `append`. Raises LogFailed."""
         self._check()
         self._cut_off(self._last_append)
 
@@ -301,13 +304,13 @@ class Log:
             raise self._failed(disk_error(error, self.directory)) from error
 
     def _count_less(self, offset: int) -> None:
-        """The log was cut off: what is written there now is not on the disk, whatever a flush under way has seen."""
+        """Lower `flushed_offset` to where the log was cut off, whatever a running flush has seen."""
         with self._counting:
             self.flushed_offset = min(self.flushed_offset, offset)
             self._cut_at = min(self._cut_at, offset)
 
     def _rebuild_producers(self) -> None:
-        """Make `producers` what they were at the log's end."""
+        """Restore the `producers` of the log's new end."""
         offset, self.producers = self._producer_history.restore(self.log_end_offset, self.log_start_offset)
         for segment in self._segments:
             if segment.next_offset > offset:
@@ -315,7 +318,7 @@ class Log:
                     self.producers.update(batch, batch.base_offset, batch.max_timestamp)
 
     def reset_to(self, offset: int) -> None:
-        """Drop everything; the log is empty then and begins at `offset`. Raises LogFailed."""
+        """Drop everything; the empty log begins at `offset`. Raises LogFailed."""
         self._check()
         for segment in reversed(self._segments):
             self._delete(segment)
@@ -330,10 +333,10 @@ class Log:
         self.leader_epochs.truncate_from_end(0)
 
     def remove_old_segments(self, now_ms: int, high_watermark: int) -> int:
-        """Remove what retention lets go, in whole segments below the high watermark; how many.
+        """Apply retention: remove whole segments below the high watermark; return their number.
 
-        Raises OSError, LogFailed. Segments old enough are removed to the last: a new, empty one takes its place, and it
-        goes in the next round, once that one is on the disk.
+        Raises OSError, LogFailed. If the last segment is old enough too, a new, empty one takes its place; the old one
+        is removed in the next round, once the new one is on the disk.
         """
         self._check()
         count = _removable_segments(self._segments, self.options, now_ms, high_watermark)
@@ -342,15 +345,15 @@ class Log:
         return self._drop_first(count)
 
     def advance_log_start(self, offset: int) -> None:
-        """The leader's log begins at `offset` now: drop whole segments below. Raises LogFailed."""
+        """Drop whole segments below `offset`, where the leader's log begins now. Raises LogFailed."""
         self._check()
         self._drop_first(bisect_right(self._base_offsets, offset) - 1)
 
     def _drop_first(self, count: int) -> int:
-        """Drop so many of the oldest segments, or as many as leave one whose name is on the disk; how many."""
+        """Drop up to `count` of the oldest segments, but leave one whose name is on the disk; return how many."""
         if self.options.flush != "never":
             count = max(0, min(count, bisect_left(self._base_offsets, self._unnamed_from) - 1))
-        # One by one, the oldest first: whenever this ends, what is left has no gap.
+        # One by one, the oldest first, so that an error leaves no gap.
         for _ in range(count):
             del self._base_offsets[0]
             self._delete(self._segments.pop(0))
@@ -371,9 +374,9 @@ class Log:
     # Reading
 
     def read(self, offset: int, max_bytes: int, *, up_to: int | None = None) -> bytes:
-        """Batches from the one that holds `offset` on, from one segment: the first whole, the last perhaps cut short.
+        """Read batches from the one that holds `offset`, from one segment: the first whole, the last perhaps partial.
 
-        Only batches that end below `up_to`, where that is given. `offset` must lie in the log; at its end the answer is
+        Only batches that end below `up_to`, where that is given. `offset` must lie in the log; at its end the result is
         empty. Raises OSError, LogFailed.
         """
         self._check()
@@ -385,7 +388,7 @@ class Log:
         return b""
 
     def find_timestamp(self, timestamp: int) -> TimestampAndOffset | None:
-        """The first batch that holds a record at or after `timestamp` (ms): its first timestamp and offset."""
+        """Find the first batch with a record at or after `timestamp` (ms); return its first timestamp and offset."""
         self._check()
         for segment in self._segments:
             found = segment.find_timestamp(timestamp)
@@ -394,19 +397,19 @@ class Log:
         return None
 
     def max_timestamp(self) -> TimestampAndOffset:
-        """The largest timestamp (ms) and the last offset of the first batch that has it; (-1, -1) in an empty log."""
+        """Return the largest timestamp (ms), and the last offset of the first batch with it; (-1, -1) if empty."""
         largest = TimestampAndOffset(NO_TIMESTAMP, -1)
         for segment in self._segments:
             if segment.max_timestamp.timestamp > largest.timestamp:
                 largest = segment.max_timestamp
         return largest
 
-    # Keeping
+    # The disk
 
     def flush(self) -> None:
-        """Bring what was appended to the disk: all that stands in the log now. Blocks, not on the thread that appends.
+        """Flush all that is in the log now to the disk. Blocks; not for the thread that appends.
 
-        Raises LogFailed: after an error nobody knows what is there.
+        Raises LogFailed: after an error it is unknown what is on the disk.
         """
         with self._flushing:
             self._check()
@@ -426,7 +429,7 @@ class Log:
             finally:
                 if names is not None:
                     names.close()
-            # Of a log that was closed meanwhile, not all was flushed.
+            # A log that was closed meanwhile was not flushed completely.
             self._check()
             with self._counting:
                 self.flushed_offset = max(self.flushed_offset, min(end_offset, self._cut_at))
@@ -434,10 +437,11 @@ class Log:
                     self._unnamed_from = _NOWHERE
 
     def checkpoint(self, high_watermark: int, leadership: Leadership) -> None:
-        """Remember both beside the log; the leadership never goes back. Blocks. Raises OSError, LogFailed.
+        """Write both beside the log; the leadership never goes back. Blocks. Raises OSError, LogFailed.
 
-        What lies below the high watermark is brought to the disk first, unless `flush` is never: then no more of it is
-        remembered than is there. From there on, damage is taken for a power cut's.
+        Everything below the high watermark is flushed first. With the flush policy `never` it is not; then the
+        checkpoint has only the flushed part of the high watermark. From the checkpoint on, damage counts as a power
+        cut's.
         """
         with self._checkpointing:
             self._check()
@@ -451,20 +455,20 @@ class Log:
                 if obeyed > self.leadership and self.options.flush != "never":
                     sync_directory(self.directory)
             except OSError as error:
-                # Closed meanwhile: its directory may have been removed, which is no disk's error.
+                # A log closed meanwhile may have lost its directory, which is no disk's error.
                 self._check()
                 raise disk_error(error, self.directory) from error
             self.high_watermark_checkpoint, self.leadership = high_watermark, obeyed
 
     @contextmanager
     def _while_open(self) -> Iterator[None]:
-        """The directory's name is ours: a closed log may have been moved away, and another be at its place."""
+        """Hold the log open: a closed log's directory may have been moved away, and another be in its place."""
         with self._closing:
             self._check()
             yield
 
     def close(self) -> None:
-        """Let go of the files; the offsets can still be asked for. May be called twice."""
+        """Close the files; offsets can still be read. May be called twice."""
         with self._closing:
             if not self._closed:
                 self._closed = True
@@ -477,7 +481,7 @@ class Log:
                     names.close()
 
     def _failed(self, error: DiskError) -> LogFailed:
-        """The log has failed for good."""
+        """Mark the log as failed for good."""
         self._failure = error
         return LogFailed(f"{self.directory.name}: {error}")
 
@@ -491,7 +495,16 @@ _VERSION = 1
 
 
 class Checkpoint(NamedTuple):
-    """Zeros in a log that has none."""
+    """What a replica remembers beside its log: checkpoint.json, replaced in one step. All zeros for a log without one.
+
+    The high watermark may be old, so nothing is ever truncated to it. It is also Kafka's recovery point: it is written
+    only once everything below is on the disk, names of segments included, and nothing below it is ever removed from the
+    end. So damage below it is the disk's, and damage above it is what a power cut leaves. The leadership is the highest
+    one that this replica has obeyed. The leader epoch is for a log that retention has emptied: it is the epoch before
+    that log end offset.
+
+    A file without a version is of the release before versions; its high watermark means the same.
+    """
 
     high_watermark: int = 0
     obeyed_epoch: int = NO_LEADER_EPOCH
@@ -501,7 +514,7 @@ class Checkpoint(NamedTuple):
 
 
 def _read_checkpoint(directory: Path) -> Checkpoint:
-    """The checkpoint in `directory`. Raises OSError, LogFailed for one that cannot be what was written."""
+    """Read the checkpoint in `directory`. Raises OSError, and LogFailed for a damaged or newer one."""
     found = read_json(directory / _FILE)
     if found is None:
         return Checkpoint()
@@ -515,15 +528,16 @@ def _read_checkpoint(directory: Path) -> Checkpoint:
 
 
 def write_checkpoint(directory: Path, checkpoint: Checkpoint, replacing: AbstractContextManager[object]) -> None:
-    """As `write_json`. Raises OSError."""
+    """Write a checkpoint as `write_json` does. Raises OSError."""
     write_json(directory / _FILE, {"version": _VERSION, **checkpoint._asdict()}, replacing)
 
 
 def _removable_segments(segments: Sequence[Segment], options: LogOptions, now_ms: int, high_watermark: int) -> int:
-    """How many of the oldest segments may go. Nothing at or above the high watermark may.
+    """Count the oldest segments that retention removes; none that reaches above the high watermark.
 
-    By size: as long as what is left is no less than `retention_bytes`, and never the last segment. By time: where the
-    largest timestamp is older than `retention_ms`. `now_ms` is milliseconds since the epoch, as the timestamps are.
+    Kafka's retention.bytes and retention.ms with cleanup.policy=delete. By size: while the rest is at least
+    `retention_bytes`, and never the last segment. By time: while the largest timestamp is older than `retention_ms`.
+    `now_ms` is milliseconds since the epoch, as timestamps are.
     """
     left_bytes = sum(segment.size_in_bytes for segment in segments)
     count = 0

@@ -1,9 +1,37 @@
-"""X"""
+"""Flush logs, write checkpoints, apply retention.
+
+LogFlusher flushes one log in a thread as it is appended to (flush policy `always`).
+
+States of a LogFlusher
+  idle      everything is on the disk, or the log has failed or is closed
+  flushing  a thread waits for the disk
+
+Transitions
+  idle     -> flushing   `begin`: something was appended
+  flushing -> flushing   the flush has ended, and more was appended meanwhile
+  flushing -> idle       the flush has ended and nothing was appended; it has failed, and the log with it; `close`
+
+Invariants of a LogFlusher
+1. One flush of a log runs at a time, and it covers everything appended before it began. So a waiter waits for two
+   flushes at most, however many wait.
+2. Waiters are woken at the end of every flush, at its failure, and at the close.
+
+LogMaintenance flushes all logs, writes their checkpoints and applies retention periodically. A round of each kind ends
+before the next of that kind begins. Flushes and checkpoints wait for the disk, so they run in threads; retention runs
+on the event loop, between appends, and waits for no disk.
+
+Invariants of LogMaintenance
+1. A log that is closed or removed meanwhile is skipped: it is no error, and nothing of it is written any more.
+2. A log's failure is logged once. A failed log is not flushed again, because the kernel may claim that bytes are
+   written which it could not write. Moving the partition to another broker is up to `replica_manager`.
+3. A high watermark is written only once everything below it is on the disk (`Log.checkpoint`): a segment begins while
+   the one before it is still being flushed, and nothing below a written high watermark is ever cut off.
+4. What fails for lack of room is retried in the next round; no round keeps the others waiting.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -14,13 +42,14 @@ import structlog
 from kproxy.broker.config import NO_RETENTION_LIMIT
 from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.log import Log
+from kproxy.broker.producer_state import wall_ms
 from kproxy.broker.segment import LogFailed
 
 _logger = structlog.get_logger(__name__)
 
 
 class LogFlusher:
-    """Flushes `log` in `threads`, the loop's own where that is None; calls `on_flushed` when more is on the disk."""
+    """Flushes `log` in `threads`, None: the loop's own; calls `on_flushed` when more is on the disk."""
 
     def __init__(self, log: Log, threads: Executor | None, on_flushed: Callable[[], None]) -> None:
         self._log = log
@@ -31,11 +60,11 @@ class LogFlusher:
 
     @property
     def is_at_work(self) -> bool:
-        """Whether some of the log is still on its way to the disk, and may get there."""
+        """Whether a part of the log is not on the disk yet and may get there."""
         return self._log.flushed_offset < self._log.log_end_offset and self._log.failure is None
 
     def begin(self) -> None:
-        """Something was appended: it goes to the disk now, or when the flush under way has ended."""
+        """Flush what was appended, now or after the running flush."""
         if self._under_way is None and self.is_at_work:
             self._under_way = asyncio.get_running_loop().run_in_executor(self._threads, self._flush)
             self._under_way.add_done_callback(self._ended)
@@ -44,7 +73,7 @@ class LogFlusher:
         try:
             self._log.flush()
         except LogFailed:
-            return  # closed meanwhile, or failed: then `log.failure` says why, and its keeper tells of it
+            return  # closed meanwhile, or failed: LogMaintenance logs `log.failure`
 
     def _ended(self, flush: asyncio.Future[None]) -> None:
         if flush.cancelled():
@@ -58,7 +87,7 @@ class LogFlusher:
         self._wake()
 
     async def wait(self, offset: int) -> bool:
-        """Wait until `offset` is on the disk; False where it cannot be said that it is."""
+        """Wait until `offset` is on the disk; False if the log fails or is closed before."""
         log = self._log
         while log.flushed_offset <= offset and log.failure is None:
             woken = asyncio.get_running_loop().create_future()
@@ -75,7 +104,7 @@ class LogFlusher:
         return log.flushed_offset > offset
 
     def add_waiter(self, wake: Callable[[], None]) -> None:
-        """Call `wake` once, when a flush has ended, well or not."""
+        """Call `wake` once, when a flush has ended, even in failure."""
         self._waiters.add(wake)
 
     def _wake(self) -> None:
@@ -84,7 +113,7 @@ class LogFlusher:
             wake()
 
     def close(self) -> None:
-        """The log is closed: wait for nothing more. What the thread is at ends by itself. May be called twice."""
+        """Stop waiting: the log is closed. A running flush ends by itself. May be called twice."""
         if self._under_way is not None:
             self._under_way.cancel()
             self._under_way = None
@@ -98,7 +127,7 @@ _Share = TypeVar("_Share")
 
 
 class MaintainedReplica(Protocol):
-    """A partition whose log is replica."""
+    """A partition whose log is maintained."""
 
     @property
     def topic(self) -> str: ...
@@ -112,13 +141,8 @@ class MaintainedReplica(Protocol):
     def leadership(self) -> Leadership: ...
 
 
-def wall_clock_ms() -> int:
-    """Milliseconds since the epoch, as records' timestamps are."""
-    return time.time_ns() // 1_000_000
-
-
 class LogMaintenance:
-    """Keeps the logs of what `hosted` names at the time. `run` is one coroutine that the caller owns; then `close`."""
+    """Maintains the logs of the replicas that `hosted` yields. The caller owns the coroutine `run`; then `close`."""
 
     def __init__(
         self,
@@ -126,7 +150,7 @@ class LogMaintenance:
         *,
         flush_interval_s: float,
         retention_check_interval_s: float,
-        now_ms: Callable[[], int] = wall_clock_ms,
+        now_ms: Callable[[], int] = wall_ms,
     ) -> None:
         self._hosted = hosted
         self._flush_interval_s = flush_interval_s
@@ -134,24 +158,24 @@ class LogMaintenance:
         self._now_ms = now_ms
         self._told: weakref.WeakSet[Log] = weakref.WeakSet()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="log-keeper")
-        # Held for as long as threads are at work, so that no log is worked on by two.
+        # Held while the threads work, so that no two work on one log.
         self._at_work = asyncio.Lock()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run the rounds until cancelled."""
         async with asyncio.TaskGroup() as rounds:
             rounds.create_task(_every(self._flush_interval_s, self.flush))
             rounds.create_task(_every(CHECKPOINT_INTERVAL_S, self.checkpoint))
             rounds.create_task(_every(self._retention_check_interval_s, self.remove_old_segments))
 
     def close(self) -> None:
-        """Begin nothing more; what the thread is at ends by itself, and a log may be closed meanwhile."""
+        """Begin nothing more. The threads end their work by themselves; a log may be closed meanwhile."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def flush(self, *, whatever_the_policy: bool = False) -> None:
-        """Bring to the disk what was appended to logs whose policy is `interval`; tell of logs that have failed.
+        """Flush logs with the flush policy `interval`; log which logs have failed.
 
-        With `always` nobody waits for a round: see flusher.
+        Logs with the policy `always` are flushed by their LogFlusher.
         """
         dirty = [replica.log for replica in self._usable() if replica.log.is_dirty]
         due = [log for log in dirty if whatever_the_policy or log.options.flush == "interval"]
@@ -163,7 +187,7 @@ class LogMaintenance:
                 _logger.error("log failed", **_named(replica), error=str(replica.log.failure))
 
     async def checkpoint(self) -> None:
-        """Write down the high watermarks that have moved, and the leaderships that are obeyed."""
+        """Write the high watermarks and leaderships that have changed."""
         due = [
             replica
             for replica in self._usable()
@@ -179,7 +203,7 @@ class LogMaintenance:
             if _is_limited(replica.log) and _is_usable(replica.log) and self._shorten(replica):
                 shortened.append(replica)
             await asyncio.sleep(0)
-        # A log that is empty now has its leader epoch from there.
+        # An empty log finds its leader epoch only in its checkpoint.
         await self._write_checkpoints([replica for replica in shortened if _is_usable(replica.log)])
 
     def _shorten(self, replica: MaintainedReplica) -> bool:
@@ -200,7 +224,7 @@ class LogMaintenance:
             await self._share_out(_checkpoint, wanted)
 
     async def _share_out(self, work: Callable[[Sequence[_Share]], None], due: Sequence[_Share]) -> None:
-        """Do `work` for all that is due: a disk brings many small files home in hardly more time than one."""
+        """Share the work among the threads: a disk flushes many small files in hardly more time than one."""
         loop = asyncio.get_running_loop()
         async with self._at_work:
             shares = [due[first::THREADS] for first in range(min(THREADS, len(due)))]
@@ -221,7 +245,7 @@ def _flush(logs: Sequence[Log]) -> None:
         try:
             log.flush()
         except LogFailed:
-            continue  # closed meanwhile, or failed: then `log.failure` says why, and the event loop tells of it
+            continue  # closed meanwhile, or failed: the event loop logs `log.failure`
 
 
 def _checkpoint(wanted: Sequence[tuple[Log, int, Leadership]]) -> None:

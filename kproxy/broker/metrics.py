@@ -1,9 +1,9 @@
-"""`/metrics` of a broker: what its replicas, its lease and its disk do, as Prometheus families, made when asked for.
+"""`/metrics` of a broker: its replicas, its lease and its disk as Prometheus families, made upon request.
 
-docs/metrics.md says what each of them means. The totals are of all replicas on this broker; series of single partitions
-are of the first MAX_PARTITION_SERIES of them by topic and index, so that a page has an end.
+docs/metrics.md explains each family. Totals count all replicas on this broker; series of single partitions are limited
+to the first MAX_PARTITION_SERIES by topic and index, to bound the page.
 
-Replicas are looked at on the event loop, LOOKED_AT_ONCE at a time; what is made of that needs the loop no more.
+Replicas are read on the event loop, LOOKED_AT_ONCE at a time; families are built from that without the loop.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from kproxy.observe.exposition import counter, gauge, histogram
 
 @dataclass(frozen=True, slots=True)
 class BrokerStatus:
-    """`problem`: why clients should not be sent here; empty where they should.
+    """The broker's status at a moment, for its admin page.
 
-    `lease_lapses`: how often the lease was renewed only after it might have ended. `etcd_silent_s`: since etcd was last
-    heard, infinite before that.
+    `problem`: why clients should not be sent here, or empty. `lease_lapses`: how often the lease was renewed only after
+    it might have ended. `etcd_silent_s`: time since etcd was last heard, infinite before that.
     """
 
     problem: str
@@ -47,7 +47,7 @@ LOOKED_AT_ONCE = 50
 
 
 class FollowerState(NamedTuple):
-    """What a leader knows of one follower. `lag_records`: all that the log holds where it `has_told` nothing yet."""
+    """A follower as its leader knows it. `lag_records` counts the whole log before it `has_told` anything."""
 
     node_id: int
     has_told: bool
@@ -57,7 +57,7 @@ class FollowerState(NamedTuple):
 
 
 class ReplicaState(NamedTuple):
-    """One replica on this broker. What only leaders know is 0 on others; a leader is one whose lease is live."""
+    """One replica on this broker. Fields that only leaders know are 0 on others; a leader has a live lease."""
 
     topic: str
     partition_index: int
@@ -89,7 +89,7 @@ class ReplicaState(NamedTuple):
 
 
 def state_of(partition: Partition) -> ReplicaState:
-    """As it is at this moment."""
+    """Read the state of a replica at this moment."""
     log, replication = partition.log, partition.replication
     is_leader, start, end = partition.serves_reads(), log.log_start_offset, log.log_end_offset
     state = ReplicaState(
@@ -120,7 +120,7 @@ def state_of(partition: Partition) -> ReplicaState:
 
 
 async def states_of(hosted: Mapping[tuple[bytes, int], Partition]) -> list[ReplicaState]:
-    """Of every replica on this broker, by topic and index; each is of its own moment."""
+    """Read the states of all replicas on this broker, by topic and index, each at its own moment."""
     states = []
     for position, (_, partition) in enumerate(sorted(hosted.items())):
         if partition.role is not Role.CLOSED:
@@ -132,9 +132,9 @@ async def states_of(hosted: Mapping[tuple[bytes, int], Partition]) -> list[Repli
 
 @dataclass(frozen=True, slots=True)
 class BrokerCounts:
-    """What is known of the broker as a whole.
+    """Counts of the broker as a whole.
 
-    `leases`: keys of partitions on its lease, as etcd says. `ended` are leaderships, by the reason; `not_opened` logs.
+    `leases`: partition keys on its lease, as etcd says. `ended`: ended leaderships by reason. `not_opened`: logs.
     """
 
     leases: int
@@ -149,7 +149,7 @@ class BrokerCounts:
 async def counts_of(
     node_id: int, view: ClusterView, replica_manager: ReplicaManager, isr_keeper: IsrKeeper
 ) -> BrokerCounts:
-    """As they are now."""
+    """Read the counts of this moment."""
     held = offline = 0
     for position, (topic_name, index) in enumerate(list(replica_manager.hosted)):
         name = topic_name.decode()
@@ -171,7 +171,7 @@ async def counts_of(
 
 
 class BrokerCollector(Collector):
-    """What a broker counts, from what was looked at before."""
+    """The Prometheus families of one status, its counts and replica states."""
 
     def __init__(self, status: BrokerStatus, counts: BrokerCounts, states: Sequence[ReplicaState]) -> None:
         self._status = status

@@ -3,14 +3,14 @@
 States
   starting   data directory locked, port bound, etcd reached, lease claimed, cluster read, own partitions taken
   serving    the ready line is printed; the lease is held, or lost and being claimed anew
-  stopping   writes are refused with 6, requests at work end, followers get the rest, logs go to the disk, then the
+  stopping   writes are refused with 6, running requests end, followers get the rest, logs go to the disk, then the
              lease is revoked
 
 Invariants
-1. Whatever stops the start is a StartupError, within bounded time, and leaves nothing behind. An etcd that does not
-   answer stops nothing: it is waited for, and that is said.
-2. The lease is revoked last of all that matters: what was acknowledged is on the disk, and the whole log with those in
-   sync, before another may own.
+1. Whatever prevents the start is a StartupError within bounded time, and leaves nothing behind. An etcd that does not
+   answer prevents nothing: the broker waits for it and says so.
+2. The lease is revoked last: before another broker may own a partition, acknowledged records are on the disk, and the
+   in-sync followers have the whole log.
 3. Every task is owned here or by the part that started it, and awaited before `run_broker` returns.
 """
 
@@ -64,7 +64,7 @@ __all__ = ["BrokerConfig", "run_broker"]
 
 SYNC_PATIENCE_S = 5.0
 OWN_PARTITIONS_TIMEOUT_S = 10.0
-# Beyond its TTL, for etcd's own slack in expiring a predecessor's lease.
+# Added to the TTL: etcd may expire a predecessor's lease that much later.
 PREDECESSOR_SLACK_S = 2.0
 DRAIN_TIMEOUT_S = 3.0
 LINGER_TIMEOUT_S = 1.0
@@ -109,7 +109,7 @@ class _Server:
         self._data_dir = data_dir
         self._keys = Keys(config.prefix)
         self._view = ClusterView(self._keys)
-        # Of their own: nothing else is to wait behind a disk that hangs.
+        # A pool of its own, so that nothing else waits behind a disk that hangs.
         self._flush_threads = ThreadPoolExecutor(FLUSH_THREADS, thread_name_prefix="flush")
         self._replica_manager = ReplicaManager(
             client,
@@ -154,14 +154,14 @@ class _Server:
         self._view.subscribe(self._on_change)
         self._tasks: list[asyncio.Task[None]] = []
         self._lease_losses = 0
-        # Of leases before the one that is held.
+        # Lapses of earlier leases.
         self._lease_lapses = 0
         self._not_serving = "starting: what etcd holds has not been read yet"
         self._page: HttpPage | None = None
         self._reminders = Reminders(time.monotonic)
 
     async def run(self) -> None:
-        """From start to stop."""
+        """Start, serve and stop."""
         listener = await self._bind()
         stop = asyncio.Event()
         with stop_signals(stop.set):
@@ -218,7 +218,7 @@ class _Server:
         await self._tell_of_leftovers()
         await self._replication.start(self._broker)
         if lease.fence is not None:
-            # Lost while the start waited for etcd: whoever regains it begins.
+            # Where the lease was lost while the start waited for etcd, `_hold` begins.
             self._replica_manager.begin(lease.fence)
         self._tasks += [
             asyncio.create_task(self._replica_manager.run()),
@@ -233,7 +233,10 @@ class _Server:
         say_ready(f"kafka={kafka}{admin} etcd={self._client.endpoints}")
 
     async def _when_etcd_answers(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Ask until there is an answer. Raises what waiting does not mend: EtcdError, IdInUse, StartupError."""
+        """Retry `ask` while etcd is unavailable.
+
+        Raises what waiting does not mend: EtcdError, IdInUse, StartupError.
+        """
         while True:
             try:
                 return await ask()
@@ -244,7 +247,7 @@ class _Server:
                 await asyncio.sleep(RECLAIM_PAUSE_S)
 
     async def _synced(self, mirroring: asyncio.Task[None]) -> None:
-        """Until what etcd holds of the cluster has been read; what the mirror fails with is raised."""
+        """Wait until the mirror has read the cluster from etcd; raise what the mirror fails with."""
         synced = asyncio.create_task(self._mirror.wait_synced())
         try:
             while not synced.done():
@@ -259,7 +262,7 @@ class _Server:
             await _cancel([synced])
 
     def _refuse_earlier_release(self) -> None:
-        """Raises StartupError where a live broker has no log id: what it wrote into an ISR, nobody could rely on."""
+        """Raise StartupError if a live broker has no log id: an ISR that it writes could not be relied on."""
         earlier = [each for each in self._view.brokers.values() if each.log_id is None]
         if earlier:
             brokers = ", ".join(f"{each.node_id} ({each.host}:{each.port})" for each in earlier)
@@ -274,7 +277,10 @@ class _Server:
             say_waiting(f"{sentence} Start etcd, or give its address with --etcd.")
 
     async def _tell_of_leftovers(self) -> None:
-        """Topics may have been deleted while we were away. Their logs stay: an etcd that was emptied looks the same."""
+        """Log that there are logs of unknown topics; they stay.
+
+        Their topics may have been deleted while this broker was away, but an etcd that was emptied looks the same.
+        """
         topic_ids = [topic.topic_id for topic in self._view.topics.values()]
         try:
             leftovers = await self._data_dir.in_thread(lambda: self._data_dir.logs_of_others(topic_ids))
@@ -293,7 +299,7 @@ class _Server:
         return host, port or bound_port(listener)
 
     async def _cluster_id(self) -> str:
-        """The id under which clients know the cluster; the first broker ever chooses it."""
+        """Return the cluster id that clients see; the first broker ever chooses it."""
         chosen = base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=")
         return (await get_or_put(self._client, self._keys.cluster_id, chosen)).decode()
 
@@ -322,10 +328,10 @@ class _Server:
     # The admin page
 
     async def _open_page(self) -> str:
-        """Show how the broker stands from now on, if that is wanted; what the ready line says of it."""
+        """Serve the admin page if it is configured; return its part of the ready line."""
         if self._config.admin is None:
             return ""
-        # Here, because brokers without a page need not wait for these to be imported.
+        # Imported here: brokers without a page do not wait for these imports.
         from kproxy.broker.admin import BrokerPages
         from kproxy.observe.http_page import HttpPage
 
@@ -372,7 +378,7 @@ class _Server:
     def _on_change(self, change: Change) -> None:
         if change.kind is not Kind.RESTORED:
             return
-        # What they are bound to was granted in a history that is no more.
+        # Their fences were granted in a history of etcd that is gone.
         for connection in [each for each in self._connections if each.bindings]:
             connection.bindings.clear()
             connection.refuse("etcd was restored, and the fences that it is bound to were granted before")
@@ -391,7 +397,7 @@ class _Server:
         return fence is not None and fence.is_live()
 
     async def _hold(self, lease: BrokerLease) -> None:
-        """Hold the lease, drop everything when it is lost, and begin again with another."""
+        """Hold the lease; when it is lost, drop everything and begin again with another."""
         while True:
             held = lease.fence
             reason = await lease.hold()
@@ -417,14 +423,14 @@ class _Server:
     # Stopping
 
     async def _stop(self, listener: asyncio.Server) -> None:
-        """Refuse writes, finish what is at work, let followers catch up, bring logs to the disk, give up the lease."""
+        """Refuse writes, finish running requests, let followers catch up, flush logs, give up the lease."""
         self._not_serving = "stopping: writes are refused, and followers get the rest"
         say_stopping()
         listener.close()
         self._replica_manager.resign_all()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + DRAIN_TIMEOUT_S
-        # Once in a process's life: not worth an event in every connection.
+        # Once in the life of a process, so polling is enough.
         while any(each.task is not None for each in self._connections) and loop.time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await self._replica_manager.drain(deadline - loop.time())
@@ -433,7 +439,7 @@ class _Server:
         await _cancel(self._tasks)
         if self._lease is not None:
             await self._lease.revoke()
-        # Others lead by now. What this saves is only time, at the next start.
+        # Other brokers lead by now; a checkpoint only shortens the next start.
         with suppress(TimeoutError):
             async with asyncio.timeout(CHECKPOINT_TIMEOUT_S):
                 await self._log_keeper.checkpoint()
@@ -441,7 +447,7 @@ class _Server:
             raise failed[0]
 
     async def _end(self, listener: asyncio.Server, tasks: Sequence[asyncio.Task[Any]]) -> None:
-        """Let go of everything, whatever state it is in."""
+        """Release everything, whatever state it is in."""
         listener.close()
         await self._close_connections()
         await self._replication.close()
@@ -455,7 +461,7 @@ class _Server:
             await self._page.stop()
 
     async def _close_connections(self) -> None:
-        """Give clients a moment to take their last answers."""
+        """Close client connections, with a moment for clients to read their last answers."""
         open_connections = list(self._connections)
         working = [connection.task for connection in open_connections if connection.task is not None]
         for connection in open_connections:

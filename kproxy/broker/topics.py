@@ -20,14 +20,14 @@ from kproxy_codec import error_codes
 
 MAX_NAME_LENGTH = 249
 _LEGAL_NAME = re.compile(r"[a-zA-Z0-9._-]+")
-# etcd takes at most 128 operations in a transaction.
+# etcd accepts at most 128 operations in a transaction.
 _OPS_PER_TXN = 100
-# etcd takes 1.5 MiB in a request.
+# etcd accepts 1.5 MiB in a request.
 MAX_TOPIC_BYTES = 1 << 20
 
 
 class TopicOutcome(NamedTuple):
-    """What came of a creation or deletion."""
+    """The result of a creation or deletion."""
 
     error_code: int
     error_message: str | None = None
@@ -37,7 +37,7 @@ _DONE = TopicOutcome(error_codes.NONE)
 
 
 def check_name(name: str) -> str | None:
-    """Why `name` may not be a topic's, or None; the rules are Kafka's."""
+    """Return why `name` is no valid topic name, or None; the rules are Kafka's."""
     if not name:
         return "a topic needs a name"
     if name in (".", ".."):
@@ -55,7 +55,7 @@ def _wrong_partitions(partitions: int) -> TopicOutcome:
 
 
 class NewTopic(NamedTuple):
-    """A topic asked for: -1 stands for the default number of either, no assignments for what the brokers choose."""
+    """A requested topic: -1 stands for the default of either number; without assignments the brokers choose."""
 
     name: str
     partitions: int = -1
@@ -65,7 +65,7 @@ class NewTopic(NamedTuple):
 
 
 def plan_topic(asked: NewTopic, view: ClusterView, config: BrokerConfig) -> TopicValue | TopicOutcome:
-    """The topic as it would be created, or why it cannot be, as far as `view` knows."""
+    """Plan the topic, or return why it cannot be created, as far as `view` knows."""
     wrong = check_name(asked.name)
     if wrong is not None:
         return TopicOutcome(error_codes.INVALID_TOPIC_EXCEPTION, wrong)
@@ -76,7 +76,7 @@ def plan_topic(asked: NewTopic, view: ClusterView, config: BrokerConfig) -> Topi
     except InvalidConfig as error:
         return TopicOutcome(error_codes.INVALID_CONFIG, str(error))
     topic_id, live = uuid.uuid4(), sorted(view.brokers)
-    # Where the round begins differs from topic to topic, or small topics would all lie on the first broker.
+    # The first broker differs from topic to topic; otherwise small topics would all lie on the same one.
     replicas = _assigned(asked, live) if asked.assignments else _spread(asked, live, config, topic_id.int)
     return replicas if isinstance(replicas, TopicOutcome) else TopicValue(topic_id, replicas, configs)
 
@@ -117,10 +117,10 @@ class TopicAdmin:
         self._config = config
 
     async def plan(self, asked: NewTopic) -> TopicValue | TopicOutcome:
-        """The topic as it would be created now, or why it cannot be.
+        """Plan the topic as it would be created now, or return why it cannot be.
 
-        What the watch has told may be a moment old, so etcd is asked who lives: a broker that has said that it serves
-        is one that topics are spread over.
+        The watch may lag, so this reads the live brokers from etcd: a topic spreads over every broker that has said
+        that it serves.
         """
         try:
             snapshot = await self._client.get_prefix(self._view.keys.brokers)
@@ -165,11 +165,11 @@ class TopicAdmin:
 
 
 def spread_replicas(brokers: Sequence[int], partitions: int, replication_factor: int, first: int) -> list[list[int]]:
-    """The replicas of each partition: distinct, and as even over the brokers as may be.
+    """Assign the replicas of each partition: distinct, and as evenly over the brokers as possible.
 
-    First replicas go round the brokers, from the one at `first` on. The further ones of a partition are the brokers
-    behind its first, from a distance on that grows with every round: so what a broker led goes to all the others when
-    it dies, and not to its neighbour alone.
+    First replicas go round the brokers, from the one at `first`. A partition's other replicas are brokers behind its
+    first, at a distance that grows with every round: so the partitions of a broker that dies move to all the others,
+    not to its neighbour alone.
     """
     count = len(brokers)
     assigned = []
@@ -181,7 +181,7 @@ def spread_replicas(brokers: Sequence[int], partitions: int, replication_factor:
 
 
 def check_assignments(assignments: Sequence[Sequence[int]], live: Collection[int]) -> str | None:
-    """Why these replicas, by partition, may not be a topic's, or None."""
+    """Return why these replicas, by partition, cannot be a topic's, or None."""
     for partition_index, replicas in enumerate(assignments):
         where = f"the replicas {list(replicas)} of partition {partition_index}"
         if not replicas:

@@ -1,9 +1,9 @@
 """ListOffsets, versions 1-9.
 
 - Timestamp -1: the high watermark, or OFFSET_NOT_AVAILABLE until it has reached the epoch of a new leader (KIP-207); -2
-  and -4: the log's start; -3: the largest timestamp (version 7); -5 (tiered storage): nothing. From 0 on: the first
-  batch that holds a record at or after it, answered with the batch's own first timestamp and offset; records are not
-  unpacked, so a client may get a few records from before it.
+  and -4: the log's start; -3: the largest timestamp (version 7); -5 (tiered storage): nothing. From 0: the first batch
+  with a record at or after it, answered with the batch's own first timestamp and offset; records are not unpacked, so a
+  client may get a few earlier records.
 - Nothing found: offset -1, timestamp -1, no error. Not the owner: 6. Another leader epoch: 74 or 75 (KIP-320).
 - replica_id >= 0 is refused, as for Fetch.
 """
@@ -80,7 +80,7 @@ def _list_one(broker: Broker, topic: str, asked: control.Message) -> dict[str, i
 
 
 def _find(partition: Partition, timestamp: int) -> TimestampAndOffset | None:
-    """None: not to be had yet. Raises OSError, LogFailed."""
+    """Find an offset; None: not available yet. Raises OSError, LogFailed."""
     if timestamp == LATEST:
         latest = partition.latest_offset()
         return None if latest is None else TimestampAndOffset(-1, latest)

@@ -1,19 +1,20 @@
 """Produce, versions 3-13.
 
-- Offered from version 0, or librdkafka silently drops compression; 0 to 2 close the connection.
-- One batch of magic 2 for each partition; it is appended as it came, its offset and leader epoch patched in.
-- Not the owner: 6, before anything is appended; from version 10 with who is (KIP-951). No such topic or partition: 3.
-- From version 13 topics are named by their ids (KIP-516); an unknown one: UNKNOWN_TOPIC_ID.
+- Offered from version 0, otherwise librdkafka silently drops compression; 0 to 2 close the connection.
+- One batch of magic 2 for each partition; it is appended as received, with its offset and leader epoch patched in.
+- Not the owner: 6, before anything is appended; from version 10 with the owner (KIP-951). No such topic or partition:
+  3.
+- From version 13 topics are named by id (KIP-516); an unknown one: UNKNOWN_TOPIC_ID.
 - A partition named twice: every partition gets INVALID_REQUEST. acks other than -1, 0, 1: INVALID_REQUIRED_ACKS.
-- acks=0 is not answered; if anything failed the connection is closed, as Kafka does, so that the client learns of it.
+- acks=0 is not answered; upon an error the connection is closed, as in Kafka, so that the client learns of it.
 - A writer that the partition's fence refuses (BindFences): POLICY_VIOLATION, whatever it sent. A fence that the
   connection is bound to, and that is not kept for this very topic, is kept first; else LEADER_NOT_AVAILABLE.
-- Where appends are to be on the disk (`--flush always`), no answer leaves before they are: 7 where the disk fails.
-  acks=0 waits for no disk either.
-- acks=-1 is answered when every in-sync replica has the records, in the request's time: else 7, or 20 where too few are
-  left in sync; 19, before anything is appended, where they are too few already. Transactional batches get
+- With `--flush always` no answer is sent before the records are on the disk: 7 if the disk fails. acks=0 does not wait
+  for the disk either.
+- acks=-1 is answered when every in-sync replica has the records, within the request's time: else 7, or 20 where too few
+  replicas are left in sync; 19, before anything is appended, where they are too few already. Transactional batches get
   INVALID_TXN_STATE.
-- A partition that nobody ever took is taken first, if it is ours to take.
+- A partition that was never taken is taken first, if this broker may take it.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ async def _take_and_append(
 
 
 class _Pending(NamedTuple):
-    """A result that stands once its records are on every in-sync replica, or, with acks=1, on the disk here.
+    """A result that has to wait for every in-sync replica or, with acks=1, for the disk here.
 
     `at` is its place among the results.
     """
@@ -79,7 +80,7 @@ def _append(broker: Broker, produce: PartitionedRequest, bindings: Bindings) -> 
 def _bound_early(
     broker: Broker, produce: PartitionedRequest, bindings: Bindings
 ) -> list[tuple[Partition, FenceBinding]]:
-    """The partitions that know nothing yet of what this connection is bound to."""
+    """List the partitions that do not know yet the fence that this connection is bound to."""
     early = []
     for topic in produce.topics:
         for index in topic.partitions:
@@ -124,7 +125,7 @@ def _is_settled(partition: Partition, acks: int, last_offset: int) -> bool:
 async def _wait_and_answer(
     broker: Broker, produce: PartitionedRequest, results: list[AppendResult], pending: list[_Pending]
 ) -> Body | None:
-    """The answer once all is replicated, and on the disk. One waits after the other: they all go on meanwhile."""
+    """Answer once everything is replicated, or on the disk. Waiting for one after the other takes no longer."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + produce.timeout_ms / 1000
     for each in pending:
@@ -154,7 +155,7 @@ def _answer(broker: Broker, produce: PartitionedRequest, results: list[AppendRes
 
 
 def _close_on_failure(produce: PartitionedRequest, results: list[AppendResult]) -> None:
-    """With acks=0 a closed connection is all that tells a client of what was not appended."""
+    """Close upon an error with acks=0: it is the only way to tell the client."""
     names = [(topic.name, index) for topic in produce.topics for index in topic.partitions]
     failures = [
         f"{name.decode(errors='replace')}-{index}: {error_codes.name_of(result.error_code)}"
@@ -209,7 +210,7 @@ def _entry(
         current_leader = broker.current_leader(topic.name.decode(), index)
         live = broker.view.brokers.get(current_leader[0])
         if live is None or live.node_id == broker.config.node_id:
-            current_leader = None  # nobody, or this broker, which is stopping
+            current_leader = None  # no live owner, or this broker, which is stopping
         else:
             leaders[live.node_id] = (live.host, live.port)
     return result_entry(
@@ -224,7 +225,7 @@ def _entry(
 
 
 def _endpoint_tags(leaders: dict[int, tuple[str, int]]) -> list[tuple[int, bytes]]:
-    """Where the leaders named in the entries listen (KIP-951)."""
+    """Encode the addresses of the leaders named in the entries (KIP-951)."""
     if not leaders:
         return []
     value = bytearray(encode_count(len(leaders), compact=True))

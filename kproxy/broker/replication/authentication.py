@@ -1,15 +1,15 @@
-"""How brokers prove to each other that they belong to one cluster: SCRAM-SHA-256 (RFC 5802, RFC 7677), both ways.
+"""Mutual authentication of brokers: SCRAM-SHA-256 (RFC 5802, RFC 7677), both ways, with a secret kept in etcd.
 
-The secret is the cluster's, random, and kept in etcd, which every broker can read anyway. A follower's name is its
-broker id and the log id of its data directory (as KIP-858's directory ids), so that a listener can tell it from an
-earlier one with that id. Neither side shows the secret: a listener learns nothing from a follower that came to the
-wrong address, and a follower believes nothing of a listener that has not proved to know it.
+The secret is the cluster's, random, and in etcd, which every broker can read anyway; the first broker makes it. A
+follower's name is its broker id and the log id of its data directory (as KIP-858's directory ids), so that a listener
+can tell it from an earlier one with that id. Neither side reveals the secret: a listener learns nothing from a follower
+that came to the wrong address, and a follower trusts no listener that has not proved to know it.
 
 States, of either handshake
-  first     nothing was said
+  first     nothing was exchanged
   final     the first message of each side has been exchanged
   done      the other side has proved that it knows the secret
-  failed    it has not, or what it says makes no sense
+  failed    it has not, or its message is invalid
 
 Transitions
   first -> final -> done    one message of the other side each
@@ -29,17 +29,17 @@ from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient
 
 MECHANISM = "SCRAM-SHA-256"
-# A listener could ask for so many rounds of hashing that its follower does nothing else; our own ask for 4,096.
+# A listener could demand so many rounds of hashing that its follower does nothing else; our own demand 4,096.
 MAX_ITERATIONS = 16_384
 LEAST_CHARACTERS = 16
 
 
 class AuthenticationFailed(Exception):
-    """The other side has not proved that it knows the secret; the message says what was wrong."""
+    """The other side has not proved that it knows the secret; the message says why."""
 
 
 class Secret(NamedTuple):
-    """The cluster's secret, and what a listener needs to check who knows it."""
+    """The cluster's secret, and what a listener needs to verify it."""
 
     text: str
     salt: bytes
@@ -49,7 +49,7 @@ class Secret(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Secret:
-        """Raises ValueError for a text that SASL does not admit, or that could be guessed."""
+        """Derive the keys of a secret. Raises ValueError for a text that SASL forbids or that could be guessed."""
         if len(text) < LEAST_CHARACTERS:
             raise ValueError(f"{len(text)} characters are too short")
         try:
@@ -59,7 +59,7 @@ class Secret(NamedTuple):
 
 
 class ListenerHandshake:
-    """The listener's side. `follower` is who the other side has proved to be; None until it has."""
+    """The listener's side. `follower` is the authenticated follower; None until then."""
 
     def __init__(self, secret: Secret) -> None:
         self.follower: ReplicaKey | None = None
@@ -73,7 +73,7 @@ class ListenerHandshake:
         return self._secret[1:]
 
     def answer(self, message: bytes) -> bytes:
-        """The answer to the follower's next message. Raises AuthenticationFailed."""
+        """Answer the follower's next message. Raises AuthenticationFailed."""
         try:
             text = message.decode()
             if not self._has_begun:
@@ -89,7 +89,7 @@ class ListenerHandshake:
 
 
 class FollowerHandshake:
-    """The follower's side, which speaks first."""
+    """The follower's side, which begins."""
 
     def __init__(self, follower: ReplicaKey, secret: Secret) -> None:
         self._client = ScramClient([MECHANISM], str(follower), secret.text)
@@ -98,7 +98,7 @@ class FollowerHandshake:
         return str(self._client.get_client_first()).encode()
 
     def final(self, message: bytes) -> bytes:
-        """What follows the listener's first message. Raises AuthenticationFailed."""
+        """Answer the listener's first message. Raises AuthenticationFailed."""
         try:
             self._client.set_server_first(message.decode())
             if int(self._client.iterations) > MAX_ITERATIONS:
@@ -108,7 +108,7 @@ class FollowerHandshake:
             raise AuthenticationFailed(str(error)) from error
 
     def check(self, message: bytes) -> None:
-        """Whether the listener, too, knows the secret: its last message says. Raises AuthenticationFailed."""
+        """Verify the listener's last message: it must know the secret, too. Raises AuthenticationFailed."""
         try:
             self._client.set_server_final(message.decode())
         except (ScramException, ValueError) as error:
@@ -119,7 +119,7 @@ SECRET_BYTES = 32
 
 
 class SharedSecret:
-    """The secret as last read: `load` it once before anything else, and again when etcd's history may be another."""
+    """The secret as last read: `load` it before anything else, and again when etcd's history may have changed."""
 
     def __init__(self, client: EtcdClient, keys: Keys) -> None:
         self._client = client
@@ -133,8 +133,8 @@ class SharedSecret:
         return self._secret
 
     async def load(self) -> None:
-        """Raises EtcdError, StartupError."""
-        # An etcd that has lost it is told what its brokers remember.
+        """Read the secret, or make one. Raises EtcdError, StartupError."""
+        # If etcd has lost it, put back what this broker remembers.
         proposal = self._secret.text if self._secret is not None else secrets.token_urlsafe(SECRET_BYTES)
         stored = await get_or_put(self._client, self._key, proposal.encode())
         try:
