@@ -34,10 +34,10 @@ class BrokerPages:
         self._status = status
         self._process = this_process()
         # A page of many partitions takes some tenths of a second of CPU time.
-        self._at_work = asyncio.Lock()
+        self._page_lock = asyncio.Lock()
 
     async def metrics(self, accept: str) -> tuple[bytes, str]:
-        async with self._at_work:
+        async with self._page_lock:
             counts = await counts_of(self._node_id, self._view, self._replica_manager, self._isr_keeper)
             collector = BrokerCollector(self._status(), counts, await states_of(self._replica_manager.hosted))
             return await asyncio.to_thread(render, (*self._process, collector), accept)

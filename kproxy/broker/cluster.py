@@ -132,20 +132,20 @@ class _Table(Generic[_Key, _Entry]):
         self.entries: dict[_Key, _Entry] = {}
         self._parse_key = parse_key
         self._parse_value = parse_value
-        self._told = 0
+        self._mirrored_revision = 0
 
     def clear(self, revision: int) -> None:
         """Forget everything; the entries at `revision` follow."""
         self.entries.clear()
-        self._told = revision
+        self._mirrored_revision = revision
 
-    def put(self, kv: KeyValue, *, told_by_etcd: bool) -> _Key | None:
+    def put(self, kv: KeyValue, *, from_mirror: bool) -> _Key | None:
         """Apply a put; return the changed key, None where a newer value is known. Raises ValueError."""
         key = self._parse_key(kv.key.removeprefix(self.prefix))
         known = self.entries.get(key)
-        if told_by_etcd:
-            self._told = max(self._told, kv.mod_revision)
-        elif known is None and kv.mod_revision <= self._told:
+        if from_mirror:
+            self._mirrored_revision = max(self._mirrored_revision, kv.mod_revision)
+        elif known is None and kv.mod_revision <= self._mirrored_revision:
             return None  # the mirror has reported this put and a later deletion
         if known is not None and known.mod_revision >= kv.mod_revision:
             return None
@@ -155,7 +155,7 @@ class _Table(Generic[_Key, _Entry]):
 
     def delete(self, kv: KeyValue) -> tuple[_Key, _Entry] | None:
         """Apply a deletion; return the removed key and entry. Raises ValueError."""
-        self._told = max(self._told, kv.mod_revision)
+        self._mirrored_revision = max(self._mirrored_revision, kv.mod_revision)
         key = self._parse_key(kv.key.removeprefix(self.prefix))
         known = self.entries.get(key)
         if known is None or known.mod_revision > kv.mod_revision:
@@ -249,7 +249,7 @@ class ClusterView:
     # Changes
 
     def on_restored(self) -> None:
-        self._tell([Change(Kind.RESTORED)])
+        self._notify([Change(Kind.RESTORED)])
 
     def on_snapshot(self, snapshot: Snapshot) -> None:
         self._brokers.clear(snapshot.revision)
@@ -260,23 +260,23 @@ class ClusterView:
         self.snapshot_revision = snapshot.revision
         for kv in snapshot.kvs:
             self._put(kv)
-        self._tell([Change(Kind.SNAPSHOT)])
+        self._notify([Change(Kind.SNAPSHOT)])
 
     def on_events(self, events: list[WatchEvent], revision: int) -> None:
         changes = [self._delete(event.kv) if event.deleted else self._put(event.kv) for event in events]
-        self._tell(change for change in changes if change is not None)
+        self._notify(change for change in changes if change is not None)
 
     def apply_put(self, key: str, value: bytes, *, lease_id: int, revision: int) -> bool:
         """Apply a put at `revision` that this broker made or read, before the mirror reports it.
 
         False if that changes nothing: the mirror was first, perhaps with a newer value.
         """
-        change = self._put(KeyValue(key, value, revision, revision, 1, lease_id), told_by_etcd=False)
+        change = self._put(KeyValue(key, value, revision, revision, 1, lease_id), from_mirror=False)
         if change is not None:
-            self._tell([change])
+            self._notify([change])
         return change is not None
 
-    def _tell(self, changes: Iterable[Change]) -> None:
+    def _notify(self, changes: Iterable[Change]) -> None:
         for change in changes:
             for subscriber in self._subscribers:
                 subscriber(change)
@@ -284,21 +284,21 @@ class ClusterView:
         if changed is not None and not changed.done():
             changed.set_result(None)
 
-    def _put(self, kv: KeyValue, *, told_by_etcd: bool = True) -> Change | None:
+    def _put(self, kv: KeyValue, *, from_mirror: bool = True) -> Change | None:
         try:
             if kv.key.startswith(self._owners.prefix):
-                partition = self._owners.put(kv, told_by_etcd=told_by_etcd)
+                partition = self._owners.put(kv, from_mirror=from_mirror)
                 return None if partition is None else _of_partition(Kind.OWNER, partition)
             if kv.key.startswith(self._states.prefix):
-                partition = self._states.put(kv, told_by_etcd=told_by_etcd)
+                partition = self._states.put(kv, from_mirror=from_mirror)
                 return None if partition is None else _of_partition(Kind.STATE, partition)
             if kv.key.startswith(self._topics.prefix):
-                name = self._topics.put(kv, told_by_etcd=told_by_etcd)
+                name = self._topics.put(kv, from_mirror=from_mirror)
                 if name is None:
                     return None
                 self._names[self.topics[name].topic_id.bytes] = name
                 return Change(Kind.TOPIC, topic=name)
-            node_id = self._brokers.put(kv, told_by_etcd=told_by_etcd)
+            node_id = self._brokers.put(kv, from_mirror=from_mirror)
             return None if node_id is None else Change(Kind.BROKER, node_id=node_id)
         except ValueError as error:
             _logger.warning("etcd key ignored", key=kv.key, error=str(error))

@@ -61,8 +61,8 @@ class DataDir:
         self._log_options = log_options
         # Held between reading whose a directory is and renaming it: of a topic that is deleted and at once created
         # again, one thread removes the log while another sets up the new one.
-        self._renaming = threading.Lock()
-        self._condemned: set[str] = set()
+        self._rename_lock = threading.Lock()
+        self._deleted_topics: set[str] = set()
 
     @classmethod
     def open(cls, path: Path, node_id: int, *, log_options: LogOptions | None = None) -> DataDir:
@@ -175,13 +175,13 @@ class DataDir:
 
     def _set_up(self, directory: Path, identity: dict[str, object]) -> None:
         """Make the directory this partition's, whichever it was before. Raises OSError, LogFailed."""
-        with self._renaming:
+        with self._rename_lock:
             found = read_json(directory / _PARTITION_FILE)
             if found is not None and found.get("topic") != identity["topic"]:
                 raise LogFailed(f"{directory} holds topic {found.get('topic')}: this file system ignores case")
-            condemned = None
-            if found is not None and str(found.get("topic_id")) in self._condemned:
-                condemned = self._condemn(directory)
+            renamed = None
+            if found is not None and str(found.get("topic_id")) in self._deleted_topics:
+                renamed = self._rename_deleted(directory)
             elif directory.exists() and any(directory.iterdir()):
                 stray = self.path / f"#stray-{uuid.uuid4()}"
                 _logger.warning("log set aside", directory=str(directory), moved_to=str(stray), was=found, now=identity)
@@ -190,8 +190,8 @@ class DataDir:
                 directory.mkdir(exist_ok=True)
             except OSError as error:
                 raise disk_error(error, directory) from error
-        if condemned is not None:
-            shutil.rmtree(condemned)
+        if renamed is not None:
+            shutil.rmtree(renamed)
         try:
             write_json(directory / _PARTITION_FILE, identity)
         except OSError as error:
@@ -210,28 +210,28 @@ class DataDir:
                 found.append(file.parent)
         return found
 
-    def condemn(self, topic_id: uuid.UUID) -> None:
+    def mark_deleted(self, topic_id: uuid.UUID) -> None:
         """Note that the topic is deleted: its logs may be removed as soon as they are in the way."""
-        self._condemned.add(str(topic_id))
+        self._deleted_topics.add(str(topic_id))
 
-    def all_deleted(self, topic_id: uuid.UUID) -> None:
-        """Forget a condemned topic: nothing of it is left."""
-        self._condemned.discard(str(topic_id))
+    def unmark_deleted(self, topic_id: uuid.UUID) -> None:
+        """Forget a deleted topic: nothing of it is left."""
+        self._deleted_topics.discard(str(topic_id))
 
-    def _condemn(self, directory: Path) -> Path:
+    def _rename_deleted(self, directory: Path) -> Path:
         """Rename the directory before it is removed: a half-removed log must never be opened again."""
         return directory.rename(self.path / f"#deleted-{uuid.uuid4()}")
 
     def delete_log(self, topic: str, partition_index: int, topic_id: uuid.UUID) -> None:
         """Remove a closed log of exactly this topic, if there is one. Raises OSError."""
         directory = self.partition_path(topic, partition_index)
-        condemned = None
-        with self._renaming:
+        renamed = None
+        with self._rename_lock:
             found = read_json(directory / _PARTITION_FILE)
             if found is not None and found.get("topic_id") == str(topic_id):
-                condemned = self._condemn(directory)
-        if condemned is not None:
-            shutil.rmtree(condemned)
+                renamed = self._rename_deleted(directory)
+        if renamed is not None:
+            shutil.rmtree(renamed)
         self._id_file(topic_id, partition_index).unlink(missing_ok=True)
 
     def close(self) -> None:

@@ -121,7 +121,7 @@ class FlushTimes:
     """Counts flushes by their duration, failed ones too, from any thread."""
 
     def __init__(self) -> None:
-        self._adding = threading.Lock()
+        self._lock = threading.Lock()
         self.buckets = [0] * (len(FLUSH_BOUNDS_S) + 1)
         self.seconds = 0.0
 
@@ -133,7 +133,7 @@ class FlushTimes:
             yield
         finally:
             took_s = time.monotonic() - began
-            with self._adding:
+            with self._lock:
                 self.buckets[bisect_left(FLUSH_BOUNDS_S, took_s)] += 1
                 self.seconds += took_s
 

@@ -63,7 +63,7 @@ class HostedReplicas:
         """Count the replicas whose last attempt to open failed."""
         return len(self._not_opened)
 
-    def every_key(self) -> Iterator[PartitionKey]:
+    def hosted_keys(self) -> Iterator[PartitionKey]:
         """Iterate over the replicas open now; they may be closed meanwhile."""
         for topic, partition_index in list(self.hosted):
             yield PartitionKey(topic.decode(), partition_index)
@@ -77,17 +77,17 @@ class HostedReplicas:
         try:
             log, log_id = await self._data_dir.in_thread(partial(self._open_log, key, topic, settings.log_options))
         except (OSError, LogFailed) as error:
-            self._tell_not_opened(key, topic, str(error))
+            self._log_not_opened(key, topic, str(error))
             return None
         self._not_opened.pop((topic.topic_id, key.partition_index), None)
         obeyed = self._obeyed.pop((topic.topic_id, key.partition_index), NO_LEADERSHIP)
         partition = Partition(topic.name, key.partition_index, topic.topic_id, log, settings, log_id, obeyed=obeyed)
-        self._tell_if_replaced(key, topic, partition)
+        self._log_if_replaced(key, topic, partition)
         self.hosted[topic.name.encode(), key.partition_index] = partition
         self.point_at_leader(key)
         return partition
 
-    def _tell_not_opened(self, key: PartitionKey, topic: Topic, reason: str) -> None:
+    def _log_not_opened(self, key: PartitionKey, topic: Topic, reason: str) -> None:
         """Log each reason once: every sweep tries again."""
         identity = topic.topic_id, key.partition_index
         if self._not_opened.get(identity) != reason:
@@ -105,7 +105,7 @@ class HostedReplicas:
             raise LogFailed(f"the log id of {log.directory} has been removed")
         return log, log_id
 
-    def _tell_if_replaced(self, key: PartitionKey, topic: Topic, partition: Partition) -> None:
+    def _log_if_replaced(self, key: PartitionKey, topic: Topic, partition: Partition) -> None:
         """Log that etcd lists another log of this broker as in sync: the records of that log are not here."""
         state = self._view.state(topic, key.partition_index)
         if state is not None and self._node_id in state.in_sync and partition.replica not in state.isr:

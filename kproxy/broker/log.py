@@ -43,7 +43,7 @@ from kproxy_codec.primitives import Buffer
 from kproxy_codec.record_batch import NO_TIMESTAMP, RecordBatch, leader_epoch_of
 
 # Above every offset.
-_NOWHERE = 1 << 63
+_NO_OFFSET = 1 << 63
 
 
 class LogCorrupt(LogFailed):
@@ -75,17 +75,17 @@ class Log:
         self.flushed_offset = 0
         # Segments whose names may not be on the disk: their directory, and the base offset of the first one.
         self._changed_names: ChangedNames | None = None
-        self._unnamed_from = _NOWHERE
+        self._unsynced_from = _NO_OFFSET
         # The lowest offset at which the log was cut off since the running flush began.
-        self._cut_at = _NOWHERE
+        self._cut_at = _NO_OFFSET
         # Held while a thread flushes: another one must not count what that one has taken on.
-        self._flushing = threading.Lock()
+        self._flush_lock = threading.Lock()
         # Held while `flushed_offset` and what it depends on change.
-        self._counting = threading.Lock()
+        self._flushed_lock = threading.Lock()
         # Held while a checkpoint is moved into place, and while the log is closed.
-        self._closing = threading.Lock()
+        self._close_lock = threading.Lock()
         # Held while a checkpoint is written.
-        self._checkpointing = threading.Lock()
+        self._checkpoint_lock = threading.Lock()
 
     @classmethod
     def open(cls, directory: Path, *, options: LogOptions | None = None) -> Log:
@@ -131,7 +131,7 @@ class Log:
                 damage = f"{before.path.name} ends at offset {before.next_offset}, {segment.path.name} comes next"
                 break
             kept += 1
-            bad_bytes = segment.recover(self._note_found, self.leader_epochs.latest, recovery_point)
+            bad_bytes = segment.recover(self._note_found_batch, self.leader_epochs.latest, recovery_point)
             if bad_bytes:
                 damage = f"a bad batch in {segment.path.name} at byte {segment.size_in_bytes}"
                 break
@@ -147,10 +147,10 @@ class Log:
         del self._segments[kept:]
         self._base_offsets = [segment.base_offset for segment in self._segments]
 
-    def _note_found(self, batch: RecordBatch) -> None:
-        self._note(batch, batch.max_timestamp)
+    def _note_found_batch(self, batch: RecordBatch) -> None:
+        self._note_batch(batch, batch.max_timestamp)
 
-    def _note(self, batch: RecordBatch, written_ms: int | None = None) -> None:
+    def _note_batch(self, batch: RecordBatch, written_ms: int | None = None) -> None:
         """Count a batch in the log, found there or received from a leader; written at `written_ms`, or now."""
         self._producer_history.note_batch(batch.base_offset, batch.size_in_bytes, self.producers)
         self.leader_epochs.assign(batch.partition_leader_epoch, batch.base_offset)
@@ -161,7 +161,7 @@ class Log:
         try:
             segment = Segment.create(self.directory, base_offset)
             try:
-                self._names_change(base_offset)
+                self._note_new_name(base_offset)
             except OSError:
                 segment.delete()
                 raise
@@ -171,12 +171,12 @@ class Log:
         self._base_offsets.append(base_offset)
         return segment
 
-    def _names_change(self, base_offset: int) -> None:
+    def _note_new_name(self, base_offset: int) -> None:
         """Note that a segment begins at `base_offset`. Raises OSError."""
-        with self._counting:
+        with self._flushed_lock:
             if self._changed_names is None and self.options.flush != "never":
                 self._changed_names = ChangedNames(self.directory)
-            self._unnamed_from = min(self._unnamed_from, base_offset)
+            self._unsynced_from = min(self._unsynced_from, base_offset)
 
     @property
     def log_start_offset(self) -> int:
@@ -247,7 +247,7 @@ class Log:
             together = batches[taken:upto]
             self._write(view[first.position : together[-1].end], together, first.base_offset)
             for batch in together:
-                self._note(batch)
+                self._note_batch(batch)
             taken = upto
         return self.log_end_offset
 
@@ -296,16 +296,16 @@ class Log:
     def _cut_off(self, offset: int) -> None:
         try:
             self._segments[-1].truncate_to(offset)
-            self._count_less(self.log_end_offset)
+            self._lower_flushed_offset(self.log_end_offset)
         except LogFailed as error:
             self._failure = error
             raise
         except OSError as error:
             raise self._failed(disk_error(error, self.directory)) from error
 
-    def _count_less(self, offset: int) -> None:
+    def _lower_flushed_offset(self, offset: int) -> None:
         """Lower `flushed_offset` to where the log was cut off, whatever a running flush has seen."""
-        with self._counting:
+        with self._flushed_lock:
             self.flushed_offset = min(self.flushed_offset, offset)
             self._cut_at = min(self._cut_at, offset)
 
@@ -327,7 +327,7 @@ class Log:
         except DiskError as error:
             raise self._failed(error) from error
         self._segments[:], self._base_offsets[:] = [fresh], [offset]
-        self._count_less(0)
+        self._lower_flushed_offset(0)
         self._producer_history.clear()
         self.producers = ProducerStates()
         self.leader_epochs.truncate_from_end(0)
@@ -352,7 +352,7 @@ class Log:
     def _drop_first(self, count: int) -> int:
         """Drop up to `count` of the oldest segments, but leave one whose name is on the disk; return how many."""
         if self.options.flush != "never":
-            count = max(0, min(count, bisect_left(self._base_offsets, self._unnamed_from) - 1))
+            count = max(0, min(count, bisect_left(self._base_offsets, self._unsynced_from) - 1))
         # One by one, the oldest first, so that an error leaves no gap.
         for _ in range(count):
             del self._base_offsets[0]
@@ -411,10 +411,10 @@ class Log:
 
         Raises LogFailed: after an error it is unknown what is on the disk.
         """
-        with self._flushing:
+        with self._flush_lock:
             self._check()
-            with self._counting:
-                self._cut_at, end_offset = _NOWHERE, self.log_end_offset
+            with self._flushed_lock:
+                self._cut_at, end_offset = _NO_OFFSET, self.log_end_offset
                 names, self._changed_names = self._changed_names, None
             try:
                 for segment in list(self._segments):
@@ -431,10 +431,10 @@ class Log:
                     names.close()
             # A log that was closed meanwhile was not flushed completely.
             self._check()
-            with self._counting:
+            with self._flushed_lock:
                 self.flushed_offset = max(self.flushed_offset, min(end_offset, self._cut_at))
                 if self._changed_names is None:
-                    self._unnamed_from = _NOWHERE
+                    self._unsynced_from = _NO_OFFSET
 
     def checkpoint(self, high_watermark: int, leadership: Leadership) -> None:
         """Write both beside the log; the leadership never goes back. Blocks. Raises OSError, LogFailed.
@@ -443,7 +443,7 @@ class Log:
         checkpoint has only the flushed part of the high watermark. From the checkpoint on, damage counts as a power
         cut's.
         """
-        with self._checkpointing:
+        with self._checkpoint_lock:
             self._check()
             if self.options.flush != "never":
                 self.flush()
@@ -463,19 +463,19 @@ class Log:
     @contextmanager
     def _while_open(self) -> Iterator[None]:
         """Hold the log open: a closed log's directory may have been moved away, and another be in its place."""
-        with self._closing:
+        with self._close_lock:
             self._check()
             yield
 
     def close(self) -> None:
         """Close the files; offsets can still be read. May be called twice."""
-        with self._closing:
+        with self._close_lock:
             if not self._closed:
                 self._closed = True
                 self._failure = self._failure or LogFailed("the log is closed")
                 for segment in self._segments:
                     segment.close()
-                with self._counting:
+                with self._flushed_lock:
                     names, self._changed_names = self._changed_names, None
                 if names is not None:
                     names.close()

@@ -59,13 +59,13 @@ class LogFlusher:
         self._waiters: set[Callable[[], None]] = set()
 
     @property
-    def is_at_work(self) -> bool:
+    def is_flushing(self) -> bool:
         """Whether a part of the log is not on the disk yet and may get there."""
         return self._log.flushed_offset < self._log.log_end_offset and self._log.failure is None
 
     def begin(self) -> None:
         """Flush what was appended, now or after the running flush."""
-        if self._under_way is None and self.is_at_work:
+        if self._under_way is None and self.is_flushing:
             self._under_way = asyncio.get_running_loop().run_in_executor(self._threads, self._flush)
             self._under_way.add_done_callback(self._ended)
 
@@ -156,10 +156,10 @@ class LogMaintenance:
         self._flush_interval_s = flush_interval_s
         self._retention_check_interval_s = retention_check_interval_s
         self._now_ms = now_ms
-        self._told: weakref.WeakSet[Log] = weakref.WeakSet()
+        self._logged_failures: weakref.WeakSet[Log] = weakref.WeakSet()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="log-keeper")
         # Held while the threads work, so that no two work on one log.
-        self._at_work = asyncio.Lock()
+        self._work_lock = asyncio.Lock()
 
     async def run(self) -> None:
         """Run the rounds until cancelled."""
@@ -180,11 +180,15 @@ class LogMaintenance:
         dirty = [replica.log for replica in self._usable() if replica.log.is_dirty]
         due = [log for log in dirty if whatever_the_policy or log.options.flush == "interval"]
         if due:
-            await self._share_out(_flush, due)
+            await self._run_in_threads(_flush, due)
         for replica in list(self._hosted()):
-            if replica.log.failure is not None and not replica.log.is_closed and replica.log not in self._told:
-                self._told.add(replica.log)
-                _logger.error("log failed", **_named(replica), error=str(replica.log.failure))
+            if (
+                replica.log.failure is not None
+                and not replica.log.is_closed
+                and replica.log not in self._logged_failures
+            ):
+                self._logged_failures.add(replica.log)
+                _logger.error("log failed", **_log_fields(replica), error=str(replica.log.failure))
 
     async def checkpoint(self) -> None:
         """Write the high watermarks and leaderships that have changed."""
@@ -210,23 +214,23 @@ class LogMaintenance:
         try:
             removed = replica.log.remove_old_segments(self._now_ms(), replica.high_watermark)
         except (OSError, LogFailed) as error:
-            _logger.error("retention not applied", **_named(replica), error=str(error))
+            _logger.error("retention not applied", **_log_fields(replica), error=str(error))
             return False
         if removed:
             _logger.info(
-                "old segments removed", **_named(replica), segments=removed, start=replica.log.log_start_offset
+                "old segments removed", **_log_fields(replica), segments=removed, start=replica.log.log_start_offset
             )
         return removed > 0
 
     async def _write_checkpoints(self, due: Sequence[MaintainedReplica]) -> None:
         wanted = [(replica.log, replica.high_watermark, replica.leadership) for replica in due]
         if wanted:
-            await self._share_out(_checkpoint, wanted)
+            await self._run_in_threads(_checkpoint, wanted)
 
-    async def _share_out(self, work: Callable[[Sequence[_Share]], None], due: Sequence[_Share]) -> None:
+    async def _run_in_threads(self, work: Callable[[Sequence[_Share]], None], due: Sequence[_Share]) -> None:
         """Share the work among the threads: a disk flushes many small files in hardly more time than one."""
         loop = asyncio.get_running_loop()
-        async with self._at_work:
+        async with self._work_lock:
             shares = [due[first::THREADS] for first in range(min(THREADS, len(due)))]
             await asyncio.gather(*(loop.run_in_executor(self._threads, work, share) for share in shares))
 
@@ -269,5 +273,5 @@ def _is_limited(log: Log) -> bool:
     return log.options.retention_bytes != NO_RETENTION_LIMIT or log.options.retention_ms != NO_RETENTION_LIMIT
 
 
-def _named(replica: MaintainedReplica) -> dict[str, object]:
+def _log_fields(replica: MaintainedReplica) -> dict[str, object]:
     return {"topic": replica.topic, "partition": replica.partition_index}

@@ -137,7 +137,7 @@ class Partition:
         self.failure = ""
         self.log = log
         # The last write error, as logged; empty after a success.
-        self._told: dict[str, object] = {}
+        self._logged_error: dict[str, object] = {}
         self._fence: Fence = _NO_FENCE
         self.writers = WriterFence()
         self._reconciliation = reconciliation or Reconciliation()
@@ -207,7 +207,7 @@ class Partition:
         if leadership < self.leadership:
             _logger.error(
                 "leader refused: it is older than one that was followed before",
-                **self._named(),
+                **self._log_fields(),
                 leader_id=leader_id,
                 leadership=leadership,
                 obeyed=self.leadership,
@@ -280,12 +280,12 @@ class Partition:
         try:
             log.append(records, batch)
         except (OSError, LogFailed) as error:
-            self._tell("append failed", error=str(error))
+            self._log_once("append failed", error=str(error))
             return AppendResult(error_codes.KAFKA_STORAGE_ERROR, -1, str(error))
         if not self._fence.is_live():
-            return self._take_back()
-        if self._told:
-            self._told = {}
+            return self._undo_append()
+        if self._logged_error:
+            self._logged_error = {}
         log.producers.update(batch, base_offset)
         replication.log_appended()
         self._begin_flush()
@@ -296,7 +296,7 @@ class Partition:
     @property
     def is_flushing(self) -> bool:
         """Whether some records cannot be reported yet because they are being flushed."""
-        return self.log.options.flush == "always" and self._flusher.is_at_work
+        return self.log.options.flush == "always" and self._flusher.is_flushing
 
     def _begin_flush(self) -> None:
         if self.log.options.flush == "always":
@@ -309,11 +309,11 @@ class Partition:
         isr, least = node_ids(self.replication.isr.members), self.replication.min_insync_replicas
         return f"{self.topic}-{self.partition_index}: in sync are {isr}, min.insync.replicas is {least}"
 
-    def _take_back(self) -> AppendResult:
+    def _undo_append(self) -> AppendResult:
         try:
             self.log.undo_append()
         except LogFailed as error:
-            _logger.error("undo failed", **self._named(), error=str(error))
+            _logger.error("undo failed", **self._log_fields(), error=str(error))
             return AppendResult(error_codes.REQUEST_TIMED_OUT)
         return _NOT_LEADER
 
@@ -330,7 +330,7 @@ class Partition:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         # The high watermark waits for it as well, but a failed flush is answered at once.
-        if not await self._gets_to_disk(offset, timeout_s):
+        if not await self._wait_until_flushed(offset, timeout_s):
             return error_codes.REQUEST_TIMED_OUT
         error_code = await self.replication.wait_for_isr(offset, deadline - loop.time())
         # A process that was stopped for longer than its lease must not answer for a leader that has been replaced.
@@ -343,10 +343,10 @@ class Partition:
 
         7 if that takes longer, or the disk fails: the record may be there when the log is opened anew.
         """
-        is_there = await self._gets_to_disk(offset, timeout_s) and self._fence.is_live()
+        is_there = await self._wait_until_flushed(offset, timeout_s) and self._fence.is_live()
         return error_codes.NONE if is_there else error_codes.REQUEST_TIMED_OUT
 
-    async def _gets_to_disk(self, offset: int, timeout_s: float) -> bool:
+    async def _wait_until_flushed(self, offset: int, timeout_s: float) -> bool:
         if self.log.counted_end_offset > offset:
             return True
         try:
@@ -377,7 +377,7 @@ class Partition:
         try:
             return ReadResult(error_codes.NONE, self.log.read(offset, max_bytes, up_to=up_to))
         except (OSError, LogFailed) as error:
-            _logger.error("read failed", **self._named(), error=str(error))
+            _logger.error("read failed", **self._log_fields(), error=str(error))
             return ReadResult(error_codes.KAFKA_STORAGE_ERROR)
 
     def latest_offset(self) -> int | None:
@@ -465,14 +465,14 @@ class Partition:
             taken = self._take(fetched)
         except Inconsistent as error:
             self.failure = str(error)
-            _logger.error("replica stopped", **self._named(), reason=self.failure)
+            _logger.error("replica stopped", **self._log_fields(), reason=self.failure)
         except ReplicatedBatchInvalid as error:
-            self._tell("leader's records refused", leader_id=self.leader_id, error=str(error))
+            self._log_once("leader's records refused", leader_id=self.leader_id, error=str(error))
         except (OSError, LogFailed) as error:
-            self._tell("replica not written", error=str(error))
+            self._log_once("replica not written", error=str(error))
         else:
             if taken:
-                self._told = {}
+                self._logged_error = {}
             return taken
         finally:
             self._begin_flush()
@@ -482,14 +482,14 @@ class Partition:
         """Call `wake` once, when a flush has ended, even in failure."""
         self._flusher.add_waiter(wake)
 
-    def _tell(self, event: str, **what: object) -> None:
+    def _log_once(self, event: str, **what: object) -> None:
         """Log an error once, however often it repeats: the log may go to the very disk that is full."""
         told = {"event": event, **what}
-        if told != self._told:
-            self._told = told
-            _logger.error(event, **self._named(), **what)
+        if told != self._logged_error:
+            self._logged_error = told
+            _logger.error(event, **self._log_fields(), **what)
 
-    def _named(self) -> dict[str, object]:
+    def _log_fields(self) -> dict[str, object]:
         return {"topic": self.topic, "partition": self.partition_index}
 
     def _take(self, fetched: PartitionFetched) -> bool:
@@ -504,7 +504,7 @@ class Partition:
         if fetched.diverging_epoch is not None:
             before = log.log_end_offset
             self._reconciliation.reconcile_as_follower(log, self.high_watermark, fetched.diverging_epoch)
-            _logger.warning("log cut off", **self._named(), end_offset=log.log_end_offset, before=before)
+            _logger.warning("log cut off", **self._log_fields(), end_offset=log.log_end_offset, before=before)
             return log.log_end_offset < before
         if fetched.records:
             log.append_replicated(fetched.records)

@@ -100,11 +100,11 @@ class ReplicaManager:
         self._releases = LeaseReleases(client, view.keys, lambda fence: self._fence is fence and not self.stopping)
         self._fence: LeaseFence | None = None
         self._working: dict[PartitionKey, asyncio.Task[None]] = {}
-        self._chores: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         # Partitions that the running task is to take, not only to host.
         self._to_take: set[PartitionKey] = set()
         # Partitions that were taken and could not be led; other brokers may take them until the next sweep.
-        self._not_now: set[PartitionKey] = set()
+        self._failed_to_lead: set[PartitionKey] = set()
         self._slots = asyncio.Semaphore(CONCURRENT_WORKS)
         self._queued: set[PartitionKey] = set()
         self._rebalance = LeaderRebalance(view, node_id, self.partitions, hand_over_after_s)
@@ -131,11 +131,11 @@ class ReplicaManager:
     def may_take(self, topic: str, partition_index: int) -> bool:
         """Tell whether a client's request may make this broker take a partition that it does not lead."""
         key = PartitionKey(topic, partition_index)
-        return self._may_take(key) and self._may_be_touched(key)
+        return self._may_take(key) and self._may_take_for_client(key)
 
     async def take(self, keys: Iterable[PartitionKey], timeout_s: float) -> None:
         """Take those of the partitions that this broker may take; give up waiting after `timeout_s`."""
-        tasks = [self._work_shared(key, take=True) for key in keys if self.may_take(*key)]
+        tasks = [self._start_work(key, take=True) for key in keys if self.may_take(*key)]
         if tasks:
             await asyncio.wait(tasks, timeout=timeout_s)
 
@@ -178,8 +178,8 @@ class ReplicaManager:
         self.stopping = True
         self.drop_all("the broker stops")
         self._election.close()
-        await asyncio.gather(*self._working.values(), *self._chores, return_exceptions=True)
-        for key in self.replicas.every_key():
+        await asyncio.gather(*self._working.values(), *self._tasks, return_exceptions=True)
+        for key in self.replicas.hosted_keys():
             self.replicas.close(key)
 
     # Taking partitions
@@ -204,12 +204,12 @@ class ReplicaManager:
     def _process(self, key: PartitionKey) -> None:
         """Do what is due for a partition now."""
         fence, ownership = self._fence, self._view.ownership(*key)
-        if fence is not None and ownership is not None and self._is_namesakes(key, ownership, fence):
+        if fence is not None and ownership is not None and self._is_of_deleted_topic(key, ownership, fence):
             self._start(self._release(key, ownership.mod_revision, fence))
         elif self._may_take_now(key):
-            self._work_shared(key, take=True)
+            self._start_work(key, take=True)
         elif self._wants_hosting(key):
-            self._work_shared(key, take=False)
+            self._start_work(key, take=False)
 
     def _queue_all(self) -> None:
         for topic in self._view.topics.values():
@@ -234,7 +234,7 @@ class ReplicaManager:
         topic, fence = self._topic_of(key), self._fence
         if topic is None or fence is None or self.stopping or not fence.is_live() or key in self._releases.under_way:
             return False
-        if key in self._not_now:
+        if key in self._failed_to_lead:
             return False
         partition = self.replicas.get(key)
         if partition is not None and (partition.role is not Role.FOLLOWER or partition.failure):
@@ -242,13 +242,13 @@ class ReplicaManager:
         ownership = self._view.ownership(*key)
         if ownership is not None:
             # A key on our own lease without a partition: a Txn whose answer was lost.
-            return ownership.lease_id == fence.lease_id and not self._is_namesakes(key, ownership, fence)
+            return ownership.lease_id == fence.lease_id and not self._is_of_deleted_topic(key, ownership, fence)
         if partition is not None and not is_in_sync(self._view, topic, key.partition_index, partition.replica):
             return False
         place = candidate_place(self._view, topic, key.partition_index, self._node_id, count_dead=False)
         return place != NOT_A_CANDIDATE
 
-    def _may_be_touched(self, key: PartitionKey) -> bool:
+    def _may_take_for_client(self, key: PartitionKey) -> bool:
         """Tell whether a client's request may take this partition here.
 
         Clients send requests for a never-written partition to any broker, and it should begin on its preferred one. If
@@ -272,16 +272,16 @@ class ReplicaManager:
             return False
         return self._election.may_take_now(key, topic)
 
-    def _work_shared(self, key: PartitionKey, *, take: bool) -> asyncio.Task[None]:
+    def _start_work(self, key: PartitionKey, *, take: bool) -> asyncio.Task[None]:
         if take:
             self._to_take.add(key)
         task = self._working.get(key)
         if task is None:
             task = self._working[key] = asyncio.create_task(self._work(key), name=f"work on {key}")
-            task.add_done_callback(lambda done: self._worked(key, done))
+            task.add_done_callback(lambda done: self._on_work_done(key, done))
         return task
 
-    def _worked(self, key: PartitionKey, task: asyncio.Task[None]) -> None:
+    def _on_work_done(self, key: PartitionKey, task: asyncio.Task[None]) -> None:
         self._working.pop(key, None)
         self._election.done(key)
         if not task.cancelled() and task.exception() is not None:
@@ -333,7 +333,7 @@ class ReplicaManager:
                 taken.fence,
             )
         except Exception:
-            self._not_now.add(key)
+            self._failed_to_lead.add(key)
             self._start(self._release(key, taken.token, fence))
             raise
         self.partitions[topic.name.encode(), key.partition_index] = partition
@@ -385,7 +385,7 @@ class ReplicaManager:
         elif change.kind is Kind.BROKER:
             if change.node_id == self._node_id:
                 self._check_identity()
-            for key in self.replicas.every_key():
+            for key in self.replicas.hosted_keys():
                 self.replicas.point_at_leader(key)
             self._queue_all()
         elif change.kind is Kind.TOPIC:
@@ -416,7 +416,7 @@ class ReplicaManager:
         for partition in list(self.partitions.values()):
             if partition.leadership.fencing_token <= revision:
                 self._check_still_led(PartitionKey(partition.topic, partition.partition_index))
-        for key in self.replicas.every_key():
+        for key in self.replicas.hosted_keys():
             topic, hosted = self._topic_of(key), self.replicas.get(key)
             if topic is None or (hosted is not None and hosted.topic_id != topic.topic_id):
                 self._drop(key, "its topic is gone")
@@ -452,8 +452,8 @@ class ReplicaManager:
 
     def _sweep(self) -> None:
         """Look at every partition, in case a change went unnoticed."""
-        self._not_now.clear()
-        for key in self.replicas.every_key():
+        self._failed_to_lead.clear()
+        for key in self.replicas.hosted_keys():
             partition = self.replicas.get(key)
             if partition is None or partition.log.failure is None:
                 continue
@@ -483,7 +483,7 @@ class ReplicaManager:
         if ownership is None or ownership.mod_revision != token:
             self._queue(key)  # otherwise when the view reports the deletion
 
-    def _is_namesakes(self, key: PartitionKey, ownership: Ownership, fence: LeaseFence) -> bool:
+    def _is_of_deleted_topic(self, key: PartitionKey, ownership: Ownership, fence: LeaseFence) -> bool:
         """Tell whether a key on our lease belongs to a deleted topic, whether or not a new one has its name."""
         topic = self._topic_of(key)
         return ownership.lease_id == fence.lease_id and (
@@ -497,7 +497,7 @@ class ReplicaManager:
             self._election.owned(key)
             self._drop(key, "its topic is deleted")
         self.replicas.forget(topic)
-        self._data_dir.condemn(topic.topic_id)
+        self._data_dir.mark_deleted(topic.topic_id)
         self._start(self._remove(topic))
 
     async def _remove(self, topic: Topic) -> None:
@@ -514,12 +514,12 @@ class ReplicaManager:
                 )
             except OSError as error:
                 _logger.error("deleted topic's log lingers", **key._asdict(), error=str(error))
-        self._data_dir.all_deleted(topic.topic_id)
+        self._data_dir.unmark_deleted(topic.topic_id)
 
     def _start(self, chore: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(chore)
-        self._chores.add(task)
-        task.add_done_callback(self._chores.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
 def _latest_epoch(partition: Partition) -> int:

@@ -73,9 +73,9 @@ class Segment:
         self._newest = _Place(base_offset, 0)
         self._dirty = False
         # Held while the descriptor is closed, or a flush takes it.
-        self._closing = threading.Lock()
+        self._close_lock = threading.Lock()
         # The flush that uses the descriptor closes it, if it was released meanwhile.
-        self._is_waited_for = False
+        self._is_flushing = False
 
     @classmethod
     def create(cls, directory: Path, base_offset: int) -> Segment:
@@ -270,16 +270,16 @@ class Segment:
         After an error it is unknown what is on the disk: the kernel may treat the bytes as written. So a flush must not
         be retried. It needs no new descriptor: a process without free descriptors loses no log.
         """
-        with self._closing:
+        with self._close_lock:
             if not self._dirty or self._fd < 0:
                 return
-            fd, self._dirty, self._is_waited_for = self._fd, False, True
+            fd, self._dirty, self._is_flushing = self._fd, False, True
         try:
             with FLUSHES.timed():
                 _sync_data(fd)
         finally:
-            with self._closing:
-                self._is_waited_for = False
+            with self._close_lock:
+                self._is_flushing = False
                 if self._fd < 0:
                     os.close(fd)
 
@@ -290,7 +290,7 @@ class Segment:
 
     def close(self) -> None:
         """Close the file without waiting for the disk. May be called twice."""
-        with self._closing:
+        with self._close_lock:
             fd, self._fd = self._fd, -1
-            if fd >= 0 and not self._is_waited_for:
+            if fd >= 0 and not self._is_flushing:
                 os.close(fd)

@@ -215,7 +215,7 @@ class _Server:
             raise StartupError(str(error)) from error
         except EtcdError as error:
             raise StartupError(f"{str(error).rstrip('.')}; --etcd names it") from error
-        await self._tell_of_leftovers()
+        await self._log_unknown_logs()
         await self._replication.start(self._broker)
         if lease.fence is not None:
             # Where the lease was lost while the start waited for etcd, `_hold` begins.
@@ -276,7 +276,7 @@ class _Server:
         if self._reminders.is_due(sentence):
             say_waiting(f"{sentence} Start etcd, or give its address with --etcd.")
 
-    async def _tell_of_leftovers(self) -> None:
+    async def _log_unknown_logs(self) -> None:
         """Log that there are logs of unknown topics; they stay.
 
         Their topics may have been deleted while this broker was away, but an etcd that was emptied looks the same.

@@ -108,7 +108,7 @@ async def test_without_a_live_lease_nothing_is_asked_and_nobody_dialled(tmp_path
         both.follower.holds_lease = False
         append(leader, b"after")
         await asyncio.sleep(0.3)
-        assert leader.replication.log_end_of(both.follower.node_id) == 1
+        assert leader.replication.follower_progress()[both.follower.node_id][0] == 1
         assert leader.high_watermark == 1
         await both.leader.restart()
         await asyncio.sleep(0.3)

@@ -288,7 +288,7 @@ async def test_a_leader_whose_own_disk_is_the_slow_one_does_not_count_itself(
             asked = follower.next_fetch()
             assert asked is not None
             assert follower.take_fetched(asked, leader.fetch_as_replica(FOLLOWER, asked, 1 << 20))
-        assert (follower.log_end_offset, leader.replication.log_end_of(FOLLOWER)) == (1, 1)
+        assert (follower.log_end_offset, leader.replication.follower_progress()[FOLLOWER][0]) == (1, 1)
         assert leader.high_watermark == 0
         answer = asyncio.ensure_future(leader.wait_for_isr(0, PATIENCE_S))
         disk.go_on()

@@ -115,14 +115,14 @@ def _serve(broker: Broker, fetch: FetchRequest, reader: _Reader, deadline: float
     if _is_enough(found, fetch):
         return _encode(fetch, found)
     # The wait begins in the step that found too little, so that every later append wakes it.
-    return _wait(broker, fetch, reader, deadline, _Waiting(broker, fetch, reader))
+    return _wait(broker, fetch, reader, deadline, _Wait(broker, fetch, reader))
 
 
 def _is_enough(found: _Found, fetch: FetchRequest) -> bool:
     return found.is_urgent or found.size_in_bytes >= fetch.min_bytes or fetch.max_wait_ms <= 0 or not fetch.topics
 
 
-class _Waiting:
+class _Wait:
     """One wait for news in any of the partitions that a fetch names."""
 
     def __init__(self, broker: Broker, fetch: FetchRequest, reader: _Reader) -> None:
@@ -155,14 +155,14 @@ class _Waiting:
                 self._hurry.wake = None
 
 
-async def _wait(broker: Broker, fetch: FetchRequest, reader: _Reader, deadline: float, waiting: _Waiting) -> Body:
+async def _wait(broker: Broker, fetch: FetchRequest, reader: _Reader, deadline: float, waiting: _Wait) -> Body:
     while True:
         await waiting.until(deadline)
         found = _read(broker, fetch, reader)
         is_hurried = reader.hurry.is_due if reader.hurry is not None else broker.replica_manager.stopping
         if _is_enough(found, fetch) or is_hurried or asyncio.get_running_loop().time() >= deadline:
             return _encode(fetch, found)
-        waiting = _Waiting(broker, fetch, reader)
+        waiting = _Wait(broker, fetch, reader)
 
 
 def _read(broker: Broker, fetch: FetchRequest, reader: _Reader) -> _Found:

@@ -73,27 +73,27 @@ class _Pending(NamedTuple):
 
 
 def _append(broker: Broker, produce: PartitionedRequest, bindings: Bindings) -> Body | Awaitable[Body | None] | None:
-    early = _bound_early(broker, produce, bindings) if bindings else []
-    return _keep_and_append(broker, produce, bindings, early) if early else _append_now(broker, produce, bindings)
+    unknown = _unknown_fences(broker, produce, bindings) if bindings else []
+    return _keep_and_append(broker, produce, bindings, unknown) if unknown else _append_now(broker, produce, bindings)
 
 
-def _bound_early(
+def _unknown_fences(
     broker: Broker, produce: PartitionedRequest, bindings: Bindings
 ) -> list[tuple[Partition, FenceBinding]]:
     """List the partitions that do not know yet the fence that this connection is bound to."""
-    early = []
+    unknown = []
     for topic in produce.topics:
         for index in topic.partitions:
             bound, partition = bindings.get((topic.name, index), UNBOUND), broker.led(topic.name, index)
             if partition is not None and partition.writers.is_above(bound):
-                early.append((partition, FenceBinding(partition.topic, index, bound)))
-    return early
+                unknown.append((partition, FenceBinding(partition.topic, index, bound)))
+    return unknown
 
 
 async def _keep_and_append(
-    broker: Broker, produce: PartitionedRequest, bindings: Bindings, early: list[tuple[Partition, FenceBinding]]
+    broker: Broker, produce: PartitionedRequest, bindings: Bindings, unknown: list[tuple[Partition, FenceBinding]]
 ) -> Body | None:
-    await broker.fences.settle_all(early, FENCE_TIMEOUT_S)
+    await broker.fences.settle_all(unknown, FENCE_TIMEOUT_S)
     if produce.by_id:
         broker.name_topics(produce)
     result = _append_now(broker, produce, bindings)

@@ -82,13 +82,13 @@ class FollowerPresence:
         was_steady = asyncio.get_running_loop().time() - follower.back_at > self._longest_s
         follower.times_gone = 1 if was_steady else follower.times_gone + 1
         self.gone.add(node_id)
-        self._tell()
+        self._notify()
 
     def _is_back(self, node_id: int, follower: _Follower) -> None:
         follower.back_at = asyncio.get_running_loop().time()
         self.gone.discard(node_id)
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for subscriber in self._subscribers:
             subscriber()

@@ -219,10 +219,6 @@ class ReplicationManager:
         """Tell whether that broker keeps a replica that follows this leader."""
         return replica_id in self._followers
 
-    def log_end_of(self, replica_id: int) -> int:
-        """Return the log end offset that a follower last reported, UNKNOWN_OFFSET before it did."""
-        return self._followers[replica_id].log_end_offset
-
     def follower_progress(self) -> dict[int, tuple[int, float]]:
         """Return, by follower, its last reported log end offset and for how many seconds it has not been caught up."""
         now = self._clock()
