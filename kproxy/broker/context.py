@@ -106,6 +106,14 @@ class Broker:
             found = self.view.topic_by_id(topic.wire)
             topic.name = found.name.encode() if found is not None else topic.wire
 
+    async def take_then(
+        self, takeable: Sequence[PartitionKey], serve: Callable[[], Body | Awaitable[Body | None] | None]
+    ) -> Body | None:
+        """Take partitions for at most TAKE_TIMEOUT_S, then serve the request that waits for them."""
+        await self.replica_manager.take(takeable, TAKE_TIMEOUT_S)
+        result = serve()
+        return await result if isinstance(result, Awaitable) else result
+
     def takeable(self, wanted: Sequence[tuple[bytes, Sequence[int]]]) -> list[PartitionKey]:
         """List the requested partitions that are not led here but might be: take them, then serve the request."""
         partitions = self.replica_manager.partitions

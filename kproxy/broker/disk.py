@@ -18,6 +18,9 @@ from typing import Final
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
+_SCRATCH = ".new"
+
+
 class DiskError(OSError):
     """One sentence that names the disk and the directory; `errno` is the file system's."""
 
@@ -69,9 +72,6 @@ def sync_directory(directory: Path) -> None:
         names.sync()
     finally:
         names.close()
-
-
-_SCRATCH = ".new"
 
 
 def read_json(path: Path) -> dict[str, object] | None:

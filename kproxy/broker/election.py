@@ -36,6 +36,13 @@ from kproxy.broker.keys import PartitionKey, ReplicaKey
 NOT_A_CANDIDATE = -1
 
 
+CANDIDATE_DELAY_S = 0.25
+NO_REPLICA_DELAY_S = 2.0
+# The first replica of a never-written partition lives, and may have thousands more to take.
+UNWRITTEN_DELAY_S = 10.0
+START_GRACE_S = 2.0
+
+
 def keeps_replica(view: ClusterView, topic: Topic, partition_index: int, node_id: int) -> bool:
     """Tell whether the broker keeps a replica of the partition."""
     state = view.state(topic, partition_index)
@@ -86,13 +93,6 @@ def initial_replicas(view: ClusterView, topic: Topic, partition_index: int, node
 
 def _weight(topic: str, partition_index: int, node_id: int) -> bytes:
     return hashlib.blake2b(f"{topic}/{partition_index}/{node_id}".encode(), digest_size=8).digest()
-
-
-CANDIDATE_DELAY_S = 0.25
-NO_REPLICA_DELAY_S = 2.0
-# The first replica of a never-written partition lives, and may have thousands more to take.
-UNWRITTEN_DELAY_S = 10.0
-START_GRACE_S = 2.0
 
 
 class ElectionQueue:

@@ -115,11 +115,11 @@ class FenceKeeper:
                     if refused != error_codes.NONE:
                         return _answer(partition, asked, refused)
             except EtcdError as error:
-                _logger.warning("fence not kept", **_log_fields(partition), fence=asked.fence, error=str(error))
+                _logger.warning("fence not kept", **partition.log_fields, fence=asked.fence, error=str(error))
                 if error.maybe_applied:
                     return _answer(partition, asked, error_codes.REQUEST_TIMED_OUT)
             except ValueError as error:
-                _logger.error("fence in etcd unreadable", **_log_fields(partition), error=str(error))
+                _logger.error("fence in etcd unreadable", **partition.log_fields, error=str(error))
         return _answer(partition, asked, error_codes.COORDINATOR_NOT_AVAILABLE)
 
     async def _keep(self, partition: Partition, asked: FenceBinding) -> int:
@@ -134,7 +134,7 @@ class FenceKeeper:
             now = await self._client.get_snapshot(fence_key)
             self._latest = max(self._latest, now.revision)
             if asked.fence > self._latest:
-                _logger.error("fence refused: etcd has not come to it", **_log_fields(partition), fence=asked.fence)
+                _logger.error("fence refused: etcd has not come to it", **partition.log_fields, fence=asked.fence)
                 return error_codes.INVALID_REQUEST
         is_owned = not asked.is_released
         result = await self._client.txn(
@@ -149,7 +149,7 @@ class FenceKeeper:
         self._latest = max(self._latest, result.revision)
         if result.succeeded:
             partition.writers.keep(KeptFence(asked.fence, is_owned, result.revision))
-            _logger.info("fence kept", **_log_fields(partition), fence=asked.fence, is_owned=is_owned)
+            _logger.info("fence kept", **partition.log_fields, fence=asked.fence, is_owned=is_owned)
             return error_codes.NONE
         lease_kvs, topic_kvs, fence_kvs = (response.kvs for response in result.responses)
         if not lease_kvs or lease_kvs[0].create_revision != partition.leadership.fencing_token:
@@ -164,7 +164,3 @@ class FenceKeeper:
 
 def _answer(partition: Partition, asked: FenceBinding, error_code: int) -> BoundFence:
     return BoundFence(asked.topic, asked.partition_index, error_code, partition.writers.fence or NO_FENCE)
-
-
-def _log_fields(partition: Partition) -> dict[str, object]:
-    return {"topic": partition.topic, "partition": partition.partition_index}

@@ -45,9 +45,12 @@ from kproxy.etcd import (
 )
 from kproxy.etcd.lease_fence import LeaseFence
 
-_logger = structlog.get_logger(__name__)
+CONCURRENT_RELEASES = 16
+# Pause before a failed deletion is retried.
+RETRY_PAUSE_S = 0.5
 
 ATTEMPTS = 3
+_logger = structlog.get_logger(__name__)
 
 
 class Taken(NamedTuple):
@@ -155,11 +158,6 @@ class TakeOver:
                 if not error.maybe_applied:
                     raise
         return await self._client.txn(compares, success, look)
-
-
-CONCURRENT_RELEASES = 16
-# Pause before a failed deletion is retried.
-RETRY_PAUSE_S = 0.5
 
 
 class LeaseReleases:

@@ -46,6 +46,10 @@ from kproxy_codec.record_batch import NO_TIMESTAMP, RecordBatch, leader_epoch_of
 _NO_OFFSET = 1 << 63
 
 
+_CHECKPOINT_FILE = "checkpoint.json"
+_CHECKPOINT_VERSION = 1
+
+
 class LogCorrupt(LogFailed):
     """Committed records on the disk cannot be read."""
 
@@ -490,10 +494,6 @@ class Log:
             raise LogFailed(f"{self.directory.name}: {self._failure}") from self._failure
 
 
-_FILE = "checkpoint.json"
-_VERSION = 1
-
-
 class Checkpoint(NamedTuple):
     """What a replica remembers beside its log: checkpoint.json, replaced in one step. All zeros for a log without one.
 
@@ -515,21 +515,23 @@ class Checkpoint(NamedTuple):
 
 def _read_checkpoint(directory: Path) -> Checkpoint:
     """Read the checkpoint in `directory`. Raises OSError, and LogFailed for a damaged or newer one."""
-    found = read_json(directory / _FILE)
+    found = read_json(directory / _CHECKPOINT_FILE)
     if found is None:
         return Checkpoint()
     version = found.get("version", 0)
-    if not isinstance(version, int) or version > _VERSION:
-        raise LogFailed(f"{directory / _FILE} is of version {version}, which a later release wrote: use that one")
+    if not isinstance(version, int) or version > _CHECKPOINT_VERSION:
+        raise LogFailed(
+            f"{directory / _CHECKPOINT_FILE} is of version {version}, which a later release wrote: use that one"
+        )
     numbers = [found.get(name) for name in Checkpoint._fields]
     if not all(isinstance(number, int) for number in numbers):
-        raise LogFailed(f"{directory / _FILE} is damaged: it says {found}")
+        raise LogFailed(f"{directory / _CHECKPOINT_FILE} is damaged: it says {found}")
     return Checkpoint._make(numbers)
 
 
 def write_checkpoint(directory: Path, checkpoint: Checkpoint, replacing: AbstractContextManager[object]) -> None:
     """Write a checkpoint as `write_json` does. Raises OSError."""
-    write_json(directory / _FILE, {"version": _VERSION, **checkpoint._asdict()}, replacing)
+    write_json(directory / _CHECKPOINT_FILE, {"version": _CHECKPOINT_VERSION, **checkpoint._asdict()}, replacing)
 
 
 def _removable_segments(segments: Sequence[Segment], options: LogOptions, now_ms: int, high_watermark: int) -> int:

@@ -45,6 +45,10 @@ from kproxy.broker.log import Log
 from kproxy.broker.producer_state import wall_ms
 from kproxy.broker.segment import LogFailed
 
+# Kafka's replica.high.watermark.checkpoint.interval.ms.
+CHECKPOINT_INTERVAL_S = 5.0
+THREADS = 8
+_Share = TypeVar("_Share")
 _logger = structlog.get_logger(__name__)
 
 
@@ -118,12 +122,6 @@ class LogFlusher:
             self._under_way.cancel()
             self._under_way = None
         self._wake()
-
-
-# Kafka's replica.high.watermark.checkpoint.interval.ms.
-CHECKPOINT_INTERVAL_S = 5.0
-THREADS = 8
-_Share = TypeVar("_Share")
 
 
 class MaintainedReplica(Protocol):

@@ -207,7 +207,7 @@ class Partition:
         if leadership < self.leadership:
             _logger.error(
                 "leader refused: it is older than one that was followed before",
-                **self._log_fields(),
+                **self.log_fields,
                 leader_id=leader_id,
                 leadership=leadership,
                 obeyed=self.leadership,
@@ -313,7 +313,7 @@ class Partition:
         try:
             self.log.undo_append()
         except LogFailed as error:
-            _logger.error("undo failed", **self._log_fields(), error=str(error))
+            _logger.error("undo failed", **self.log_fields, error=str(error))
             return AppendResult(error_codes.REQUEST_TIMED_OUT)
         return _NOT_LEADER
 
@@ -377,7 +377,7 @@ class Partition:
         try:
             return ReadResult(error_codes.NONE, self.log.read(offset, max_bytes, up_to=up_to))
         except (OSError, LogFailed) as error:
-            _logger.error("read failed", **self._log_fields(), error=str(error))
+            _logger.error("read failed", **self.log_fields, error=str(error))
             return ReadResult(error_codes.KAFKA_STORAGE_ERROR)
 
     def latest_offset(self) -> int | None:
@@ -465,7 +465,7 @@ class Partition:
             taken = self._take(fetched)
         except Inconsistent as error:
             self.failure = str(error)
-            _logger.error("replica stopped", **self._log_fields(), reason=self.failure)
+            _logger.error("replica stopped", **self.log_fields, reason=self.failure)
         except ReplicatedBatchInvalid as error:
             self._log_once("leader's records refused", leader_id=self.leader_id, error=str(error))
         except (OSError, LogFailed) as error:
@@ -487,9 +487,11 @@ class Partition:
         told = {"event": event, **what}
         if told != self._logged_error:
             self._logged_error = told
-            _logger.error(event, **self._log_fields(), **what)
+            _logger.error(event, **self.log_fields, **what)
 
-    def _log_fields(self) -> dict[str, object]:
+    @property
+    def log_fields(self) -> dict[str, object]:
+        """The fields that name the partition in a log event."""
         return {"topic": self.topic, "partition": self.partition_index}
 
     def _take(self, fetched: PartitionFetched) -> bool:
@@ -504,7 +506,7 @@ class Partition:
         if fetched.diverging_epoch is not None:
             before = log.log_end_offset
             self._reconciliation.reconcile_as_follower(log, self.high_watermark, fetched.diverging_epoch)
-            _logger.warning("log cut off", **self._log_fields(), end_offset=log.log_end_offset, before=before)
+            _logger.warning("log cut off", **self.log_fields, end_offset=log.log_end_offset, before=before)
             return log.log_end_offset < before
         if fetched.records:
             log.append_replicated(fetched.records)

@@ -34,7 +34,9 @@ import structlog
 
 from kproxy_codec.record_batch import NO_PRODUCER_ID, NO_TIMESTAMP, RecordBatch, add_sequence
 
-_logger = structlog.get_logger(__name__)
+HISTORY_INTERVAL_BYTES = 8 << 20
+HISTORY_BYTES_PER_PRODUCER = 1 << 10
+HISTORY_COPIES = 2
 
 RETAINED_BATCHES = 5
 EXPIRATION_MS = 86_400_000
@@ -49,6 +51,7 @@ _PRODUCER = Struct("<hq")
 _BATCH = Struct("<iqi")
 # The most that one update forgets: thousands may expire together.
 _EXPIRED_AT_ONCE = 8
+_logger = structlog.get_logger(__name__)
 
 
 def wall_ms() -> int:
@@ -175,11 +178,6 @@ def _out_of_order(batch: RecordBatch, expected: int) -> Judgement:
     who = f"producer {batch.producer_id} epoch {batch.producer_epoch}"
     detail = f"{who}: sequence {expected} expected, {batch.base_sequence} came"
     return Judgement(Verdict.OUT_OF_ORDER, detail=detail)
-
-
-HISTORY_INTERVAL_BYTES = 8 << 20
-HISTORY_BYTES_PER_PRODUCER = 1 << 10
-HISTORY_COPIES = 2
 
 
 class ProducerHistory:

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 
-from kproxy.broker.context import FENCE_TIMEOUT_S, TAKE_TIMEOUT_S, Bindings, Body, Broker, Request
-from kproxy.broker.keys import PartitionKey
+from kproxy.broker.context import FENCE_TIMEOUT_S, Bindings, Body, Broker, Request
 from kproxy.broker.partition import Partition
 from kproxy_codec import error_codes
 from kproxy_codec.own import (
@@ -37,16 +36,8 @@ def handle(broker: Broker, request: Request) -> Body | Awaitable[Body | None]:
     asked = parse_bind_fences_request(request.frame, request.header)
     takeable = broker.takeable([(each.topic.encode(), (each.partition_index,)) for each in asked])
     if takeable:
-        return _take_and_bind(broker, request, asked, takeable)
+        return broker.take_then(takeable, lambda: _bind(broker, request, asked))
     return _bind(broker, request, asked)
-
-
-async def _take_and_bind(
-    broker: Broker, request: Request, asked: tuple[FenceBinding, ...], takeable: list[PartitionKey]
-) -> Body | None:
-    await broker.replica_manager.take(takeable, TAKE_TIMEOUT_S)
-    result = _bind(broker, request, asked)
-    return await result if isinstance(result, Awaitable) else result
 
 
 def _bind(broker: Broker, request: Request, asked: tuple[FenceBinding, ...]) -> Body | Awaitable[Body | None]:

@@ -31,6 +31,16 @@ _BROKER_ENDPOINTS = 1
 _UNSUPPORTED_ENDPOINT_TYPE = 115
 
 
+_TOPIC_RESOURCE = 2
+_BROKER_RESOURCE = 4
+MAX_DESCRIBED_PARTITIONS = 2000
+# Empty, not null: kafka-clients 3.9 reads both without asking.
+_NO_ELR: dict[str, list[int]] = {"eligible_leader_replicas": [], "last_known_elr": []}
+# Kafka's numbering of where a configuration comes from.
+TOPIC_SOURCE = 1
+BROKER_SOURCE = 4
+
+
 def handle_describe_cluster(broker: Broker, request: Request) -> Body:
     """Answer DescribeCluster with the live brokers."""
     broker.check_knows_cluster()
@@ -52,10 +62,6 @@ def handle_describe_cluster(broker: Broker, request: Request) -> Body:
             brokers=describe_brokers(broker, "broker_id"),
         )
     return [control.encode_response(response)]
-
-
-_TOPIC_RESOURCE = 2
-_BROKER_RESOURCE = 4
 
 
 def handle_describe_configs(broker: Broker, request: Request) -> Body:
@@ -108,11 +114,6 @@ def _broker_values(broker: Broker) -> dict[str, str]:
     }
 
 
-MAX_DESCRIBED_PARTITIONS = 2000
-# Empty, not null: kafka-clients 3.9 reads both without asking.
-_NO_ELR: dict[str, list[int]] = {"eligible_leader_replicas": [], "last_known_elr": []}
-
-
 def handle_describe_topic_partitions(broker: Broker, request: Request) -> Body:
     """Answer DescribeTopicPartitions, from the cursor on."""
     broker.check_knows_cluster()
@@ -151,10 +152,6 @@ def handle_describe_topic_partitions(broker: Broker, request: Request) -> Body:
 
 
 # Shared with Metadata and CreateTopics
-
-# Kafka's numbering of where a configuration comes from.
-TOPIC_SOURCE = 1
-BROKER_SOURCE = 4
 
 
 def describe_partition(broker: Broker, topic: Topic, partition_index: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from kproxy.broker.context import TAKE_TIMEOUT_S, Body, Broker, CloseConnection, Request
+from kproxy.broker.context import Body, Broker, CloseConnection, Request
 from kproxy.broker.partition import Partition
 from kproxy.broker.replication.partition_replication import UNKNOWN_OFFSET
 from kproxy_codec import error_codes
@@ -70,16 +70,16 @@ class _Found(NamedTuple):
     is_urgent: bool
 
 
-def handle(broker: Broker, request: Request) -> Body | Awaitable[Body]:
+def handle(broker: Broker, request: Request) -> Body | Awaitable[Body | None]:
     """Answer a client's fetch, at once if there is enough."""
     fetch = parse_fetch(request.frame, request.header)
     if fetch.replica_id >= 0:
         raise CloseConnection(f"Fetch with replica_id {fetch.replica_id}: followers fetch on the replication listener")
     takeable = broker.takeable([(topic.name, topic.partitions) for topic in fetch.topics])
-    reader = _Reader(_fetch_as_client, for_replica=False)
+    reader, deadline = _Reader(_fetch_as_client, for_replica=False), _deadline(fetch)
     if takeable:
-        return _take_and_serve(broker, fetch, reader, broker.replica_manager.take(takeable, TAKE_TIMEOUT_S))
-    return _serve(broker, fetch, reader, _deadline(fetch))
+        return broker.take_then(takeable, lambda: _serve(broker, fetch, reader, deadline))
+    return _serve(broker, fetch, reader, deadline)
 
 
 def handle_replica(broker: Broker, request: Request, replica_id: int, hurry: Hurry) -> Body | Awaitable[Body]:
@@ -98,13 +98,6 @@ def handle_replica(broker: Broker, request: Request, replica_id: int, hurry: Hur
 
 def _deadline(fetch: FetchRequest) -> float:
     return asyncio.get_running_loop().time() + min(fetch.max_wait_ms, MAX_WAIT_MS) / 1000
-
-
-async def _take_and_serve(broker: Broker, fetch: FetchRequest, reader: _Reader, taking: Awaitable[None]) -> Body:
-    deadline = _deadline(fetch)
-    await taking
-    served = _serve(broker, fetch, reader, deadline)
-    return await served if isinstance(served, Awaitable) else served
 
 
 def _serve(broker: Broker, fetch: FetchRequest, reader: _Reader, deadline: float) -> Body | Awaitable[Body]:

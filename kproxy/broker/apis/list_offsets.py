@@ -14,8 +14,7 @@ from collections.abc import Awaitable
 
 import structlog
 
-from kproxy.broker.context import TAKE_TIMEOUT_S, Body, Broker, CloseConnection, Request
-from kproxy.broker.keys import PartitionKey
+from kproxy.broker.context import Body, Broker, CloseConnection, Request
 from kproxy.broker.partition import Partition
 from kproxy.broker.segment import LogFailed, TimestampAndOffset
 from kproxy_codec import control, error_codes
@@ -29,7 +28,7 @@ _NOTHING = TimestampAndOffset(-1, -1)
 _logger = structlog.get_logger(__name__)
 
 
-def handle(broker: Broker, request: Request) -> Body | Awaitable[Body]:
+def handle(broker: Broker, request: Request) -> Body | Awaitable[Body | None]:
     """Answer at once, unless a partition has to be taken first."""
     message = control.decode_request(LIST_OFFSETS, request.header.api_version, request.body)
     if message.replica_id >= 0:
@@ -37,12 +36,7 @@ def handle(broker: Broker, request: Request) -> Body | Awaitable[Body]:
     wanted = [(topic.name.encode(), [each.partition_index for each in topic.partitions]) for topic in message.topics]
     takeable = broker.takeable(wanted)
     if takeable:
-        return _take_and_list(broker, message, takeable)
-    return _list(broker, message)
-
-
-async def _take_and_list(broker: Broker, message: control.Message, takeable: list[PartitionKey]) -> Body:
-    await broker.replica_manager.take(takeable, TAKE_TIMEOUT_S)
+        return broker.take_then(takeable, lambda: _list(broker, message))
     return _list(broker, message)
 
 

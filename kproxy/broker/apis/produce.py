@@ -23,8 +23,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import NamedTuple
 
-from kproxy.broker.context import FENCE_TIMEOUT_S, TAKE_TIMEOUT_S, Bindings, Body, Broker, CloseConnection, Request
-from kproxy.broker.keys import PartitionKey
+from kproxy.broker.context import FENCE_TIMEOUT_S, Bindings, Body, Broker, CloseConnection, Request
 from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition
 from kproxy.broker.validation import Refusal, check_records
 from kproxy.broker.writer_fence import UNBOUND
@@ -43,22 +42,21 @@ _NODE_ENDPOINTS_TAG = 0
 def handle(broker: Broker, request: Request) -> Body | Awaitable[Body | None] | None:
     """Append what can be appended, in one step where nothing has to be taken first."""
     produce = parse_produce(request.frame, request.header)
-    if produce.by_id:
-        broker.name_topics(produce)
+    _name_topics(broker, produce)
     takeable = broker.takeable([(topic.name, topic.partitions) for topic in produce.topics])
     if takeable:
-        return _take_and_append(broker, produce, takeable, request.bindings)
+
+        def append() -> Body | Awaitable[Body | None] | None:
+            _name_topics(broker, produce)
+            return _append(broker, produce, request.bindings)
+
+        return broker.take_then(takeable, append)
     return _append(broker, produce, request.bindings)
 
 
-async def _take_and_append(
-    broker: Broker, produce: PartitionedRequest, takeable: list[PartitionKey], bindings: Bindings
-) -> Body | None:
-    await broker.replica_manager.take(takeable, TAKE_TIMEOUT_S)
+def _name_topics(broker: Broker, produce: PartitionedRequest) -> None:
     if produce.by_id:
         broker.name_topics(produce)
-    result = _append(broker, produce, bindings)
-    return await result if isinstance(result, Awaitable) else result
 
 
 class _Pending(NamedTuple):
@@ -94,8 +92,7 @@ async def _keep_and_append(
     broker: Broker, produce: PartitionedRequest, bindings: Bindings, unknown: list[tuple[Partition, FenceBinding]]
 ) -> Body | None:
     await broker.fences.settle_all(unknown, FENCE_TIMEOUT_S)
-    if produce.by_id:
-        broker.name_topics(produce)
+    _name_topics(broker, produce)
     result = _append_now(broker, produce, bindings)
     return await result if isinstance(result, Awaitable) else result
 

@@ -29,6 +29,9 @@ from kproxy_codec.api_keys import CREATE_TOPICS, DELETE_TOPICS
 _NAMED_TWICE = TopicOutcome(error_codes.INVALID_REQUEST, "the request names the topic twice")
 
 
+_TOPIC_ID_VERSION = 6
+
+
 async def handle_create_topics(broker: Broker, request: Request) -> Body:
     """Answer CreateTopics: create each topic, then wait for the leaders."""
     version = request.header.api_version
@@ -78,9 +81,6 @@ def _created(
     if version >= 7 and is_there:
         result["topic_id"] = topic.topic_id
     return result
-
-
-_TOPIC_ID_VERSION = 6
 
 
 async def handle_delete_topics(broker: Broker, request: Request) -> Body:

@@ -34,6 +34,9 @@ MAX_ITERATIONS = 16_384
 LEAST_CHARACTERS = 16
 
 
+SECRET_BYTES = 32
+
+
 class AuthenticationFailed(Exception):
     """The other side has not proved that it knows the secret; the message says why."""
 
@@ -113,9 +116,6 @@ class FollowerHandshake:
             self._client.set_server_final(message.decode())
         except (ScramException, ValueError) as error:
             raise AuthenticationFailed(str(error)) from error
-
-
-SECRET_BYTES = 32
 
 
 class SharedSecret:

@@ -126,7 +126,7 @@ class IsrKeeper:
         try:
             result = await self._client.txn(guards, [put_op(state_key, value)], [get_op(lease_key), get_op(state_key)])
         except EtcdError as error:
-            _logger.warning("ISR not changed", **_log_fields(partition), wanted=node_ids(members), error=str(error))
+            _logger.warning("ISR not changed", **partition.log_fields, wanted=node_ids(members), error=str(error))
             return
         if replication.role is Role.CLOSED:
             return
@@ -137,7 +137,7 @@ class IsrKeeper:
             replication.isr_settled(Isr(members, result.revision))
             self._view.apply_put(state_key, value, lease_id=0, revision=result.revision)
             log = _logger.warning if before - members else _logger.info
-            log("ISR changed", **_log_fields(partition), isr=node_ids(members), before=node_ids(before))
+            log("ISR changed", **partition.log_fields, isr=node_ids(members), before=node_ids(before))
             return
         lease_kvs, state_kvs = result.responses[0].kvs, result.responses[1].kvs
         if not lease_kvs or lease_kvs[0].create_revision != partition.leadership.fencing_token or not state_kvs:
@@ -146,7 +146,7 @@ class IsrKeeper:
         try:
             state = decode_value(state_kvs[0].value, StateValue)
         except ValueError as error:
-            _logger.error("ISR in etcd unreadable", **_log_fields(partition), error=str(error))
+            _logger.error("ISR in etcd unreadable", **partition.log_fields, error=str(error))
             return
         replication.isr_settled(Isr(frozenset(state.isr), state_kvs[0].mod_revision))
 
@@ -157,7 +157,3 @@ class IsrKeeper:
         self._swept_at = now
         for partition in self._led():
             partition.replication.expire_waiters()
-
-
-def _log_fields(partition: Partition) -> dict[str, object]:
-    return {"topic": partition.topic, "partition": partition.partition_index}
