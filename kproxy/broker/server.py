@@ -37,7 +37,6 @@ from kproxy.broker.data_dir import DataDir
 from kproxy.broker.fence_keeper import FenceKeeper
 from kproxy.broker.keys import BrokerValue, Keys, ReplicaKey
 from kproxy.broker.log_maintenance import LogMaintenance
-from kproxy.broker.metrics import BrokerStatus
 from kproxy.broker.partition import ReplicaSettings
 from kproxy.broker.replica_manager import ReplicaManager
 from kproxy.broker.replication.authentication import SharedSecret
@@ -58,6 +57,7 @@ from kproxy.runtime.waiting import Reminders, say_waiting
 from kproxy_codec.framing import ReceiveArena
 
 if TYPE_CHECKING:
+    from kproxy.broker.admin import BrokerStatus
     from kproxy.observe.http_page import HttpPage
 
 __all__ = ["BrokerConfig", "run_broker"]
@@ -331,7 +331,7 @@ class _Server:
         """Serve the admin page if it is configured; return its part of the ready line."""
         if self._config.admin is None:
             return ""
-        # Imported here: brokers without a page do not wait for these imports.
+        # Imported here, as in `_status`: brokers without a page do not wait for these imports.
         from kproxy.broker.admin import BrokerPages
         from kproxy.observe.http_page import HttpPage
 
@@ -341,6 +341,8 @@ class _Server:
         return f" admin={host}:{await self._page.start(host, port)}"
 
     def _status(self) -> BrokerStatus:
+        from kproxy.broker.admin import BrokerStatus
+
         fence = self._lease.fence if self._lease is not None else None
         silent_s = time.monotonic() - self._mirror.last_heard
         problem = self._not_serving

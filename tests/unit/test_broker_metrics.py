@@ -10,14 +10,13 @@ from typing import Any, cast
 
 import pytest
 
-from kproxy.broker import metrics
-from kproxy.broker.admin import BrokerPages
+from kproxy.broker import admin
+from kproxy.broker.admin import BrokerPages, BrokerStatus
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.disk import FLUSH_BOUNDS_S, FLUSHES, FlushTimes
 from kproxy.broker.keys import BrokerValue, Keys, StateValue, TopicValue, encode_value
 from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.log import Log
-from kproxy.broker.metrics import BrokerStatus
 from kproxy.broker.partition import Partition, ReplicaSettings
 from kproxy.etcd.lease_fence import LeaseFence
 from tests.support.replica_group import ISR_LAG_S, TOPIC_ID, Group, append, on_disk
@@ -196,7 +195,7 @@ async def test_flushes_are_timed_those_that_fail_as_well(tmp_path: Path, group: 
 async def test_series_of_single_partitions_have_an_end_and_totals_have_none(
     group: Group, page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "MAX_PARTITION_SERIES", 2)
+    monkeypatch.setattr(admin, "MAX_PARTITION_SERIES", 2)
     others = []
     for index in range(1, 5):
         settings = ReplicaSettings(1, group.clock)
