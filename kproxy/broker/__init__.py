@@ -1,4 +1,6 @@
-"""The reference broker: one on-disk log per partition, owned by a lease in etcd, served over Kafka's protocol.
+"""The reference broker: one on-disk log per partition.
+
+A partition is owned by a lease in etcd, and served over Kafka's protocol.
 
 Start at `server.py`. `connection.py` reads a request and `apis/registry.py` hands it to one file in `apis/`.
 Ownership: `broker_lease.py` (the lease and its fence), `election.py` (who takes a partition), `replica_manager.py`

@@ -1,4 +1,6 @@
-"""The admin page of a broker: `/`, `/metrics`, `/livez`, `/readyz`; `/` is a short summary for people.
+"""The admin page of a broker.
+
+It has `/metrics`, `/livez`, `/readyz`, and `/`, a short summary for people.
 
 `/metrics` has the broker's replicas, its lease and its disk as Prometheus families, made upon request. docs/metrics.md
 explains each family. Totals count all replicas on this broker; series of single partitions are limited to the first

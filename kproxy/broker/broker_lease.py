@@ -1,4 +1,6 @@
-"""The broker's lease in etcd: the key that makes it a live broker, and the fence behind all that it owns.
+"""The broker's lease in etcd, and the fence behind all that it owns.
+
+The lease holds the key that makes this a live broker.
 
 States
   none    no lease; the broker may own nothing
@@ -142,7 +144,7 @@ class BrokerLease:
         self._lost.set()
 
     async def revoke(self) -> None:
-        """Revoke the lease and every key on it, so that other brokers need not wait.
+        """Revoke the lease and every key on it; other brokers need not wait.
 
         If etcd does not answer, that is only logged.
         """

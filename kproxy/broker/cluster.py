@@ -1,4 +1,4 @@
-"""What this broker knows of the cluster: live brokers, topics, owners and partition states, mirrored from etcd.
+"""The cluster as this broker knows it, mirrored from etcd.
 
 State: four tables, filled by a PrefixMirror and by this broker's own transactions, whichever comes first.
 
@@ -267,7 +267,7 @@ class ClusterView:
         self._notify(change for change in changes if change is not None)
 
     def apply_put(self, key: str, value: bytes, *, lease_id: int, revision: int) -> bool:
-        """Apply a put at `revision` that this broker made or read, before the mirror reports it.
+        """Apply a put of this broker, or one that it read, at `revision`.
 
         False if that changes nothing: the mirror was first, perhaps with a newer value.
         """

@@ -50,7 +50,9 @@ class LogOptions:
 
 @dataclass(frozen=True)
 class BrokerConfig:
-    """`kproxy broker`'s options. Sizes are bytes; addresses are (host, port), port 0 means any free one.
+    """`kproxy broker`'s options.
+
+    Sizes are bytes; addresses are (host, port), port 0 means any free one.
 
     - `advertise`: the address that clients are told; None: the address listened on (port 0: the port listened on).
     - `replication_listen`: where followers fetch, under the advertised host; None: the host of `listen`, any free port.

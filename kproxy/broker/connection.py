@@ -1,4 +1,6 @@
-"""One client's connection: requests in, answers out, strictly one after another, as in Kafka's own broker.
+"""One client's connection: requests in, answers out, in order.
+
+One request is served at a time, as in Kafka's own broker.
 
 States
   idle      no request is being served; a request that needs no wait is served within `buffer_updated`
@@ -56,8 +58,9 @@ class ClientConnection(asyncio.BufferedProtocol):
         *,
         advises: bool = True,
     ) -> None:
-        """`on_opened` may return False: the connection is closed at once. `on_closed` is called once, when it is gone.
+        """Set the callbacks.
 
+        `on_opened` may return False: the connection is closed at once. `on_closed` is called once, when it is gone.
         `on_queued` is called when a request arrives behind one that is being served. `advises`: a client that speaks
         another protocol is told so.
         """

@@ -1,4 +1,4 @@
-"""What every API handler uses: the parts of the broker, the request, and the ways a request can end."""
+"""The context of API handlers: the broker, a request, its endings."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ LEADERS_TIMEOUT_S = 3.0
 
 
 class CloseConnection(Exception):
-    """Close the request's connection; the message says why. `answer` is sent before, where the protocol has one.
+    """Close the request's connection; the message says why.
 
-    Only exceptions raised before the handler waits for anything may have an answer.
+    `answer` is sent before, where the protocol has one. Only exceptions raised before the handler waits for anything
+    may have an answer.
     """
 
     def __init__(self, reason: str, answer: Body | None = None) -> None:
@@ -80,9 +81,10 @@ class Broker:
         return error_codes.NOT_LEADER_OR_FOLLOWER
 
     def check_knows_cluster(self) -> None:
-        """Raise CloseConnection while this broker has no lease: its view of topics and brokers may be outdated.
+        """Raise CloseConnection while this broker has no lease.
 
-        For APIs without an error that sends clients elsewhere; Metadata has a better answer (`apis.metadata`).
+        Its view of topics and brokers may be outdated then. For APIs without an error that sends clients elsewhere;
+        Metadata has a better answer (`apis.metadata`).
         """
         if not self.replica_manager.holds_lease:
             raise CloseConnection("this broker has no lease: others know better what the cluster is")
@@ -98,9 +100,10 @@ class Broker:
         return self.replica_manager.led(topic, partition_index)
 
     def name_topics(self, request: PartitionedRequest) -> None:
-        """Fill in the names of topics that are named by id (KIP-516); an unknown id stays, no topic has such a name.
+        """Fill in the names of topics that are named by id (KIP-516).
 
-        Repeat it after a wait: the topic may have been deleted, and another have its name.
+        An unknown id stays; no topic has such a name. Repeat it after a wait: the topic may have been deleted, and
+        another have its name.
         """
         for topic in request.topics:
             found = self.view.topic_by_id(topic.wire)

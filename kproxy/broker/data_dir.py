@@ -1,4 +1,4 @@
-"""A broker's data directory: its lock, its identity, and where each partition's log lies.
+"""A broker's data directory: lock, identity, and the logs' places.
 
   broker.json                 the node id that the directory belongs to, its log id, and the version of this layout
   .lock                       held by a running broker, against a second one
@@ -66,9 +66,9 @@ class DataDir:
 
     @classmethod
     def open(cls, path: Path, node_id: int, *, log_options: LogOptions | None = None) -> DataDir:
-        """Lock the directory and check its owner, creating it if needed. Raises StartupError.
+        """Lock the directory and check its owner, creating it if needed.
 
-        `log_options` are for logs that are opened without their own.
+        Raises StartupError. `log_options` are for logs that are opened without their own.
         """
         lock_fd = -1
         try:
@@ -108,10 +108,10 @@ class DataDir:
         *,
         is_only_replica: bool = False,
     ) -> Log:
-        """Open the partition's log; blocks while it is read through. Raises OSError, LogFailed.
+        """Open the partition's log; blocks while it is read through.
 
-        The log of an earlier topic of the same name is set aside, not opened. A log that lacks committed records keeps
-        its id where it `is_only_replica`: no other replica has more.
+        Raises OSError, LogFailed. The log of an earlier topic of the same name is set aside, not opened. A log that
+        lacks committed records keeps its id where it `is_only_replica`: no other replica has more.
         """
         directory = self.partition_path(topic, partition_index)
         identity: dict[str, object] = {"topic": topic, "partition": partition_index, "topic_id": str(topic_id)}

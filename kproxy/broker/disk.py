@@ -1,4 +1,4 @@
-"""Write to a disk: errors that name the disk, directory entries, small JSON files, flush times."""
+"""Write to a disk: errors, directory names, JSON files, flush times."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def disk_error(error: OSError, directory: Path) -> DiskError:
 
 
 class ChangedNames:
-    """A directory with changed names that may not be on the disk yet. Raises OSError.
+    """A directory with changed names that may not be on the disk yet.
 
-    It holds a descriptor, so that `sync` needs none, even if the process has run out of them by then.
+    It holds a descriptor, so that `sync` needs none, even if the process has run out of them by then. Raises OSError.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -88,10 +88,10 @@ def read_json(path: Path) -> dict[str, object] | None:
 
 
 def write_json(path: Path, value: dict[str, object], replacing: AbstractContextManager[object] | None = None) -> None:
-    """Replace the file in one step, so that a reader finds the old one or the new one, also after a power cut.
+    """Replace the file in one step.
 
-    The step happens inside `replacing`, which may cancel it by raising. Raises OSError; then the old file is in place
-    and no other file is left.
+    A reader finds the old file or the new one, also after a power cut. The step happens inside `replacing`, which may
+    cancel it by raising. Raises OSError; then the old file is in place and no other file is left.
     """
     # A unique name: two threads may write the same file at once.
     scratch = path.with_name(f"{path.name}.{uuid.uuid4().hex}{_SCRATCH}")

@@ -56,7 +56,7 @@ def is_in_sync(view: ClusterView, topic: Topic, partition_index: int, replica: R
 
 
 def candidate_place(view: ClusterView, topic: Topic, partition_index: int, node_id: int, *, count_dead: bool) -> int:
-    """Count the candidates that come before this broker; NOT_A_CANDIDATE where it is none.
+    """Count the candidates before this broker; NOT_A_CANDIDATE if it is none.
 
     `count_dead` counts dead candidates too, which may be about to start; of a partition that was never written only its
     first replica.

@@ -1,4 +1,6 @@
-"""Keep writers' fences in etcd, where the next leader reads them when it takes over.
+"""Keep writers' fences in etcd.
+
+The next leader reads them when it takes over.
 
 A bind or release of one partition
   compared   with the fence in memory: this answers most requests without etcd
@@ -80,7 +82,7 @@ class FenceKeeper:
         return _answer(partition, asked, error_codes.POLICY_VIOLATION if is_lower else error_codes.NONE)
 
     async def settle_all(self, asked: Sequence[tuple[Partition, FenceBinding]], timeout_s: float) -> list[BoundFence]:
-        """Answer each request; 7 REQUEST_TIMED_OUT where it is not settled in time.
+        """Answer each request; 7 REQUEST_TIMED_OUT if it takes too long.
 
         The next request finds out what etcd did.
         """

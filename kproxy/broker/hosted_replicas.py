@@ -1,4 +1,4 @@
-"""The replicas on this broker: open and close their logs, and point each at the leader that etcd names.
+"""The replicas on this broker: open, close, point at their leaders.
 
 Invariants
 1. A partition's log is open at most once: the replica manager calls `open` from one task at a time for each partition.
@@ -32,7 +32,7 @@ _logger = structlog.get_logger(__name__)
 
 
 class HostedReplicas:
-    """The open replicas of this broker, by (topic name as bytes, partition index).
+    """The open replicas, by (topic name as bytes, partition index).
 
     `on_leaders_changed` is called when a follower gets another leader, and when a replica is opened or closed.
     """

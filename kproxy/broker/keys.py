@@ -66,9 +66,10 @@ def node_ids(replicas: Iterable[ReplicaKey]) -> list[int]:
 
 
 class StateValue(msgspec.Struct, frozen=True):
-    """The state of a partition that outlives its owner. Absent: the partition was never taken, so never written.
+    """The state of a partition that outlives its owner.
 
-    `replicas` is set where other brokers than the topic's keep it: a stand-in took it while those were all dead.
+    Absent: the partition was never taken, so never written. `replicas` is set where other brokers than the topic's keep
+    it: a stand-in took it while those were all dead.
     """
 
     leader_epoch: int
@@ -97,9 +98,9 @@ class FenceValue(msgspec.Struct, frozen=True):
 
 
 class BrokerValue(msgspec.Struct, frozen=True):
-    """Where a live broker listens for clients and for followers; port 0 where it does not.
+    """Where a live broker listens for clients and for followers.
 
-    `log_id` is that of its data directory, None where its release has none.
+    A port is 0 where it does not. `log_id` is that of its data directory, None where its release has none.
     """
 
     node_id: int

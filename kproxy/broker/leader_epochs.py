@@ -1,4 +1,6 @@
-"""Leader epochs of a log (KIP-101), by which replicas find where their logs diverge, and leaderships.
+"""Leader epochs of a log (KIP-101), and leaderships.
+
+Replicas find by them where their logs diverge.
 
 State: entries (leader epoch, start offset), both rising. An epoch reaches from its start to the next entry's, the last
 one to the log's end.
@@ -21,10 +23,11 @@ _NONE = EpochEnd(NO_LEADER_EPOCH, -1)
 
 
 class Leadership(NamedTuple):
-    """One broker's time as leader: its leader epoch, and the create revision of the lease key that it held.
+    """One broker's time as leader.
 
-    They rise together, so either tells which leadership is newer. But an etcd restored from a snapshot counts revisions
-    from lower numbers again; the epoch compares first, because the logs confirm it.
+    Its leader epoch, and the create revision of the lease key that it held. They rise together, so either tells which
+    leadership is newer. But an etcd restored from a snapshot counts revisions from lower numbers again; the epoch
+    compares first, because the logs confirm it.
     """
 
     leader_epoch: int
@@ -55,10 +58,11 @@ class LeaderEpochs:
         return last[0] if last else NO_LEADER_EPOCH
 
     def assign(self, leader_epoch: int, start_offset: int) -> None:
-        """Give `leader_epoch` to what is written from `start_offset`; no change where it has it already.
+        """Give `leader_epoch` to what is written from `start_offset`.
 
-        Epochs that began at or above `start_offset` wrote nothing and are forgotten. Raises ValueError if the epoch
-        would go back behind one that did write: no leader's log does that.
+        Nothing changes where it has that epoch already. Epochs that began at or above `start_offset` wrote nothing and
+        are forgotten. Raises ValueError if the epoch would go back behind one that did write: no leader's log does
+        that.
         """
         if self._epochs and self._epochs[-1] == leader_epoch and self._start_offsets[-1] <= start_offset:
             return
@@ -75,9 +79,9 @@ class LeaderEpochs:
         return self._epochs[entry] if entry >= 0 else NO_LEADER_EPOCH
 
     def end_offset_for(self, leader_epoch: int, log_end_offset: int) -> EpochEnd:
-        """Return the largest known epoch not above `leader_epoch`, and the offset behind it (KIP-279).
+        """Return the largest known epoch not above `leader_epoch`, and its end.
 
-        -1 and -1 where there is none.
+        The end is the offset behind it (KIP-279); -1 and -1 where there is none.
         """
         entry = bisect_right(self._epochs, leader_epoch) - 1
         if entry < 0:

@@ -1,4 +1,4 @@
-"""Move leadership back to the preferred replica, and wait for followers before giving it up.
+"""Move leadership back to the preferred replica.
 
 A partition's preferred leader is its first replica. Once that replica is in sync again and this broker has led for long
 enough, the leadership moves back, one partition at a time. So leaders that moved when a broker failed return to it.
@@ -58,9 +58,9 @@ class LeaderRebalance:
         return first != self._node_id and first in self._view.brokers and partition.replication.is_in_sync(first)
 
     async def prepare(self, key: PartitionKey, is_stopping: Callable[[], bool]) -> bool:
-        """Refuse writes until the followers have all records. False if that takes too long or the broker stops.
+        """Refuse writes until the followers have all records.
 
-        If it takes too long, the partition is led as before.
+        False if that takes too long or the broker stops. If it takes too long, the partition is led as before.
         """
         partition = self._led.get((key.topic.encode(), key.partition_index))
         if partition is None:

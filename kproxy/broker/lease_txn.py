@@ -92,11 +92,11 @@ class TakeOver:
     async def attempt(
         self, lease_id: int, state: StateValue, stored_revision: int, *, known_epoch: int
     ) -> Taken | None:
-        """Take the partition with `state`, or find that an earlier attempt without an answer took it. None if it is not
-        available.
+        """Take the partition with `state`; None if it is not available.
 
-        `stored_revision` is the mod_revision of the stored state, 0 where there is none. `known_epoch` is the last
-        leader epoch that this broker led or followed in. Raises EtcdError; ValueError for an unreadable state or fence.
+        An earlier attempt without an answer may have taken it; then return what that one took. `stored_revision` is the
+        mod_revision of the stored state, 0 where there is none. `known_epoch` is the last leader epoch that this broker
+        led or followed in. Raises EtcdError; ValueError for an unreadable state or fence.
         """
         value = encode_value(state)
         result = await self._run(

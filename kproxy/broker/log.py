@@ -1,4 +1,6 @@
-"""A partition's log: segments of record batches as received, with offsets from `log_start_offset` to `log_end_offset`.
+"""A partition's log: segments of record batches as received.
+
+It has the offsets from `log_start_offset` to `log_end_offset`.
 
 States
   open      appended to and read by one thread
@@ -93,11 +95,11 @@ class Log:
 
     @classmethod
     def open(cls, directory: Path, *, options: LogOptions | None = None) -> Log:
-        """Open the log in `directory`, creating it if needed. Raises LogFailed (LogCorrupt), OSError.
+        """Open the log in `directory`, creating it if needed.
 
         `truncated_bytes` of the result is the size of a torn tail that was cut off; `high_watermark_checkpoint` and
         `leadership` are the last ones written, 0 and NO_LEADERSHIP where there are none. With the flush policy
-        `always`, the log is flushed first.
+        `always`, the log is flushed first. Raises LogFailed (LogCorrupt), OSError.
         """
         directory.mkdir(parents=True, exist_ok=True)
         segments: list[Segment] = []
@@ -216,10 +218,11 @@ class Log:
     # Appending
 
     def append(self, records: Buffer, batch: RecordBatch) -> None:
-        """Write one batch that already carries `log_end_offset` as its base offset, and its leader's epoch.
+        """Write one batch; it already carries its offset and leader epoch.
 
-        Raises OSError, after which the log is as it was; the message names the disk that refused. Raises LogFailed, and
-        ValueError for an epoch that goes back. The caller updates `producers` once the append stands.
+        The offset is `log_end_offset`. Raises OSError, after which the log is as it was; the message names the disk
+        that refused. Raises LogFailed, and ValueError for an epoch that goes back. The caller updates `producers` once
+        the append stands.
         """
         self._check()
         leader_epoch = leader_epoch_of(records)
@@ -230,7 +233,7 @@ class Log:
         self._write(records, [batch], base_offset)
 
     def append_replicated(self, records: Buffer) -> int:
-        """Write batches as the leader has them, from `log_end_offset` on; return the log end offset afterwards.
+        """Write a leader's batches from `log_end_offset`; return the new end.
 
         A partial last batch, as a Fetch answer may have, is left out. Raises ReplicatedBatchInvalid, with nothing
         written; OSError, with whole batches written or none; LogFailed.
@@ -279,9 +282,10 @@ class Log:
     # Removing
 
     def truncate_to(self, offset: int) -> None:
-        """Drop every batch that reaches to or above `offset`. Raises OSError, LogFailed.
+        """Drop every batch that reaches to or above `offset`.
 
-        An epoch that was assigned at the end and wrote nothing is dropped as well. The log start offset stays.
+        Raises OSError, LogFailed. An epoch that was assigned at the end and wrote nothing is dropped as well. The log
+        start offset stays.
         """
         self._check()
         if offset < self.log_end_offset:
@@ -337,10 +341,10 @@ class Log:
         self.leader_epochs.truncate_from_end(0)
 
     def remove_old_segments(self, now_ms: int, high_watermark: int) -> int:
-        """Apply retention: remove whole segments below the high watermark; return their number.
+        """Apply retention: remove old segments; return their number.
 
-        Raises OSError, LogFailed. If the last segment is old enough too, a new, empty one takes its place; the old one
-        is removed in the next round, once the new one is on the disk.
+        Only whole segments below the high watermark. Raises OSError, LogFailed. If the last segment is old enough too,
+        a new, empty one takes its place; the old one is removed in the next round, once the new one is on the disk.
         """
         self._check()
         count = _removable_segments(self._segments, self.options, now_ms, high_watermark)
@@ -378,10 +382,10 @@ class Log:
     # Reading
 
     def read(self, offset: int, max_bytes: int, *, up_to: int | None = None) -> bytes:
-        """Read batches from the one that holds `offset`, from one segment: the first whole, the last perhaps partial.
+        """Read batches of one segment, from the one that holds `offset`.
 
-        Only batches that end below `up_to`, where that is given. `offset` must lie in the log; at its end the result is
-        empty. Raises OSError, LogFailed.
+        The first is whole, the last perhaps partial. Only batches that end below `up_to`, where that is given. `offset`
+        must lie in the log; at its end the result is empty. Raises OSError, LogFailed.
         """
         self._check()
         position = max(bisect_right(self._base_offsets, offset) - 1, 0)
@@ -411,9 +415,9 @@ class Log:
     # The disk
 
     def flush(self) -> None:
-        """Flush all that is in the log now to the disk. Blocks; not for the thread that appends.
+        """Flush all that is in the log now to the disk.
 
-        Raises LogFailed: after an error it is unknown what is on the disk.
+        Blocks; not for the thread that appends. Raises LogFailed: after an error it is unknown what is on the disk.
         """
         with self._flush_lock:
             self._check()
@@ -441,11 +445,11 @@ class Log:
                     self._unsynced_from = _NO_OFFSET
 
     def checkpoint(self, high_watermark: int, leadership: Leadership) -> None:
-        """Write both beside the log; the leadership never goes back. Blocks. Raises OSError, LogFailed.
+        """Write both beside the log; the leadership never goes back. Blocks.
 
         Everything below the high watermark is flushed first. With the flush policy `never` it is not; then the
         checkpoint has only the flushed part of the high watermark. From the checkpoint on, damage counts as a power
-        cut's.
+        cut's. Raises OSError, LogFailed.
         """
         with self._checkpoint_lock:
             self._check()
@@ -495,13 +499,13 @@ class Log:
 
 
 class Checkpoint(NamedTuple):
-    """What a replica remembers beside its log: checkpoint.json, replaced in one step. All zeros for a log without one.
+    """The content of checkpoint.json, which is replaced in one step.
 
-    The high watermark may be old, so nothing is ever truncated to it. It is also Kafka's recovery point: it is written
-    only once everything below is on the disk, names of segments included, and nothing below it is ever removed from the
-    end. So damage below it is the disk's, and damage above it is what a power cut leaves. The leadership is the highest
-    one that this replica has obeyed. The leader epoch is for a log that retention has emptied: it is the epoch before
-    that log end offset.
+    All zeros for a log without one. The high watermark may be old, so nothing is ever truncated to it. It is also
+    Kafka's recovery point: it is written only once everything below is on the disk, names of segments included, and
+    nothing below it is ever removed from the end. So damage below it is the disk's, and damage above it is what a power
+    cut leaves. The leadership is the highest one that this replica has obeyed. The leader epoch is for a log that
+    retention has emptied: it is the epoch before that log end offset.
 
     A file without a version is of the release before versions; its high watermark means the same.
     """
@@ -535,11 +539,11 @@ def write_checkpoint(directory: Path, checkpoint: Checkpoint, replacing: Abstrac
 
 
 def _removable_segments(segments: Sequence[Segment], options: LogOptions, now_ms: int, high_watermark: int) -> int:
-    """Count the oldest segments that retention removes; none that reaches above the high watermark.
+    """Count the oldest segments that retention removes.
 
-    Kafka's retention.bytes and retention.ms with cleanup.policy=delete. By size: while the rest is at least
-    `retention_bytes`, and never the last segment. By time: while the largest timestamp is older than `retention_ms`.
-    `now_ms` is milliseconds since the epoch, as timestamps are.
+    None that reaches above the high watermark is. Kafka's retention.bytes and retention.ms with cleanup.policy=delete.
+    By size: while the rest is at least `retention_bytes`, and never the last segment. By time: while the largest
+    timestamp is older than `retention_ms`. `now_ms` is milliseconds since the epoch, as timestamps are.
     """
     left_bytes = sum(segment.size_in_bytes for segment in segments)
     count = 0

@@ -1,4 +1,4 @@
-"""One replica of a partition on this broker: its log, its writers, its leader, and the requests that wait for it.
+"""One replica of a partition: log, writers, leader, waiting requests.
 
 `replication.partition_replication` has the roles, their transitions and the high watermark; here they meet the log and
 the fence.
@@ -255,7 +255,7 @@ class Partition:
     def append_as_leader(
         self, records: memoryview, batch: RecordBatch, acks: int = 1, bound: int = UNBOUND
     ) -> AppendResult:
-        """Append one checked batch; its offset and leader epoch are written into `records`.
+        """Append one checked batch; write its offset and epoch into `records`.
 
         `bound` is the fence that its writer stands behind. 5, 6, 19, 44, 56 and the producer's own errors mean that
         nothing was appended; 7 that this is not certain: a write that must not count could not be undone. The answer, a
@@ -339,9 +339,10 @@ class Partition:
         return error_code
 
     async def wait_for_disk(self, offset: int, timeout_s: float) -> int:
-        """Wait until `offset` is on the disk if required; return the producer's error code.
+        """Wait until `offset` is on the disk; return the producer's error code.
 
-        7 if that takes longer, or the disk fails: the record may be there when the log is opened anew.
+        Return at once where records need not be on the disk. 7 if it takes longer, or the disk fails: the record may be
+        there when the log is opened anew.
         """
         is_there = await self._wait_until_flushed(offset, timeout_s) and self._fence.is_live()
         return error_codes.NONE if is_there else error_codes.REQUEST_TIMED_OUT
@@ -361,10 +362,10 @@ class Partition:
         return self.replication.is_leading and self._fence.is_live()
 
     def read(self, offset: int, max_bytes: int) -> ReadResult:
-        """Read batches from `offset`, below the high watermark: the first whole, at most `max_bytes` otherwise.
+        """Read batches from `offset`, below the high watermark.
 
-        Between the high watermark and the log's end the result is empty: a consumer that was there before the leader
-        changed waits, it is not sent back.
+        The first is whole, at most `max_bytes` otherwise. Between the high watermark and the log's end the result is
+        empty: a consumer that was there before the leader changed waits, it is not sent back.
         """
         if not self.log_start_offset <= offset <= self.log_end_offset:
             return ReadResult(error_codes.OFFSET_OUT_OF_RANGE)
@@ -405,7 +406,7 @@ class Partition:
     # As leader: followers
 
     def fetch_as_replica(self, replica_id: int, asked: PartitionFetch, max_bytes: int) -> PartitionFetched:
-        """Answer a follower's fetch, and note what the follower has by what it asks for.
+        """Answer a follower's fetch, which also tells what the follower has.
 
         It must name its epoch and its log: without a log the request could be anybody's.
         """
@@ -438,9 +439,10 @@ class Partition:
     # As follower
 
     def next_fetch(self) -> PartitionFetch | None:
-        """Return the next request to the leader; None where there is no leader or the replica has stopped.
+        """Return the next request to the leader; None if there is none.
 
-        Also None while fetched records are not on the disk yet: see `when_flushed`.
+        There is none without a leader, after `failure`, and while fetched records are not on the disk yet: see
+        `when_flushed`.
         """
         if self.role is not Role.FOLLOWER or self.leader_id == NO_LEADER or self.failure:
             return None
@@ -518,9 +520,9 @@ class Partition:
     # Waiters
 
     def add_waiter(self, wake: Callable[[], None], *, for_replica: bool = False) -> None:
-        """Call `wake` once: for a replica at the next append, for a client when the high watermark moves.
+        """Call `wake` once, when there is news for the waiting fetch.
 
-        Also when the partition closes.
+        For a replica at the next append, for a client when the high watermark moves; and when the partition closes.
         """
         (self._append_waiters if for_replica else self._high_watermark_waiters).add(wake)
 

@@ -1,4 +1,6 @@
-"""The idempotent producers of a partition (KIP-98), so that a resend does not become a second record.
+"""The idempotent producers of a partition (KIP-98).
+
+Their state shows that a resend is no second record.
 
 State: per producer id its epoch, the time of its last write, and its last RETAINED_BATCHES batches, oldest first.
 Rebuilt from the log at opening, updated by each append.
@@ -59,7 +61,7 @@ def wall_ms() -> int:
 
 
 class Verdict(Enum):
-    """What to do with a batch."""
+    """The decision on a batch."""
 
     ACCEPTED = "accepted"
     DUPLICATE = "duplicate"
@@ -80,10 +82,10 @@ _ACCEPTED = Judgement(Verdict.ACCEPTED)
 
 
 class ProducerStates:
-    """The producers of one partition. `clock` returns milliseconds since the epoch.
+    """The producers of one partition.
 
-    `expired` and `evicted` count producers forgotten for their age and for lack of room since the log was opened.
-    Truncating the log resets the counts to those of the copy.
+    `clock` returns milliseconds since the epoch. `expired` and `evicted` count producers forgotten for their age and
+    for lack of room since the log was opened. Truncating the log resets the counts to those of the copy.
     """
 
     def __init__(self, max_producers: int = MAX_PRODUCERS, clock: Callable[[], int] = wall_ms) -> None:
@@ -181,11 +183,11 @@ def _out_of_order(batch: RecordBatch, expected: int) -> Judgement:
 
 
 class ProducerHistory:
-    """Earlier copies of a log's producer states, at most HISTORY_COPIES, by the offset that they stand before.
+    """Earlier copies of a log's producer states, at most HISTORY_COPIES.
 
-    With a copy, truncating a log need not read it from the beginning: most truncations cut off little. A copy is made
-    every so many bytes; the more producers there are, the rarer, because copying would otherwise cost more than
-    appending.
+    Each belongs to the offset that it stands before. With a copy, truncating a log need not read it from the beginning:
+    most truncations cut off little. A copy is made every so many bytes; the more producers there are, the rarer,
+    because copying would otherwise cost more than appending.
     """
 
     def __init__(self) -> None:

@@ -81,10 +81,10 @@ class ReplicaManager:
         on_identity_lost: Callable[[str], None],
         hand_over_after_s: float = float("inf"),
     ) -> None:
-        """`on_identity_lost` is called with a reason when the broker's own key turns out to be gone.
+        """Wire the parts.
 
-        A partition that this broker has led for `hand_over_after_s` seconds goes back to its first replica, once that
-        is in sync.
+        `on_identity_lost` is called with a reason when the broker's own key turns out to be gone. A partition that this
+        broker has led for `hand_over_after_s` seconds goes back to its first replica, once that is in sync.
         """
         self.partitions: dict[tuple[bytes, int], Partition] = {}
         self.replicas = HostedReplicas(view, data_dir, node_id, settings_of)
@@ -147,8 +147,9 @@ class ReplicaManager:
         self._queue_all()
 
     async def settle(self, timeout_s: float) -> None:
-        """Wait until nothing is queued or being worked on, at most `timeout_s`; partitions that wait for other
-        candidates do not count.
+        """Wait until nothing is queued or being worked on.
+
+        At most `timeout_s`; partitions that wait for other candidates do not count.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s

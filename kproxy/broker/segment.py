@@ -1,4 +1,6 @@
-"""One segment file of a log: consecutive record batches, named after the first offset it may hold.
+"""One segment file of a log: consecutive record batches.
+
+The file is named after the first offset that it may hold.
 
 States
   open      batches are appended, read, cut off at the end
@@ -101,10 +103,11 @@ class Segment:
         return os.fstat(self._fd).st_size
 
     def recover(self, on_batch: Callable[[RecordBatch], None], leader_epoch: int, recovery_point: int) -> int:
-        """Read every batch with its CRC, up to the first bad one; return the number of bytes behind the good ones.
+        """Read every batch with its CRC, up to the first bad one.
 
-        `on_batch` is called for each good batch. Nothing is cut off: see `truncate_tail`. `leader_epoch` is the last
-        one of the segment before; everything below `recovery_point` is known to be on the disk.
+        Return the number of bytes behind the good ones. `on_batch` is called for each good batch. Nothing is cut off:
+        see `truncate_tail`. `leader_epoch` is the last one of the segment before; everything below `recovery_point` is
+        known to be on the disk.
         """
         length = self.length_in_bytes()
         if length == 0:
@@ -136,9 +139,10 @@ class Segment:
         os.ftruncate(self._fd, self.size_in_bytes)
 
     def append(self, records: Buffer, batches: Sequence[RecordBatch], base_offset: int) -> None:
-        """Write whole batches. The first carries `base_offset` in its bytes already, whatever `batches` says of it.
+        """Write whole batches.
 
-        OSError leaves the segment as it was; LogFailed means that the partial write could not be undone.
+        The first carries `base_offset` in its bytes already, whatever `batches` says of it. OSError leaves the segment
+        as it was; LogFailed means that the partial write could not be undone.
         """
         written = 0
         try:
@@ -189,10 +193,10 @@ class Segment:
             self.max_timestamp = TimestampAndOffset(batch.max_timestamp, last_offset)
 
     def read(self, offset: int, max_bytes: int, up_to: int | None = None) -> bytes:
-        """Read from the batch that holds `offset`, or the next one: that batch whole, `max_bytes` in all.
+        """Read from the batch that holds `offset`, or the next one.
 
-        Only batches that end below `up_to`. The last batch may be partial, as in Kafka's answers. Empty where no such
-        batch is here.
+        That batch whole, `max_bytes` in all. Only batches that end below `up_to`. The last batch may be partial, as in
+        Kafka's answers. Empty where no such batch is here.
         """
         place = self._place_before(offset)
         if place.base_offset == offset and up_to is None and max_bytes >= HEADER_BYTES:
@@ -265,10 +269,11 @@ class Segment:
         return os.read(self._fd, length)
 
     def flush(self) -> None:
-        """Flush appended bytes to the disk; meanwhile another thread may append or close, not flush. Raises OSError.
+        """Flush appended bytes to the disk. Raises OSError.
 
-        After an error it is unknown what is on the disk: the kernel may treat the bytes as written. So a flush must not
-        be retried. It needs no new descriptor: a process without free descriptors loses no log.
+        Meanwhile another thread may append or close, not flush. After an error it is unknown what is on the disk: the
+        kernel may treat the bytes as written. So a flush must not be retried. It needs no new descriptor: a process
+        without free descriptors loses no log.
         """
         with self._close_lock:
             if not self._dirty or self._fd < 0:

@@ -1,4 +1,4 @@
-"""The reference broker as a process: start, serve, lose and regain the lease, stop.
+"""The broker as a process: start, serve, keep the lease, stop.
 
 States
   starting   data directory locked, port bound, etcd reached, lease claimed, cluster read, own partitions taken

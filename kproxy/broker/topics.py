@@ -165,7 +165,7 @@ class TopicAdmin:
 
 
 def spread_replicas(brokers: Sequence[int], partitions: int, replication_factor: int, first: int) -> list[list[int]]:
-    """Assign the replicas of each partition: distinct, and as evenly over the brokers as possible.
+    """Assign distinct replicas to each partition, spread evenly.
 
     First replicas go round the brokers, from the one at `first`. A partition's other replicas are brokers behind its
     first, at a distance that grows with every round: so the partitions of a broker that dies move to all the others,

@@ -78,9 +78,10 @@ class ReplicatedBatchInvalid(ValueError):
 
 
 def check_replicated(records: Buffer, log_end_offset: int, leader_epoch: int) -> list[RecordBatch]:
-    """Return the whole batches in a leader's `records`, which continue a log whose last batch has `leader_epoch`.
+    """Return the whole batches in a leader's `records`.
 
-    A partial last batch is left out. Raises ReplicatedBatchInvalid.
+    They must continue a log that ends at `log_end_offset` with `leader_epoch`. A partial last batch is left out. Raises
+    ReplicatedBatchInvalid.
     """
     batches: list[RecordBatch] = []
     position, next_offset = 0, log_end_offset

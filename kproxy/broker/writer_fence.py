@@ -1,4 +1,6 @@
-"""The fence that a partition's writers stand behind: whose writes it accepts (the wiki's "Single Reader/Writer").
+"""The fence that decides whose writes a partition accepts.
+
+Its writers stand behind it (the wiki's "Single Reader/Writer").
 
 A fence is the etcd revision at which a client was granted the partition; a release is the revision at which it gave the
 partition up. A connection is bound to the fence that it named, or to none.

@@ -1,4 +1,4 @@
-"""Bind a listening port before anything is served on it, then accept on it."""
+"""Bind a listening port, and accept on it later."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ async def bind(
     shared: bool = False,
     choose: str = _OTHER_ADDRESS,
 ) -> asyncio.Server:
-    """Bind a server that does not accept yet; port 0 takes any free one. Raises StartupError.
+    """Bind a server that does not accept yet; port 0 takes any free one.
 
-    A host name with several addresses gets one port on all of them. `shared` lets other processes bind the same port
-    (SO_REUSEPORT). `choose` ends the error's sentence: what the user should choose instead.
+    Raises StartupError. A host name with several addresses gets one port on all of them. `shared` lets other processes
+    bind the same port (SO_REUSEPORT). `choose` ends the error's sentence: what the user should choose instead.
     """
 
     async def create(port: int) -> asyncio.Server:

@@ -34,9 +34,10 @@ def stop_signals(stop: Callable[[], None]) -> Iterator[None]:
 
 
 class Signals:
-    """Set `stop` upon SIGTERM and SIGINT, `insists` upon one more of them, `hangup` upon SIGHUP.
+    """Events for the signals of a process that serves.
 
-    A closed terminal sends SIGHUP as well; then `stop` is set.
+    SIGTERM and SIGINT set `stop`, one more of them `insists`, SIGHUP `hangup`. A closed terminal sends SIGHUP as well;
+    then `stop` is set.
     """
 
     def __init__(self) -> None:

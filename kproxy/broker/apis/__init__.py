@@ -1,1 +1,4 @@
-"""The APIs: each file opens with its APIs' versions and behaviour; `registry` lists them all."""
+"""The APIs of the broker.
+
+Each file opens with its APIs' versions and behaviour; `registry` lists them all.
+"""

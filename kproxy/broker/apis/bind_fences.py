@@ -1,4 +1,6 @@
-"""BindFences, version 0: this project's own, from proxies (kproxy_codec.own).
+"""BindFences, version 0: this project's own API, used by proxies.
+
+kproxy_codec.own has its format.
 
 - A bound fence counts for everything produced on this connection from then on, and etcd keeps it. Connections bound
   lower, or not at all, are refused with POLICY_VIOLATION until the fence is released with a higher one.

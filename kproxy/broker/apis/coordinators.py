@@ -1,4 +1,6 @@
-"""FindCoordinator and InitProducerId: neither groups nor transactions are offered, idempotent producers are.
+"""FindCoordinator and InitProducerId.
+
+Neither groups nor transactions are offered; idempotent producers are.
 
 FindCoordinator, versions 0-6
 - No coordinator is ever named: every key gets an error and, from version 1, a sentence that says why. The codes are

@@ -1,4 +1,6 @@
-"""DescribeCluster, DescribeConfigs, DescribeTopicPartitions, and what they share with Metadata.
+"""DescribeCluster, DescribeConfigs and DescribeTopicPartitions.
+
+Metadata and CreateTopics use their parts.
 
 DescribeCluster, versions 0-1 (KIP-700)
 - Endpoint type 1, brokers, is known; any other gets UNSUPPORTED_ENDPOINT_TYPE: there are no controllers.
@@ -155,9 +157,10 @@ def handle_describe_topic_partitions(broker: Broker, request: Request) -> Body:
 
 
 def describe_partition(broker: Broker, topic: Topic, partition_index: int) -> dict[str, Any]:
-    """Describe leader, epoch, replicas and ISR; LEADER_NOT_AVAILABLE while no live broker owns the partition.
+    """Describe leader, epoch, replicas and ISR of a partition.
 
-    A partition that was never taken was never written, so all its replicas are in sync.
+    LEADER_NOT_AVAILABLE while no live broker owns it. A partition that was never taken was never written, so all its
+    replicas are in sync.
     """
     leader_id, leader_epoch = broker.current_leader(topic.name, partition_index)
     state = broker.view.state(topic, partition_index)

@@ -1,4 +1,6 @@
-"""Fetch, versions 4-12 for clients, and 13, topics by id, for followers on the replication listener.
+"""Fetch, from clients and from followers.
+
+Versions 4-12 for clients, and 13, topics by id, for followers on the replication listener.
 
 - Sessionless (KIP-227): every answer says session 0; a request that names one gets FETCH_SESSION_ID_NOT_FOUND.
 - Waits up to max_wait_ms for min_bytes. An error in any partition ends the wait, and so does a diverging epoch. The

@@ -65,9 +65,10 @@ async def _create_and_describe(broker: Broker, message: control.Message, to_crea
 
 
 def _send_elsewhere(broker: Broker, message: control.Message) -> Body:
-    """Answer that clients should ask another broker. Raises CloseConnection if there is none.
+    """Answer that clients should ask another broker.
 
-    Closing alone is not enough: a Java client that knows this broker as a leader reconnects and asks it first.
+    Raises CloseConnection if there is none. Closing alone is not enough: a Java client that knows this broker as a
+    leader reconnects and asks it first.
     """
     version = message.version
     others = [each for each in _brokers(broker) if each["node_id"] != broker.config.node_id]

@@ -60,9 +60,9 @@ def _name_topics(broker: Broker, produce: PartitionedRequest) -> None:
 
 
 class _Pending(NamedTuple):
-    """A result that has to wait for every in-sync replica or, with acks=1, for the disk here.
+    """A result that has to wait before it is answered.
 
-    `at` is its place among the results.
+    For every in-sync replica or, with acks=1, for the disk here. `at` is its place among the results.
     """
 
     at: int

@@ -1,4 +1,4 @@
-"""The APIs that the broker offers: their versions, their handlers, and ApiVersions.
+"""The table of the APIs that the broker offers, and ApiVersions.
 
 ApiVersions, versions 0-4
 - An unknown version is answered in version 0 with UNSUPPORTED_VERSION and the whole list (KIP-511).

@@ -1,4 +1,6 @@
-"""Mutual authentication of brokers: SCRAM-SHA-256 (RFC 5802, RFC 7677), both ways, with a secret kept in etcd.
+"""Mutual authentication of brokers by SCRAM-SHA-256.
+
+RFC 5802 and RFC 7677, both ways.
 
 The secret is the cluster's, random, and in etcd, which every broker can read anyway; the first broker makes it. A
 follower's name is its broker id and the log id of its data directory (as KIP-858's directory ids), so that a listener

@@ -1,4 +1,6 @@
-"""Fetch what this broker follows: one task and one connection for each broker that leads a partition followed here.
+"""Fetch what this broker follows.
+
+Each broker that leads a partition followed here has one task and one connection.
 
 States of a fetcher
   dialling   the leader is not reached yet; tried again with a growing pause

@@ -1,4 +1,6 @@
-"""Detect followers that are gone by their broken connections, sooner than by the end of a lease.
+"""Detect followers that are gone by their broken connections.
+
+That is sooner than by the end of a lease.
 
 A process that dies breaks its connections at once, while its lease lasts for seconds. Until then leaders would wait for
 it: it is in sync, and confirms nothing.

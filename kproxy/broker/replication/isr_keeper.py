@@ -1,4 +1,6 @@
-"""Keep the in-sync replicas of led partitions in etcd, where the next leader reads them.
+"""Keep the in-sync replicas of led partitions in etcd.
+
+The next leader reads them when it takes over.
 
 A change of one partition's ISR
   wanted     ReplicationManager.wanted_isr says what it should be

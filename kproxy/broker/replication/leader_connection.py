@@ -1,4 +1,4 @@
-"""A follower's connection to a leader's replication listener: authenticated, answers in order.
+"""A follower's connection to a leader's replication listener.
 
 States
   dialling         the connection is being made

@@ -1,4 +1,4 @@
-"""The listener for the followers on the cluster's other brokers, and for nobody else.
+"""The replication listener, for the followers on other brokers.
 
 States of a connection
   new             ApiVersions and SaslHandshake are answered

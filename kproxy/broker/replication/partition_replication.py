@@ -1,4 +1,6 @@
-"""Replication state of one partition: roles, in-sync replicas, the high watermark, and producers that wait for it.
+"""Replication state of one partition.
+
+Roles, in-sync replicas, the high watermark, and producers that wait for it.
 
 States
   follower   copies from a leader, if one is known
@@ -102,11 +104,12 @@ class _Waiter:
 
 
 class ReplicationManager:
-    """One partition's replication on one broker. It reads the log's end through `log_end`, and uses nothing else of it.
+    """One partition's replication on one broker.
 
-    `counted_end` is the end of our own log for the high watermark: `log_end`, or less where records have to be on the
-    disk first. `isr_lag_s` is how long a follower may go without having caught up (Kafka's replica.lag.time.max.ms).
-    `on_high_watermark` is called after it has moved.
+    It reads the log's end through `log_end`, and uses nothing else of it. `counted_end` is the end of our own log for
+    the high watermark: `log_end`, or less where records have to be on the disk first. `isr_lag_s` is how long a
+    follower may go without having caught up (Kafka's replica.lag.time.max.ms). `on_high_watermark` is called after it
+    has moved.
     """
 
     def __init__(
@@ -246,12 +249,12 @@ class ReplicationManager:
         self.high_watermark = max(self.high_watermark, min(high_watermark, self._log_end()))
 
     def wanted_isr(self, live: Collection[int], gone: Collection[int] = ()) -> frozenset[ReplicaKey] | None:
-        """Compute the ISR to propose to etcd; None where it is right, or a proposal is running.
+        """Compute the ISR to propose to etcd; None where it is right.
 
-        `live` are the live brokers, `gone` those among them whose connection has broken. A replica leaves the ISR if
-        its broker is dead, it has lagged too long, or it lacks committed records; also if it is gone, where enough
-        others stay for the high watermark to move. A replica joins that has everything below the high watermark and
-        below the beginning of this epoch.
+        Also None while a proposal is running. `live` are the live brokers, `gone` those among them whose connection has
+        broken. A replica leaves the ISR if its broker is dead, it has lagged too long, or it lacks committed records;
+        also if it is gone, where enough others stay for the high watermark to move. A replica joins that has everything
+        below the high watermark and below the beginning of this epoch.
         """
         if self.role is not Role.LEADER or self.proposed is not None:
             return None

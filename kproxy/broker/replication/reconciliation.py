@@ -1,4 +1,6 @@
-"""Reconcile a log after its leader changed: the StreamBus text's rule, with one correction.
+"""Reconcile a log after its leader changed.
+
+This is the StreamBus text's rule, with one correction.
 
 The text truncates a new leader's and each follower's log to its own high watermark. A follower learns the high
 watermark one fetch late, so that rule loses records that were acknowledged with acks=all (KIP-101). Here a new leader
@@ -22,7 +24,7 @@ class Inconsistent(Exception):
 
 
 class Reconciliation:
-    """What a replica does with its log when leadership changes. Stateless."""
+    """Changes a replica's log when leadership changes. Stateless."""
 
     def reconcile_as_new_leader(self, log: Log, high_watermark: int, leader_epoch: int) -> int:
         """Return the offset at which the new epoch begins: the log's end, whatever the high watermark is."""
@@ -51,7 +53,7 @@ def divergence_point(log: Log, leader_end: EpochEnd) -> int:
 
 
 def leader_end_for(log: Log, leader_epoch: int) -> EpochEnd:
-    """Return a leader's answer to a follower whose last record is of `leader_epoch`.
+    """Return a leader's answer to a follower that ends in `leader_epoch`.
 
     If even the leader's oldest epoch is newer, the logs have nothing below its start in common.
     """
