@@ -129,7 +129,7 @@ class _Server:
             on_deposed=self._replica_manager.deposed,
             presence=self._presence,
         )
-        self._log_keeper = LogMaintenance(
+        self._log_maintenance = LogMaintenance(
             self._replica_manager.hosted.values,
             flush_interval_s=config.flush_interval_s,
             retention_check_interval_s=config.retention_check_interval_s,
@@ -223,7 +223,7 @@ class _Server:
         self._tasks += [
             asyncio.create_task(self._replica_manager.run()),
             asyncio.create_task(self._isr_keeper.run()),
-            asyncio.create_task(self._log_keeper.run()),
+            asyncio.create_task(self._log_maintenance.run()),
             asyncio.create_task(self._fetchers.run()),
         ]
         await self._replica_manager.settle(OWN_PARTITIONS_TIMEOUT_S)
@@ -436,7 +436,7 @@ class _Server:
         while any(each.task is not None for each in self._connections) and loop.time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await self._replica_manager.drain(deadline - loop.time())
-        await self._log_keeper.flush(whatever_the_policy=True)
+        await self._log_maintenance.flush(whatever_the_policy=True)
         failed = [task.exception() for task in self._tasks if task.done() and not task.cancelled()]
         await _cancel(self._tasks)
         if self._lease is not None:
@@ -444,7 +444,7 @@ class _Server:
         # Other brokers lead by now; a checkpoint only shortens the next start.
         with suppress(TimeoutError):
             async with asyncio.timeout(CHECKPOINT_TIMEOUT_S):
-                await self._log_keeper.checkpoint()
+                await self._log_maintenance.checkpoint()
         if failed and failed[0] is not None:
             raise failed[0]
 
@@ -454,7 +454,7 @@ class _Server:
         await self._close_connections()
         await self._replication.close()
         await _cancel([*self._tasks, *tasks])
-        self._log_keeper.close()
+        self._log_maintenance.close()
         await self._replica_manager.close()
         self._flush_threads.shutdown(wait=False, cancel_futures=True)
         if self._lease is not None:
