@@ -253,7 +253,7 @@ class ReplicaManager:
         """Tell whether a client's request may take this partition here.
 
         Clients send requests for a never-written partition to any broker, and it should begin on its preferred one. If
-        that broker cannot take it, another one's turn comes by time.
+        that broker cannot take it, another one takes it after a delay.
         """
         topic = self._topic_of(key)
         if topic is None or self._view.ownership(*key) is not None:
