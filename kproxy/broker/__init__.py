@@ -1,6 +1,10 @@
-"""The reference broker: an on-disk log per partition, owned by lease in etcd, spoken to in Kafka's protocol.
+"""The reference broker: one on-disk log per partition.
 
-Start at `server.py`. A request goes through `connection.py` and `apis/registry.py` to one file in `apis/`; ownership is
-`broker_lease.py` (the lease and its fence), `leases.py` (which partitions) and `take_over.py` (the transaction);
-storage is `partition.py`, `log.py`, `segment.py`, `producer_state.py`, `leader_epochs.py`.
+A partition is owned by a lease in etcd, and served over Kafka's protocol.
+
+Start at `server.py`. `connection.py` reads a request and `apis/registry.py` hands it to one file in `apis/`.
+Ownership: `broker_lease.py` (the lease and its fence), `election.py` (who takes a partition), `replica_manager.py`
+(taking and losing partitions), `lease_txn.py` (the etcd transactions).
+Storage: `partition.py`, `log.py`, `segment.py`, `producer_state.py`, `leader_epochs.py`.
+Replication: `replication/partition_replication.py` (high watermark and in-sync replicas), `replication/fetchers.py`.
 """

@@ -1,8 +1,10 @@
-"""The broker's one lease in etcd: the key that makes it a live broker, and the fence that all it owns stands behind.
+"""The broker's lease in etcd, and the fence behind all that it owns.
+
+The lease holds the key that makes this a live broker.
 
 States
-  none    no lease; nothing may be owned
-  held    the lease exists as far as anybody told us; the fence is live until its deadline
+  none    no lease; the broker may own nothing
+  held    the lease exists as far as is known; the fence is live until its deadline
   lost    etcd, or the watch on our own key, says that it is gone; the fence is broken for good
 
 Transitions
@@ -11,12 +13,12 @@ Transitions
   lost -> held   `establish` again, with another lease and another fence
 
 Invariants
-1. The deadline is the send time of the last keepalive that was answered, plus the TTL in its answer, minus a margin:
-   etcd counts from a later moment, so nobody else can hold our keys before the deadline. Silence of etcd ends our own
-   rights; nothing has to tell us.
-2. A broken fence never lives again: what was owned behind it has to be taken anew.
-3. The broker's key is created only where it is absent: of two processes under one id, one owns. A new process does not
-   inherit its predecessor's keys, it waits until they are gone.
+1. The deadline is the send time of the last answered keepalive, plus the TTL in its answer, minus a margin. etcd counts
+   from a later moment, so no other broker can hold our keys before the deadline. Without answers from etcd our rights
+   end by themselves.
+2. A broken fence never lives again: everything owned behind it has to be taken anew.
+3. The broker's key is created only where it is absent: of two processes with one id, one owns. A new process does not
+   inherit its predecessor's keys; it waits until they are gone.
 """
 
 from __future__ import annotations
@@ -69,9 +71,9 @@ class BrokerLease:
         self.fence: LeaseFence | None = None
 
     async def establish(self, patience_s: float) -> LeaseFence:
-        """A new lease with the broker's key on it.
+        """Get a new lease with the broker's key on it.
 
-        Waits up to `patience_s` for a predecessor's key to go. Raises IdInUse where it stays, EtcdError.
+        Wait up to `patience_s` seconds for a predecessor's key to go. Raises IdInUse if it stays, EtcdError.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + patience_s
@@ -100,7 +102,7 @@ class BrokerLease:
             claimed = result.succeeded
         finally:
             if not claimed:
-                # Whatever became of the transaction, nothing of it may stay behind.
+                # Whatever became of the transaction, leave nothing of it behind.
                 await self._client.lease_revoke(lease.lease_id)
         if not claimed:
             return None
@@ -109,7 +111,7 @@ class BrokerLease:
         return fence
 
     async def hold(self) -> str:
-        """Keep the lease alive until it is lost; the reason. The fence is broken when this returns."""
+        """Keep the lease alive until it is lost; return the reason. The fence is broken when this returns."""
         fence = self.fence
         if fence is None:
             return "there is no lease"
@@ -130,19 +132,22 @@ class BrokerLease:
             return str(outcome[0])
         if isinstance(outcome[0], Exception):
             raise outcome[0]
-        # Our key is gone, the lease may still be there: nothing may stay on it.
+        # Our key is gone; the lease may still exist, and nothing may stay on it.
         await self.revoke()
         return self._lost_reason
 
     def declare_lost(self, reason: str) -> None:
-        """Somebody saw that the lease is void: stop at once."""
+        """Break the fence at once: the lease is known to be void."""
         if self.fence is not None:
             self.fence.break_for_good()
         self._lost_reason = reason
         self._lost.set()
 
     async def revoke(self) -> None:
-        """Give up the lease and every key on it, so that others need not wait. Etcd not answering is only logged."""
+        """Revoke the lease and every key on it; other brokers need not wait.
+
+        If etcd does not answer, that is only logged.
+        """
         if self.fence is not None:
             self.fence.break_for_good()
             self.fence = None

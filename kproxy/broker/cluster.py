@@ -1,11 +1,11 @@
-"""What this broker knows of the cluster: live brokers, topics, owners and partition states, mirrored from etcd.
+"""The cluster as this broker knows it, mirrored from etcd.
 
-State: four tables, filled by a PrefixMirror and by this broker's own transactions, whichever tells first.
+State: four tables, filled by a PrefixMirror and by this broker's own transactions, whichever comes first.
 
 Invariants
-1. An entry changes only upward in mod_revision: an event older than what a transaction of ours already told is ignored.
-2. Every change is told to the subscribers, after the tables have it; a snapshot is told as one change without a name.
-3. A value that cannot be read is logged and counts as absent; it never ends the mirror.
+1. An entry changes only to a higher mod_revision: an event older than our own transaction is ignored.
+2. Subscribers are called for every change, after the tables have it. A snapshot is one change without a name.
+3. An unreadable value is logged and counts as absent; it never ends the mirror.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import structlog
 
+from kproxy.broker.config import check_configs
 from kproxy.broker.keys import (
     MAX_PARTITIONS_PER_TOPIC,
     BrokerValue,
@@ -31,15 +32,14 @@ from kproxy.broker.keys import (
     parse_node_id,
     parse_partition,
 )
-from kproxy.broker.topic_config import check_configs
-from kproxy.etcd import KeyValue, Snapshot, WatchEvent
+from kproxy.etcd import EtcdClient, KeyValue, Snapshot, WatchEvent, get_op, key_absent, put_op
 
 NO_OWNER = -1
 _logger = structlog.get_logger(__name__)
 
 
 class LiveBroker(NamedTuple):
-    """A broker that holds its key. `replication_port`: 0 where nobody can follow it. `log_id`: its data directory's."""
+    """A broker that holds its key. `replication_port`: 0 where followers cannot fetch; `log_id`: its data directory."""
 
     node_id: int
     host: str
@@ -51,7 +51,7 @@ class LiveBroker(NamedTuple):
 
 
 class Topic(NamedTuple):
-    """A topic; `mod_revision` guards what is done on the strength of it. Its `configs` have been checked."""
+    """A topic with checked `configs`; `mod_revision` guards transactions that rely on it."""
 
     name: str
     topic_id: uuid.UUID
@@ -62,12 +62,12 @@ class Topic(NamedTuple):
 
     @property
     def replication_factor(self) -> int:
-        """How many replicas each partition was created with."""
+        """The number of replicas that each partition was created with."""
         return len(self.replicas[0])
 
 
 class Ownership(NamedTuple):
-    """Who holds a partition's lease key."""
+    """The holder of a partition's lease key."""
 
     node_id: int
     lease_id: int
@@ -75,7 +75,7 @@ class Ownership(NamedTuple):
 
 
 class PartitionState(NamedTuple):
-    """A partition's leader epoch and ISR; `replicas` where they are others than the topic's."""
+    """A partition's leader epoch and ISR; `replicas` where they differ from the topic's."""
 
     leader_epoch: int
     isr: list[ReplicaKey]
@@ -90,7 +90,7 @@ class PartitionState(NamedTuple):
 
 
 class Kind(Enum):
-    """What changed."""
+    """The kind of a change."""
 
     SNAPSHOT = "everything"
     RESTORED = "etcd's history"
@@ -101,9 +101,9 @@ class Kind(Enum):
 
 
 class Change(NamedTuple):
-    """One change; which fields count depends on the kind.
+    """One change; its kind decides which fields count.
 
-    `deleted` is the topic that a deletion removed. A topic that is merely missing from a snapshot is not told so.
+    `deleted` is the topic that a deletion removed. A topic that is merely missing from a snapshot gets no such change.
     """
 
     kind: Kind
@@ -123,7 +123,7 @@ _Entry = TypeVar("_Entry", bound=_Versioned)
 
 
 class _Table(Generic[_Key, _Entry]):
-    """One prefix: entries by what follows the prefix."""
+    """The entries of one prefix, by the rest of their keys."""
 
     def __init__(
         self, prefix: str, parse_key: Callable[[str], _Key], parse_value: Callable[[_Key, KeyValue], _Entry]
@@ -132,21 +132,21 @@ class _Table(Generic[_Key, _Entry]):
         self.entries: dict[_Key, _Entry] = {}
         self._parse_key = parse_key
         self._parse_value = parse_value
-        self._told = 0
+        self._mirrored_revision = 0
 
     def clear(self, revision: int) -> None:
-        """Forget everything: what stands at `revision` is told next."""
+        """Forget everything; the entries at `revision` follow."""
         self.entries.clear()
-        self._told = revision
+        self._mirrored_revision = revision
 
-    def put(self, kv: KeyValue, *, told_by_etcd: bool) -> _Key | None:
-        """The key that this put changed, None where something newer is known. Raises ValueError."""
+    def put(self, kv: KeyValue, *, from_mirror: bool) -> _Key | None:
+        """Apply a put; return the changed key, None where a newer value is known. Raises ValueError."""
         key = self._parse_key(kv.key.removeprefix(self.prefix))
         known = self.entries.get(key)
-        if told_by_etcd:
-            self._told = max(self._told, kv.mod_revision)
-        elif known is None and kv.mod_revision <= self._told:
-            return None  # etcd told of this put, and then of the deletion
+        if from_mirror:
+            self._mirrored_revision = max(self._mirrored_revision, kv.mod_revision)
+        elif known is None and kv.mod_revision <= self._mirrored_revision:
+            return None  # the mirror has reported this put and a later deletion
         if known is not None and known.mod_revision >= kv.mod_revision:
             return None
         self.entries.pop(key, None)
@@ -154,8 +154,8 @@ class _Table(Generic[_Key, _Entry]):
         return key
 
     def delete(self, kv: KeyValue) -> tuple[_Key, _Entry] | None:
-        """The key and entry that this deletion removed. Raises ValueError."""
-        self._told = max(self._told, kv.mod_revision)
+        """Apply a deletion; return the removed key and entry. Raises ValueError."""
+        self._mirrored_revision = max(self._mirrored_revision, kv.mod_revision)
         key = self._parse_key(kv.key.removeprefix(self.prefix))
         known = self.entries.get(key)
         if known is None or known.mod_revision > kv.mod_revision:
@@ -164,7 +164,7 @@ class _Table(Generic[_Key, _Entry]):
 
 
 class ClusterView:
-    """The mirrored tables; a MirrorListener. Read them freely, on the event loop that feeds them."""
+    """The mirrored tables; a MirrorListener. Read them on the event loop that feeds them."""
 
     def __init__(self, keys: Keys) -> None:
         self.keys = keys
@@ -173,14 +173,14 @@ class ClusterView:
         self._states = _Table(keys.states, parse_partition, _parse_state)
         self._owners = _Table(keys.leases, parse_partition, _parse_owner)
         self.snapshot_revision = 0
-        # By the bytes of the topics' ids, as requests carry them: making a UUID of them costs more than finding them.
+        # By the bytes of the topics' ids, as requests carry them: making a UUID costs more than the lookup.
         self._names: dict[bytes, str] = {}
         self._subscribers: list[Callable[[Change], None]] = []
         self._changed: asyncio.Future[None] | None = None
 
     @property
     def prefixes(self) -> list[str]:
-        """What a mirror has to feed to this view."""
+        """The prefixes that a mirror has to feed to this view."""
         return [self.keys.brokers, self.keys.topics, self.keys.states, self.keys.leases]
 
     def subscribe(self, subscriber: Callable[[Change], None]) -> None:
@@ -197,17 +197,17 @@ class ClusterView:
         return self._topics.entries
 
     def topic_by_id(self, topic_id: bytes) -> Topic | None:
-        """The topic with that id, by the id's 16 bytes."""
+        """Return the topic with that id, given as 16 bytes."""
         return self.topics.get(self._names.get(topic_id, ""))
 
     def ownership(self, topic: str, partition_index: int) -> Ownership | None:
-        """Who holds the partition's lease key, dead or alive."""
+        """Return the holder of the partition's lease key, dead or alive."""
         return self._owners.entries.get(PartitionKey(topic, partition_index))
 
     def owner(self, topic: str, partition_index: int) -> int:
-        """The id of the live broker that owns the partition, or NO_OWNER.
+        """Return the id of the live broker that owns the partition, or NO_OWNER.
 
-        A lease key older than the topic is a deleted namesake's, soon to be given up.
+        A lease key older than the topic belongs to a deleted topic of the same name and is about to be released.
         """
         ownership, found = self.ownership(topic, partition_index), self.topics.get(topic)
         if ownership is None or found is None or ownership.mod_revision < found.create_revision:
@@ -215,21 +215,21 @@ class ClusterView:
         return ownership.node_id if ownership.node_id in self.brokers else NO_OWNER
 
     def state(self, topic: Topic, partition_index: int) -> PartitionState | None:
-        """The partition's state, if it is of this topic and not of an earlier one with its name."""
+        """Return the partition's state, if it is of this topic and not of an earlier one with its name."""
         state = self.stored_state(topic.name, partition_index)
         return state if state is not None and state.topic_id == topic.topic_id else None
 
     def replicas(self, topic: Topic, partition_index: int) -> list[int]:
-        """The brokers that keep the partition, the one that is to lead it first."""
+        """Return the brokers that keep the partition, the preferred leader first."""
         state = self.state(topic, partition_index)
         return topic.replicas[partition_index] if state is None or state.replicas is None else state.replicas
 
     def stored_state(self, topic: str, partition_index: int) -> PartitionState | None:
-        """What stands in the state's key, be it of this topic or an earlier one."""
+        """Return the stored state, of this topic or of an earlier one with its name."""
         return self._states.entries.get(PartitionKey(topic, partition_index))
 
     def is_fully_owned(self, topic: str) -> bool:
-        """Whether every partition of an existing topic has a live owner."""
+        """Tell whether the topic exists and each of its partitions has a live owner."""
         found = self.topics.get(topic)
         return found is not None and all(self.owner(topic, index) != NO_OWNER for index in range(len(found.replicas)))
 
@@ -246,10 +246,10 @@ class ClusterView:
             await asyncio.wait([self._changed], timeout=left)
         return True
 
-    # Feeding
+    # Changes
 
     def on_restored(self) -> None:
-        self._tell([Change(Kind.RESTORED)])
+        self._notify([Change(Kind.RESTORED)])
 
     def on_snapshot(self, snapshot: Snapshot) -> None:
         self._brokers.clear(snapshot.revision)
@@ -260,23 +260,23 @@ class ClusterView:
         self.snapshot_revision = snapshot.revision
         for kv in snapshot.kvs:
             self._put(kv)
-        self._tell([Change(Kind.SNAPSHOT)])
+        self._notify([Change(Kind.SNAPSHOT)])
 
     def on_events(self, events: list[WatchEvent], revision: int) -> None:
         changes = [self._delete(event.kv) if event.deleted else self._put(event.kv) for event in events]
-        self._tell(change for change in changes if change is not None)
+        self._notify(change for change in changes if change is not None)
 
     def apply_put(self, key: str, value: bytes, *, lease_id: int, revision: int) -> bool:
-        """A put at `revision` that this broker made or read, told before the mirror tells it.
+        """Apply a put of this broker, or one that it read, at `revision`.
 
-        False if that changes nothing: the mirror was here already, perhaps with something newer.
+        False if that changes nothing: the mirror was first, perhaps with a newer value.
         """
-        change = self._put(KeyValue(key, value, revision, revision, 1, lease_id), told_by_etcd=False)
+        change = self._put(KeyValue(key, value, revision, revision, 1, lease_id), from_mirror=False)
         if change is not None:
-            self._tell([change])
+            self._notify([change])
         return change is not None
 
-    def _tell(self, changes: Iterable[Change]) -> None:
+    def _notify(self, changes: Iterable[Change]) -> None:
         for change in changes:
             for subscriber in self._subscribers:
                 subscriber(change)
@@ -284,21 +284,21 @@ class ClusterView:
         if changed is not None and not changed.done():
             changed.set_result(None)
 
-    def _put(self, kv: KeyValue, *, told_by_etcd: bool = True) -> Change | None:
+    def _put(self, kv: KeyValue, *, from_mirror: bool = True) -> Change | None:
         try:
             if kv.key.startswith(self._owners.prefix):
-                partition = self._owners.put(kv, told_by_etcd=told_by_etcd)
+                partition = self._owners.put(kv, from_mirror=from_mirror)
                 return None if partition is None else _of_partition(Kind.OWNER, partition)
             if kv.key.startswith(self._states.prefix):
-                partition = self._states.put(kv, told_by_etcd=told_by_etcd)
+                partition = self._states.put(kv, from_mirror=from_mirror)
                 return None if partition is None else _of_partition(Kind.STATE, partition)
             if kv.key.startswith(self._topics.prefix):
-                name = self._topics.put(kv, told_by_etcd=told_by_etcd)
+                name = self._topics.put(kv, from_mirror=from_mirror)
                 if name is None:
                     return None
                 self._names[self.topics[name].topic_id.bytes] = name
                 return Change(Kind.TOPIC, topic=name)
-            node_id = self._brokers.put(kv, told_by_etcd=told_by_etcd)
+            node_id = self._brokers.put(kv, from_mirror=from_mirror)
             return None if node_id is None else Change(Kind.BROKER, node_id=node_id)
         except ValueError as error:
             _logger.warning("etcd key ignored", key=kv.key, error=str(error))
@@ -350,3 +350,9 @@ def _parse_state(_: PartitionKey, kv: KeyValue) -> PartitionState:
 
 def _parse_owner(_: PartitionKey, kv: KeyValue) -> Ownership:
     return Ownership(parse_node_id(kv.value.decode()), kv.lease_id, kv.mod_revision)
+
+
+async def get_or_put(client: EtcdClient, key: str, proposal: bytes) -> bytes:
+    """Return the value of `key`; put `proposal` if there is none. Raises EtcdError."""
+    result = await client.txn([key_absent(key)], [put_op(key, proposal)], [get_op(key)])
+    return proposal if result.succeeded else result.responses[0].kvs[0].value

@@ -1,20 +1,22 @@
-"""One client's connection: requests in, answers out, strictly one after another, as Kafka's own broker does it.
+"""One client's connection: requests in, answers out, in order.
+
+One request is served at a time, as in Kafka's own broker.
 
 States
-  idle      no request is being served; one that can be answered at once is, within `buffer_updated`
+  idle      no request is being served; a request that needs no wait is served within `buffer_updated`
   serving   one task works on a request that waits for something; requests behind it queue
   closing   the transport is closed or closing; what is still being served is dropped
 
 Transitions
-  idle -> serving      a request needs to wait, or the client does not take its answers
+  idle -> serving      a request needs to wait, or the client does not read its answers
   serving -> idle      the queue is empty
-  any -> closing       the client left, sent what cannot be answered, or the broker stops
+  any -> closing       the client left or sent an invalid request, or the broker stops
 
 Invariants
-1. Answers leave in the order of the requests, and a request is not begun before the one before it is answered.
+1. Answers leave in the order of the requests; a request begins only after the one before it is answered.
 2. Reading pauses while more than MAX_QUEUED_BYTES wait, so the queue holds at most that and one more read.
-3. A request is not begun while the client leaves more than the transport's high-water mark unread.
-4. A mistake on one connection closes that connection, with one log line, and no other.
+3. No request begins while the client leaves more than the transport's high-water mark unread.
+4. An error on one connection closes that connection, with one log line, and no other.
 """
 
 from __future__ import annotations
@@ -42,10 +44,7 @@ _logger = structlog.get_logger(__name__)
 
 
 class ClientConnection(asyncio.BufferedProtocol):
-    """The protocol of one accepted connection. `on_closed` is called once, when it is gone.
-
-    `bindings` are the fences that the client's writes on it stand behind.
-    """
+    """The protocol of one accepted connection. `bindings` are the fences that its client's writes stand behind."""
 
     def __init__(
         self,
@@ -58,8 +57,11 @@ class ClientConnection(asyncio.BufferedProtocol):
         *,
         advises: bool = True,
     ) -> None:
-        """`on_opened` may say no by returning False: the connection is closed at once. `on_queued` is called when a
-        request arrives behind one that is being served. `advises`: who speaks another protocol is told of it.
+        """Set the callbacks.
+
+        `on_opened` may return False: the connection is closed at once. `on_closed` is called once, when it is gone.
+        `on_queued` is called when a request arrives behind one that is being served. `advises`: a client that speaks
+        another protocol is told so.
         """
         self._serve = serve
         self._reader = FrameReader(max_frame_bytes, arena)
@@ -77,7 +79,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         self._writable: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
 
-    # What the transport calls
+    # Called by the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -130,16 +132,16 @@ class ClientConnection(asyncio.BufferedProtocol):
     # Serving
 
     def admit(self, max_frame_bytes: int) -> None:
-        """From now on the client may send larger frames, or only smaller ones."""
+        """Change the limit of the frames that the client may send."""
         self._reader.admit(max_frame_bytes)
 
     @property
     def task(self) -> asyncio.Task[None] | None:
-        """The task that works on a request; None if none is being worked on."""
+        """The task that works on a request; None if no request is being served."""
         return self._task
 
     def _begin(self, frame: memoryview) -> None:
-        """Serve a request in this very step if that can be done."""
+        """Serve a request in this very step if it needs no wait."""
         try:
             request = Request(frame, parse_request_header(frame), self.bindings)
             result = self._look_at(request)
@@ -162,12 +164,12 @@ class ClientConnection(asyncio.BufferedProtocol):
         self._task = asyncio.ensure_future(self._guard(work))
 
     async def _guard(self, work: Awaitable[None]) -> None:
-        """Run the one task of this connection; whatever it raises ends the connection alone."""
+        """Run this connection's one task; its exceptions end this connection alone."""
         try:
             await work
         except (CodecError, CloseConnection) as error:
             self.refuse(str(error))
-        except Exception:  # the boundary: one connection's trouble is no other's
+        except Exception:  # the boundary: one connection's error must not reach others
             _logger.exception("request failed", peer=self._peer)
             self.abort()
         finally:
@@ -218,7 +220,7 @@ class ClientConnection(asyncio.BufferedProtocol):
     # Ending
 
     def _refuse_bytes(self, error: CodecError) -> None:
-        """Close for what cannot be a request; who speaks another protocol is told in a way that it understands."""
+        """Close upon bytes that are no request; tell a client of another protocol so, in that protocol."""
         stranger = foreign_protocol(error) if self._advises else None
         if stranger is None or self._closing or self._transport is None:
             self.refuse(str(error))
@@ -229,19 +231,19 @@ class ClientConnection(asyncio.BufferedProtocol):
         self.close()
 
     def refuse(self, reason: str) -> None:
-        """Close for a reason that is logged, once."""
+        """Close, and log the reason once."""
         if not self._closing:
             _logger.warning("connection closed", peer=self._peer, reason=reason)
             self.close()
 
     def abort(self) -> None:
-        """Close without waiting for the client to take what was written."""
+        """Close without waiting for the client to read what was written."""
         self._closing = True
         if self._transport is not None:
             self._transport.abort()
 
     def close(self) -> None:
-        """Begin no request any more, and close when what was written has been taken."""
+        """Begin no more requests, and close when what was written has been sent."""
         self._closing = True
         if self._transport is not None:
             self._transport.close()

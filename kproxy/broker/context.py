@@ -1,4 +1,4 @@
-"""What every API of the broker works with: the broker's parts, a request, and the ways a request can end."""
+"""The context of API handlers: the broker, a request, its endings."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kproxy.broker.cluster import ClusterView
 from kproxy.broker.config import BrokerConfig
 from kproxy.broker.fence_keeper import FenceKeeper
 from kproxy.broker.keys import PartitionKey
-from kproxy.broker.leases import PartitionLeaseManager
 from kproxy.broker.partition import Partition
+from kproxy.broker.replica_manager import ReplicaManager
 from kproxy.broker.topics import TopicAdmin
 from kproxy.etcd import IdBlocks
 from kproxy_codec import error_codes
@@ -19,17 +19,18 @@ from kproxy_codec.framing import RequestHeader
 from kproxy_codec.partitioned import PartitionedRequest
 from kproxy_codec.primitives import Buffer
 
-# How long a client's request waits for a partition that is being taken, for the leaders of a topic just created, and
-# for etcd to keep a fence.
+# How long a client's request waits for a partition to be taken, for etcd to keep a fence, and for the leaders of a
+# topic just created.
 TAKE_TIMEOUT_S = 3.0
 FENCE_TIMEOUT_S = 5.0
 LEADERS_TIMEOUT_S = 3.0
 
 
 class CloseConnection(Exception):
-    """Close this request's connection; the message says why. `answer` goes out before, where the protocol has one.
+    """Close the request's connection; the message says why.
 
-    It has for those alone that are raised as soon as the request is looked at.
+    `answer` is sent before, where the protocol has one. Only exceptions raised before the handler waits for anything
+    may have an answer.
     """
 
     def __init__(self, reason: str, answer: Body | None = None) -> None:
@@ -38,11 +39,11 @@ class CloseConnection(Exception):
 
 
 Bindings = dict[tuple[bytes, int], int]
-"""By topic and partition index: the fence that what a connection writes there stands behind (writer_fence)."""
+"""A connection's fences: (topic, partition index) -> the fence that its writes there stand behind (`writer_fence`)."""
 
 
 class Request(NamedTuple):
-    """One request; `frame` is the whole of it with its length prefix, `bindings` are its connection's."""
+    """One request. `frame` includes the length prefix; `bindings` are its connection's."""
 
     frame: memoryview
     header: RequestHeader
@@ -54,64 +55,74 @@ class Request(NamedTuple):
 
 
 Body = Sequence[Buffer]
-"""The parts of an answer's body, in order."""
+"""The parts of a response body, in order."""
 
 Handler = Callable[["Broker", Request], "Body | Awaitable[Body | None] | None"]
-"""What serves an API. None: there is no answer (acks=0). Raises CodecError, CloseConnection."""
+"""Serves one API. Returns None for no answer (acks=0). Raises CodecError, CloseConnection."""
 
 
 @dataclass
 class Broker:
-    """The broker's parts."""
+    """The parts of the broker."""
 
     config: BrokerConfig
     cluster_id: str
     view: ClusterView
-    leases: PartitionLeaseManager
+    replica_manager: ReplicaManager
     topics: TopicAdmin
     producer_ids: IdBlocks
     fences: FenceKeeper
 
     def refusal(self, topic: str, partition_index: int) -> int:
-        """The error code for a partition that this broker does not lead."""
+        """Return the error code for a partition that this broker does not lead."""
         found = self.view.topics.get(topic)
         if found is None or not 0 <= partition_index < len(found.replicas):
             return error_codes.UNKNOWN_TOPIC_OR_PARTITION
         return error_codes.NOT_LEADER_OR_FOLLOWER
 
     def check_knows_cluster(self) -> None:
-        """Raises CloseConnection while this broker has no lease: what it knows of topics and brokers may be long past.
+        """Raise CloseConnection while this broker has no lease.
 
-        For what has no error that sends clients elsewhere; Metadata has something better (`apis.metadata`).
+        Its view of topics and brokers may be outdated then. For APIs without an error that sends clients elsewhere;
+        Metadata has a better answer (`apis.metadata`).
         """
-        if not self.leases.holds_lease:
+        if not self.replica_manager.holds_lease:
             raise CloseConnection("this broker has no lease: others know better what the cluster is")
 
     def current_leader(self, topic: str, partition_index: int) -> tuple[int, int]:
-        """(leader_id, leader_epoch) as far as is known here; -1 for either that is not."""
+        """Return (leader_id, leader_epoch) as far as known here; -1 for either that is not."""
         found = self.view.topics.get(topic)
         state = self.view.state(found, partition_index) if found is not None else None
         return self.view.owner(topic, partition_index), state.leader_epoch if state is not None else -1
 
     def led(self, topic: bytes, partition_index: int) -> Partition | None:
-        """The partition, if this broker leads it now."""
-        return self.leases.led(topic, partition_index)
+        """Return the partition, if this broker leads it now."""
+        return self.replica_manager.led(topic, partition_index)
 
     def name_topics(self, request: PartitionedRequest) -> None:
-        """Put topics' names in the place of their ids (KIP-516); an id that is unknown stays, no topic is called so.
+        """Fill in the names of topics that are named by id (KIP-516).
 
-        To be done again after a wait: the topic may have been deleted, and another have its name.
+        An unknown id stays; no topic has such a name. Repeat it after a wait: the topic may have been deleted, and
+        another have its name.
         """
         for topic in request.topics:
             found = self.view.topic_by_id(topic.wire)
             topic.name = found.name.encode() if found is not None else topic.wire
 
+    async def take_then(
+        self, takeable: Sequence[PartitionKey], serve: Callable[[], Body | Awaitable[Body | None] | None]
+    ) -> Body | None:
+        """Take partitions for at most TAKE_TIMEOUT_S, then serve the request that waits for them."""
+        await self.replica_manager.take(takeable, TAKE_TIMEOUT_S)
+        result = serve()
+        return await result if isinstance(result, Awaitable) else result
+
     def takeable(self, wanted: Sequence[tuple[bytes, Sequence[int]]]) -> list[PartitionKey]:
-        """Those of the partitions wanted that are not led here but might be: take them, then serve the request."""
-        partitions = self.leases.partitions
+        """List the requested partitions that are not led here but might be: take them, then serve the request."""
+        partitions = self.replica_manager.partitions
         return [
             PartitionKey(topic.decode(errors="replace"), index)
             for topic, indexes in wanted
             for index in indexes
-            if (topic, index) not in partitions and self.leases.may_take(topic.decode(errors="replace"), index)
+            if (topic, index) not in partitions and self.replica_manager.may_take(topic.decode(errors="replace"), index)
         ]

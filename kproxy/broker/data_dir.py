@@ -1,17 +1,17 @@
-"""A broker's data directory: who may use it, and where each partition's log lies in it.
+"""A broker's data directory: lock, identity, and the logs' places.
 
-broker.json                 the node id that the directory belongs to, its log id, and the version of all of this
-.lock                       held, as long as a broker runs, against a second one
-{topic}-{partition}/        one log each; partition.json names the topic and its id
-log-ids/{topic id}-{partition}
-                            the log id of each log that was ever begun here and not deleted
-#deleted-…/                 what is being removed ('#' stands in no topic's name)
-#stray-…/                   logs set aside, of a topic that was deleted and created again
+  broker.json                 the node id that the directory belongs to, its log id, and the version of this layout
+  .lock                       held by a running broker, against a second one
+  {topic}-{partition}/        one log each; partition.json names the topic and its id
+  log-ids/{topic id}-{partition}
+                              the log id of each log that was ever begun here and not deleted
+  #deleted-…/                 a log being removed ('#' is in no topic's name)
+  #stray-…/                   a log set aside, of a topic that was deleted and created again
 
-A log id says which disk's contents are meant (ReplicaKey). It is made with the data directory, so that a broker whose
-disk was replaced is another replica than before. A single log that has gone, or that lacks what was committed, gets an
-id of its own when it is opened. Version 1, of the first release, has no log ids: `log_id_of_version_1` stands for its
-directory, as it does in etcd.
+A log id names the contents of one disk (ReplicaKey). It is made with the data directory, so that a broker whose disk
+was replaced is another replica than before. A single log that is gone, or that lacks committed records, gets an id of
+its own when it is opened. Version 1, of the first release, has no log ids: `log_id_of_version_1` stands for its
+directory, as in etcd.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ from typing import TypeVar
 
 import structlog
 
-from kproxy.broker.disk import disk_error, sync_directory
-from kproxy.broker.json_file import read_json, remove_scratch_files, write_json
+from kproxy.broker.config import LogOptions
+from kproxy.broker.disk import disk_error, read_json, remove_scratch_files, sync_directory, write_json
 from kproxy.broker.keys import log_id_of_version_1
 from kproxy.broker.log import Log
-from kproxy.broker.log_options import LogOptions
 from kproxy.broker.segment import LogFailed
 from kproxy.errors import StartupError
 
@@ -60,16 +59,16 @@ class DataDir:
         self._lock_fd = lock_fd
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="data-dir")
         self._log_options = log_options
-        # Held between looking whose a directory is and giving it another name: a topic that is deleted and at once
-        # created again is removed by one thread and set up by another.
-        self._renaming = threading.Lock()
-        self._condemned: set[str] = set()
+        # Held between reading whose a directory is and renaming it: of a topic that is deleted and at once created
+        # again, one thread removes the log while another sets up the new one.
+        self._rename_lock = threading.Lock()
+        self._deleted_topics: set[str] = set()
 
     @classmethod
     def open(cls, path: Path, node_id: int, *, log_options: LogOptions | None = None) -> DataDir:
-        """Lock the directory and check whose it is, creating it where there is none. Raises StartupError.
+        """Lock the directory and check its owner, creating it if needed.
 
-        `log_options` are for logs that are opened without any of their own.
+        Raises StartupError. `log_options` are for logs that are opened without their own.
         """
         lock_fd = -1
         try:
@@ -94,7 +93,7 @@ class DataDir:
         return cls(path, lock_fd, log_options or LogOptions(), log_id)
 
     async def in_thread(self, work: Callable[[], _Result]) -> _Result:
-        """Do what blocks for as long as the disk takes; nothing but this directory waits behind it."""
+        """Run work that blocks on the disk in a thread of this directory alone."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def partition_path(self, topic: str, partition_index: int) -> Path:
@@ -109,10 +108,10 @@ class DataDir:
         *,
         is_only_replica: bool = False,
     ) -> Log:
-        """The partition's log; blocks while it is read through. Raises OSError, LogFailed.
+        """Open the partition's log; blocks while it is read through.
 
-        The log of an earlier topic of the same name is set aside, not opened. One that is there but lacks what was
-        committed keeps its id where it `is_only_replica`: nobody has more.
+        Raises OSError, LogFailed. The log of an earlier topic of the same name is set aside, not opened. A log that
+        lacks committed records keeps its id where it `is_only_replica`: no other replica has more.
         """
         directory = self.partition_path(topic, partition_index)
         identity: dict[str, object] = {"topic": topic, "partition": partition_index, "topic_id": str(topic_id)}
@@ -120,7 +119,7 @@ class DataDir:
         is_new = read_json(directory / _PARTITION_FILE) != identity
         kept_id = self.log_id_of(topic_id, partition_index)
         if is_new:
-            # Before there is a log: if that is removed, or a power cut takes it, it is known to have been here.
+            # Written before the log: if the log is removed, or lost in a power cut, its id shows that it was here.
             self._keep_id(topic_id, partition_index, self.log_id if kept_id is None else uuid.uuid4())
             try:
                 self._set_up(directory, identity)
@@ -155,7 +154,7 @@ class DataDir:
         return log
 
     def log_id_of(self, topic_id: uuid.UUID, partition_index: int) -> uuid.UUID | None:
-        """What names the log, None where there never was one. Raises OSError."""
+        """Return the id of the log, None where there never was one. Raises OSError."""
         kept = read_json(self._id_file(topic_id, partition_index))
         return None if kept is None else uuid.UUID(str(kept.get("log_id")))
 
@@ -170,19 +169,19 @@ class DataDir:
         return self.path / _LOG_IDS / f"{topic_id}-{partition_index}"
 
     def _id_of_version_1(self, directory: Path) -> uuid.UUID:
-        """That of a log which version 1 has left; it told of one that had lost something in the checkpoint."""
+        """Return the id of a log that version 1 left; its checkpoint says whether it had lost something."""
         checkpoint = read_json(directory / "checkpoint.json") or {}
         return uuid.uuid4() if checkpoint.get("is_whole") == 0 else self.log_id
 
     def _set_up(self, directory: Path, identity: dict[str, object]) -> None:
-        """Make the directory that of another partition than it was, if it was any. Raises OSError, LogFailed."""
-        with self._renaming:
+        """Make the directory this partition's, whichever it was before. Raises OSError, LogFailed."""
+        with self._rename_lock:
             found = read_json(directory / _PARTITION_FILE)
             if found is not None and found.get("topic") != identity["topic"]:
                 raise LogFailed(f"{directory} holds topic {found.get('topic')}: this file system ignores case")
-            condemned = None
-            if found is not None and str(found.get("topic_id")) in self._condemned:
-                condemned = self._condemn(directory)
+            renamed = None
+            if found is not None and str(found.get("topic_id")) in self._deleted_topics:
+                renamed = self._rename_deleted(directory)
             elif directory.exists() and any(directory.iterdir()):
                 stray = self.path / f"#stray-{uuid.uuid4()}"
                 _logger.warning("log set aside", directory=str(directory), moved_to=str(stray), was=found, now=identity)
@@ -191,16 +190,18 @@ class DataDir:
                 directory.mkdir(exist_ok=True)
             except OSError as error:
                 raise disk_error(error, directory) from error
-        if condemned is not None:
-            shutil.rmtree(condemned)
+        if renamed is not None:
+            shutil.rmtree(renamed)
         try:
             write_json(directory / _PARTITION_FILE, identity)
         except OSError as error:
-            shutil.rmtree(directory, ignore_errors=True)  # nothing half begun, which would look like another's
+            shutil.rmtree(
+                directory, ignore_errors=True
+            )  # leave nothing half begun, which would look like another partition's
             raise disk_error(error, directory) from error
 
     def logs_of_others(self, topic_ids: Collection[uuid.UUID]) -> list[Path]:
-        """Logs of topics that are none of these; blocks. Raises OSError."""
+        """List the logs of topics other than these; blocks. Raises OSError."""
         known = set(map(str, topic_ids))
         found = []
         for file in sorted(self.path.glob(f"*/{_PARTITION_FILE}")):
@@ -209,32 +210,32 @@ class DataDir:
                 found.append(file.parent)
         return found
 
-    def condemn(self, topic_id: uuid.UUID) -> None:
-        """The topic is deleted, its logs are about to be: what of them stands in another's way goes at once."""
-        self._condemned.add(str(topic_id))
+    def mark_deleted(self, topic_id: uuid.UUID) -> None:
+        """Note that the topic is deleted: its logs may be removed as soon as they are in the way."""
+        self._deleted_topics.add(str(topic_id))
 
-    def all_deleted(self, topic_id: uuid.UUID) -> None:
-        """Of a condemned topic nothing is left to delete."""
-        self._condemned.discard(str(topic_id))
+    def unmark_deleted(self, topic_id: uuid.UUID) -> None:
+        """Forget a deleted topic: nothing of it is left."""
+        self._deleted_topics.discard(str(topic_id))
 
-    def _condemn(self, directory: Path) -> Path:
-        """Renamed first: a half-removed log must never be opened again."""
+    def _rename_deleted(self, directory: Path) -> Path:
+        """Rename the directory before it is removed: a half-removed log must never be opened again."""
         return directory.rename(self.path / f"#deleted-{uuid.uuid4()}")
 
     def delete_log(self, topic: str, partition_index: int, topic_id: uuid.UUID) -> None:
-        """Remove a closed log of exactly this topic, where there is one. Raises OSError."""
+        """Remove a closed log of exactly this topic, if there is one. Raises OSError."""
         directory = self.partition_path(topic, partition_index)
-        condemned = None
-        with self._renaming:
+        renamed = None
+        with self._rename_lock:
             found = read_json(directory / _PARTITION_FILE)
             if found is not None and found.get("topic_id") == str(topic_id):
-                condemned = self._condemn(directory)
-        if condemned is not None:
-            shutil.rmtree(condemned)
+                renamed = self._rename_deleted(directory)
+        if renamed is not None:
+            shutil.rmtree(renamed)
         self._id_file(topic_id, partition_index).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Let another broker have the directory. May be called twice."""
+        """Unlock the directory. May be called twice."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         lock_fd, self._lock_fd = self._lock_fd, -1
         if lock_fd >= 0:
@@ -252,7 +253,7 @@ def _lock(lock_fd: int, path: Path) -> None:
 
 
 def _claim(path: Path, node_id: int) -> uuid.UUID:
-    """Make the directory the broker's, or see that it is; its log id."""
+    """Make the directory the broker's, or check that it is; return its log id."""
     found = read_json(path / _BROKER_FILE)
     if found is not None and found.get("node_id") != node_id:
         raise StartupError(

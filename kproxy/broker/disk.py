@@ -1,13 +1,24 @@
-"""What a disk says when it does not take what is written to it, put so that a person knows which disk is meant."""
+"""Write to a disk: errors, directory names, JSON files, flush times."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import sys
+import threading
+import time
+import uuid
+from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Final
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+_SCRATCH = ".new"
 
 
 class DiskError(OSError):
@@ -18,10 +29,10 @@ class DiskError(OSError):
 
 
 def disk_error(error: OSError, directory: Path) -> DiskError:
-    """`error`, which came of writing into `directory`, with the disk it came from."""
+    """Convert an error of a write into `directory` to one that names its disk."""
     if isinstance(error, DiskError):
         return error
-    # A --data-dir may be given relative to where the broker was started, which says nothing of the disk.
+    # A relative --data-dir says nothing of the disk.
     whole = directory.absolute()
     disk = next(parent for parent in (whole, *whole.parents) if parent.is_mount() or parent == parent.parent)
     if error.errno in _NO_ROOM:
@@ -35,16 +46,16 @@ def disk_error(error: OSError, directory: Path) -> DiskError:
 
 
 class ChangedNames:
-    """The names in a directory, some of which have changed and may not be on the disk yet.
+    """A directory with changed names that may not be on the disk yet.
 
-    It holds a descriptor: who brings them there needs none, be the process out of them by then. Raises OSError.
+    It holds a descriptor, so that `sync` needs none, even if the process has run out of them by then. Raises OSError.
     """
 
     def __init__(self, directory: Path) -> None:
         self._fd = -1 if sys.platform == "win32" else os.open(directory, os.O_RDONLY)
 
     def sync(self) -> None:
-        """Bring them to the disk, where the system knows how."""
+        """Flush the names to the disk, where the system can."""
         if self._fd >= 0:
             os.fsync(self._fd)
 
@@ -55,9 +66,77 @@ class ChangedNames:
 
 
 def sync_directory(directory: Path) -> None:
-    """Bring the names in `directory` to the disk, where the system knows how; blocks. Raises OSError."""
+    """Flush the names in `directory` to the disk, where the system can; blocks. Raises OSError."""
     names = ChangedNames(directory)
     try:
         names.sync()
     finally:
         names.close()
+
+
+def read_json(path: Path) -> dict[str, object] | None:
+    """Read a JSON object; None where there is no file. Raises OSError, also for a damaged file."""
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise OSError(f"{path} is damaged ({error})") from error
+    if not isinstance(found, dict):
+        raise OSError(f"{path} is damaged")
+    return found
+
+
+def write_json(path: Path, value: dict[str, object], replacing: AbstractContextManager[object] | None = None) -> None:
+    """Replace the file in one step.
+
+    A reader finds the old file or the new one, also after a power cut. The step happens inside `replacing`, which may
+    cancel it by raising. Raises OSError; then the old file is in place and no other file is left.
+    """
+    # A unique name: two threads may write the same file at once.
+    scratch = path.with_name(f"{path.name}.{uuid.uuid4().hex}{_SCRATCH}")
+    try:
+        with scratch.open("w") as file:
+            json.dump(value, file)
+            file.flush()
+            os.fsync(file.fileno())
+        with replacing or nullcontext():
+            scratch.replace(path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+
+
+def remove_scratch_files(directory: Path) -> None:
+    """Remove the files that a broker left when it was killed while writing. Raises OSError."""
+    for leftover in directory.glob(f"*{_SCRATCH}"):
+        leftover.unlink(missing_ok=True)
+
+
+FLUSH_BOUNDS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""Upper bounds of the histogram's buckets, in seconds, inclusive; one more bucket has no bound."""
+
+
+class FlushTimes:
+    """Counts flushes by their duration, failed ones too, from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.buckets = [0] * (len(FLUSH_BOUNDS_S) + 1)
+        self.seconds = 0.0
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Time what is done within."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            took_s = time.monotonic() - began
+            with self._lock:
+                self.buckets[bisect_left(FLUSH_BOUNDS_S, took_s)] += 1
+                self.seconds += took_s
+
+
+FLUSHES: Final = FlushTimes()
+"""The flushes of this process."""

@@ -1,18 +1,20 @@
-"""Keeping writers' fences in etcd, where whoever leads next reads them as it takes over.
+"""Keep writers' fences in etcd.
+
+The next leader reads them when it takes over.
 
 A bind or release of one partition
-  compared   with what is known here: most are answered by that, and etcd is not asked
+  compared   with the fence in memory: this answers most requests without etcd
   kept       a transaction has put it; it counts from then on, and is answered
-  doubtful   the transaction has no answer: nothing is assumed, and the next one finds out
+  unknown    the transaction has no answer: nothing is assumed, and the next request finds out
 
 Invariants
 1. The transaction is guarded by the lease key's create revision, so that only the owner writes; by the topic's
-   mod_revision, so that nothing is put for one that is deleted; and by the fence key's own, so that one that is applied
-   late changes nothing that came after it.
-2. Success is answered only by a partition that leads still, and has it in memory.
-3. A fence that etcd has not come to yet is nobody's grant: it is of a history that is no more, and would shut out
-   everybody in this one.
-4. One transaction of a partition is under way at a time, and CONCURRENT_FENCES of all.
+   mod_revision, so that nothing is put for a deleted topic; and by the fence key's mod_revision, so that a late
+   transaction changes nothing that came after it.
+2. Success is answered only by a partition that still leads and has the fence in memory.
+3. A fence above etcd's revision is nobody's grant: it is of a history that is gone, and would shut out everybody in
+   this one.
+4. One transaction of a partition runs at a time, and at most CONCURRENT_FENCES of all.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ import structlog
 
 from kproxy.broker.cluster import Change, ClusterView, Kind
 from kproxy.broker.keys import FenceValue, encode_value
+from kproxy.broker.lease_txn import kept_fence
 from kproxy.broker.partition import Partition
-from kproxy.broker.take_over import kept_fence
-from kproxy.broker.writer_fence import KeptFence, Standing
+from kproxy.broker.writer_fence import FenceComparison, KeptFence
 from kproxy.etcd import (
     EtcdClient,
     EtcdError,
@@ -42,17 +44,17 @@ from kproxy_codec import error_codes
 from kproxy_codec.own import NO_FENCE, BoundFence, FenceBinding
 
 CONCURRENT_FENCES = 16
-# Of what one connection asks, beside that of others.
+# One connection's limit, so that others get their share.
 CONCURRENT_OF_A_REQUEST = 8
-# Each but the last finds what an earlier one, without an answer, has put.
+# Each attempt may find what an earlier one without an answer has put.
 ATTEMPTS = 4
 _logger = structlog.get_logger(__name__)
 
 
 class FenceKeeper:
-    """Binds and releases fences of what this broker leads.
+    """Binds and releases the fences of the partitions that this broker leads.
 
-    `on_deposed` is called where etcd says that a partition's lease key is not ours any more.
+    `on_deposed` is called when etcd says that a partition's lease key is no longer ours.
     """
 
     def __init__(self, client: EtcdClient, view: ClusterView, *, on_deposed: Callable[[Partition], None]) -> None:
@@ -61,7 +63,7 @@ class FenceKeeper:
         self._on_deposed = on_deposed
         self._slots = asyncio.Semaphore(CONCURRENT_FENCES)
         self._turns: WeakKeyDictionary[Partition, asyncio.Lock] = WeakKeyDictionary()
-        # The latest revision that etcd has told here.
+        # The latest revision of etcd seen here.
         self._latest = 0
         view.subscribe(self._on_change)
 
@@ -70,17 +72,20 @@ class FenceKeeper:
             self._latest = 0
 
     def at_once(self, partition: Partition, asked: FenceBinding) -> BoundFence | None:
-        """The answer as far as it is known here; None where etcd has to keep the fence first."""
+        """Answer from memory; None where etcd has to keep the fence first."""
         if not partition.takes_writes():
             return _answer(partition, asked, error_codes.NOT_LEADER_OR_FOLLOWER)
-        standing = partition.writers.compare(asked.fence, is_released=asked.is_released)
-        if standing is Standing.HIGHER:
+        comparison = partition.writers.compare(asked.fence, is_released=asked.is_released)
+        if comparison is FenceComparison.HIGHER:
             return None
-        is_lower = standing is Standing.LOWER
+        is_lower = comparison is FenceComparison.LOWER
         return _answer(partition, asked, error_codes.POLICY_VIOLATION if is_lower else error_codes.NONE)
 
     async def settle_all(self, asked: Sequence[tuple[Partition, FenceBinding]], timeout_s: float) -> list[BoundFence]:
-        """The answer to each; 7 where it is not settled in time. What etcd did of it the next one finds out."""
+        """Answer each request; 7 REQUEST_TIMED_OUT if it takes too long.
+
+        The next request finds out what etcd did.
+        """
         answers = [_answer(*each, error_codes.REQUEST_TIMED_OUT) for each in asked]
         waiting = deque(enumerate(asked))
 
@@ -96,9 +101,9 @@ class FenceKeeper:
         return answers
 
     async def settle(self, partition: Partition, asked: FenceBinding) -> BoundFence:
-        """The answer, once etcd keeps what it says.
+        """Answer one request, once etcd keeps its fence.
 
-        15 COORDINATOR_NOT_AVAILABLE: etcd did not do it. 7 REQUEST_TIMED_OUT: nobody knows whether it did.
+        15 COORDINATOR_NOT_AVAILABLE: etcd did not keep it. 7 REQUEST_TIMED_OUT: it is unknown whether it did.
         """
         turn = self._turns.setdefault(partition, asyncio.Lock())
         async with turn:
@@ -112,15 +117,15 @@ class FenceKeeper:
                     if refused != error_codes.NONE:
                         return _answer(partition, asked, refused)
             except EtcdError as error:
-                _logger.warning("fence not kept", **_named(partition), fence=asked.fence, error=str(error))
+                _logger.warning("fence not kept", **partition.log_fields, fence=asked.fence, error=str(error))
                 if error.maybe_applied:
                     return _answer(partition, asked, error_codes.REQUEST_TIMED_OUT)
             except ValueError as error:
-                _logger.error("fence in etcd unreadable", **_named(partition), error=str(error))
+                _logger.error("fence in etcd unreadable", **partition.log_fields, error=str(error))
         return _answer(partition, asked, error_codes.COORDINATOR_NOT_AVAILABLE)
 
     async def _keep(self, partition: Partition, asked: FenceBinding) -> int:
-        """Put the fence, or learn what etcd keeps: NONE, to be compared anew. Raises EtcdError, ValueError."""
+        """Put the fence, or learn what etcd keeps; NONE: compare anew. Raises EtcdError, ValueError."""
         keys = self._view.keys
         place = partition.topic, partition.partition_index
         topic = self._view.topics.get(partition.topic)
@@ -131,7 +136,7 @@ class FenceKeeper:
             now = await self._client.get_snapshot(fence_key)
             self._latest = max(self._latest, now.revision)
             if asked.fence > self._latest:
-                _logger.error("fence refused: etcd has not come to it", **_named(partition), fence=asked.fence)
+                _logger.error("fence refused: etcd has not come to it", **partition.log_fields, fence=asked.fence)
                 return error_codes.INVALID_REQUEST
         is_owned = not asked.is_released
         result = await self._client.txn(
@@ -146,7 +151,7 @@ class FenceKeeper:
         self._latest = max(self._latest, result.revision)
         if result.succeeded:
             partition.writers.keep(KeptFence(asked.fence, is_owned, result.revision))
-            _logger.info("fence kept", **_named(partition), fence=asked.fence, is_owned=is_owned)
+            _logger.info("fence kept", **partition.log_fields, fence=asked.fence, is_owned=is_owned)
             return error_codes.NONE
         lease_kvs, topic_kvs, fence_kvs = (response.kvs for response in result.responses)
         if not lease_kvs or lease_kvs[0].create_revision != partition.leadership.fencing_token:
@@ -154,14 +159,10 @@ class FenceKeeper:
             return error_codes.NOT_LEADER_OR_FOLLOWER
         if not topic_kvs or topic_kvs[0].mod_revision != topic.mod_revision:
             return error_codes.UNKNOWN_TOPIC_OR_PARTITION
-        # The lease is ours, so it was we who put it, without an answer.
+        # The lease is ours, so we put it ourselves, without an answer.
         partition.writers.keep(kept_fence(fence_kvs, partition.topic_id))
         return error_codes.NONE
 
 
 def _answer(partition: Partition, asked: FenceBinding, error_code: int) -> BoundFence:
     return BoundFence(asked.topic, asked.partition_index, error_code, partition.writers.fence or NO_FENCE)
-
-
-def _named(partition: Partition) -> dict[str, object]:
-    return {"topic": partition.topic, "partition": partition.partition_index}

@@ -1,4 +1,4 @@
-"""The broker's keys in etcd, and the values behind them.
+"""The broker's keys in etcd, and their values.
 
     {prefix}/brokers/{id}                               {"node_id": 1, "host": "…", "port": 9092, "replication_port": 9,
                                                          "log_id": uuid} on the broker's lease
@@ -8,16 +8,15 @@
                                                          "replicas": [ids] or null, "version": 2}
     {prefix}/refbroker/fences/{topic}/{partition}       {"fence": n, "is_owned": bool, "topic_id": uuid}
     {prefix}/refbroker/cluster-id                       the cluster's id, as Kafka's clients see it
-    {prefix}/refbroker/replication-secret               by which the brokers know each other (replication.sasl)
+    {prefix}/refbroker/replication-secret               the secret that brokers share (replication.authentication)
     {prefix}/producer-ids                               decimal: the first producer id not given out yet
 
-`replicas[p]` are the brokers that keep a partition; the first of them that can takes it. A state or fence whose
-topic_id is another one belongs to an earlier topic of the same name and counts as absent. Values that cannot be read
-raise ValueError.
+`replicas[p]` are the brokers that keep partition p; the first of them that can takes it. A state or fence with another
+topic_id belongs to an earlier topic of the same name and counts as absent. Unreadable values raise ValueError.
 
-A log id names what is on one disk (KIP-858's directory ids, KIP-853's replica keys). The first release had none: in its
-states, version 1, broker ids alone are the ISR, and each stands for the data directory that the broker had then
-(`log_id_of_version_1`). That release reads no state of version 2, and so takes no partition that has one.
+A log id names the contents of one disk (KIP-858's directory ids, KIP-853's replica keys). The first release had none:
+its states, version 1, list broker ids as the ISR, and each stands for the data directory that the broker had then
+(`log_id_of_version_1`). That release cannot read a state of version 2, and so takes no partition that has one.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _VERSION_1 = uuid.UUID("5ad1fe4b-4f2e-4a64-9d0e-3f4b8e2f8d11")
 
 
 class TopicValue(msgspec.Struct, frozen=True):
-    """One topic as created; it does not change. Every partition has equally many replicas."""
+    """One topic as created; it never changes. All partitions have equally many replicas."""
 
     topic_id: uuid.UUID
     replicas: list[list[int]]
@@ -43,14 +42,14 @@ class TopicValue(msgspec.Struct, frozen=True):
 
 
 class ReplicaKey(NamedTuple):
-    """One log of a partition: the broker, and the id of what is on its disk."""
+    """One log of a partition: its broker, and the id of what is on its disk."""
 
     node_id: int
     log_id: uuid.UUID
 
     @classmethod
     def parse(cls, text: str) -> ReplicaKey:
-        """What `str` makes of one. Raises ValueError."""
+        """Parse what `str` makes of a key. Raises ValueError."""
         node_id, _, log_id = text.partition("/")
         key = cls(parse_node_id(node_id), uuid.UUID(log_id))
         if str(key) != text:
@@ -62,14 +61,15 @@ class ReplicaKey(NamedTuple):
 
 
 def node_ids(replicas: Iterable[ReplicaKey]) -> list[int]:
-    """The brokers that keep those logs, in order."""
+    """Return the brokers of those logs, sorted."""
     return sorted(replica.node_id for replica in replicas)
 
 
 class StateValue(msgspec.Struct, frozen=True):
-    """What outlives a partition's owner. Absent: the partition was never taken, so never written.
+    """The state of a partition that outlives its owner.
 
-    `replicas` stands where others than the topic's keep it: a stand-in took it while they were all dead.
+    Absent: the partition was never taken, so never written. `replicas` is set where other brokers than the topic's keep
+    it: a stand-in took it while those were all dead.
     """
 
     leader_epoch: int
@@ -80,7 +80,7 @@ class StateValue(msgspec.Struct, frozen=True):
 
 
 class _StateValue1(msgspec.Struct, frozen=True):
-    """Version 1, which has broker ids for an ISR."""
+    """Version 1, whose ISR has broker ids."""
 
     leader_epoch: int
     isr: list[int]
@@ -90,7 +90,7 @@ class _StateValue1(msgspec.Struct, frozen=True):
 
 
 class FenceValue(msgspec.Struct, frozen=True):
-    """What a partition's writers stand behind (writer_fence). Absent: nobody ever claimed it."""
+    """The fence of a partition's writers (`writer_fence`). Absent: the partition was never claimed."""
 
     fence: int
     is_owned: bool
@@ -98,9 +98,9 @@ class FenceValue(msgspec.Struct, frozen=True):
 
 
 class BrokerValue(msgspec.Struct, frozen=True):
-    """Where a live broker listens: for clients, and for other brokers' followers; 0 where there is no such listener.
+    """Where a live broker listens for clients and for followers.
 
-    `log_id` is that of its data directory, None where its release has none.
+    A port is 0 where it does not. `log_id` is that of its data directory, None where its release has none.
     """
 
     node_id: int
@@ -114,7 +114,7 @@ _Value = TypeVar("_Value", TopicValue, StateValue, FenceValue, BrokerValue)
 
 
 def decode_value(data: bytes, kind: type[_Value]) -> _Value:
-    """The value of that kind in `data`."""
+    """Decode a value of that kind. Raises ValueError."""
     try:
         value = msgspec.json.decode(data, type=kind)
     except msgspec.MsgspecError as error:
@@ -133,17 +133,17 @@ def _upgraded(value: _StateValue1) -> StateValue:
 
 
 def log_id_of_version_1(node_id: int) -> uuid.UUID:
-    """What stands for the data directory that a broker made before there were log ids."""
+    """Return the log id that stands for a data directory made before log ids existed."""
     return uuid.uuid5(_VERSION_1, str(node_id))
 
 
 def encode_value(value: TopicValue | StateValue | FenceValue | BrokerValue) -> bytes:
-    """`value` as it stands in etcd."""
+    """Encode a value as it is stored in etcd."""
     return msgspec.json.encode(value)
 
 
 class Keys:
-    """Every key's name under one prefix."""
+    """The names of all keys under one prefix."""
 
     def __init__(self, prefix: str) -> None:
         root = prefix.rstrip("/")
@@ -173,14 +173,14 @@ class Keys:
 
 
 class PartitionKey(NamedTuple):
-    """A partition by name."""
+    """A partition: topic name and index."""
 
     topic: str
     partition_index: int
 
 
 def parse_partition(suffix: str) -> PartitionKey:
-    """`{topic}/{partition}` behind one of the prefixes."""
+    """Parse the `{topic}/{partition}` that follows a prefix. Raises ValueError."""
     topic, slash, index = suffix.rpartition("/")
     if not topic or not slash or "/" in topic or not index.isascii() or not index.isdigit():
         raise ValueError(f"{suffix!r} is not a topic and a partition")
@@ -191,7 +191,7 @@ def parse_partition(suffix: str) -> PartitionKey:
 
 
 def parse_node_id(text: str) -> int:
-    """A decimal broker id."""
+    """Parse a decimal broker id. Raises ValueError."""
     if not text.isascii() or not text.isdigit() or len(text) > 10:
         raise ValueError(f"{text!r} is not a broker id")
     return int(text)

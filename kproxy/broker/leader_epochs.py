@@ -1,22 +1,40 @@
-"""Which leader epoch wrote which offsets of a log (KIP-101), so that replicas find where their logs part.
+"""Leader epochs of a log (KIP-101), and leaderships.
 
-State: entries (leader epoch, start offset), both rising; an epoch reaches from its start to the next entry's, the last
+Replicas find by them where their logs diverge.
+
+State: entries (leader epoch, start offset), both rising. An epoch reaches from its start to the next entry's, the last
 one to the log's end.
 
 Invariants
-1. No two entries have the same epoch or the same start offset: an epoch in which nothing was written leaves no trace
-   once the next one begins at the same offset.
-2. An entry is only ever moved by retention: the log's first one begins where the log does.
+1. No two entries have the same epoch or the same start offset: an epoch that wrote nothing leaves no entry once the
+   next one begins at the same offset.
+2. Only retention moves an entry: the log's first entry begins where the log begins.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from typing import NamedTuple
 
 from kproxy_codec.fetch import EpochEnd
 
 NO_LEADER_EPOCH = -1
 _NONE = EpochEnd(NO_LEADER_EPOCH, -1)
+
+
+class Leadership(NamedTuple):
+    """One broker's time as leader.
+
+    Its leader epoch, and the create revision of the lease key that it held. They rise together, so either tells which
+    leadership is newer. But an etcd restored from a snapshot counts revisions from lower numbers again; the epoch
+    compares first, because the logs confirm it.
+    """
+
+    leader_epoch: int
+    fencing_token: int
+
+
+NO_LEADERSHIP = Leadership(NO_LEADER_EPOCH, 0)
 
 
 class LeaderEpochs:
@@ -30,20 +48,21 @@ class LeaderEpochs:
         return f"LeaderEpochs({self.entries()})"
 
     def entries(self) -> list[tuple[int, int]]:
-        """(leader epoch, start offset), oldest first."""
+        """Return (leader epoch, start offset), oldest first."""
         return list(zip(self._epochs, self._start_offsets, strict=True))
 
     @property
     def latest(self) -> int:
-        """The last epoch that was assigned; NO_LEADER_EPOCH where there is none."""
-        last = self._epochs[-1:]  # in one step: another thread may ask while this one forgets
+        """The last assigned epoch; NO_LEADER_EPOCH where there is none."""
+        last = self._epochs[-1:]  # in one step: another thread may read while this one truncates
         return last[0] if last else NO_LEADER_EPOCH
 
     def assign(self, leader_epoch: int, start_offset: int) -> None:
-        """What is written from `start_offset` on has `leader_epoch`. Nothing changes where that is so already.
+        """Give `leader_epoch` to what is written from `start_offset`.
 
-        Epochs that began at or above `start_offset` wrote nothing and are forgotten. ValueError where the epoch would
-        go back behind one that did write: no leader's log does that.
+        Nothing changes where it has that epoch already. Epochs that began at or above `start_offset` wrote nothing and
+        are forgotten. Raises ValueError if the epoch would go back behind one that did write: no leader's log does
+        that.
         """
         if self._epochs and self._epochs[-1] == leader_epoch and self._start_offsets[-1] <= start_offset:
             return
@@ -55,13 +74,14 @@ class LeaderEpochs:
             self._start_offsets.append(start_offset)
 
     def epoch_at(self, offset: int) -> int:
-        """The epoch that `offset` belongs to; NO_LEADER_EPOCH below the first entry."""
+        """Return the epoch of `offset`; NO_LEADER_EPOCH below the first entry."""
         entry = bisect_right(self._start_offsets, offset) - 1
         return self._epochs[entry] if entry >= 0 else NO_LEADER_EPOCH
 
     def end_offset_for(self, leader_epoch: int, log_end_offset: int) -> EpochEnd:
-        """The largest known epoch that is not above `leader_epoch`, and the offset behind it (KIP-279); -1 and -1 where
-        there is none.
+        """Return the largest known epoch not above `leader_epoch`, and its end.
+
+        The end is the offset behind it (KIP-279); -1 and -1 where there is none.
         """
         entry = bisect_right(self._epochs, leader_epoch) - 1
         if entry < 0:
@@ -71,13 +91,13 @@ class LeaderEpochs:
         return EpochEnd(self._epochs[entry], end_offset)
 
     def truncate_from_end(self, offset: int) -> None:
-        """Forget what begins at or above `offset`: the log ends there now."""
+        """Forget epochs that begin at or above `offset`, the new end of the log."""
         while self._start_offsets and self._start_offsets[-1] >= offset:
             self._epochs.pop()
             self._start_offsets.pop()
 
     def truncate_from_start(self, offset: int) -> None:
-        """Forget what ends at or below `offset`: the log begins there now, with the epoch that `offset` belongs to."""
+        """Forget epochs that end at or below `offset`, the new start of the log."""
         first = bisect_right(self._start_offsets, offset) - 1
         if first >= 0:
             del self._epochs[:first]

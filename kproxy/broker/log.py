@@ -1,63 +1,70 @@
-"""A partition's log: segments of record batches as received, with offsets from `log_start_offset` to `log_end_offset`.
+"""A partition's log: segments of record batches as received.
+
+It has the offsets from `log_start_offset` to `log_end_offset`.
 
 States
   open      appended to and read by one thread
-  failed    a write failed and could not be undone, or what was written may not be on the disk; every later call raises
-            LogFailed
+  failed    a write failed and could not be undone, or a flush failed; every later call raises LogFailed
   closed    nothing more
 
 Invariants
 1. log_start_offset <= every offset in the log < log_end_offset; the next batch gets log_end_offset. There is no gap.
-2. Bytes are appended only behind the last whole batch, and nothing that was appended is ever changed. What goes, goes
-   in whole batches from the end (`truncate_to`), in whole segments from the start (retention), or all at once.
-3. Opening reads every batch, up to the first damage: a bad batch, or a gap between segments. From the recovery point
-   on, which is the high watermark last written down (`checkpoint`), a killed process or a power cut leaves just that,
-   also in the midst of the log, since a segment begins before the one before it is on the disk: the log is cut off
-   there, and what lies behind is removed. Damage below it nobody may paper over, since offsets were given out and
-   committed: LogCorrupt.
-4. The process that opened the log is the only one that writes to it (the data directory is locked).
-5. `producers` and `leader_epochs` are what the batches in the log say, and the epoch a leader has assigned at its end.
-6. One thread works on a log and never waits for the disk; `flush` and `checkpoint` do, run in others beside it, one of
-   either at a time, and `close` waits for neither.
-7. What lies below `flushed_offset` is on the disk, names of segments included, unless it has been removed.
-8. Of the start of a log only so much is removed that a segment is left whose name is on the disk, unless `flush` is
-   never: a directory without any would be taken for a log that begins at 0.
+2. Bytes are appended only behind the last whole batch, and appended bytes never change. Bytes are removed in whole
+   batches from the end (`truncate_to`), in whole segments from the start (retention), or all at once.
+3. Opening reads every batch, up to the first damage: a bad batch, or a gap between segments. The recovery point is the
+   high watermark of the last checkpoint. From there on, a killed process or a power cut may leave damage, also in the
+   middle of the log, because a segment begins before the one before it is on the disk: the log is cut off at the
+   damage, and what follows is removed. Damage below the recovery point is LogCorrupt: those offsets were given out and
+   committed.
+4. Only the process that opened the log writes to it (the data directory is locked).
+5. `producers` and `leader_epochs` follow from the batches in the log, and from the epoch that a leader assigned at its
+   end.
+6. One thread works on a log and never waits for the disk. `flush` and `checkpoint` wait, in other threads, one of each
+   at a time; `close` waits for neither.
+7. All below `flushed_offset` is on the disk, names of segments included, unless it has been removed.
+8. Removing from the start leaves at least one segment whose name is on the disk, unless `flush` is never: a directory
+   without segments would be taken for a log that begins at 0.
 """
 
 from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
-from kproxy.broker.checkpoint import NO_LEADERSHIP, Checkpoint, Leadership, read_checkpoint, write_checkpoint
-from kproxy.broker.disk import ChangedNames, DiskError, disk_error, sync_directory
-from kproxy.broker.leader_epochs import LeaderEpochs
-from kproxy.broker.log_options import LogOptions
-from kproxy.broker.producer_history import ProducerHistory
-from kproxy.broker.producer_state import ProducerStates
-from kproxy.broker.retention import removable
+from kproxy.broker.config import NO_RETENTION_LIMIT, LogOptions
+from kproxy.broker.disk import ChangedNames, DiskError, disk_error, read_json, sync_directory, write_json
+from kproxy.broker.leader_epochs import NO_LEADER_EPOCH, NO_LEADERSHIP, LeaderEpochs, Leadership
+from kproxy.broker.producer_state import ProducerHistory, ProducerStates
 from kproxy.broker.segment import SUFFIX, LogFailed, Segment, TimestampAndOffset
 from kproxy.broker.validation import check_replicated
 from kproxy_codec.primitives import Buffer
 from kproxy_codec.record_batch import NO_TIMESTAMP, RecordBatch, leader_epoch_of
 
 # Above every offset.
-_NOWHERE = 1 << 63
+_NO_OFFSET = 1 << 63
+
+
+_CHECKPOINT_FILE = "checkpoint.json"
+_CHECKPOINT_VERSION = 1
 
 
 class LogCorrupt(LogFailed):
-    """What was on the disk, and committed, cannot be read."""
+    """Committed records on the disk cannot be read."""
 
 
 class Log:
-    """One partition's batches on disk. Everything here blocks for as long as the page cache makes it; `flush` and
-    `checkpoint` as long as the disk does, and `open` for as long as the log is large."""
+    """One partition's batches on disk.
+
+    Every method may block on the page cache. `flush` and `checkpoint` also wait for the disk, and `open` reads the
+    whole log.
+    """
 
     def __init__(self, directory: Path, segments: list[Segment], options: LogOptions) -> None:
-        """Of segments that are read already: see `open`."""
+        """Wrap segments that have been read already: see `open`."""
         self.directory = directory
         self.options = options
         self.producers = ProducerStates()
@@ -72,27 +79,27 @@ class Log:
         self._failure: Exception | None = None
         self._closed = False
         self.flushed_offset = 0
-        # Of segments that may not be on the disk by name: the names, and the first one's base offset.
+        # Segments whose names may not be on the disk: their directory, and the base offset of the first one.
         self._changed_names: ChangedNames | None = None
-        self._unnamed_from = _NOWHERE
-        # The lowest offset that the log was cut off at since the flush under way has begun.
-        self._cut_at = _NOWHERE
-        # Held for as long as a thread waits for the disk: what it has taken on is not there yet for another.
-        self._flushing = threading.Lock()
-        # Held while `flushed_offset` and what it depends on are changed.
-        self._counting = threading.Lock()
-        # Held while a checkpoint is put into its place, and while the log is closed.
-        self._closing = threading.Lock()
+        self._unsynced_from = _NO_OFFSET
+        # The lowest offset at which the log was cut off since the running flush began.
+        self._cut_at = _NO_OFFSET
+        # Held while a thread flushes: another one must not count what that one has taken on.
+        self._flush_lock = threading.Lock()
+        # Held while `flushed_offset` and what it depends on change.
+        self._flushed_lock = threading.Lock()
+        # Held while a checkpoint is moved into place, and while the log is closed.
+        self._close_lock = threading.Lock()
         # Held while a checkpoint is written.
-        self._checkpointing = threading.Lock()
+        self._checkpoint_lock = threading.Lock()
 
     @classmethod
     def open(cls, directory: Path, *, options: LogOptions | None = None) -> Log:
-        """The log in `directory`, created where there is none. Raises LogFailed (LogCorrupt), OSError.
+        """Open the log in `directory`, creating it if needed.
 
-        Of the result, `truncated_bytes` tells how much of a torn tail was cut off; `high_watermark_checkpoint` and
-        `leadership` are the last ones written, 0 and NO_LEADERSHIP where there are none. Where the disk is waited for
-        before an append is answered, all that is found is brought there first.
+        `truncated_bytes` of the result is the size of a torn tail that was cut off; `high_watermark_checkpoint` and
+        `leadership` are the last ones written, 0 and NO_LEADERSHIP where there are none. With the flush policy
+        `always`, the log is flushed first. Raises LogFailed (LogCorrupt), OSError.
         """
         directory.mkdir(parents=True, exist_ok=True)
         segments: list[Segment] = []
@@ -104,14 +111,14 @@ class Log:
             if not segments:
                 log._create_segment(0)
             if log._changed_names is not None or log.options.flush == "always":
-                log.flush()  # here nobody's turn waits
+                log.flush()  # nothing waits for the log yet
         except BaseException:
             log.close()
             raise
         return log
 
     def _recover(self) -> None:
-        checkpoint = read_checkpoint(self.directory)
+        checkpoint = _read_checkpoint(self.directory)
         self.high_watermark_checkpoint = checkpoint.high_watermark
         self.leadership = Leadership(checkpoint.obeyed_epoch, checkpoint.fencing_token)
         if self._segments:
@@ -122,7 +129,7 @@ class Log:
             self.leader_epochs.assign(checkpoint.leader_epoch, self.log_start_offset)
 
     def _recover_segments(self, recovery_point: int) -> None:
-        """Read the segments up to the first damage, and cut off what is behind it. Raises OSError, LogCorrupt."""
+        """Read the segments up to the first damage, and cut off what follows. Raises OSError, LogCorrupt."""
         kept, bad_bytes, damage = 0, 0, ""
         for segment in self._segments:
             if kept and segment.base_offset != self._segments[kept - 1].next_offset:
@@ -130,7 +137,7 @@ class Log:
                 damage = f"{before.path.name} ends at offset {before.next_offset}, {segment.path.name} comes next"
                 break
             kept += 1
-            bad_bytes = segment.recover(self._note_found, self.leader_epochs.latest, recovery_point)
+            bad_bytes = segment.recover(self._note_found_batch, self.leader_epochs.latest, recovery_point)
             if bad_bytes:
                 damage = f"a bad batch in {segment.path.name} at byte {segment.size_in_bytes}"
                 break
@@ -146,21 +153,21 @@ class Log:
         del self._segments[kept:]
         self._base_offsets = [segment.base_offset for segment in self._segments]
 
-    def _note_found(self, batch: RecordBatch) -> None:
-        self._note(batch, batch.max_timestamp)
+    def _note_found_batch(self, batch: RecordBatch) -> None:
+        self._note_batch(batch, batch.max_timestamp)
 
-    def _note(self, batch: RecordBatch, written_ms: int | None = None) -> None:
-        """A batch that stands in the log, found there or come from a leader, since `written_ms`, or now."""
-        self._producer_history.passes(batch.base_offset, batch.size_in_bytes, self.producers)
+    def _note_batch(self, batch: RecordBatch, written_ms: int | None = None) -> None:
+        """Count a batch in the log, found there or received from a leader; written at `written_ms`, or now."""
+        self._producer_history.note_batch(batch.base_offset, batch.size_in_bytes, self.producers)
         self.leader_epochs.assign(batch.partition_leader_epoch, batch.base_offset)
         self.producers.update(batch, batch.base_offset, written_ms)
 
     def _create_segment(self, base_offset: int) -> Segment:
-        """Raises OSError, with nothing created."""
+        """Add a segment at the end. Raises OSError, with nothing created."""
         try:
             segment = Segment.create(self.directory, base_offset)
             try:
-                self._names_change(base_offset)
+                self._note_new_name(base_offset)
             except OSError:
                 segment.delete()
                 raise
@@ -170,12 +177,12 @@ class Log:
         self._base_offsets.append(base_offset)
         return segment
 
-    def _names_change(self, base_offset: int) -> None:
-        """A segment begins at `base_offset`. Raises OSError."""
-        with self._counting:
+    def _note_new_name(self, base_offset: int) -> None:
+        """Note that a segment begins at `base_offset`. Raises OSError."""
+        with self._flushed_lock:
             if self._changed_names is None and self.options.flush != "never":
                 self._changed_names = ChangedNames(self.directory)
-            self._unnamed_from = min(self._unnamed_from, base_offset)
+            self._unsynced_from = min(self._unsynced_from, base_offset)
 
     @property
     def log_start_offset(self) -> int:
@@ -195,44 +202,45 @@ class Log:
 
     @property
     def failure(self) -> Exception | None:
-        """Why only opening it anew can make it usable; None while it is well."""
+        """Why the log must be opened anew before it is used; None while it works."""
         return self._failure
 
     @property
     def is_dirty(self) -> bool:
-        """Whether there is something that `flush` would bring to the disk."""
+        """Whether `flush` would write something to the disk."""
         return self._changed_names is not None or any(segment.is_dirty for segment in list(self._segments))
 
     @property
     def counted_end_offset(self) -> int:
-        """The end of what this replica may say it has: of what is on the disk, where an answer waits for that."""
+        """The end of what this replica may say it has: `flushed_offset` with the flush policy `always`."""
         return self.flushed_offset if self.options.flush == "always" else self.log_end_offset
 
     # Appending
 
     def append(self, records: Buffer, batch: RecordBatch) -> None:
-        """Write one batch that already carries `log_end_offset` as its base offset, and its leader's epoch.
+        """Write one batch; it already carries its offset and leader epoch.
 
-        Raises OSError, after which the log is as it was; the message says what disk does not take it. Raises LogFailed,
-        and ValueError for an epoch that goes back. The caller updates `producers` once the append stands.
+        The offset is `log_end_offset`. Raises OSError, after which the log is as it was; the message names the disk
+        that refused. Raises LogFailed, and ValueError for an epoch that goes back. The caller updates `producers` once
+        the append stands.
         """
         self._check()
         leader_epoch = leader_epoch_of(records)
         base_offset = self.log_end_offset
         self.leader_epochs.assign(leader_epoch, base_offset)
-        self._producer_history.passes(base_offset, len(records), self.producers)
+        self._producer_history.note_batch(base_offset, len(records), self.producers)
         self._last_append = base_offset
         self._write(records, [batch], base_offset)
 
     def append_replicated(self, records: Buffer) -> int:
-        """Write batches as the leader has them, from `log_end_offset` on; the log end offset afterwards.
+        """Write a leader's batches from `log_end_offset`; return the new end.
 
-        A last batch that is cut short is left out, as a Fetch answer may end with one. Raises ReplicatedBatchInvalid,
-        with nothing written; OSError, with whole batches written or none; LogFailed.
+        A partial last batch, as a Fetch answer may have, is left out. Raises ReplicatedBatchInvalid, with nothing
+        written; OSError, with whole batches written or none; LogFailed.
         """
         self._check()
         end_offset = self.log_end_offset
-        # An epoch assigned at the end, by a leader that this replica was, has written nothing and binds nobody.
+        # An epoch that this replica assigned at the end, as leader, and that wrote nothing binds nobody.
         batches = check_replicated(records, end_offset, self.leader_epochs.epoch_at(end_offset - 1))
         segment_bytes, view = self.options.segment_bytes, memoryview(records)
         taken = 0
@@ -246,12 +254,12 @@ class Log:
             together = batches[taken:upto]
             self._write(view[first.position : together[-1].end], together, first.base_offset)
             for batch in together:
-                self._note(batch)
+                self._note_batch(batch)
             taken = upto
         return self.log_end_offset
 
     def _write(self, records: Buffer, batches: list[RecordBatch], base_offset: int) -> None:
-        """Write batches into the last segment, or a new one where it is full."""
+        """Write batches into the last segment, or a new one if it is full."""
         segment = self._segments[-1]
         is_full = segment.size_in_bytes > 0 and segment.size_in_bytes + len(records) > self.options.segment_bytes
         try:
@@ -267,16 +275,17 @@ class Log:
             raise disk_error(error, self.directory) from error
 
     def _undo_roll(self) -> None:
-        """Remove the new segment, if there is one: it is empty."""
+        """Remove the new, empty segment, if there is one."""
         if self._segments[-1].size_in_bytes == 0 and len(self._segments) > 1:
             self._drop_last()
 
     # Removing
 
     def truncate_to(self, offset: int) -> None:
-        """Drop every batch that reaches to or above `offset`. Raises OSError, LogFailed.
+        """Drop every batch that reaches to or above `offset`.
 
-        An epoch that was assigned at the end and wrote nothing goes as well. The log start offset stays.
+        Raises OSError, LogFailed. An epoch that was assigned at the end and wrote nothing is dropped as well. The log
+        start offset stays.
         """
         self._check()
         if offset < self.log_end_offset:
@@ -288,36 +297,36 @@ class Log:
         self.leader_epochs.truncate_from_end(self.log_end_offset)
 
     def undo_append(self) -> None:
-        """Take back the last `append`. Raises LogFailed."""
+        """Remove the batch of the last `append`. Raises LogFailed."""
         self._check()
         self._cut_off(self._last_append)
 
     def _cut_off(self, offset: int) -> None:
         try:
             self._segments[-1].truncate_to(offset)
-            self._count_less(self.log_end_offset)
+            self._lower_flushed_offset(self.log_end_offset)
         except LogFailed as error:
             self._failure = error
             raise
         except OSError as error:
             raise self._failed(disk_error(error, self.directory)) from error
 
-    def _count_less(self, offset: int) -> None:
-        """The log was cut off: what is written there now is not on the disk, whatever a flush under way has seen."""
-        with self._counting:
+    def _lower_flushed_offset(self, offset: int) -> None:
+        """Lower `flushed_offset` to where the log was cut off, whatever a running flush has seen."""
+        with self._flushed_lock:
             self.flushed_offset = min(self.flushed_offset, offset)
             self._cut_at = min(self._cut_at, offset)
 
     def _rebuild_producers(self) -> None:
-        """Make `producers` what they were at the log's end."""
-        offset, self.producers = self._producer_history.go_back(self.log_end_offset, self.log_start_offset)
+        """Restore the `producers` of the log's new end."""
+        offset, self.producers = self._producer_history.restore(self.log_end_offset, self.log_start_offset)
         for segment in self._segments:
             if segment.next_offset > offset:
                 for batch in segment.batches_from(offset):
                     self.producers.update(batch, batch.base_offset, batch.max_timestamp)
 
     def reset_to(self, offset: int) -> None:
-        """Drop everything; the log is empty then and begins at `offset`. Raises LogFailed."""
+        """Drop everything; the empty log begins at `offset`. Raises LogFailed."""
         self._check()
         for segment in reversed(self._segments):
             self._delete(segment)
@@ -326,33 +335,33 @@ class Log:
         except DiskError as error:
             raise self._failed(error) from error
         self._segments[:], self._base_offsets[:] = [fresh], [offset]
-        self._count_less(0)
+        self._lower_flushed_offset(0)
         self._producer_history.clear()
         self.producers = ProducerStates()
         self.leader_epochs.truncate_from_end(0)
 
     def remove_old_segments(self, now_ms: int, high_watermark: int) -> int:
-        """Remove what retention lets go, in whole segments below the high watermark; how many.
+        """Apply retention: remove old segments; return their number.
 
-        Raises OSError, LogFailed. Segments old enough are removed to the last: a new, empty one takes its place, and it
-        goes in the next round, once that one is on the disk.
+        Only whole segments below the high watermark. Raises OSError, LogFailed. If the last segment is old enough too,
+        a new, empty one takes its place; the old one is removed in the next round, once the new one is on the disk.
         """
         self._check()
-        count = removable(self._segments, self.options, now_ms, high_watermark)
+        count = _removable_segments(self._segments, self.options, now_ms, high_watermark)
         if count == len(self._segments):
             self._create_segment(self.log_end_offset)
         return self._drop_first(count)
 
     def advance_log_start(self, offset: int) -> None:
-        """The leader's log begins at `offset` now: drop whole segments below. Raises LogFailed."""
+        """Drop whole segments below `offset`, where the leader's log begins now. Raises LogFailed."""
         self._check()
         self._drop_first(bisect_right(self._base_offsets, offset) - 1)
 
     def _drop_first(self, count: int) -> int:
-        """Drop so many of the oldest segments, or as many as leave one whose name is on the disk; how many."""
+        """Drop up to `count` of the oldest segments, but leave one whose name is on the disk; return how many."""
         if self.options.flush != "never":
-            count = max(0, min(count, bisect_left(self._base_offsets, self._unnamed_from) - 1))
-        # One by one, the oldest first: whenever this ends, what is left has no gap.
+            count = max(0, min(count, bisect_left(self._base_offsets, self._unsynced_from) - 1))
+        # One by one, the oldest first, so that an error leaves no gap.
         for _ in range(count):
             del self._base_offsets[0]
             self._delete(self._segments.pop(0))
@@ -373,10 +382,10 @@ class Log:
     # Reading
 
     def read(self, offset: int, max_bytes: int, *, up_to: int | None = None) -> bytes:
-        """Batches from the one that holds `offset` on, from one segment: the first whole, the last perhaps cut short.
+        """Read batches of one segment, from the one that holds `offset`.
 
-        Only batches that end below `up_to`, where that is given. `offset` must lie in the log; at its end the answer is
-        empty. Raises OSError, LogFailed.
+        The first is whole, the last perhaps partial. Only batches that end below `up_to`, where that is given. `offset`
+        must lie in the log; at its end the result is empty. Raises OSError, LogFailed.
         """
         self._check()
         position = max(bisect_right(self._base_offsets, offset) - 1, 0)
@@ -387,7 +396,7 @@ class Log:
         return b""
 
     def find_timestamp(self, timestamp: int) -> TimestampAndOffset | None:
-        """The first batch that holds a record at or after `timestamp` (ms): its first timestamp and offset."""
+        """Find the first batch with a record at or after `timestamp` (ms); return its first timestamp and offset."""
         self._check()
         for segment in self._segments:
             found = segment.find_timestamp(timestamp)
@@ -396,24 +405,24 @@ class Log:
         return None
 
     def max_timestamp(self) -> TimestampAndOffset:
-        """The largest timestamp (ms) and the last offset of the first batch that has it; (-1, -1) in an empty log."""
+        """Return the largest timestamp (ms), and the last offset of the first batch with it; (-1, -1) if empty."""
         largest = TimestampAndOffset(NO_TIMESTAMP, -1)
         for segment in self._segments:
             if segment.max_timestamp.timestamp > largest.timestamp:
                 largest = segment.max_timestamp
         return largest
 
-    # Keeping
+    # The disk
 
     def flush(self) -> None:
-        """Bring what was appended to the disk: all that stands in the log now. Blocks, not on the thread that appends.
+        """Flush all that is in the log now to the disk.
 
-        Raises LogFailed: after an error nobody knows what is there.
+        Blocks; not for the thread that appends. Raises LogFailed: after an error it is unknown what is on the disk.
         """
-        with self._flushing:
+        with self._flush_lock:
             self._check()
-            with self._counting:
-                self._cut_at, end_offset = _NOWHERE, self.log_end_offset
+            with self._flushed_lock:
+                self._cut_at, end_offset = _NO_OFFSET, self.log_end_offset
                 names, self._changed_names = self._changed_names, None
             try:
                 for segment in list(self._segments):
@@ -428,20 +437,21 @@ class Log:
             finally:
                 if names is not None:
                     names.close()
-            # Of a log that was closed meanwhile, not all was flushed.
+            # A log that was closed meanwhile was not flushed completely.
             self._check()
-            with self._counting:
+            with self._flushed_lock:
                 self.flushed_offset = max(self.flushed_offset, min(end_offset, self._cut_at))
                 if self._changed_names is None:
-                    self._unnamed_from = _NOWHERE
+                    self._unsynced_from = _NO_OFFSET
 
     def checkpoint(self, high_watermark: int, leadership: Leadership) -> None:
-        """Remember both beside the log; the leadership never goes back. Blocks. Raises OSError, LogFailed.
+        """Write both beside the log; the leadership never goes back. Blocks.
 
-        What lies below the high watermark is brought to the disk first, unless `flush` is never: then no more of it is
-        remembered than is there. From there on, damage is taken for a power cut's.
+        Everything below the high watermark is flushed first. With the flush policy `never` it is not; then the
+        checkpoint has only the flushed part of the high watermark. From the checkpoint on, damage counts as a power
+        cut's. Raises OSError, LogFailed.
         """
-        with self._checkpointing:
+        with self._checkpoint_lock:
             self._check()
             if self.options.flush != "never":
                 self.flush()
@@ -453,36 +463,103 @@ class Log:
                 if obeyed > self.leadership and self.options.flush != "never":
                     sync_directory(self.directory)
             except OSError as error:
-                # Closed meanwhile: its directory may have been removed, which is no disk's error.
+                # A log closed meanwhile may have lost its directory, which is no disk's error.
                 self._check()
                 raise disk_error(error, self.directory) from error
             self.high_watermark_checkpoint, self.leadership = high_watermark, obeyed
 
     @contextmanager
     def _while_open(self) -> Iterator[None]:
-        """The directory's name is ours: a closed log may have been moved away, and another be at its place."""
-        with self._closing:
+        """Hold the log open: a closed log's directory may have been moved away, and another be in its place."""
+        with self._close_lock:
             self._check()
             yield
 
     def close(self) -> None:
-        """Let go of the files; the offsets can still be asked for. May be called twice."""
-        with self._closing:
+        """Close the files; offsets can still be read. May be called twice."""
+        with self._close_lock:
             if not self._closed:
                 self._closed = True
                 self._failure = self._failure or LogFailed("the log is closed")
                 for segment in self._segments:
                     segment.close()
-                with self._counting:
+                with self._flushed_lock:
                     names, self._changed_names = self._changed_names, None
                 if names is not None:
                     names.close()
 
     def _failed(self, error: DiskError) -> LogFailed:
-        """The log has failed for good."""
+        """Mark the log as failed for good."""
         self._failure = error
         return LogFailed(f"{self.directory.name}: {error}")
 
     def _check(self) -> None:
         if self._failure is not None:
             raise LogFailed(f"{self.directory.name}: {self._failure}") from self._failure
+
+
+class Checkpoint(NamedTuple):
+    """The content of checkpoint.json, which is replaced in one step.
+
+    All zeros for a log without one. The high watermark may be old, so nothing is ever truncated to it. It is also
+    Kafka's recovery point: it is written only once everything below is on the disk, names of segments included, and
+    nothing below it is ever removed from the end. So damage below it is the disk's, and damage above it is what a power
+    cut leaves. The leadership is the highest one that this replica has obeyed. The leader epoch is for a log that
+    retention has emptied: it is the epoch before that log end offset.
+
+    A file without a version is of the release before versions; its high watermark means the same.
+    """
+
+    high_watermark: int = 0
+    obeyed_epoch: int = NO_LEADER_EPOCH
+    fencing_token: int = 0
+    log_end_offset: int = 0
+    leader_epoch: int = NO_LEADER_EPOCH
+
+
+def _read_checkpoint(directory: Path) -> Checkpoint:
+    """Read the checkpoint in `directory`. Raises OSError, and LogFailed for a damaged or newer one."""
+    found = read_json(directory / _CHECKPOINT_FILE)
+    if found is None:
+        return Checkpoint()
+    version = found.get("version", 0)
+    if not isinstance(version, int) or version > _CHECKPOINT_VERSION:
+        raise LogFailed(
+            f"{directory / _CHECKPOINT_FILE} is of version {version}, which a later release wrote: use that one"
+        )
+    numbers = [found.get(name) for name in Checkpoint._fields]
+    if not all(isinstance(number, int) for number in numbers):
+        raise LogFailed(f"{directory / _CHECKPOINT_FILE} is damaged: it says {found}")
+    return Checkpoint._make(numbers)
+
+
+def write_checkpoint(directory: Path, checkpoint: Checkpoint, replacing: AbstractContextManager[object]) -> None:
+    """Write a checkpoint as `write_json` does. Raises OSError."""
+    write_json(directory / _CHECKPOINT_FILE, {"version": _CHECKPOINT_VERSION, **checkpoint._asdict()}, replacing)
+
+
+def _removable_segments(segments: Sequence[Segment], options: LogOptions, now_ms: int, high_watermark: int) -> int:
+    """Count the oldest segments that retention removes.
+
+    None that reaches above the high watermark is. Kafka's retention.bytes and retention.ms with cleanup.policy=delete.
+    By size: while the rest is at least `retention_bytes`, and never the last segment. By time: while the largest
+    timestamp is older than `retention_ms`. `now_ms` is milliseconds since the epoch, as timestamps are.
+    """
+    left_bytes = sum(segment.size_in_bytes for segment in segments)
+    count = 0
+    for segment in segments:
+        if segment.size_in_bytes == 0 or segment.next_offset > high_watermark:
+            break
+        is_old = (
+            options.retention_ms != NO_RETENTION_LIMIT and segment.newest_timestamp() < now_ms - options.retention_ms
+        )
+        left_bytes -= segment.size_in_bytes
+        is_too_much = (
+            options.retention_bytes != NO_RETENTION_LIMIT
+            and left_bytes >= options.retention_bytes
+            and segment is not segments[-1]
+        )
+        if not is_old and not is_too_much:
+            break
+        count += 1
+    return count

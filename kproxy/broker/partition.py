@@ -1,22 +1,23 @@
-"""One replica of a partition on this broker: its log, who may write to it, whom it follows, who waits for it.
+"""One replica of a partition: log, writers, leader, waiting requests.
 
-The roles, their transitions and the high watermark are replication.manager's; here they meet the log and the fence.
+`replication.partition_replication` has the roles, their transitions and the high watermark; here they meet the log and
+the fence.
 
 Invariants
-1. A batch is in a leader's log and answered only if the fence lived before the write and after it. Where it died in
-   between, the write is taken back, in the same step of the event loop, before anybody could have read it.
-2. Nothing is served as leader, to clients or to followers, while the fence is not certain to live.
-3. Producer state is updated only by batches that stand in the log.
+1. A batch is in a leader's log and acknowledged only if the fence was live before the write and after it. If it died in
+   between, the write is undone in the same step of the event loop, before anybody can read it.
+2. Nothing is served as leader, to clients or to followers, unless the fence is certain to live.
+3. Producer state is updated only by batches that are in the log.
 4. An offset is given out once: `append_as_leader` runs on one event loop and never awaits.
-5. A follower's log changes only by an answer to the question it asked last, from the leader it follows, in the epoch it
-   follows in; an answer to anything else is late, and is dropped.
-6. A replica obeys no leadership older than the newest that it has obeyed. `log_keeper` writes that one beside the log,
-   soon but not at once: a disk takes longer for it than a broker with many partitions has when another one fails.
-7. No batch is appended of a writer that the partition's fence refuses (writer_fence): not a duplicate is answered.
-8. A follower that finds its leader without what is committed here stops, for good: `failure` says why.
-9. Where appends are to be on the disk before they are answered (`--flush always`), a replica says of no record that it
-   has it before the disk has: not in an answer, not in the high watermark, not in the follower's next fetch. It is a
-   thread that waits for the disk (flusher).
+5. A follower's log changes only by the answer to its last request, from the leader it follows, in the epoch it follows
+   in; any other answer is late and dropped.
+6. A replica obeys no leadership older than the newest that it has obeyed. `log_maintenance` writes that one beside the
+   log, soon but not at once: the disk would take too long when a broker fails and many partitions move.
+7. No batch is appended of a writer that the partition's fence refuses (`writer_fence`); not even a duplicate is
+   answered.
+8. A follower whose leader lacks records that are committed here stops for good; `failure` says why.
+9. With `--flush always` a replica reports no record before it is on the disk: not in an answer, not in the high
+   watermark, not in the follower's next fetch. A thread waits for the disk (LogFlusher).
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from typing import NamedTuple, Protocol
 
 import structlog
 
-from kproxy.broker.checkpoint import NO_LEADERSHIP, Leadership
-from kproxy.broker.flusher import LogFlusher
+from kproxy.broker.config import LogOptions
 from kproxy.broker.keys import ReplicaKey, node_ids
+from kproxy.broker.leader_epochs import NO_LEADERSHIP, Leadership
 from kproxy.broker.log import Log
-from kproxy.broker.log_options import LogOptions
+from kproxy.broker.log_maintenance import LogFlusher
 from kproxy.broker.producer_state import Verdict
-from kproxy.broker.replication.manager import MAX_WAITER_AGE_S, NO_LEADER, Isr, ReplicationManager, Role
+from kproxy.broker.replication.partition_replication import MAX_WAITER_AGE_S, NO_LEADER, Isr, ReplicationManager, Role
 from kproxy.broker.replication.reconciliation import (
     Inconsistent,
     Reconciliation,
@@ -57,13 +58,13 @@ _logger = structlog.get_logger(__name__)
 
 
 class Fence(Protocol):
-    """Tells whether the lease that ownership rests on is certain to live."""
+    """Tells whether the lease behind an ownership is certain to live."""
 
     def is_live(self) -> bool: ...
 
 
 class AppendResult(NamedTuple):
-    """`base_offset` is -1 where nothing was appended; `last_offset` is what the answer waits for."""
+    """`base_offset` is -1 where nothing was appended; the answer waits for `last_offset`."""
 
     error_code: int
     base_offset: int = -1
@@ -72,15 +73,17 @@ class AppendResult(NamedTuple):
 
 
 class ReadResult(NamedTuple):
-    """Record batches, the last of which may be cut short."""
+    """Record batches, the last of which may be partial."""
 
     error_code: int
     records: bytes = b""
 
 
 class ReplicaSettings(NamedTuple):
-    """What a replica is told of its broker and topic. Seconds; no log options: the data directory's own; no threads to
-    wait for the disk in: the event loop's own."""
+    """The settings of a replica, in seconds.
+
+    `log_options` None: the data directory's own. `flush_threads` None: the event loop's own.
+    """
 
     node_id: int
     clock: Clock
@@ -99,7 +102,7 @@ ACKS_ALL = -1
 
 
 class _NoFence:
-    """A follower's: it may do nothing that needs one."""
+    """A follower's fence: it may do nothing that needs one."""
 
     def is_live(self) -> bool:
         return False
@@ -109,7 +112,7 @@ _NO_FENCE = _NoFence()
 
 
 class Partition:
-    """A hosted replica; a follower of nobody until told otherwise. `leadership` is the newest that it has obeyed."""
+    """A hosted replica, at first without a leader. `leadership` is the newest that it has obeyed."""
 
     def __init__(
         self,
@@ -123,16 +126,18 @@ class Partition:
         obeyed: Leadership = NO_LEADERSHIP,
         reconciliation: Reconciliation | None = None,
     ) -> None:
-        """`log_id` names what is on the disk; `obeyed` is a leadership that was obeyed before, and may not have been
-        written down."""
+        """`log_id` names what is on the disk.
+
+        `obeyed` is a leadership that was obeyed before and may not be on the disk.
+        """
         self.topic = topic
         self.partition_index = partition_index
         self.topic_id = topic_id
         self.leadership = max(log.leadership, obeyed)
         self.failure = ""
         self.log = log
-        # Why nothing could be written, as it was logged; empty once something could be.
-        self._told: dict[str, object] = {}
+        # The last write error, as logged; empty after a success.
+        self._logged_error: dict[str, object] = {}
         self._fence: Fence = _NO_FENCE
         self.writers = WriterFence()
         self._reconciliation = reconciliation or Reconciliation()
@@ -180,7 +185,7 @@ class Partition:
     def become_leader(
         self, leadership: Leadership, replicas: Collection[int], isr: Isr, fence: Fence, writers: KeptFence
     ) -> None:
-        """Lead as long as `fence` lives; `writers` is what etcd keeps of who may write.
+        """Lead as long as `fence` lives; `writers` is the writers' fence in etcd.
 
         Raises WrongRole, Inconsistent, OSError, LogFailed.
         """
@@ -202,7 +207,7 @@ class Partition:
         if leadership < self.leadership:
             _logger.error(
                 "leader refused: it is older than one that was followed before",
-                **self._named(),
+                **self.log_fields,
                 leader_id=leader_id,
                 leadership=leadership,
                 obeyed=self.leadership,
@@ -214,17 +219,17 @@ class Partition:
         self.replication.become_follower(leader_id, leader_epoch)
 
     def follow_nobody(self) -> None:
-        """There is no leader, or none that is known."""
+        """Follow nobody: there is no known leader."""
         if self.role is Role.FOLLOWER:
             self.replication.become_follower(NO_LEADER, self.leader_epoch)
 
     def resign(self) -> None:
-        """Refuse writes from now on, and let nobody wait for more."""
+        """Refuse writes, and wake waiting reads."""
         self.replication.resign()
         self._wake(self._high_watermark_waiters)
 
     def close(self) -> None:
-        """Refuse everything from now on and let go of the log. May be called twice."""
+        """Refuse everything and close the log. May be called twice."""
         self.replication.close()
         self._fence = _NO_FENCE
         self.log.close()
@@ -235,11 +240,11 @@ class Partition:
     # As leader: writes
 
     def takes_writes(self) -> bool:
-        """Whether this broker leads for certain, and does not give way."""
+        """Tell whether this broker leads for certain and has not resigned."""
         return self.role is Role.LEADER and self._fence.is_live()
 
     def refusal_of_writer(self, bound: int) -> AppendResult | None:
-        """What a writer is told whom the partition's fence refuses; `bound` is the fence that it stands behind."""
+        """Return the error for a writer bound to `bound` that the partition's fence refuses; None if it does not."""
         reason = self.writers.refusal(bound)
         if reason is None:
             return None
@@ -250,12 +255,12 @@ class Partition:
     def append_as_leader(
         self, records: memoryview, batch: RecordBatch, acks: int = 1, bound: int = UNBOUND
     ) -> AppendResult:
-        """Append one batch that has been checked; its offset and leader epoch are written into `records`.
+        """Append one checked batch; write its offset and epoch into `records`.
 
         `bound` is the fence that its writer stands behind. 5, 6, 19, 44, 56 and the producer's own errors mean that
-        nothing was appended. 7 where that is not certain: a write that must not count could not be taken back. The
-        answer has to wait for `wait_for_isr(last_offset)` with acks=all, for `wait_for_disk(last_offset)` with acks=1,
-        a duplicate's too.
+        nothing was appended; 7 that this is not certain: a write that must not count could not be undone. The answer, a
+        duplicate's too, has to wait for `wait_for_isr(last_offset)` with acks=all, for `wait_for_disk(last_offset)`
+        with acks=1.
         """
         replication, log = self.replication, self.log
         if replication.role is not Role.LEADER or not self._fence.is_live():
@@ -275,12 +280,12 @@ class Partition:
         try:
             log.append(records, batch)
         except (OSError, LogFailed) as error:
-            self._tell("append failed", error=str(error))
+            self._log_once("append failed", error=str(error))
             return AppendResult(error_codes.KAFKA_STORAGE_ERROR, -1, str(error))
         if not self._fence.is_live():
-            return self._take_back()
-        if self._told:
-            self._told = {}
+            return self._undo_append()
+        if self._logged_error:
+            self._logged_error = {}
         log.producers.update(batch, base_offset)
         replication.log_appended()
         self._begin_flush()
@@ -290,8 +295,8 @@ class Partition:
 
     @property
     def is_flushing(self) -> bool:
-        """Whether it may not say yet of all its records that it has them, and soon may."""
-        return self.log.options.flush == "always" and self._flusher.is_at_work
+        """Whether some records cannot be reported yet because they are being flushed."""
+        return self.log.options.flush == "always" and self._flusher.is_flushing
 
     def _begin_flush(self) -> None:
         if self.log.options.flush == "always":
@@ -304,44 +309,45 @@ class Partition:
         isr, least = node_ids(self.replication.isr.members), self.replication.min_insync_replicas
         return f"{self.topic}-{self.partition_index}: in sync are {isr}, min.insync.replicas is {least}"
 
-    def _take_back(self) -> AppendResult:
+    def _undo_append(self) -> AppendResult:
         try:
             self.log.undo_append()
         except LogFailed as error:
-            _logger.error("undo failed", **self._named(), error=str(error))
+            _logger.error("undo failed", **self.log_fields, error=str(error))
             return AppendResult(error_codes.REQUEST_TIMED_OUT)
         return _NOT_LEADER
 
     def is_committed(self, offset: int) -> bool:
-        """Whether every in-sync replica has `offset`, and this broker may still say so."""
+        """Tell whether every in-sync replica has `offset`, and this broker may still say so."""
         return self.high_watermark > offset and self._fence.is_live()
 
     def is_on_disk(self, offset: int) -> bool:
-        """Whether `offset` is here, on the disk where it is to be, and this broker may still say so."""
+        """Tell whether `offset` is here, on the disk if required, and this broker may still say so."""
         return self.log.counted_end_offset > offset and self._fence.is_live()
 
     async def wait_for_isr(self, offset: int, timeout_s: float) -> int:
-        """The error code for a producer whose last record is at `offset`; see ReplicationManager.wait_for_isr."""
+        """Wait for all in-sync replicas (ReplicationManager.wait_for_isr); return the error code of the producer."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        # The high watermark waits for it as well; but one that fails is told at once.
-        if not await self._gets_to_disk(offset, timeout_s):
+        # The high watermark waits for it as well, but a failed flush is answered at once.
+        if not await self._wait_until_flushed(offset, timeout_s):
             return error_codes.REQUEST_TIMED_OUT
         error_code = await self.replication.wait_for_isr(offset, deadline - loop.time())
-        # Whoever was stopped for longer than its lease must not speak for a leader that has been replaced.
+        # A process that was stopped for longer than its lease must not answer for a leader that has been replaced.
         if error_code == error_codes.NONE and not self._fence.is_live():
             return error_codes.REQUEST_TIMED_OUT
         return error_code
 
     async def wait_for_disk(self, offset: int, timeout_s: float) -> int:
-        """The error code for a producer whose last record is at `offset`, once that is on the disk where it is to be.
+        """Wait until `offset` is on the disk; return the producer's error code.
 
-        7 where that takes longer, or the disk fails: it may be there when the log is opened anew.
+        Return at once where records need not be on the disk. 7 if it takes longer, or the disk fails: the record may be
+        there when the log is opened anew.
         """
-        is_there = await self._gets_to_disk(offset, timeout_s) and self._fence.is_live()
+        is_there = await self._wait_until_flushed(offset, timeout_s) and self._fence.is_live()
         return error_codes.NONE if is_there else error_codes.REQUEST_TIMED_OUT
 
-    async def _gets_to_disk(self, offset: int, timeout_s: float) -> bool:
+    async def _wait_until_flushed(self, offset: int, timeout_s: float) -> bool:
         if self.log.counted_end_offset > offset:
             return True
         try:
@@ -356,10 +362,10 @@ class Partition:
         return self.replication.is_leading and self._fence.is_live()
 
     def read(self, offset: int, max_bytes: int) -> ReadResult:
-        """Batches from `offset` on, below the high watermark: the first whole, at most `max_bytes` otherwise.
+        """Read batches from `offset`, below the high watermark.
 
-        Between the high watermark and the log's end there is nothing yet: a consumer that was there before a leader
-        changed waits, it is not sent back.
+        The first is whole, at most `max_bytes` otherwise. Between the high watermark and the log's end the result is
+        empty: a consumer that was there before the leader changed waits, it is not sent back.
         """
         if not self.log_start_offset <= offset <= self.log_end_offset:
             return ReadResult(error_codes.OFFSET_OUT_OF_RANGE)
@@ -372,11 +378,11 @@ class Partition:
         try:
             return ReadResult(error_codes.NONE, self.log.read(offset, max_bytes, up_to=up_to))
         except (OSError, LogFailed) as error:
-            _logger.error("read failed", **self._named(), error=str(error))
+            _logger.error("read failed", **self.log_fields, error=str(error))
             return ReadResult(error_codes.KAFKA_STORAGE_ERROR)
 
     def latest_offset(self) -> int | None:
-        """The high watermark; None until it has reached this leader's epoch: reads do not go back (KIP-207)."""
+        """Return the high watermark; None until it has reached this leader's epoch: reads do not go back (KIP-207)."""
         return self.high_watermark if self.high_watermark >= self.replication.epoch_start_offset else None
 
     def find_timestamp(self, timestamp: int) -> TimestampAndOffset | None:
@@ -385,12 +391,12 @@ class Partition:
         return found if found is not None and found.offset < self.high_watermark else None
 
     def max_timestamp(self) -> TimestampAndOffset:
-        """As `Log.max_timestamp`; (-1, -1) as long as that batch is not committed, as Apache Kafka answers."""
+        """As `Log.max_timestamp`; (-1, -1) while that batch is not committed, as Apache Kafka answers."""
         found = self.log.max_timestamp()
         return found if found.offset < self.high_watermark else TimestampAndOffset(-1, -1)
 
     def check_leader_epoch(self, current_leader_epoch: int) -> int:
-        """The error code for a request that believes in `current_leader_epoch`; -1 believes nothing (KIP-320)."""
+        """Return the error code for a request that names `current_leader_epoch`; -1 names none (KIP-320)."""
         if current_leader_epoch in (NO_EPOCH, self.leader_epoch):
             return error_codes.NONE
         if current_leader_epoch < self.leader_epoch:
@@ -400,9 +406,9 @@ class Partition:
     # As leader: followers
 
     def fetch_as_replica(self, replica_id: int, asked: PartitionFetch, max_bytes: int) -> PartitionFetched:
-        """What a follower gets; what it asks for tells what it has.
+        """Answer a follower's fetch, which also tells what the follower has.
 
-        It must claim the epoch it follows in, and name its log: one that claims none could be anybody's.
+        It must name its epoch and its log: without a log the request could be anybody's.
         """
         index = self.partition_index
         if not self.serves_reads():
@@ -433,13 +439,16 @@ class Partition:
     # As follower
 
     def next_fetch(self) -> PartitionFetch | None:
-        """What to ask the leader next; None where there is none, nothing may come from it, or what came is not on the
-        disk yet: see `when_flushed`."""
+        """Return the next request to the leader; None if there is none.
+
+        There is none without a leader, after `failure`, and while fetched records are not on the disk yet: see
+        `when_flushed`.
+        """
         if self.role is not Role.FOLLOWER or self.leader_id == NO_LEADER or self.failure:
             return None
         log = self.log
         if log.counted_end_offset < log.log_end_offset:
-            return None  # what is asked for next says what is here
+            return None  # the next request reports what is here
         return PartitionFetch(
             self.partition_index,
             self.leader_epoch,
@@ -451,44 +460,46 @@ class Partition:
         )
 
     def take_fetched(self, asked: PartitionFetch, fetched: PartitionFetched) -> bool:
-        """Do what the leader's answer says. False: something is wrong, ask again only after a pause."""
+        """Apply the leader's answer. False: something is wrong, ask again only after a pause."""
         if self.role is not Role.FOLLOWER or self.leader_id == NO_LEADER or asked != self.next_fetch():
-            return True  # late: it answers what is not the question any more
+            return True  # late: another request has taken its place
         try:
             taken = self._take(fetched)
         except Inconsistent as error:
             self.failure = str(error)
-            _logger.error("replica stopped", **self._named(), reason=self.failure)
+            _logger.error("replica stopped", **self.log_fields, reason=self.failure)
         except ReplicatedBatchInvalid as error:
-            self._tell("leader's records refused", leader_id=self.leader_id, error=str(error))
+            self._log_once("leader's records refused", leader_id=self.leader_id, error=str(error))
         except (OSError, LogFailed) as error:
-            self._tell("replica not written", error=str(error))
+            self._log_once("replica not written", error=str(error))
         else:
             if taken:
-                self._told = {}
+                self._logged_error = {}
             return taken
         finally:
             self._begin_flush()
         return False
 
     def when_flushed(self, wake: Callable[[], None]) -> None:
-        """Call `wake` once, when a flush has ended, well or not."""
+        """Call `wake` once, when a flush has ended, even in failure."""
         self._flusher.add_waiter(wake)
 
-    def _tell(self, event: str, **what: object) -> None:
-        """Once, however often it is tried again: what is logged may go to the very disk that is full."""
+    def _log_once(self, event: str, **what: object) -> None:
+        """Log an error once, however often it repeats: the log may go to the very disk that is full."""
         told = {"event": event, **what}
-        if told != self._told:
-            self._told = told
-            _logger.error(event, **self._named(), **what)
+        if told != self._logged_error:
+            self._logged_error = told
+            _logger.error(event, **self.log_fields, **what)
 
-    def _named(self) -> dict[str, object]:
+    @property
+    def log_fields(self) -> dict[str, object]:
+        """The fields that name the partition in a log event."""
         return {"topic": self.topic, "partition": self.partition_index}
 
     def _take(self, fetched: PartitionFetched) -> bool:
         log = self.log
         if fetched.error_code == error_codes.OFFSET_OUT_OF_RANGE and fetched.log_start_offset > log.log_end_offset:
-            # What lies between has been removed by the leader's retention, which removes only what is committed.
+            # The leader's retention has removed what lies between; it removes only committed records.
             log.reset_to(fetched.log_start_offset)
             self.replication.leader_told(fetched.log_start_offset)
             return True
@@ -497,7 +508,7 @@ class Partition:
         if fetched.diverging_epoch is not None:
             before = log.log_end_offset
             self._reconciliation.reconcile_as_follower(log, self.high_watermark, fetched.diverging_epoch)
-            _logger.warning("log cut off", **self._named(), end_offset=log.log_end_offset, before=before)
+            _logger.warning("log cut off", **self.log_fields, end_offset=log.log_end_offset, before=before)
             return log.log_end_offset < before
         if fetched.records:
             log.append_replicated(fetched.records)
@@ -506,11 +517,13 @@ class Partition:
             log.advance_log_start(fetched.log_start_offset)
         return True
 
-    # Who waits
+    # Waiters
 
     def add_waiter(self, wake: Callable[[], None], *, for_replica: bool = False) -> None:
-        """Call `wake` once: for a replica at the next append, for a client when the high watermark moves; and when the
-        partition closes."""
+        """Call `wake` once, when there is news for the waiting fetch.
+
+        For a replica at the next append, for a client when the high watermark moves; and when the partition closes.
+        """
         (self._append_waiters if for_replica else self._high_watermark_waiters).add(wake)
 
     def remove_waiter(self, wake: Callable[[], None]) -> None:

@@ -1,23 +1,25 @@
-"""What a partition remembers of its idempotent producers (KIP-98), so that a resend is not a second record.
+"""The idempotent producers of a partition (KIP-98).
 
-State: per producer id its epoch, when it wrote last, and its last RETAINED_BATCHES batches, oldest first. Rebuilt from
-the log when the log is opened, kept current by each append.
+Their state shows that a resend is no second record.
+
+State: per producer id its epoch, the time of its last write, and its last RETAINED_BATCHES batches, oldest first.
+Rebuilt from the log at opening, updated by each append.
 
 Verdict on a batch of (producer_id, epoch, base_sequence .. last_sequence)
   duplicate          a retained batch of this epoch has the same sequences: answered with its first offset
   producer fenced    the epoch is below the one remembered
   out of order       the sequence does not follow; a new epoch begins at 0
-  accepted           anything else. A producer id that is not remembered may begin at any sequence, as at Apache Kafka
-                     since 2.5 (KIP-360): its state may have been dropped.
+  accepted           anything else. An unknown producer id may begin at any sequence, as in Apache Kafka since 2.5
+                     (KIP-360): its state may have been dropped.
 
 Invariants
-1. Who has not written for EXPIRATION_MS (Kafka's producer.id.expiration.ms) is forgotten as others write. A batch that
-   is appended is written now; one that is read from the log, as its timestamp says. Since producers choose timestamps,
-   nothing expires in the first GRACE_MS of states that are read (Kafka looks every so often too).
-2. At most `max_producers` ids are remembered, a bound of memory: beyond it the one that wrote longest ago is dropped,
-   and where it had not expired that is counted and logged, since a resend of its would become a second record.
+1. A producer that has not written for EXPIRATION_MS (Kafka's producer.id.expiration.ms) is forgotten as others write.
+   An appended batch counts as written now; one read from the log, at its timestamp. Since producers choose timestamps,
+   nothing expires in the first GRACE_MS of states that are read (Kafka checks periodically too).
+2. At most `max_producers` ids are remembered, to bound memory. Beyond that the one that wrote longest ago is dropped;
+   if it had not expired, that is counted and logged, because its resend would become a second record.
 3. A verdict changes nothing; only `update`, called once a batch is in the log, does.
-4. What is remembered of a producer is replaced, never changed: a copy shares it.
+4. The remembered state of a producer is replaced, never changed: copies share it.
 """
 
 from __future__ import annotations
@@ -34,18 +36,22 @@ import structlog
 
 from kproxy_codec.record_batch import NO_PRODUCER_ID, NO_TIMESTAMP, RecordBatch, add_sequence
 
+HISTORY_INTERVAL_BYTES = 8 << 20
+HISTORY_BYTES_PER_PRODUCER = 1 << 10
+HISTORY_COPIES = 2
+
 RETAINED_BATCHES = 5
 EXPIRATION_MS = 86_400_000
 GRACE_MS = 600_000
-# What a partition may spend on them, and what each costs at most, the copies that `producer_history` keeps included.
+# The memory of one partition, and the most that one producer costs, the copies of ProducerHistory included.
 MAX_BYTES = 64 << 20
 BYTES_EACH = 640
 MAX_PRODUCERS = MAX_BYTES // BYTES_EACH
 
-# Of one producer: epoch and when it wrote last; then for each batch base_sequence, base_offset and last_offset_delta.
+# A producer: epoch, time of the last write; then for each batch base_sequence, base_offset, last_offset_delta.
 _PRODUCER = Struct("<hq")
 _BATCH = Struct("<iqi")
-# An update forgets so many at most: of thousands that expire together nobody has to wait for all.
+# The most that one update forgets: thousands may expire together.
 _EXPIRED_AT_ONCE = 8
 _logger = structlog.get_logger(__name__)
 
@@ -55,7 +61,7 @@ def wall_ms() -> int:
 
 
 class Verdict(Enum):
-    """What to do with a batch."""
+    """The decision on a batch."""
 
     ACCEPTED = "accepted"
     DUPLICATE = "duplicate"
@@ -64,7 +70,7 @@ class Verdict(Enum):
 
 
 class Judgement(NamedTuple):
-    """`base_offset` and `last_offset` are those of a duplicate, -1 otherwise; `detail` says what was expected."""
+    """`base_offset` and `last_offset` are a duplicate's, otherwise -1; `detail` says what was expected."""
 
     verdict: Verdict
     base_offset: int = -1
@@ -76,16 +82,16 @@ _ACCEPTED = Judgement(Verdict.ACCEPTED)
 
 
 class ProducerStates:
-    """The producers of one partition. `clock` tells milliseconds since the epoch.
+    """The producers of one partition.
 
-    `expired` and `evicted` count those forgotten for their age and for want of room since the log was opened.
-    Truncating it takes the counts back.
+    `clock` returns milliseconds since the epoch. `expired` and `evicted` count producers forgotten for their age and
+    for lack of room since the log was opened. Truncating the log resets the counts to those of the copy.
     """
 
     def __init__(self, max_producers: int = MAX_PRODUCERS, clock: Callable[[], int] = wall_ms) -> None:
         self.expired = 0
         self.evicted = 0
-        # By who wrote longest ago.
+        # Ordered by the last write, oldest first.
         self._producers: OrderedDict[int, bytes] = OrderedDict()
         self._max_producers = max_producers
         self._clock = clock
@@ -95,14 +101,14 @@ class ProducerStates:
         return len(self._producers)
 
     def copy(self) -> ProducerStates:
-        """The same producers, which go their own way from here; none of them expires for another GRACE_MS."""
+        """Return an independent copy; none of its producers expires for another GRACE_MS."""
         copied = ProducerStates(self._max_producers, self._clock)
         copied.expired, copied.evicted = self.expired, self.evicted
         copied._producers = self._producers.copy()
         return copied
 
     def judge(self, batch: RecordBatch) -> Judgement:
-        """Whether `batch` may be appended."""
+        """Decide whether `batch` may be appended."""
         if batch.producer_id == NO_PRODUCER_ID:
             return _ACCEPTED
         known = self._producers.get(batch.producer_id)
@@ -124,7 +130,7 @@ class ProducerStates:
         return _ACCEPTED if batch.base_sequence == expected else _out_of_order(batch, expected)
 
     def update(self, batch: RecordBatch, base_offset: int, written_ms: int | None = None) -> None:
-        """Remember that `batch` stands in the log at `base_offset`, since `written_ms`: now, where that is not said."""
+        """Remember that `batch` is in the log at `base_offset`, written at `written_ms` (default: now)."""
         producer_id = batch.producer_id
         if producer_id == NO_PRODUCER_ID or batch.is_control:
             return
@@ -143,7 +149,7 @@ class ProducerStates:
         self._forget(now_ms)
 
     def _forget(self, now_ms: int) -> None:
-        """Drop some of those that have expired, and who is too many."""
+        """Drop some expired producers, and one if there are too many."""
         producers, expired_until_ms = self._producers, now_ms - EXPIRATION_MS
         if now_ms >= self._expires_from_ms:
             for producer_id in tuple(islice(producers, _EXPIRED_AT_ONCE)):
@@ -174,3 +180,41 @@ def _out_of_order(batch: RecordBatch, expected: int) -> Judgement:
     who = f"producer {batch.producer_id} epoch {batch.producer_epoch}"
     detail = f"{who}: sequence {expected} expected, {batch.base_sequence} came"
     return Judgement(Verdict.OUT_OF_ORDER, detail=detail)
+
+
+class ProducerHistory:
+    """Earlier copies of a log's producer states, at most HISTORY_COPIES.
+
+    Each belongs to the offset that it stands before. With a copy, truncating a log need not read it from the beginning:
+    most truncations cut off little. A copy is made every so many bytes; the more producers there are, the rarer,
+    because copying would otherwise cost more than appending.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, ProducerStates] = {}
+        self._bytes_since = 0
+
+    def note_batch(self, offset: int, size_in_bytes: int, producers: ProducerStates) -> None:
+        """Count a batch of that size at `offset`; `producers` are the states before it."""
+        self._bytes_since += size_in_bytes
+        if self._bytes_since >= HISTORY_INTERVAL_BYTES + len(producers) * HISTORY_BYTES_PER_PRODUCER:
+            self._bytes_since = 0
+            self._before[offset] = producers.copy()
+            if len(self._before) > HISTORY_COPIES:
+                del self._before[min(self._before)]
+
+    def restore(self, log_end_offset: int, log_start_offset: int) -> tuple[int, ProducerStates]:
+        """Go back to a log that ends at `log_end_offset`.
+
+        Return the offset from which its batches have to be read, and the states to apply them to.
+        """
+        self._before = {offset: states for offset, states in self._before.items() if offset <= log_end_offset}
+        self._bytes_since = 0
+        if not self._before:
+            return log_start_offset, ProducerStates()
+        latest = max(self._before)
+        return latest, self._before[latest].copy()
+
+    def clear(self) -> None:
+        self._before.clear()
+        self._bytes_since = 0

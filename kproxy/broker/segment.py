@@ -1,18 +1,20 @@
-"""One segment file of a log: record batches one behind the other, named after the first offset it may hold.
+"""One segment file of a log: consecutive record batches.
+
+The file is named after the first offset that it may hold.
 
 States
   open      batches are appended, read, cut off at the end
   closed    the file descriptor is gone
 
 Invariants
-1. `size_in_bytes` is the file's length up to the last whole batch; bytes behind it are never read. A write that did not
-   go through whole is cut off again before anything else happens.
+1. `size_in_bytes` is the file's length up to the last whole batch; bytes behind it are never read. A partial write is
+   cut off before anything else happens.
 2. Each batch begins at the offset behind the one before it, and its leader epoch is not lower. `next_offset` is behind
    the last batch, or the base offset of an empty segment.
 3. The index holds a batch about every INDEX_INTERVAL_BYTES: its base offset, its position, and the largest timestamp of
-   all batches before it. It lives in memory and is rebuilt by the scan that opening is. The newest batch's place is
-   known besides: nearly all that is read was appended just now.
-4. One thread works on a segment; `flush` alone may run beside it, in one other thread at a time.
+   all batches before it. It lives in memory and is rebuilt by the scan at opening. The newest batch's place is kept
+   besides: nearly all reads ask for it.
+4. One thread works on a segment; only `flush` may run beside it, in one other thread at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kproxy.broker.flush_times import FLUSHES
+from kproxy.broker.disk import FLUSHES
 from kproxy_codec.errors import CodecError
 from kproxy_codec.primitives import Buffer
 from kproxy_codec.record_batch import HEADER_BYTES, NO_TIMESTAMP, RecordBatch, parse_batch, parse_header
@@ -35,16 +37,16 @@ from kproxy_codec.record_crc import crc_is_valid
 INDEX_INTERVAL_BYTES = 4096
 SUFFIX = ".log"
 _sync_data = getattr(os, "fdatasync", os.fsync)
-# Windows translates line ends unless told otherwise; elsewhere there is no such flag.
+# Windows translates line ends without O_BINARY; other systems have no such flag.
 _OPEN_FLAGS = os.O_RDWR | os.O_APPEND | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 class LogFailed(Exception):
-    """The log can no longer be trusted to be what its offsets say; `__cause__` is the file system's error, if any."""
+    """The log no longer matches its offsets for certain; `__cause__` is the file system's error, if any."""
 
 
 class TimestampAndOffset(NamedTuple):
-    """Milliseconds since the epoch, and an offset that goes with them."""
+    """A timestamp in milliseconds since the epoch, and its offset."""
 
     timestamp: int
     offset: int
@@ -58,7 +60,7 @@ class _Place(NamedTuple):
 
 
 class Segment:
-    """One file of batches. Everything blocks for as long as the page cache makes it, `flush` as long as the disk."""
+    """One file of batches. Every method may block on the page cache; `flush` waits for the disk."""
 
     def __init__(self, path: Path, base_offset: int, fd: int) -> None:
         self.path = path
@@ -72,20 +74,20 @@ class Segment:
         self._timestamps_before = array("q")
         self._newest = _Place(base_offset, 0)
         self._dirty = False
-        # Held while the descriptor is let go of, or begun to be waited for.
-        self._closing = threading.Lock()
-        # Whoever waits for the disk with it closes a descriptor that was let go of meanwhile.
-        self._is_waited_for = False
+        # Held while the descriptor is closed, or a flush takes it.
+        self._close_lock = threading.Lock()
+        # The flush that uses the descriptor closes it, if it was released meanwhile.
+        self._is_flushing = False
 
     @classmethod
     def create(cls, directory: Path, base_offset: int) -> Segment:
-        """An empty segment; OSError as the file system has it."""
+        """Create an empty segment. Raises OSError."""
         path = directory / f"{base_offset:020d}{SUFFIX}"
         return cls(path, base_offset, os.open(path, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o644))
 
     @classmethod
     def open(cls, path: Path) -> Segment:
-        """The segment of an existing file, not scanned yet: call `recover`. Raises OSError, LogFailed."""
+        """Open an existing file without scanning it; call `recover` next. Raises OSError, LogFailed."""
         base_offset = path.name.removesuffix(SUFFIX)
         if not base_offset.isdecimal():
             raise LogFailed(f"{path} is not a segment: move it elsewhere")
@@ -93,18 +95,19 @@ class Segment:
 
     @property
     def is_dirty(self) -> bool:
-        """Whether there are bytes that `flush` has not brought to the disk."""
+        """Whether `flush` has something to write to the disk."""
         return self._dirty
 
     def length_in_bytes(self) -> int:
-        """Of the file, whatever of it are whole batches. Raises OSError."""
+        """Return the length of the file, partial batches included. Raises OSError."""
         return os.fstat(self._fd).st_size
 
     def recover(self, on_batch: Callable[[RecordBatch], None], leader_epoch: int, recovery_point: int) -> int:
-        """Read every batch, CRC included, up to the first bad one; the number of bytes from there to the file's end.
+        """Read every batch with its CRC, up to the first bad one.
 
-        `on_batch` is called for each good batch. Nothing is cut off: see `truncate_tail`. `leader_epoch` is that of the
-        segment before; what lies below `recovery_point` is known to be on the disk.
+        Return the number of bytes behind the good ones. `on_batch` is called for each good batch. Nothing is cut off:
+        see `truncate_tail`. `leader_epoch` is the last one of the segment before; everything below `recovery_point` is
+        known to be on the disk.
         """
         length = self.length_in_bytes()
         if length == 0:
@@ -115,7 +118,7 @@ class Segment:
                     batch = parse_batch(view, self.size_in_bytes)
                 except CodecError:
                     break
-                # The CRC covers neither the offset nor the epoch: that they go on where they stopped has to do.
+                # The CRC covers neither the offset nor the epoch; they must at least continue.
                 if (
                     batch.base_offset != self.next_offset
                     or batch.last_offset_delta < 0
@@ -126,7 +129,7 @@ class Segment:
                 leader_epoch = batch.partition_leader_epoch
                 self._note(batch, batch.base_offset)
                 on_batch(batch)
-        # Of the rest nobody knows what the last process brought there.
+        # It is unknown how much of the rest the last process flushed.
         self._dirty = self.next_offset > recovery_point
         return length - self.size_in_bytes
 
@@ -136,9 +139,10 @@ class Segment:
         os.ftruncate(self._fd, self.size_in_bytes)
 
     def append(self, records: Buffer, batches: Sequence[RecordBatch], base_offset: int) -> None:
-        """Write whole batches, of which the first carries `base_offset` already, whatever `batches` says of it.
+        """Write whole batches.
 
-        OSError leaves the segment as it was; LogFailed means that not even that could be had.
+        The first carries `base_offset` in its bytes already, whatever `batches` says of it. OSError leaves the segment
+        as it was; LogFailed means that the partial write could not be undone.
         """
         written = 0
         try:
@@ -147,7 +151,7 @@ class Segment:
         except OSError:
             self._cut_off()
             raise
-        # Not before the write: a flush that ends in between must not be taken for one that had it.
+        # Set after the write: a flush that ends in between must not count as one that included it.
         self._dirty = True
         self._note(batches[0], base_offset)
         for batch in batches[1:]:
@@ -159,7 +163,7 @@ class Segment:
         if first is None:
             return
         self.size_in_bytes, self.next_offset = first.position, first.base_offset
-        # What is the newest now need not be known: at the end there is nothing to read.
+        # The newest batch need not be known: there is nothing to read at the end.
         self._newest = _Place(first.base_offset, first.position)
         while self._positions and self._positions[-1] >= self.size_in_bytes:
             self._offsets.pop()
@@ -189,14 +193,14 @@ class Segment:
             self.max_timestamp = TimestampAndOffset(batch.max_timestamp, last_offset)
 
     def read(self, offset: int, max_bytes: int, up_to: int | None = None) -> bytes:
-        """Bytes from the batch that holds `offset`, or the next one, on: that batch whole, up to `max_bytes` in all.
+        """Read from the batch that holds `offset`, or the next one.
 
-        Only batches that end below `up_to`. The last batch may be cut short, as Kafka's broker sends it. Empty where no
-        such batch is here.
+        That batch whole, `max_bytes` in all. Only batches that end below `up_to`. The last batch may be partial, as in
+        Kafka's answers. Empty where no such batch is here.
         """
         place = self._place_before(offset)
         if place.base_offset == offset and up_to is None and max_bytes >= HEADER_BYTES:
-            # As followers ask, and consumers that have read all: one read will do, if the batch is not larger.
+            # Followers, and consumers that have read all, ask for this: one read is enough unless the batch is larger.
             found = self._pread(max_bytes, place.position)
             if found and parse_header(found).size_in_bytes <= len(found):
                 return found
@@ -209,22 +213,22 @@ class Segment:
         return self._pread(length, batch.position) if length > 0 else b""
 
     def batches_from(self, offset: int) -> Iterator[RecordBatch]:
-        """The batches from the one that holds `offset`, or the next one, on; their positions count in the file."""
+        """Iterate over the batches from the one that holds `offset`, or the next one; positions are in the file."""
         for batch in self._walk(self._place_before(offset).position):
             if batch.last_offset >= offset:
                 yield batch
 
     def newest_timestamp(self) -> int:
-        """The largest timestamp (ms); when the file was last written to where no batch has one. Raises OSError."""
+        """Return the largest timestamp (ms), or the file's modification time if no batch has one. Raises OSError."""
         if self.max_timestamp.timestamp != NO_TIMESTAMP:
             return self.max_timestamp.timestamp
         return os.fstat(self._fd).st_mtime_ns // 1_000_000
 
     def find_timestamp(self, timestamp: int) -> TimestampAndOffset | None:
-        """The first batch with a record at or after `timestamp`: its own first timestamp and offset."""
+        """Find the first batch with a record at or after `timestamp`; return its first timestamp and offset."""
         if self.max_timestamp.timestamp < timestamp:
             return None
-        # The last entry before which nothing reaches `timestamp`; what is looked for lies behind it.
+        # The batch is behind the last entry before which no batch reaches `timestamp`.
         entry = max(bisect_left(self._timestamps_before, timestamp) - 1, 0)
         for batch in self._walk(self._positions[entry]):
             if batch.max_timestamp >= timestamp:
@@ -241,14 +245,14 @@ class Segment:
         return TimestampAndOffset(largest, next(reaching).last_offset)
 
     def _place_before(self, offset: int) -> _Place:
-        """The last batch known to begin at or before `offset`; the segment's begin where none is."""
+        """Return the last known batch that begins at or before `offset`, else the segment's beginning."""
         if offset >= self._newest.base_offset:
             return self._newest
         entry = bisect_right(self._offsets, offset) - 1
         return _Place(self._offsets[entry], self._positions[entry]) if entry >= 0 else _Place(self.base_offset, 0)
 
     def _walk(self, position: int) -> Iterator[RecordBatch]:
-        """The headers from `position` on, a window at a time."""
+        """Iterate over the headers from `position`, reading a window at a time."""
         window, window_start = b"", position
         while position < self.size_in_bytes:
             if position + HEADER_BYTES > window_start + len(window):
@@ -265,32 +269,33 @@ class Segment:
         return os.read(self._fd, length)
 
     def flush(self) -> None:
-        """Bring what was appended to the disk; another thread may append or close meanwhile, not flush. Raises OSError.
+        """Flush appended bytes to the disk. Raises OSError.
 
-        After an error nobody knows what is on the disk: the kernel may take the bytes for written and say no more. So
-        it must not be tried again. No descriptor is needed for it: a process that has run out of them loses no log.
+        Meanwhile another thread may append or close, not flush. After an error it is unknown what is on the disk: the
+        kernel may treat the bytes as written. So a flush must not be retried. It needs no new descriptor: a process
+        without free descriptors loses no log.
         """
-        with self._closing:
+        with self._close_lock:
             if not self._dirty or self._fd < 0:
                 return
-            fd, self._dirty, self._is_waited_for = self._fd, False, True
+            fd, self._dirty, self._is_flushing = self._fd, False, True
         try:
             with FLUSHES.timed():
                 _sync_data(fd)
         finally:
-            with self._closing:
-                self._is_waited_for = False
+            with self._close_lock:
+                self._is_flushing = False
                 if self._fd < 0:
                     os.close(fd)
 
     def delete(self) -> None:
-        """Let go of the file and remove it. Raises OSError."""
+        """Close and remove the file. Raises OSError."""
         self.close()
         self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Let go of the file; the disk is not waited for. May be called twice."""
-        with self._closing:
+        """Close the file without waiting for the disk. May be called twice."""
+        with self._close_lock:
             fd, self._fd = self._fd, -1
-            if fd >= 0 and not self._is_waited_for:
+            if fd >= 0 and not self._is_flushing:
                 os.close(fd)

@@ -1,16 +1,16 @@
-"""The reference broker as a process: start, serve, lose and regain the lease, stop.
+"""The broker as a process: start, serve, keep the lease, stop.
 
 States
   starting   data directory locked, port bound, etcd reached, lease claimed, cluster read, own partitions taken
   serving    the ready line is printed; the lease is held, or lost and being claimed anew
-  stopping   writes are refused with 6, requests at work end, followers get the rest, logs go to the disk, then the
+  stopping   writes are refused with 6, running requests end, followers get the rest, logs go to the disk, then the
              lease is revoked
 
 Invariants
-1. Whatever stops the start is a StartupError, within bounded time, and leaves nothing behind. An etcd that does not
-   answer stops nothing: it is waited for, and that is said.
-2. The lease is revoked last of all that matters: what was acknowledged is on the disk, and the whole log with those in
-   sync, before another may own.
+1. Whatever prevents the start is a StartupError within bounded time, and leaves nothing behind. An etcd that does not
+   answer prevents nothing: the broker waits for it and says so.
+2. The lease is revoked last: before another broker may own a partition, acknowledged records are on the disk, and the
+   in-sync followers have the whole log.
 3. Every task is owned here or by the part that started it, and awaited before `run_broker` returns.
 """
 
@@ -27,47 +27,44 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
-from kproxy.broker import topic_config
-from kproxy.broker.agreed import agreed_value
 from kproxy.broker.apis import registry
 from kproxy.broker.broker_lease import BrokerLease, IdInUse
-from kproxy.broker.cluster import Change, ClusterView, Kind, Topic
-from kproxy.broker.config import BrokerConfig
+from kproxy.broker.cluster import Change, ClusterView, Kind, Topic, get_or_put
+from kproxy.broker.config import BrokerConfig, LogOptions, topic_settings
 from kproxy.broker.connection import ClientConnection
 from kproxy.broker.context import Body, Broker, Request
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.fence_keeper import FenceKeeper
 from kproxy.broker.keys import BrokerValue, Keys, ReplicaKey
-from kproxy.broker.leases import PartitionLeaseManager
-from kproxy.broker.listening import bind, bound_port
-from kproxy.broker.log_keeper import LogKeeper
-from kproxy.broker.log_options import LogOptions
+from kproxy.broker.log_maintenance import LogMaintenance
 from kproxy.broker.partition import ReplicaSettings
-from kproxy.broker.process import stop_signals
+from kproxy.broker.replica_manager import ReplicaManager
+from kproxy.broker.replication.authentication import SharedSecret
 from kproxy.broker.replication.fetchers import ReplicaFetchers
+from kproxy.broker.replication.follower_presence import FollowerPresence
 from kproxy.broker.replication.isr_keeper import IsrKeeper
 from kproxy.broker.replication.listener import ReplicationListener
-from kproxy.broker.replication.presence import FollowerPresence
-from kproxy.broker.replication.secret import SharedSecret
-from kproxy.broker.standing import Standing
 from kproxy.broker.topics import TopicAdmin
 from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient, EtcdError, EtcdMisused, EtcdUnavailable, IdBlocks, PrefixMirror
 from kproxy.etcd.clock import lease_clock
 from kproxy.etcd.lease_fence import LeaseFence
+from kproxy.runtime.listening import bind, bound_port
 from kproxy.runtime.notify import say_ready, say_stopping
 from kproxy.runtime.open_files import raise_limit
+from kproxy.runtime.signals import stop_signals
 from kproxy.runtime.waiting import Reminders, say_waiting
 from kproxy_codec.framing import ReceiveArena
 
 if TYPE_CHECKING:
+    from kproxy.broker.admin import BrokerStatus
     from kproxy.observe.http_page import HttpPage
 
 __all__ = ["BrokerConfig", "run_broker"]
 
 SYNC_PATIENCE_S = 5.0
 OWN_PARTITIONS_TIMEOUT_S = 10.0
-# Beyond its TTL, for etcd's own slack in expiring a predecessor's lease.
+# Added to the TTL: etcd may expire a predecessor's lease that much later.
 PREDECESSOR_SLACK_S = 2.0
 DRAIN_TIMEOUT_S = 3.0
 LINGER_TIMEOUT_S = 1.0
@@ -112,9 +109,9 @@ class _Server:
         self._data_dir = data_dir
         self._keys = Keys(config.prefix)
         self._view = ClusterView(self._keys)
-        # Of their own: nothing else is to wait behind a disk that hangs.
+        # A pool of its own, so that nothing else waits behind a disk that hangs.
         self._flush_threads = ThreadPoolExecutor(FLUSH_THREADS, thread_name_prefix="flush")
-        self._leases = PartitionLeaseManager(
+        self._replica_manager = ReplicaManager(
             client,
             self._view,
             data_dir,
@@ -127,13 +124,13 @@ class _Server:
         self._isr_keeper = IsrKeeper(
             client,
             self._view,
-            self._leases.partitions.values,
+            self._replica_manager.partitions.values,
             isr_lag_s=config.isr_lag_s,
-            on_deposed=self._leases.deposed,
+            on_deposed=self._replica_manager.deposed,
             presence=self._presence,
         )
-        self._log_keeper = LogKeeper(
-            self._leases.hosted.values,
+        self._log_maintenance = LogMaintenance(
+            self._replica_manager.hosted.values,
             flush_interval_s=config.flush_interval_s,
             retention_check_interval_s=config.retention_check_interval_s,
         )
@@ -147,24 +144,24 @@ class _Server:
         self._fetchers = ReplicaFetchers(
             ReplicaKey(config.node_id, data_dir.log_id),
             self._view,
-            self._leases.hosted,
+            self._replica_manager.hosted,
             lambda: self._secret.current,
             self._arena,
             config.max_frame_bytes,
             may_fetch=self._holds_lease,
         )
-        self._leases.replicas.on_leaders_changed = self._fetchers.wake
+        self._replica_manager.replicas.on_leaders_changed = self._fetchers.wake
         self._view.subscribe(self._on_change)
         self._tasks: list[asyncio.Task[None]] = []
         self._lease_losses = 0
-        # Of leases before the one that is held.
+        # Lapses of earlier leases.
         self._lease_lapses = 0
         self._not_serving = "starting: what etcd holds has not been read yet"
         self._page: HttpPage | None = None
         self._reminders = Reminders(time.monotonic)
 
     async def run(self) -> None:
-        """From start to stop."""
+        """Start, serve and stop."""
         listener = await self._bind()
         stop = asyncio.Event()
         with stop_signals(stop.set):
@@ -184,7 +181,7 @@ class _Server:
     # Starting
 
     async def _bind(self) -> asyncio.Server:
-        return await bind(self._connection, self._config.listen, "--listen")
+        return await bind(self._connection, *self._config.listen, choose="another --listen")
 
     async def _start(self, listener: asyncio.Server) -> None:
         host, port = self._advertised(listener)
@@ -218,25 +215,28 @@ class _Server:
             raise StartupError(str(error)) from error
         except EtcdError as error:
             raise StartupError(f"{str(error).rstrip('.')}; --etcd names it") from error
-        await self._tell_of_leftovers()
+        await self._log_unknown_logs()
         await self._replication.start(self._broker)
         if lease.fence is not None:
-            # Lost while the start waited for etcd: whoever regains it begins.
-            self._leases.begin(lease.fence)
+            # Where the lease was lost while the start waited for etcd, `_hold` begins.
+            self._replica_manager.begin(lease.fence)
         self._tasks += [
-            asyncio.create_task(self._leases.run()),
+            asyncio.create_task(self._replica_manager.run()),
             asyncio.create_task(self._isr_keeper.run()),
-            asyncio.create_task(self._log_keeper.run()),
+            asyncio.create_task(self._log_maintenance.run()),
             asyncio.create_task(self._fetchers.run()),
         ]
-        await self._leases.settle(OWN_PARTITIONS_TIMEOUT_S)
+        await self._replica_manager.settle(OWN_PARTITIONS_TIMEOUT_S)
         await listener.start_serving()
         self._not_serving = ""
         kafka = f"{self._config.listen[0]}:{bound_port(listener)}"
         say_ready(f"kafka={kafka}{admin} etcd={self._client.endpoints}")
 
     async def _when_etcd_answers(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Ask until there is an answer. Raises what waiting does not mend: EtcdError, IdInUse, StartupError."""
+        """Retry `ask` while etcd is unavailable.
+
+        Raises what waiting does not mend: EtcdError, IdInUse, StartupError.
+        """
         while True:
             try:
                 return await ask()
@@ -247,7 +247,7 @@ class _Server:
                 await asyncio.sleep(RECLAIM_PAUSE_S)
 
     async def _synced(self, mirroring: asyncio.Task[None]) -> None:
-        """Until what etcd holds of the cluster has been read; what the mirror fails with is raised."""
+        """Wait until the mirror has read the cluster from etcd; raise what the mirror fails with."""
         synced = asyncio.create_task(self._mirror.wait_synced())
         try:
             while not synced.done():
@@ -262,7 +262,7 @@ class _Server:
             await _cancel([synced])
 
     def _refuse_earlier_release(self) -> None:
-        """Raises StartupError where a live broker has no log id: what it wrote into an ISR, nobody could rely on."""
+        """Raise StartupError if a live broker has no log id: an ISR that it writes could not be relied on."""
         earlier = [each for each in self._view.brokers.values() if each.log_id is None]
         if earlier:
             brokers = ", ".join(f"{each.node_id} ({each.host}:{each.port})" for each in earlier)
@@ -276,8 +276,11 @@ class _Server:
         if self._reminders.is_due(sentence):
             say_waiting(f"{sentence} Start etcd, or give its address with --etcd.")
 
-    async def _tell_of_leftovers(self) -> None:
-        """Topics may have been deleted while we were away. Their logs stay: an etcd that was emptied looks the same."""
+    async def _log_unknown_logs(self) -> None:
+        """Log that there are logs of unknown topics; they stay.
+
+        Their topics may have been deleted while this broker was away, but an etcd that was emptied looks the same.
+        """
         topic_ids = [topic.topic_id for topic in self._view.topics.values()]
         try:
             leftovers = await self._data_dir.in_thread(lambda: self._data_dir.logs_of_others(topic_ids))
@@ -296,12 +299,12 @@ class _Server:
         return host, port or bound_port(listener)
 
     async def _cluster_id(self) -> str:
-        """The id under which clients know the cluster; the first broker ever chooses it."""
+        """Return the cluster id that clients see; the first broker ever chooses it."""
         chosen = base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=")
-        return (await agreed_value(self._client, self._keys.cluster_id, chosen)).decode()
+        return (await get_or_put(self._client, self._keys.cluster_id, chosen)).decode()
 
     def _settings_of(self, topic: Topic, partition_index: int) -> ReplicaSettings:
-        settings = topic_config.settings_of(topic.configs, len(topic.replicas[partition_index]), self._config)
+        settings = topic_settings(topic.configs, len(topic.replicas[partition_index]), self._config)
         return ReplicaSettings(
             self._config.node_id,
             lease_clock,
@@ -316,34 +319,36 @@ class _Server:
             self._config,
             cluster_id,
             self._view,
-            self._leases,
+            self._replica_manager,
             TopicAdmin(self._client, self._view, self._config),
             IdBlocks(self._client, self._keys.producer_ids),
-            FenceKeeper(self._client, self._view, on_deposed=self._leases.deposed),
+            FenceKeeper(self._client, self._view, on_deposed=self._replica_manager.deposed),
         )
 
     # The admin page
 
     async def _open_page(self) -> str:
-        """Show how the broker stands from now on, if that is wanted; what the ready line says of it."""
+        """Serve the admin page if it is configured; return its part of the ready line."""
         if self._config.admin is None:
             return ""
-        # Here, because brokers without a page need not wait for these to be imported.
+        # Imported here, as in `_status`: brokers without a page do not wait for these imports.
         from kproxy.broker.admin import BrokerPages
         from kproxy.observe.http_page import HttpPage
 
-        node_id, leases = self._config.node_id, self._leases
-        self._page = HttpPage(BrokerPages(node_id, self._view, leases, self._isr_keeper, self._standing))
+        node_id, replica_manager = self._config.node_id, self._replica_manager
+        self._page = HttpPage(BrokerPages(node_id, self._view, replica_manager, self._isr_keeper, self._status))
         host, port = self._config.admin
         return f" admin={host}:{await self._page.start(host, port)}"
 
-    def _standing(self) -> Standing:
+    def _status(self) -> BrokerStatus:
+        from kproxy.broker.admin import BrokerStatus
+
         fence = self._lease.fence if self._lease is not None else None
         silent_s = time.monotonic() - self._mirror.last_heard
         problem = self._not_serving
         if not problem and (fence is None or not fence.is_live()):
             problem = f"no live lease in etcd, so it leads nothing (etcd was last heard {silent_s:.1f} s ago)"
-        return Standing(
+        return BrokerStatus(
             problem,
             fence.remaining_s if fence is not None else 0.0,
             self._lease_lapses + (fence.lapses if fence is not None else 0),
@@ -375,7 +380,7 @@ class _Server:
     def _on_change(self, change: Change) -> None:
         if change.kind is not Kind.RESTORED:
             return
-        # What they are bound to was granted in a history that is no more.
+        # Their fences were granted in a history of etcd that is gone.
         for connection in [each for each in self._connections if each.bindings]:
             connection.bindings.clear()
             connection.refuse("etcd was restored, and the fences that it is bound to were granted before")
@@ -394,13 +399,13 @@ class _Server:
         return fence is not None and fence.is_live()
 
     async def _hold(self, lease: BrokerLease) -> None:
-        """Hold the lease, drop everything when it is lost, and begin again with another."""
+        """Hold the lease; when it is lost, drop everything and begin again with another."""
         while True:
             held = lease.fence
             reason = await lease.hold()
             self._lease_lapses += held.lapses if held is not None else 0
             self._lease_losses += 1
-            self._leases.drop_all("the broker's lease is lost")
+            self._replica_manager.drop_all("the broker's lease is lost")
             _logger.error("lease lost", reason=reason)
             fence = None
             while fence is None:
@@ -411,7 +416,7 @@ class _Server:
                 except EtcdError as error:
                     _logger.warning("lease not regained", error=str(error))
                     await asyncio.sleep(RECLAIM_PAUSE_S)
-            self._leases.begin(fence)
+            self._replica_manager.begin(fence)
             try:
                 await self._secret.load()
             except (EtcdError, StartupError) as error:
@@ -420,37 +425,37 @@ class _Server:
     # Stopping
 
     async def _stop(self, listener: asyncio.Server) -> None:
-        """Refuse writes, finish what is at work, let followers catch up, bring logs to the disk, give up the lease."""
+        """Refuse writes, finish running requests, let followers catch up, flush logs, give up the lease."""
         self._not_serving = "stopping: writes are refused, and followers get the rest"
         say_stopping()
         listener.close()
-        self._leases.resign_all()
+        self._replica_manager.resign_all()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + DRAIN_TIMEOUT_S
-        # Once in a process's life: not worth an event in every connection.
+        # Once in the life of a process, so polling is enough.
         while any(each.task is not None for each in self._connections) and loop.time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        await self._leases.drain(deadline - loop.time())
-        await self._log_keeper.flush(whatever_the_policy=True)
+        await self._replica_manager.drain(deadline - loop.time())
+        await self._log_maintenance.flush(whatever_the_policy=True)
         failed = [task.exception() for task in self._tasks if task.done() and not task.cancelled()]
         await _cancel(self._tasks)
         if self._lease is not None:
             await self._lease.revoke()
-        # Others lead by now. What this saves is only time, at the next start.
+        # Other brokers lead by now; a checkpoint only shortens the next start.
         with suppress(TimeoutError):
             async with asyncio.timeout(CHECKPOINT_TIMEOUT_S):
-                await self._log_keeper.checkpoint()
+                await self._log_maintenance.checkpoint()
         if failed and failed[0] is not None:
             raise failed[0]
 
     async def _end(self, listener: asyncio.Server, tasks: Sequence[asyncio.Task[Any]]) -> None:
-        """Let go of everything, whatever state it is in."""
+        """Release everything, whatever state it is in."""
         listener.close()
         await self._close_connections()
         await self._replication.close()
         await _cancel([*self._tasks, *tasks])
-        self._log_keeper.close()
-        await self._leases.close()
+        self._log_maintenance.close()
+        await self._replica_manager.close()
         self._flush_threads.shutdown(wait=False, cancel_futures=True)
         if self._lease is not None:
             await self._lease.revoke()
@@ -458,7 +463,7 @@ class _Server:
             await self._page.stop()
 
     async def _close_connections(self) -> None:
-        """Give clients a moment to take their last answers."""
+        """Close client connections, with a moment for clients to read their last answers."""
         open_connections = list(self._connections)
         working = [connection.task for connection in open_connections if connection.task is not None]
         for connection in open_connections:

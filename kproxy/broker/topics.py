@@ -1,36 +1,33 @@
-"""Topics in etcd: what may be created, creation, deletion.
+"""Create and delete topics in etcd.
 
-A topic record is put once, only where there is none, and never changed: it says where the replicas lie and what the
-topic's configuration is. Its partitions are then taken by the brokers that it names; whoever created it waits for that
-only as long as it likes.
+A topic record is put once, only where none exists, and never changed: it names the replicas and the configuration. The
+brokers that it names then take its partitions; the broker that created it waits for that as long as its client allows.
 """
 
 from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
 from kproxy.broker.cluster import ClusterView, Topic
-from kproxy.broker.config import BrokerConfig
+from kproxy.broker.config import BrokerConfig, InvalidConfig, check_configs
 from kproxy.broker.keys import MAX_PARTITIONS_PER_TOPIC, TopicValue, encode_value
-from kproxy.broker.replica_assignment import check_assignments, spread_replicas
-from kproxy.broker.topic_config import InvalidConfig, check_configs
 from kproxy.etcd import EtcdClient, EtcdError, delete_op, key_absent, mod_revision_is, put_op
 from kproxy_codec import error_codes
 
 MAX_NAME_LENGTH = 249
 _LEGAL_NAME = re.compile(r"[a-zA-Z0-9._-]+")
-# etcd takes at most 128 operations in a transaction.
+# etcd accepts at most 128 operations in a transaction.
 _OPS_PER_TXN = 100
-# etcd takes 1.5 MiB in a request.
+# etcd accepts 1.5 MiB in a request.
 MAX_TOPIC_BYTES = 1 << 20
 
 
 class TopicOutcome(NamedTuple):
-    """What came of a creation or deletion."""
+    """The result of a creation or deletion."""
 
     error_code: int
     error_message: str | None = None
@@ -40,7 +37,7 @@ _DONE = TopicOutcome(error_codes.NONE)
 
 
 def check_name(name: str) -> str | None:
-    """Why `name` may not be a topic's, or None; the rules are Kafka's."""
+    """Return why `name` is no valid topic name, or None; the rules are Kafka's."""
     if not name:
         return "a topic needs a name"
     if name in (".", ".."):
@@ -58,7 +55,7 @@ def _wrong_partitions(partitions: int) -> TopicOutcome:
 
 
 class NewTopic(NamedTuple):
-    """A topic asked for: -1 stands for the default number of either, no assignments for what the brokers choose."""
+    """A requested topic: -1 stands for the default of either number; without assignments the brokers choose."""
 
     name: str
     partitions: int = -1
@@ -68,7 +65,7 @@ class NewTopic(NamedTuple):
 
 
 def plan_topic(asked: NewTopic, view: ClusterView, config: BrokerConfig) -> TopicValue | TopicOutcome:
-    """The topic as it would be created, or why it cannot be, as far as `view` knows."""
+    """Plan the topic, or return why it cannot be created, as far as `view` knows."""
     wrong = check_name(asked.name)
     if wrong is not None:
         return TopicOutcome(error_codes.INVALID_TOPIC_EXCEPTION, wrong)
@@ -79,7 +76,7 @@ def plan_topic(asked: NewTopic, view: ClusterView, config: BrokerConfig) -> Topi
     except InvalidConfig as error:
         return TopicOutcome(error_codes.INVALID_CONFIG, str(error))
     topic_id, live = uuid.uuid4(), sorted(view.brokers)
-    # Where the round begins differs from topic to topic, or small topics would all lie on the first broker.
+    # The first broker differs from topic to topic; otherwise small topics would all lie on the same one.
     replicas = _assigned(asked, live) if asked.assignments else _spread(asked, live, config, topic_id.int)
     return replicas if isinstance(replicas, TopicOutcome) else TopicValue(topic_id, replicas, configs)
 
@@ -120,10 +117,10 @@ class TopicAdmin:
         self._config = config
 
     async def plan(self, asked: NewTopic) -> TopicValue | TopicOutcome:
-        """The topic as it would be created now, or why it cannot be.
+        """Plan the topic as it would be created now, or return why it cannot be.
 
-        What the watch has told may be a moment old, so etcd is asked who lives: a broker that has said that it serves
-        is one that topics are spread over.
+        The watch may lag, so this reads the live brokers from etcd: a topic spreads over every broker that has said
+        that it serves.
         """
         try:
             snapshot = await self._client.get_prefix(self._view.keys.brokers)
@@ -165,3 +162,35 @@ class TopicAdmin:
         except EtcdError as error:
             return TopicOutcome(error_codes.REQUEST_TIMED_OUT, str(error))
         return _DONE
+
+
+def spread_replicas(brokers: Sequence[int], partitions: int, replication_factor: int, first: int) -> list[list[int]]:
+    """Assign distinct replicas to each partition, spread evenly.
+
+    First replicas go round the brokers, from the one at `first`. A partition's other replicas are brokers behind its
+    first, at a distance that grows with every round: so the partitions of a broker that dies move to all the others,
+    not to its neighbour alone.
+    """
+    count = len(brokers)
+    assigned = []
+    for partition_index in range(partitions):
+        round_number, leader = partition_index // count, first + partition_index
+        distances = [0] + [1 + (round_number + further) % (count - 1) for further in range(replication_factor - 1)]
+        assigned.append([brokers[(leader + distance) % count] for distance in distances])
+    return assigned
+
+
+def check_assignments(assignments: Sequence[Sequence[int]], live: Collection[int]) -> str | None:
+    """Return why these replicas, by partition, cannot be a topic's, or None."""
+    for partition_index, replicas in enumerate(assignments):
+        where = f"the replicas {list(replicas)} of partition {partition_index}"
+        if not replicas:
+            return f"partition {partition_index} is assigned no broker"
+        if len(set(replicas)) != len(replicas):
+            return f"{where} name a broker twice"
+        absent = [node_id for node_id in replicas if node_id not in live]
+        if absent:
+            return f"{where} name broker {absent[0]}, which is not live"
+        if len(replicas) != len(assignments[0]):
+            return f"{where} are {len(replicas)}, those of partition 0 are {len(assignments[0])}: give all as many"
+    return None

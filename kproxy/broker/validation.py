@@ -1,11 +1,11 @@
-"""What a broker checks of a batch before it is appended.
+"""Validate record batches before they are appended.
 
-Of a produced one by the rules of Kafka's LogValidator. Of a replicated one that it is what comes next: the leader has
-checked the rest. The records inside stay unread: the CRC says that they are what the producer sent, and no more is
-promised.
+A produced batch is checked by the rules of Kafka's LogValidator; a replicated one only for continuing the log, because
+the leader has checked the rest. The records inside stay unread: the CRC shows that they are what the producer sent, and
+more is not promised.
 
-Which code goes with what matters: clients send again what is CORRUPT_MESSAGE, and give up on what is INVALID_RECORD.
-Where Apache Kafka itself answers otherwise is listed in `tests/contract/test_produce_oracle.py`.
+The error code matters: clients resend after CORRUPT_MESSAGE, and give up after INVALID_RECORD.
+`tests/contract/test_produce_oracle.py` lists where Apache Kafka itself answers otherwise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Refusal(NamedTuple):
 
 
 def check_records(records: memoryview, api_version: int, max_message_bytes: int) -> RecordBatch | Refusal:
-    """The one batch that `records` is, or why it is refused."""
+    """Return the one batch in `records`, or why it is refused."""
     try:
         batch = parse_batch(records)
     except Truncated as error:
@@ -74,13 +74,14 @@ def _check_header(batch: RecordBatch, api_version: int) -> Refusal | None:
 
 
 class ReplicatedBatchInvalid(ValueError):
-    """What came from a leader cannot be the continuation of the log."""
+    """A leader's records cannot continue the log."""
 
 
 def check_replicated(records: Buffer, log_end_offset: int, leader_epoch: int) -> list[RecordBatch]:
-    """The whole batches in `records`, which come from a leader and continue a log that ends with a batch of that epoch.
+    """Return the whole batches in a leader's `records`.
 
-    A last one that is cut short is left out. Raises ReplicatedBatchInvalid.
+    They must continue a log that ends at `log_end_offset` with `leader_epoch`. A partial last batch is left out. Raises
+    ReplicatedBatchInvalid.
     """
     batches: list[RecordBatch] = []
     position, next_offset = 0, log_end_offset

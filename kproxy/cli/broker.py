@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from kproxy.broker.log_options import FLUSH_POLICIES, FlushPolicy
+from kproxy.broker.config import FLUSH_POLICIES, FlushPolicy
 from kproxy.cli import run_async, start_logging
 from kproxy.cli.options import etcd_flags
 from kproxy.config import DEFAULT_PREFIX, advertised, parse_address, split_list

@@ -32,9 +32,9 @@ from kproxy.proxy.apis import Ranges
 from kproxy.proxy.client_session import TURN_S, ClientSession
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.descriptors import Descriptors, in_use
-from kproxy.proxy.port import accept_from, bind
 from kproxy.routing.topology import Address
 from kproxy.runtime import open_files
+from kproxy.runtime.listening import accept_from, bind
 
 log = structlog.get_logger(__name__)
 

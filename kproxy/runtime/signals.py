@@ -1,20 +1,43 @@
-"""What signals ask of a process that serves."""
+"""Signals that stop a serving process or make it reload."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from kproxy.runtime.tasks import cancel
 
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@contextmanager
+def stop_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` on the running loop upon SIGTERM and SIGINT, on Windows too."""
+    loop = asyncio.get_running_loop()
+    try:
+        for number in _STOP_SIGNALS:
+            loop.add_signal_handler(number, stop)
+    except NotImplementedError:  # Windows: the loop handles no signals, so a plain handler wakes it
+        for number in _STOP_SIGNALS:
+            signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop))
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number in _STOP_SIGNALS:
+            loop.remove_signal_handler(number)
+
 
 class Signals:
-    """`stop` is set by SIGTERM and SIGINT, `insists` by one more of them, `hangup` by SIGHUP.
+    """Events for the signals of a process that serves.
 
-    A terminal that is closed sends SIGHUP as well: then nobody wants this process any more.
+    SIGTERM and SIGINT set `stop`, one more of them `insists`, SIGHUP `hangup`. A closed terminal sends SIGHUP as well;
+    then `stop` is set.
     """
 
     def __init__(self) -> None:
@@ -53,7 +76,7 @@ def _has_terminal() -> bool:
 
 
 async def until_stopped(serve: Callable[[Signals], Coroutine[Any, Any, None]]) -> None:
-    """Run `serve` until SIGTERM or SIGINT, upon which it is cancelled: what it does then is its way of stopping."""
+    """Run `serve` until SIGTERM or SIGINT, then cancel it; `serve` stops in order when it is cancelled."""
     with Signals() as signals:
         serving = asyncio.create_task(serve(signals))
         stopping = asyncio.create_task(signals.stop.wait())

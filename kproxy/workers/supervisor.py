@@ -37,7 +37,7 @@ from kproxy.errors import StartupError
 from kproxy.observe.admin import AdminPage, ReplicaPages
 from kproxy.proxy.front import start_admin
 from kproxy.proxy.membership import Membership
-from kproxy.proxy.port import bind
+from kproxy.runtime.listening import bind
 from kproxy.runtime.notify import say_ready, say_stopping
 from kproxy.runtime.signals import Signals, until_stopped
 from kproxy.runtime.tasks import cancel, unless_failed

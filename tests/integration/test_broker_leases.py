@@ -1,4 +1,4 @@
-"""PartitionLeaseManager against a real etcd, with views kept from learning: what the transaction alone decides."""
+"""ReplicaManager against a real etcd, with views kept from learning: what the transaction alone decides."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kproxy.broker.broker_lease import BrokerLease
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.keys import BrokerValue, Keys, PartitionKey, StateValue, encode_value
-from kproxy.broker.leases import PartitionLeaseManager
 from kproxy.broker.partition import ReplicaSettings
+from kproxy.broker.replica_manager import ReplicaManager
 from kproxy.etcd import EtcdClient, Snapshot
 from kproxy.etcd.clock import lease_clock
 from kproxy.etcd.lease_fence import LeaseFence
@@ -37,7 +37,7 @@ class Member:
         self.client = client
         self.data_dir = DataDir.open(directory / str(node_id), node_id)
         self.identity_lost: list[str] = []
-        self.manager = PartitionLeaseManager(
+        self.manager = ReplicaManager(
             client,
             self.view,
             self.data_dir,

@@ -17,10 +17,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from kproxy.broker import segment
-from kproxy.broker.log_options import LogOptions
+from kproxy.broker.config import LogOptions
 from kproxy.broker.partition import Partition
-from kproxy.broker.replication import connection, fetchers, listener, sasl
-from kproxy.broker.replication.sasl import ListenerHandshake, Secret
+from kproxy.broker.replication import authentication, fetchers, leader_connection, listener
+from kproxy.broker.replication.authentication import ListenerHandshake, Secret
 from kproxy_codec import control, error_codes, partitioned
 from kproxy_codec.api_keys import FETCH, SASL_AUTHENTICATE, SASL_HANDSHAKE
 from kproxy_codec.fetch import PartitionFetched, partition_fetch, response_ends, result_entry
@@ -108,7 +108,7 @@ async def test_without_a_live_lease_nothing_is_asked_and_nobody_dialled(tmp_path
         both.follower.holds_lease = False
         append(leader, b"after")
         await asyncio.sleep(0.3)
-        assert leader.replication.log_end_of(both.follower.node_id) == 1
+        assert leader.replication.follower_progress()[both.follower.node_id][0] == 1
         assert leader.high_watermark == 1
         await both.leader.restart()
         await asyncio.sleep(0.3)
@@ -367,7 +367,7 @@ def in_good_faith(liar: Liar, frame: memoryview) -> bytes:
     header = parse_request_header(frame)
     body = frame[header.body_offset :]
     if header.api_key == SASL_HANDSHAKE:
-        return answering(frame, mechanisms=[sasl.MECHANISM])
+        return answering(frame, mechanisms=[authentication.MECHANISM])
     message = control.decode_request(SASL_AUTHENTICATE, header.api_version, body)
     return answering(frame, auth_bytes=liar.handshake.answer(bytes(message.auth_bytes)))
 
@@ -405,10 +405,10 @@ def once_authenticated(make: Callable[[memoryview], bytes]) -> Behave:
 async def _lets_anybody_in(liar: Liar, frame: memoryview) -> bytes:
     """And hopes to be believed."""
     if parse_request_header(frame).api_key == SASL_HANDSHAKE:
-        return answering(frame, mechanisms=[sasl.MECHANISM])
+        return answering(frame, mechanisms=[authentication.MECHANISM])
     try:
         return in_good_faith(liar, frame)
-    except sasl.AuthenticationFailed:
+    except authentication.AuthenticationFailed:
         return answering(frame, auth_bytes=b"v=" + b"A" * 43 + b"=")
 
 
@@ -419,7 +419,7 @@ async def _wants_no_proof(_: Liar, frame: memoryview) -> bytes:
 
 
 async def _announces_much(_: Liar, __: memoryview) -> bytes:
-    return struct.pack(">i", connection.UNAUTHENTICATED_FRAME_BYTES + 1)
+    return struct.pack(">i", leader_connection.UNAUTHENTICATED_FRAME_BYTES + 1)
 
 
 async def _speaks_another_mechanism(_: Liar, frame: memoryview) -> bytes:
@@ -435,7 +435,7 @@ async def _talks_nonsense(_: Liar, __: memoryview) -> bytes:
 
 
 def _costly(liar: Liar) -> Liar:
-    liar.secret = SECRET._replace(iterations=sasl.MAX_ITERATIONS + 1)
+    liar.secret = SECRET._replace(iterations=authentication.MAX_ITERATIONS + 1)
     return liar
 
 
@@ -627,7 +627,7 @@ async def _is_found_out_after(tmp_path: Path, hangs: Callable[[Liar], bool]) -> 
 
 
 async def test_a_listener_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(leader_connection, "CONNECT_TIMEOUT_S", 0.1)
 
     async def behave(_: Liar, __: memoryview) -> bytes:
         await asyncio.sleep(3600)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 import pytest_asyncio
 
-from kproxy.broker.turns import START_GRACE_S
+from kproxy.broker.election import START_GRACE_S
 from kproxy_codec import error_codes
 from tests.support.attempts import Attempt, Writer, judge
 from tests.support.dev import KproxyProcess, serving

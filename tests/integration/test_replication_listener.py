@@ -16,7 +16,7 @@ import pytest
 
 from kproxy.broker.keys import ReplicaKey
 from kproxy.broker.replication import listener
-from kproxy.broker.replication.sasl import MECHANISM, FollowerHandshake, Secret
+from kproxy.broker.replication.authentication import MECHANISM, FollowerHandshake, Secret
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy_codec import error_codes
 from kproxy_codec.api_keys import API_VERSIONS, CREATE_TOPICS, FETCH, METADATA, SASL_AUTHENTICATE, SASL_HANDSHAKE

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kproxy.broker.keys import Keys
-from kproxy.broker.replication.secret import SharedSecret
+from kproxy.broker.replication.authentication import SharedSecret
 from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient, delete_op, put_op
 

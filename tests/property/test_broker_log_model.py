@@ -19,11 +19,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kproxy.broker import producer_history
-from kproxy.broker.checkpoint import NO_LEADERSHIP, Leadership
+from kproxy.broker import producer_state
+from kproxy.broker.config import LogOptions
 from kproxy.broker.disk import DiskError
+from kproxy.broker.leader_epochs import NO_LEADERSHIP, Leadership
 from kproxy.broker.log import Log
-from kproxy.broker.log_options import LogOptions
 from kproxy.broker.producer_state import Verdict
 from kproxy.broker.validation import ReplicatedBatchInvalid
 from kproxy_codec.fetch import EpochEnd
@@ -32,7 +32,7 @@ from tests.support.broker_logs import read_all
 from tests.support.record_batches import build_batch
 
 SEGMENT_BYTES = 1500
-USUAL_EVERY_BYTES = producer_history.EVERY_BYTES
+USUAL_EVERY_BYTES = producer_state.HISTORY_INTERVAL_BYTES
 TIMESTAMPS = st.integers(1000, 5000)
 PRODUCERS = (7, 8)
 
@@ -78,7 +78,7 @@ class LogMachine(RuleBasedStateMachine):
         super().__init__()
         self.directory = Path(tempfile.mkdtemp(prefix="log-model-")) / "t-0"
         self.options = LogOptions(SEGMENT_BYTES)
-        producer_history.EVERY_BYTES = 1000
+        producer_state.HISTORY_INTERVAL_BYTES = 1000
         self.log = Log.open(self.directory, options=self.options)
         self.left_open: list[Log] = []
         self.batches: list[Written] = []
@@ -94,7 +94,7 @@ class LogMachine(RuleBasedStateMachine):
         self.log.options = self.options
 
     def teardown(self) -> None:
-        producer_history.EVERY_BYTES = USUAL_EVERY_BYTES
+        producer_state.HISTORY_INTERVAL_BYTES = USUAL_EVERY_BYTES
         for log in (self.log, *self.left_open):
             log.close()
         shutil.rmtree(self.directory.parent)

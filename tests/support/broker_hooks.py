@@ -24,9 +24,9 @@ from typing import Any
 
 from kproxy.broker import segment, server
 from kproxy.broker.keys import BrokerValue
-from kproxy.broker.leases import PartitionLeaseManager
 from kproxy.broker.log import Log
 from kproxy.broker.partition import Partition
+from kproxy.broker.replica_manager import ReplicaManager
 from kproxy.etcd.lease_fence import LeaseFence
 
 # The fence has been looked at; nothing is written.
@@ -68,7 +68,7 @@ def _replicate_at(port: int) -> None:
 def _unfence_at_signal(_: int) -> None:
     def unfence(*_: object) -> None:
         LeaseFence.is_live = lambda self: True  # type: ignore[method-assign]
-        PartitionLeaseManager._drop = lambda self, key, reason: None  # type: ignore[method-assign]
+        ReplicaManager._drop = lambda self, key, reason: None  # type: ignore[method-assign]
         sys.stderr.write(f"{UNFENCED}\n")
         sys.stderr.flush()
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from kproxy.broker.json_file import read_json
+from kproxy.broker.disk import read_json
 from kproxy.broker.keys import Keys, StateValue, decode_value
 from kproxy.etcd import EtcdClient, EtcdError
 from tests.support.attempts import Address, Stored, log_bytes, stored

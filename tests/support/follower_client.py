@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 from kproxy.broker.keys import BrokerValue, Keys, ReplicaKey, decode_value
-from kproxy.broker.replication.sasl import MECHANISM, FollowerHandshake, Secret
+from kproxy.broker.replication.authentication import MECHANISM, FollowerHandshake, Secret
 from kproxy.etcd import EtcdClient
 from kproxy_codec import control
 from kproxy_codec.api_keys import SASL_AUTHENTICATE, SASL_HANDSHAKE

@@ -6,11 +6,11 @@ import shutil
 import uuid
 from pathlib import Path
 
-from kproxy.broker.checkpoint import Leadership
 from kproxy.broker.keys import ReplicaKey
+from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.log import Log
 from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition, ReplicaSettings
-from kproxy.broker.replication.manager import Isr
+from kproxy.broker.replication.partition_replication import Isr
 from kproxy.broker.replication.reconciliation import Reconciliation
 from kproxy.broker.writer_fence import KeptFence
 from kproxy_codec.fetch import PartitionFetched

@@ -13,20 +13,20 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
-from kproxy.broker.checkpoint import Leadership
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.config import BrokerConfig
 from kproxy.broker.context import Broker
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.keys import BrokerValue, Keys, TopicValue, encode_value
-from kproxy.broker.leases import PartitionLeaseManager
+from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.log import Log
 from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition, ReplicaSettings
+from kproxy.broker.replica_manager import ReplicaManager
+from kproxy.broker.replication.authentication import Secret
 from kproxy.broker.replication.fetchers import ReplicaFetchers
+from kproxy.broker.replication.follower_presence import FollowerPresence
 from kproxy.broker.replication.listener import ReplicationListener
-from kproxy.broker.replication.manager import Isr
-from kproxy.broker.replication.presence import FollowerPresence
-from kproxy.broker.replication.sasl import Secret
+from kproxy.broker.replication.partition_replication import Isr
 from kproxy.broker.writer_fence import KeptFence
 from kproxy_codec.framing import ReceiveArena
 from kproxy_codec.record_batch import parse_batch
@@ -73,7 +73,7 @@ class LeaderSide(Side):
     def __init__(self, directory: Path, node_id: int = LEADER) -> None:
         super().__init__(node_id, directory)
         config = BrokerConfig(node_id, directory / "data", ())
-        self.leases = PartitionLeaseManager(
+        self.leases = ReplicaManager(
             cast(Any, None),
             self.view,
             cast(DataDir, None),

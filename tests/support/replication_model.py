@@ -25,11 +25,11 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import structlog
 
-from kproxy.broker.json_file import read_json
+from kproxy.broker.config import LogOptions
+from kproxy.broker.disk import read_json
 from kproxy.broker.keys import Keys, StateValue, TopicValue, decode_value, encode_value
-from kproxy.broker.log_options import LogOptions
 from kproxy.broker.partition import ACKS_ALL, Partition
-from kproxy.broker.replication.manager import Role
+from kproxy.broker.replication.partition_replication import Role
 from kproxy.broker.replication.reconciliation import Inconsistent, validate_consistency
 from kproxy.etcd import put_op
 from kproxy_codec import error_codes

@@ -28,19 +28,19 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kproxy.broker import candidates, data_dir, leases, partition, take_over, turns
+from kproxy.broker import data_dir, election, lease_txn, partition, replica_manager
 from kproxy.broker.apis import bind_fences
 from kproxy.broker.cluster import ClusterView, Topic
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.fence_keeper import FenceKeeper
-from kproxy.broker.handing_over import HandingOver
 from kproxy.broker.keys import ReplicaKey, log_id_of_version_1
+from kproxy.broker.leader_rebalance import LeaderRebalance
 from kproxy.broker.log import Log
 from kproxy.broker.partition import AppendResult, Partition, ReadResult
 from kproxy.broker.producer_state import Judgement, ProducerStates, Verdict
-from kproxy.broker.replication.manager import ReplicationManager
+from kproxy.broker.replication.partition_replication import ReplicationManager
 from kproxy.broker.replication.reconciliation import Reconciliation
-from kproxy.broker.writer_fence import KeptFence, Standing, WriterFence
+from kproxy.broker.writer_fence import FenceComparison, KeptFence, WriterFence
 from kproxy.etcd import EtcdClient, TxnCompare, TxnOp, TxnResult, lease_fence
 from kproxy.etcd.lease_fence import LeaseFence
 from kproxy_codec import error_codes
@@ -152,13 +152,15 @@ def _no_fence_before_reads(patch: pytest.MonkeyPatch) -> None:
 
 
 def _anybody_may_take_over(patch: pytest.MonkeyPatch) -> None:
-    def place_in_line(view: ClusterView, topic: Topic, partition_index: int, node_id: int, *, count_dead: bool) -> int:
+    def candidate_place(
+        view: ClusterView, topic: Topic, partition_index: int, node_id: int, *, count_dead: bool
+    ) -> int:
         live = {*view.brokers, node_id}
         return [each for each in view.replicas(topic, partition_index) if count_dead or each in live].index(node_id)
 
-    for module in (candidates, leases, turns):
-        patch.setattr(module, "place_in_line", place_in_line)
-    patch.setattr(leases, "is_in_sync", lambda *_: True)
+    for module in (election, replica_manager):
+        patch.setattr(module, "candidate_place", candidate_place)
+    patch.setattr(replica_manager, "is_in_sync", lambda *_: True)
 
 
 def _a_broker_is_its_disk(patch: pytest.MonkeyPatch) -> None:
@@ -204,7 +206,7 @@ def _producers_are_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def _nobody_reads_fences(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(take_over, "kept_fence", lambda kvs, topic_id: KeptFence())
+    patch.setattr(lease_txn, "kept_fence", lambda kvs, topic_id: KeptFence())
 
 
 def _older_fences_write(patch: pytest.MonkeyPatch) -> None:
@@ -349,15 +351,17 @@ def _lower_fences_are_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         WriterFence,
         "compare",
-        lambda writers, fence, *, is_released: Standing.HOLDS if fence == writers.fence else Standing.HIGHER,
+        lambda writers, fence, *, is_released: (
+            FenceComparison.HOLDS if fence == writers.fence else FenceComparison.HIGHER
+        ),
     )
 
 
 def _nobody_is_waited_for(patch: pytest.MonkeyPatch) -> None:
-    async def at_once(self: HandingOver, partitions: object, timeout_s: float) -> bool:
+    async def at_once(self: LeaderRebalance, partitions: object, timeout_s: float) -> bool:
         return True
 
-    patch.setattr(HandingOver, "followers_there", at_once)
+    patch.setattr(LeaderRebalance, "wait_for_followers", at_once)
 
 
 THREE = Setting(3, min_insync_replicas=2)

@@ -4,7 +4,7 @@ Its watch on etcd is four watchers, one for each prefix of its view: each tells 
 `watch_delays` says, and nothing is said of the order between them. A reload puts a snapshot in the place of all that is
 on its way.
 
-What decides is the product's: BrokerLease, ClusterView, PartitionLeaseManager, IsrKeeper, LogKeeper, Partition, and
+What decides is the product's: BrokerLease, ClusterView, ReplicaManager, IsrKeeper, LogMaintenance, Partition, and
 Log on a disk. Simulated are the loop it runs on, its clock, its link to etcd and the watch on it; and what
 `kproxy.broker.server` does, which wires these together.
 
@@ -27,15 +27,14 @@ from typing import Any, cast
 
 from kproxy.broker.broker_lease import BrokerLease, IdInUse
 from kproxy.broker.cluster import ClusterView, Topic
-from kproxy.broker.config import BrokerConfig
+from kproxy.broker.config import BrokerConfig, LogOptions
 from kproxy.broker.context import Bindings, Broker
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.fence_keeper import FenceKeeper
 from kproxy.broker.keys import BrokerValue, Keys
-from kproxy.broker.leases import PartitionLeaseManager
-from kproxy.broker.log_keeper import LogKeeper
-from kproxy.broker.log_options import LogOptions
+from kproxy.broker.log_maintenance import LogMaintenance
 from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition, ReplicaSettings
+from kproxy.broker.replica_manager import ReplicaManager
 from kproxy.broker.replication.isr_keeper import IsrKeeper
 from kproxy.broker.writer_fence import UNBOUND
 from kproxy.etcd import EtcdError
@@ -104,7 +103,7 @@ class SimulatedProcess:
         self._stream = 0
         self._on_left_behind = on_left_behind
         self._data_dir = DataDir.open(directory, node_id, log_options=log_options)
-        self.leases = PartitionLeaseManager(
+        self.leases = ReplicaManager(
             self.client,
             self.view,
             self._data_dir,
@@ -130,7 +129,7 @@ class SimulatedProcess:
             nobody,
             FenceKeeper(self.client, self.view, on_deposed=self.leases.deposed),
         )
-        self.keeper = LogKeeper(
+        self.keeper = LogMaintenance(
             self.leases.hosted.values,
             flush_interval_s=KEEP_INTERVAL_S,
             retention_check_interval_s=KEEP_INTERVAL_S,

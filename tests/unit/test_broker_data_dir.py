@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from kproxy.broker.checkpoint import NO_LEADERSHIP
 from kproxy.broker.data_dir import DataDir
-from kproxy.broker.disk import DiskError
-from kproxy.broker.json_file import read_json
+from kproxy.broker.disk import DiskError, read_json
 from kproxy.broker.keys import ReplicaKey, StateValue, decode_value
+from kproxy.broker.leader_epochs import NO_LEADERSHIP
 from kproxy.broker.segment import LogFailed
 from kproxy.errors import StartupError
 from tests.support.broker_logs import append_values
@@ -201,10 +200,10 @@ def test_of_a_deleted_topic_nothing_is_set_aside_though_another_of_its_name_come
     """Its partitions are removed one by one; whoever creates it again does not wait for the last."""
     data_dir = DataDir.open(tmp_path, 1)
     data_dir.open_log("t", 0, FIRST).close()
-    data_dir.condemn(FIRST)
+    data_dir.mark_deleted(FIRST)
     data_dir.open_log("t", 0, SECOND).close()
     data_dir.delete_log("t", 0, FIRST)
-    data_dir.all_deleted(FIRST)
+    data_dir.unmark_deleted(FIRST)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["log-ids", "t-0"]
     data_dir.open_log("t", 0, FIRST).close()
     assert len(list(tmp_path.glob("#stray-*"))) == 1, "who was not deleted is kept"

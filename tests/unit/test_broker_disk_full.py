@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kproxy.broker.checkpoint import Leadership
+from kproxy.broker.config import FlushPolicy, LogOptions
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.disk import DiskError, disk_error
+from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.log import Log
-from kproxy.broker.log_options import FlushPolicy, LogOptions
 from tests.support.broker_logs import append_values, leader_batches, read_all
 from tests.support.small_disk import SmallDisk, small_disk
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from kproxy.broker import segment
-from kproxy.broker.checkpoint import Leadership
+from kproxy.broker.config import LogOptions
+from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.log import Log
-from kproxy.broker.log_options import LogOptions
 from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition, ReplicaSettings
-from kproxy.broker.replication.manager import Isr
+from kproxy.broker.replication.partition_replication import Isr
 from kproxy.broker.writer_fence import KeptFence
 from kproxy_codec import error_codes
 from kproxy_codec.record_batch import parse_batch
@@ -288,7 +288,7 @@ async def test_a_leader_whose_own_disk_is_the_slow_one_does_not_count_itself(
             asked = follower.next_fetch()
             assert asked is not None
             assert follower.take_fetched(asked, leader.fetch_as_replica(FOLLOWER, asked, 1 << 20))
-        assert (follower.log_end_offset, leader.replication.log_end_of(FOLLOWER)) == (1, 1)
+        assert (follower.log_end_offset, leader.replication.follower_progress()[FOLLOWER][0]) == (1, 1)
         assert leader.high_watermark == 0
         answer = asyncio.ensure_future(leader.wait_for_isr(0, PATIENCE_S))
         disk.go_on()

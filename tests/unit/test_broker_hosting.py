@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.data_dir import DataDir
-from kproxy.broker.hosting import ReplicaHost
+from kproxy.broker.hosted_replicas import HostedReplicas
 from kproxy.broker.keys import Keys, PartitionKey, TopicValue, encode_value
 from kproxy.broker.partition import ReplicaSettings
 
@@ -28,14 +28,14 @@ def view() -> ClusterView:
 
 
 @pytest.fixture
-def host(tmp_path: Path, view: ClusterView) -> Iterator[ReplicaHost]:
+def host(tmp_path: Path, view: ClusterView) -> Iterator[HostedReplicas]:
     data_dir = DataDir.open(tmp_path, 1)
-    yield ReplicaHost(view, data_dir, 1, lambda *_: ReplicaSettings(1, time.monotonic))
+    yield HostedReplicas(view, data_dir, 1, lambda *_: ReplicaSettings(1, time.monotonic))
     data_dir.close()
 
 
 async def test_a_log_that_cannot_be_opened_is_told_once_with_the_way_out(
-    tmp_path: Path, view: ClusterView, host: ReplicaHost
+    tmp_path: Path, view: ClusterView, host: HostedReplicas
 ) -> None:
     """It is tried again every few seconds, for each of perhaps a thousand partitions."""
     topic, checkpoint = view.topics["t"], tmp_path / "t-0" / "checkpoint.json"

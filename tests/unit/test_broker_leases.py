@@ -10,17 +10,17 @@ from typing import Any, cast
 
 import pytest
 
-from kproxy.broker import leases, turns
+from kproxy.broker import election, replica_manager
 from kproxy.broker.apis import bind_fences, produce
-from kproxy.broker.checkpoint import Leadership
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.config import BrokerConfig
 from kproxy.broker.context import Bindings, Broker, Request
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.fence_keeper import FenceKeeper
 from kproxy.broker.keys import BrokerValue, Keys, PartitionKey, ReplicaKey, StateValue, TopicValue, encode_value
-from kproxy.broker.leases import PartitionLeaseManager
+from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.partition import Partition, ReplicaSettings
+from kproxy.broker.replica_manager import ReplicaManager
 from kproxy.broker.replication.reconciliation import Inconsistent
 from kproxy.etcd import KeyValue, Snapshot, WatchEvent, delete_op, put_op
 from kproxy.etcd.lease_fence import LeaseFence
@@ -49,7 +49,7 @@ class Stage:
         self.view = ClusterView(KEYS)
         self.data_dir = DataDir.open(directory, 1)
         self.lost = ""
-        self.leases = PartitionLeaseManager(
+        self.leases = ReplicaManager(
             self.client,
             self.view,
             self.data_dir,
@@ -196,8 +196,8 @@ async def test_where_the_first_replica_does_not_take_a_new_partition_the_next_on
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It lives, and its disk takes no new log: nobody led the partition as long as that was so."""
-    monkeypatch.setattr(turns, "START_GRACE_S", 0.0)
-    monkeypatch.setattr(turns, "UNWRITTEN_TURN_S", 0.2)
+    monkeypatch.setattr(election, "START_GRACE_S", 0.0)
+    monkeypatch.setattr(election, "UNWRITTEN_DELAY_S", 0.2)
     topic_id = uuid.uuid4()
     await stage.put(KEYS.broker(2), BrokerValue(2, "h", 1))
     await stage.put(KEYS.topic("t"), TopicValue(topic_id, [[2, 1]]))
@@ -285,7 +285,7 @@ async def test_a_leader_that_cannot_begin_gives_its_key_back_and_tries_again_lat
         stage.tell()
         assert await stage.take() is None
         assert len(tried) == 1, "it is not tried again at once"
-    monkeypatch.setattr(leases, "SWEEP_INTERVAL_S", 0.01)
+    monkeypatch.setattr(replica_manager, "SWEEP_INTERVAL_S", 0.01)
     running = asyncio.create_task(stage.leases.run())
     await eventually(lambda: stage.leads(topic_id), what="another try, after the next sweep")
     running.cancel()

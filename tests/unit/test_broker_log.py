@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kproxy.broker.config import LogOptions
 from kproxy.broker.log import Log, LogCorrupt
-from kproxy.broker.log_options import LogOptions
 from kproxy.broker.producer_state import Verdict
 from kproxy.broker.segment import LogFailed
 from kproxy_codec.record_batch import assign_offsets, parse_batch

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from kproxy.broker import log_keeper, segment
-from kproxy.broker.checkpoint import NO_LEADERSHIP, Leadership, write_checkpoint
-from kproxy.broker.log import Log
-from kproxy.broker.log_keeper import LogKeeper
-from kproxy.broker.log_options import FLUSH_POLICIES, FlushPolicy, LogOptions
+from kproxy.broker import log_maintenance, segment
+from kproxy.broker.config import FLUSH_POLICIES, FlushPolicy, LogOptions
+from kproxy.broker.leader_epochs import NO_LEADERSHIP, Leadership
+from kproxy.broker.log import Log, write_checkpoint
+from kproxy.broker.log_maintenance import LogMaintenance
 from kproxy.broker.segment import LogFailed
 from tests.support.broker_logs import append_values, leader_batches
 from tests.support.small_disk import small_disk
@@ -66,7 +66,7 @@ class Broker:
         self.directory = directory
         self.hosted: list[Hosted] = []
         self.told: Sequence[Mapping[str, Any]] = []
-        self.keeper = LogKeeper(
+        self.keeper = LogMaintenance(
             lambda: self.hosted,
             flush_interval_s=0.01,
             retention_check_interval_s=0.01,
@@ -402,7 +402,7 @@ async def test_a_checkpoint_at_work_does_not_end_in_the_log_that_has_taken_the_p
         assert go_on.wait(10)
         sync(fd)
 
-    monkeypatch.setattr("kproxy.broker.json_file.os.fsync", wait)
+    monkeypatch.setattr("kproxy.broker.disk.os.fsync", wait)
     writing = asyncio.create_task(asyncio.to_thread(log.checkpoint, 0, Leadership(9, 77)))
     await asyncio.to_thread(at_work.wait, 10)
     log.close()
@@ -488,7 +488,7 @@ async def test_a_full_disk_stops_no_round(broker: Broker, tmp_path: Path) -> Non
 
 
 async def test_all_of_it_happens_by_itself(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_keeper, "CHECKPOINT_INTERVAL_S", 0.01)
+    monkeypatch.setattr(log_maintenance, "CHECKPOINT_INTERVAL_S", 0.01)
     hosted = broker.host(retention_bytes=5000)
     running = asyncio.create_task(broker.keeper.run())
     append_values(hosted.log, *[2000] * 6)

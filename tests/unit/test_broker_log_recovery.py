@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from kproxy.broker.config import LogOptions
 from kproxy.broker.log import Log, LogCorrupt
-from kproxy.broker.log_options import LogOptions
 from kproxy.broker.segment import LogFailed
 from tests.support.broker_logs import leader_batches, offsets, read_all
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kproxy.broker import producer_history
-from kproxy.broker.checkpoint import NO_LEADERSHIP, Leadership
+from kproxy.broker import producer_state
+from kproxy.broker.config import LogOptions
+from kproxy.broker.leader_epochs import NO_LEADERSHIP, Leadership
 from kproxy.broker.log import Log
-from kproxy.broker.log_options import LogOptions
 from kproxy.broker.producer_state import Verdict
 from kproxy.broker.segment import LogFailed
 from kproxy.broker.validation import ReplicatedBatchInvalid
@@ -194,7 +194,7 @@ def test_truncation_takes_producers_back_to_what_is_left(
     log: Log, dropped: int, remember_every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where that is longer ago than producers are remembered for."""
-    monkeypatch.setattr(producer_history, "EVERY_BYTES", remember_every)
+    monkeypatch.setattr(producer_state, "HISTORY_INTERVAL_BYTES", remember_every)
     for sequence in range(20):
         append(log, idempotent(sequence))
     assert len(segment_names(log)) > 3
@@ -233,11 +233,11 @@ def test_the_largest_timestamp_left_may_stand_far_before_the_end(log: Log) -> No
 
 
 def test_a_reset_log_forgets_its_producers_for_good(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(producer_history, "EVERY_BYTES", 1)
+    monkeypatch.setattr(producer_state, "HISTORY_INTERVAL_BYTES", 1)
     append(log, idempotent(0))
     append(log, idempotent(1))
     log.reset_to(100)
-    monkeypatch.setattr(producer_history, "EVERY_BYTES", 1 << 30)
+    monkeypatch.setattr(producer_state, "HISTORY_INTERVAL_BYTES", 1 << 30)
     log.append_replicated(leader_batches(100, 1, 1))
     log.truncate_to(101)
     assert log.producers.judge(parse_batch(idempotent(7))).verdict is Verdict.ACCEPTED

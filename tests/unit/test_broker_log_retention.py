@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from kproxy.broker.config import LogOptions
 from kproxy.broker.log import Log
-from kproxy.broker.log_options import LogOptions
 from tests.support.broker_logs import append, append_values
 from tests.support.record_batches import build_batch
 

@@ -10,20 +10,19 @@ from typing import Any, cast
 
 import pytest
 
-from kproxy.broker import metrics
-from kproxy.broker.admin import BrokerPages
-from kproxy.broker.checkpoint import Leadership
+from kproxy.broker import admin
+from kproxy.broker.admin import BrokerPages, BrokerStatus
 from kproxy.broker.cluster import ClusterView
-from kproxy.broker.flush_times import FLUSH_BOUNDS_S, FLUSHES, FlushTimes
+from kproxy.broker.disk import FLUSH_BOUNDS_S, FLUSHES, FlushTimes
 from kproxy.broker.keys import BrokerValue, Keys, StateValue, TopicValue, encode_value
+from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.log import Log
 from kproxy.broker.partition import Partition, ReplicaSettings
-from kproxy.broker.standing import Standing
 from kproxy.etcd.lease_fence import LeaseFence
 from tests.support.replica_group import ISR_LAG_S, TOPIC_ID, Group, append, on_disk
 from tests.support.served import samples
 
-WELL = Standing("", 8.7, 1, 0, 0.4, 3, 2)
+WELL = BrokerStatus("", 8.7, 1, 0, 0.4, 3, 2)
 T0 = {"topic": "t", "partition": "0"}
 
 
@@ -31,7 +30,7 @@ class Page:
     """The page of broker 1 of a group; its parts are as a server has them."""
 
     def __init__(self, group: Group) -> None:
-        self.standing = WELL
+        self.status = WELL
         self.view = ClusterView(Keys("/test"))
         self.hosted = {(b"t", 0): group.replicas[1]}
         self.ended = Counter[str]()
@@ -39,7 +38,7 @@ class Page:
         self.not_opened = SimpleNamespace(not_opened=0)
         leases = SimpleNamespace(hosted=self.hosted, ended=self.ended, replicas=self.not_opened)
         keeper = cast(Any, self.isr_keeper)
-        self.pages = BrokerPages(1, self.view, cast(Any, leases), keeper, lambda: self.standing)
+        self.pages = BrokerPages(1, self.view, cast(Any, leases), keeper, lambda: self.status)
         self._revision = 0
 
     def tell(self, key: str, value: Any) -> None:
@@ -164,7 +163,7 @@ async def test_losses_and_changes_are_counted(group: Group, page: Page) -> None:
     page.ended["its lease key is gone"] += 2
     page.isr_keeper.shrinks, page.isr_keeper.expansions = 3, 4
     page.not_opened.not_opened = 1
-    page.standing = Standing("no live lease", 0.0, 2, 5, 12.5, 3, 2)
+    page.status = BrokerStatus("no live lease", 0.0, 2, 5, 12.5, 3, 2)
     assert await page("leaderships_ended_total", reason="its lease key is gone") == 2
     assert (await page("isr_shrinks_total"), await page("isr_expansions_total")) == (3, 4)
     assert await page("failed_logs") == 1
@@ -196,7 +195,7 @@ async def test_flushes_are_timed_those_that_fail_as_well(tmp_path: Path, group: 
 async def test_series_of_single_partitions_have_an_end_and_totals_have_none(
     group: Group, page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "MAX_PARTITION_SERIES", 2)
+    monkeypatch.setattr(admin, "MAX_PARTITION_SERIES", 2)
     others = []
     for index in range(1, 5):
         settings = ReplicaSettings(1, group.clock)

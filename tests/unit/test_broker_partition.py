@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kproxy.broker.checkpoint import Leadership
+from kproxy.broker.config import LogOptions
+from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.log import Log
-from kproxy.broker.log_options import LogOptions
 from kproxy.broker.partition import AppendResult, Partition, ReplicaSettings
-from kproxy.broker.replication.manager import Isr
+from kproxy.broker.replication.partition_replication import Isr
 from kproxy.broker.writer_fence import KeptFence
 from kproxy.etcd.lease_fence import MARGIN_FRACTION, LeaseFence
 from kproxy_codec import error_codes

@@ -7,13 +7,14 @@ import tracemalloc
 import pytest
 from structlog.testing import capture_logs
 
-from kproxy.broker.producer_history import KEPT, ProducerHistory
 from kproxy.broker.producer_state import (
     BYTES_EACH,
     EXPIRATION_MS,
     GRACE_MS,
+    HISTORY_COPIES,
     MAX_PRODUCERS,
     RETAINED_BATCHES,
+    ProducerHistory,
     ProducerStates,
     Verdict,
 )
@@ -172,8 +173,8 @@ def test_a_hundred_thousand_producers_find_room_within_their_memory() -> None:
         for producer_id in range(count):
             for sequence, each in enumerate(five):
                 states.update(each._replace(producer_id=producer_id + (1 << 40)), (1 << 40) + sequence)
-        for offset in range(KEPT):
-            history.passes(offset, 1 << 40, states)
+        for offset in range(HISTORY_COPIES):
+            history.note_batch(offset, 1 << 40, states)
         bytes_each = tracemalloc.get_traced_memory()[0] / count
     finally:
         tracemalloc.stop()
@@ -181,4 +182,4 @@ def test_a_hundred_thousand_producers_find_room_within_their_memory() -> None:
     assert bytes_each < BYTES_EACH
     assert MAX_PRODUCERS > 100_000
     assert states.judge(five[0]._replace(producer_id=1 << 40)).verdict is Verdict.DUPLICATE
-    print(f"{bytes_each:.0f} bytes for each producer, {KEPT} copies included")
+    print(f"{bytes_each:.0f} bytes for each producer, {HISTORY_COPIES} copies included")

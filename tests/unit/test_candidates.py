@@ -6,8 +6,8 @@ import uuid
 
 import pytest
 
-from kproxy.broker.candidates import NOT_A_CANDIDATE, first_replicas, hosts, place_in_line
 from kproxy.broker.cluster import ClusterView, Topic
+from kproxy.broker.election import NOT_A_CANDIDATE, candidate_place, initial_replicas, keeps_replica
 from kproxy.broker.keys import BrokerValue, Keys, StateValue, TopicValue, encode_value
 from kproxy.etcd import KeyValue, Snapshot
 from tests.support.replica_group import on_disk
@@ -48,25 +48,25 @@ def test_place_in_line(
     live: list[int], replicas: list[int], isr: list[int] | None, places: dict[int, int], with_dead: dict[int, int]
 ) -> None:
     view, topic = view_of(live, replicas, isr)
-    assert {each: place_in_line(view, topic, 0, each, count_dead=False) for each in places} == places
-    assert {each: place_in_line(view, topic, 0, each, count_dead=True) for each in with_dead} == with_dead
+    assert {each: candidate_place(view, topic, 0, each, count_dead=False) for each in places} == places
+    assert {each: candidate_place(view, topic, 0, each, count_dead=True) for each in with_dead} == with_dead
 
 
 def test_where_no_replica_lives_all_brokers_line_up_in_one_order() -> None:
     view, topic = view_of([4, 5, 6], [1, 2, 3])
-    places = [place_in_line(view, topic, 0, each, count_dead=False) for each in (4, 5, 6)]
+    places = [candidate_place(view, topic, 0, each, count_dead=False) for each in (4, 5, 6)]
     assert sorted(places) == [0, 1, 2]
     first = (4, 5, 6)[places.index(0)]
-    replicas = first_replicas(view, topic, 0, first)
+    replicas = initial_replicas(view, topic, 0, first)
     assert (replicas[0], sorted(replicas)) == (first, [4, 5, 6])
 
 
 def test_a_stand_in_brings_no_more_replicas_than_there_are_brokers() -> None:
     view, topic = view_of([4, 5], [1, 2, 3])
-    assert first_replicas(view, topic, 0, 5) == [5, 4]
+    assert initial_replicas(view, topic, 0, 5) == [5, 4]
 
 
 def test_a_partition_that_moved_is_hosted_where_it_went() -> None:
     view, topic = view_of([1, 4], [1], [4], moved_to=[4])
-    assert [hosts(view, topic, 0, each) for each in (1, 4)] == [False, True]
-    assert place_in_line(view, topic, 0, 1, count_dead=False) == NOT_A_CANDIDATE
+    assert [keeps_replica(view, topic, 0, each) for each in (1, 4)] == [False, True]
+    assert candidate_place(view, topic, 0, 1, count_dead=False) == NOT_A_CANDIDATE

@@ -12,16 +12,16 @@ from typing import Any, cast
 import pytest
 
 from kproxy.broker.apis import bind_fences, produce
-from kproxy.broker.checkpoint import Leadership
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.config import BrokerConfig
 from kproxy.broker.context import Bindings, Broker, Request
 from kproxy.broker.fence_keeper import CONCURRENT_FENCES, FenceKeeper
 from kproxy.broker.keys import FenceValue, Keys, TopicValue, decode_value, encode_value
-from kproxy.broker.leases import PartitionLeaseManager
+from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.log import Log
 from kproxy.broker.partition import Partition, ReplicaSettings
-from kproxy.broker.replication.manager import Isr
+from kproxy.broker.replica_manager import ReplicaManager
+from kproxy.broker.replication.partition_replication import Isr
 from kproxy.broker.writer_fence import KeptFence
 from kproxy.etcd import delete_op, put_op
 from kproxy_codec import error_codes
@@ -54,7 +54,7 @@ class Stage:
         self.store = EtcdStore(time.monotonic)
         self.client = SimulatedEtcdClient(self.store)
         self.view = ClusterView(KEYS)
-        self.leases = PartitionLeaseManager(
+        self.leases = ReplicaManager(
             self.client,
             self.view,
             cast(Any, None),

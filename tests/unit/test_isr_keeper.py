@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from kproxy.broker.checkpoint import Leadership
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.keys import BrokerValue, Keys, StateValue, encode_value
+from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.log import Log
 from kproxy.broker.partition import Partition, ReplicaSettings
 from kproxy.broker.replication.isr_keeper import CONCURRENT_CHANGES, IsrKeeper
-from kproxy.broker.replication.manager import Isr
+from kproxy.broker.replication.partition_replication import Isr
 from kproxy.broker.writer_fence import KeptFence
 from kproxy.etcd import EtcdUnavailable, put_op
 from tests.support.etcd import eventually

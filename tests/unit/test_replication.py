@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from kproxy.broker.checkpoint import Leadership
+from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.partition import Partition
-from kproxy.broker.replication.manager import Isr, Role, WrongRole
+from kproxy.broker.replication.partition_replication import Isr, Role, WrongRole
 from kproxy.broker.writer_fence import KeptFence
 from kproxy_codec import error_codes
 from kproxy_codec.fetch import PartitionFetched
@@ -234,7 +234,7 @@ def test_a_dead_fence_serves_neither_clients_nor_followers(group: Group) -> None
     group.fences[1].live = False
     assert not leader.serves_reads()
     assert group.fetch(2).error_code == error_codes.NOT_LEADER_OR_FOLLOWER
-    assert leader.replication.log_end_of(2) == -1
+    assert leader.replication.follower_progress()[2][0] == -1
 
 
 def test_a_late_answer_changes_nothing(group: Group) -> None:

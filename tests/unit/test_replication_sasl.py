@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from scramp import ScramClient
 
 from kproxy.broker.keys import ReplicaKey
-from kproxy.broker.replication import sasl
-from kproxy.broker.replication.sasl import AuthenticationFailed, FollowerHandshake, ListenerHandshake, Secret
+from kproxy.broker.replication import authentication
+from kproxy.broker.replication.authentication import AuthenticationFailed, FollowerHandshake, ListenerHandshake, Secret
 
 SECRET = Secret.of("the cluster's secret, as long as one from etcd")
 LOG_ID = uuid.UUID(int=0xA11)
@@ -93,7 +93,7 @@ def test_nobody_takes_another_name_on_the_way() -> None:
     ],
 )
 def test_a_name_is_a_broker_id_and_a_log_id(name: str) -> None:
-    client = ScramClient([sasl.MECHANISM], name, SECRET.text)
+    client = ScramClient([authentication.MECHANISM], name, SECRET.text)
     listener = ListenerHandshake(SECRET)
     with pytest.raises(AuthenticationFailed):
         listener.answer(client.get_client_first().encode())
@@ -101,7 +101,7 @@ def test_a_name_is_a_broker_id_and_a_log_id(name: str) -> None:
 
 def test_a_listener_cannot_keep_a_follower_busy() -> None:
     """Ten million rounds of hashing are several seconds in which this broker serves nobody."""
-    costly = SECRET._replace(iterations=sasl.MAX_ITERATIONS + 1)
+    costly = SECRET._replace(iterations=authentication.MAX_ITERATIONS + 1)
     follower = FollowerHandshake(SEVEN, SECRET)
     with pytest.raises(AuthenticationFailed, match="iterations"):
         follower.final(ListenerHandshake(costly).answer(follower.first()))

@@ -17,7 +17,7 @@ from kproxy.broker.keys import BrokerValue, Keys, encode_value
 from kproxy.broker.log import Log
 from kproxy.broker.partition import ACKS_ALL, Partition
 from kproxy.broker.replication.isr_keeper import IsrKeeper
-from kproxy.broker.replication.manager import MAX_WAITER_AGE_S, WAITER_SWEEP_INTERVAL_S, Role
+from kproxy.broker.replication.partition_replication import MAX_WAITER_AGE_S, WAITER_SWEEP_INTERVAL_S, Role
 from kproxy.broker.replication.reconciliation import (
     Inconsistent,
     Reconciliation,

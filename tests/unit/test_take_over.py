@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from kproxy.broker.cluster import Topic
 from kproxy.broker.keys import Keys, PartitionKey, StateValue, TopicValue, decode_value, encode_value
-from kproxy.broker.take_over import Taken, TakeOver
+from kproxy.broker.lease_txn import Taken, TakeOver
 from kproxy.etcd import delete_op, put_op
 from tests.support.replica_group import on_disk
 from tests.support.simulated_etcd import EtcdStore, Link, SimulatedEtcdClient

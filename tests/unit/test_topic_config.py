@@ -9,11 +9,16 @@ from pathlib import Path
 import pytest
 
 from kproxy.broker.cluster import ClusterView
-from kproxy.broker.config import BrokerConfig
+from kproxy.broker.config import (
+    BrokerConfig,
+    InvalidConfig,
+    TopicSettings,
+    check_configs,
+    topic_config_values,
+    topic_settings,
+)
 from kproxy.broker.keys import BrokerValue, Keys, TopicValue, encode_value
-from kproxy.broker.replica_assignment import check_assignments, spread_replicas
-from kproxy.broker.topic_config import InvalidConfig, TopicSettings, check_configs, settings_of, values_of
-from kproxy.broker.topics import NewTopic, TopicAdmin, TopicOutcome, plan_topic
+from kproxy.broker.topics import NewTopic, TopicAdmin, TopicOutcome, check_assignments, plan_topic, spread_replicas
 from kproxy.etcd import EtcdClient
 from kproxy_codec import error_codes
 
@@ -84,13 +89,13 @@ def test_a_configuration_that_cannot_be_is_named_with_what_can(name: str, value:
 def test_a_topic_goes_by_its_own_word_and_then_by_the_brokers(
     configs: dict[str, str], replication_factor: int, settings: TopicSettings
 ) -> None:
-    assert settings_of(configs, replication_factor, CONFIG) == settings
+    assert topic_settings(configs, replication_factor, CONFIG) == settings
 
 
 def test_what_is_told_of_a_topic_is_what_was_said_or_what_is_so() -> None:
-    told = dict(values_of({"min.insync.replicas": "9"}, 3, CONFIG))
+    told = dict(topic_config_values({"min.insync.replicas": "9"}, 3, CONFIG))
     assert told["min.insync.replicas"] == "9", "as it was configured, whatever is made of it"
-    assert dict(values_of({}, 3, CONFIG))["min.insync.replicas"] == "2"
+    assert dict(topic_config_values({}, 3, CONFIG))["min.insync.replicas"] == "2"
     assert (told["retention.ms"], told["retention.bytes"], told["segment.bytes"]) == ("9000", "7000", "5000")
 
 

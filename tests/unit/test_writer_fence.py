@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy.broker.writer_fence import UNBOUND, KeptFence, Standing, WriterFence
+from kproxy.broker.writer_fence import UNBOUND, FenceComparison, KeptFence, WriterFence
 
 OWNED, OPEN = True, False
 BIND, RELEASE = False, True
@@ -36,24 +36,24 @@ def test_who_may_write(fence: int, is_owned: bool, bound: int, refusal: str | No
 @pytest.mark.parametrize(
     ("fence", "is_owned", "asked", "is_released", "standing"),
     [
-        (0, OPEN, 7, BIND, Standing.HIGHER),
-        (0, OPEN, 7, RELEASE, Standing.HIGHER),
-        (7, OWNED, 6, BIND, Standing.LOWER),
-        (7, OWNED, 7, BIND, Standing.HOLDS),
-        (7, OWNED, 8, BIND, Standing.HIGHER),
-        (7, OWNED, 6, RELEASE, Standing.HOLDS),
-        (7, OWNED, 7, RELEASE, Standing.HOLDS),
-        (7, OWNED, 8, RELEASE, Standing.HIGHER),
-        (7, OPEN, 6, BIND, Standing.LOWER),
+        (0, OPEN, 7, BIND, FenceComparison.HIGHER),
+        (0, OPEN, 7, RELEASE, FenceComparison.HIGHER),
+        (7, OWNED, 6, BIND, FenceComparison.LOWER),
+        (7, OWNED, 7, BIND, FenceComparison.HOLDS),
+        (7, OWNED, 8, BIND, FenceComparison.HIGHER),
+        (7, OWNED, 6, RELEASE, FenceComparison.HOLDS),
+        (7, OWNED, 7, RELEASE, FenceComparison.HOLDS),
+        (7, OWNED, 8, RELEASE, FenceComparison.HIGHER),
+        (7, OPEN, 6, BIND, FenceComparison.LOWER),
         # One transaction may end one grant and make another.
-        (7, OPEN, 7, BIND, Standing.HIGHER),
-        (7, OPEN, 8, BIND, Standing.HIGHER),
-        (7, OPEN, 7, RELEASE, Standing.HOLDS),
-        (7, OPEN, 8, RELEASE, Standing.HIGHER),
+        (7, OPEN, 7, BIND, FenceComparison.HIGHER),
+        (7, OPEN, 8, BIND, FenceComparison.HIGHER),
+        (7, OPEN, 7, RELEASE, FenceComparison.HOLDS),
+        (7, OPEN, 8, RELEASE, FenceComparison.HIGHER),
     ],
 )
 def test_what_a_bind_or_release_comes_to(
-    fence: int, is_owned: bool, asked: int, is_released: bool, standing: Standing
+    fence: int, is_owned: bool, asked: int, is_released: bool, standing: FenceComparison
 ) -> None:
     assert WriterFence(KeptFence(fence, is_owned)).compare(asked, is_released=is_released) is standing
 
@@ -94,14 +94,14 @@ def test_no_lower_fence_writes_behind_a_higher_whatever_is_asked(asks: list[Ask]
     written: list[int] = []
     for ask in asks:
         standing = writers.compare(ask.fence, is_released=ask.is_released)
-        if standing is Standing.HIGHER and writers.revision != kept.revision:
+        if standing is FenceComparison.HIGHER and writers.revision != kept.revision:
             writers.keep(kept)
             standing = writers.compare(ask.fence, is_released=ask.is_released)
-        if standing is Standing.HIGHER:
+        if standing is FenceComparison.HIGHER:
             kept = KeptFence(ask.fence, not ask.is_released, kept.revision + 1)
             if ask.answered:
                 writers.keep(kept)
-        if not ask.is_released and (standing is not Standing.HIGHER or ask.answered):
+        if not ask.is_released and (standing is not FenceComparison.HIGHER or ask.answered):
             bindings[ask.connection] = max(ask.fence, bindings.get(ask.connection, UNBOUND))
         if ask.new_leader:
             writers = WriterFence(kept)

@@ -1,1 +1,4 @@
-"""One file for each API, opening with its versions and behaviours."""
+"""The APIs of the broker.
+
+Each file opens with its APIs' versions and behaviour; `registry` lists them all.
+"""

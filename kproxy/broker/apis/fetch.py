@@ -1,12 +1,14 @@
-"""Fetch, versions 4-12 for clients, and 13, topics by id, for followers on the replication listener.
+"""Fetch, from clients and from followers.
+
+Versions 4-12 for clients, and 13, topics by id, for followers on the replication listener.
 
 - Sessionless (KIP-227): every answer says session 0; a request that names one gets FETCH_SESSION_ID_NOT_FOUND.
-- Waits up to max_wait_ms until min_bytes have come; an error in any partition ends the wait, and so does news of where
-  a follower's log leaves the leader's. Clients are woken by the high watermark; followers by appends, for it is what
-  they have that moves the high watermark. A follower's wait ends also when its next request is there.
-- The first batch of the answer comes whole, however large; beyond that the limits of the request, of each partition and
-  of this broker hold. The last batch may be cut short.
-- Not the owner: 6. Outside of the log: OFFSET_OUT_OF_RANGE. Another leader epoch: 74 or 75 (KIP-320).
+- Waits up to max_wait_ms for min_bytes. An error in any partition ends the wait, and so does a diverging epoch. The
+  high watermark wakes clients; appends wake followers, because the followers' progress moves the high watermark. A
+  follower's wait also ends when its next request arrives.
+- The first batch of the answer is whole, however large; beyond that the limits of the request, of each partition and of
+  this broker hold. The last batch may be partial.
+- Not the owner: 6. Outside the log: OFFSET_OUT_OF_RANGE. Another leader epoch: 74 or 75 (KIP-320).
 - A client with replica_id >= 0 is refused: it would move the high watermark.
 """
 
@@ -16,14 +18,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from kproxy.broker.context import TAKE_TIMEOUT_S, Body, Broker, CloseConnection, Request
+from kproxy.broker.context import Body, Broker, CloseConnection, Request
 from kproxy.broker.partition import Partition
-from kproxy.broker.replication.manager import UNKNOWN_OFFSET
+from kproxy.broker.replication.partition_replication import UNKNOWN_OFFSET
 from kproxy_codec import error_codes
-from kproxy_codec.api_keys import FETCH
 from kproxy_codec.fetch import (
     NO_SESSION,
-    TOPIC_IDS_FROM,
     FetchRequest,
     PartitionFetch,
     PartitionFetched,
@@ -35,17 +35,14 @@ from kproxy_codec.fetch import (
 from kproxy_codec.partitioned import TopicSpan, encode_topics
 from kproxy_codec.primitives import Buffer
 
-API_KEY = FETCH
-MIN_VERSION = 4
-MAX_VERSION = TOPIC_IDS_FROM - 1
-# Nobody has to wait longer, whatever it asks for: a client that is gone must not be waited for long.
+# The longest wait, whatever is asked for: a client that is gone must not occupy the broker for long.
 MAX_WAIT_MS = 60_000
-# (partition led here, what is asked of it, most bytes) -> what it gives
+# (led partition, request, size limit in bytes) -> result
 FetchFrom = Callable[[Partition, PartitionFetch, int], PartitionFetched]
 
 
 class Hurry:
-    """Ends a connection's waiting fetch because its next request is there. One for each connection."""
+    """Ends a connection's waiting fetch because its next request has arrived. One for each connection."""
 
     __slots__ = ("is_due", "wake")
 
@@ -60,7 +57,7 @@ class Hurry:
 
 
 class _Reader(NamedTuple):
-    """Who reads. `hurry` is None for clients, who wait as long as they said, unless the broker stops."""
+    """The reader. `hurry` is None for clients, who wait their full time unless the broker stops."""
 
     fetch_from: FetchFrom
     for_replica: bool
@@ -68,27 +65,27 @@ class _Reader(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What there is, topic by topic as asked. `is_urgent`: some partition has something to say that is not records."""
+    """The results by topic, as requested. `is_urgent`: a partition has an error or a diverging epoch."""
 
     topics: list[list[PartitionFetched]]
     size_in_bytes: int
     is_urgent: bool
 
 
-def handle(broker: Broker, request: Request) -> Body | Awaitable[Body]:
-    """A client's. Answer at once where there is enough, else when there is."""
+def handle(broker: Broker, request: Request) -> Body | Awaitable[Body | None]:
+    """Answer a client's fetch, at once if there is enough."""
     fetch = parse_fetch(request.frame, request.header)
     if fetch.replica_id >= 0:
         raise CloseConnection(f"Fetch with replica_id {fetch.replica_id}: followers fetch on the replication listener")
     takeable = broker.takeable([(topic.name, topic.partitions) for topic in fetch.topics])
-    reader = _Reader(_fetch_as_client, for_replica=False)
+    reader, deadline = _Reader(_fetch_as_client, for_replica=False), _deadline(fetch)
     if takeable:
-        return _take_and_serve(broker, fetch, reader, broker.leases.take(takeable, TAKE_TIMEOUT_S))
-    return _serve(broker, fetch, reader, _deadline(fetch))
+        return broker.take_then(takeable, lambda: _serve(broker, fetch, reader, deadline))
+    return _serve(broker, fetch, reader, deadline)
 
 
 def handle_replica(broker: Broker, request: Request, replica_id: int, hurry: Hurry) -> Body | Awaitable[Body]:
-    """That of a follower which has proved to be `replica_id`. Nothing is taken for it: it follows who leads."""
+    """Answer the fetch of a follower authenticated as `replica_id`. No partition is taken for it."""
     fetch = parse_fetch(request.frame, request.header)
     if fetch.replica_id != replica_id:
         raise CloseConnection(f"Fetch with replica_id {fetch.replica_id} from broker {replica_id}")
@@ -105,13 +102,6 @@ def _deadline(fetch: FetchRequest) -> float:
     return asyncio.get_running_loop().time() + min(fetch.max_wait_ms, MAX_WAIT_MS) / 1000
 
 
-async def _take_and_serve(broker: Broker, fetch: FetchRequest, reader: _Reader, taking: Awaitable[None]) -> Body:
-    deadline = _deadline(fetch)
-    await taking
-    served = _serve(broker, fetch, reader, deadline)
-    return await served if isinstance(served, Awaitable) else served
-
-
 def _serve(broker: Broker, fetch: FetchRequest, reader: _Reader, deadline: float) -> Body | Awaitable[Body]:
     if fetch.session_id != NO_SESSION:
         head, tail = response_ends(fetch.header.api_version, 0, [], error_codes.FETCH_SESSION_ID_NOT_FOUND)
@@ -119,16 +109,16 @@ def _serve(broker: Broker, fetch: FetchRequest, reader: _Reader, deadline: float
     found = _read(broker, fetch, reader)
     if _is_enough(found, fetch):
         return _encode(fetch, found)
-    # Waiting begins in the step in which there was not enough: what is appended from now on wakes.
-    return _wait(broker, fetch, reader, deadline, _Waiting(broker, fetch, reader))
+    # The wait begins in the step that found too little, so that every later append wakes it.
+    return _wait(broker, fetch, reader, deadline, _Wait(broker, fetch, reader))
 
 
 def _is_enough(found: _Found, fetch: FetchRequest) -> bool:
     return found.is_urgent or found.size_in_bytes >= fetch.min_bytes or fetch.max_wait_ms <= 0 or not fetch.topics
 
 
-class _Waiting:
-    """One wait for something new in any of the partitions that a fetch names."""
+class _Wait:
+    """One wait for news in any of the partitions that a fetch names."""
 
     def __init__(self, broker: Broker, fetch: FetchRequest, reader: _Reader) -> None:
         self._woken = asyncio.get_running_loop().create_future()
@@ -148,7 +138,7 @@ class _Waiting:
             self._woken.set_result(None)
 
     async def until(self, deadline: float) -> None:
-        """Until woken, or `deadline` on the loop's clock."""
+        """Wait until woken, or until `deadline` on the loop's clock."""
         timer = asyncio.get_running_loop().call_at(deadline, self._wake)
         try:
             await self._woken
@@ -160,14 +150,14 @@ class _Waiting:
                 self._hurry.wake = None
 
 
-async def _wait(broker: Broker, fetch: FetchRequest, reader: _Reader, deadline: float, waiting: _Waiting) -> Body:
+async def _wait(broker: Broker, fetch: FetchRequest, reader: _Reader, deadline: float, waiting: _Wait) -> Body:
     while True:
         await waiting.until(deadline)
         found = _read(broker, fetch, reader)
-        is_hurried = reader.hurry.is_due if reader.hurry is not None else broker.leases.stopping
+        is_hurried = reader.hurry.is_due if reader.hurry is not None else broker.replica_manager.stopping
         if _is_enough(found, fetch) or is_hurried or asyncio.get_running_loop().time() >= deadline:
             return _encode(fetch, found)
-        waiting = _Waiting(broker, fetch, reader)
+        waiting = _Wait(broker, fetch, reader)
 
 
 def _read(broker: Broker, fetch: FetchRequest, reader: _Reader) -> _Found:
@@ -185,7 +175,7 @@ def _read(broker: Broker, fetch: FetchRequest, reader: _Reader) -> _Found:
             else:
                 fetched = PartitionFetched(asked.partition_index, _refusal(broker, fetch, topic, asked.partition_index))
             if size and len(fetched.records) > limit:
-                # Only the first batch of the whole answer may be larger than the limits.
+                # Only the first batch of the whole answer may exceed the limits.
                 fetched = _without_records(fetched, reader)
             size += len(fetched.records)
             left -= len(fetched.records)
@@ -196,7 +186,7 @@ def _read(broker: Broker, fetch: FetchRequest, reader: _Reader) -> _Found:
 
 
 def _encode(fetch: FetchRequest, found: _Found) -> Body:
-    """The answer. Most fetches of a follower wait, and come by here once."""
+    """Encode the answer."""
     version = fetch.header.api_version
     topics: list[tuple[bytes, list[Buffer], int]] = []
     for topic, results in zip(fetch.topics, found.topics, strict=True):
@@ -207,7 +197,7 @@ def _encode(fetch: FetchRequest, found: _Found) -> Body:
 
 
 def _without_records(fetched: PartitionFetched, reader: _Reader) -> PartitionFetched:
-    """A follower that got none and is told the high watermark would take itself to be at the end."""
+    """Drop the records. A follower gets no high watermark either: it would take itself to be at the end."""
     high_watermark = UNKNOWN_OFFSET if reader.for_replica else fetched.high_watermark
     return fetched._replace(records=b"", high_watermark=high_watermark)
 

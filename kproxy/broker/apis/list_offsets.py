@@ -1,9 +1,9 @@
 """ListOffsets, versions 1-9.
 
 - Timestamp -1: the high watermark, or OFFSET_NOT_AVAILABLE until it has reached the epoch of a new leader (KIP-207); -2
-  and -4: the log's start; -3: the largest timestamp (version 7); -5 (tiered storage): nothing. From 0 on: the first
-  batch that holds a record at or after it, answered with the batch's own first timestamp and offset; records are not
-  unpacked, so a client may get a few records from before it.
+  and -4: the log's start; -3: the largest timestamp (version 7); -5 (tiered storage): nothing. From 0: the first batch
+  with a record at or after it, answered with the batch's own first timestamp and offset; records are not unpacked, so a
+  client may get a few earlier records.
 - Nothing found: offset -1, timestamp -1, no error. Not the owner: 6. Another leader epoch: 74 or 75 (KIP-320).
 - replica_id >= 0 is refused, as for Fetch.
 """
@@ -14,16 +14,11 @@ from collections.abc import Awaitable
 
 import structlog
 
-from kproxy.broker.context import TAKE_TIMEOUT_S, Body, Broker, CloseConnection, Request
-from kproxy.broker.keys import PartitionKey
+from kproxy.broker.context import Body, Broker, CloseConnection, Request
 from kproxy.broker.partition import Partition
 from kproxy.broker.segment import LogFailed, TimestampAndOffset
 from kproxy_codec import control, error_codes
 from kproxy_codec.api_keys import LIST_OFFSETS
-
-API_KEY = LIST_OFFSETS
-MIN_VERSION = 1
-MAX_VERSION = 9
 
 LATEST = -1
 EARLIEST = -2
@@ -33,20 +28,15 @@ _NOTHING = TimestampAndOffset(-1, -1)
 _logger = structlog.get_logger(__name__)
 
 
-def handle(broker: Broker, request: Request) -> Body | Awaitable[Body]:
+def handle(broker: Broker, request: Request) -> Body | Awaitable[Body | None]:
     """Answer at once, unless a partition has to be taken first."""
-    message = control.decode_request(API_KEY, request.header.api_version, request.body)
+    message = control.decode_request(LIST_OFFSETS, request.header.api_version, request.body)
     if message.replica_id >= 0:
         raise CloseConnection(f"ListOffsets with replica_id {message.replica_id}: this broker has no followers")
     wanted = [(topic.name.encode(), [each.partition_index for each in topic.partitions]) for topic in message.topics]
     takeable = broker.takeable(wanted)
     if takeable:
-        return _take_and_list(broker, message, takeable)
-    return _list(broker, message)
-
-
-async def _take_and_list(broker: Broker, message: control.Message, takeable: list[PartitionKey]) -> Body:
-    await broker.leases.take(takeable, TAKE_TIMEOUT_S)
+        return broker.take_then(takeable, lambda: _list(broker, message))
     return _list(broker, message)
 
 
@@ -55,7 +45,7 @@ def _list(broker: Broker, message: control.Message) -> Body:
         {"name": topic.name, "partitions": [_list_one(broker, topic.name, asked) for asked in topic.partitions]}
         for topic in message.topics
     ]
-    return [control.encode_response(control.build_response(API_KEY, message.version, topics=topics))]
+    return [control.encode_response(control.build_response(LIST_OFFSETS, message.version, topics=topics))]
 
 
 def _list_one(broker: Broker, topic: str, asked: control.Message) -> dict[str, int]:
@@ -84,7 +74,7 @@ def _list_one(broker: Broker, topic: str, asked: control.Message) -> dict[str, i
 
 
 def _find(partition: Partition, timestamp: int) -> TimestampAndOffset | None:
-    """None: not to be had yet. Raises OSError, LogFailed."""
+    """Find an offset; None: not available yet. Raises OSError, LogFailed."""
     if timestamp == LATEST:
         latest = partition.latest_offset()
         return None if latest is None else TimestampAndOffset(-1, latest)

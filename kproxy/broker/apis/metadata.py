@@ -1,13 +1,13 @@
 """Metadata, versions 0-13.
 
 - Leaders are the lease owners; a partition without one says LEADER_NOT_AVAILABLE and leader -1.
-- A topic that does not exist is created, with the broker's default numbers of partitions and replicas, where the
-  request (from version 4 on) and the broker allow it; the answer waits a few seconds for its leaders. Else
+- A topic that does not exist is created, with the broker's default numbers of partitions and replicas, if the request
+  (from version 4) and the broker allow it; the answer waits a few seconds for its leaders. Otherwise
   UNKNOWN_TOPIC_OR_PARTITION.
 - While this broker has no lease it names the other brokers that it knew, LEADER_NOT_AVAILABLE for each topic, and a
-  mark by which a proxy knows to ask elsewhere. Where that cannot be said (all topics are asked for, no other broker is
+  mark that makes a proxy ask another broker. Where that cannot be said (all topics are asked for, no other broker is
   known, or the version has no place for the mark) the connection is closed.
-- A name that may not be: INVALID_TOPIC_EXCEPTION. By topic id from version 12 on; unknown: UNKNOWN_TOPIC_ID.
+- An illegal name: INVALID_TOPIC_EXCEPTION. By topic id from version 12; unknown: UNKNOWN_TOPIC_ID.
 """
 
 from __future__ import annotations
@@ -25,30 +25,26 @@ from kproxy_codec import control, error_codes
 from kproxy_codec.api_keys import METADATA, is_flexible
 from kproxy_codec.cluster import ASK_ANOTHER
 
-API_KEY = METADATA
-MIN_VERSION = 0
-MAX_VERSION = 13
-
 _TOPIC_ID_VERSION = 12
-# Creations at one time on behalf of one request.
+# Concurrent creations for one request.
 _CONCURRENT_CREATIONS = 8
 
 
 def handle(broker: Broker, request: Request) -> Body | Awaitable[Body]:
     """Answer at once, unless topics are to be created first."""
-    message = control.decode_request(API_KEY, request.header.api_version, request.body)
-    if not broker.leases.holds_lease:
+    message = control.decode_request(METADATA, request.header.api_version, request.body)
+    if not broker.replica_manager.holds_lease:
         return _send_elsewhere(broker, message)
     version = message.version
     names = _names(broker, message)
     missing = [name for name in names if name not in broker.view.topics and check_name(name) is None]
     may_create = broker.config.auto_create_topics and (version < 4 or message.allow_auto_topic_creation)
-    to_create = list(dict.fromkeys(missing)) if may_create and not broker.leases.stopping else []
+    to_create = list(dict.fromkeys(missing)) if may_create and not broker.replica_manager.stopping else []
     return _create_and_describe(broker, message, to_create) if to_create else _describe(broker, message)
 
 
 def _names(broker: Broker, message: control.Message) -> list[str]:
-    """The topics asked for by name; all of them where the request says so."""
+    """List the topics asked for by name; all of them where the request says so."""
     if message.topics is None or (message.version == 0 and not message.topics):
         return list(broker.view.topics)
     return [asked.name for asked in message.topics if asked.name is not None]
@@ -65,24 +61,25 @@ async def _create_and_describe(broker: Broker, message: control.Message, to_crea
 
     await asyncio.gather(*(create(name) for name in to_create))
     await broker.view.wait_until(lambda: all(map(broker.view.is_fully_owned, to_create)), LEADERS_TIMEOUT_S)
-    return _describe(broker, message) if broker.leases.holds_lease else _send_elsewhere(broker, message)
+    return _describe(broker, message) if broker.replica_manager.holds_lease else _send_elsewhere(broker, message)
 
 
 def _send_elsewhere(broker: Broker, message: control.Message) -> Body:
-    """The answer that has clients ask another broker. Raises CloseConnection where there is none.
+    """Answer that clients should ask another broker.
 
-    A Java client that knows this broker as a leader comes back to it as often as it is closed, and asks it first.
+    Raises CloseConnection if there is none. Closing alone is not enough: a Java client that knows this broker as a
+    leader reconnects and asks it first.
     """
     version = message.version
     others = [each for each in _brokers(broker) if each["node_id"] != broker.config.node_id]
-    if not others or message.topics is None or not is_flexible(API_KEY, version):
+    if not others or message.topics is None or not is_flexible(METADATA, version):
         broker.check_knows_cluster()
     topics: list[dict[str, Any]] = [
         {"error_code": error_codes.LEADER_NOT_AVAILABLE, "name": asked.name, "partitions": []}
         | ({"topic_id": asked.topic_id} if version >= 10 else {})
         for asked in message.topics or ()
     ]
-    response = control.build_response(API_KEY, version, brokers=others, cluster_id=broker.cluster_id, topics=topics)
+    response = control.build_response(METADATA, version, brokers=others, cluster_id=broker.cluster_id, topics=topics)
     return [bytes(control.encode_response(response))[:-1] + ASK_ANOTHER]
 
 
@@ -97,7 +94,7 @@ def _describe(broker: Broker, message: control.Message) -> Body:
         fields["controller_id"] = controller_id(broker)
     if version >= 2:
         fields["cluster_id"] = broker.cluster_id
-    return [control.encode_response(control.build_response(API_KEY, version, **fields))]
+    return [control.encode_response(control.build_response(METADATA, version, **fields))]
 
 
 def _brokers(broker: Broker) -> list[dict[str, Any]]:
@@ -109,7 +106,7 @@ def _asked(broker: Broker, asked: control.Message, version: int) -> dict[str, An
         found = broker.view.topic_by_id(asked.topic_id.bytes) if asked.topic_id is not None else None
         if found is not None and version >= _TOPIC_ID_VERSION:
             return _topic(broker, found, version)
-        # Versions 10 and 11 have the field, but no null name to answer with.
+        # Versions 10 and 11 have topic ids, but no null name to answer with.
         name = None if version >= _TOPIC_ID_VERSION else ""
         return {
             "error_code": error_codes.UNKNOWN_TOPIC_ID,

@@ -1,19 +1,20 @@
 """Produce, versions 3-13.
 
-- Offered from version 0, or librdkafka silently drops compression; 0 to 2 close the connection.
-- One batch of magic 2 for each partition; it is appended as it came, its offset and leader epoch patched in.
-- Not the owner: 6, before anything is appended; from version 10 with who is (KIP-951). No such topic or partition: 3.
-- From version 13 topics are named by their ids (KIP-516); an unknown one: UNKNOWN_TOPIC_ID.
+- Offered from version 0, otherwise librdkafka silently drops compression; 0 to 2 close the connection.
+- One batch of magic 2 for each partition; it is appended as received, with its offset and leader epoch patched in.
+- Not the owner: 6, before anything is appended; from version 10 with the owner (KIP-951). No such topic or partition:
+  3.
+- From version 13 topics are named by id (KIP-516); an unknown one: UNKNOWN_TOPIC_ID.
 - A partition named twice: every partition gets INVALID_REQUEST. acks other than -1, 0, 1: INVALID_REQUIRED_ACKS.
-- acks=0 is not answered; if anything failed the connection is closed, as Kafka does, so that the client learns of it.
+- acks=0 is not answered; upon an error the connection is closed, as in Kafka, so that the client learns of it.
 - A writer that the partition's fence refuses (BindFences): POLICY_VIOLATION, whatever it sent. A fence that the
   connection is bound to, and that is not kept for this very topic, is kept first; else LEADER_NOT_AVAILABLE.
-- Where appends are to be on the disk (`--flush always`), no answer leaves before they are: 7 where the disk fails.
-  acks=0 waits for no disk either.
-- acks=-1 is answered when every in-sync replica has the records, in the request's time: else 7, or 20 where too few are
-  left in sync; 19, before anything is appended, where they are too few already. Transactional batches get
+- With `--flush always` no answer is sent before the records are on the disk: 7 if the disk fails. acks=0 does not wait
+  for the disk either.
+- acks=-1 is answered when every in-sync replica has the records, within the request's time: else 7, or 20 where too few
+  replicas are left in sync; 19, before anything is appended, where they are too few already. Transactional batches get
   INVALID_TXN_STATE.
-- A partition that nobody ever took is taken first, if it is ours to take.
+- A partition that was never taken is taken first, if this broker may take it.
 """
 
 from __future__ import annotations
@@ -22,23 +23,15 @@ import asyncio
 from collections.abc import Awaitable
 from typing import NamedTuple
 
-from kproxy.broker.context import FENCE_TIMEOUT_S, TAKE_TIMEOUT_S, Bindings, Body, Broker, CloseConnection, Request
-from kproxy.broker.keys import PartitionKey
+from kproxy.broker.context import FENCE_TIMEOUT_S, Bindings, Body, Broker, CloseConnection, Request
 from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition
 from kproxy.broker.validation import Refusal, check_records
 from kproxy.broker.writer_fence import UNBOUND
 from kproxy_codec import error_codes
-from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.own import FenceBinding
 from kproxy_codec.partitioned import PartitionedRequest, TopicSpan, encode_topics
 from kproxy_codec.primitives import INT32, Buffer, encode_count, encode_tagged_fields
-from kproxy_codec.produce import MAX_VERSION as PARSED_MAX_VERSION
 from kproxy_codec.produce import parse_produce, records_of, result_entry
-
-API_KEY = PRODUCE
-OFFERED_MIN_VERSION = 0
-MIN_VERSION = 3
-MAX_VERSION = PARSED_MAX_VERSION
 
 _ACKS = (ACKS_ALL, 0, 1)
 _LEADER_VERSION = 10
@@ -48,28 +41,27 @@ _NODE_ENDPOINTS_TAG = 0
 def handle(broker: Broker, request: Request) -> Body | Awaitable[Body | None] | None:
     """Append what can be appended, in one step where nothing has to be taken first."""
     produce = parse_produce(request.frame, request.header)
-    if produce.by_id:
-        broker.name_topics(produce)
+    _name_topics(broker, produce)
     takeable = broker.takeable([(topic.name, topic.partitions) for topic in produce.topics])
     if takeable:
-        return _take_and_append(broker, produce, takeable, request.bindings)
+
+        def append() -> Body | Awaitable[Body | None] | None:
+            _name_topics(broker, produce)
+            return _append(broker, produce, request.bindings)
+
+        return broker.take_then(takeable, append)
     return _append(broker, produce, request.bindings)
 
 
-async def _take_and_append(
-    broker: Broker, produce: PartitionedRequest, takeable: list[PartitionKey], bindings: Bindings
-) -> Body | None:
-    await broker.leases.take(takeable, TAKE_TIMEOUT_S)
+def _name_topics(broker: Broker, produce: PartitionedRequest) -> None:
     if produce.by_id:
         broker.name_topics(produce)
-    result = _append(broker, produce, bindings)
-    return await result if isinstance(result, Awaitable) else result
 
 
 class _Pending(NamedTuple):
-    """A result that stands once its records are on every in-sync replica, or, with acks=1, on the disk here.
+    """A result that has to wait before it is answered.
 
-    `at` is its place among the results.
+    For every in-sync replica or, with acks=1, for the disk here. `at` is its place among the results.
     """
 
     at: int
@@ -78,29 +70,28 @@ class _Pending(NamedTuple):
 
 
 def _append(broker: Broker, produce: PartitionedRequest, bindings: Bindings) -> Body | Awaitable[Body | None] | None:
-    early = _bound_early(broker, produce, bindings) if bindings else []
-    return _keep_and_append(broker, produce, bindings, early) if early else _append_now(broker, produce, bindings)
+    unknown = _unknown_fences(broker, produce, bindings) if bindings else []
+    return _keep_and_append(broker, produce, bindings, unknown) if unknown else _append_now(broker, produce, bindings)
 
 
-def _bound_early(
+def _unknown_fences(
     broker: Broker, produce: PartitionedRequest, bindings: Bindings
 ) -> list[tuple[Partition, FenceBinding]]:
-    """The partitions that know nothing yet of what this connection is bound to."""
-    early = []
+    """List the partitions that do not know yet the fence that this connection is bound to."""
+    unknown = []
     for topic in produce.topics:
         for index in topic.partitions:
             bound, partition = bindings.get((topic.name, index), UNBOUND), broker.led(topic.name, index)
             if partition is not None and partition.writers.is_above(bound):
-                early.append((partition, FenceBinding(partition.topic, index, bound)))
-    return early
+                unknown.append((partition, FenceBinding(partition.topic, index, bound)))
+    return unknown
 
 
 async def _keep_and_append(
-    broker: Broker, produce: PartitionedRequest, bindings: Bindings, early: list[tuple[Partition, FenceBinding]]
+    broker: Broker, produce: PartitionedRequest, bindings: Bindings, unknown: list[tuple[Partition, FenceBinding]]
 ) -> Body | None:
-    await broker.fences.settle_all(early, FENCE_TIMEOUT_S)
-    if produce.by_id:
-        broker.name_topics(produce)
+    await broker.fences.settle_all(unknown, FENCE_TIMEOUT_S)
+    _name_topics(broker, produce)
     result = _append_now(broker, produce, bindings)
     return await result if isinstance(result, Awaitable) else result
 
@@ -130,7 +121,7 @@ def _is_settled(partition: Partition, acks: int, last_offset: int) -> bool:
 async def _wait_and_answer(
     broker: Broker, produce: PartitionedRequest, results: list[AppendResult], pending: list[_Pending]
 ) -> Body | None:
-    """The answer once all is replicated, and on the disk. One waits after the other: they all go on meanwhile."""
+    """Answer once everything is replicated, or on the disk. Waiting for one after the other takes no longer."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + produce.timeout_ms / 1000
     for each in pending:
@@ -160,7 +151,7 @@ def _answer(broker: Broker, produce: PartitionedRequest, results: list[AppendRes
 
 
 def _close_on_failure(produce: PartitionedRequest, results: list[AppendResult]) -> None:
-    """With acks=0 a closed connection is all that tells a client of what was not appended."""
+    """Close upon an error with acks=0: it is the only way to tell the client."""
     names = [(topic.name, index) for topic in produce.topics for index in topic.partitions]
     failures = [
         f"{name.decode(errors='replace')}-{index}: {error_codes.name_of(result.error_code)}"
@@ -215,7 +206,7 @@ def _entry(
         current_leader = broker.current_leader(topic.name.decode(), index)
         live = broker.view.brokers.get(current_leader[0])
         if live is None or live.node_id == broker.config.node_id:
-            current_leader = None  # nobody, or this broker, which is stopping
+            current_leader = None  # no live owner, or this broker, which is stopping
         else:
             leaders[live.node_id] = (live.host, live.port)
     return result_entry(
@@ -230,7 +221,7 @@ def _entry(
 
 
 def _endpoint_tags(leaders: dict[int, tuple[str, int]]) -> list[tuple[int, bytes]]:
-    """Where the leaders named in the entries listen (KIP-951)."""
+    """Encode the addresses of the leaders named in the entries (KIP-951)."""
     if not leaders:
         return []
     value = bytearray(encode_count(len(leaders), compact=True))

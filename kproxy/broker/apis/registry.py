@@ -1,42 +1,47 @@
-"""Which APIs the broker offers, in which versions, and who serves them."""
+"""The table of the APIs that the broker offers, and ApiVersions.
+
+ApiVersions, versions 0-4
+- An unknown version is answered in version 0 with UNSUPPORTED_VERSION and the whole list (KIP-511).
+- From version 3, a client's software name and version must match Kafka's pattern: else INVALID_REQUEST.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import re
+from collections.abc import Awaitable, Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from kproxy.broker.apis import (
-    api_versions,
-    bind_fences,
-    create_topics,
-    delete_topics,
-    describe_cluster,
-    describe_configs,
-    describe_topic_partitions,
-    fetch,
-    find_coordinator,
-    init_producer_id,
-    list_offsets,
-    metadata,
-    produce,
-)
+from kproxy.broker.apis import bind_fences, coordinators, describe, fetch, list_offsets, metadata, produce, topics
 from kproxy.broker.context import Body, Broker, CloseConnection, Handler, Request
+from kproxy_codec import control, error_codes
 from kproxy_codec.api_keys import (
     API_VERSIONS,
     BIND_FENCES,
+    CREATE_TOPICS,
+    DELETE_TOPICS,
+    DESCRIBE_CLUSTER,
+    DESCRIBE_CONFIGS,
+    DESCRIBE_TOPIC_PARTITIONS,
     FETCH,
+    FIND_COORDINATOR,
+    INIT_PRODUCER_ID,
     LIST_OFFSETS,
+    METADATA,
     PRODUCE,
     SASL_AUTHENTICATE,
     SASL_HANDSHAKE,
     name_of,
 )
+from kproxy_codec.fetch import TOPIC_IDS_FROM
 from kproxy_codec.foreign import SASL_HANDSHAKE_REFUSED, sasl
+from kproxy_codec.own import BIND_FENCES_VERSION
+from kproxy_codec.produce import MAX_VERSION as PRODUCE_MAX_VERSION
 
-# What is not a partitioned API is small, and its codec is not made for anything else.
+# Requests of other APIs are small, and their codec is not made for large ones.
 MAX_CONTROL_BYTES = 1 << 20
 _LARGE_APIS = frozenset({PRODUCE, FETCH, LIST_OFFSETS, BIND_FENCES})
+API_VERSIONS_MAX = 4
 
 
 class _Api(NamedTuple):
@@ -46,40 +51,35 @@ class _Api(NamedTuple):
 
 
 _APIS: dict[int, _Api] = {
-    module.API_KEY: _Api(module.MIN_VERSION, module.MAX_VERSION, module.handle)
-    for module in (
-        bind_fences,
-        create_topics,
-        delete_topics,
-        describe_cluster,
-        describe_configs,
-        describe_topic_partitions,
-        fetch,
-        find_coordinator,
-        init_producer_id,
-        list_offsets,
-        metadata,
-        produce,
-    )
+    PRODUCE: _Api(3, PRODUCE_MAX_VERSION, produce.handle),
+    FETCH: _Api(4, TOPIC_IDS_FROM - 1, fetch.handle),
+    LIST_OFFSETS: _Api(1, 9, list_offsets.handle),
+    METADATA: _Api(0, 13, metadata.handle),
+    FIND_COORDINATOR: _Api(0, 6, coordinators.handle_find_coordinator),
+    CREATE_TOPICS: _Api(2, 7, topics.handle_create_topics),
+    DELETE_TOPICS: _Api(1, 6, topics.handle_delete_topics),
+    INIT_PRODUCER_ID: _Api(0, 5, coordinators.handle_init_producer_id),
+    DESCRIBE_CONFIGS: _Api(1, 4, describe.handle_describe_configs),
+    DESCRIBE_CLUSTER: _Api(0, 1, describe.handle_describe_cluster),
+    DESCRIBE_TOPIC_PARTITIONS: _Api(0, 0, describe.handle_describe_topic_partitions),
+    BIND_FENCES: _Api(BIND_FENCES_VERSION, BIND_FENCES_VERSION, bind_fences.handle),
 }
 
 OFFERED = MappingProxyType(
     {api_key: (api.min_version, api.max_version) for api_key, api in _APIS.items()}
-    | {
-        API_VERSIONS: (api_versions.MIN_VERSION, api_versions.MAX_VERSION),
-        PRODUCE: (produce.OFFERED_MIN_VERSION, produce.MAX_VERSION),
-    }
+    # Produce from version 0: otherwise librdkafka silently drops compression.
+    | {API_VERSIONS: (0, API_VERSIONS_MAX), PRODUCE: (0, PRODUCE_MAX_VERSION)}
 )
 """API key -> the lowest and highest version that ApiVersions names."""
 
 
 def serve(broker: Broker, request: Request) -> Body | Awaitable[Body | None] | None:
-    """The answer's body, or what will be it, or None for no answer. Raises CodecError, CloseConnection."""
+    """Answer a request: the body, an awaitable of it, or None for no answer. Raises CodecError, CloseConnection."""
     api_key, version = request.header.api_key, request.header.api_version
     if api_key not in _LARGE_APIS and len(request.frame) > MAX_CONTROL_BYTES:
         raise CloseConnection(f"{name_of(api_key)} of {len(request.frame)} bytes; at most {MAX_CONTROL_BYTES} are read")
     if api_key == API_VERSIONS:
-        return api_versions.answer(request, OFFERED)
+        return answer_api_versions(request, OFFERED)
     api = _APIS.get(api_key)
     if api is None and api_key in (SASL_HANDSHAKE, SASL_AUTHENTICATE):
         answer = [SASL_HANDSHAKE_REFUSED] if api_key == SASL_HANDSHAKE else None
@@ -91,3 +91,25 @@ def serve(broker: Broker, request: Request) -> Body | Awaitable[Body | None] | N
             f"{name_of(api_key)} v{version} is not offered; versions {api.min_version} to {api.max_version} are"
         )
     return api.handler(broker, request)
+
+
+_SOFTWARE = re.compile(r"[a-zA-Z0-9](?:[a-zA-Z0-9\-.]*[a-zA-Z0-9])?")
+
+
+def answer_api_versions(request: Request, offered: Mapping[int, tuple[int, int]]) -> Body:
+    """Answer ApiVersions with `offered`: API key -> lowest and highest version."""
+    version = request.header.api_version
+    keys: Iterable[dict[str, int]] = [
+        {"api_key": api_key, "min_version": lowest, "max_version": highest}
+        for api_key, (lowest, highest) in sorted(offered.items())
+    ]
+    if not 0 <= version <= API_VERSIONS_MAX:
+        version, error_code = 0, error_codes.UNSUPPORTED_VERSION
+    else:
+        message = control.decode_request(API_VERSIONS, version, request.body)
+        named = version < 3 or all(
+            map(_SOFTWARE.fullmatch, (message.client_software_name, message.client_software_version))
+        )
+        error_code = error_codes.NONE if named else error_codes.INVALID_REQUEST
+    response = control.build_response(API_VERSIONS, version, error_code=error_code, api_keys=keys)
+    return [control.encode_response(response)]

@@ -1,1 +1,4 @@
-"""Replication between reference brokers: the StreamBus text's engine, with leader epochs for truncation."""
+"""Replication between reference brokers.
+
+The StreamBus text's engine, with leader epochs for truncation.
+"""

@@ -1,29 +1,32 @@
-"""What this broker follows, fetched: one task and one connection for each broker that leads something followed here.
+"""Fetch what this broker follows.
+
+Each broker that leads a partition followed here has one task and one connection.
 
 States of a fetcher
   dialling   the leader is not reached yet; tried again with a growing pause
   fetching   one Fetch for all partitions followed from this leader is under way
-  resting    no partition is to be asked for just now
-  ended      nothing is followed from this leader any more, or it listens elsewhere
+  resting    there is no partition to ask for now
+  ended      nothing is followed from this leader any more, or its address has changed
 
 Transitions
   dialling -> fetching   both sides are authenticated
-  fetching -> fetching   the answer is taken; the next request says what is here now, which is what the leader waits for
-  fetching -> resting    nothing is to be asked;   resting -> fetching   a leadership changed, a pause is over
+  fetching -> fetching   the answer is applied; the next request reports what is here, which the leader waits for
+  fetching -> resting    there is nothing to ask;   resting -> fetching   a leadership changed, a pause is over
   fetching, resting -> dialling   the connection is lost, or the leader answers nonsense
   any -> ended           `ReplicaFetchers` sees that leaderships or brokers changed
 
 Invariants
-1. A partition is in at most one request under way, so that an answer always meets the log that it was asked for.
-2. An answer is about just what was asked, in its order: else nothing of it counts and the connection ends.
-3. A partition whose answer could not be taken waits PARTITION_PAUSE_S; it keeps no other from being fetched.
+1. A partition is in at most one request at a time, so that an answer always meets the log that it was asked for.
+2. An answer has exactly the requested partitions, in their order; otherwise nothing of it counts and the connection
+   ends.
+3. A partition whose answer could not be applied waits PARTITION_PAUSE_S; the others are fetched meanwhile.
 4. A leader that waits for records is hurried when there is something to ask that was not in the request.
-5. A request names at most MAX_PARTITIONS, and asks for at most MAX_BYTES of records; where there is more, the next one
-   begins where this one ended.
-6. Nothing is asked without a live lease: another process may have the broker's id by then, with a disk of its own, and
-   what the leader is told would count as what that one has.
-7. Where records are to be on the disk, nothing behind them is asked for before they are (`Partition.next_fetch`); a
-   disk that is slow, or hangs, keeps no other partition from being fetched for longer than FLUSH_PATIENCE_S.
+5. A request names at most MAX_PARTITIONS partitions and asks for at most MAX_BYTES of records; the next one continues
+   where this one ended.
+6. Nothing is asked without a live lease: another process may have the broker's id by then, with its own disk, and the
+   leader would count our reports as that one's.
+7. Where records have to be on the disk, nothing behind them is asked for before they are (`Partition.next_fetch`). A
+   disk that is slow, or hangs, delays other partitions by at most FLUSH_PATIENCE_S.
 8. However many partitions are followed, replication leaves either side time for its clients: see REST_S_PER_PARTITION.
 """
 
@@ -38,8 +41,8 @@ import structlog
 from kproxy.broker.cluster import Change, ClusterView, Kind
 from kproxy.broker.keys import ReplicaKey
 from kproxy.broker.partition import Partition
-from kproxy.broker.replication.connection import LeaderConnection, LeaderLost
-from kproxy.broker.replication.sasl import Secret
+from kproxy.broker.replication.authentication import Secret
+from kproxy.broker.replication.leader_connection import LeaderConnection, LeaderLost
 from kproxy_codec.fetch import PartitionFetch, PartitionFetched
 from kproxy_codec.framing import ReceiveArena
 from kproxy_codec.partitioned import MAX_PARTITIONS
@@ -47,16 +50,16 @@ from kproxy_codec.replica_fetch import ReplicaAnswer
 
 MAX_WAIT_MS = 500
 MIN_BYTES = 1
-# Of records in one answer, which has to be in memory as a whole.
+# The records in one answer, which has to be in memory as a whole.
 MAX_BYTES = 4 << 20
-# What a leader may take beyond the time that it waits by our own word.
+# Added to the wait that the request allows the leader.
 ANSWER_PATIENCE_S = 10.0
 PARTITION_PAUSE_S = 0.1
 LONGEST_STEP_S = 0.01
-# For what was taken to be on the disk, so that the next request can ask behind it: most disks take far less.
+# The wait for applied records to be flushed, so that the next request can ask behind them: most disks take far less.
 FLUSH_PATIENCE_S = 0.05
-# About what a partition costs in a request. Beyond so many, as much time is left to others between an answer and the
-# next request, so that appends to many partitions are fetched together.
+# About the cost of one partition in a request. Beyond PARTITIONS_WITHOUT_REST as much time is left to other tasks
+# between an answer and the next request, so that appends to many partitions are fetched together.
 REST_S_PER_PARTITION = 30e-6
 PARTITIONS_WITHOUT_REST = 200
 FIRST_PAUSE_S = 0.05
@@ -64,12 +67,12 @@ LONGEST_PAUSE_S = 1.0
 _logger = structlog.get_logger(__name__)
 
 _Asked = list[tuple[Partition, PartitionFetch]]
-# By topic id, as its bytes.
+# By the bytes of the topic id.
 _Wire = list[tuple[bytes, list[PartitionFetch]]]
 
 
 class ReplicaFetchers:
-    """The fetchers, begun and ended as leaderships change. `run` is one coroutine that the caller owns."""
+    """Begins and ends fetchers as leaderships change. The caller owns the coroutine `run`."""
 
     def __init__(
         self,
@@ -82,8 +85,10 @@ class ReplicaFetchers:
         *,
         may_fetch: Callable[[], bool],
     ) -> None:
-        """`replica` is this broker and its data directory. `hosted` is read anew whenever something changes, `secret`
-        at each connection; `may_fetch`, whether our lease is certain to live, before each request.
+        """`replica` is this broker and its data directory.
+
+        `hosted` is read anew whenever something changes, `secret` at each connection. `may_fetch`, asked before each
+        request, tells whether our lease is certain to live.
         """
         self._replica = replica
         self._view = view
@@ -98,7 +103,7 @@ class ReplicaFetchers:
         view.subscribe(self._on_change)
 
     def wake(self) -> None:
-        """A partition follows another leader than before, or none, or in another epoch."""
+        """Look at the partitions again: one has another leader, none, or another epoch."""
         self._changed.set()
 
     def _on_change(self, change: Change) -> None:
@@ -110,7 +115,7 @@ class ReplicaFetchers:
         try:
             while True:
                 self._assign()
-                # Changes come by the thousand where a broker starts or dies: they are looked at together.
+                # Thousands of changes come when a broker starts or dies: handle them together.
                 await asyncio.sleep(len(self._hosted) * REST_S_PER_PARTITION)
                 await self._changed.wait()
                 self._changed.clear()
@@ -151,7 +156,7 @@ class ReplicaFetchers:
             for leader_id, fetcher in list(self._fetchers.items()):
                 if fetcher.task is task:
                     del self._fetchers[leader_id]
-            # Another one takes its place, no sooner than a leader is dialled again.
+            # Another fetcher replaces it, after the pause before a leader is dialled again.
             asyncio.get_running_loop().call_later(LONGEST_PAUSE_S, self.wake)
 
     async def _open(self, address: tuple[str, int]) -> LeaderConnection:
@@ -165,7 +170,7 @@ def _by_topic(partition: Partition) -> tuple[str, int]:
 
 
 class _Fetcher:
-    """What is followed from one leader that listens at `address`; `task` is the caller's to cancel and to await."""
+    """Fetches the partitions followed from one leader at `address`; the caller cancels and awaits `task`."""
 
     def __init__(
         self,
@@ -187,7 +192,7 @@ class _Fetcher:
         self.task = asyncio.create_task(self._run(), name=f"fetcher of broker {leader_id}")
 
     def follow(self, partitions: list[Partition]) -> None:
-        """From now on these, ordered by topic."""
+        """Follow these partitions, ordered by topic, from now on."""
         self._partitions = partitions
         self._first = 0
         still = set(partitions)
@@ -213,14 +218,14 @@ class _Fetcher:
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     def _log(self, reason: str) -> None:
-        """Once for each reason: a leader that is gone is dialled until somebody else leads."""
+        """Log each reason once: a leader that is gone is dialled until another broker leads."""
         if reason != self._reason:
             self._reason = reason
             host, port = self.address
             _logger.warning("leader not reached", leader_id=self._leader_id, address=f"{host}:{port}", reason=reason)
 
     async def _exchange(self, connection: LeaderConnection) -> bool:
-        """One request and its answer; False for a rest. Raises LeaderLost."""
+        """Send one request and apply its answer; False if there was nothing to ask. Raises LeaderLost."""
         await self._until_allowed()
         asked, parts = self._next()
         if not asked:
@@ -242,7 +247,7 @@ class _Fetcher:
         return True
 
     def _next(self) -> tuple[_Asked, int]:
-        """What to ask now, and how many requests it takes to ask for all that is followed."""
+        """Choose what to ask now; also return how many requests it takes to ask for everything followed."""
         partitions, first = self._partitions, self._first
         parts = max(1, -(-len(partitions) // MAX_PARTITIONS))
         if first:
@@ -262,7 +267,10 @@ class _Fetcher:
         return partition.next_fetch()
 
     async def _take(self, asked: _Asked, found: Sequence[PartitionFetched]) -> None:
-        """Others get their turn in between: one partition may have to wait for the disk, and there may be thousands."""
+        """Apply an answer; yield to other tasks in between.
+
+        A partition may have to wait for the disk, and there may be thousands.
+        """
         size, last, began_at = 0, 0, time.monotonic()
         for place, ((partition, fetch), fetched) in enumerate(zip(asked, found, strict=True)):
             if fetched.records:
@@ -274,14 +282,14 @@ class _Fetcher:
                 await asyncio.sleep(0)
                 began_at = time.monotonic()
         if size >= MAX_BYTES // 2:
-            # There may have been no room for what stands behind it: that comes first now.
+            # There may have been no room for the partitions behind it: they come first now.
             behind = asked[(last + 1) % len(asked)][0]
             self._first = self._partitions.index(behind) if behind in self._partitions else 0
 
     # Waiting
 
     async def _until_allowed(self) -> None:
-        # Nothing tells when a lease that seemed over is renewed after all; and it is rare.
+        # Nothing signals that a lapsed lease was renewed after all, and it is rare.
         while not self._may_fetch():  # noqa: ASYNC110
             await asyncio.sleep(PARTITION_PAUSE_S)
 
@@ -299,17 +307,17 @@ class _Fetcher:
     async def _wait_for(
         self, connection: LeaderConnection, answer: asyncio.Future[memoryview], asked: _Asked, deadline: float
     ) -> None:
-        """Until `answer` is there; the leader is hurried as soon as more is to be asked. Raises LeaderLost."""
+        """Wait for `answer`; hurry the leader as soon as there is more to ask. Raises LeaderLost."""
         hurried: asyncio.Future[memoryview] | None = None
         while not answer.done():
-            # Once hurried, a pause that ends is no news: it would be over at every look from then on.
+            # Once hurried, the end of a pause is ignored: it would be over at every look from then on.
             await self._until(answer, deadline, heed_pauses=hurried is None)
             if answer.done():
                 break
             if self._loop.time() >= deadline:
                 raise LeaderLost("no answer in time")
             if hurried is None and self._is_more_to_ask(asked):
-                # It has no answer worth reading: that it stands behind the fetch that waits is all.
+                # Its answer does not matter: standing behind the waiting fetch is all it does.
                 hurried = connection.fetch((), max_wait_ms=0, min_bytes=0, max_bytes=0)
         if hurried is not None:
             try:
@@ -325,7 +333,7 @@ class _Fetcher:
     async def _until(
         self, answer: asyncio.Future[memoryview] | None, deadline: float | None = None, *, heed_pauses: bool = True
     ) -> None:
-        """Until there is an answer, or news, or a partition's pause is over, or `deadline` on the loop's clock."""
+        """Wait for an answer, a wake-up, the end of a partition's pause, or `deadline` on the loop's clock."""
         woken = self._loop.create_future()
 
         def wake(_: object = None) -> None:
@@ -346,7 +354,7 @@ class _Fetcher:
 
 
 def _matched(wire: _Wire, answer: ReplicaAnswer) -> list[PartitionFetched]:
-    """The results, if they are what was asked for. Raises LeaderLost."""
+    """Return the results if they are what was asked for. Raises LeaderLost."""
     answered = [(topic_id, [each.partition_index for each in results]) for topic_id, results in answer.topics]
     if answered != [(topic_id, [each.partition_index for each in fetches]) for topic_id, fetches in wire]:
         raise LeaderLost("an answer to something that was not asked")

@@ -1,4 +1,6 @@
-"""Writing a leader's in-sync replicas to etcd, where whoever may take over next reads them.
+"""Keep the in-sync replicas of led partitions in etcd.
+
+The next leader reads them when it takes over.
 
 A change of one partition's ISR
   wanted     ReplicationManager.wanted_isr says what it should be
@@ -6,13 +8,13 @@ A change of one partition's ISR
   settled    the transaction's answer says what etcd has: that counts from here on
 
 Invariants
-1. The transaction is guarded by the lease key's create revision, so that only the owner writes, and by the state's mod
-   revision, so that it changes what it was decided on.
-2. A transaction without an answer settles nothing: the proposal stands, and is put again until etcd has told what is
-   so. Its guard makes a second one harmless; and it names logs, so that what has come to a broker's disk meanwhile
-   changes nothing of what it says.
-3. At most one change of a partition is under way, at most CONCURRENT_CHANGES of all. Partitions take turns: a round
-   goes on where it had to stop, so that none is looked at twice before every other one was.
+1. The transaction is guarded by the lease key's create revision, so that only the owner writes, and by the state's
+   mod_revision, so that it changes the state on which it was decided.
+2. A transaction without an answer settles nothing: the proposal stands, and is put again until etcd has answered. Its
+   guard makes a second one harmless; and since it names logs, a broker that comes back with another disk does not
+   change its meaning.
+3. At most one change of a partition is under way, at most CONCURRENT_CHANGES of all. A round continues where it had to
+   stop, so that no partition is looked at twice before every other one was.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ import structlog
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.keys import ReplicaKey, StateValue, decode_value, encode_value, node_ids
 from kproxy.broker.partition import Partition
-from kproxy.broker.replication.manager import WAITER_SWEEP_INTERVAL_S, Isr, Role
-from kproxy.broker.replication.presence import FollowerPresence
+from kproxy.broker.replication.follower_presence import FollowerPresence
+from kproxy.broker.replication.partition_replication import WAITER_SWEEP_INTERVAL_S, Isr, Role
 from kproxy.etcd import EtcdClient, EtcdError, create_revision_is, get_op, mod_revision_is, put_op
 
 CONCURRENT_CHANGES = 16
@@ -37,7 +39,7 @@ _logger = structlog.get_logger(__name__)
 
 
 class IsrKeeper:
-    """Keeps the ISR of what this broker leads; `run` is one coroutine that the caller owns."""
+    """Keeps the ISR of the partitions that this broker leads; the caller owns the coroutine `run`."""
 
     def __init__(
         self,
@@ -49,19 +51,21 @@ class IsrKeeper:
         on_deposed: Callable[[Partition], None],
         presence: FollowerPresence | None = None,
     ) -> None:
-        """`presence` tells whose connection has broken; `on_deposed` is called where etcd says that the partition's
-        lease key is not ours any more."""
+        """`presence` tells whose connection has broken.
+
+        `on_deposed` is called when etcd says that a partition's lease key is no longer ours.
+        """
         self.shrinks = self.expansions = 0
         self._client = client
         self._view = view
         self._led = led
         self._on_deposed = on_deposed
-        # Often enough for a threshold to be kept, and for a follower that has caught up to count soon.
+        # Often enough to keep the lag threshold, and for a follower that has caught up to count soon.
         self._interval_s = min(isr_lag_s / 4, 0.25)
         self._wake = asyncio.Event()
         self._swept_at = float("-inf")
         self._changing: dict[Partition, asyncio.Task[None]] = {}
-        # What is left of this round.
+        # The rest of this round.
         self._to_look_at: deque[Partition] = deque()
         self._gone = presence.gone if presence is not None else frozenset()
         if presence is not None:
@@ -69,7 +73,7 @@ class IsrKeeper:
         view.subscribe(lambda _: self._wake.set())
 
     async def run(self) -> None:
-        """Propose what is wanted, and answer producers whose time is over, until cancelled."""
+        """Propose ISRs and expire waiting producers, until cancelled."""
         try:
             while True:
                 self._look()
@@ -124,7 +128,7 @@ class IsrKeeper:
         try:
             result = await self._client.txn(guards, [put_op(state_key, value)], [get_op(lease_key), get_op(state_key)])
         except EtcdError as error:
-            _logger.warning("ISR not changed", **_named(partition), wanted=node_ids(members), error=str(error))
+            _logger.warning("ISR not changed", **partition.log_fields, wanted=node_ids(members), error=str(error))
             return
         if replication.role is Role.CLOSED:
             return
@@ -135,7 +139,7 @@ class IsrKeeper:
             replication.isr_settled(Isr(members, result.revision))
             self._view.apply_put(state_key, value, lease_id=0, revision=result.revision)
             log = _logger.warning if before - members else _logger.info
-            log("ISR changed", **_named(partition), isr=node_ids(members), before=node_ids(before))
+            log("ISR changed", **partition.log_fields, isr=node_ids(members), before=node_ids(before))
             return
         lease_kvs, state_kvs = result.responses[0].kvs, result.responses[1].kvs
         if not lease_kvs or lease_kvs[0].create_revision != partition.leadership.fencing_token or not state_kvs:
@@ -144,7 +148,7 @@ class IsrKeeper:
         try:
             state = decode_value(state_kvs[0].value, StateValue)
         except ValueError as error:
-            _logger.error("ISR in etcd unreadable", **_named(partition), error=str(error))
+            _logger.error("ISR in etcd unreadable", **partition.log_fields, error=str(error))
             return
         replication.isr_settled(Isr(frozenset(state.isr), state_kvs[0].mod_revision))
 
@@ -155,7 +159,3 @@ class IsrKeeper:
         self._swept_at = now
         for partition in self._led():
             partition.replication.expire_waiters()
-
-
-def _named(partition: Partition) -> dict[str, object]:
-    return {"topic": partition.topic, "partition": partition.partition_index}

@@ -1,4 +1,4 @@
-"""The listener on which the cluster's other brokers fetch as followers, and nobody else does anything.
+"""The replication listener, for the followers on other brokers.
 
 States of a connection
   new             ApiVersions and SaslHandshake are answered
@@ -7,19 +7,19 @@ States of a connection
   closed
 
 Transitions
-  new -> handshaking             SaslHandshake names the mechanism that is spoken here
+  new -> handshaking             SaslHandshake names our mechanism
   handshaking -> authenticated   the second SaslAuthenticate proves it
-  handshaking -> closed          the live broker of that id keeps another data directory, as etcd has it
+  handshaking -> closed          the live broker of that id has another data directory, according to etcd
   authenticated -> closed        the same broker has authenticated on another connection
   any -> closed                  anything else; AUTHENTICATION_TIMEOUT_S without being authenticated
 
 Invariants
 1. Before a connection is authenticated nothing of the broker's state can be read or changed through it, and its frames
    are at most UNAUTHENTICATED_FRAME_BYTES long.
-2. At most MAX_UNAUTHENTICATED connections are not authenticated: the oldest one goes. So strangers cannot keep brokers
-   out, who need a few milliseconds. Of those that are, each broker has one.
-3. A follower fetches under the id that it has proved to be, and none does that is left of an earlier data directory
-   of the broker with that id: it would take the place of the present one's connection.
+2. At most MAX_UNAUTHENTICATED connections are not authenticated: one more closes the oldest. So strangers cannot keep
+   brokers out, which need a few milliseconds. Each broker has at most one authenticated connection.
+3. A follower fetches under the id that it has proved, and no follower fetches with an earlier data directory of the
+   broker of that id: it would replace the present one's connection.
 4. A request is refused by Kafka's own answer where there is one, and by closing the connection, with one log line.
 """
 
@@ -31,12 +31,13 @@ from types import MappingProxyType
 
 import structlog
 
-from kproxy.broker.apis import api_versions, fetch
+from kproxy.broker.apis import fetch
+from kproxy.broker.apis.registry import API_VERSIONS_MAX, answer_api_versions
 from kproxy.broker.connection import ClientConnection
 from kproxy.broker.context import Body, Broker, CloseConnection, Request
-from kproxy.broker.listening import bind, bound_port
-from kproxy.broker.replication.presence import FollowerPresence
-from kproxy.broker.replication.sasl import MECHANISM, AuthenticationFailed, ListenerHandshake, Secret
+from kproxy.broker.replication.authentication import MECHANISM, AuthenticationFailed, ListenerHandshake, Secret
+from kproxy.broker.replication.follower_presence import FollowerPresence
+from kproxy.runtime.listening import bind, bound_port
 from kproxy_codec import control, error_codes
 from kproxy_codec.api_keys import API_VERSIONS, FETCH, SASL_AUTHENTICATE, SASL_HANDSHAKE, name_of
 from kproxy_codec.framing import ReceiveArena
@@ -44,13 +45,13 @@ from kproxy_codec.replica_fetch import VERSION as REPLICA_FETCH_VERSION
 
 AUTHENTICATION_TIMEOUT_S = 10.0
 UNAUTHENTICATED_FRAME_BYTES = 64 << 10
-# Far more than the largest fetch of a follower takes, which is one for MAX_PARTITIONS partitions.
+# Far more than the largest fetch of a follower, which names MAX_PARTITIONS partitions.
 FRAME_BYTES = 1 << 20
 MAX_UNAUTHENTICATED = 64
 OFFERED = MappingProxyType(
     {
-        API_VERSIONS: (api_versions.MIN_VERSION, api_versions.MAX_VERSION),
-        # Version 0 puts what follows it on the wire without a header.
+        API_VERSIONS: (0, API_VERSIONS_MAX),
+        # Version 0 sends what follows without a header.
         SASL_HANDSHAKE: (1, 1),
         SASL_AUTHENTICATE: (0, 2),
         FETCH: (REPLICA_FETCH_VERSION, REPLICA_FETCH_VERSION),
@@ -64,7 +65,7 @@ class ReplicationListener:
     """Accepts the other brokers' followers: `bind`, `start`, `close`."""
 
     def __init__(self, secret: Callable[[], Secret], arena: ReceiveArena, presence: FollowerPresence) -> None:
-        """`secret` gives the cluster's secret as it is now; `presence` is told which followers are connected."""
+        """`secret` returns the cluster's current secret; `presence` is told which followers are connected."""
         self._secret = secret
         self._presence = presence
         self._arena = arena
@@ -79,19 +80,19 @@ class ReplicationListener:
         return frozenset(self._authenticated)
 
     async def bind(self, address: tuple[str, int]) -> int:
-        """Take the port, which is returned; nothing is accepted yet. Raises StartupError."""
-        self._server = await bind(self._connection, address, "--replication-listen")
+        """Bind and return the port; nothing is accepted yet. Raises StartupError."""
+        self._server = await bind(self._connection, *address, choose="another --replication-listen")
         return bound_port(self._server)
 
     async def start(self, broker: Broker) -> None:
-        """Accept followers of what `broker` leads."""
+        """Accept followers of the partitions that `broker` leads."""
         if self._server is None:
             raise RuntimeError("the replication listener is started before it is bound")
         self._broker = broker
         await self._server.start_serving()
 
     async def close(self) -> None:
-        """Accept nobody any more, close every connection, and wait for what was being served."""
+        """Stop accepting, close every connection, and wait for the requests being served."""
         if self._server is not None:
             self._server.close()
         self._presence.close()
@@ -106,7 +107,7 @@ class ReplicationListener:
     def _connection(self) -> ClientConnection:
         return _Session(self).connection
 
-    # What its sessions need
+    # Used by sessions
 
     @property
     def secret(self) -> Secret:
@@ -135,7 +136,7 @@ class ReplicationListener:
         self._authenticated[node_id] = session
         self._presence.connected(node_id)
         if earlier is not None:
-            # What is left of it after a restart, or after a connection that broke on the other side alone.
+            # A leftover of a restart, or of a connection that broke on the other side alone.
             earlier.connection.abort()
 
     def closed(self, session: _Session) -> None:
@@ -147,7 +148,7 @@ class ReplicationListener:
 
 
 class _Session:
-    """What one connection has said and proved."""
+    """The authentication state of one connection."""
 
     def __init__(self, listener: ReplicationListener) -> None:
         self._listener = listener
@@ -182,7 +183,7 @@ class _Session:
     def _serve(self, request: Request) -> Body | Awaitable[Body | None] | None:
         api_key, version = request.header.api_key, request.header.api_version
         if api_key == API_VERSIONS:
-            return api_versions.answer(request, OFFERED)
+            return answer_api_versions(request, OFFERED)
         lowest, highest = OFFERED.get(api_key, (1, 0))
         if not lowest <= version <= highest:
             raise CloseConnection(f"{name_of(api_key)} v{version} is not offered to followers")
@@ -229,7 +230,7 @@ class _Session:
 
 
 def _authentication_failed(request: Request) -> Body:
-    """What exactly was wrong is for the log alone."""
+    """Only the log says what exactly was wrong."""
     code = error_codes.SASL_AUTHENTICATION_FAILED
     return _encoded(request, error_code=code, error_message="authentication failed", auth_bytes=b"")
 

@@ -1,17 +1,28 @@
-"""The transaction that makes a broker the owner of a partition.
+"""The etcd transactions that take and release a partition's lease key.
 
-If the lease key is absent, and the state and the topic are as they were when the decision was made: put the lease key
-on the broker's lease, and the state with the next leader epoch and the ISR that it had. All or nothing, so that a
-partition never has an owner without a state, two brokers never both believe that they took it, and nobody takes it whom
-the ISR has lost meanwhile. The same transaction reads the fence that writers stand behind: it can be changed only under
-the lease key that is put, so whoever leads knows the highest.
+Take: if the lease key is absent, and the state and the topic are unchanged since the decision, put the lease key on the
+broker's lease, and the state with the next leader epoch and the same ISR. All or nothing: no partition has an owner
+without a state, no two brokers both believe that they took it, and none takes it that has left the ISR meanwhile. The
+same transaction reads the writers' fence. The fence changes only under the lease key that is put, so the new leader
+knows the highest one.
+
+Release: delete the lease key, so that another broker can take the partition.
+
+Invariants of a release
+1. It deletes only the key that was this broker's: the guard names its create revision.
+2. Until etcd confirms the deletion the partition is not taken again: a deletion applied late would let another broker
+   lead beside this one.
+3. At most CONCURRENT_RELEASES run at a time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import structlog
 
 from kproxy.broker.cluster import Topic
 from kproxy.broker.keys import FenceValue, Keys, PartitionKey, StateValue, decode_value, encode_value
@@ -24,19 +35,30 @@ from kproxy.etcd import (
     TxnCompare,
     TxnOp,
     TxnResult,
+    create_revision_is,
+    delete_op,
     get_op,
     key_absent,
     lease_is,
     mod_revision_is,
     put_op,
 )
+from kproxy.etcd.lease_fence import LeaseFence
+
+CONCURRENT_RELEASES = 16
+# Pause before a failed deletion is retried.
+RETRY_PAUSE_S = 0.5
 
 ATTEMPTS = 3
+_logger = structlog.get_logger(__name__)
 
 
 class Taken(NamedTuple):
-    """`token` is the lease key's create revision, the fencing token; `value` is the state as it is at `revision`;
-    `fence` is what writers stand behind."""
+    """The result of a take-over.
+
+    `token` is the lease key's create revision, the fencing token. `value` is the state as stored at `revision`. `fence`
+    is the writers' fence.
+    """
 
     token: int
     state: StateValue
@@ -46,7 +68,7 @@ class Taken(NamedTuple):
 
 
 def kept_fence(kvs: Sequence[KeyValue], topic_id: uuid.UUID) -> KeptFence:
-    """What a read of a fence's key found. An earlier topic's counts for nothing. Raises ValueError."""
+    """Decode what a read of a fence key found; an earlier topic's fence does not count. Raises ValueError."""
     if not kvs:
         return KeptFence()
     value = decode_value(kvs[0].value, FenceValue)
@@ -56,7 +78,7 @@ def kept_fence(kvs: Sequence[KeyValue], topic_id: uuid.UUID) -> KeptFence:
 
 
 class TakeOver:
-    """One broker's attempt at one partition. `owner` is what the lease key says."""
+    """One broker's attempt to take one partition. `owner` is the value of the lease key."""
 
     def __init__(self, client: EtcdClient, keys: Keys, node_id: int, key: PartitionKey, topic: Topic) -> None:
         self.owner = str(node_id).encode()
@@ -70,12 +92,11 @@ class TakeOver:
     async def attempt(
         self, lease_id: int, state: StateValue, stored_revision: int, *, known_epoch: int
     ) -> Taken | None:
-        """Take the partition with `state`, or find that an attempt whose answer was lost has taken it; None if it is
-        not to be had.
+        """Take the partition with `state`; None if it is not available.
 
-        `stored_revision` is the mod_revision of what stands in the state's key, 0 for nothing; `known_epoch` the last
-        leader epoch that we have led or followed in. Raises EtcdError, ValueError for a state or fence that cannot be
-        read.
+        An earlier attempt without an answer may have taken it; then return what that one took. `stored_revision` is the
+        mod_revision of the stored state, 0 where there is none. `known_epoch` is the last leader epoch that this broker
+        led or followed in. Raises EtcdError; ValueError for an unreadable state or fence.
         """
         value = encode_value(state)
         result = await self._run(
@@ -103,7 +124,10 @@ class TakeOver:
         return await self._begin_epoch(lease_id, lease_kvs[0], found, state.leader_epoch)
 
     async def _begin_epoch(self, lease_id: int, lease: KeyValue, found: Taken, leader_epoch: int) -> Taken | None:
-        """The partition was led under this very key before: nobody may do that twice in one epoch."""
+        """Begin another epoch under a lease key that this broker led under before.
+
+        Nobody may lead twice in one epoch.
+        """
         state = StateValue(leader_epoch, found.state.isr, found.state.topic_id, found.state.replicas)
         value = encode_value(state)
         guards = [lease_is(self._lease_key, lease_id), mod_revision_is(self._state_key, found.revision)]
@@ -130,7 +154,40 @@ class TakeOver:
             except LeaseLost:
                 raise
             except EtcdError as error:
-                # Asked again, a Txn that did go through fails its comparison and shows our own key.
+                # A repeated Txn whose first run was applied fails its comparison and reads our own key.
                 if not error.maybe_applied:
                     raise
         return await self._client.txn(compares, success, look)
+
+
+class LeaseReleases:
+    """Deletes this broker's partition lease keys.
+
+    `under_way` has the keys whose deletion etcd has not confirmed. `is_current` tells whether a fence is still the
+    broker's and the broker is not stopping.
+    """
+
+    def __init__(self, client: EtcdClient, keys: Keys, is_current: Callable[[LeaseFence], bool]) -> None:
+        self.under_way: set[PartitionKey] = set()
+        self._client = client
+        self._keys = keys
+        self._is_current = is_current
+        self._slots = asyncio.Semaphore(CONCURRENT_RELEASES)
+
+    async def release(self, key: PartitionKey, revision: int, fence: LeaseFence) -> None:
+        """Delete the key created at `revision`; retry for as long as its lease is this broker's."""
+        if key in self.under_way:
+            return
+        lease_key = self._keys.lease(*key)
+        self.under_way.add(key)
+        try:
+            while self._is_current(fence):
+                try:
+                    async with self._slots:
+                        await self._client.txn([create_revision_is(lease_key, revision)], [delete_op(lease_key)])
+                    return
+                except EtcdError as error:
+                    _logger.warning("lease key not deleted", **key._asdict(), error=str(error))
+                    await asyncio.sleep(RETRY_PAUSE_S)
+        finally:
+            self.under_way.discard(key)

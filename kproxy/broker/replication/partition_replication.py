@@ -1,26 +1,29 @@
-"""Who has what of one partition: roles, the in-sync replicas, the high watermark, and who waits for it.
+"""Replication state of one partition.
+
+Roles, in-sync replicas, the high watermark, and producers that wait for it.
 
 States
   follower   copies from a leader, if one is known
-  leader     counts what its followers have, and moves the high watermark
-  resigned   a leader that gives way: followers catch up, nothing new comes
+  leader     tracks its followers' progress and moves the high watermark
+  resigned   a leader that gives up: followers catch up, writes are refused
   closed     nothing more; every waiter has been answered
 
 Transitions
   follower -> leader     `become_leader`: a take-over transaction named us, with its epoch and ISR
   follower -> follower   `become_follower`: another leader, or another epoch
   leader   -> resigned   `resign`: the broker stops, or another is to lead
-  resigned -> leader     `resume`: it was not to be
-  any      -> closed     `close`. A leader never becomes a follower: what it held in memory is dropped with it, and the
-                         log is opened anew. Any other change of role raises WrongRole and changes nothing.
+  resigned -> leader     `resume`: the other one could not take over
+  any      -> closed     `close`. A leader never becomes a follower: its state in memory is dropped, and the log is
+                         opened anew. Any other change of role raises WrongRole and changes nothing.
 
 Invariants
-1. The high watermark never moves back, and never passes the log end offset of any in-sync replica. In sync is whom
-   etcd names and whom we have proposed: an expansion counts from the moment it is proposed, a shrink only once its
-   transaction succeeded. So whoever may be elected holds all that is below it.
+1. The high watermark never moves back, and never passes the log end offset of any in-sync replica. In sync are the
+   replicas in etcd's ISR and those proposed: an expansion counts from the moment it is proposed, a shrink only once its
+   transaction succeeded. So every replica that may be elected has all records below it.
 2. It does not move while etcd's ISR has fewer than min_insync_replicas members.
-3. A replica's progress counts only in the epoch in which it was reported, and only for the log that it was reported of:
-   a broker that comes back with another disk is another replica (ReplicaKey), whatever of the old one arrives late.
+3. A replica's progress counts only in the epoch in which it was reported, and only for the log of which it was
+   reported: a broker that comes back with another disk is another replica (ReplicaKey), and late reports of the old one
+   do not count.
 4. A waiter is answered once: 0 when the high watermark has passed its offset; NOT_ENOUGH_REPLICAS_AFTER_APPEND when the
    ISR has become too small; REQUEST_TIMED_OUT when its time is over or leadership ends. Never 6: its records are in the
    log.
@@ -46,7 +49,7 @@ WAITER_SWEEP_INTERVAL_S = 5.0
 
 
 class Role(Enum):
-    """What a replica is."""
+    """The role of a replica."""
 
     FOLLOWER = "follower"
     LEADER = "leader"
@@ -55,35 +58,35 @@ class Role(Enum):
 
 
 class WrongRole(Exception):
-    """A replica is to lead, or to follow another, that does not follow: it has a role, and may not have two."""
+    """A replica that is not a follower is told to lead or to follow."""
 
 
 _LEADING = (Role.LEADER, Role.RESIGNED)
 
 
 class Isr(NamedTuple):
-    """The in-sync replicas as etcd has them; `revision` is the mod_revision that guards their next change."""
+    """The in-sync replicas in etcd; `revision` is the mod_revision that guards their next change."""
 
     members: frozenset[ReplicaKey]
     revision: int
 
 
 class _Progress:
-    """What one follower has, as its fetches tell. Times are the clock's. `replica` is None before it has fetched."""
+    """A follower's progress, as its fetches tell. Times are the clock's. `replica` is None before its first fetch."""
 
     __slots__ = ("caught_up_at", "fetched_at", "leader_end_at_fetch", "log_end_offset", "replica")
 
     def __init__(self, now: float, replica: ReplicaKey | None = None) -> None:
         self.replica = replica
         self.log_end_offset = UNKNOWN_OFFSET
-        # A follower that is in sync when we begin has the whole threshold to show itself.
+        # A follower that is in sync when we begin has the whole threshold for its first fetch.
         self.caught_up_at = now
         self.fetched_at = now
         self.leader_end_at_fetch = UNKNOWN_OFFSET
 
 
 class _Waiter:
-    """Somebody who wants the high watermark above `offset`."""
+    """A producer that waits for the high watermark to pass `offset`."""
 
     __slots__ = ("deadline", "done", "offset")
 
@@ -101,13 +104,12 @@ class _Waiter:
 
 
 class ReplicationManager:
-    """One partition's replication on one broker. It reads the log's end through `log_end`, and touches nothing else.
+    """One partition's replication on one broker.
 
-    `counted_end` is the end of what our own log counts for in the high watermark: `log_end`, or less where records have
-    to be on the disk first.
-
-    `isr_lag_s` is how long a follower may go without having caught up (Kafka's replica.lag.time.max.ms).
-    `on_high_watermark` is called after it has moved.
+    It reads the log's end through `log_end`, and uses nothing else of it. `counted_end` is the end of our own log for
+    the high watermark: `log_end`, or less where records have to be on the disk first. `isr_lag_s` is how long a
+    follower may go without having caught up (Kafka's replica.lag.time.max.ms). `on_high_watermark` is called after it
+    has moved.
     """
 
     def __init__(
@@ -147,12 +149,12 @@ class ReplicationManager:
         return self.role in _LEADING
 
     def check_follows(self) -> None:
-        """Raises WrongRole for who is not a follower."""
+        """Raise WrongRole unless the replica is a follower."""
         if self.role is not Role.FOLLOWER:
             raise WrongRole(f"a {self.role.value} replica, of leader epoch {self.leader_epoch}, takes no other role")
 
     def become_leader(self, leader_epoch: int, epoch_start_offset: int, replicas: Iterable[int], isr: Isr) -> None:
-        """Lead from now on, with nothing known yet of what the followers have. Raises WrongRole."""
+        """Lead; nothing is known yet of the followers' progress. Raises WrongRole."""
         self.check_follows()
         now = self._clock()
         self.role, self.leader_id, self.leader_epoch = Role.LEADER, self.replica.node_id, leader_epoch
@@ -162,36 +164,36 @@ class ReplicationManager:
         self.log_appended()
 
     def become_follower(self, leader_id: int, leader_epoch: int) -> None:
-        """Follow that leader from now on; NO_LEADER while there is none. Raises WrongRole."""
+        """Follow that leader; NO_LEADER while there is none. Raises WrongRole."""
         self.check_follows()
         self.leader_id, self.leader_epoch = leader_id, leader_epoch
 
     def resign(self) -> None:
-        """Lead only until followers have what there is."""
+        """Lead only until followers have caught up."""
         if self.role is Role.LEADER:
             self.role = Role.RESIGNED
 
     def resume(self) -> None:
-        """Lead as before: who was to take over did not catch up."""
+        """Lead again: the followers did not catch up in time."""
         if self.role is Role.RESIGNED:
             self.role = Role.LEADER
 
     def close(self) -> None:
-        """Answer whoever waits: nothing here is certain any more."""
+        """Answer every waiter: nothing here is certain any more."""
         self.role = Role.CLOSED
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             waiter.answer(error_codes.REQUEST_TIMED_OUT)
 
-    # What is in sync
+    # In-sync replicas
 
     @property
     def in_sync(self) -> frozenset[ReplicaKey]:
-        """All that may be in etcd's ISR by now, or soon: nobody else can be elected."""
+        """Every replica that is in etcd's ISR or may be soon: no other can be elected."""
         return self.isr.members if self.proposed is None else self.isr.members | self.proposed
 
     def is_in_sync(self, node_id: int) -> bool:
-        """Whether a log of that broker is in etcd's ISR."""
+        """Tell whether a log of that broker is in etcd's ISR."""
         return any(replica.node_id == node_id for replica in self.isr.members)
 
     @property
@@ -199,7 +201,7 @@ class ReplicationManager:
         return len(self.isr.members) >= self.min_insync_replicas
 
     def replica_fetched(self, replica: ReplicaKey, fetch_offset: int) -> None:
-        """A follower asked from `fetch_offset` on: it has all that is below."""
+        """Note that a follower asked from `fetch_offset`: it has everything below."""
         progress = self._followers[replica.node_id]
         now, log_end = self._clock(), self._log_end()
         if progress.replica is None:
@@ -209,7 +211,7 @@ class ReplicationManager:
         if fetch_offset >= log_end:
             progress.caught_up_at = now
         elif fetch_offset >= progress.leader_end_at_fetch >= 0:
-            # It has what was the end when it last asked: so long ago it was caught up (as in Apache Kafka).
+            # It has what was the end when it last asked, so it was caught up then (as in Apache Kafka).
             progress.caught_up_at = max(progress.caught_up_at, progress.fetched_at)
         progress.fetched_at, progress.leader_end_at_fetch = now, log_end
         if progress.log_end_offset != fetch_offset:
@@ -217,20 +219,16 @@ class ReplicationManager:
             self.log_appended()
 
     def is_follower(self, replica_id: int) -> bool:
-        """Whether that broker keeps a replica that follows this leader."""
+        """Tell whether that broker keeps a replica that follows this leader."""
         return replica_id in self._followers
 
-    def log_end_of(self, replica_id: int) -> int:
-        """The log end offset that a follower last told, UNKNOWN_OFFSET before it did."""
-        return self._followers[replica_id].log_end_offset
-
     def follower_progress(self) -> dict[int, tuple[int, float]]:
-        """By follower the log end offset that it last told, and for how many seconds it has not been caught up."""
+        """Return, by follower, its last reported log end offset and for how many seconds it has not been caught up."""
         now = self._clock()
         return {each: (has.log_end_offset, now - has.caught_up_at) for each, has in self._followers.items()}
 
     def log_appended(self) -> None:
-        """Somebody in sync has more than before: see how far the high watermark may go."""
+        """Move the high watermark as far as possible, after an in-sync log has grown."""
         if not self.is_leading or not self.has_enough_in_sync:
             return
         lowest = self._counted_end()
@@ -247,15 +245,16 @@ class ReplicationManager:
         return progress.log_end_offset if progress is not None and progress.replica == replica else UNKNOWN_OFFSET
 
     def leader_told(self, high_watermark: int) -> None:
-        """A follower learns the leader's high watermark; it counts as far as our own log goes."""
+        """Take over the leader's high watermark, as far as our own log goes."""
         self.high_watermark = max(self.high_watermark, min(high_watermark, self._log_end()))
 
     def wanted_isr(self, live: Collection[int], gone: Collection[int] = ()) -> frozenset[ReplicaKey] | None:
-        """The ISR to propose to etcd, None where it is right as it is or one is being proposed already.
+        """Compute the ISR to propose to etcd; None where it is right.
 
-        `live` are the brokers that are alive, `gone` those of them whose connection says otherwise. Out goes who is not
-        alive, who has lagged too long, and who turns out to lack what is committed; and who has gone, where enough stay
-        for the high watermark to move. In comes who has all below the high watermark and the beginning of this epoch.
+        Also None while a proposal is running. `live` are the live brokers, `gone` those among them whose connection has
+        broken. A replica leaves the ISR if its broker is dead, it has lagged too long, or it lacks committed records;
+        also if it is gone, where enough others stay for the high watermark to move. A replica joins that has everything
+        below the high watermark and below the beginning of this epoch.
         """
         if self.role is not Role.LEADER or self.proposed is not None:
             return None
@@ -273,7 +272,7 @@ class ReplicationManager:
                 continue
             replica = progress.replica
             if replica is None:
-                # Whoever was in sync when we began has its threshold to show itself.
+                # A follower that was in sync when we began has its threshold for its first fetch.
                 wanted.update(each for each in self.isr.members if each.node_id == node_id)
                 continue
             least = self.high_watermark
@@ -284,11 +283,11 @@ class ReplicationManager:
         return frozenset(wanted)
 
     def isr_proposed(self, members: frozenset[ReplicaKey]) -> None:
-        """`members` are about to be put into etcd."""
+        """Note that `members` are about to be put into etcd."""
         self.proposed = members
 
     def isr_settled(self, isr: Isr) -> None:
-        """Etcd has `isr`, be it what was proposed or not."""
+        """Apply etcd's ISR, whether it is the proposal or not."""
         self.isr, self.proposed = isr, None
         self.log_appended()
         if not self.has_enough_in_sync:
@@ -297,7 +296,7 @@ class ReplicationManager:
                 waiter.answer(error_codes.NOT_ENOUGH_REPLICAS_AFTER_APPEND)
 
     def followers_behind(self, live: Collection[int]) -> bool:
-        """Whether a live follower in sync lacks something of the log."""
+        """Tell whether a live in-sync follower lacks a part of the log."""
         log_end = self._log_end()
         return any(
             self._log_end_in(replica) < log_end
@@ -305,10 +304,10 @@ class ReplicationManager:
             if replica != self.replica and replica.node_id in live
         )
 
-    # Who waits
+    # Waiters
 
     async def wait_for_isr(self, offset: int, timeout_s: float) -> int:
-        """Wait until every in-sync replica has `offset`, at most `timeout_s`; the error code for the producer."""
+        """Wait until every in-sync replica has `offset`, at most `timeout_s`; return the producer's error code."""
         if self.high_watermark > offset:
             return error_codes.NONE
         if self.is_leading and not self.has_enough_in_sync:
@@ -322,7 +321,7 @@ class ReplicationManager:
         except TimeoutError:
             return error_codes.REQUEST_TIMED_OUT
         finally:
-            # Where it was given up; the sweep takes it off the heap.
+            # The wait may have been abandoned; the sweep removes it from the heap.
             waiter.done.cancel()
 
     def _add_waiter(self, offset: int, timeout_s: float) -> _Waiter | None:
@@ -335,7 +334,7 @@ class ReplicationManager:
 
     @property
     def waiting(self) -> int:
-        """How many wait, given up ones included until the next sweep."""
+        """The number of waiters, including abandoned ones until the next sweep."""
         return len(self._waiters)
 
     def _answer_waiters(self) -> None:
@@ -344,7 +343,7 @@ class ReplicationManager:
             heapq.heappop(waiters).answer(error_codes.NONE)
 
     def expire_waiters(self) -> None:
-        """Answer those whose time is over and forget those that were given up. Every WAITER_SWEEP_INTERVAL_S."""
+        """Answer expired waiters and drop abandoned ones. Called every WAITER_SWEEP_INTERVAL_S."""
         now = self._clock()
         left = []
         for waiter in self._waiters:

@@ -1,10 +1,10 @@
-"""The replicas on this broker: their logs opened and closed, each pointed at the leader that etcd names.
+"""The replicas on this broker: open, close, point at their leaders.
 
 Invariants
-1. A partition's log is open at most once: `open` is called by one task at a time for each partition, which the lease
-   manager sees to, and a replica that was closed is opened anew from what is on the disk.
-2. A follower follows whoever holds the lease key, in the epoch of the state that goes with it; nobody while the key is
-   absent or our own.
+1. A partition's log is open at most once: the replica manager calls `open` from one task at a time for each partition.
+   A closed replica is opened anew from the disk.
+2. A follower follows the holder of the lease key, in the epoch of the stored state; nobody while the key is absent or
+   this broker's own.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from functools import partial
 
 import structlog
 
-from kproxy.broker.checkpoint import NO_LEADERSHIP, Leadership
 from kproxy.broker.cluster import ClusterView, Topic
+from kproxy.broker.config import LogOptions
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.keys import PartitionKey
+from kproxy.broker.leader_epochs import NO_LEADERSHIP, Leadership
 from kproxy.broker.log import Log
-from kproxy.broker.log_options import LogOptions
 from kproxy.broker.partition import Partition, ReplicaSettings
-from kproxy.broker.replication.manager import NO_LEADER, Role
+from kproxy.broker.replication.partition_replication import NO_LEADER, Role
 from kproxy.broker.segment import LogFailed
 
-# Not while it runs: a broker that starts knows that something should be there, and does not lead without it.
+# Stop the broker first: a starting broker knows that a log is missing, and does not lead without it.
 _WAY_OUT = "stop the broker, move the directory elsewhere, start it: what other replicas have is fetched from them"
 _ONLY_WAY_OUT = "stop the broker, put the data directory back that was here, start it; or delete the topic"
 _logger = structlog.get_logger(__name__)
 
 
-class ReplicaHost:
-    """What this broker has of which partition, by (topic name as bytes, partition index).
+class HostedReplicas:
+    """The open replicas, by (topic name as bytes, partition index).
 
-    `on_leaders_changed` is called after a follower has been pointed at somebody else, or a replica has come or gone.
+    `on_leaders_changed` is called when a follower gets another leader, and when a replica is opened or closed.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class ReplicaHost:
         settings_of: Callable[[Topic, int], ReplicaSettings],
     ) -> None:
         self.hosted: dict[tuple[bytes, int], Partition] = {}
-        # Of replicas that were closed before it was written down.
+        # Leaderships of closed replicas that are not on the disk yet.
         self._obeyed: dict[tuple[uuid.UUID, int], Leadership] = {}
-        # Why, as it was logged.
+        # The reason, as logged.
         self._not_opened: dict[tuple[uuid.UUID, int], str] = {}
         self.on_leaders_changed: Callable[[], None] = lambda: None
         self._view = view
@@ -60,16 +60,16 @@ class ReplicaHost:
 
     @property
     def not_opened(self) -> int:
-        """How many replicas could not be opened when that was last tried."""
+        """Count the replicas whose last attempt to open failed."""
         return len(self._not_opened)
 
-    def every_key(self) -> Iterator[PartitionKey]:
-        """Those that are hosted now; they may be closed meanwhile."""
+    def hosted_keys(self) -> Iterator[PartitionKey]:
+        """Iterate over the replicas open now; they may be closed meanwhile."""
         for topic, partition_index in list(self.hosted):
             yield PartitionKey(topic.decode(), partition_index)
 
     async def open(self, key: PartitionKey, topic: Topic) -> Partition | None:
-        """The replica, opened where it is not; None where its log cannot be opened."""
+        """Return the replica, opened if it is not; None where its log cannot be opened."""
         partition = self.get(key)
         if partition is not None:
             return partition
@@ -77,18 +77,18 @@ class ReplicaHost:
         try:
             log, log_id = await self._data_dir.in_thread(partial(self._open_log, key, topic, settings.log_options))
         except (OSError, LogFailed) as error:
-            self._tell_not_opened(key, topic, str(error))
+            self._log_not_opened(key, topic, str(error))
             return None
         self._not_opened.pop((topic.topic_id, key.partition_index), None)
         obeyed = self._obeyed.pop((topic.topic_id, key.partition_index), NO_LEADERSHIP)
         partition = Partition(topic.name, key.partition_index, topic.topic_id, log, settings, log_id, obeyed=obeyed)
-        self._tell_if_replaced(key, topic, partition)
+        self._log_if_replaced(key, topic, partition)
         self.hosted[topic.name.encode(), key.partition_index] = partition
         self.point_at_leader(key)
         return partition
 
-    def _tell_not_opened(self, key: PartitionKey, topic: Topic, reason: str) -> None:
-        """Once for each reason: every sweep tries again."""
+    def _log_not_opened(self, key: PartitionKey, topic: Topic, reason: str) -> None:
+        """Log each reason once: every sweep tries again."""
         identity = topic.topic_id, key.partition_index
         if self._not_opened.get(identity) != reason:
             self._not_opened[identity] = reason
@@ -96,7 +96,7 @@ class ReplicaHost:
             _logger.error("log not opened", **key._asdict(), directory=str(directory), error=reason, way_out=_WAY_OUT)
 
     def _open_log(self, key: PartitionKey, topic: Topic, options: LogOptions | None) -> tuple[Log, uuid.UUID]:
-        """In a thread: it blocks. Raises OSError, LogFailed."""
+        """Open the log; blocks, so it runs in a thread. Raises OSError, LogFailed."""
         is_only_replica = len(topic.replicas[key.partition_index]) == 1
         log = self._data_dir.open_log(*key, topic.topic_id, options, is_only_replica=is_only_replica)
         log_id = self._data_dir.log_id_of(topic.topic_id, key.partition_index)
@@ -105,8 +105,8 @@ class ReplicaHost:
             raise LogFailed(f"the log id of {log.directory} has been removed")
         return log, log_id
 
-    def _tell_if_replaced(self, key: PartitionKey, topic: Topic, partition: Partition) -> None:
-        """Where etcd says that another log of this broker is in sync, what that has is not here."""
+    def _log_if_replaced(self, key: PartitionKey, topic: Topic, partition: Partition) -> None:
+        """Log that etcd lists another log of this broker as in sync: the records of that log are not here."""
         state = self._view.state(topic, key.partition_index)
         if state is not None and self._node_id in state.in_sync and partition.replica not in state.isr:
             others = sorted(set(state.in_sync) - {self._node_id})
@@ -114,7 +114,7 @@ class ReplicaHost:
             _logger.error("the log that was in sync is gone", **key._asdict(), others_in_sync=others, way_out=way_out)
 
     def close(self, key: PartitionKey) -> None:
-        """Close the replica, if it is here."""
+        """Close the replica, if it is open."""
         partition = self.hosted.pop((key.topic.encode(), key.partition_index), None)
         if partition is not None:
             partition.close()
@@ -123,13 +123,13 @@ class ReplicaHost:
             self.on_leaders_changed()
 
     def forget(self, topic: Topic) -> None:
-        """The topic is deleted."""
+        """Forget a deleted topic."""
         for partition_index in range(len(topic.replicas)):
             self._obeyed.pop((topic.topic_id, partition_index), None)
             self._not_opened.pop((topic.topic_id, partition_index), None)
 
     def point_at_leader(self, key: PartitionKey) -> None:
-        """Let a follower follow whom etcd names."""
+        """Make a follower follow the leader that etcd names."""
         partition = self.get(key)
         if partition is None or partition.role is not Role.FOLLOWER:
             return

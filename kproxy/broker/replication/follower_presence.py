@@ -1,10 +1,12 @@
-"""Which followers have gone, as their connections tell: sooner than a lease ends.
+"""Detect followers that are gone by their broken connections.
 
-A process that dies breaks its connections at once, and its lease runs on for seconds. Until that ends leaders wait for
+That is sooner than by the end of a lease.
+
+A process that dies breaks its connections at once, while its lease lasts for seconds. Until then leaders would wait for
 it: it is in sync, and confirms nothing.
 
 States of a follower, by broker
-  unknown    it has never connected; nothing is concluded from that
+  unknown    it has never connected; nothing follows from that
   present    it has a connection
   broken     it has none, for less than the grace; most come back
   gone       it has none, for longer; or it has been gone and is not back for long enough
@@ -15,10 +17,10 @@ Transitions
   broken -> gone                     the grace is over
 
 Invariants
-1. Nothing but `gone` is concluded from, and that only brings forward what the lease or the lag would lead to as well.
-2. A follower that was gone counts as present only once it has been connected for a time, which doubles from the grace
-   with each time that it was gone, up to `longest_s`, and begins anew when it has been present for that long. So one
-   that comes and goes changes the ISR ever more rarely.
+1. Only `gone` has consequences, and only those that the lease or the lag would have later as well.
+2. A follower that was gone counts as present only once it has been connected for a time. That time doubles from the
+   grace with each time that it was gone, up to `longest_s`, and starts over when it has been present for that long. So
+   a follower that comes and goes changes the ISR ever more rarely.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from collections.abc import Callable
 
 
 class _Follower:
-    """What is known of one. `back_at` is when it last was gone no more, on the loop's clock."""
+    """One follower. `back_at` is when it last stopped being gone, on the loop's clock."""
 
     __slots__ = ("back_at", "timer", "times_gone")
 
@@ -53,7 +55,7 @@ class FollowerPresence:
         self._subscribers.append(subscriber)
 
     def connected(self, node_id: int) -> None:
-        """That broker's follower is authenticated."""
+        """Note that a broker's follower is authenticated."""
         follower = self._followers.setdefault(node_id, _Follower())
         self._cancel(follower)
         if node_id in self.gone:
@@ -61,7 +63,7 @@ class FollowerPresence:
             follower.timer = asyncio.get_running_loop().call_later(wait_s, self._is_back, node_id, follower)
 
     def broken(self, node_id: int) -> None:
-        """Its connection has ended, and there is no other."""
+        """Note that a follower's last connection has ended."""
         follower = self._followers[node_id]
         self._cancel(follower)
         if node_id not in self.gone:
@@ -69,7 +71,7 @@ class FollowerPresence:
             follower.timer = loop.call_later(self._grace_s, self._has_gone, node_id, follower)
 
     def close(self) -> None:
-        """Conclude nothing more."""
+        """Cancel all timers."""
         for follower in self._followers.values():
             self._cancel(follower)
 
@@ -82,13 +84,13 @@ class FollowerPresence:
         was_steady = asyncio.get_running_loop().time() - follower.back_at > self._longest_s
         follower.times_gone = 1 if was_steady else follower.times_gone + 1
         self.gone.add(node_id)
-        self._tell()
+        self._notify()
 
     def _is_back(self, node_id: int, follower: _Follower) -> None:
         follower.back_at = asyncio.get_running_loop().time()
         self.gone.discard(node_id)
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for subscriber in self._subscribers:
             subscriber()

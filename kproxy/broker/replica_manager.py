@@ -1,30 +1,30 @@
-"""Which partitions this broker leads: taking them, keeping them, losing them.
+"""Which partitions this broker leads: take them, keep them, lose them.
 
-States of a partition, here
-  absent      not hosted: somebody else's, or not opened yet
-  following   hosted, and led by another, or by nobody
-  working     one task opens the log or asks etcd; whoever wants the partition meanwhile waits for the same task
+States of a partition
+  absent      not hosted: another broker's, or not opened yet
+  following   hosted, and led by another broker or by none
+  working     one task opens the log or asks etcd; other callers wait for the same task
   led         in `partitions`, behind the fence of the lease it was taken with
 
 Transitions
   absent    -> working     the broker keeps a replica, or may take the partition
-  working   -> following   the log is open; taking it was not ours, or failed: the sweep comes by again
-  following -> working     a change in etcd makes it ours to take, a client touches it, or the sweep finds it
+  working   -> following   the log is open; this broker may not take the partition, or failed to: the sweep tries again
+  following -> working     a change in etcd lets this broker take it, a client requests it, or the sweep finds it
   working   -> led         Txn: lease key absent, state and topic unchanged -> lease key on our lease, leader epoch + 1
-  working   -> following   the Txn succeeded, and the log cannot begin an epoch: the key is given back, for others or
-                           for a try after the next sweep
+  working   -> following   the Txn succeeded but the log cannot begin an epoch: the key is released, for other brokers
+                           or a retry after the next sweep
   led       -> absent      our key is gone or another's, the lease is lost, the topic is deleted, the log has failed, or
-                           the replica that stands first is back and gets its lead again; then as from absent
+                           the preferred replica is back and leads again; then as from absent
 
-Who may take a partition, and who goes first: `candidates`; when: `turns`.
+`election` decides which broker takes a partition, and when.
 
 Invariants
-1. A partition is led only between a Txn that succeeded and the first sign that its key is gone; what was held in memory
-   is dropped with it, and the log is read anew before anything else is done. So A, then B, then A never reuses an
-   offset.
-2. A key is ours if it stands on our lease. Its value names a broker, and a predecessor of the same id is not us.
-3. Release deletes a key only if it is the very one that was ours. One of a deleted topic is released as soon as it is
-   seen, whatever became of earlier attempts: it would keep a new topic of that name from being led.
+1. A partition is led only between a successful Txn and the first sign that its key is gone. State in memory is dropped
+   with the leadership, and the log is read anew before anything else. So a lead that moves from A to B and back to A
+   never reuses an offset.
+2. A key is ours if it stands on our lease. Its value names a broker id, and a predecessor with the same id is not us.
+3. A release deletes only the very key that was ours. A key of a deleted topic is released as soon as it is seen,
+   whatever became of earlier attempts: it would keep a new topic of that name from being led.
 4. At most one task works on a partition, and its log is open at most once.
 5. A stop refuses writes first, lets live in-sync followers reach the log's end, and only then gives up the lease.
 """
@@ -40,20 +40,25 @@ from typing import Any
 
 import structlog
 
-from kproxy.broker.candidates import NOT_A_CANDIDATE, first_replicas, hosts, is_in_sync, place_in_line
-from kproxy.broker.checkpoint import Leadership
 from kproxy.broker.cluster import Change, ClusterView, Kind, Ownership, Topic
 from kproxy.broker.data_dir import DataDir
-from kproxy.broker.handing_over import HandingOver
-from kproxy.broker.hosting import ReplicaHost
+from kproxy.broker.election import (
+    NOT_A_CANDIDATE,
+    ElectionQueue,
+    candidate_place,
+    initial_replicas,
+    is_in_sync,
+    keeps_replica,
+)
+from kproxy.broker.hosted_replicas import HostedReplicas
 from kproxy.broker.keys import PartitionKey, ReplicaKey, StateValue, node_ids
+from kproxy.broker.leader_epochs import Leadership
+from kproxy.broker.leader_rebalance import LeaderRebalance
+from kproxy.broker.lease_txn import LeaseReleases, TakeOver
 from kproxy.broker.partition import Partition, ReplicaSettings
-from kproxy.broker.releasing import LeaseKeys
-from kproxy.broker.replication.manager import Isr, Role
+from kproxy.broker.replication.partition_replication import Isr, Role
 from kproxy.broker.replication.reconciliation import Inconsistent
 from kproxy.broker.segment import LogFailed
-from kproxy.broker.take_over import TakeOver
-from kproxy.broker.turns import Turns
 from kproxy.etcd import EtcdClient, EtcdError
 from kproxy.etcd.lease_fence import LeaseFence
 
@@ -62,8 +67,8 @@ SWEEP_INTERVAL_S = 3.0
 _logger = structlog.get_logger(__name__)
 
 
-class PartitionLeaseManager:
-    """Acquires and holds partition leases. `run` is one coroutine that the caller owns; `close` ends the rest."""
+class ReplicaManager:
+    """Takes partitions and holds their leases. The caller owns the coroutine `run`; `close` ends everything else."""
 
     def __init__(
         self,
@@ -76,15 +81,15 @@ class PartitionLeaseManager:
         on_identity_lost: Callable[[str], None],
         hand_over_after_s: float = float("inf"),
     ) -> None:
-        """`on_identity_lost` is called with a reason when the broker's own key turns out to be gone.
+        """Wire the parts.
 
-        What this broker has led for `hand_over_after_s` seconds goes back to the replica that stands first, once that
-        is in sync.
+        `on_identity_lost` is called with a reason when the broker's own key turns out to be gone. A partition that this
+        broker has led for `hand_over_after_s` seconds goes back to its first replica, once that is in sync.
         """
         self.partitions: dict[tuple[bytes, int], Partition] = {}
-        self.replicas = ReplicaHost(view, data_dir, node_id, settings_of)
+        self.replicas = HostedReplicas(view, data_dir, node_id, settings_of)
         self.stopping = False
-        # Leaderships that ended, by the reason.
+        # Count of ended leaderships by reason.
         self.ended: Counter[str] = Counter()
         self._client = client
         self._view = view
@@ -92,18 +97,18 @@ class PartitionLeaseManager:
         self._data_dir = data_dir
         self._node_id = node_id
         self._on_identity_lost = on_identity_lost
-        self._lease_keys = LeaseKeys(client, view.keys, lambda fence: self._fence is fence and not self.stopping)
+        self._releases = LeaseReleases(client, view.keys, lambda fence: self._fence is fence and not self.stopping)
         self._fence: LeaseFence | None = None
         self._working: dict[PartitionKey, asyncio.Task[None]] = {}
-        self._chores: set[asyncio.Task[None]] = set()
-        # Those that the task at work is to take, not only to host.
+        self._tasks: set[asyncio.Task[None]] = set()
+        # Partitions that the running task is to take, not only to host.
         self._to_take: set[PartitionKey] = set()
-        # Those that were taken and could not be led; until the next sweep it is others' turn.
-        self._not_now: set[PartitionKey] = set()
+        # Partitions that were taken and could not be led; other brokers may take them until the next sweep.
+        self._failed_to_lead: set[PartitionKey] = set()
         self._slots = asyncio.Semaphore(CONCURRENT_WORKS)
-        self._wanted: set[PartitionKey] = set()
-        self._handing_over = HandingOver(view, node_id, self.partitions, hand_over_after_s)
-        self._turns = Turns(view, node_id, self._want)
+        self._queued: set[PartitionKey] = set()
+        self._rebalance = LeaderRebalance(view, node_id, self.partitions, hand_over_after_s)
+        self._election = ElectionQueue(view, node_id, self._queue)
         self._wake = asyncio.Event()
         view.subscribe(self._on_change)
 
@@ -112,7 +117,7 @@ class PartitionLeaseManager:
         """Every replica on this broker, led ones included."""
         return self.replicas.hosted
 
-    # What the rest of the broker asks
+    # Called by the rest of the broker
 
     @property
     def holds_lease(self) -> bool:
@@ -120,97 +125,100 @@ class PartitionLeaseManager:
         return self._fence is not None and self._fence.is_live()
 
     def led(self, topic: bytes, partition_index: int) -> Partition | None:
-        """The partition, if this broker leads it now."""
+        """Return the partition, if this broker leads it now."""
         return self.partitions.get((topic, partition_index))
 
     def may_take(self, topic: str, partition_index: int) -> bool:
-        """Whether a client's touch may make this broker take the partition, which it does not lead."""
+        """Tell whether a client's request may make this broker take a partition that it does not lead."""
         key = PartitionKey(topic, partition_index)
-        return self._may_take(key) and self._may_be_touched(key)
+        return self._may_take(key) and self._may_take_for_client(key)
 
     async def take(self, keys: Iterable[PartitionKey], timeout_s: float) -> None:
-        """Take those of the partitions that are ours to take, or as many as time allows."""
-        tasks = [self._work_shared(key, take=True) for key in keys if self.may_take(*key)]
+        """Take those of the partitions that this broker may take; give up waiting after `timeout_s`."""
+        tasks = [self._start_work(key, take=True) for key in keys if self.may_take(*key)]
         if tasks:
             await asyncio.wait(tasks, timeout=timeout_s)
 
     def begin(self, fence: LeaseFence) -> None:
-        """A new lease is held: take what is ours to take."""
+        """Begin with a new lease: take the partitions that are ours to take."""
         self._fence = fence
-        self._turns.begin()
+        self._election.begin()
         self._check_identity()
-        self._want_all()
+        self._queue_all()
 
     async def settle(self, timeout_s: float) -> None:
-        """Wait until nothing is left to do, other than to wait for one's turn, or the time is over."""
+        """Wait until nothing is queued or being worked on.
+
+        At most `timeout_s`; partitions that wait for other candidates do not count.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        while (self._wanted or self._working) and loop.time() < deadline:
+        while (self._queued or self._working) and loop.time() < deadline:
             if self._working:
                 await asyncio.wait(self._working.values(), timeout=deadline - loop.time())
             await asyncio.sleep(0)
 
     def drop_all(self, reason: str) -> None:
-        """The lease is gone, and every ownership with it; what was led is followed from now on."""
+        """Drop every leadership, because the lease is gone; the replicas follow from now on."""
         self._fence = None
         for topic, partition_index in list(self.partitions):
             self._drop(PartitionKey(topic.decode(), partition_index), reason)
 
     def resign_all(self) -> None:
-        """The broker stops: take nothing more, and refuse writes to what is led."""
+        """Take no more partitions and refuse writes: the broker stops."""
         self.stopping = True
         for partition in self.partitions.values():
             partition.resign()
 
     async def drain(self, timeout_s: float) -> None:
         """Let live in-sync followers reach the ends of the logs that were led."""
-        await self._handing_over.followers_there(self.partitions.values(), timeout_s)
+        await self._rebalance.wait_for_followers(self.partitions.values(), timeout_s)
 
     async def close(self) -> None:
-        """Drop what is led, close what is hosted and wait for the tasks at work."""
+        """Drop all leaderships, close all replicas and wait for the tasks."""
         self.stopping = True
         self.drop_all("the broker stops")
-        self._turns.close()
-        await asyncio.gather(*self._working.values(), *self._chores, return_exceptions=True)
-        for key in self.replicas.every_key():
+        self._election.close()
+        await asyncio.gather(*self._working.values(), *self._tasks, return_exceptions=True)
+        for key in self.replicas.hosted_keys():
             self.replicas.close(key)
 
     # Taking partitions
 
     async def run(self) -> None:
-        """Host what is ours to host and take what becomes ours to take, until cancelled."""
+        """Host and take partitions as they become due, until cancelled."""
         loop = asyncio.get_running_loop()
         next_sweep_at = loop.time() + SWEEP_INTERVAL_S
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(next_sweep_at):
                     await self._wake.wait()
-            # However much there is to do otherwise.
+            # Sweep in time, however much else there is to do.
             if loop.time() >= next_sweep_at:
                 self._sweep()
                 next_sweep_at = loop.time() + SWEEP_INTERVAL_S
             self._wake.clear()
-            wanted, self._wanted = self._wanted, set()
+            wanted, self._queued = self._queued, set()
             for key in wanted:
-                self._attend(key)
+                self._process(key)
 
-    def _attend(self, key: PartitionKey) -> None:
-        """Do what there is to do about a partition now."""
+    def _process(self, key: PartitionKey) -> None:
+        """Do what is due for a partition now."""
         fence, ownership = self._fence, self._view.ownership(*key)
-        if fence is not None and ownership is not None and self._is_namesakes(key, ownership, fence):
+        if fence is not None and ownership is not None and self._is_of_deleted_topic(key, ownership, fence):
             self._start(self._release(key, ownership.mod_revision, fence))
-        elif self._is_my_turn(key):
-            self._work_shared(key, take=True)
+        elif self._may_take_now(key):
+            self._start_work(key, take=True)
         elif self._wants_hosting(key):
-            self._work_shared(key, take=False)
+            self._start_work(key, take=False)
 
-    def _want_all(self) -> None:
+    def _queue_all(self) -> None:
         for topic in self._view.topics.values():
-            self._wanted.update(PartitionKey(topic.name, index) for index in range(len(topic.replicas)))
+            self._queued.update(PartitionKey(topic.name, index) for index in range(len(topic.replicas)))
         self._wake.set()
 
-    def _want(self, key: PartitionKey) -> None:
-        self._wanted.add(key)
+    def _queue(self, key: PartitionKey) -> None:
+        self._queued.add(key)
         self._wake.set()
 
     def _topic_of(self, key: PartitionKey) -> Topic | None:
@@ -221,68 +229,71 @@ class PartitionLeaseManager:
         topic = self._topic_of(key)
         if topic is None or self.stopping or self.replicas.get(key) is not None:
             return False
-        return hosts(self._view, topic, key.partition_index, self._node_id)
+        return keeps_replica(self._view, topic, key.partition_index, self._node_id)
 
     def _may_take(self, key: PartitionKey) -> bool:
         topic, fence = self._topic_of(key), self._fence
-        if topic is None or fence is None or self.stopping or not fence.is_live() or key in self._lease_keys.under_way:
+        if topic is None or fence is None or self.stopping or not fence.is_live() or key in self._releases.under_way:
             return False
-        if key in self._not_now:
+        if key in self._failed_to_lead:
             return False
         partition = self.replicas.get(key)
         if partition is not None and (partition.role is not Role.FOLLOWER or partition.failure):
             return False
         ownership = self._view.ownership(*key)
         if ownership is not None:
-            # A key on our own lease with no partition behind it: a Txn whose answer was lost.
-            return ownership.lease_id == fence.lease_id and not self._is_namesakes(key, ownership, fence)
+            # A key on our own lease without a partition: a Txn whose answer was lost.
+            return ownership.lease_id == fence.lease_id and not self._is_of_deleted_topic(key, ownership, fence)
         if partition is not None and not is_in_sync(self._view, topic, key.partition_index, partition.replica):
             return False
-        place = place_in_line(self._view, topic, key.partition_index, self._node_id, count_dead=False)
+        place = candidate_place(self._view, topic, key.partition_index, self._node_id, count_dead=False)
         return place != NOT_A_CANDIDATE
 
-    def _may_be_touched(self, key: PartitionKey) -> bool:
-        """Never written: clients touch it wherever they are sent, and it shall begin where it is wanted. Where that
-        broker cannot take it, another one's turn comes."""
+    def _may_take_for_client(self, key: PartitionKey) -> bool:
+        """Tell whether a client's request may take this partition here.
+
+        Clients send requests for a never-written partition to any broker, and it should begin on its preferred one. If
+        that broker cannot take it, another one takes it after a delay.
+        """
         topic = self._topic_of(key)
         if topic is None or self._view.ownership(*key) is not None:
             return True
         if self._view.state(topic, key.partition_index) is not None or not self._has_live_replica(key, topic):
             return True
-        return place_in_line(self._view, topic, key.partition_index, self._node_id, count_dead=False) == 0
+        return candidate_place(self._view, topic, key.partition_index, self._node_id, count_dead=False) == 0
 
     def _has_live_replica(self, key: PartitionKey, topic: Topic) -> bool:
         live = {*self._view.brokers, self._node_id}
         return any(each in live for each in topic.replicas[key.partition_index])
 
-    def _is_my_turn(self, key: PartitionKey) -> bool:
+    def _may_take_now(self, key: PartitionKey) -> bool:
         topic = self._topic_of(key)
         if topic is None or not self._may_take(key):
-            self._turns.done(key)
+            self._election.done(key)
             return False
-        return self._turns.is_mine(key, topic)
+        return self._election.may_take_now(key, topic)
 
-    def _work_shared(self, key: PartitionKey, *, take: bool) -> asyncio.Task[None]:
+    def _start_work(self, key: PartitionKey, *, take: bool) -> asyncio.Task[None]:
         if take:
             self._to_take.add(key)
         task = self._working.get(key)
         if task is None:
             task = self._working[key] = asyncio.create_task(self._work(key), name=f"work on {key}")
-            task.add_done_callback(lambda done: self._worked(key, done))
+            task.add_done_callback(lambda done: self._on_work_done(key, done))
         return task
 
-    def _worked(self, key: PartitionKey, task: asyncio.Task[None]) -> None:
+    def _on_work_done(self, key: PartitionKey, task: asyncio.Task[None]) -> None:
         self._working.pop(key, None)
-        self._turns.done(key)
+        self._election.done(key)
         if not task.cancelled() and task.exception() is not None:
             _logger.error("partition failed", topic=key.topic, partition=key.partition_index, exc_info=task.exception())
         elif key not in self._to_take:
-            # It has just been opened, and may be ours to take.
-            self._want(key)
+            # It was opened just now; this broker may be able to take it.
+            self._queue(key)
         self._to_take.discard(key)
 
     async def _work(self, key: PartitionKey) -> None:
-        """Open the log where it is not open, then take the partition where it may be taken."""
+        """Open the log if it is not open, then take the partition if this broker may."""
         async with self._slots:
             topic = self._topic_of(key)
             if topic is None or self.stopping:
@@ -297,9 +308,9 @@ class PartitionLeaseManager:
                 _logger.warning("not acquired", topic=topic.name, partition=key.partition_index, error=str(error))
 
     async def _take(self, key: PartitionKey, topic: Topic, partition: Partition, fence: LeaseFence) -> None:
-        """Become the leader, if the transaction says so.
+        """Become the leader, if the transaction succeeds.
 
-        Raises EtcdError, ValueError, and what `Partition.become_leader` does: then the key is given back.
+        Raises EtcdError, ValueError, and what `Partition.become_leader` raises; then the key is released.
         """
         stored = self._view.stored_state(*key)
         take_over = TakeOver(self._client, self._keys, self._node_id, key, topic)
@@ -312,8 +323,8 @@ class PartitionLeaseManager:
         if taken is None or self._fence is not fence or not fence.is_live() or self.stopping:
             return
         if self.replicas.get(key) is not partition:
-            return  # closed meanwhile; the key on our lease is found by the next look
-        self._turns.owned(key)
+            return  # closed meanwhile; the next look finds the key on our lease
+        self._election.owned(key)
         try:
             partition.become_leader(
                 Leadership(taken.state.leader_epoch, taken.token),
@@ -323,11 +334,11 @@ class PartitionLeaseManager:
                 taken.fence,
             )
         except Exception:
-            self._not_now.add(key)
+            self._failed_to_lead.add(key)
             self._start(self._release(key, taken.token, fence))
             raise
         self.partitions[topic.name.encode(), key.partition_index] = partition
-        self._handing_over.begun(key)
+        self._rebalance.begun(key)
         self.replicas.on_leaders_changed()
         self._view.apply_put(self._keys.state(*key), taken.value, lease_id=0, revision=taken.revision)
         owner = take_over.owner
@@ -343,14 +354,14 @@ class PartitionLeaseManager:
         )
 
     def _next_state(self, key: PartitionKey, topic: Topic, partition: Partition) -> StateValue:
-        """What is to stand in etcd when we have taken the partition."""
+        """Build the state to be stored with the take-over."""
         state = self._view.state(topic, key.partition_index)
-        # What is known here counts too: a restored etcd may remember an earlier epoch than was obeyed, and in which
-        # nothing need have been written. Who obeyed it follows none below.
+        # The epochs in our own log count too: a restored etcd may remember an earlier epoch than one that was obeyed
+        # and wrote nothing. A replica that obeyed an epoch follows no lower one.
         latest = _latest_epoch(partition)
         if state is not None:
             return StateValue(max(state.leader_epoch, latest) + 1, state.isr, topic.topic_id, state.replicas)
-        replicas = first_replicas(self._view, topic, key.partition_index, self._node_id)
+        replicas = initial_replicas(self._view, topic, key.partition_index, self._node_id)
         isr = [partition.replica]
         for each in replicas:
             other = self._view.brokers.get(each)
@@ -362,7 +373,7 @@ class PartitionLeaseManager:
     # Losing partitions
 
     def deposed(self, partition: Partition) -> None:
-        """Etcd says that a partition's lease key is not ours any more."""
+        """Drop a partition whose lease key, etcd says, is no longer ours."""
         if self.partitions.get((partition.topic.encode(), partition.partition_index)) is partition:
             self._drop(PartitionKey(partition.topic, partition.partition_index), "another may own it")
 
@@ -370,50 +381,50 @@ class PartitionLeaseManager:
         if change.kind is Kind.SNAPSHOT:
             self._on_snapshot()
         elif change.kind is Kind.RESTORED:
-            # Whatever our lease was, it stands in a history that is no more.
+            # Our lease belongs to a history of etcd that is gone.
             self._on_identity_lost("etcd was restored")
         elif change.kind is Kind.BROKER:
             if change.node_id == self._node_id:
                 self._check_identity()
-            for key in self.replicas.every_key():
+            for key in self.replicas.hosted_keys():
                 self.replicas.point_at_leader(key)
-            self._want_all()
+            self._queue_all()
         elif change.kind is Kind.TOPIC:
             if change.deleted is not None:
                 self._forget(change.deleted)
             else:
-                # Of changes that are told together, a later one may have removed it again.
+                # A later change in the same batch may have removed the topic again.
                 created = self._view.topics.get(change.topic)
                 for partition_index in range(len(created.replicas) if created is not None else 0):
-                    self._want(PartitionKey(change.topic, partition_index))
+                    self._queue(PartitionKey(change.topic, partition_index))
         else:
             key = PartitionKey(change.topic, change.partition_index)
             if change.kind is Kind.OWNER:
                 self._on_owner(key)
             self.replicas.point_at_leader(key)
-            self._want(key)
+            self._queue(key)
 
     def _on_owner(self, key: PartitionKey) -> None:
         self._check_still_led(key)
         if self._view.ownership(*key) is None and self._topic_of(key) is not None:
-            self._turns.orphaned(key)
+            self._election.orphaned(key)
         else:
-            self._turns.owned(key)
+            self._election.owned(key)
 
     def _on_snapshot(self) -> None:
-        """What we did after the snapshot's revision is not in it, and says nothing."""
+        """Compare with a snapshot; it says nothing about our own changes after its revision."""
         revision = self._view.snapshot_revision
         for partition in list(self.partitions.values()):
             if partition.leadership.fencing_token <= revision:
                 self._check_still_led(PartitionKey(partition.topic, partition.partition_index))
-        for key in self.replicas.every_key():
+        for key in self.replicas.hosted_keys():
             topic, hosted = self._topic_of(key), self.replicas.get(key)
             if topic is None or (hosted is not None and hosted.topic_id != topic.topic_id):
                 self._drop(key, "its topic is gone")
             self.replicas.point_at_leader(key)
         if self._fence is not None and self._fence.claim_revision <= revision:
             self._check_identity()
-        self._want_all()
+        self._queue_all()
 
     def _check_still_led(self, key: PartitionKey) -> None:
         if self.led(key.topic.encode(), key.partition_index) is None:
@@ -428,22 +439,22 @@ class PartitionLeaseManager:
             self._on_identity_lost(f"the key {self._keys.broker(self._node_id)} is not ours any more")
 
     def _drop(self, key: PartitionKey, reason: str) -> None:
-        """Close the replica, led or not; where it is still ours to host it is opened anew."""
+        """Close the replica, led or not; it is opened anew if this broker still hosts it."""
         led = self.partitions.pop((key.topic.encode(), key.partition_index), None)
-        self._handing_over.ended(key)
+        self._rebalance.ended(key)
         self.replicas.close(key)
         if led is not None:
             self.ended[reason] += 1
             log = _logger.info if self.stopping else _logger.warning
             log("partition closed", topic=key.topic, partition=key.partition_index, reason=reason)
-        self._want(key)
+        self._queue(key)
 
     # Giving partitions up
 
     def _sweep(self) -> None:
-        """Look at everything, in case something went unnoticed."""
-        self._not_now.clear()
-        for key in self.replicas.every_key():
+        """Look at every partition, in case a change went unnoticed."""
+        self._failed_to_lead.clear()
+        for key in self.replicas.hosted_keys():
             partition = self.replicas.get(key)
             if partition is None or partition.log.failure is None:
                 continue
@@ -451,43 +462,43 @@ class PartitionLeaseManager:
                 self._start(self._give_up(key, "its log has failed"))
             else:
                 self._drop(key, "its log has failed")
-        handed_over = self._handing_over.next()
+        handed_over = self._rebalance.next()
         if handed_over is not None:
             self._start(self._hand_over(handed_over))
-        self._want_all()
+        self._queue_all()
 
     async def _hand_over(self, key: PartitionKey) -> None:
-        if await self._handing_over.prepare(key, lambda: self.stopping):
+        if await self._rebalance.prepare(key, lambda: self.stopping):
             await self._give_up(key, "the replica that stands first is to lead it")
 
     async def _give_up(self, key: PartitionKey, reason: str) -> None:
-        """Stop leading, and let others know."""
+        """Stop leading the partition and release its lease key."""
         fence, partition = self._fence, self.led(key.topic.encode(), key.partition_index)
         if fence is not None and partition is not None:
             self._drop(key, reason)
             await self._release(key, partition.leadership.fencing_token, fence)
 
     async def _release(self, key: PartitionKey, token: int, fence: LeaseFence) -> None:
-        await self._lease_keys.release(key, token, fence)
+        await self._releases.release(key, token, fence)
         ownership = self._view.ownership(*key)
         if ownership is None or ownership.mod_revision != token:
-            self._want(key)  # else when the view has it
+            self._queue(key)  # otherwise when the view reports the deletion
 
-    def _is_namesakes(self, key: PartitionKey, ownership: Ownership, fence: LeaseFence) -> bool:
-        """Whether a key on our lease is of a topic that is deleted, be there another of its name or not."""
+    def _is_of_deleted_topic(self, key: PartitionKey, ownership: Ownership, fence: LeaseFence) -> bool:
+        """Tell whether a key on our lease belongs to a deleted topic, whether or not a new one has its name."""
         topic = self._topic_of(key)
         return ownership.lease_id == fence.lease_id and (
             topic is None or ownership.mod_revision < topic.create_revision
         )
 
     def _forget(self, topic: Topic) -> None:
-        """The topic was deleted: let go of it and remove its logs. That its keys are released `_attend` sees to."""
+        """Close a deleted topic's replicas and remove their logs. `_process` releases its keys."""
         for partition_index in range(len(topic.replicas)):
             key = PartitionKey(topic.name, partition_index)
-            self._turns.owned(key)
+            self._election.owned(key)
             self._drop(key, "its topic is deleted")
         self.replicas.forget(topic)
-        self._data_dir.condemn(topic.topic_id)
+        self._data_dir.mark_deleted(topic.topic_id)
         self._start(self._remove(topic))
 
     async def _remove(self, topic: Topic) -> None:
@@ -504,12 +515,12 @@ class PartitionLeaseManager:
                 )
             except OSError as error:
                 _logger.error("deleted topic's log lingers", **key._asdict(), error=str(error))
-        self._data_dir.all_deleted(topic.topic_id)
+        self._data_dir.unmark_deleted(topic.topic_id)
 
     def _start(self, chore: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(chore)
-        self._chores.add(task)
-        task.add_done_callback(self._chores.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
 def _latest_epoch(partition: Partition) -> int:

@@ -1,15 +1,17 @@
-"""How brokers prove to each other that they belong to one cluster: SCRAM-SHA-256 (RFC 5802, RFC 7677), both ways.
+"""Mutual authentication of brokers by SCRAM-SHA-256.
 
-The secret is the cluster's, random, and kept in etcd, which every broker can read anyway. A follower's name is its
-broker id and the log id of its data directory (as KIP-858's directory ids), so that a listener can tell it from an
-earlier one with that id. Neither side shows the secret: a listener learns nothing from a follower that came to the
-wrong address, and a follower believes nothing of a listener that has not proved to know it.
+RFC 5802 and RFC 7677, both ways.
+
+The secret is the cluster's, random, and in etcd, which every broker can read anyway; the first broker makes it. A
+follower's name is its broker id and the log id of its data directory (as KIP-858's directory ids), so that a listener
+can tell it from an earlier one with that id. Neither side reveals the secret: a listener learns nothing from a follower
+that came to the wrong address, and a follower trusts no listener that has not proved to know it.
 
 States, of either handshake
-  first     nothing was said
+  first     nothing was exchanged
   final     the first message of each side has been exchanged
   done      the other side has proved that it knows the secret
-  failed    it has not, or what it says makes no sense
+  failed    it has not, or its message is invalid
 
 Transitions
   first -> final -> done    one message of the other side each
@@ -18,24 +20,31 @@ Transitions
 
 from __future__ import annotations
 
+import secrets
 from typing import NamedTuple
 
 from scramp import ScramClient, ScramException, ScramMechanism
 
-from kproxy.broker.keys import ReplicaKey
+from kproxy.broker.cluster import get_or_put
+from kproxy.broker.keys import Keys, ReplicaKey
+from kproxy.errors import StartupError
+from kproxy.etcd import EtcdClient
 
 MECHANISM = "SCRAM-SHA-256"
-# A listener could ask for so many rounds of hashing that its follower does nothing else; our own ask for 4,096.
+# A listener could demand so many rounds of hashing that its follower does nothing else; our own demand 4,096.
 MAX_ITERATIONS = 16_384
 LEAST_CHARACTERS = 16
 
 
+SECRET_BYTES = 32
+
+
 class AuthenticationFailed(Exception):
-    """The other side has not proved that it knows the secret; the message says what was wrong."""
+    """The other side has not proved that it knows the secret; the message says why."""
 
 
 class Secret(NamedTuple):
-    """The cluster's secret, and what a listener needs to check who knows it."""
+    """The cluster's secret, and what a listener needs to verify it."""
 
     text: str
     salt: bytes
@@ -45,7 +54,7 @@ class Secret(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Secret:
-        """Raises ValueError for a text that SASL does not admit, or that could be guessed."""
+        """Derive the keys of a secret. Raises ValueError for a text that SASL forbids or that could be guessed."""
         if len(text) < LEAST_CHARACTERS:
             raise ValueError(f"{len(text)} characters are too short")
         try:
@@ -55,7 +64,7 @@ class Secret(NamedTuple):
 
 
 class ListenerHandshake:
-    """The listener's side. `follower` is who the other side has proved to be; None until it has."""
+    """The listener's side. `follower` is the authenticated follower; None until then."""
 
     def __init__(self, secret: Secret) -> None:
         self.follower: ReplicaKey | None = None
@@ -69,7 +78,7 @@ class ListenerHandshake:
         return self._secret[1:]
 
     def answer(self, message: bytes) -> bytes:
-        """The answer to the follower's next message. Raises AuthenticationFailed."""
+        """Answer the follower's next message. Raises AuthenticationFailed."""
         try:
             text = message.decode()
             if not self._has_begun:
@@ -85,7 +94,7 @@ class ListenerHandshake:
 
 
 class FollowerHandshake:
-    """The follower's side, which speaks first."""
+    """The follower's side, which begins."""
 
     def __init__(self, follower: ReplicaKey, secret: Secret) -> None:
         self._client = ScramClient([MECHANISM], str(follower), secret.text)
@@ -94,7 +103,7 @@ class FollowerHandshake:
         return str(self._client.get_client_first()).encode()
 
     def final(self, message: bytes) -> bytes:
-        """What follows the listener's first message. Raises AuthenticationFailed."""
+        """Answer the listener's first message. Raises AuthenticationFailed."""
         try:
             self._client.set_server_first(message.decode())
             if int(self._client.iterations) > MAX_ITERATIONS:
@@ -104,8 +113,38 @@ class FollowerHandshake:
             raise AuthenticationFailed(str(error)) from error
 
     def check(self, message: bytes) -> None:
-        """Whether the listener, too, knows the secret: its last message says. Raises AuthenticationFailed."""
+        """Verify the listener's last message: it must know the secret, too. Raises AuthenticationFailed."""
         try:
             self._client.set_server_final(message.decode())
         except (ScramException, ValueError) as error:
             raise AuthenticationFailed(str(error)) from error
+
+
+class SharedSecret:
+    """The secret as last read: `load` it before anything else, and again when etcd's history may have changed."""
+
+    def __init__(self, client: EtcdClient, keys: Keys) -> None:
+        self._client = client
+        self._key = keys.replication_secret
+        self._secret: Secret | None = None
+
+    @property
+    def current(self) -> Secret:
+        if self._secret is None:
+            raise RuntimeError("the replication secret is asked for before it has been loaded")
+        return self._secret
+
+    async def load(self) -> None:
+        """Read the secret, or make one. Raises EtcdError, StartupError."""
+        # If etcd has lost it, put back what this broker remembers.
+        proposal = self._secret.text if self._secret is not None else secrets.token_urlsafe(SECRET_BYTES)
+        stored = await get_or_put(self._client, self._key, proposal.encode())
+        try:
+            text = stored.decode("ascii")
+            if self._secret is None or self._secret.text != text:
+                self._secret = Secret.of(text)
+        except ValueError as error:
+            raise StartupError(
+                f"etcd's key {self._key} holds no usable secret ({error}): "
+                f"stop every broker, delete the key, and the first one to start makes another"
+            ) from error

@@ -1,20 +1,20 @@
-"""A follower's connection to a leader's replication listener: one authenticated dialogue, answers in order.
+"""A follower's connection to a leader's replication listener.
 
 States
   dialling         the connection is being made
   authenticating   each side proves to the other that it knows the cluster's secret; frames are small
-  open             requests may be asked
-  lost             nothing more is asked or answered; who waits is told why
+  open             requests may be sent
+  lost             no more requests or answers; pending requests fail
 
 Transitions
   dialling -> authenticating -> open   within CONNECT_TIMEOUT_S
-  any -> lost                          the other side closed or broke it, answered what was not asked or nonsense;
+  any -> lost                          the other side closed or broke it, or sent an invalid or unrequested answer;
                                        `close`
 
 Invariants
-1. Nothing is believed of the other side before it has proved that it knows the secret.
-2. Answers are matched in order and by correlation_id; one that fits nothing ends the connection.
-3. What the other side announces is bounded: frames by the limit of the state, what waits by what was asked.
+1. The other side is not trusted before it has proved that it knows the secret.
+2. Answers are matched in order and by correlation_id; an answer that does not match ends the connection.
+3. Memory is bounded: frames by the limit of the state, pending answers by the requests sent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from kproxy.broker.keys import ReplicaKey
-from kproxy.broker.replication.sasl import MECHANISM, AuthenticationFailed, FollowerHandshake, Secret
+from kproxy.broker.replication.authentication import MECHANISM, AuthenticationFailed, FollowerHandshake, Secret
 from kproxy.runtime.resolver import dial
 from kproxy_codec import control, error_codes
 from kproxy_codec.api_keys import SASL_AUTHENTICATE, SASL_HANDSHAKE
@@ -49,11 +49,11 @@ _AUTHENTICATE_VERSION = 2
 
 
 class LeaderLost(Exception):
-    """The connection is of no use, or could not be made; the message says why."""
+    """The connection is unusable or could not be made; the message says why."""
 
 
 class LeaderConnection(asyncio.BufferedProtocol):
-    """One connection of a follower, by its broker and data directory, to a leader. See `open`."""
+    """A follower's connection, by its broker and data directory, to a leader. See `open`."""
 
     def __init__(self, follower: ReplicaKey, arena: ReceiveArena) -> None:
         self._follower = follower
@@ -74,7 +74,7 @@ class LeaderConnection(asyncio.BufferedProtocol):
         arena: ReceiveArena,
         max_answer_bytes: int,
     ) -> LeaderConnection:
-        """A connection on which both sides are authenticated. Raises LeaderLost."""
+        """Connect and authenticate both sides. Raises LeaderLost."""
         connection = cls(follower, arena)
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -112,7 +112,7 @@ class LeaderConnection(asyncio.BufferedProtocol):
         frame = await self._ask(correlation_id, frame_message(head, body))
         return control.decode_response(api_key, version, frame[response_body_offset(frame, api_key, version) :])
 
-    # Asking
+    # Requests
 
     def fetch(
         self,
@@ -122,7 +122,7 @@ class LeaderConnection(asyncio.BufferedProtocol):
         min_bytes: int,
         max_bytes: int,
     ) -> asyncio.Future[memoryview]:
-        """Ask for topics by id; the answer, for `read_answer`, or LeaderLost, comes as the future's."""
+        """Request topics by id; the future gets the frame for `read_answer`, or LeaderLost."""
         correlation_id = self._next_correlation_id()
         frame = encode_replica_fetch(
             self._follower.node_id,
@@ -137,7 +137,7 @@ class LeaderConnection(asyncio.BufferedProtocol):
 
     @staticmethod
     def read_answer(frame: memoryview) -> ReplicaAnswer:
-        """Raises LeaderLost for what is none, or one that fails as a whole."""
+        """Decode a Fetch answer. Raises LeaderLost for an invalid one, or one that fails as a whole."""
         try:
             answer = read_replica_answer(frame)
         except CodecError as error:
@@ -160,7 +160,7 @@ class LeaderConnection(asyncio.BufferedProtocol):
         return answer
 
     def close(self) -> None:
-        """Whoever still waits for an answer is told LeaderLost. May be called twice."""
+        """Close; pending requests fail with LeaderLost. May be called twice."""
         self._lose("closed here")
 
     def _lose(self, reason: str) -> None:
@@ -172,10 +172,10 @@ class LeaderConnection(asyncio.BufferedProtocol):
         for _, answer in awaited:
             if not answer.done():
                 answer.set_exception(LeaderLost(self._lost_because))
-                # Nobody may be there any more to hear it.
+                # Nobody may await it any more.
                 answer.exception()
 
-    # What the transport calls
+    # Called by the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)

@@ -1,0 +1,158 @@
+"""Decide which broker takes a partition without an owner, and when.
+
+Candidates
+- Of a partition with a state: the members of its ISR. They hold all records acknowledged with acks=all. A member is a
+  log, not a broker: a broker that has opened another log is no member, which the replica manager checks.
+- Of a partition without a state, which was never written: its live replicas, or any live broker where no replica lives.
+
+The candidate that comes first in the replica list takes the partition first, so that the preferred replica leads. The
+others follow with a delay, in case it cannot. Where no replica lives, rendezvous hashing orders the live brokers, so
+that all brokers come to the same answer and partitions spread.
+
+States of a partition in `ElectionQueue`
+  (none)    it is not waited for
+  queued    other candidates come first, or may start soon; a timer says when to look again
+  due       the candidates before this broker have had their time
+A partition is orphaned where this broker saw its owner go.
+
+Invariants
+1. The candidate at place n among the live ones waits n times CANDIDATE_DELAY_S; n times UNWRITTEN_DELAY_S for a
+   partition that was never written; n times NO_REPLICA_DELAY_S where no replica of it lives. So brokers that see the
+   same try one at a time.
+2. For START_GRACE_S after a broker starts, dead candidates keep their places, so that a cluster that starts as a whole
+   gets its leaders back where they were. Orphaned partitions are excepted: their owner is known to have gone.
+3. Each partition has at most one timer; `close` cancels them all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+
+from kproxy.broker.cluster import ClusterView, Topic
+from kproxy.broker.keys import PartitionKey, ReplicaKey
+
+NOT_A_CANDIDATE = -1
+
+
+CANDIDATE_DELAY_S = 0.25
+NO_REPLICA_DELAY_S = 2.0
+# The first replica of a never-written partition lives, and may have thousands more to take.
+UNWRITTEN_DELAY_S = 10.0
+START_GRACE_S = 2.0
+
+
+def keeps_replica(view: ClusterView, topic: Topic, partition_index: int, node_id: int) -> bool:
+    """Tell whether the broker keeps a replica of the partition."""
+    state = view.state(topic, partition_index)
+    return node_id in view.replicas(topic, partition_index) or (state is not None and node_id in state.in_sync)
+
+
+def is_in_sync(view: ClusterView, topic: Topic, partition_index: int, replica: ReplicaKey) -> bool:
+    """Tell whether this log holds all committed records: it is in the ISR, or nothing was ever written."""
+    state = view.state(topic, partition_index)
+    return state is None or replica in state.isr
+
+
+def candidate_place(view: ClusterView, topic: Topic, partition_index: int, node_id: int, *, count_dead: bool) -> int:
+    """Count the candidates before this broker; NOT_A_CANDIDATE if it is none.
+
+    `count_dead` counts dead candidates too, which may be about to start; of a partition that was never written only its
+    first replica.
+    """
+    live = {*view.brokers, node_id}
+    replicas = view.replicas(topic, partition_index)
+    state = view.state(topic, partition_index)
+    if state is not None:
+        if node_id not in state.in_sync:
+            return NOT_A_CANDIDATE
+        ordered = [each for each in replicas if each in state.in_sync]
+        ordered += sorted(set(state.in_sync) - set(ordered))
+        return [each for each in ordered if count_dead or each in live].index(node_id)
+    living = [each for each in replicas if each in live]
+    if living:
+        if node_id not in living:
+            return NOT_A_CANDIDATE
+        return living.index(node_id) + (1 if count_dead and replicas[0] not in live else 0)
+    stand_ins = sorted(live, key=lambda each: _weight(topic.name, partition_index, each), reverse=True)
+    return stand_ins.index(node_id) + (1 if count_dead else 0)
+
+
+def initial_replicas(view: ClusterView, topic: Topic, partition_index: int, node_id: int) -> list[int]:
+    """Choose the replicas of a never-written partition that `node_id` takes.
+
+    These are the topic's, or, where `node_id` is none of them, `node_id` and as many other live brokers.
+    """
+    wanted = topic.replicas[partition_index]
+    if node_id in wanted:
+        return wanted
+    others = sorted(set(view.brokers) - {node_id}, key=lambda each: _weight(topic.name, partition_index, each))
+    return [node_id, *others[: len(wanted) - 1]]
+
+
+def _weight(topic: str, partition_index: int, node_id: int) -> bytes:
+    return hashlib.blake2b(f"{topic}/{partition_index}/{node_id}".encode(), digest_size=8).digest()
+
+
+class ElectionQueue:
+    """Times when this broker takes partitions. `look_again` is called for a partition that may be due by then."""
+
+    def __init__(self, view: ClusterView, node_id: int, look_again: Callable[[PartitionKey], None]) -> None:
+        self._view = view
+        self._node_id = node_id
+        self._look_again = look_again
+        self._began_at = 0.0
+        self._queued: dict[PartitionKey, asyncio.TimerHandle] = {}
+        self._due: set[PartitionKey] = set()
+        self._orphaned: set[PartitionKey] = set()
+
+    def begin(self) -> None:
+        """Start the grace period: the broker has come up."""
+        self._began_at = asyncio.get_running_loop().time()
+
+    def orphaned(self, key: PartitionKey) -> None:
+        """Note that the partition lost its owner."""
+        self._orphaned.add(key)
+
+    def done(self, key: PartitionKey) -> None:
+        """Forget that the partition is due: it was tried, has an owner, or is gone."""
+        self._due.discard(key)
+
+    def owned(self, key: PartitionKey) -> None:
+        """Stop waiting for a partition: it has an owner, or is gone."""
+        self._orphaned.discard(key)
+        self._due.discard(key)
+        timer = self._queued.pop(key, None)
+        if timer is not None:
+            timer.cancel()
+
+    def may_take_now(self, key: PartitionKey, topic: Topic) -> bool:
+        """Tell whether to take the partition now; if other candidates come first, `look_again` is called after them."""
+        loop = asyncio.get_running_loop()
+        grace_s = self._began_at + START_GRACE_S - loop.time()
+        count_dead = grace_s > 0 and key not in self._orphaned
+        place = candidate_place(self._view, topic, key.partition_index, self._node_id, count_dead=count_dead)
+        if place <= 0 or key in self._due:
+            return True
+        if key not in self._queued:
+            delay_s = grace_s if count_dead else place * self._delay_s(key, topic)
+            self._queued[key] = loop.call_later(delay_s, self._on_timer, key, not count_dead)
+        return False
+
+    def _delay_s(self, key: PartitionKey, topic: Topic) -> float:
+        if self._view.state(topic, key.partition_index) is not None:
+            return CANDIDATE_DELAY_S
+        keeps_one = self._node_id in topic.replicas[key.partition_index]
+        return UNWRITTEN_DELAY_S if keeps_one else NO_REPLICA_DELAY_S
+
+    def _on_timer(self, key: PartitionKey, due: bool) -> None:
+        del self._queued[key]
+        if due:
+            self._due.add(key)
+        self._look_again(key)
+
+    def close(self) -> None:
+        for timer in self._queued.values():
+            timer.cancel()
+        self._queued.clear()

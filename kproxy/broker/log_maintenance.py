@@ -1,0 +1,275 @@
+"""Flush logs, write checkpoints, apply retention.
+
+LogFlusher flushes one log in a thread as it is appended to (flush policy `always`).
+
+States of a LogFlusher
+  idle      everything is on the disk, or the log has failed or is closed
+  flushing  a thread waits for the disk
+
+Transitions
+  idle     -> flushing   `begin`: something was appended
+  flushing -> flushing   the flush has ended, and more was appended meanwhile
+  flushing -> idle       the flush has ended and nothing was appended; it has failed, and the log with it; `close`
+
+Invariants of a LogFlusher
+1. One flush of a log runs at a time, and it covers everything appended before it began. So a waiter waits for two
+   flushes at most, however many wait.
+2. Waiters are woken at the end of every flush, at its failure, and at the close.
+
+LogMaintenance flushes all logs, writes their checkpoints and applies retention periodically. A round of each kind ends
+before the next of that kind begins. Flushes and checkpoints wait for the disk, so they run in threads; retention runs
+on the event loop, between appends, and waits for no disk.
+
+Invariants of LogMaintenance
+1. A log that is closed or removed meanwhile is skipped: it is no error, and nothing of it is written any more.
+2. A log's failure is logged once. A failed log is not flushed again, because the kernel may claim that bytes are
+   written which it could not write. Moving the partition to another broker is up to `replica_manager`.
+3. A high watermark is written only once everything below it is on the disk (`Log.checkpoint`): a segment begins while
+   the one before it is still being flushed, and nothing below a written high watermark is ever cut off.
+4. What fails for lack of room is retried in the next round; no round keeps the others waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+import structlog
+
+from kproxy.broker.config import NO_RETENTION_LIMIT
+from kproxy.broker.leader_epochs import Leadership
+from kproxy.broker.log import Log
+from kproxy.broker.producer_state import wall_ms
+from kproxy.broker.segment import LogFailed
+
+# Kafka's replica.high.watermark.checkpoint.interval.ms.
+CHECKPOINT_INTERVAL_S = 5.0
+THREADS = 8
+_Share = TypeVar("_Share")
+_logger = structlog.get_logger(__name__)
+
+
+class LogFlusher:
+    """Flushes `log` in `threads`, None: the loop's own; calls `on_flushed` when more is on the disk."""
+
+    def __init__(self, log: Log, threads: Executor | None, on_flushed: Callable[[], None]) -> None:
+        self._log = log
+        self._threads = threads
+        self._on_flushed = on_flushed
+        self._under_way: asyncio.Future[None] | None = None
+        self._waiters: set[Callable[[], None]] = set()
+
+    @property
+    def is_flushing(self) -> bool:
+        """Whether a part of the log is not on the disk yet and may get there."""
+        return self._log.flushed_offset < self._log.log_end_offset and self._log.failure is None
+
+    def begin(self) -> None:
+        """Flush what was appended, now or after the running flush."""
+        if self._under_way is None and self.is_flushing:
+            self._under_way = asyncio.get_running_loop().run_in_executor(self._threads, self._flush)
+            self._under_way.add_done_callback(self._ended)
+
+    def _flush(self) -> None:
+        try:
+            self._log.flush()
+        except LogFailed:
+            return  # closed meanwhile, or failed: LogMaintenance logs `log.failure`
+
+    def _ended(self, flush: asyncio.Future[None]) -> None:
+        if flush.cancelled():
+            return
+        self._under_way = None
+        if flush.exception() is not None:
+            _logger.error("flush failed", directory=str(self._log.directory), exc_info=flush.exception())
+        elif self._log.failure is None:
+            self._on_flushed()
+            self.begin()
+        self._wake()
+
+    async def wait(self, offset: int) -> bool:
+        """Wait until `offset` is on the disk; False if the log fails or is closed before."""
+        log = self._log
+        while log.flushed_offset <= offset and log.failure is None:
+            woken = asyncio.get_running_loop().create_future()
+
+            def wake(woken: asyncio.Future[None] = woken) -> None:
+                if not woken.done():
+                    woken.set_result(None)
+
+            self.add_waiter(wake)
+            try:
+                await woken
+            finally:
+                self._waiters.discard(wake)
+        return log.flushed_offset > offset
+
+    def add_waiter(self, wake: Callable[[], None]) -> None:
+        """Call `wake` once, when a flush has ended, even in failure."""
+        self._waiters.add(wake)
+
+    def _wake(self) -> None:
+        woken, self._waiters = self._waiters, set()
+        for wake in woken:
+            wake()
+
+    def close(self) -> None:
+        """Stop waiting: the log is closed. A running flush ends by itself. May be called twice."""
+        if self._under_way is not None:
+            self._under_way.cancel()
+            self._under_way = None
+        self._wake()
+
+
+class MaintainedReplica(Protocol):
+    """A partition whose log is maintained."""
+
+    @property
+    def topic(self) -> str: ...
+    @property
+    def partition_index(self) -> int: ...
+    @property
+    def log(self) -> Log: ...
+    @property
+    def high_watermark(self) -> int: ...
+    @property
+    def leadership(self) -> Leadership: ...
+
+
+class LogMaintenance:
+    """Maintains the logs of the replicas that `hosted` yields. The caller owns the coroutine `run`; then `close`."""
+
+    def __init__(
+        self,
+        hosted: Callable[[], Iterable[MaintainedReplica]],
+        *,
+        flush_interval_s: float,
+        retention_check_interval_s: float,
+        now_ms: Callable[[], int] = wall_ms,
+    ) -> None:
+        self._hosted = hosted
+        self._flush_interval_s = flush_interval_s
+        self._retention_check_interval_s = retention_check_interval_s
+        self._now_ms = now_ms
+        self._logged_failures: weakref.WeakSet[Log] = weakref.WeakSet()
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="log-keeper")
+        # Held while the threads work, so that no two work on one log.
+        self._work_lock = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Run the rounds until cancelled."""
+        async with asyncio.TaskGroup() as rounds:
+            rounds.create_task(_every(self._flush_interval_s, self.flush))
+            rounds.create_task(_every(CHECKPOINT_INTERVAL_S, self.checkpoint))
+            rounds.create_task(_every(self._retention_check_interval_s, self.remove_old_segments))
+
+    def close(self) -> None:
+        """Begin nothing more. The threads end their work by themselves; a log may be closed meanwhile."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def flush(self, *, whatever_the_policy: bool = False) -> None:
+        """Flush logs with the flush policy `interval`; log which logs have failed.
+
+        Logs with the policy `always` are flushed by their LogFlusher.
+        """
+        dirty = [replica.log for replica in self._usable() if replica.log.is_dirty]
+        due = [log for log in dirty if whatever_the_policy or log.options.flush == "interval"]
+        if due:
+            await self._run_in_threads(_flush, due)
+        for replica in list(self._hosted()):
+            if (
+                replica.log.failure is not None
+                and not replica.log.is_closed
+                and replica.log not in self._logged_failures
+            ):
+                self._logged_failures.add(replica.log)
+                _logger.error("log failed", **_log_fields(replica), error=str(replica.log.failure))
+
+    async def checkpoint(self) -> None:
+        """Write the high watermarks and leaderships that have changed."""
+        due = [
+            replica
+            for replica in self._usable()
+            if replica.high_watermark != replica.log.high_watermark_checkpoint
+            or replica.leadership != replica.log.leadership
+        ]
+        await self._write_checkpoints(due)
+
+    async def remove_old_segments(self) -> None:
+        """Apply retention."""
+        shortened = []
+        for replica in list(self._hosted()):
+            if _is_limited(replica.log) and _is_usable(replica.log) and self._shorten(replica):
+                shortened.append(replica)
+            await asyncio.sleep(0)
+        # An empty log finds its leader epoch only in its checkpoint.
+        await self._write_checkpoints([replica for replica in shortened if _is_usable(replica.log)])
+
+    def _shorten(self, replica: MaintainedReplica) -> bool:
+        try:
+            removed = replica.log.remove_old_segments(self._now_ms(), replica.high_watermark)
+        except (OSError, LogFailed) as error:
+            _logger.error("retention not applied", **_log_fields(replica), error=str(error))
+            return False
+        if removed:
+            _logger.info(
+                "old segments removed", **_log_fields(replica), segments=removed, start=replica.log.log_start_offset
+            )
+        return removed > 0
+
+    async def _write_checkpoints(self, due: Sequence[MaintainedReplica]) -> None:
+        wanted = [(replica.log, replica.high_watermark, replica.leadership) for replica in due]
+        if wanted:
+            await self._run_in_threads(_checkpoint, wanted)
+
+    async def _run_in_threads(self, work: Callable[[Sequence[_Share]], None], due: Sequence[_Share]) -> None:
+        """Share the work among the threads: a disk flushes many small files in hardly more time than one."""
+        loop = asyncio.get_running_loop()
+        async with self._work_lock:
+            shares = [due[first::THREADS] for first in range(min(THREADS, len(due)))]
+            await asyncio.gather(*(loop.run_in_executor(self._threads, work, share) for share in shares))
+
+    def _usable(self) -> list[MaintainedReplica]:
+        return [replica for replica in self._hosted() if _is_usable(replica.log)]
+
+
+async def _every(interval_s: float, do_round: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        await asyncio.sleep(interval_s)
+        await do_round()
+
+
+def _flush(logs: Sequence[Log]) -> None:
+    for log in logs:
+        try:
+            log.flush()
+        except LogFailed:
+            continue  # closed meanwhile, or failed: the event loop logs `log.failure`
+
+
+def _checkpoint(wanted: Sequence[tuple[Log, int, Leadership]]) -> None:
+    refused: list[OSError] = []
+    for log, high_watermark, leadership in wanted:
+        try:
+            log.checkpoint(high_watermark, leadership)
+        except OSError as error:
+            refused.append(error)
+        except LogFailed:
+            continue  # as above
+    if refused:
+        _logger.error("high watermarks not written down", logs=len(refused), error=str(refused[0]))
+
+
+def _is_usable(log: Log) -> bool:
+    return not log.is_closed and log.failure is None
+
+
+def _is_limited(log: Log) -> bool:
+    return log.options.retention_bytes != NO_RETENTION_LIMIT or log.options.retention_ms != NO_RETENTION_LIMIT
+
+
+def _log_fields(replica: MaintainedReplica) -> dict[str, object]:
+    return {"topic": replica.topic, "partition": replica.partition_index}
