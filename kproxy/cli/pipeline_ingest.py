@@ -28,7 +28,7 @@ from kproxy.pipeline.ingest.options import (
     parse_source,
     parse_trigger,
 )
-from kproxy.pipeline.reachable import check_reachable
+from kproxy.pipeline.preflight import check_reachable
 from kproxy.pipeline.spark import SparkFailed, require_pyspark
 
 MAX_SCHEMA_BYTES = 1 << 20

@@ -70,7 +70,7 @@ def show(outcome: Outcome, output: Console | None = None) -> None:
     output.print(_table(outcome))
     if outcome.audit is not None:
         # Not at the top: without the demo's extra there is no pyspark, and this is to say so.
-        from kproxy.pipeline.audit.report_table import show_table
+        from kproxy.pipeline.audit.report_text import show_table
 
         show_table(outcome.audit, output)
 

@@ -40,10 +40,9 @@ from kproxy.demo.report import KilledOwner, Outcome, show
 from kproxy.dev.cluster import DEFAULT_LEASE_TTL_S, ChildEnded, DevCluster
 from kproxy.errors import StartupError
 from kproxy.etcd import EtcdError
-from kproxy.pipeline.audit.report_place import check_report
 from kproxy.pipeline.java import Java, find_java
+from kproxy.pipeline.preflight import check_reachable, check_report
 from kproxy.pipeline.progress import Report
-from kproxy.pipeline.reachable import check_reachable
 from kproxy.pipeline.spark import SparkDriver, SparkFailed, pyspark_home
 
 if TYPE_CHECKING:

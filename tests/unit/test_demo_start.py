@@ -17,9 +17,8 @@ from kproxy.demo import topic
 from kproxy.demo.run import DemoOptions, run_demo
 from kproxy.errors import StartupError
 from kproxy.installed import install_command
-from kproxy.pipeline.audit.report_place import check_report
 from kproxy.pipeline.java import Java
-from kproxy.pipeline.reachable import check_reachable
+from kproxy.pipeline.preflight import check_reachable, check_report
 from kproxy.pipeline.spark import cause_in, no_master, pyspark_home
 from kproxy.pipeline.spark_settings import PACKAGE_ROOTS, spark_environment
 

@@ -23,13 +23,13 @@ from kproxy.pipeline.audit.places import check_places
 from kproxy.pipeline.audit.report_facts import Facts
 from kproxy.pipeline.audit.report_gather import gather
 from kproxy.pipeline.audit.report_html import write_report
-from kproxy.pipeline.audit.report_place import check_report
-from kproxy.pipeline.audit.report_table import show_table
+from kproxy.pipeline.audit.report_text import show_table
 from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, TRAIL_LOOKBACK_MS, AuditOptions, run_audit
 from kproxy.pipeline.audit.scale import fitted
 from kproxy.pipeline.audit.tables import WINDOW_MS
 from kproxy.pipeline.audit.trail import TrailPlace
 from kproxy.pipeline.jobs_progress import JobsProgress
+from kproxy.pipeline.preflight import check_report
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.session import SessionOptions, open_session
 from kproxy.pipeline.spark_settings import on_this_machine

@@ -23,7 +23,7 @@ from kproxy.pipeline.audit.log_source import bounds_now, fix_ends, fix_starts, r
 from kproxy.pipeline.audit.log_starts import first_acknowledged, starts_at_or_before
 from kproxy.pipeline.audit.places import existing
 from kproxy.pipeline.audit.report_facts import TRAIL_READ
-from kproxy.pipeline.audit.report_words import utc
+from kproxy.pipeline.audit.report_text import utc
 from kproxy.pipeline.audit.results import NAMES, Tables, read_results, write_results
 from kproxy.pipeline.audit.scale import fitted, keep, stays_in_memory
 from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA

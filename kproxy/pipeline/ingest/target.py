@@ -10,7 +10,7 @@ from typing import Any, Final
 from pyspark.sql import SparkSession
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.reachable import check_reachable
+from kproxy.pipeline.preflight import check_reachable
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure
 
 REQUEST_TIMEOUT_S: Final = 20
