@@ -28,9 +28,8 @@ from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, TRAIL_LOOKBACK_MS, AuditO
 from kproxy.pipeline.audit.scale import fitted
 from kproxy.pipeline.audit.tables import WINDOW_MS
 from kproxy.pipeline.audit.trail import TrailPlace
-from kproxy.pipeline.jobs_progress import JobsProgress
 from kproxy.pipeline.preflight import check_report
-from kproxy.pipeline.progress import Report
+from kproxy.pipeline.progress import JobsProgress, Report
 from kproxy.pipeline.session import SessionOptions, open_session
 from kproxy.pipeline.spark_settings import on_this_machine
 

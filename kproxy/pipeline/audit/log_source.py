@@ -7,7 +7,7 @@ are and cuts their logs into pieces; its tasks read the pieces. Records are not 
 Spark plans anew for every action on a DataFrame: where the end is "latest" that may be another end each time. Who wants
 one end gives it: `fix_ends`.
 
-Executors need this package, `codec` and kafka-python (`kproxy.pipeline.audit.executors` packs them), pyarrow, which
+Executors need this package, `codec` and kafka-python (`kproxy.pipeline.session` packs them), pyarrow, which
 Spark itself needs for sources in Python, and crc32c, without which crc_ok is null: not looked at.
 """
 
