@@ -22,7 +22,7 @@ from rich.table import Table
 from bench.pipeline_cluster import BROKERS, DIRECT, PARTITIONS, VIA_PROXY, WAYS, Cluster, Topic, cluster
 from bench.table import judged
 from kproxy.demo.flights import KEY_COLUMN, NULL, TOTAL_ROWS, lay_down, locate_archive
-from kproxy.demo.transforms import flights_schema
+from kproxy.demo.stream import flights_schema
 
 GOAL_PERCENT = 95.0
 PAIRS = 7

@@ -130,8 +130,7 @@ def command(
     try:
         if not follow:
             return run_audit_job(job, spark)
-        from kproxy.pipeline.audit.follow import Following
-        from kproxy.pipeline.audit.follow_job import run_follow_job
+        from kproxy.pipeline.audit.follow import Following, run_follow_job
 
         following = Following(
             checkpoint=checkpoint or f"{(output or '').rstrip('/')}/checkpoint",

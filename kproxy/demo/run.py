@@ -1,15 +1,15 @@
-"""`kproxy demo`: real data through Spark's unchanged Kafka sink and the proxy, read back, judged, and audited.
+"""`kproxy demo`: write real data through Spark's unchanged Kafka sink and the proxy, read it back, judge it, audit it.
 
-States: CHECKING (nothing started; StartupError leaves nothing behind) -> STARTING (cluster, Spark and data side by
-side) -> WRITING -> READING -> AUDITING -> DONE. From each of them a failure or a signal leads to STOPPING and out.
+States: CHECKING (nothing started; StartupError leaves nothing behind) -> STARTING (cluster, Spark and data in parallel)
+-> WRITING -> READING -> AUDITING -> DONE. From each of them a failure or a signal leads to STOPPING and out.
 
 Invariants
-1. When `run_demo` returns or raises, no process it started is left: Spark's JVM goes first, as it is the cluster's
+1. When `run_demo` returns or raises, no process that it started is left: Spark's JVM ends first, as it is the cluster's
    client, then the cluster.
-2. It deletes the directory it made for the run and nothing else; it keeps it where asked to, and where something went
-   wrong. The audit's report lies elsewhere and stays.
-3. The job knows one address, the proxy's. Only the table's rows by owner come from etcd, after everything was judged,
-   and with `kill_owner` what is told of the kill.
+2. It deletes the directory that it made for the run and nothing else; it keeps it on request and after a failure. The
+   audit's report is elsewhere and stays.
+3. The job knows one address, the proxy's. Only the number of rows by owner comes from etcd, after everything was
+   judged, and with `kill_owner` what is reported of the kill.
 """
 
 from __future__ import annotations
@@ -22,24 +22,27 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
+from kafka.admin import KafkaAdminClient
+from kafka.errors import KafkaError
 from rich.console import Console
 
 from kproxy.config import DEFAULT_PREFIX
-from kproxy.demo import flights, topic
+from kproxy.demo import flights
 from kproxy.demo.audit import audit_demo
 from kproxy.demo.judge import Judge
 from kproxy.demo.owner_kill import MidStream, OwnerKill, OwnerNotKilled
 from kproxy.demo.report import KilledOwner, Outcome, show
 from kproxy.dev.cluster import DEFAULT_LEASE_TTL_S, ChildEnded, DevCluster
 from kproxy.errors import StartupError
-from kproxy.etcd import EtcdError
+from kproxy.etcd import EtcdClient, EtcdError
+from kproxy.observe import kafka_python
 from kproxy.pipeline.java import Java, find_java
 from kproxy.pipeline.preflight import check_reachable, check_report
 from kproxy.pipeline.progress import Report
@@ -48,6 +51,7 @@ from kproxy.pipeline.spark import SparkDriver, SparkFailed, pyspark_home
 if TYPE_CHECKING:
     from kproxy.demo.stream import Written
     from kproxy.pipeline.audit.report_facts import Facts
+
 
 PARTITIONS: Final = 12
 # Few: each micro-batch costs Spark about a second of planning here. More than one: order must hold across them.
@@ -124,7 +128,7 @@ def run_demo(
         if options.report is not None and outcome.audit is not None:
             report.say(f"The audit's report is {options.report.resolve()}")
         return outcome.exit_status
-    except (SparkFailed, topic.TopicNotCreated, EtcdError, ChildEnded, OwnerNotKilled) as error:
+    except (SparkFailed, TopicNotCreated, EtcdError, ChildEnded, OwnerNotKilled) as error:
         keep = True
         died = None if driver is None else driver.ended_by_itself
         report.say(f"The demo failed: {error}" if died is None else f"The demo failed: Spark's Java ended ({died})")
@@ -297,7 +301,7 @@ class _Run:
     async def _job(
         self, target: Target, laid_down: asyncio.Future[flights.Flights], spark: asyncio.Future[None], began: float
     ) -> Outcome:
-        await self._call(lambda: topic.create_topic(target.bootstrap, self._topic, PARTITIONS))
+        await self._call(lambda: create_topic(target.bootstrap, self._topic, PARTITIONS))
         data = await laid_down
         await spark
         written, killed = await self._write(target, data)
@@ -316,7 +320,7 @@ class _Run:
         reading.finish(f"{judge.read:,} rows")
         owners = None
         if target.etcd:
-            owners = await topic.partition_owners(target.etcd, target.prefix, self._topic)
+            owners = await partition_owners(target.etcd, target.prefix, self._topic)
         audit = await self._call(lambda: self._audit(target, written_ms)) if self._options.audit else None
         return Outcome(
             judge.verdict(sent=written.sent),
@@ -410,3 +414,40 @@ async def _while_it_stands(cluster: DevCluster | None, work: Coroutine[object, o
         working.cancel()
         broken.cancel()
         await asyncio.gather(working, broken, return_exceptions=True)
+
+
+REQUEST_TIMEOUT_MS = 15_000
+
+
+class TopicNotCreated(Exception):
+    """The cluster answered that it would not make the topic, or did not answer; the message is one line."""
+
+
+def create_topic(bootstrap: str, topic: str, partitions: int) -> None:
+    """Make `topic` and wait until each partition has a leader to write to. Blocks; raises TopicNotCreated."""
+    try:
+        admin = kafka_python.connected(
+            KafkaAdminClient,
+            bootstrap_servers=bootstrap,
+            client_id="kproxy-demo",
+            bootstrap_timeout_ms=REQUEST_TIMEOUT_MS,
+            request_timeout_ms=REQUEST_TIMEOUT_MS,
+        )
+        try:
+            kafka_python.create_topic(admin, topic, partitions)
+        finally:
+            admin.close()
+    except KafkaError as error:
+        raise TopicNotCreated(f"The topic {topic} could not be created through {bootstrap}: {error}") from error
+
+
+async def partition_owners(endpoints: Sequence[str], prefix: str, topic: str) -> Mapping[int, int]:
+    """Broker id by partition index, as the lease keys in etcd say now. Raises EtcdError."""
+    client = EtcdClient(endpoints)
+    await client.connect()
+    try:
+        directory = f"{prefix}/partition-leases/{topic}/"
+        leases = await client.get_prefix(directory)
+        return {int(kv.key.removeprefix(directory)): int(kv.value) for kv in leases.kvs}
+    finally:
+        await client.close()

@@ -17,8 +17,7 @@ import pytest
 from confluent_kafka.admin import AdminClient, NewTopic
 from rich.console import Console
 
-from kproxy.pipeline.audit.follow import Follower, Following, Stretch
-from kproxy.pipeline.audit.follow_job import pages_of, run_follow_job
+from kproxy.pipeline.audit.follow import Follower, Following, Stretch, pages_of, run_follow_job
 from kproxy.pipeline.audit.job import AuditJob
 from kproxy.pipeline.audit.log_source import bounds_now
 from kproxy.pipeline.audit.places import existing, parse_trail

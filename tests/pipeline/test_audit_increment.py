@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from kproxy.pipeline.audit.results import Tables
-from kproxy.pipeline.audit.scale import fitted, keep
-from kproxy.pipeline.audit.tables import AuditRules, audit_increment
+from kproxy.pipeline.audit.run import fitted, keep
+from kproxy.pipeline.audit.tables import AuditRules, Tables, audit_increment
 from tests.support.trails import BEGAN_AT, Row, Trail, batch, bounds, bounds_frame, log_frame, trail_frame
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kproxy.pipeline.audit.follow_state import TOLD_AT_MOST, FollowState
-from kproxy.pipeline.audit.follow_telling import LISTED, TOLD_ONE_BY_ONE, tell
+from kproxy.pipeline.audit.follow_state import LISTED, TOLD_AT_MOST, TOLD_ONE_BY_ONE, FollowState, tell
 from kproxy.pipeline.audit.schemas import FINDING_KINDS, FINDINGS_SCHEMA, GAP, LOST, UNPROVEN_KINDS
 
 

@@ -1,22 +1,22 @@
-"""The audit that stays: each micro-batch of the trail is judged as it comes, and what is wrong is told at once.
+"""`kproxy pipeline audit --follow`: audit each micro-batch of the trail as it comes, and report faults at once.
 
-States: RUNNING --nothing comes for a while--> SILENT --a micro-batch--> RUNNING; --stop--> ENDED. A failure of
-Spark's, or of the brokers for longer than the log source has patience, ends it too. Started again with its checkpoint
-it goes on where it was.
+States: RUNNING --no micro-batch for a while--> SILENT --a micro-batch--> RUNNING; --stop--> ENDED. A failure of Spark,
+or of the brokers for longer than the log source's patience, also ends it. Started again with its checkpoint, it goes on
+from there.
 
 Invariants
-1. A micro-batch's rows are on disk before logs are read, and logs are read up to where they end after that: what is
-   acknowledged in the rows must be there.
-2. The headers beside a batch's rows begin where the first of its records should be. So both can be forgotten together.
-3. What is looked at is bounded: the rows of the last `horizon_ms`, in which offsets given out twice are found, and the
-   headers of as much of the logs.
-4. A repeated micro-batch writes its results over those of the first attempt.
-5. Windows of time are written once, when `SETTLE_MS` have passed since their end. What comes later is in no window; it
-   is looked for in the logs all the same.
-6. With a time to judge from, the trail is read from `horizon_ms` before it: by the pages' timestamps, which are of
-   another clock where brokers write them. Of a trail whose first row came later than it should rows are missing.
-7. Proxies that fall silent have no micro-batch that tells of it: while none comes, and at the end, what is known is
-   judged by the time that it is then. What is known to be unread yet is not taken for silence.
+1. A micro-batch's rows are on disk before logs are read, and logs are read up to their end at that time: every record
+   that the rows acknowledge must be there.
+2. The headers kept with a micro-batch begin at its first record's offset, so both can be dropped together.
+3. The input is bounded: the rows of the last `horizon_ms`, within which offsets given out twice are found, and the
+   headers of the same part of the logs.
+4. A repeated micro-batch overwrites the results of the first attempt.
+5. Windows of time are written once, `SETTLE_MS` after their end. Later rows are in no window, but their records are
+   looked for in the logs.
+6. With a time to judge from, the trail is read from `horizon_ms` before it, by the timestamps of its pages. Brokers may
+   set these by another clock. If a trail's first row comes late, rows are reported missing.
+7. Proxies that fall silent cause no micro-batch. While none comes, and at the end, the known rows are judged again by
+   the current time. Rows that are known to be unread do not count as silence.
 """
 
 from __future__ import annotations
@@ -25,22 +25,135 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, Observation
-from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
+from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses  # noqa: N812 - the name Spark's own documentation uses
+from rich.console import Console
+from rich.text import Text
 
-from kproxy.pipeline.audit.follow_looked_at import LookedAt, judged
-from kproxy.pipeline.audit.follow_state import Alarm, FollowState, Kept, Place, StateFiles, trail_key
-from kproxy.pipeline.audit.follow_telling import LISTED, TOLD_KINDS, tell, untold
-from kproxy.pipeline.audit.job import AuditJob
+from kproxy.errors import StartupError
+from kproxy.pipeline.audit.follow_inputs import LookedAt, judged
+from kproxy.pipeline.audit.follow_state import (
+    LISTED,
+    TOLD_KINDS,
+    Alarm,
+    FollowState,
+    Kept,
+    Place,
+    StateFiles,
+    tell,
+    trail_key,
+    untold,
+)
+from kproxy.pipeline.audit.job import AuditJob, check
 from kproxy.pipeline.audit.log_source import LogReadFailed
-from kproxy.pipeline.audit.results import Tables
-from kproxy.pipeline.audit.schemas import FINDINGS_SCHEMA, LOST, UNPROVEN_KINDS
-from kproxy.pipeline.audit.tables import AuditRules
-from kproxy.pipeline.ingest.run import Stop
+from kproxy.pipeline.audit.schemas import FINDINGS_SCHEMA, LOST, TRAIL_SCHEMA, UNPROVEN_KINDS
+from kproxy.pipeline.audit.tables import AuditRules, Tables
+from kproxy.pipeline.audit.trail import JSON, TOPIC, only_rows, rows_of
+from kproxy.pipeline.ingest.run import Stop, stopped_by_signals
+from kproxy.pipeline.progress import Report
+from kproxy.pipeline.session import SessionOptions, open_session
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure
+
+PAGES_PER_BATCH: Final = 5_000
+FILES_PER_BATCH: Final = 100
+
+
+def run_follow_job(
+    job: AuditJob,
+    following: Following,
+    spark: SessionOptions,
+    *,
+    said: Report | None = None,
+    output: Console | None = None,
+    stop: Stop | None = None,
+) -> int:
+    """Until it is interrupted; the exit status. Raises StartupError, SparkFailed."""
+    if job.output is None:
+        raise StartupError("--follow writes results as they come: give --output DIR.")
+    if job.to_ms is not None or job.report is not None:
+        raise StartupError("--follow has no end: leave --to and --report out.")
+    if job.trail.kind == JSON:
+        raise StartupError("--follow needs files that are whole when they appear, or a topic: give another --trail.")
+    check(job)
+    said, stop = said or Report(), stop or Stop()
+    with said:
+        stage = said.stage("Spark", "starting")
+        with open_session(spark, lambda jars: stage.say(f"first start: {jars} jars downloaded")) as opened:
+            session = opened.session
+            stage.finish(f"version {session.version}, {session.sparkContext.master}")
+            stage = said.stage("audit", "waiting for the first rows")
+            lines = _Lines(said, output or Console(highlight=False))
+            # Spark has set handlers of its own when it was started.
+            with stopped_by_signals(stop):
+                state = follow(
+                    session,
+                    pages_of(session, job, following),
+                    job,
+                    following,
+                    parse=_parser(job, following),
+                    stretch=_stretch(job),
+                    alarm=lines.alarm,
+                    told=lambda state: stage.say(_progress(state)),
+                    stop=stop,
+                )
+            stage.finish(_progress(state))
+    return 1 if state.failures or (job.strict and state.unproven) else 0
+
+
+def pages_of(session: Any, job: AuditJob, following: Following) -> DataFrame:
+    """What is followed, as a stream: the messages of a topic, or the rows of files."""
+    if job.trail.kind != TOPIC:
+        reader = session.readStream.schema(TRAIL_SCHEMA).option("pathGlobFilter", "*.parquet")
+        return reader.option("maxFilesPerTrigger", FILES_PER_BATCH).parquet(job.trail.name)
+    options = {
+        "kafka.bootstrap.servers": job.trail_bootstrap or job.bootstrap,
+        "subscribe": job.trail.name,
+        "startingOffsets": "earliest",
+        "maxOffsetsPerTrigger": str(PAGES_PER_BATCH),
+        # What retention took is missing from the trail, and told.
+        "failOnDataLoss": "false",
+    }
+    if (read_from_ms := following.read_from_ms(job)) is not None:
+        options |= {"startingTimestamp": str(read_from_ms), "startingOffsetsByTimestampStrategy": "latest"}
+    return session.readStream.format("kafka").options(**options).load()
+
+
+def _stretch(job: AuditJob) -> Stretch:
+    if job.trail.kind == TOPIC:
+        return Stretch(PAGES_PER_BATCH, F.count(F.lit(1)))
+    return Stretch(FILES_PER_BATCH, F.approx_count_distinct(F.input_file_name()))
+
+
+def _parser(job: AuditJob, following: Following) -> Callable[[DataFrame], DataFrame]:
+    if job.trail.kind == TOPIC:
+        return rows_of
+    # Of a topic no more is read; of files all is.
+    is_read = F.col("at") >= (following.read_from_ms(job) or 0)
+    return lambda rows: only_rows(rows.withColumn("shipped_at", F.lit(None).cast("long"))).where(is_read)
+
+
+class _Lines:
+    """What stays on the terminal, on stdout: alarms, each when it is found."""
+
+    def __init__(self, said: Report, output: Console) -> None:
+        # Where both are a terminal the lines go by way of the progress, which moves out of their way.
+        self._console = said.progress if output.is_terminal else output
+
+    def alarm(self, sentence: str, fails: bool) -> None:
+        style, word = ("bold red", "ALARM") if fails else ("yellow", "UNPROVEN")
+        now = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} "
+        self._console.print(Text.assemble(now, (word, style), f" {sentence}"), soft_wrap=True)
+
+
+def _progress(state: FollowState) -> str:
+    found = "nothing wrong" if not state.failures else f"{state.failures:,} alarms"
+    unproven = f", {state.unproven:,} times unproven" if state.unproven else ""
+    return f"{state.acked:,} records acknowledged, {found}{unproven}"
+
 
 SETTLE_MS: Final = 30_000
 # An acknowledgement by one replica is in the log that others read a moment later: what seems lost is looked for again.

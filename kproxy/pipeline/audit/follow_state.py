@@ -1,17 +1,25 @@
-"""What a following audit knows between two micro-batches, and where that is kept: beside Spark's own checkpoint.
+"""What a following audit keeps between micro-batches: its state, and which findings it has reported.
 
-One file a micro-batch, written when all of its results are, and the file of the batch before it is read again where the
-batch has to be repeated: so a repeated batch gives the same results.
+The state is in files beside Spark's own checkpoint, one for each micro-batch, written after all of its results. A
+repeated micro-batch starts from the file of the one before it, and so gives the same results.
+
+Invariants
+1. Findings that were reported are removed first, and only the rest is counted: a new finding is reported, however many
+   were before.
+2. The sums in the state count all findings, reported one by one or not.
+3. At most `LISTED` findings of a kind are listed. If there are more, the number of the others is reported whenever it
+   rises.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from typing import Any, Final
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from kproxy.pipeline.audit.schemas import UNPROVEN_KINDS, WRONG_KINDS
 from kproxy.pipeline.spark import as_spark_failure
 
 # Of what was told already so much is remembered, so that nothing is told twice. More than is listed at a time.
@@ -170,3 +178,64 @@ def trail_of(key: str) -> tuple[str, str]:
 
 Alarm = Callable[[str, bool], None]
 """Told of each finding in a sentence, and whether it is a failure or only unproven."""
+
+
+# Of each kind so many findings of a micro-batch are told one by one.
+TOLD_ONE_BY_ONE: Final = 100
+LISTED: Final = 2_000
+# What whoever audits has said himself is no news.
+TOLD_KINDS: Final = (*WRONG_KINDS, *UNPROVEN_KINDS)
+
+Row = Mapping[str, Any]
+
+
+class Said(NamedTuple):
+    """A sentence, and whether it is of a failure or only of what is unproven."""
+
+    sentence: str
+    fails: bool
+
+
+def untold(state: FollowState, findings: Sequence[Row]) -> list[Row]:
+    """Those that were not told before, each once, the worst first."""
+    told = set(state.told)
+    new = {key: row for row in findings if (key := _told_as(row)) not in told}
+    return sorted(new.values(), key=lambda row: -(row["records"] or 0))
+
+
+def tell(state: FollowState, findings: Sequence[Row], kinds: Collection[str]) -> tuple[list[Row], list[Said]]:
+    """What is new among an audit's findings of these kinds, and what to say of it; it counts as told then."""
+    new = [row for row in untold(state, findings) if row["kind"] in kinds]
+    said = []
+    for kind in kinds:
+        rows = [row for row in new if row["kind"] == kind]
+        beyond = _beyond(kind, findings)
+        count = len(rows) + max(0, beyond - state.beyond.get(kind, 0))
+        state.beyond = {**state.beyond, kind: beyond}
+        fails = kind not in UNPROVEN_KINDS
+        state.failures += count * fails
+        state.unproven += count * (not fails)
+        said += [Said(f"{_where(row)}{row['detail']}", fails) for row in rows[:TOLD_ONE_BY_ONE]]
+        more = count - len(rows[:TOLD_ONE_BY_ONE])
+        if more:
+            said.append(Said(f"{kind}: {more:,} more, too many to tell one by one: see the table findings.", fails))
+    state.remember(_told_as(row) for row in new)
+    return new, said
+
+
+def _beyond(kind: str, findings: Sequence[Row]) -> int:
+    """How many there are besides those that are listed."""
+    of_kind = [row["of_kind"] or 0 for row in findings if row["kind"] == kind]
+    return max(0, max(of_kind, default=0) - len(of_kind))
+
+
+def _told_as(row: Row) -> str:
+    names = ("kind", "topic", "partition", "first_offset", "last_offset", "proxy", "incarnation", "sequence")
+    return " ".join(str(row[name]) for name in names)
+
+
+def _where(row: Row) -> str:
+    if row["topic"] is None:
+        return ""
+    offsets = "" if row["first_offset"] is None else f" offsets {row['first_offset']} to {row['last_offset']}"
+    return f"{row['kind']}: {row['topic']}/{row['partition']}{offsets}: "

@@ -24,8 +24,7 @@ from kproxy.pipeline.audit.report_facts import Facts
 from kproxy.pipeline.audit.report_gather import gather
 from kproxy.pipeline.audit.report_html import write_report
 from kproxy.pipeline.audit.report_text import show_table
-from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, TRAIL_LOOKBACK_MS, AuditOptions, run_audit
-from kproxy.pipeline.audit.scale import fitted
+from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, TRAIL_LOOKBACK_MS, AuditOptions, fitted, run_audit
 from kproxy.pipeline.audit.tables import WINDOW_MS
 from kproxy.pipeline.audit.trail import TrailPlace
 from kproxy.pipeline.preflight import check_report

@@ -1,14 +1,13 @@
-"""Logs as Spark reads them: one row for each record batch's header, by Fetch through any Kafka address.
+"""Read logs with Spark: one row for each record batch's header, by Fetch through any Kafka address.
 
-Formats for `session.read.format(…)` once `register` was called: "kproxy_log", the batches of topics, and
-"kproxy_bounds", where the log of each partition begins and ends. Spark's planner asks the cluster what partitions there
-are and cuts their logs into pieces; its tasks read the pieces. Records are not looked into, compressed or not.
+Formats for `session.read.format(…)` after `register`: "kproxy_log", the batches of topics, and "kproxy_bounds", where
+the log of each partition begins and ends. Spark's planner asks the cluster for the partitions and cuts their logs into
+pieces; its tasks read the pieces. Records are not decoded, compressed or not.
 
-Spark plans anew for every action on a DataFrame: where the end is "latest" that may be another end each time. Who wants
-one end gives it: `fix_ends`.
+Spark plans anew for every action on a DataFrame, so the end "latest" may differ each time; use `fix_ends` for one end.
 
-Executors need this package, `codec` and kafka-python (`kproxy.pipeline.session` packs them), pyarrow, which
-Spark itself needs for sources in Python, and crc32c, without which crc_ok is null: not looked at.
+Executors need this package, `kproxy_codec` and kafka-python (`kproxy.pipeline.session` packs them), pyarrow, which
+Spark itself needs for data sources in Python, and crc32c, without which crc_ok is null: not checked.
 """
 
 from __future__ import annotations
@@ -262,3 +261,37 @@ def _as_arrow(which: TopicPartition, rows: Sequence[Row]) -> Any:
 
 
 _COLUMNS: Final = LOG_SCHEMA.names
+
+
+MOST_BATCHES: Final = 20_000
+# Batches are fetched whole, and their checksums reckoned. Some seconds of work.
+MOST_BYTES: Final = 256 << 20
+
+
+def read_short_log(
+    session: Any,
+    bootstrap: str,
+    *,
+    topics: Sequence[str],
+    end_offsets: str,
+    start_offsets: str | None = None,
+    most_batches: int = MOST_BATCHES,
+    most_bytes: int = MOST_BYTES,
+) -> Any | None:
+    """As `log_source.read_log`, what was read; None where there is more than is the driver's. Raises LogReadFailed."""
+    offsets = {"startOffsets": start_offsets, "endOffsets": end_offsets}
+    reader = LogDataSourceReader(read_options(written(bootstrap, topics, None, offsets)))
+    read: list[Any] = []
+    room, room_bytes = most_batches, most_bytes
+    for piece in reader.partitions():
+        for headers in reader.read(piece):
+            room -= headers.num_rows
+            room_bytes -= sum(headers.column("bytes").to_pylist())
+            if room < 0 or room_bytes < 0:
+                return None
+            read.append(headers)
+    if not read:
+        return session.createDataFrame([], LOG_SCHEMA)
+    import pyarrow as pa
+
+    return session.createDataFrame(pa.Table.from_batches(read), LOG_SCHEMA)

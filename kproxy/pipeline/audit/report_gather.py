@@ -30,8 +30,8 @@ from kproxy.pipeline.audit.report_facts import (
     Sums,
     Verdict,
 )
-from kproxy.pipeline.audit.results import Tables
 from kproxy.pipeline.audit.schemas import FINDING_KINDS, GAP, OVERLAP, TAIL
+from kproxy.pipeline.audit.tables import Tables
 from kproxy.pipeline.spark import as_spark_failure
 
 # Findings of what is missing of trails, for some time and all topics.

@@ -1,8 +1,12 @@
-"""A whole audit, once: the trail is read, then the logs, then where the logs begin; the tables are written.
+"""Run one audit: read the trail, then the logs, then where the logs begin, and write the tables.
 
-The order matters. What the trail has up to its end was acknowledged before the ends of the logs are looked up, so it
-must be there (what acks=1 acknowledged is given some seconds to be replicated); and what retention takes meanwhile is
-known, because the beginnings are looked up last.
+The order matters. The trail is read up to a fixed end before the ends of the logs are looked up, so its records must be
+in the logs; records acknowledged with acks=1 get some seconds to be replicated. The logs' beginnings are looked up
+last, so that what retention removes meanwhile is known.
+
+Large audits use enough shuffle partitions for each task to work in memory, and keep tables that are read several times
+in Parquet files. For small audits Spark would spend most of its time on compiling, replanning, empty tasks and files:
+they are interpreted, in one partition, in memory.
 """
 
 from __future__ import annotations
@@ -14,23 +18,32 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from pyspark.sql import DataFrame
+from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses  # noqa: N812 - the name Spark's own documentation uses
 
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.coverage import Land
+from kproxy.pipeline.audit.log_client import TopicPartition
 from kproxy.pipeline.audit.log_connection import LogReadFailed
-from kproxy.pipeline.audit.log_ends import acknowledged_by_one, ends_behind
-from kproxy.pipeline.audit.log_source import bounds_now, fix_ends, fix_starts, read_log
-from kproxy.pipeline.audit.log_starts import first_acknowledged, starts_at_or_before
+from kproxy.pipeline.audit.log_plan import Offsets, offsets_as_json, parse_offsets
+from kproxy.pipeline.audit.log_source import bounds_now, fix_ends, fix_starts, read_log, read_short_log
 from kproxy.pipeline.audit.places import existing
 from kproxy.pipeline.audit.report_facts import TRAIL_READ
 from kproxy.pipeline.audit.report_text import utc
-from kproxy.pipeline.audit.results import NAMES, Tables, read_results, write_results
-from kproxy.pipeline.audit.scale import fitted, keep, stays_in_memory
 from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
-from kproxy.pipeline.audit.short_logs import read_short_log
-from kproxy.pipeline.audit.tables import LATE_AFTER_MS, MAX_FINDINGS, WINDOW_MS, AuditRules, audit_tables
+from kproxy.pipeline.audit.tables import (
+    LATE_AFTER_MS,
+    MAX_FINDINGS,
+    NAMES,
+    WINDOW_MS,
+    AuditRules,
+    Tables,
+    audit_tables,
+    read_results,
+    write_results,
+)
 from kproxy.pipeline.audit.trail import TOPIC, parse_place, read_files, read_topic
 from kproxy.pipeline.spark import as_spark_failure
+from kproxy.pipeline.spark_settings import in_one_process
 
 # Spark's readers pass over names that begin so: whoever reads the results does not read what they were made from.
 _WORK = "_work"
@@ -198,3 +211,108 @@ def work_in(session: Any, directory: str) -> Iterator[Land]:
         jvm = session._jvm
         path = jvm.org.apache.hadoop.fs.Path(directory)
         path.getFileSystem(session._jsc.hadoopConfiguration()).delete(path, True)
+
+
+# Rows of the trail and batches of the log. Up to here compiling costs more time than it saves.
+FEW: Final = 50_000
+_SHUFFLE_PARTITIONS: Final = "spark.sql.shuffle.partitions"
+_FOR_FEW: Final = {
+    _SHUFFLE_PARTITIONS: "1",
+    "spark.sql.adaptive.enabled": "false",
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+}
+# Some 60 MB, with two endpoints each.
+_ROWS_PER_TASK: Final = 300_000
+_MAX_PARTITIONS: Final = 10_000
+
+
+@contextmanager
+def fitted(session: Any, rows: int) -> Iterator[None]:
+    """The session's settings as an audit of so many rows wants them, for as long as the block lasts."""
+    wanted = _FOR_FEW if rows <= FEW else _for_many(session, rows)
+    before = {name: session.conf.get(name) for name in wanted}
+    try:
+        for name, value in wanted.items():
+            session.conf.set(name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            session.conf.set(name, value)
+
+
+def _for_many(session: Any, rows: int) -> Mapping[str, str]:
+    """Spark puts small partitions together by itself, but never divides large ones.
+
+    What the session has is the least.
+    """
+    needed = min(rows // _ROWS_PER_TASK, _MAX_PARTITIONS)
+    return {_SHUFFLE_PARTITIONS: str(max(int(session.conf.get(_SHUFFLE_PARTITIONS)), needed))}
+
+
+def stays_in_memory(session: Any, rows: int) -> bool:
+    """Whether `keep` is for so many rows. Not where an executor may be lost, and what it has in memory with it."""
+    return rows <= FEW and in_one_process(session.sparkContext.master)
+
+
+def keep(_: str, frame: DataFrame) -> DataFrame:
+    """A `Land`: in memory, until nobody refers to it any more.
+
+    In one partition it needs no shuffle, whatever it is grouped or joined by.
+    """
+    return frame.coalesce(1).localCheckpoint()
+
+
+PATIENCE_S: Final = 5.0
+_PAUSE_S: Final = 0.25
+_BEHIND_LAST: Final = "element_at(spans, -2) + element_at(spans, -1)"
+
+Ends = Mapping[TopicPartition, int]
+
+
+def acknowledged_by_one(rows: DataFrame) -> dict[TopicPartition, int]:
+    """Of each partition the offset behind the last that the trail's rows say was acknowledged with acks=1."""
+    ranges = rows.where("kind = 'range' and acks = 1")
+    behind = ranges.groupBy("topic", "partition").agg(F.max(F.expr(_BEHIND_LAST)).alias("behind"))
+    return {TopicPartition(row.topic, row.partition): row.behind for row in behind.collect()}
+
+
+def ends_behind(
+    told: Ends,
+    ask: Callable[[], str],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> str:
+    """What `ask` answers (ends as of `log_source.fix_ends`) when it is behind `told`, or else after PATIENCE_S.
+
+    Of partitions that it does not tell of nothing is awaited. Raises what `ask` raises.
+    """
+    deadline = clock() + PATIENCE_S
+    while True:
+        text = ask()
+        _, ends = parse_offsets(text, "endOffsets")
+        if clock() >= deadline or all(ends.get(which, behind) >= behind for which, behind in told.items()):
+            return text
+        sleep(_PAUSE_S)
+
+
+# The lowest first offset of a row's spans.
+_FIRST_OFFSET: Final = "array_min(filter(spans, (each, index) -> index % 2 = 0))"
+
+
+def first_acknowledged(rows: DataFrame, since_ms: int) -> dict[TopicPartition, int]:
+    """Of each partition the lowest offset that the trail's rows say was acknowledged at `since_ms` or later."""
+    return first_offsets(rows.where((F.col("kind") == "range") & (F.col("last_acked_at") >= since_ms)))
+
+
+def first_offsets(ranges: DataFrame) -> dict[TopicPartition, int]:
+    """Of each partition the lowest offset in a trail's rows of kind `range`."""
+    firsts = ranges.groupBy("topic", "partition").agg(F.min(F.expr(_FIRST_OFFSET)).alias("first"))
+    return {TopicPartition(row.topic, row.partition): row.first for row in firsts.collect()}
+
+
+def starts_at_or_before(first: Offsets, ends: str) -> str:
+    """Where to begin, as JSON like `ends` (`log_source.fix_ends`): at the `first` offset needed, else at the end."""
+    _, behind = parse_offsets(ends, "endOffsets")
+    return offsets_as_json({which: min(first.get(which, end), end) for which, end in behind.items()})

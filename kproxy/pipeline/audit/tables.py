@@ -1,19 +1,36 @@
-"""The audit itself: a trail's rows, a log's headers and its bounds, to the tables that say what became of them."""
+"""Audit a trail's rows against logs: from rows, batch headers and log bounds to the result tables.
+
+The results are one directory of Parquet files for each table. Every report is made from these tables, so that it can be
+made again from the files, and any tool that reads Parquet can query them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Final
 
-from pyspark.sql import Column, DataFrame
+from pyspark.errors import AnalysisException
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 
+from kproxy.errors import StartupError
 from kproxy.pipeline.audit import coverage, findings, measures, proof
 from kproxy.pipeline.audit.coverage import Land
-from kproxy.pipeline.audit.results import Tables
-from kproxy.pipeline.audit.schemas import DELETED, FINDINGS_SCHEMA, GAP, GONE, PARTITIONS_SCHEMA, TAIL, WINDOWS_SCHEMA
+from kproxy.pipeline.audit.schemas import (
+    DELETED,
+    FINDINGS_SCHEMA,
+    GAP,
+    GONE,
+    OWNERS_SCHEMA,
+    PARTITIONS_SCHEMA,
+    TAIL,
+    THROUGHPUT_SCHEMA,
+    WINDOWS_SCHEMA,
+)
 from kproxy.pipeline.audit.spans import BUCKET_BITS, PARTITION, claims, held, log_id
 from kproxy.pipeline.audit.trail import SHIPPING_MS
+from kproxy.pipeline.spark import as_spark_failure
 
 _WINDOW = (*PARTITION, "window_ms")
 
@@ -311,3 +328,66 @@ def _findings(
     told = findings.first_of(everything.drop("of_kind"), limit, *by_offset, "from_ms")
     counted = findings.with_numbers(told, findings.numbers(islands, duplicates, corrupt, not_of_offsets))
     return counted.select(*FINDINGS_SCHEMA.names)
+
+
+# What was audited, as label and text; one row each. Last to be written: a directory that has it is whole.
+ABOUT = "about"
+_ABOUT_SCHEMA = "label string, text string"
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """What an audit found; `kproxy/pipeline/audit/schemas.py` has the columns. None of it is collected by itself.
+
+    `windows`: one row for each topic, partition and window of time. `partitions`: the same over all time.
+    `findings`: what is wrong or cannot be known, one row each. `owners`: which broker acknowledged what, from when to
+    when, under which ownership revision. `throughput`: records and bytes by window and owner.
+    """
+
+    windows: DataFrame
+    partitions: DataFrame
+    findings: DataFrame
+    owners: DataFrame
+    throughput: DataFrame
+
+
+NAMES = tuple(field.name for field in fields(Tables))
+SCHEMAS: Final = {
+    "windows": WINDOWS_SCHEMA,
+    "partitions": PARTITIONS_SCHEMA,
+    "findings": FINDINGS_SCHEMA,
+    "owners": OWNERS_SCHEMA,
+    "throughput": THROUGHPUT_SCHEMA,
+}
+
+
+def write_results(tables: Tables, directory: str, about: Mapping[str, str]) -> None:
+    """Write all tables to `directory`, a path or any address that Spark writes to, in the place of earlier ones.
+
+    `about` says what was audited. Raises SparkFailed.
+    """
+    with as_spark_failure(f"The audit's results could not be written to {directory}"):
+        session = tables.partitions.sparkSession
+        for name in NAMES:
+            getattr(tables, name).write.mode("overwrite").parquet(_place(directory, name))
+        rows = [(label, text) for label, text in about.items()]
+        session.createDataFrame(rows, _ABOUT_SCHEMA).coalesce(1).write.mode("overwrite").parquet(
+            _place(directory, ABOUT)
+        )
+
+
+def read_results(session: SparkSession, directory: str) -> tuple[Tables, dict[str, str]]:
+    """The tables in `directory`, and what they are about. Raises StartupError where they are not all there."""
+    try:
+        # By the files themselves Spark would read one of each table first.
+        read = {name: session.read.schema(SCHEMAS[name]).parquet(_place(directory, name)) for name in NAMES}
+        about = session.read.schema(_ABOUT_SCHEMA).parquet(_place(directory, ABOUT)).collect()
+    except AnalysisException as error:
+        raise StartupError(
+            f"{directory} has no audit's results: give a directory that `kproxy pipeline audit --output` wrote to."
+        ) from error
+    return Tables(**read), {row.label: row.text for row in about}
+
+
+def _place(directory: str, name: str) -> str:
+    return f"{directory.rstrip('/') or '/'}/{name}"
