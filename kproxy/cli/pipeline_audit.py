@@ -100,8 +100,7 @@ def command(
     require_pyspark()
     from kproxy.pipeline.audit.job import NO_VERDICT, AuditJob, run_audit_job
     from kproxy.pipeline.audit.log_connection import LogReadFailed
-    from kproxy.pipeline.audit.places import parse_trail
-    from kproxy.pipeline.audit.trail import TOPIC
+    from kproxy.pipeline.audit.trail import TOPIC, parse_trail
 
     bootstrap.addresses()
     now_ms = time.time_ns() // 1_000_000

@@ -17,7 +17,7 @@ from kproxy.cli import main
 from kproxy.config.audit import DEFAULT_TOPIC
 from kproxy.demo.audit import await_trails
 from kproxy.pipeline.audit.job import AuditJob, run_audit_job
-from kproxy.pipeline.audit.places import parse_trail
+from kproxy.pipeline.audit.trail import parse_trail
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.session import SessionOptions
 from kproxy.trail.rows import encode_page

@@ -20,8 +20,8 @@ from rich.console import Console
 from kproxy.pipeline.audit.follow import Follower, Following, Stretch, pages_of, run_follow_job
 from kproxy.pipeline.audit.job import AuditJob
 from kproxy.pipeline.audit.log_source import bounds_now
-from kproxy.pipeline.audit.places import existing, parse_trail
-from kproxy.pipeline.audit.trail import rows_of
+from kproxy.pipeline.audit.run import existing
+from kproxy.pipeline.audit.trail import parse_trail, rows_of
 from kproxy.pipeline.ingest.run import Stop
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.session import SessionOptions

@@ -18,8 +18,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own docu
 from kproxy.pipeline.audit.follow_state import FollowState, Place, trail_of
 from kproxy.pipeline.audit.job import AuditJob
 from kproxy.pipeline.audit.log_source import bounds_now, fix_ends, read_log, read_short_log
-from kproxy.pipeline.audit.places import existing
-from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, first_offsets, fitted, keep, stays_in_memory
+from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, existing, first_offsets, fitted, keep, stays_in_memory
 from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
 from kproxy.pipeline.audit.tables import AuditRules, Tables, audit_tables
 from kproxy.pipeline.spark import as_spark_failure

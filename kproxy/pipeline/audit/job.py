@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -19,20 +19,24 @@ from rich.console import Console
 
 from kproxy import installed
 from kproxy.errors import StartupError
-from kproxy.pipeline.audit.places import check_places
+from kproxy.pipeline.audit.log_client import EARLIEST, LATEST, LogClient, TopicPartition
+from kproxy.pipeline.audit.log_connection import LogReadFailed
+from kproxy.pipeline.audit.log_options import parse_bootstrap
 from kproxy.pipeline.audit.report_facts import Facts
 from kproxy.pipeline.audit.report_gather import gather
 from kproxy.pipeline.audit.report_html import write_report
 from kproxy.pipeline.audit.report_text import show_table
 from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, TRAIL_LOOKBACK_MS, AuditOptions, fitted, run_audit
 from kproxy.pipeline.audit.tables import WINDOW_MS
-from kproxy.pipeline.audit.trail import TrailPlace
+from kproxy.pipeline.audit.trail import JSON, PARQUET, TOPIC, TrailPlace
 from kproxy.pipeline.preflight import check_report
 from kproxy.pipeline.progress import JobsProgress, Report
 from kproxy.pipeline.session import SessionOptions, open_session
 from kproxy.pipeline.spark_settings import on_this_machine
 
 NO_VERDICT: Final = 2
+PATIENCE_S: Final = 5.0
+_ENDINGS: Final = {JSON: ".jsonl", PARQUET: ".parquet"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,57 @@ def check(job: AuditJob) -> None:
     check_report(job.report)
     there = tuple(topic for topic in job.topics if topic not in job.deleted_topics)
     check_places(job.bootstrap, job.trail, job.trail_bootstrap or job.bootstrap, there)
+
+
+def check_places(bootstrap: str, trail: TrailPlace, trail_bootstrap: str, topics: Sequence[str]) -> None:
+    """Raises StartupError where nothing answers, where there is no trail, or where a topic is not there."""
+    here = _topics(bootstrap, "--bootstrap")
+    missing = sorted(set(topics) - here.keys())
+    if missing:
+        raise StartupError(f"There is no topic {missing[0]} at --bootstrap {bootstrap}: see what --topics names.")
+    if trail.kind == TOPIC:
+        _check_topic(trail.name, trail_bootstrap)
+    elif "://" not in trail.name:
+        _check_files(trail)
+
+
+def _check_topic(name: str, bootstrap: str) -> None:
+    there = _topics(bootstrap, "--trail-bootstrap")
+    partitions = [TopicPartition(name, index) for index in range(there.get(name, 0))]
+    with _client(bootstrap, "--trail-bootstrap") as client:
+        try:
+            begin = client.list_offsets(partitions, EARLIEST)
+            end = client.list_offsets(partitions, LATEST)
+        except LogReadFailed as error:
+            raise StartupError(f"The trail in topic {name} cannot be read: {error}") from error
+    if begin == end:
+        state = f"topic {name} at {bootstrap} is empty" if partitions else f"there is no topic {name} at {bootstrap}"
+        raise StartupError(f"No audit trail: {state}; start the proxies with --audit-sink topic, or give --trail.")
+
+
+def _check_files(trail: TrailPlace) -> None:
+    directory, ending = Path(trail.name), _ENDINGS[trail.kind]
+    if not directory.is_dir():
+        raise StartupError(f"No audit trail: {directory} is no directory; give --trail {trail.kind}:DIR.")
+    if not any(directory.glob(f"*{ending}")):
+        raise StartupError(f"No audit trail: {directory} has no file *{ending}.")
+
+
+def _topics(bootstrap: str, flag: str) -> dict[str, int]:
+    """Numbers of partitions by topic."""
+    with _client(bootstrap, flag) as client:
+        try:
+            return dict(client.partitions(None))
+        except LogReadFailed as error:
+            raise StartupError(f"No Kafka answers at {flag} {bootstrap}: {error}") from error
+
+
+def _client(bootstrap: str, flag: str) -> LogClient:
+    try:
+        addresses = parse_bootstrap(bootstrap)
+    except LogReadFailed as error:
+        raise StartupError(f"{flag} {bootstrap} is no address: give HOST:PORT of a kproxy or of a broker.") from error
+    return LogClient(addresses, timeout_s=PATIENCE_S, patience_s=PATIENCE_S)
 
 
 def audit(session: Any, job: AuditJob, said: Report) -> Facts:

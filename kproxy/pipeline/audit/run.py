@@ -12,7 +12,7 @@ they are interpreted, in one partition, in memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,13 +20,14 @@ from typing import Any, Final
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses  # noqa: N812 - the name Spark's own documentation uses
 
+from kproxy.config.topic_name import is_topic_name
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.coverage import Land
-from kproxy.pipeline.audit.log_client import TopicPartition
+from kproxy.pipeline.audit.log_client import LogClient, TopicPartition
 from kproxy.pipeline.audit.log_connection import LogReadFailed
+from kproxy.pipeline.audit.log_options import parse_bootstrap
 from kproxy.pipeline.audit.log_plan import Offsets, offsets_as_json, parse_offsets
 from kproxy.pipeline.audit.log_source import bounds_now, fix_ends, fix_starts, read_log, read_short_log
-from kproxy.pipeline.audit.places import existing
 from kproxy.pipeline.audit.report_facts import TRAIL_READ
 from kproxy.pipeline.audit.report_text import utc
 from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
@@ -53,6 +54,7 @@ TRAIL_LOOKBACK_MS: Final = 86_400_000
 # And logs are read from the first offset that was acknowledged so long before it: what a producer wrote then may be
 # there once more, if it sent it again within its delivery.timeout.ms.
 LOG_LOOKBACK_MS: Final = 120_000
+TOPICS_TIMEOUT_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +179,20 @@ def _topics_of(rows: DataFrame, bootstrap: str) -> tuple[str, ...]:
     return existing(bootstrap, {row.topic for row in named})
 
 
+def existing(bootstrap: str, topics: Collection[str]) -> tuple[str, ...]:
+    """Those of `topics` that there are, in order.
+
+    One that is not told of may be hidden: brokers are asked for it by name, and must say that there is no such topic.
+    Raises LogReadFailed, where one may not be read for instance.
+    """
+    with LogClient(parse_bootstrap(bootstrap), timeout_s=TOPICS_TIMEOUT_S, patience_s=2 * TOPICS_TIMEOUT_S) as client:
+        there = set(topics) & client.partitions(None).keys()
+        hidden = [topic for topic in topics if topic not in there and is_topic_name(topic)]
+        if hidden:
+            there |= client.partitions_if_any(hidden).keys()
+    return tuple(sorted(there))
+
+
 def _read_logs(
     session: Any, options: AuditOptions, topics: tuple[str, ...], rows: DataFrame, land: Land
 ) -> tuple[DataFrame, DataFrame]:
@@ -263,7 +279,7 @@ def keep(_: str, frame: DataFrame) -> DataFrame:
     return frame.coalesce(1).localCheckpoint()
 
 
-PATIENCE_S: Final = 5.0
+ENDS_PATIENCE_S: Final = 5.0
 _PAUSE_S: Final = 0.25
 _BEHIND_LAST: Final = "element_at(spans, -2) + element_at(spans, -1)"
 
@@ -284,11 +300,11 @@ def ends_behind(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> str:
-    """What `ask` answers (ends as of `log_source.fix_ends`) when it is behind `told`, or else after PATIENCE_S.
+    """What `ask` answers (ends as of `log_source.fix_ends`) when it is behind `told`, or else after ENDS_PATIENCE_S.
 
     Of partitions that it does not tell of nothing is awaited. Raises what `ask` raises.
     """
-    deadline = clock() + PATIENCE_S
+    deadline = clock() + ENDS_PATIENCE_S
     while True:
         text = ask()
         _, ends = parse_offsets(text, "endOffsets")

@@ -12,6 +12,7 @@ from pyspark.errors import AnalysisException
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 
+from kproxy.config.audit import DEFAULT_TOPIC
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.schemas import TRAIL_SCHEMA
 from kproxy.trail.sinks.parquet import FILE_S
@@ -50,6 +51,11 @@ class TrailPlace(NamedTuple):
     def shipping_ms(self) -> int:
         """What a row may take there from being closed to being read."""
         return SHIPPING_MS + (_GATHERING_MS if self.kind == PARQUET else 0)
+
+
+def parse_trail(text: str) -> TrailPlace:
+    """Parse `topic`, `topic:NAME`, `json:DIR` or `parquet:DIR`. Raise StartupError if it is none of them."""
+    return parse_place(f"{TOPIC}:{DEFAULT_TOPIC}" if text == TOPIC else text)
 
 
 def parse_place(text: str) -> TrailPlace:

@@ -14,8 +14,8 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 from pyspark.sql.types import ArrayType, DataType, MapType, StringType, StructField, StructType
 
+from kproxy.pipeline.ingest.java_classes import documents_in
 from kproxy.pipeline.ingest.transforms import CORRUPT, DOCUMENT, NEW, RECORD, TEXT
-from kproxy.pipeline.ingest.verbatim import documents_in
 
 _VALUES: Final = "_kproxy_values"
 _NAMES: Final = "_kproxy_names"
@@ -38,7 +38,7 @@ def opened(
     """The fields of `schema` from the documents in TEXT, CORRUPT and NEW, and all that `rows` have besides.
 
     `several`: TEXT may be an array of documents, each a row. `options` are those of Spark's JSON reader. `verbatim`:
-    each document's own text in DOCUMENT, for which it has to be JSON as RFC 8259 has it (`verbatim.add_function`).
+    keep each document's own text in DOCUMENT; it must be JSON by RFC 8259 (`java_classes.add_documents_function`).
     """
     text = F.col(TEXT)
     listed = F.concat(F.lit("["), text, F.lit("]"))

@@ -12,8 +12,9 @@ from pyspark.sql.types import StructType
 
 from kproxy.config import split_list
 from kproxy.errors import StartupError
-from kproxy.pipeline.ingest import sources, target, timestamps, verbatim
+from kproxy.pipeline.ingest import cluster_admin, sources
 from kproxy.pipeline.ingest.checkpoint import Checkpoint, Found, Job, settle, source_in_words
+from kproxy.pipeline.ingest.java_classes import add_documents_function, add_timestamp_interceptor
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource
 from kproxy.pipeline.ingest.sink import BatchDone, BatchWriter
 from kproxy.pipeline.spark import as_spark_failure
@@ -56,9 +57,9 @@ def start(
         stopping=stopping,
     )
     if options.keeps_timestamps:
-        timestamps.add_interceptor(ours)
+        add_timestamp_interceptor(ours)
     if options.verbatim:
-        verbatim.add_function(ours)
+        add_documents_function(ours)
     rows = sources.read(ours, options, schema)
     with as_spark_failure("The rows cannot be made into messages"):
         # For its complaints: a column that there is not is found before anything is written.
@@ -77,7 +78,7 @@ def start(
 
 def _ask_clusters(session: SparkSession, options: IngestOptions, asked: Job) -> Job:
     """`asked` with the clusters' ids; topics that are missing are made. Raises StartupError, SparkFailed."""
-    with target.asking(session, options.bootstrap, "--bootstrap", options.kafka_options) as cluster:
+    with cluster_admin.asking(session, options.bootstrap, "--bootstrap", options.kafka_options) as cluster:
         letters = options.dead_letters
         wanted = [options.topic, letters.where if letters is not None and letters.kind == "topic" else None]
         for topic in wanted:
@@ -93,7 +94,9 @@ def _ask_clusters(session: SparkSession, options: IngestOptions, asked: Job) -> 
     source = options.source
     if not isinstance(source, KafkaSource):
         return asked
-    with target.asking(session, source.bootstrap, "--from-bootstrap", _client_options(source.options)) as cluster:
+    with cluster_admin.asking(
+        session, source.bootstrap, "--from-bootstrap", _client_options(source.options)
+    ) as cluster:
         for topic in split_list(source.topics, "--from kafka:"):
             count = cluster.partitions(topic)
             if count is None:

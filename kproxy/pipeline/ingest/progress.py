@@ -1,15 +1,25 @@
-"""What the person at the terminal sees: a line that moves, or lines that stay where it is no terminal."""
+"""Report an ingest job: its line on the terminal, its summary, and its metrics for Prometheus.
+
+The job has a metrics endpoint of its own, as no proxy runs in its process.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
-from kproxy.pipeline.ingest.behind import Behind
+import prometheus_client
+from prometheus_client import CollectorRegistry, Gauge, Histogram, start_http_server
+
+from kproxy.config import parse_address
+from kproxy.errors import StartupError
+from kproxy.pipeline.ingest.backlog import Backlog
 from kproxy.pipeline.ingest.options import IngestOptions
 from kproxy.pipeline.ingest.sink import BatchDone
+from kproxy.pipeline.ingest.transforms import REASONS
 from kproxy.pipeline.progress import Report
 
 # Where lines stay, one now and then is enough.
@@ -28,15 +38,15 @@ class Tally:
         self.batches = 0
         self.last: BatchDone | None = None
         self.dead: Counter[str] = Counter()
-        self._behind: Behind | None = None
+        self._behind: Backlog | None = None
         self._behind_after = 0
 
     @property
-    def behind(self) -> Behind | None:
+    def behind(self) -> Backlog | None:
         """What is left, where that was counted since the last micro-batch: before it is another number."""
         return self._behind if self._behind_after == self.batches else None
 
-    def left(self, behind: Behind | None, batches: int) -> None:
+    def left(self, behind: Backlog | None, batches: int) -> None:
         """`behind` was left, if known, when so many `batches` were done."""
         if behind is not None:
             self._behind, self._behind_after = behind, batches
@@ -98,3 +108,64 @@ def summary(tally: Tally, options: IngestOptions) -> str:
 def _many(count: int, what: str) -> str:
     plural = f"{what}es" if what.endswith("ch") else f"{what}s"
     return f"{count:,} {what if count == 1 else plural}"
+
+
+class Metrics:
+    """Told of what was done; its `registry` is what is served."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._rows = prometheus_client.Counter(
+            "kproxy_ingest_rows", "Rows written to their topic.", registry=self.registry
+        )
+        self._dead = prometheus_client.Counter(
+            "kproxy_ingest_dead_letters", "Rows that could not be written.", ["reason"], registry=self.registry
+        )
+        self._seconds = Histogram(
+            "kproxy_ingest_micro_batch_seconds",
+            "What micro-batches took to write.",
+            buckets=(0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000),
+            registry=self.registry,
+        )
+        self._batch = Gauge(
+            "kproxy_ingest_micro_batch", "Number of the last one that was written.", registry=self.registry
+        )
+        self._last = Gauge("kproxy_ingest_last_micro_batch_timestamp_seconds", "When that was.", registry=self.registry)
+        self._behind = Gauge(
+            "kproxy_ingest_behind", "What is still to be read, in files or records.", ["unit"], registry=self.registry
+        )
+        for reason in REASONS:
+            self._dead.labels(reason)
+
+    def done(self, batch: BatchDone) -> None:
+        self._rows.inc(batch.written)
+        for reason, count in batch.dead.items():
+            self._dead.labels(reason).inc(count)
+        self._seconds.observe(batch.seconds)
+        self._batch.set(batch.batch)
+        self._last.set(time.time())
+
+    def behind(self, behind: Backlog | None) -> None:
+        if behind is not None:
+            self._behind.labels(behind.unit).set(behind.left)
+
+
+@contextlib.contextmanager
+def serving(metrics: Metrics, listen: str | None) -> Iterator[int]:
+    """Serve them at `listen` (`HOST:PORT`) until the block ends; the port, 0 where `listen` is None."""
+    if listen is None:
+        yield 0
+        return
+    address = parse_address(listen, "--metrics")
+    try:
+        server, thread = start_http_server(address.port, address.host, metrics.registry)
+    except OSError as error:
+        raise StartupError(
+            f"--metrics {listen} cannot be listened on ({error.strerror}): give another address."
+        ) from error
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -20,12 +20,11 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming import StreamingQuery
 
-from kproxy.pipeline.ingest.behind import FilesLeft, records_behind
+from kproxy.pipeline.ingest.backlog import FilesLeft, records_behind
 from kproxy.pipeline.ingest.failures import why
 from kproxy.pipeline.ingest.job import start
-from kproxy.pipeline.ingest.metrics import Metrics
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource
-from kproxy.pipeline.ingest.progress import Display, Tally, summary
+from kproxy.pipeline.ingest.progress import Display, Metrics, Tally, summary
 from kproxy.pipeline.ingest.sink import BatchDone, Stopped
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure

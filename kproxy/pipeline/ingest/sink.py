@@ -1,25 +1,30 @@
-"""One micro-batch: counted, its dead letters put aside, its messages written. What `foreachBatch` calls.
+"""Write one micro-batch: count it, set dead letters aside, and write its messages. `foreachBatch` calls it.
 
 Invariants
-1. A micro-batch is committed (by Spark, when the call returns) only after each of its rows is acknowledged by its
-   topic or lies with the dead letters. So a kill loses nothing; what it costs is that the one micro-batch that was not
-   committed is written again, with the same rows under the same number.
-2. Dead letters in files are there once: a micro-batch that is written again replaces its own.
+1. Spark commits a micro-batch when the call returns: after each of its rows is acknowledged by its topic or is a dead
+   letter. So a kill loses nothing; the one uncommitted micro-batch is written again, with the same rows and number.
+2. Dead letters in files are there once: a repeated micro-batch replaces its own.
 3. Without a place for dead letters the first of them ends the job, and its micro-batch is not committed.
+
+Spark's Parquet reader silently ignores columns of a file that the schema lacks; `check_files` finds them.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, Observation, SparkSession
-from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
-from pyspark.sql.types import StructType
+from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses  # noqa: N812 - the name Spark's own documentation uses
+from pyspark.sql.types import ArrayType, DataType, MapType, StructType
 
-from kproxy.pipeline.ingest import documents, parquet, timestamps, transforms
+from kproxy.pipeline.ingest import documents, transforms
+from kproxy.pipeline.ingest.backlog import taken
+from kproxy.pipeline.ingest.java_classes import INTERCEPTOR_CLASS
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource
 from kproxy.pipeline.ingest.transforms import NEW, REASON, REASONS, ROW
 
@@ -106,10 +111,7 @@ class BatchWriter:
         if not isinstance(source, FileSource) or source.format != "parquet" or self._schema is None:
             return
         if self._options.on_new_columns != "ignore":
-            try:
-                parquet.check_files(session, self._options.checkpoint, number, self._schema, source.options)
-            except parquet.NewColumns as error:
-                raise RefusedFile(error.path, error.names) from error
+            check_files(session, self._options.checkpoint, number, self._schema, source.options)
 
     def _write_messages(self, rows: DataFrame) -> dict[str, int]:
         """The number of `rows`, and of dead letters by reason; counted while the messages are written."""
@@ -171,7 +173,7 @@ def sink_options(options: IngestOptions) -> dict[str, str]:
     producer = dict(options.kafka_options)
     if options.keeps_timestamps:
         theirs = producer.get("interceptor.classes")
-        producer["interceptor.classes"] = ",".join(filter(None, [theirs, timestamps.CLASS_NAME]))
+        producer["interceptor.classes"] = ",".join(filter(None, [theirs, INTERCEPTOR_CLASS]))
     own = {
         "max.request.size": str(max(options.max_message_bytes, 1 << 20)),
         "buffer.memory": str(max(2 * options.max_message_bytes, 32 << 20)),
@@ -187,3 +189,60 @@ def _refuse(rows: DataFrame, reasons: Sequence[str]) -> Column:
     said = F.concat(F.lit(REFUSED), *(F.concat(F.lit("|"), each) for each in told), F.lit("|"))
     refused = F.coalesce(F.col(REASON).isin(*reasons), F.lit(False))
     return F.when(~refused, F.lit(True)).otherwise(F.raise_error(said).isNull())
+
+
+def check_files(
+    session: SparkSession, checkpoint: str, number: int, schema: StructType, options: Mapping[str, str]
+) -> None:
+    """Raise RefusedFile for the first file of the micro-batch `number` with a column that `schema` lacks.
+
+    Their footers are read for it; `options` are those of Spark's reader. Raises PySparkException for files that cannot
+    be read.
+    """
+    paths = _files_of(session, checkpoint, number)
+    # They are names of files, and no patterns.
+    reader = session.read.options(**options).option("__globPaths__", "false")
+    try:
+        if not paths or not lacking(schema, reader.option("mergeSchema", "true").parquet(*paths).schema):
+            return
+    except PySparkException as error:
+        # What differs in a type from file to file cannot be merged, and may well be read as the schema has it.
+        if "CANNOT_MERGE" not in str(error):
+            raise
+    for path in paths:
+        if names := lacking(schema, reader.option("mergeSchema", "false").parquet(path).schema):
+            raise RefusedFile(path, names)
+
+
+def _files_of(session: SparkSession, checkpoint: str, number: int) -> list[str]:
+    """By Spark's own lists: how far into its log of files each micro-batch goes, and that log."""
+    end = _log_offset(session, checkpoint, number)
+    before = _log_offset(session, checkpoint, number - 1) if number else -1
+    log_offset = F.col("log_offset")
+    files = taken(session, checkpoint).where((log_offset > before) & (log_offset <= end))
+    return sorted({str(row["path"]) for row in files.collect()})
+
+
+def _log_offset(session: SparkSession, checkpoint: str, number: int) -> int:
+    lines = session.read.text(f"{checkpoint}/offsets/{number}").where(F.col("value").contains('"logOffset"'))
+    return int(json.loads(lines.collect()[-1]["value"])["logOffset"])
+
+
+def lacking(schema: DataType, found: DataType, path: str = "") -> list[str]:
+    """The names in `found` that `schema` does not have, with those of the columns that they are in. Pure.
+
+    Compared as Spark's Parquet reader does, for which `ID` is `id`.
+    """
+    if isinstance(schema, StructType) and isinstance(found, StructType):
+        known = {field.name.lower(): field.dataType for field in schema.fields}
+        names = []
+        for field in found.fields:
+            kind = known.get(field.name.lower())
+            name = f"{path}{field.name}"
+            names += [name] if kind is None else lacking(kind, field.dataType, f"{name}.")
+        return names
+    if isinstance(schema, ArrayType) and isinstance(found, ArrayType):
+        return lacking(schema.elementType, found.elementType, path)
+    if isinstance(schema, MapType) and isinstance(found, MapType):
+        return lacking(schema.valueType, found.valueType, path)
+    return []

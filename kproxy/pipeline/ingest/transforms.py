@@ -33,7 +33,7 @@ from pyspark.sql.types import (
 )
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.ingest import timestamps
+from kproxy.pipeline.ingest.java_classes import TIMESTAMP_HEADER
 from kproxy.pipeline.ingest.options import MAX_NAME, IngestOptions
 
 # What a reader could not parse, as it stands in the source; only of CSV and JSON.
@@ -126,7 +126,7 @@ def messages(rows: DataFrame, *, tasks: int, options: IngestOptions) -> DataFram
         headers.append(F.coalesce(F.col(HEADERS), F.array().cast(_HEADER_TYPE)))
     if options.keeps_timestamps:
         told = F.encode(F.unix_millis(_of_record(rows, "timestamp")).cast("string"), "utf-8")
-        headers.append(F.array(F.struct(F.lit(timestamps.HEADER).alias("key"), told.alias("value"))).cast(_HEADER_TYPE))
+        headers.append(F.array(F.struct(F.lit(TIMESTAMP_HEADER).alias("key"), told.alias("value"))).cast(_HEADER_TYPE))
     if headers:
         wanted["headers"] = F.concat(*headers)
     if options.keep_partitions:

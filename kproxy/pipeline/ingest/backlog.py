@@ -19,7 +19,7 @@ LEAST_PAUSE_S: Final = 5.0
 PAUSE_FACTOR: Final = 5
 
 
-class Behind(NamedTuple):
+class Backlog(NamedTuple):
     """So many `files` or `records`."""
 
     left: int
@@ -38,14 +38,14 @@ class FilesLeft:
         self._clock = clock
         self._not_before = 0.0
 
-    def look(self, *, at_once: bool = False) -> Behind | None:
+    def look(self, *, at_once: bool = False) -> Backlog | None:
         """As counted now; None where it is not counted, being too soon, or not known. `at_once`: never too soon."""
         began = self._clock()
         if began < self._not_before and not at_once:
             return None
         try:
             with as_spark_failure("The files cannot be listed"):
-                found = Behind(self._count(), "files")
+                found = Backlog(self._count(), "files")
         except SparkFailed:
             # Nothing has been read yet, so that there is no list; or files went while they were listed.
             found = None
@@ -81,7 +81,7 @@ def _same(path: Column) -> Column:
     return F.regexp_replace(path, "^([A-Za-z][A-Za-z0-9+.-]*):/+", "$1:/")
 
 
-def records_behind(progress: Mapping[str, Any] | None, last: int = 0) -> Behind | None:
+def records_behind(progress: Mapping[str, Any] | None, last: int = 0) -> Backlog | None:
     """From a query's last progress, of a Kafka source; None where it does not tell. Pure.
 
     `last` is the number of the last micro-batch that is written: what is told of one before it is over.
@@ -97,7 +97,7 @@ def records_behind(progress: Mapping[str, Any] | None, last: int = 0) -> Behind 
         for topic, partitions in latest.items():
             done = end.get(topic, {})
             total += sum(max(0, offset - done.get(partition, 0)) for partition, offset in partitions.items())
-    return None if total is None else Behind(total, "records")
+    return None if total is None else Backlog(total, "records")
 
 
 def _offsets(value: Any) -> dict[str, dict[str, int]] | None:
