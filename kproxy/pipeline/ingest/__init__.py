@@ -7,6 +7,6 @@ As a library:
 
     query = start(session, IngestOptions(FileSource("csv", "/data/in"), topic="flights", checkpoint="/data/checkpoint"))
 
-`options` says what can be asked for, `job` starts it, `transforms` is what becomes of the rows (DataFrame to
-DataFrame), `run` is what the command adds: progress, metrics and an orderly end.
+`options` has the options, `job` starts the job, `transforms` makes messages of rows (DataFrame to DataFrame), and `run`
+adds what the command needs: progress, metrics and an orderly end.
 """

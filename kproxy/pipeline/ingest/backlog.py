@@ -1,4 +1,4 @@
-"""How much of the source is still to be read: files by their list and Spark's, records by offsets."""
+"""Count how much of the source is still to be read: files by listing them, records by offsets."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own docu
 from kproxy.pipeline.ingest.options import FileSource
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure
 
-# Files are listed for it, which may take as long as reading them does.
+# The least pause between counts, in seconds, and as a multiple of a count's duration: listing files may take long.
 LEAST_PAUSE_S: Final = 5.0
 PAUSE_FACTOR: Final = 5
 
 
 class Backlog(NamedTuple):
-    """So many `files` or `records`."""
+    """How many are left; `unit` is `files` or `records`."""
 
     left: int
     unit: str
 
 
 class FilesLeft:
-    """Files that are there and of which no micro-batch has been begun; asked of Spark now and then, not each time."""
+    """Count the files that no micro-batch has begun to read; Spark is asked only now and then."""
 
     def __init__(
         self, session: SparkSession, source: FileSource, checkpoint: str, clock: Callable[[], float] = time.monotonic
@@ -39,7 +39,7 @@ class FilesLeft:
         self._not_before = 0.0
 
     def look(self, *, at_once: bool = False) -> Backlog | None:
-        """As counted now; None where it is not counted, being too soon, or not known. `at_once`: never too soon."""
+        """Count now. None if it is too soon since the last count (unless `at_once`) or the number is not known."""
         began = self._clock()
         if began < self._not_before and not at_once:
             return None
@@ -47,7 +47,7 @@ class FilesLeft:
             with as_spark_failure("The files cannot be listed"):
                 found = Backlog(self._count(), "files")
         except SparkFailed:
-            # Nothing has been read yet, so that there is no list; or files went while they were listed.
+            # Nothing was read yet, so Spark has no list; or files disappeared during the listing.
             found = None
         ended = self._clock()
         self._not_before = ended + max(LEAST_PAUSE_S, PAUSE_FACTOR * (ended - began))
@@ -66,9 +66,9 @@ class FilesLeft:
 
 
 def taken(session: SparkSession, checkpoint: str) -> DataFrame:
-    """The files that Spark has begun: path, log_offset (which micro-batches of a file source begin and end at).
+    """Return the files that Spark has begun: path, log_offset (where micro-batches begin and end).
 
-    From its log: a version in the first line of each file, then a line of JSON for each file that it took.
+    They are in Spark's log: each of its files has a version in the first line, then a line of JSON for each file.
     """
     lines = session.read.text(f"{checkpoint}/sources/0").where(F.col("value").startswith("{"))
     path = F.url_decode(F.replace(F.get_json_object("value", "$.path"), F.lit("+"), F.lit("%2B")))
@@ -77,14 +77,14 @@ def taken(session: SparkSession, checkpoint: str) -> DataFrame:
 
 
 def _same(path: Column) -> Column:
-    """`file:/x` and `file:///x` are one."""
+    """Normalize a path: `file:/x` and `file:///x` are the same."""
     return F.regexp_replace(path, "^([A-Za-z][A-Za-z0-9+.-]*):/+", "$1:/")
 
 
 def records_behind(progress: Mapping[str, Any] | None, last: int = 0) -> Backlog | None:
-    """From a query's last progress, of a Kafka source; None where it does not tell. Pure.
+    """Return the backlog of a Kafka source by the query's last progress, None if that lacks it. Pure.
 
-    `last` is the number of the last micro-batch that is written: what is told of one before it is over.
+    `last` is the number of the last micro-batch written; progress of an earlier one is out of date.
     """
     if progress is None or progress["batchId"] < last:
         return None
@@ -101,9 +101,9 @@ def records_behind(progress: Mapping[str, Any] | None, last: int = 0) -> Backlog
 
 
 def _offsets(value: Any) -> dict[str, dict[str, int]] | None:
-    """A source's offsets as its progress has them: an object, its JSON, or (PySpark 4.1) its text in Python's words.
+    """Parse a source's offsets in its progress: an object, its JSON, or (PySpark 4.1) its Python repr.
 
-    None for what is nothing of that: how far behind a job is, is no reason to end it.
+    None for anything else: an unknown backlog must not end the job.
     """
     found = value
     if isinstance(value, str):

@@ -25,17 +25,17 @@ from kproxy.pipeline.spark import as_spark_failure
 
 
 def add_class(session: SparkSession, name: str, source: str) -> Any:
-    """Have the executors of `session` find the class `name` of `source`; the driver's own `Class` of it.
+    """Compile `source`, send the class `name` to the executors, and return the driver's `Class` of it.
 
-    Janino knows no generics in what a class implements. Raises what Java raises.
+    Janino does not support generics in implemented interfaces. Errors are Java's own.
     """
     jvm: Any = session._jvm
     compiler = jvm.org.codehaus.janino.SimpleCompiler()
-    # Where Spark has its connector, which --packages brings.
+    # This loader has Spark's Kafka connector, which --packages adds.
     compiler.setParentClassLoader(jvm.java.lang.Thread.currentThread().getContextClassLoader())
     compiler.cook(source)
     context: Any = session.sparkContext
-    # Spark's own directory for what executors are given, which it removes when it stops.
+    # Spark's directory of files for executors; Spark removes it when it stops.
     path = Path(SparkFiles.getRootDirectory()) / "kproxy" / f"{name}.jar"
     if path.name not in str(context._jsc.sc().listJars()):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,12 +52,12 @@ def _write_jar(path: Path, bytecodes: Any) -> None:
     unfinished.replace(path)
 
 
-# Its value is the timestamp in milliseconds, in decimal.
+# The header's value is the timestamp in milliseconds, in decimal.
 TIMESTAMP_HEADER: Final = "_kproxy_timestamp"
 _PACKAGE: Final = "kproxy"
 _TIMESTAMPS_CLASS: Final = "KeepTimestamps"
 INTERCEPTOR_CLASS: Final = f"{_PACKAGE}.{_TIMESTAMPS_CLASS}"
-# Kafka's negative timestamp says that there is none.
+# In Kafka a negative timestamp means none.
 _TIMESTAMPS_SOURCE: Final = f"""
 package {_PACKAGE};
 
@@ -92,7 +92,7 @@ public class {_TIMESTAMPS_CLASS} implements ProducerInterceptor {{
 
 
 def add_timestamp_interceptor(session: SparkSession) -> None:
-    """Have the executors of `session` find INTERCEPTOR_CLASS. Raises SparkFailed."""
+    """Make INTERCEPTOR_CLASS available to the executors of `session`. Raise SparkFailed if that fails."""
     with as_spark_failure("The interceptor that keeps timestamps was not taken"):
         add_class(session, INTERCEPTOR_CLASS, _TIMESTAMPS_SOURCE)
 
@@ -154,7 +154,7 @@ public class {_DOCUMENTS_CLASS} implements UDF1 {{
 
 
 def add_documents_function(session: SparkSession) -> None:
-    """What `documents_in` needs in `session` and in what is cloned from it. Raises SparkFailed."""
+    """Register the function of `documents_in` in `session` and its later clones. Raise SparkFailed if that fails."""
     with as_spark_failure("The function that finds JSON documents was not taken"):
         spark: Any = session._jsparkSession
         found = add_class(session, f"{_PACKAGE}.{_DOCUMENTS_CLASS}", _DOCUMENTS_SOURCE).newInstance()
@@ -162,6 +162,9 @@ def add_documents_function(session: SparkSession) -> None:
 
 
 def documents_in(text: Column) -> Column:
-    """The text of the document, or of each in an array of them; null for what RFC 8259 does not have, for an element
-    that is no object, for text behind, and where a field is there twice, however deep."""
+    """Return the text of the document, or of each document in an array.
+
+    Null for text that is not JSON by RFC 8259, for an element that is not an object, for text after the document, and
+    for a field that occurs twice at any depth.
+    """
     return F.call_function(_FUNCTION, text)

@@ -22,14 +22,14 @@ from kproxy.pipeline.ingest.sink import BatchDone
 from kproxy.pipeline.ingest.transforms import REASONS
 from kproxy.pipeline.progress import Report
 
-# Where lines stay, one now and then is enough.
+# Without a terminal, at most one line in this time.
 LINE_EVERY_S: Final = 2.0
-# A rate over less is no rate.
+# The least time that a rate is computed over.
 _LEAST_RATE_S: Final = 0.05
 
 
 class Tally:
-    """What has been done since the start. Told on Spark's threads and read on ours: each field is replaced whole."""
+    """Counts since the start. Spark's threads write them and ours reads them, so each field is replaced whole."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -43,11 +43,11 @@ class Tally:
 
     @property
     def behind(self) -> Backlog | None:
-        """What is left, where that was counted since the last micro-batch: before it is another number."""
+        """The backlog, None unless it was counted after the last micro-batch."""
         return self._behind if self._behind_after == self.batches else None
 
     def left(self, behind: Backlog | None, batches: int) -> None:
-        """`behind` was left, if known, when so many `batches` were done."""
+        """Record the backlog, if known, as counted after `batches` micro-batches."""
         if behind is not None:
             self._behind, self._behind_after = behind, batches
 
@@ -62,7 +62,7 @@ class Tally:
         return self._clock() - self._began
 
     def line(self) -> str:
-        """How it stands, in one line."""
+        """Describe the progress in one line."""
         if self.last is None:
             return "first micro-batch"
         rate = self.last.written / max(self.last.seconds, _LEAST_RATE_S)
@@ -75,7 +75,7 @@ class Tally:
 
 
 class Display:
-    """The line, kept up to date by `update`."""
+    """The job's progress line; `update` refreshes it."""
 
     def __init__(self, report: Report, tally: Tally, clock: Callable[[], float] = time.monotonic) -> None:
         self._tally = tally
@@ -97,7 +97,7 @@ class Display:
 
 
 def summary(tally: Tally, options: IngestOptions) -> str:
-    """What was done, in sentences."""
+    """Summarize the finished job in sentences."""
     done = f"Wrote {_many(tally.written, 'row')} to {options.target} in {_many(tally.batches, 'micro-batch')}."
     if not tally.dead:
         return done
@@ -111,7 +111,7 @@ def _many(count: int, what: str) -> str:
 
 
 class Metrics:
-    """Told of what was done; its `registry` is what is served."""
+    """The job's metrics; `registry` is served."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -152,7 +152,7 @@ class Metrics:
 
 @contextlib.contextmanager
 def serving(metrics: Metrics, listen: str | None) -> Iterator[int]:
-    """Serve them at `listen` (`HOST:PORT`) until the block ends; the port, 0 where `listen` is None."""
+    """Serve the metrics at `listen` (`HOST:PORT`) while the block runs. Yield the port, 0 if `listen` is None."""
     if listen is None:
         yield 0
         return

@@ -28,7 +28,7 @@ from kproxy.pipeline.ingest.java_classes import INTERCEPTOR_CLASS
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource
 from kproxy.pipeline.ingest.transforms import NEW, REASON, REASONS, ROW
 
-# What the job's error begins with where a row cannot be written; Java's stack trace stands around it.
+# The prefix of the error for a row that cannot be written; a Java stack trace surrounds it.
 REFUSED: Final = "kproxy-refused-row"
 NEW_IN_FILE: Final = "new column in a file"
 OBSERVED_TIMEOUT_S: Final = 10.0
@@ -37,7 +37,7 @@ _POLL_S: Final = 0.005
 
 @dataclass(frozen=True, slots=True)
 class BatchDone:
-    """A micro-batch that is written: `rows` = `written` + the dead letters, by reason; what it took, in seconds."""
+    """A micro-batch that was written: `rows` = `written` + the dead letters (`dead`, by reason), in `seconds`."""
 
     batch: int
     rows: int
@@ -47,7 +47,7 @@ class BatchDone:
 
 
 class Stopped(Exception):
-    """The job is to end before this micro-batch, of which nothing has been written. It comes back from Java as text."""
+    """The job ends before this micro-batch; nothing of it is written. It comes back from Java as text."""
 
     SAID: Final = "kproxy-stopped-before-a-micro-batch"
 
@@ -56,16 +56,16 @@ class Stopped(Exception):
 
 
 class RefusedFile(Exception):
-    """A file has columns that would be lost, and nothing of its micro-batch has been written. It comes back as text."""
+    """A file has columns that would be lost; nothing of its micro-batch is written. It comes back as text."""
 
     def __init__(self, path: str, names: Sequence[str]) -> None:
         super().__init__("|".join([REFUSED, NEW_IN_FILE, path, ", ".join(names).replace("|", " "), ""]))
 
 
 class BatchWriter:
-    """Writes micro-batches of the job `job_id`; `schema` is that of files, or of values that are JSON.
+    """Write micro-batches of the job `job_id`; `schema` is that of files, or of values that are JSON.
 
-    `on_batch` is told when one is written, `stopping` asked before one begins; both on a thread of Spark's.
+    It calls `on_batch` after each micro-batch and `stopping` before each, both on a thread of Spark's.
     """
 
     def __init__(
@@ -99,14 +99,14 @@ class BatchWriter:
         self._on_batch(BatchDone(number, counts["rows"], written, dead, time.monotonic() - began))
 
     def encode(self, batch: DataFrame, number: int) -> DataFrame:
-        """The rows with their messages. Raises StartupError for a column that there is not."""
+        """Add the messages to the rows. Raise StartupError for a column that does not exist."""
         rows = batch
         if isinstance(self._options.source, KafkaSource) and self._schema is not None:
             rows = documents.of_records(batch, self._schema, verbatim=self._options.verbatim)
         return transforms.encoded(transforms.placed(rows), self._options, batch=self._name(number))
 
     def _check_files(self, session: SparkSession, number: int) -> None:
-        """Parquet's rows cannot tell what they have lost."""
+        """Check Parquet files themselves: their rows do not show which columns were ignored."""
         source = self._options.source
         if not isinstance(source, FileSource) or source.format != "parquet" or self._schema is None:
             return
@@ -114,7 +114,7 @@ class BatchWriter:
             check_files(session, self._options.checkpoint, number, self._schema, source.options)
 
     def _write_messages(self, rows: DataFrame) -> dict[str, int]:
-        """The number of `rows`, and of dead letters by reason; counted while the messages are written."""
+        """Write the messages. Return the number of `rows` and of dead letters by reason, counted while writing."""
         observation = Observation()
         counts = [F.count(F.lit(1)).alias("rows")]
         counts += [F.count(F.when(F.col(REASON) == reason, 1)).alias(reason) for reason in REASONS]
@@ -136,7 +136,7 @@ class BatchWriter:
         assert where is not None  # noqa: S101 - `_refuse` let none through
         if where.kind == "json":
             letters = transforms.dead_letters(rows, batch=self._name(number))
-            # Under the number of the micro-batch, so that the same one replaces what it left behind.
+            # The directory has the micro-batch's number, so that a repeated one replaces its files.
             directory = f"{where.where.rstrip('/')}/job={self._job_id}/micro_batch={number}"
             letters.write.mode("overwrite").json(directory)
             return
@@ -152,9 +152,9 @@ class BatchWriter:
 
 
 def _observed(observation: Observation) -> dict[str, int] | None:
-    """What was counted on the way; None where Spark does not tell in time: its events may be dropped under load."""
+    """Return the counts, None if Spark does not report them in time: it may drop events under load."""
     deadline = time.monotonic() + OBSERVED_TIMEOUT_S
-    # Its own way of being asked has no end where nothing comes.
+    # `Observation.get` alone would wait without a limit.
     while not observation._jo.future().isCompleted():
         if time.monotonic() > deadline:
             return None
@@ -163,13 +163,13 @@ def _observed(observation: Observation) -> dict[str, int] | None:
 
 
 def _counted(rows: DataFrame) -> dict[str, int]:
-    """The same, by reading all `rows` again."""
+    """Return the same counts by reading all `rows` again."""
     by_reason = {row[0]: int(row[1]) for row in rows.groupBy(REASON).count().collect()}
     return {"rows": sum(by_reason.values()), **{reason: by_reason.get(reason, 0) for reason in REASONS}}
 
 
 def sink_options(options: IngestOptions) -> dict[str, str]:
-    """For Spark's Kafka sink. A producer has limits of its own on what it sends, which must not be below the job's."""
+    """Return the options for Spark's Kafka sink. The producer's own limits are raised to the job's."""
     producer = dict(options.kafka_options)
     if options.keeps_timestamps:
         theirs = producer.get("interceptor.classes")
@@ -183,7 +183,7 @@ def sink_options(options: IngestOptions) -> dict[str, str]:
 
 
 def _refuse(rows: DataFrame, reasons: Sequence[str]) -> Column:
-    """True for a row that has none of these `reasons`; ends the job where there is one that has."""
+    """Return a column that is true for a row with none of these `reasons`, and ends the job for any other."""
     named = F.array_join(F.col(NEW), ", ") if NEW in rows.columns else F.lit("")
     told = (F.col(REASON), F.col(ROW), F.translate(F.coalesce(named, F.lit("")), "|", " "))
     said = F.concat(F.lit(REFUSED), *(F.concat(F.lit("|"), each) for each in told), F.lit("|"))
@@ -196,17 +196,17 @@ def check_files(
 ) -> None:
     """Raise RefusedFile for the first file of the micro-batch `number` with a column that `schema` lacks.
 
-    Their footers are read for it; `options` are those of Spark's reader. Raises PySparkException for files that cannot
-    be read.
+    It reads the files' footers; `options` are those of Spark's reader. Raise PySparkException for files that cannot be
+    read.
     """
     paths = _files_of(session, checkpoint, number)
-    # They are names of files, and no patterns.
+    # The paths are file names, not patterns.
     reader = session.read.options(**options).option("__globPaths__", "false")
     try:
         if not paths or not lacking(schema, reader.option("mergeSchema", "true").parquet(*paths).schema):
             return
     except PySparkException as error:
-        # What differs in a type from file to file cannot be merged, and may well be read as the schema has it.
+        # A column whose type differs between files cannot be merged, but each file may still fit the schema.
         if "CANNOT_MERGE" not in str(error):
             raise
     for path in paths:
@@ -215,7 +215,7 @@ def check_files(
 
 
 def _files_of(session: SparkSession, checkpoint: str, number: int) -> list[str]:
-    """By Spark's own lists: how far into its log of files each micro-batch goes, and that log."""
+    """Return the files of a micro-batch, from Spark's log of files and the offsets of its micro-batches in it."""
     end = _log_offset(session, checkpoint, number)
     before = _log_offset(session, checkpoint, number - 1) if number else -1
     log_offset = F.col("log_offset")
@@ -229,9 +229,9 @@ def _log_offset(session: SparkSession, checkpoint: str, number: int) -> int:
 
 
 def lacking(schema: DataType, found: DataType, path: str = "") -> list[str]:
-    """The names in `found` that `schema` does not have, with those of the columns that they are in. Pure.
+    """Return the fields of `found` that `schema` lacks, as paths (`column.field`). Pure.
 
-    Compared as Spark's Parquet reader does, for which `ID` is `id`.
+    Names are compared without case, as Spark's Parquet reader does.
     """
     if isinstance(schema, StructType) and isinstance(found, StructType):
         known = {field.name.lower(): field.dataType for field in schema.fields}
