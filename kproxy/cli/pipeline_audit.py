@@ -129,9 +129,9 @@ def command(
     try:
         if not follow:
             return run_audit_job(job, spark)
-        from kproxy.pipeline.audit.follow import Following, run_follow_job
+        from kproxy.pipeline.audit.follow import FollowOptions, run_follow_job
 
-        following = Following(
+        following = FollowOptions(
             checkpoint=checkpoint or f"{(output or '').rstrip('/')}/checkpoint",
             every_ms=parse_duration_ms(every, "--every"),
             horizon_ms=parse_duration_ms(horizon, "--horizon"),

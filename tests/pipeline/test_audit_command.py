@@ -73,7 +73,7 @@ def test_what_the_trail_of_a_killed_proxy_leaves_unproven_ends_with_1_where_one_
     job = AuditJob(bootstrap=dev_cluster.kafka, trail=place, topics=(topic,), strict=True)
 
     said = Report(progress=Console(file=io.StringIO()))
-    assert run_audit_job(job, SessionOptions("audit", kafka=False), said=said) == 1
+    assert run_audit_job(job, SessionOptions("audit", kafka=False), display=said) == 1
     assert capsys.readouterr().out.startswith("Unproven")
 
 

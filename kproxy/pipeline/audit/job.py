@@ -1,7 +1,7 @@
 """The audit as a job: looks for its sources, has them audited in one session, and says what was found.
 
 States: CHECKING (nothing started) -> STARTING (Spark) -> AUDITING -> REPORTING -> DONE. The tables are on disk before
-anything is said of them, so that what is said can be said again.
+anything is display of them, so that what is display can be display again.
 """
 
 from __future__ import annotations
@@ -61,28 +61,28 @@ class AuditJob:
     strict: bool = False
 
 
-def run_audit_job(job: AuditJob, spark: SessionOptions, *, said: Report | None = None) -> int:
+def run_audit_job(job: AuditJob, spark: SessionOptions, *, display: Report | None = None) -> int:
     """Run it; the exit status. Raises StartupError where it cannot start, SparkFailed where Spark fails."""
     if spark.master is not None:
         _check_output(job, spark.master)
     check(job)
-    said = said or Report()
-    with said:
-        stage = said.stage("Spark", "starting")
+    display = display or Report()
+    with display:
+        stage = display.stage("Spark", "starting")
         with open_session(spark, lambda jars: stage.say(f"first start: {jars} jars downloaded")) as opened:
             session = opened.session
             where = session.sparkContext.master
             stage.finish(f"version {session.version}, {where}")
             _check_output(job, where)
-            facts = audit(session, job, said)
+            facts = audit(session, job, display)
     # First what was found, and then what may fail yet.
     show_table(facts, Console(highlight=False))
     if job.report is not None:
         write_report(facts, job.report)
     if job.output is not None:
-        said.say(f"Tables: {job.output}")
+        display.say(f"Tables: {job.output}")
     if job.report is not None:
-        said.say(f"Report: {job.report.resolve()}")
+        display.say(f"Report: {job.report.resolve()}")
     return facts.verdict.exit_status(strict=job.strict)
 
 
@@ -153,14 +153,14 @@ def _client(bootstrap: str, flag: str) -> LogClient:
     return LogClient(addresses, timeout_s=PATIENCE_S, patience_s=PATIENCE_S)
 
 
-def audit(session: Any, job: AuditJob, said: Report) -> Facts:
+def audit(session: Any, job: AuditJob, display: Report) -> Facts:
     """Audit in a session that is there. Raises SparkFailed, StartupError."""
     with ExitStack() as stack:
         output = job.output
         if output is None:
             output = tempfile.mkdtemp(prefix="kproxy-audit-")
             stack.callback(shutil.rmtree, output, ignore_errors=True)
-        stage = said.stage("audit", "reading the trail")
+        stage = display.stage("audit", "reading the trail")
         with JobsProgress(session, stage):
             result = run_audit(
                 session,
