@@ -30,7 +30,7 @@ from typing import Any, Final
 
 from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, Observation
-from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses  # noqa: N812 - the name Spark's own documentation uses
+from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 from rich.console import Console
 from rich.text import Text
 
@@ -60,6 +60,14 @@ from kproxy.pipeline.spark import SparkFailed, as_spark_failure
 
 PAGES_PER_BATCH: Final = 5_000
 FILES_PER_BATCH: Final = 100
+SETTLE_MS: Final = 30_000
+# Records acknowledged with acks=1 become readable a moment later: read the logs again before reporting a loss.
+SECOND_LOOK_S: Final = 3.0
+# Silence after which proxies are judged again, plus the time that a row takes: a live proxy writes marks more often.
+SILENCE_S: Final = 30.0
+# At the end; shorter than the silence after which a proxy is missed.
+SILENCE_AT_END_S: Final = 10.0
+_POLL_S: Final = 0.25
 
 
 def run_follow_job(
@@ -153,16 +161,6 @@ def _progress(state: FollowState) -> str:
     found = "nothing wrong" if not state.failures else f"{state.failures:,} alarms"
     unproven = f", {state.unproven:,} times unproven" if state.unproven else ""
     return f"{state.acked:,} records acknowledged, {found}{unproven}"
-
-
-SETTLE_MS: Final = 30_000
-# Records acknowledged with acks=1 become readable a moment later: read the logs again before reporting a loss.
-SECOND_LOOK_S: Final = 3.0
-# Silence after which proxies are judged again, plus the time that a row takes: a live proxy writes marks more often.
-SILENCE_S: Final = 30.0
-# At the end; shorter than the silence after which a proxy is missed.
-SILENCE_AT_END_S: Final = 10.0
-_POLL_S: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""The audit as a job: looks for its sources, has them audited in one session, and says what was found.
+"""`kproxy pipeline audit`: check the sources before Spark starts, audit them in one session, and report.
 
 States: CHECKING (nothing started) -> STARTING (Spark) -> AUDITING -> REPORTING -> DONE. The tables are on disk before
-anything is display of them, so that what is display can be display again.
+the report, so that it can be made again.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _ENDINGS: Final = {JSON: ".jsonl", PARQUET: ".parquet"}
 class AuditJob:
     """Addresses are `H:P[,H:P...]`, times in milliseconds since the epoch, `window_ms` a window's length.
 
-    `topics` empty: all that the trail speaks of; `deleted_topics`: topics of these names were deleted on purpose.
-    `output`: the directory for the tables, None for one that is deleted. `strict`: what is unproven counts as wrong.
+    `topics` empty: all in the trail; `deleted_topics`: topics of these names were deleted on purpose. `output`: the
+    directory for the tables, None for a temporary one. `strict`: exit with 1 also if something is unproven.
     """
 
     bootstrap: str
@@ -62,7 +62,7 @@ class AuditJob:
 
 
 def run_audit_job(job: AuditJob, spark: SessionOptions, *, display: Report | None = None) -> int:
-    """Run it; the exit status. Raises StartupError where it cannot start, SparkFailed where Spark fails."""
+    """Run the audit and return the exit status. Raise StartupError if it cannot start, SparkFailed if Spark fails."""
     if spark.master is not None:
         _check_output(job, spark.master)
     check(job)
@@ -75,7 +75,7 @@ def run_audit_job(job: AuditJob, spark: SessionOptions, *, display: Report | Non
             stage.finish(f"version {session.version}, {where}")
             _check_output(job, where)
             facts = audit(session, job, display)
-    # First what was found, and then what may fail yet.
+    # Show the result before writing the report, which may fail.
     show_table(facts, Console(highlight=False))
     if job.report is not None:
         write_report(facts, job.report)
@@ -94,7 +94,7 @@ def _check_output(job: AuditJob, master: str) -> None:
 
 
 def check(job: AuditJob) -> None:
-    """All that can be known before Spark is started. Raises StartupError."""
+    """Check everything that needs no Spark. Raise StartupError."""
     if job.from_ms is not None and job.to_ms is not None and job.from_ms >= job.to_ms:
         raise StartupError("--from is not before --to: nothing lies between them.")
     check_report(job.report)
@@ -103,7 +103,10 @@ def check(job: AuditJob) -> None:
 
 
 def check_places(bootstrap: str, trail: TrailPlace, trail_bootstrap: str, topics: Sequence[str]) -> None:
-    """Raises StartupError where nothing answers, where there is no trail, or where a topic is not there."""
+    """Raise StartupError if nothing answers, there is no trail, or a topic is missing.
+
+    A sentence now is better than Spark's stack trace in a minute.
+    """
     here = _topics(bootstrap, "--bootstrap")
     missing = sorted(set(topics) - here.keys())
     if missing:
@@ -137,7 +140,7 @@ def _check_files(trail: TrailPlace) -> None:
 
 
 def _topics(bootstrap: str, flag: str) -> dict[str, int]:
-    """Numbers of partitions by topic."""
+    """Return the number of partitions by topic."""
     with _client(bootstrap, flag) as client:
         try:
             return dict(client.partitions(None))
@@ -154,7 +157,7 @@ def _client(bootstrap: str, flag: str) -> LogClient:
 
 
 def audit(session: Any, job: AuditJob, display: Report) -> Facts:
-    """Audit in a session that is there. Raises SparkFailed, StartupError."""
+    """Audit in an open session. Raise SparkFailed or StartupError."""
     with ExitStack() as stack:
         output = job.output
         if output is None:
@@ -185,7 +188,7 @@ def audit(session: Any, job: AuditJob, display: Report) -> Facts:
 
 
 def about(job: AuditJob) -> Mapping[str, str]:
-    """What was audited, for the foot of a report."""
+    """Describe the audit for the foot of a report."""
     facts = {"logs": job.bootstrap, "trail": _text(job.trail)}
     if job.topics:
         facts["topics"] = ", ".join(job.topics)

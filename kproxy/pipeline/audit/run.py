@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from pyspark.sql import DataFrame
-from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses  # noqa: N812 - the name Spark's own documentation uses
+from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 
 from kproxy.config.topic_name import is_topic_name
 from kproxy.errors import StartupError
@@ -46,24 +46,39 @@ from kproxy.pipeline.audit.trail import TOPIC, parse_place, read_files, read_top
 from kproxy.pipeline.spark import as_spark_failure
 from kproxy.pipeline.spark_settings import in_one_process
 
-# Spark's readers pass over names that begin so: whoever reads the results does not read what they were made from.
+# Spark's readers ignore names that begin with `_`, so readers of the results do not read intermediate tables.
 _WORK = "_work"
-# With a time to judge from, the trail is read from so long before it: a proxy that was heard of then, and is silent
-# since, may have acknowledged what no row tells of.
+# With a time to judge from, the trail is read from this long before it: a proxy that was heard of then, and is silent
+# since, may have acknowledged records that no row lists.
 TRAIL_LOOKBACK_MS: Final = 86_400_000
-# And logs are read from the first offset that was acknowledged so long before it: what a producer wrote then may be
-# there once more, if it sent it again within its delivery.timeout.ms.
+# And logs are read from the first offset acknowledged this long before it: records of that time may be in the log
+# twice, if the producer sent them again within its delivery.timeout.ms.
 LOG_LOOKBACK_MS: Final = 120_000
 TOPICS_TIMEOUT_S: Final = 5.0
+ENDS_PATIENCE_S: Final = 5.0
+_PAUSE_S: Final = 0.25
+_BEHIND_LAST: Final = "element_at(spans, -2) + element_at(spans, -1)"
+# Rows of the trail and batches of the log. Up to here compiling takes more time than it saves.
+FEW: Final = 50_000
+_SHUFFLE_PARTITIONS: Final = "spark.sql.shuffle.partitions"
+_FOR_FEW: Final = {
+    _SHUFFLE_PARTITIONS: "1",
+    "spark.sql.adaptive.enabled": "false",
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+}
+# About 60 MB, with two endpoints for each row.
+_ROWS_PER_TASK: Final = 300_000
+_MAX_PARTITIONS: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditOptions:
-    """What is audited, and where the tables go; the rest is as `AuditRules` has it.
+    """What to audit, and where to write the tables; the other fields are those of `AuditRules`.
 
     `bootstrap`: Kafka addresses whose logs are read, a proxy's or the brokers'. `trail`: topic:NAME, json:DIR or
-    parquet:DIR; `trail_bootstrap`: where that topic is, where not there too. `compacted`: which topics are, None to ask
-    the brokers. `output`: a directory, or any address that Spark writes to and all executors reach.
+    parquet:DIR; `trail_bootstrap`: the cluster of that topic, if another. `compacted`: the compacted topics, None to
+    ask the brokers. `output`: a directory, or any address that Spark writes to and all executors reach.
     """
 
     bootstrap: str
@@ -82,7 +97,7 @@ class AuditOptions:
 
 @dataclass(frozen=True, slots=True)
 class AuditResult:
-    """The tables and what they are about, as they were written. `rows`: how many were looked at."""
+    """The tables and their `about`, as written. `rows`: how many rows and batches were read."""
 
     tables: Tables
     about: Mapping[str, str]
@@ -96,13 +111,12 @@ def run_audit(
     about: Mapping[str, str] | None = None,
     clock: Callable[[], float] = time.time,
 ) -> AuditResult:
-    """Audit once. Raises StartupError where there is nothing to read, SparkFailed, LogReadFailed.
+    """Audit once. Raise StartupError if there is nothing to read, else SparkFailed or LogReadFailed.
 
-    `about` is kept with the results, for who reads them. What is worked out on the way is in a directory beside them
-    until the end.
+    `about` is stored with the results. Intermediate tables are in a directory beside them until the end.
     """
     with as_spark_failure("The audit failed"), work_in(session, f"{options.output.rstrip('/')}/{_WORK}") as land:
-        # Before its end is fixed: reading may take longer than a proxy that lives is silent.
+        # Before the trail's end is fixed: reading may take longer than a live proxy is silent.
         read_at_ms = int(clock() * 1000)
         rows = land("rows", _read_trail(session, options))
         topics = _there(options) if options.topics else _topics_of(rows, options.bootstrap)
@@ -134,7 +148,7 @@ def judge(
     output: str,
     about: Mapping[str, str],
 ) -> tuple[int, Tables]:
-    """Audit what was landed, and write the tables to `output`: the number of rows that was of, and the tables."""
+    """Audit the inputs and write the tables to `output`. Return the number of input rows, and the tables."""
     inputs = (rows, log, bounds)
     amount = rows.count() + log.count()
     in_memory = stays_in_memory(session, amount)
@@ -167,23 +181,23 @@ def _read_from_ms(options: AuditOptions) -> int | None:
 
 
 def _there(options: AuditOptions) -> tuple[str, ...]:
-    """The topics that are named, but for those that were deleted, as far as they were not made anew."""
+    """Return the named topics without deleted ones that were not created anew."""
     deleted = set(options.topics) & set(options.deleted_topics)
     living = set(existing(options.bootstrap, deleted)) if deleted else set()
     return tuple(topic for topic in options.topics if topic not in deleted - living)
 
 
 def _topics_of(rows: DataFrame, bootstrap: str) -> tuple[str, ...]:
-    """The topics of the trail as far as there are any such."""
+    """Return the trail's topics that exist."""
     named = rows.where("topic is not null").select("topic").distinct().collect()
     return existing(bootstrap, {row.topic for row in named})
 
 
 def existing(bootstrap: str, topics: Collection[str]) -> tuple[str, ...]:
-    """Those of `topics` that there are, in order.
+    """Return those of `topics` that exist, sorted.
 
-    One that is not told of may be hidden: brokers are asked for it by name, and must say that there is no such topic.
-    Raises LogReadFailed, where one may not be read for instance.
+    A topic that Metadata does not list may be hidden, so brokers are asked for it by name and must deny that it exists.
+    Raise LogReadFailed, for example if a topic may not be read.
     """
     with LogClient(parse_bootstrap(bootstrap), timeout_s=TOPICS_TIMEOUT_S, patience_s=2 * TOPICS_TIMEOUT_S) as client:
         there = set(topics) & client.partitions(None).keys()
@@ -196,11 +210,11 @@ def existing(bootstrap: str, topics: Collection[str]) -> tuple[str, ...]:
 def _read_logs(
     session: Any, options: AuditOptions, topics: tuple[str, ...], rows: DataFrame, land: Land
 ) -> tuple[DataFrame, DataFrame]:
-    """The logs' headers and bounds; topics that are gone since the trail was written have none."""
+    """Return the logs' headers and bounds; topics deleted since the trail was written have none."""
     if not topics:
         return session.createDataFrame([], LOG_SCHEMA), session.createDataFrame([], BOUNDS_SCHEMA)
-    told = acknowledged_by_one(rows)
-    ends = ends_behind(told, lambda: fix_ends(options.bootstrap, topics=topics))
+    acknowledged = acknowledged_by_one(rows)
+    ends = ends_behind(acknowledged, lambda: fix_ends(options.bootstrap, topics=topics))
     starts = None
     if options.from_ms is not None:
         starts = starts_at_or_before(first_acknowledged(rows, options.from_ms - LOG_LOOKBACK_MS), ends)
@@ -214,7 +228,7 @@ def _read_logs(
 
 @contextmanager
 def work_in(session: Any, directory: str) -> Iterator[Land]:
-    """Tables in Parquet files, which take no memory and of which only those columns are read that are asked for."""
+    """Yield a `Land` that writes tables to Parquet files, which need no memory and are read by column."""
 
     def land(name: str, frame: DataFrame) -> DataFrame:
         place = f"{directory}/{name}"
@@ -229,23 +243,9 @@ def work_in(session: Any, directory: str) -> Iterator[Land]:
         path.getFileSystem(session._jsc.hadoopConfiguration()).delete(path, True)
 
 
-# Rows of the trail and batches of the log. Up to here compiling costs more time than it saves.
-FEW: Final = 50_000
-_SHUFFLE_PARTITIONS: Final = "spark.sql.shuffle.partitions"
-_FOR_FEW: Final = {
-    _SHUFFLE_PARTITIONS: "1",
-    "spark.sql.adaptive.enabled": "false",
-    "spark.sql.codegen.wholeStage": "false",
-    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
-}
-# Some 60 MB, with two endpoints each.
-_ROWS_PER_TASK: Final = 300_000
-_MAX_PARTITIONS: Final = 10_000
-
-
 @contextmanager
 def fitted(session: Any, rows: int) -> Iterator[None]:
-    """The session's settings as an audit of so many rows wants them, for as long as the block lasts."""
+    """Set the session's settings for an audit of `rows` rows while the block runs."""
     wanted = _FOR_FEW if rows <= FEW else _for_many(session, rows)
     before = {name: session.conf.get(name) for name in wanted}
     try:
@@ -258,57 +258,45 @@ def fitted(session: Any, rows: int) -> Iterator[None]:
 
 
 def _for_many(session: Any, rows: int) -> Mapping[str, str]:
-    """Spark puts small partitions together by itself, but never divides large ones.
-
-    What the session has is the least.
-    """
+    """Return enough shuffle partitions, at least the session's number: Spark joins small ones, but splits none."""
     needed = min(rows // _ROWS_PER_TASK, _MAX_PARTITIONS)
     return {_SHUFFLE_PARTITIONS: str(max(int(session.conf.get(_SHUFFLE_PARTITIONS)), needed))}
 
 
 def stays_in_memory(session: Any, rows: int) -> bool:
-    """Whether `keep` is for so many rows. Not where an executor may be lost, and what it has in memory with it."""
+    """Return whether `keep` is right for so many rows; never if an executor may be lost with its memory."""
     return rows <= FEW and in_one_process(session.sparkContext.master)
 
 
 def keep(_: str, frame: DataFrame) -> DataFrame:
-    """A `Land`: in memory, until nobody refers to it any more.
-
-    In one partition it needs no shuffle, whatever it is grouped or joined by.
-    """
+    """Keep a table in memory until it is garbage: a `Land`. One partition needs no shuffle to group or join."""
     return frame.coalesce(1).localCheckpoint()
 
 
-ENDS_PATIENCE_S: Final = 5.0
-_PAUSE_S: Final = 0.25
-_BEHIND_LAST: Final = "element_at(spans, -2) + element_at(spans, -1)"
-
-Ends = Mapping[TopicPartition, int]
-
-
 def acknowledged_by_one(rows: DataFrame) -> dict[TopicPartition, int]:
-    """Of each partition the offset behind the last that the trail's rows say was acknowledged with acks=1."""
+    """Return, by partition, the offset after the last one that the trail has as acknowledged with acks=1."""
     ranges = rows.where("kind = 'range' and acks = 1")
     behind = ranges.groupBy("topic", "partition").agg(F.max(F.expr(_BEHIND_LAST)).alias("behind"))
     return {TopicPartition(row.topic, row.partition): row.behind for row in behind.collect()}
 
 
 def ends_behind(
-    told: Ends,
+    acknowledged: Offsets,
     ask: Callable[[], str],
     *,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> str:
-    """What `ask` answers (ends as of `log_source.fix_ends`) when it is behind `told`, or else after ENDS_PATIENCE_S.
+    """Call `ask` until the ends (as of `log_source.fix_ends`) reach `acknowledged`, for at most ENDS_PATIENCE_S.
 
-    Of partitions that it does not tell of nothing is awaited. Raises what `ask` raises.
+    Records acknowledged with acks=1 become readable a little later. Partitions that `ask` does not return are not
+    awaited. Errors are those of `ask`.
     """
     deadline = clock() + ENDS_PATIENCE_S
     while True:
         text = ask()
         _, ends = parse_offsets(text, "endOffsets")
-        if clock() >= deadline or all(ends.get(which, behind) >= behind for which, behind in told.items()):
+        if clock() >= deadline or all(ends.get(which, behind) >= behind for which, behind in acknowledged.items()):
             return text
         sleep(_PAUSE_S)
 
@@ -318,17 +306,17 @@ _FIRST_OFFSET: Final = "array_min(filter(spans, (each, index) -> index % 2 = 0))
 
 
 def first_acknowledged(rows: DataFrame, since_ms: int) -> dict[TopicPartition, int]:
-    """Of each partition the lowest offset that the trail's rows say was acknowledged at `since_ms` or later."""
+    """Return, by partition, the lowest offset that the trail has as acknowledged at `since_ms` or later."""
     return first_offsets(rows.where((F.col("kind") == "range") & (F.col("last_acked_at") >= since_ms)))
 
 
 def first_offsets(ranges: DataFrame) -> dict[TopicPartition, int]:
-    """Of each partition the lowest offset in a trail's rows of kind `range`."""
+    """Return, by partition, the lowest offset in a trail's rows of kind `range`."""
     firsts = ranges.groupBy("topic", "partition").agg(F.min(F.expr(_FIRST_OFFSET)).alias("first"))
     return {TopicPartition(row.topic, row.partition): row.first for row in firsts.collect()}
 
 
 def starts_at_or_before(first: Offsets, ends: str) -> str:
-    """Where to begin, as JSON like `ends` (`log_source.fix_ends`): at the `first` offset needed, else at the end."""
+    """Return where to start reading, as JSON like `ends`: at the `first` offset needed, else at the end."""
     _, behind = parse_offsets(ends, "endOffsets")
     return offsets_as_json({which: min(first.get(which, end), end) for which, end in behind.items()})

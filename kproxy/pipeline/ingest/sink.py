@@ -19,7 +19,7 @@ from typing import Final
 
 from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, Observation, SparkSession
-from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses  # noqa: N812 - the name Spark's own documentation uses
+from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 from pyspark.sql.types import ArrayType, DataType, MapType, StructType
 
 from kproxy.pipeline.ingest import documents, transforms
