@@ -25,57 +25,57 @@ if TYPE_CHECKING:
 
 
 POLL_MS: Final = 200
-# A trail from which nothing came for so long, beyond what it promised, is a dead proxy's: nothing more comes of it.
+# A trail that is silent for this long beyond its promise belongs to a dead proxy, and ends there.
 SILENCE_MS: Final = 5_000
 _FOREVER_MS: Final = 1 << 62
 
 
 @dataclass(slots=True)
 class _Trail:
-    """What is known of one incarnation: `told_ms`, before which all is told, and `heard_ms`, its last row's time."""
+    """The trail of one incarnation: complete before `complete_ms`; `heard_ms` is the time of its last row."""
 
     interval_ms: int = 0
     mark_ms: int = 0
-    told_ms: int = 0
+    complete_ms: int = 0
     heard_ms: int = 0
 
-    def hear(self, row: Row) -> None:
+    def add(self, row: Row) -> None:
         self.heard_ms = max(self.heard_ms, row.at)
         match row:
             case Begin():
                 self.interval_ms, self.mark_ms = row.interval_ms, row.mark_ms
-                told_ms = row.at
+                complete_ms = row.at
             case Mark():
-                told_ms = row.at
+                complete_ms = row.at
             case End():
-                told_ms = _FOREVER_MS
+                complete_ms = _FOREVER_MS
             case _:
-                told_ms = row.at - self.interval_ms
-        self.told_ms = max(self.told_ms, told_ms)
+                complete_ms = row.at - self.interval_ms
+        self.complete_ms = max(self.complete_ms, complete_ms)
 
     def is_dead(self, now_ms: int) -> bool:
         return now_ms - self.heard_ms > self.interval_ms + self.mark_ms + SILENCE_MS
 
 
-class Trails:
-    """Those in a topic, as far as their rows have been heard."""
+class TrailCoverage:
+    """The times that the trails in a topic cover, by the rows read so far."""
 
     def __init__(self) -> None:
         self._trails: dict[tuple[str, str], _Trail] = {}
 
-    def hear(self, page: bytes | None) -> None:
+    def add_page(self, page: bytes | None) -> None:
         try:
             rows = decode_page(page or b"")
         except msgspec.DecodeError:
-            # Written by somebody else. The audit counts what it cannot read; here it tells nothing.
+            # Another client wrote it. The audit handles such pages; here they are ignored.
             return
         for row in rows:
-            self._trails.setdefault((row.proxy, row.incarnation), _Trail()).hear(row)
+            self._trails.setdefault((row.proxy, row.incarnation), _Trail()).add(row)
 
-    def tell_all_before(self, until_ms: int, now_ms: int) -> bool:
-        """Whether there is a trail, and each that lives tells of everything before `until_ms`."""
+    def cover(self, until_ms: int, now_ms: int) -> bool:
+        """Return whether there is a live trail, and all live ones are complete before `until_ms`."""
         living = [trail for trail in self._trails.values() if not trail.is_dead(now_ms)]
-        return bool(living) and all(trail.told_ms >= until_ms for trail in living)
+        return bool(living) and all(trail.complete_ms >= until_ms for trail in living)
 
 
 def await_trails(
@@ -85,14 +85,14 @@ def await_trails(
     timeout_s: float,
     wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
 ) -> bool:
-    """Wait until the trails in `topic` tell of everything before `until_ms`; False where they do not in time.
+    """Wait until the trails in `topic` are complete before `until_ms`; return False if they are not in time.
 
-    Blocks. A proxy that is killed meanwhile is waited for until it counts as dead; the audit will say what is missing.
+    Blocks. A proxy that is killed meanwhile is awaited until it counts as dead; the audit reports missing rows.
     """
-    # It logs what it also raises.
+    # kafka-python also logs the errors that it raises.
     logging.getLogger("kafka").setLevel(logging.CRITICAL)
     deadline = time.monotonic() + timeout_s
-    trails = Trails()
+    trails = TrailCoverage()
     try:
         consumer = KafkaConsumer(bootstrap_servers=bootstrap, client_id="kproxy-audit", enable_auto_commit=False)
         try:
@@ -101,12 +101,12 @@ def await_trails(
                 return False
             consumer.assign(partitions)
             consumer.seek_to_beginning(*partitions)
-            while not trails.tell_all_before(until_ms, wall_ms()):
+            while not trails.cover(until_ms, wall_ms()):
                 if time.monotonic() > deadline:
                     return False
                 for records in consumer.poll(timeout_ms=POLL_MS).values():
                     for record in records:
-                        trails.hear(record.value)
+                        trails.add_page(record.value)
             return True
         finally:
             consumer.close()
@@ -114,9 +114,9 @@ def await_trails(
         return False
 
 
-# An idle proxy tells that it is idle every 10 s at least; a row is shipped within moments.
+# An idle proxy writes a mark at least every 10 s; a row is shipped within moments.
 TRAIL_TIMEOUT_S: Final = 20.0
-# Of so few rows each of Spark's steps is over sooner than it is planned anew or compiled.
+# With so few rows, replanning and compiling take longer than Spark's steps.
 _SETTINGS: Final = {
     "spark.sql.shuffle.partitions": "2",
     "spark.sql.adaptive.enabled": "false",
@@ -127,9 +127,9 @@ _SETTINGS: Final = {
 def audit_demo(
     session: Any, report: Report, *, bootstrap: str, topic: str, written_ms: int, output: Path, html: Path | None
 ) -> Facts | None:
-    """What is found; None where the proxy's trail does not tell of the demo's records. Raises SparkFailed.
+    """Audit the demo's topic; None if the proxy's trail does not have its records. Blocks. Raise SparkFailed.
 
-    `written_ms` is when the last record had been acknowledged. Blocks.
+    `written_ms`: when the last record had been acknowledged.
     """
     from kproxy.pipeline.audit.job import AuditJob, audit
     from kproxy.pipeline.audit.report_html import write_report
@@ -140,7 +140,7 @@ def audit_demo(
         stage.finish(f"the proxy ships none to the topic {DEFAULT_TOPIC}, or not all of it: no audit")
         return None
     stage.finish("tells of all that was acknowledged")
-    # Settings of its own: the session may be somebody else's.
+    # A new session for the settings, as the caller may own this one.
     session = session.newSession()
     for name, value in _SETTINGS.items():
         session.conf.set(name, value)

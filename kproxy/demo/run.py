@@ -37,7 +37,7 @@ from kproxy.config import DEFAULT_PREFIX
 from kproxy.demo import flights
 from kproxy.demo.audit import audit_demo
 from kproxy.demo.judge import Judge
-from kproxy.demo.owner_kill import MidStream, OwnerKill, OwnerNotKilled
+from kproxy.demo.owner_kill import OwnerKill, OwnerNotKilled, StreamGate
 from kproxy.demo.report import KilledOwner, Outcome, show
 from kproxy.dev.cluster import DEFAULT_LEASE_TTL_S, ChildEnded, DevCluster
 from kproxy.errors import StartupError
@@ -54,13 +54,13 @@ if TYPE_CHECKING:
 
 
 PARTITIONS: Final = 12
-# Few: each micro-batch costs Spark about a second of planning here. More than one: order must hold across them.
+# Few, as Spark plans each micro-batch for about a second here; more than one, as order must hold across them.
 MICRO_BATCHES: Final = 5
 BROKERS: Final = 3
-# With `kill_owner`: nobody may take over before the killed broker's lease ends, so it is short; still long enough for
-# brokers on a machine that Spark keeps busy to renew it.
+# With `kill_owner`: short, as no broker may take over before the killed broker's lease ends; but long enough to renew
+# it on a machine that Spark keeps busy.
 KILL_LEASE_TTL_S: Final = 4
-# With fewer, the stream might be over before anybody notices that a broker is gone.
+# With fewer, the stream could end before the loss of a broker has any effect.
 LEAST_ROWS_TO_KILL: Final = 1_000
 INTERRUPTED: Final = 128 + signal.SIGINT
 TERMINATED: Final = 128 + signal.SIGTERM
@@ -71,10 +71,10 @@ U = TypeVar("U")
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """`rows` None means all. With `bootstrap` the demo uses what runs there, and `etcd` (URLs) tells it the owners.
+    """`rows` None means all. With `bootstrap` the demo uses a running cluster, and reads the owners from `etcd` (URLs).
 
-    `kill_owner`: kill -9 the owner of most partitions in mid-stream, and start it again. `report`: the file for the
-    audit's report, None for none; without `audit` there is none to report on.
+    `kill_owner`: kill -9 the owner of most partitions in mid-stream, and restart it. `report`: the file for the audit's
+    report, None for none; it needs `audit`.
     """
 
     rows: int | None = None
@@ -89,7 +89,7 @@ class DemoOptions:
 
 
 class Target(NamedTuple):
-    """Where the job writes and reads, the etcd that knows the owners (none: not known), and the cluster if ours."""
+    """The address for the job, the etcd with the owners (empty: owners not known), and the cluster if we started it."""
 
     bootstrap: str
     etcd: Sequence[str]
@@ -104,10 +104,10 @@ def run_demo(
     report: Report | None = None,
     output: Console | None = None,
 ) -> int:
-    """Run it; the exit status: 0 clean, 1 not as sent or failed on the way, 130 and 143 when interrupted.
+    """Run the demo. Return the exit status: 0 clean, 1 faults or failure, 130 and 143 when interrupted.
 
-    Raises StartupError where it cannot start. A `driver` that is passed in must be started and stays so. The tables go
-    to `output`, by default stdout.
+    Raise StartupError if it cannot start. A given `driver` must be running and stays so. The tables go to `output`, by
+    default stdout.
     """
     archive, java = _check(options)
     check_report(options.report)
@@ -134,7 +134,7 @@ def run_demo(
         report.say(f"The demo failed: {error}" if died is None else f"The demo failed: Spark's Java ended ({died})")
         return 1
     except StartupError as error:
-        # It may send the reader to a log in there.
+        # The error may refer to a log in there.
         keep = keep or str(work_dir) in str(error)
         raise
     finally:
@@ -147,7 +147,7 @@ def run_demo(
 
 
 def _check(options: DemoOptions) -> tuple[Path, Java]:
-    """All that can be known before anything is started: where the data and a Java are. Raises StartupError."""
+    """Check the options before anything starts, and locate the data and a Java. Raise StartupError."""
     if sys.platform == "win32":
         raise StartupError("kproxy demo runs on Linux and macOS: on Windows run it in WSL.")
     if options.rows is not None and not 1 <= options.rows <= flights.TOTAL_ROWS:
@@ -185,7 +185,7 @@ def _make_work_dir(parent: Path | None) -> Path:
 
 
 def _run_until_signal(run: _Run) -> Outcome | int:
-    """The outcome, or the exit status of the signal that ended it. Cleaned up either way."""
+    """Return the outcome, or the exit status of the signal that ended the run. It is cleaned up either way."""
     terminated = False
 
     async def main() -> Outcome:
@@ -213,7 +213,7 @@ def _run_until_signal(run: _Run) -> Outcome | int:
 
 
 class _Run:
-    """One run, from STARTING to DONE. Spark's and other blocking calls are made on the threads of its pool."""
+    """One run, from STARTING to DONE. Spark's and other blocking calls run on its thread pool."""
 
     def __init__(
         self, options: DemoOptions, archive: Path, work_dir: Path, spark: SparkDriver, owns_spark: bool, report: Report
@@ -231,13 +231,13 @@ class _Run:
 
     async def run(self) -> Outcome:
         began = time.monotonic()
-        # Spark's JVM and the data need no cluster: all three come up side by side.
+        # Spark's JVM and the data need no cluster, so all three start in parallel.
         spark = self._call(self._start_spark)
-        data = self._call(self._lay_down)
+        data = self._call(self._write_files)
         try:
             async with self._target() as target:
                 try:
-                    outcome = await _while_it_stands(target.cluster, self._job(target, data, spark, began))
+                    outcome = await _while_cluster_runs(target.cluster, self._job(target, data, spark, began))
                 except BaseException:
                     self._kill_spark()
                     raise
@@ -247,7 +247,7 @@ class _Run:
         finally:
             self._stopping.set()
             if self._owns_spark:
-                # Where it was stopped already this does nothing; else it ends the calls that threads still wait in.
+                # Ends the calls into Spark that threads still wait in; does nothing if Spark was stopped already.
                 self._kill_spark()
             await asyncio.gather(spark, data, return_exceptions=True)
             self._pool.shutdown(wait=True)
@@ -285,9 +285,9 @@ class _Run:
         java = self._spark.java
         stage.finish(f"version {self._spark.session.version} on Java {java.major} ({java.found_in})")
 
-    def _lay_down(self) -> flights.Flights:
+    def _write_files(self) -> flights.Flights:
         stage = self._report.stage("data", "unpacking", total=self._rows)
-        data = flights.lay_down(
+        data = flights.write_files(
             self._archive,
             self._work_dir / "flights",
             rows=self._rows,
@@ -299,15 +299,15 @@ class _Run:
         return data
 
     async def _job(
-        self, target: Target, laid_down: asyncio.Future[flights.Flights], spark: asyncio.Future[None], began: float
+        self, target: Target, written_files: asyncio.Future[flights.Flights], spark: asyncio.Future[None], began: float
     ) -> Outcome:
         await self._call(lambda: create_topic(target.bootstrap, self._topic, PARTITIONS))
-        data = await laid_down
+        data = await written_files
         await spark
         written, killed = await self._write(target, data)
         written_ms = time.time_ns() // 1_000_000
 
-        # Not at the top: without the demo's extra there is no pyspark to import.
+        # Imported here, as pyspark is missing without the demo's extra.
         from kproxy.demo import stream
 
         judge = Judge(data.fingerprints)
@@ -348,14 +348,14 @@ class _Run:
         from kproxy.demo import stream
 
         stage = self._report.stage("writing", "planning", total=data.rows)
-        mid_stream = MidStream(data.file_rows, asyncio.get_running_loop())
+        gate = StreamGate(data.file_rows, asyncio.get_running_loop())
         to_kill = target.cluster if self._options.kill_owner else None
         if to_kill is None:
-            mid_stream.go_on()
+            gate.release()
 
         def on_rows(rows: int) -> None:
             stage.advance_to(rows)
-            mid_stream.advance_to(rows)
+            gate.advance_to(rows)
 
         writing = self._call(
             lambda: stream.write(
@@ -366,24 +366,24 @@ class _Run:
                 partitions=PARTITIONS,
                 checkpoint=self._work_dir / "checkpoint",
                 on_rows=on_rows,
-                before_batch=mid_stream.before_batch,
+                before_batch=gate.before_batch,
             )
         )
 
         async def until_written() -> Written:
             written = await writing
-            mid_stream.ended.set()
+            gate.ended.set()
             stage.finish(f"{written.sent:,} rows")
             return written
 
         if to_kill is None:
             return await until_written(), None
-        kill = OwnerKill(to_kill, target.prefix, self._topic, mid_stream, self._report, self._call)
+        kill = OwnerKill(to_kill, target.prefix, self._topic, gate, self._report, self._call)
         return await _both(until_written(), kill.run())
 
 
 async def _both(first: Coroutine[object, object, T], second: Coroutine[object, object, U]) -> tuple[T, U]:
-    """The results of both, or the first error of either; the other is cancelled then."""
+    """Return the results of both. After an error of one, cancel the other and raise it."""
     tasks = asyncio.ensure_future(first), asyncio.ensure_future(second)
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -396,10 +396,10 @@ async def _both(first: Coroutine[object, object, T], second: Coroutine[object, o
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _while_it_stands(cluster: DevCluster | None, work: Coroutine[object, object, T]) -> T:
-    """The work's result. Where a process of the cluster ends meanwhile the work is given up: ChildEnded.
+async def _while_cluster_runs(cluster: DevCluster | None, work: Coroutine[object, object, T]) -> T:
+    """Return the result of `work`. If a process of the cluster ends meanwhile, cancel it and raise ChildEnded.
 
-    Left alone, Spark would go on trying to reach it for minutes and then say something else.
+    Otherwise Spark would retry for minutes and then report another error.
     """
     if cluster is None:
         return await work
@@ -420,11 +420,11 @@ REQUEST_TIMEOUT_MS = 15_000
 
 
 class TopicNotCreated(Exception):
-    """The cluster answered that it would not make the topic, or did not answer; the message is one line."""
+    """The cluster did not create the topic, or did not answer; the message is one line."""
 
 
 def create_topic(bootstrap: str, topic: str, partitions: int) -> None:
-    """Make `topic` and wait until each partition has a leader to write to. Blocks; raises TopicNotCreated."""
+    """Create `topic` and wait until each partition has a leader. Blocks. Raise TopicNotCreated."""
     try:
         admin = kafka_python.connected(
             KafkaAdminClient,
@@ -442,7 +442,7 @@ def create_topic(bootstrap: str, topic: str, partitions: int) -> None:
 
 
 async def partition_owners(endpoints: Sequence[str], prefix: str, topic: str) -> Mapping[int, int]:
-    """Broker id by partition index, as the lease keys in etcd say now. Raises EtcdError."""
+    """Return the broker id by partition index, from the lease keys in etcd. Raise EtcdError."""
     client = EtcdClient(endpoints)
     await client.connect()
     try:
