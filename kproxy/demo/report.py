@@ -1,4 +1,4 @@
-"""Report a finished demo: one table of the rows, the owners and the killed broker, and the audit's."""
+"""Report a finished demo: the rows, owners, killed broker, and audit."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ class KilledOwner:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A finished run. `owners`: broker id by partition, None if not known; times in seconds.
+    """A finished run.
 
-    `audit`: the audit of the run by the proxy's own trail, if any.
+    `owners`: broker id by partition, None if not known; times in seconds. `audit`: the audit of the run by the proxy's
+    own trail, if any.
     """
 
     verdict: Verdict

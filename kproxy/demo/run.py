@@ -1,4 +1,6 @@
-"""`kproxy demo`: write real data through Spark's unchanged Kafka sink and the proxy, read it back, judge it, audit it.
+"""`kproxy demo`: write real data through the proxy, and check it.
+
+Spark's unchanged Kafka sink writes the data; it is read back, judged and audited.
 
 States: CHECKING (nothing started; StartupError leaves nothing behind) -> STARTING (cluster, Spark and data in parallel)
 -> WRITING -> READING -> AUDITING -> DONE. From each of them a failure or a signal leads to STOPPING and out.
@@ -71,10 +73,11 @@ U = TypeVar("U")
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """`rows` None means all. With `bootstrap` the demo uses a running cluster, and reads the owners from `etcd` (URLs).
+    """The options of the demo; `rows` None means all.
 
-    `kill_owner`: kill -9 the owner of most partitions in mid-stream, and restart it. `report`: the file for the audit's
-    report, None for none; it needs `audit`.
+    With `bootstrap` the demo uses a running cluster, and reads the owners from `etcd` (URLs). `kill_owner`: kill -9 the
+    owner of most partitions in mid-stream, and restart it. `report`: the file for the audit's report, None for none; it
+    needs `audit`.
     """
 
     rows: int | None = None
@@ -104,10 +107,10 @@ def run_demo(
     report: Report | None = None,
     output: Console | None = None,
 ) -> int:
-    """Run the demo. Return the exit status: 0 clean, 1 faults or failure, 130 and 143 when interrupted.
+    """Run the demo.
 
-    Raise StartupError if it cannot start. A given `driver` must be running and stays so. The tables go to `output`, by
-    default stdout.
+    Return the exit status: 0 clean, 1 faults or failure, 130 and 143 when interrupted. Raise StartupError if it cannot
+    start. A given `driver` must be running and stays so. The tables go to `output`, by default stdout.
     """
     archive, java = _check(options)
     check_report(options.report)
@@ -397,9 +400,10 @@ async def _both(first: Coroutine[object, object, T], second: Coroutine[object, o
 
 
 async def _while_cluster_runs(cluster: DevCluster | None, work: Coroutine[object, object, T]) -> T:
-    """Return the result of `work`. If a process of the cluster ends meanwhile, cancel it and raise ChildEnded.
+    """Return the result of `work`.
 
-    Otherwise Spark would retry for minutes and then report another error.
+    If a process of the cluster ends meanwhile, cancel it and raise ChildEnded. Otherwise Spark would retry for minutes
+    and then report another error.
     """
     if cluster is None:
         return await work

@@ -1,4 +1,4 @@
-"""The demo's Spark job: CSV files to Kafka's sink, and Kafka's source to the judge, all through one address."""
+"""The demo's Spark job: CSV files to Kafka, and Kafka to the judge."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def write(
     on_rows: Callable[[int], None] = lambda done: None,
     before_batch: Callable[[int], None] = lambda batch_id: None,
 ) -> Written:
-    """Stream the files into the Kafka sink, one file for each micro-batch. Raise SparkFailed.
+    """Stream the files into the Kafka sink, one file for each micro-batch.
 
-    `on_rows` is called with the approximate number of rows written. `before_batch` is called on another thread with the
-    number of each micro-batch, from 0 up, before it begins, and may block it.
+    Raise SparkFailed. `on_rows` is called with the approximate number of rows written. `before_batch` is called on
+    another thread with the number of each micro-batch, from 0 up, before it begins, and may block it.
     """
 
     def write_batch(batch: DataFrame, batch_id: int) -> None:

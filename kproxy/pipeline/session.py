@@ -40,9 +40,10 @@ _CONNECTOR_CLASS: Final = "org.apache.spark.sql.kafka010.KafkaSourceProvider"
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
-    """`settings` are Spark's and override everything else. `memory` is the driver's, in Spark's form (`2g`).
+    """The options of a session.
 
-    `kafka`: the job uses Spark's Kafka connector, which is downloaded once if we start Spark.
+    `settings` are Spark's and override everything else. `memory` is the driver's, in Spark's form (`2g`). `kafka`: the
+    job uses Spark's Kafka connector, which is downloaded once if we start Spark.
     """
 
     app_name: str
@@ -68,10 +69,11 @@ class OpenSession:
 def open_session(
     options: SessionOptions, on_download: Callable[[int], None] = lambda jars: None
 ) -> Iterator[OpenSession]:
-    """Open a session while the block runs. Raise StartupError if the user can fix it, else SparkFailed.
+    """Open a session while the block runs.
 
-    Call `on_download` with the number of jars that the first start has downloaded. If the block fails with Spark and we
-    started Spark, keep its log and name it in the error.
+    Raise StartupError if the user can fix it, else SparkFailed. Call `on_download` with the number of jars that the
+    first start has downloaded. If the block fails with Spark and we started Spark, keep its log and name it in the
+    error.
     """
     taken = _active_session() or _submitted_session(options)
     if taken is None:
@@ -114,10 +116,10 @@ def _submitted_session(options: SessionOptions) -> tuple[Any, bool] | None:
 
 
 def _beside(start: Callable[[], T], give_up: Callable[[], None] = lambda: None) -> T:
-    """Call `start` on another thread and return its result. Call `give_up` to end it if we are interrupted.
+    """Call `start` on another thread and return its result.
 
-    On the main thread pyspark would replace our handler of Ctrl-C, and an interrupted job would report that Spark
-    failed.
+    Call `give_up` to end it if we are interrupted. On the main thread pyspark would replace our handler of Ctrl-C, and
+    an interrupted job would report that Spark failed.
     """
     with ThreadPoolExecutor(max_workers=1) as pool:
         starting = pool.submit(start)
@@ -217,9 +219,10 @@ _DATE: Final = (1980, 1, 1, 0, 0, 0)
 
 
 def package_archive(directory: Path) -> Path:
-    """Pack the installed packages into an archive in `directory`. Raise StartupError if one cannot be packed.
+    """Pack the installed packages into an archive in `directory`.
 
-    It is replaced whole: another job may be sending the previous one to its executors.
+    Raise StartupError if one cannot be packed. It is replaced whole: another job may be sending the previous one to its
+    executors.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"kproxy-{installed.version()}.zip"

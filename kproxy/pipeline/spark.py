@@ -77,11 +77,12 @@ def _not_installed(extra: str) -> StartupError:
 
 
 class SparkDriver:
-    """A JVM with Spark in it; `start` and `stop` block, so call them from a thread. Not reusable after `stop`.
+    """A JVM with Spark in it.
 
-    Scratch files and `spark.log` go to `work_dir`; downloads are kept in `cache_dir`. `settings` are Spark's own
-    (`spark.driver.memory` and so on), in place of the defaults or besides them; one that is empty is left to Spark.
-    On this machine Python workers run this interpreter, and they find this package. `short`: the job takes a minute.
+    `start` and `stop` block, so call them from a thread. Not reusable after `stop`. Scratch files and `spark.log` go to
+    `work_dir`; downloads are kept in `cache_dir`. `settings` are Spark's own (`spark.driver.memory` and so on), in
+    place of the defaults or besides them; one that is empty is left to Spark. On this machine Python workers run this
+    interpreter, and they find this package. `short`: the job takes a minute.
     """
 
     def __init__(
@@ -129,9 +130,10 @@ class SparkDriver:
         return self._ended_by_itself
 
     def start(self, on_download: Callable[[int], None] = lambda count: None) -> None:
-        """Launch the JVM and open the session. Raise SparkFailed, or StartupError if the user can fix it.
+        """Launch the JVM and open the session.
 
-        Call `on_download` with the number of jars downloaded so far.
+        Raise SparkFailed, or StartupError if the user can fix it. Call `on_download` with the number of jars downloaded
+        so far.
         """
         self._work_dir.mkdir(parents=True, exist_ok=True)
         self._hide_foreign_variables()
@@ -302,9 +304,9 @@ def as_spark_failure(what: str) -> Iterator[None]:
 
 
 def cause_in(text: str) -> str:
-    """Return the innermost cause in a Java stack trace, else the first line; "" for an empty text.
+    """Return the innermost cause in a Java stack trace, else the first line.
 
-    If the Python of Spark's workers does not fit the job, add how to change it.
+    "" for an empty text. If the Python of Spark's workers does not fit the job, add how to change it.
     """
     for pattern, sentence in _WORKERS_PYTHON:
         if found := re.search(pattern, text):

@@ -1,8 +1,9 @@
-"""Compare acknowledged offsets with those in the log: one sweep over the offsets, with running sums.
+"""Compare acknowledged offsets with those in the log.
 
-An interval is two endpoints. The running sums over the endpoints of a bucket give how often each offset was
-acknowledged, and whether the log has it. Endpoints that cancel out, where batches meet without a gap, are removed
-first, so that a sound partition keeps about two for each window of time.
+This takes one sweep over the offsets, with running sums. An interval is two endpoints. The running sums over the
+endpoints of a bucket give how often each offset was acknowledged, and whether the log has it. Endpoints that cancel
+out, where batches meet without a gap, are removed first, so that a sound partition keeps about two for each window of
+time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Turn faults and unproven times into findings: one row and one sentence each."""
+"""Turn faults and unproven times into findings, one row each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`kproxy pipeline audit --follow`: audit each micro-batch of the trail as it comes, and report faults at once.
+"""`kproxy pipeline audit --follow`: audit a trail as it is written.
+
+Each micro-batch is audited as it comes, and faults are reported at once.
 
 States: RUNNING --no micro-batch for a while--> SILENT --a micro-batch--> RUNNING; --stop--> ENDED. A failure of Spark,
 or of the brokers for longer than the log source's patience, also ends it. Started again with its checkpoint, it goes on
@@ -196,10 +198,11 @@ def follow(
     on_state: Callable[[FollowState], None],
     stop: Stop,
 ) -> FollowState:
-    """Audit the streaming `pages` until `stop`; return the final state. Raise SparkFailed or LogReadFailed.
+    """Audit the streaming `pages` until `stop`; return the final state.
 
-    `parse` turns a micro-batch of pages into the trail's rows; `bound` is Spark's bound of a micro-batch. `alarm` is
-    called for each finding and `on_state` after each micro-batch, both on any thread.
+    Raise SparkFailed or LogReadFailed. `parse` turns a micro-batch of pages into the trail's rows; `bound` is Spark's
+    bound of a micro-batch. `alarm` is called for each finding and `on_state` after each micro-batch, both on any
+    thread.
     """
     assert job.output is not None  # noqa: S101 - the command has seen to it
     follower = Follower(session, job, following, parse, bound, alarm, on_state)

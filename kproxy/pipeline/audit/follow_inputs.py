@@ -1,8 +1,9 @@
-"""The inputs of a following audit: the rows of the kept micro-batches, and the batch headers of the logs for them.
+"""The inputs of a following audit: trail rows and batch headers.
 
-They are on disk, below the checkpoint: `rows/batch=N`, `log/batch=N`, `starts/batch=N` (the offsets from which the logs
-were read), and `work` during a judgement. Each reading goes to the end of its log and replaces what earlier readings
-have from its start on: the log may have been truncated since, or its topic created anew.
+The rows are those of the kept micro-batches, the headers those of the logs for them. They are on disk, below the
+checkpoint: `rows/batch=N`, `log/batch=N`, `starts/batch=N` (the offsets from which the logs were read), and `work`
+during a judgement. Each reading goes to the end of its log and replaces what earlier readings have from its start on:
+the log may have been truncated since, or its topic created anew.
 """
 
 from __future__ import annotations

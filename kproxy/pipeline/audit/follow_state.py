@@ -1,4 +1,4 @@
-"""What a following audit keeps between micro-batches: its state, and which findings it has reported.
+"""The state of a following audit, and its reports of new findings.
 
 The state is in files beside Spark's own checkpoint, one for each micro-batch, written after all of its results. A
 repeated micro-batch starts from the file of the one before it, and so gives the same results.

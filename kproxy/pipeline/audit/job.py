@@ -1,4 +1,4 @@
-"""`kproxy pipeline audit`: check the sources before Spark starts, audit them in one session, and report.
+"""`kproxy pipeline audit`: check the sources, audit them, report.
 
 States: CHECKING (nothing started) -> STARTING (Spark) -> AUDITING -> REPORTING -> DONE. The tables are on disk before
 the report, so that it can be made again.

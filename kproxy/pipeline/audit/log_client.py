@@ -1,4 +1,4 @@
-"""Query a cluster for an audit: the leaders of partitions, where logs begin and end, and the batches in them.
+"""Query a cluster for leaders, the bounds of logs, and their batches.
 
 States of a partition: KNOWN (its leader is remembered) <-> UNKNOWN. A leader is forgotten when a request to it fails or
 it answers that it is not the leader; the next request then asks for Metadata first.
@@ -149,9 +149,10 @@ class LogClient:
         return known
 
     def partitions_if_any(self, topics: Collection[str] | None) -> dict[str, int]:
-        """Return the number of partitions of those topics that exist; brokers must deny that the others exist.
+        """Return the number of partitions of those topics that exist.
 
-        Raise LogReadFailed for any other error, for example if a topic may not be read.
+        Brokers must deny that the others exist. Raise LogReadFailed for any other error, for example if a topic may not
+        be read.
         """
         patience = self.patience()
         tries = UNKNOWN_TOPIC_TRIES
@@ -310,9 +311,10 @@ class LogClient:
 
     @contextmanager
     def _any_connection(self) -> Iterator[LogConnection]:
-        """Yield a connection to any broker, preferably an open one. If all fail, raise BrokerFailed that names them.
+        """Yield a connection to any broker, preferably an open one.
 
-        If the request in the block fails, the next call uses another broker.
+        If all fail, raise BrokerFailed that names them. If the request in the block fails, the next call uses another
+        broker.
         """
         failures = []
         for address in dict.fromkeys([*self._connections, *self._bootstrap, *self._brokers.values()]):

@@ -1,7 +1,8 @@
-"""One connection to a Kafka broker for reading logs on Spark's executors: blocking, one request at a time.
+"""One blocking connection to a Kafka broker, for reading logs.
 
-It needs only the standard library, `kproxy_codec` and kafka-python, which executors get as pure Python. An answer's
-bytes are valid until the next request, as the buffer is reused.
+It sends one request at a time. Spark's executors use it, so it needs only the standard library, `kproxy_codec` and
+kafka-python, which executors get as pure Python. An answer's bytes are valid until the next request, as the buffer is
+reused.
 """
 
 from __future__ import annotations

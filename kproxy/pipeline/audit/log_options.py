@@ -1,4 +1,4 @@
-"""Write, parse and check the options of the formats "kproxy_log" and "kproxy_bounds".
+"""The options of the formats "kproxy_log" and "kproxy_bounds".
 
 Each process that Spark starts for a source parses the same text. Nothing here needs Spark.
 """

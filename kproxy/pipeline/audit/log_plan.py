@@ -1,7 +1,8 @@
-"""Decide which offsets of logs to read, and in which pieces; parse and write offsets. Pure.
+"""Decide which offsets of logs to read, and in which pieces.
 
-A range is an interval of offsets. A batch belongs to the range that contains its base offset, and so to exactly one.
-Only the first range of a partition also takes a batch that begins before it: retention may end within a batch.
+Also parse and write offsets. Pure. A range is an interval of offsets. A batch belongs to the range that contains its
+base offset, and so to exactly one. Only the first range of a partition also takes a batch that begins before it:
+retention may end within a batch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Read the batch headers of one range of a log by Fetch, while leaders move and retention removes records.
+"""Read the batch headers of one range of a log by Fetch.
+
+Meanwhile leaders may move, and retention may remove records.
 
 States of a read: AT position --batches--> AT a later one; --the log begins later now--> AT its beginning;
 --nothing new--> the same, until patience is exhausted; at or after the range's end --> DONE.

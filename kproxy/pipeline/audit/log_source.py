@@ -1,8 +1,9 @@
-"""Read logs with Spark: one row for each record batch's header, by Fetch through any Kafka address.
+"""Read logs with Spark: one row for each record batch's header.
 
-Formats for `session.read.format(…)` after `register`: "kproxy_log", the batches of topics, and "kproxy_bounds", where
-the log of each partition begins and ends. Spark's planner asks the cluster for the partitions and cuts their logs into
-pieces; its tasks read the pieces. Records are not decoded, compressed or not.
+The headers come by Fetch through any Kafka address. Formats for `session.read.format(…)` after `register`:
+"kproxy_log", the batches of topics, and "kproxy_bounds", where the log of each partition begins and ends. Spark's
+planner asks the cluster for the partitions and cuts their logs into pieces; its tasks read the pieces. Records are not
+decoded, compressed or not.
 
 Spark plans anew for every action on a DataFrame, so the end "latest" may differ each time; use `fix_ends` for one end.
 
@@ -278,10 +279,10 @@ def read_short_log(
     most_batches: int = MOST_BATCHES,
     most_bytes: int = MOST_BYTES,
 ) -> Any | None:
-    """Read short logs in this process, as `read_log` does; None if they exceed the bounds. Raise LogReadFailed.
+    """Read short logs in this process, as `read_log` does.
 
-    Spark starts four Python processes, one after another, to read a source in Python. For short logs that takes longer
-    than the rest of an audit.
+    None if they exceed the bounds. Raise LogReadFailed. Spark starts four Python processes, one after another, to read
+    a source in Python. For short logs that takes longer than the rest of an audit.
     """
     offsets = {"startOffsets": start_offsets, "endOffsets": end_offsets}
     reader = LogDataSourceReader(read_options(written(bootstrap, topics, None, offsets)))

@@ -1,4 +1,4 @@
-"""Measure the trail alone: how much was acknowledged, by whom, how fast, and when owners changed.
+"""Measure the trail: amounts, latencies, owners and their changes.
 
 A cell has the totals of one producer in one partition, one window of time and one ownership. All numbers here are
 computed from cells; nothing else of the trail is kept.

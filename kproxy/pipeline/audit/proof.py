@@ -1,4 +1,4 @@
-"""Find out what a trail proves: its rows, each once; its missing rows; and the times that stay unproven.
+"""Find the rows of a trail, its missing rows, and its unproven times.
 
 A piece is 64 sequence numbers of one trail with a bit for each one present, so that repeated and missing rows are found
 without sorting.
@@ -69,12 +69,13 @@ def each_once(rows: DataFrame, pieces: DataFrame) -> DataFrame:
 
 
 def trails(pieces: DataFrame) -> DataFrame:
-    """Return one row for each trail. `whole_until`: the time up to which it is complete; null if it ended in order.
+    """Return one row for each trail.
 
-    `next_begin`: when the proxy's next incarnation began; `previous_at`: when the previous one was last heard of. Both
-    are null if incarnations overlap: the old one still answers its clients while the new one serves, and neither's time
-    is bounded by the other's. If incarnations of a name overlap for long, several proxies have that name (for example
-    behind one address), and none is known to succeed another.
+    `whole_until`: the time up to which it is complete; null if it ended in order. `next_begin`: when the proxy's next
+    incarnation began; `previous_at`: when the previous one was last heard of. Both are null if incarnations overlap:
+    the old one still answers its clients while the new one serves, and neither's time is bounded by the other's. If
+    incarnations of a name overlap for long, several proxies have that name (for example behind one address), and none
+    is known to succeed another.
     """
     whole = pieces.groupBy(*TRAIL).agg(
         F.min("first").alias("first"),
@@ -107,11 +108,12 @@ def trails(pieces: DataFrame) -> DataFrame:
 
 
 def audit_end(trails: DataFrame, *, read_at_ms: int, to_ms: int | None, shipping_ms: int = SHIPPING_MS) -> DataFrame:
-    """Return one row. `end_ms`: the end of the time to judge; `heard_ms`: every live proxy promised a row by then.
+    """Return the end of the audit, in one row.
 
-    Without `to_ms` the end is when the trail was read, or, while proxies still write, the time up to which all live
-    trails are complete; otherwise the last seconds of live proxies would always be unproven. `shipping_ms`: the longest
-    time from closing a row until it can be read.
+    `end_ms`: the end of the time to judge; `heard_ms`: every live proxy promised a row by then. Without `to_ms` the end
+    is when the trail was read, or, while proxies still write, the time up to which all live trails are complete;
+    otherwise the last seconds of live proxies would always be unproven. `shipping_ms`: the longest time from closing a
+    row until it can be read.
     """
     heard = F.lit(read_at_ms - shipping_ms).cast("long")
     until = F.min(F.when(_lives(heard), F.col("whole_until")))

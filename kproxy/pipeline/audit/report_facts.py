@@ -1,4 +1,4 @@
-"""The content of a report as plain values of bounded number, for the terminal and for HTML.
+"""The content of a report, as a bounded number of plain values.
 
 Counts are of records unless stated otherwise; times are milliseconds since the epoch.
 """
@@ -28,9 +28,10 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """The counts of one partition, or of several. `unproven` counts partitions with anything unproven.
+    """The counts of one partition, or of several.
 
-    `deleted` and `gone` are records of deleted topics; the former were declared deleted by the user.
+    `unproven` counts partitions with anything unproven. `deleted` and `gone` are records of deleted topics; the former
+    were declared deleted by the user.
 
     `corrupt`, `unchecked` and `unsequenced` count batches: with a wrong checksum, with one that was not checked, and
     without sequence numbers, so that duplicates among them cannot be found.
@@ -205,10 +206,11 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The whole content of a report. The lists are bounded, worst first; the counts are of all.
+    """The whole content of a report.
 
-    `sums` counts all partitions; `partitions` has those shown. `trail_holes`: the steps of the grid in which some
-    proxy's trail is unproven. `hidden_holdings`: how many holdings of the drawn partitions are not in `holdings`.
+    The lists are bounded, worst first; the counts are of all. `sums` counts all partitions; `partitions` has those
+    shown. `trail_holes`: the steps of the grid in which some proxy's trail is unproven. `hidden_holdings`: how many
+    holdings of the drawn partitions are not in `holdings`.
     """
 
     verdict: Verdict

@@ -1,4 +1,4 @@
-"""Reduce an audit's tables with Spark to the rows that a report shows, and collect them.
+"""Reduce an audit's tables with Spark to the facts of a report.
 
 `Limits` bounds the rows that reach the driver, whatever the number of partitions, windows and findings: the worst are
 kept, windows are joined until they fit, and everything else is counted.

@@ -1,7 +1,8 @@
-"""Write the report as one HTML file: the verdict, the numbers, the findings, the plots and the table of partitions.
+"""Write the report as one HTML file.
 
-The file loads nothing: it contains its style and drawings, has no script, and its content policy forbids requests. Text
-from outside (names of topics, clients, files) is escaped, and unprintable characters are replaced.
+It shows the verdict, the numbers, the findings, the plots and the table of partitions. The file loads nothing: it
+contains its style and drawings, has no script, and its content policy forbids requests. Text from outside (names of
+topics, clients, files) is escaped, and unprintable characters are replaced.
 """
 
 from __future__ import annotations

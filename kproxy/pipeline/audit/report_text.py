@@ -1,6 +1,7 @@
-"""Put a report into words: the sentences for terminal and HTML, and the table for a terminal.
+"""The sentences of a report, and its table for a terminal.
 
-The terminal shows the verdict first, then the worst partitions, then the findings.
+The HTML report has the same sentences. The terminal shows the verdict first, then the worst partitions, then the
+findings.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run one audit: read the trail, then the logs, then where the logs begin, and write the tables.
+"""Run one audit: read the trail and the logs, and write the tables.
 
 The order matters. The trail is read up to a fixed end before the ends of the logs are looked up, so its records must be
 in the logs; records acknowledged with acks=1 get some seconds to be replicated. The logs' beginnings are looked up
@@ -74,11 +74,12 @@ _MAX_PARTITIONS: Final = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditOptions:
-    """What to audit, and where to write the tables; the other fields are those of `AuditRules`.
+    """What to audit, and where to write the tables.
 
-    `bootstrap`: Kafka addresses whose logs are read, a proxy's or the brokers'. `trail`: topic:NAME, json:DIR or
-    parquet:DIR; `trail_bootstrap`: the cluster of that topic, if another. `compacted`: the compacted topics, None to
-    ask the brokers. `output`: a directory, or any address that Spark writes to and all executors reach.
+    The other fields are those of `AuditRules`. `bootstrap`: Kafka addresses whose logs are read, a proxy's or the
+    brokers'. `trail`: topic:NAME, json:DIR or parquet:DIR; `trail_bootstrap`: the cluster of that topic, if another.
+    `compacted`: the compacted topics, None to ask the brokers. `output`: a directory, or any address that Spark writes
+    to and all executors reach.
     """
 
     bootstrap: str
@@ -111,9 +112,10 @@ def run_audit(
     about: Mapping[str, str] | None = None,
     clock: Callable[[], float] = time.time,
 ) -> AuditResult:
-    """Audit once. Raise StartupError if there is nothing to read, else SparkFailed or LogReadFailed.
+    """Audit once.
 
-    `about` is stored with the results. Intermediate tables are in a directory beside them until the end.
+    Raise StartupError if there is nothing to read, else SparkFailed or LogReadFailed. `about` is stored with the
+    results. Intermediate tables are in a directory beside them until the end.
     """
     with as_spark_failure("The audit failed"), work_in(session, f"{options.output.rstrip('/')}/{_WORK}") as land:
         # Before the trail's end is fixed: reading may take longer than a live proxy is silent.

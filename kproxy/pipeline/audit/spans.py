@@ -1,7 +1,7 @@
-"""Acknowledged offsets, and offsets in the log, as half-open intervals [start, end) within buckets.
+"""Turn acknowledged offsets and those in the log into intervals.
 
-A bucket is a range of one partition's offsets. No interval spans two buckets, so that any executor can judge a bucket
-alone, however long the partition is.
+Intervals are half-open, [start, end), and within buckets. A bucket is a range of one partition's offsets. No interval
+spans two buckets, so that any executor can judge a bucket alone, however long the partition is.
 """
 
 from __future__ import annotations

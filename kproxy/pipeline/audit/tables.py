@@ -1,7 +1,8 @@
-"""Audit a trail's rows against logs: from rows, batch headers and log bounds to the result tables.
+"""Audit a trail's rows against logs, and store the result tables.
 
-The results are one directory of Parquet files for each table. Every report is made from these tables, so that it can be
-made again from the files, and any tool that reads Parquet can query them.
+The inputs are rows, batch headers and log bounds. The results are one directory of Parquet files for each table. Every
+report is made from these tables, so that it can be made again from the files, and any tool that reads Parquet can query
+them.
 """
 
 from __future__ import annotations
@@ -78,9 +79,10 @@ class _Trail:
 
 
 def audit_tables(rows: DataFrame, log: DataFrame, bounds: DataFrame, rules: AuditRules, land: Land) -> Tables:
-    """Audit. `rows` have TRAIL_SCHEMA and `shipped_at`, in any order; `log` and `bounds` have their schemas.
+    """Audit a whole trail.
 
-    All three are read several times. `land` stores intermediate tables that are read several times.
+    `rows` have TRAIL_SCHEMA and `shipped_at`, in any order; `log` and `bounds` have their schemas. All three are read
+    several times. `land` stores intermediate tables that are read several times.
     """
     return _audit(_trail(rows, rules, land), log, bounds, rules, land)
 
@@ -336,11 +338,12 @@ _ABOUT_SCHEMA = "label string, text string"
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The result tables, not collected; `kproxy/pipeline/audit/schemas.py` has the columns.
+    """The result tables, not collected.
 
-    `windows`: one row for each topic, partition and window of time. `partitions`: the same over all time.
-    `findings`: one row for each fault or unproven time. `owners`: what each broker acknowledged, from when to when,
-    under which ownership revision. `throughput`: records and bytes by window and owner.
+    `kproxy/pipeline/audit/schemas.py` has the columns. `windows`: one row for each topic, partition and window of time.
+    `partitions`: the same over all time. `findings`: one row for each fault or unproven time. `owners`: what each
+    broker acknowledged, from when to when, under which ownership revision. `throughput`: records and bytes by window
+    and owner.
     """
 
     windows: DataFrame

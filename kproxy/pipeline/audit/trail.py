@@ -1,4 +1,4 @@
-"""Read a trail, from the topic that proxies ship pages to or from files, as one DataFrame row for each trail row.
+"""Read a trail from its topic or files, one row for each trail row.
 
 Text that is not a trail row is left out, such as the partial last line of a killed proxy. Its sequence number is then
 missing, which the audit reports as a gap.

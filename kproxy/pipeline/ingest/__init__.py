@@ -1,4 +1,6 @@
-"""`kproxy pipeline ingest`: Structured Streaming from files, a Kafka topic or a counter to a topic, through the proxy.
+"""`kproxy pipeline ingest`: Structured Streaming to a topic.
+
+The source is files, a Kafka topic or a counter; the records are written through the proxy.
 
 As a library:
 

@@ -1,4 +1,4 @@
-"""Count how much of the source is still to be read: files by listing them, records by offsets."""
+"""Count the files or records of the source that are still to be read."""
 
 from __future__ import annotations
 

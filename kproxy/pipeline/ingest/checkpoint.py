@@ -41,9 +41,10 @@ class Found(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The stored identity. `source` and `target` are in words; cluster ids are None if they are not known.
+    """The stored identity.
 
-    `schema` is Spark's JSON, None if the source has its own schema.
+    `source` and `target` are in words; cluster ids are None if they are not known. `schema` is Spark's JSON, None if
+    the source has its own schema.
     """
 
     job_id: str

@@ -1,4 +1,7 @@
-"""Query the clusters of a job with kafka-clients' admin client, which takes the same options as the sink."""
+"""Query the clusters of a job with kafka-clients' admin client.
+
+It takes the same options as Spark's Kafka sink.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parse JSON documents to rows: valid ones, corrupt ones, and the fields that the schema lacks.
+"""Parse JSON documents to rows, and find fields that the schema lacks.
 
 A document is parsed twice: by the schema, and for the names of its fields. Spark ignores text after a document, so
 `{"a":1} {"a":2}` would be its first half. Each of the two parsers puts the text between different brackets, and text

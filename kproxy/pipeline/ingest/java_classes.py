@@ -1,4 +1,4 @@
-"""Java classes that a job needs: compiled at its start, and sent to the executors as jars.
+"""Compile Java classes for a job and send them to the executors.
 
 Spark has a compiler for its own code (Janino), so neither a JDK nor a build is needed. There are two classes:
 

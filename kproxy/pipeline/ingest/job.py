@@ -1,4 +1,4 @@
-"""Start an ingest job: check the options and clusters, claim the checkpoint, and start the stream."""
+"""Start an ingest job: check, claim the checkpoint, start the stream."""
 
 from __future__ import annotations
 

@@ -26,10 +26,10 @@ MAX_NAME: Final = 249
 
 @dataclass(frozen=True, slots=True)
 class FileSource:
-    """The files of a directory or pattern `path`, as Spark reads it; each is read once, new ones as they appear.
+    """The files of a directory or pattern `path`, as Spark reads it.
 
-    `schema` is DDL or Spark's JSON of a schema; None infers it once. `options` are those of Spark's reader.
-    A micro-batch has at most `max_files`.
+    Each is read once, new ones as they appear. `schema` is DDL or Spark's JSON of a schema; None infers it once.
+    `options` are those of Spark's reader. A micro-batch has at most `max_files`.
     """
 
     format: str

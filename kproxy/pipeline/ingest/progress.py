@@ -1,4 +1,4 @@
-"""Report an ingest job: its line on the terminal, its summary, and its metrics for Prometheus.
+"""Report an ingest job: its progress line, summary and metrics.
 
 The job has a metrics endpoint of its own, as no proxy runs in its process.
 """

@@ -1,4 +1,4 @@
-"""Run an ingest job as a command: show progress, serve metrics, stop in order.
+"""Run an ingest job: show progress, serve metrics, stop in order.
 
 States: STARTING -> RUNNING --all read, or failed--> ENDED; RUNNING --signal--> STOPPING --micro-batch done--> ENDED.
 

@@ -1,4 +1,6 @@
-"""Write one micro-batch: count it, set dead letters aside, and write its messages. `foreachBatch` calls it.
+"""Write one micro-batch: its messages and its dead letters.
+
+`foreachBatch` calls it.
 
 Invariants
 1. Spark commits a micro-batch when the call returns: after each of its rows is acknowledged by its topic or is a dead
@@ -63,9 +65,10 @@ class RefusedFile(Exception):
 
 
 class BatchWriter:
-    """Write micro-batches of the job `job_id`; `schema` is that of files, or of values that are JSON.
+    """Write micro-batches of the job `job_id`.
 
-    It calls `on_batch` after each micro-batch and `stopping` before each, both on a thread of Spark's.
+    `schema` is that of files, or of values that are JSON. It calls `on_batch` after each micro-batch and `stopping`
+    before each, both on a thread of Spark's.
     """
 
     def __init__(

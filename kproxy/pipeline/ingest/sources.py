@@ -1,4 +1,4 @@
-"""Open a source as a streaming DataFrame, and infer the schema of a source that has none."""
+"""Open a source as a streaming DataFrame, and infer its schema."""
 
 from __future__ import annotations
 
@@ -112,9 +112,10 @@ def infer_schema(session: SparkSession, source: FileSource) -> StructType:
 
 
 def read(session: SparkSession, options: IngestOptions, schema: StructType | None) -> DataFrame:
-    """Return the stream of a source; files have the columns that `transforms.placed` needs.
+    """Return the stream of a source.
 
-    Raise StartupError if its path does not exist, SparkFailed for any other error of Spark's.
+    Files have the columns that `transforms.placed` needs. Raise StartupError if its path does not exist, SparkFailed
+    for any other error of Spark's.
     """
     source = options.source
     try:
@@ -207,10 +208,11 @@ def _names_encoding(options: Mapping[str, str]) -> bool:
 
 
 def _mark_damaged(rows: DataFrame, schema: StructType, settings: Mapping[str, str]) -> DataFrame:
-    """Mark CSV rows as corrupt whose texts differ from the file; Spark's reader does not report them.
+    """Mark CSV rows as corrupt whose texts differ from the file.
 
-    Bytes that are not UTF-8 are read as U+FFFD, if no encoding was named. A carriage return at the end of the last
-    value is part of a line end, in a file whose first line ends with a newline alone and others with both.
+    Spark's reader does not report them. Bytes that are not UTF-8 are read as U+FFFD, if no encoding was named. A
+    carriage return at the end of the last value is part of a line end, in a file whose first line ends with a newline
+    alone and others with both.
     """
     tests = []
     # Binary columns hold the bytes of a text. Values of other types cannot be parsed with either of these in them.

@@ -1,4 +1,6 @@
-"""Transform rows into messages and dead letters: DataFrame to DataFrame, no reading, no writing, no session.
+"""Transform rows into messages and dead letters.
+
+All functions go from DataFrame to DataFrame: no reading, no writing, no session.
 
     placed -> encoded -> messages       to Kafka's sink
                       -> dead_letters   to files or a topic
