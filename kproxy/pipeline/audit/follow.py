@@ -51,7 +51,7 @@ from kproxy.pipeline.audit.follow_state import (
     unreported,
 )
 from kproxy.pipeline.audit.job import AuditJob, check
-from kproxy.pipeline.audit.log_source import LogReadFailed
+from kproxy.pipeline.audit.log_connection import LogReadFailed
 from kproxy.pipeline.audit.schemas import FINDINGS_SCHEMA, LOST, TRAIL_SCHEMA, UNPROVEN_KINDS
 from kproxy.pipeline.audit.tables import AuditRules, Tables
 from kproxy.pipeline.audit.trail import JSON, TOPIC, only_rows, rows_of

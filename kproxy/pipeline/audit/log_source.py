@@ -27,18 +27,6 @@ from kproxy.pipeline.audit.log_reader import CheckCrc, RangeReader, Row
 from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
 from kproxy.routing.topology import Address
 
-__all__ = [
-    "BOUNDS_SCHEMA",
-    "LOG_SCHEMA",
-    "LogReadFailed",
-    "bounds_now",
-    "fix_ends",
-    "fix_starts",
-    "read_bounds",
-    "read_log",
-    "register",
-]
-
 LOG_FORMAT: Final = "kproxy_log"
 BOUNDS_FORMAT: Final = "kproxy_bounds"
 # Short, as the user waits for it at the start of a job.

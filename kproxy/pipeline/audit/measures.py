@@ -48,12 +48,6 @@ def cells(rows: DataFrame, trails: DataFrame, *, length_ms: int, late_after_ms: 
     )
 
 
-def window_starts(rows: DataFrame, *, length_ms: int) -> DataFrame:
-    """Return the partitions and windows in the rows: topic, partition, window_start."""
-    begin = F.timestamp_millis(window_ms(F.col("last_acked_at"), length_ms)).alias("window_start")
-    return rows.where("kind = 'range'").select(*PARTITION, begin).distinct()
-
-
 def records(ranges: DataFrame, *by: str, length_ms: int, bits: int) -> DataFrame:
     """Count `records` by topic, partition, window_ms and the columns `by`, with their times of acknowledgement.
 

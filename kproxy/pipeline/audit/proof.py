@@ -133,14 +133,13 @@ def gaps(
     pieces: DataFrame,
     trails: DataFrame,
     *,
-    has_begin: bool = True,
     read_from_ms: int | None = None,
 ) -> DataFrame:
     """Return the missing rows: proxy, incarnation, `sequence` of the first, number (`missing`), from_ms, to_ms.
 
     A row is closed at most `interval_ms` after an acknowledgement in it. So the acknowledgements in a missing row came
-    after the closing of the row before it minus that interval, and before the closing of the row after it. `has_begin`:
-    whether trails should have their first rows, except those that existed before `read_from_ms`.
+    after the closing of the row before it minus that interval, and before the closing of the row after it. A missing
+    first row is a gap, except of trails that existed before `read_from_ms`.
     """
     edges = pieces.select(*TRAIL, "first", "last", "first_at", "last_at")
     along = Window.partitionBy(*TRAIL).orderBy("first")
@@ -153,7 +152,7 @@ def gaps(
     )
     within = _gaps_within(rows, pieces)
     earliest = trails.agg((F.min("first_at") - F.max("interval_ms")).alias("earliest"))
-    is_headless = F.lit(has_begin) & (F.col("first") > 0)
+    is_headless = F.col("first") > 0
     if read_from_ms is not None:
         is_headless &= F.col("first_at") > read_from_ms + FIRST_ROW_MS
     headless = trails.where(is_headless).crossJoin(F.broadcast(earliest)).select(

@@ -8,7 +8,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Final
 
 from pyspark.errors import AnalysisException
@@ -48,9 +48,8 @@ class AuditRules:
     `read_at_ms`: when the trail was read; `read_from_ms`: only rows shipped from then on were read, None for all.
     `topics`: () for all in the trail. `window_ms`: the length of a window. A row that is shipped more than
     `late_after_ms` after it was closed is late; a live proxy's rows take up to `shipping_ms` until they can be read. At
-    most `max_findings` of a kind are listed; the counts are of all. `goes_on`: earlier rows were audited before, and
-    are not missing; `is_all` False: there are later rows, which are not missing either. `deleted_topics`: topics that
-    the user says were deleted on purpose.
+    most `max_findings` of a kind are listed; the counts are of all. `is_all` False: there are later rows, which are
+    not missing. `deleted_topics`: topics that the user says were deleted on purpose.
     """
 
     read_at_ms: int
@@ -62,7 +61,6 @@ class AuditRules:
     late_after_ms: int = LATE_AFTER_MS
     shipping_ms: int = SHIPPING_MS
     max_findings: int = MAX_FINDINGS
-    goes_on: bool = False
     is_all: bool = True
     deleted_topics: tuple[str, ...] = ()
     bucket_bits: int = BUCKET_BITS
@@ -84,10 +82,7 @@ def audit_tables(rows: DataFrame, log: DataFrame, bounds: DataFrame, rules: Audi
     `rows` have TRAIL_SCHEMA and `shipped_at`, in any order; `log` and `bounds` have their schemas. All three are read
     several times. `land` stores intermediate tables that are read several times.
     """
-    return _audit(_trail(rows, rules, land), log, bounds, rules, land)
-
-
-def _audit(trail: _Trail, log: DataFrame, bounds: DataFrame, rules: AuditRules, land: Land) -> Tables:
+    trail = _trail(rows, rules, land)
     if "topic_id" not in bounds.columns:
         bounds = bounds.withColumn("topic_id", F.lit(None).cast("string"))
     here, elsewhere = _by_topic_id(trail.judged, bounds, rules)
@@ -109,30 +104,6 @@ def _audit(trail: _Trail, log: DataFrame, bounds: DataFrame, rules: AuditRules, 
         owners=owners,
         throughput=measures.throughput(trail.cells),
     )
-
-
-def audit_increment(
-    new_rows: DataFrame,
-    earlier_rows: DataFrame,
-    log: DataFrame,
-    bounds: DataFrame,
-    rules: AuditRules,
-    land: Land,
-) -> Tables:
-    """Audit `new_rows` after audits of `earlier_rows`: return the tables of the new rows' partitions and windows.
-
-    Overlaps are looked for in `earlier_rows`, so these reach back as far as wanted, in whole windows; partitions
-    without new rows are ignored. In each partition `log` begins no later than the lowest offset of these rows. A
-    window's rows here replace those of earlier audits.
-    """
-    on = list(PARTITION)
-    spoken_of = land("spoken_of", new_rows.where("kind = 'range'").select(*on).distinct())
-    rows = earlier_rows.unionByName(new_rows)
-    trail = _trail(rows, rules, land, spoken_of)
-    tables = _audit(trail, _of(log, spoken_of), _of(bounds, spoken_of), rules, land)
-    starts = measures.window_starts(new_rows, length_ms=rules.window_ms)
-    windows = tables.windows.join(F.broadcast(starts), [*on, "window_start"], "left_semi")
-    return replace(tables, windows=windows.select(*WINDOWS_SCHEMA.names))
 
 
 def _by_topic_id(ranges: DataFrame, bounds: DataFrame, rules: AuditRules) -> tuple[DataFrame, DataFrame]:
@@ -160,11 +131,7 @@ def _by_declaration(gone: DataFrame, *keys: str) -> DataFrame:
     )
 
 
-def _of(frame: DataFrame, partitions: DataFrame) -> DataFrame:
-    return frame.join(F.broadcast(partitions), list(PARTITION), "left_semi")
-
-
-def _trail(rows: DataFrame, rules: AuditRules, land: Land, only: DataFrame | None = None) -> _Trail:
+def _trail(rows: DataFrame, rules: AuditRules, land: Land) -> _Trail:
     pieces = land("pieces", proof.pieces(rows))
     trails = land("trails", proof.trails(pieces))
     judged = F.col("kind") == "range"
@@ -175,10 +142,8 @@ def _trail(rows: DataFrame, rules: AuditRules, land: Land, only: DataFrame | Non
     if rules.to_ms is not None:
         judged &= F.col("last_acked_at") < rules.to_ms
     ranges = proof.each_once(rows.where(judged), pieces)
-    if only is not None:
-        ranges = _of(ranges, only)
     end = proof.audit_end(trails, read_at_ms=rules.read_at_ms, to_ms=rules.to_ms, shipping_ms=rules.shipping_ms)
-    missing = proof.gaps(rows, pieces, trails, has_begin=not rules.goes_on, read_from_ms=rules.read_from_ms)
+    missing = proof.gaps(rows, pieces, trails, read_from_ms=rules.read_from_ms)
     unproven = proof.unproven(missing, proof.tails(trails, end, is_all=rules.is_all), end, from_ms=rules.from_ms)
     cells = measures.cells(ranges, trails, length_ms=rules.window_ms, late_after_ms=rules.late_after_ms)
     return _Trail(
