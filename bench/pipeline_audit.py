@@ -18,11 +18,11 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from bench.audit_synthetic import BEGAN_AT, Shape, synthetic_bounds, synthetic_log, synthetic_trail
 from bench.processes import peak_resident_bytes
 from bench.table import judged
 from kproxy.pipeline.audit.run import judge
 from kproxy.pipeline.audit.schemas import LOST
-from kproxy.pipeline.audit.synthetic import BEGAN_AT, Shape, synthetic_bounds, synthetic_log, synthetic_trail
 from kproxy.pipeline.audit.tables import AuditRules
 from kproxy.pipeline.java import find_java
 from kproxy.pipeline.spark import SparkDriver

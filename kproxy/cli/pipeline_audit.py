@@ -100,8 +100,7 @@ def command(
     require_pyspark()
     from kproxy.pipeline.audit.job import NO_VERDICT, AuditJob, run_audit_job
     from kproxy.pipeline.audit.log_connection import LogReadFailed
-    from kproxy.pipeline.audit.places import parse_trail
-    from kproxy.pipeline.audit.trail import TOPIC
+    from kproxy.pipeline.audit.trail import TOPIC, parse_trail
 
     bootstrap.addresses()
     now_ms = time.time_ns() // 1_000_000
@@ -130,10 +129,9 @@ def command(
     try:
         if not follow:
             return run_audit_job(job, spark)
-        from kproxy.pipeline.audit.follow import Following
-        from kproxy.pipeline.audit.follow_job import run_follow_job
+        from kproxy.pipeline.audit.follow import FollowOptions, run_follow_job
 
-        following = Following(
+        following = FollowOptions(
             checkpoint=checkpoint or f"{(output or '').rstrip('/')}/checkpoint",
             every_ms=parse_duration_ms(every, "--every"),
             horizon_ms=parse_duration_ms(horizon, "--horizon"),

@@ -28,7 +28,7 @@ from kproxy.pipeline.ingest.options import (
     parse_source,
     parse_trigger,
 )
-from kproxy.pipeline.reachable import check_reachable
+from kproxy.pipeline.preflight import check_reachable
 from kproxy.pipeline.spark import SparkFailed, require_pyspark
 
 MAX_SCHEMA_BYTES = 1 << 20
@@ -163,7 +163,7 @@ def command(context: click.Context, /, bootstrap: Asked, metrics: str | None, **
 
 
 def _run(options: IngestOptions, session: Any, listen: str | None) -> int:
-    from kproxy.pipeline.ingest.metrics import Metrics, serving
+    from kproxy.pipeline.ingest.progress import Metrics, serving
     from kproxy.pipeline.ingest.run import Stop, run, stopped_by_signals
     from kproxy.pipeline.progress import Report
     from kproxy.pipeline.session import open_session

@@ -30,7 +30,7 @@ def command(py_files: Path | None) -> None:
     if py_files is None:
         click.echo(str(resources.files("kproxy.cli.submitted") / "kproxy_pipeline.py"))
         return
-    from kproxy.pipeline.audit.executors import package_archive
+    from kproxy.pipeline.session import package_archive
 
     try:
         py_files.mkdir(parents=True, exist_ok=True)

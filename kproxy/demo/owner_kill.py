@@ -1,17 +1,19 @@
-"""`--kill-owner`: kill -9 the owner of most partitions in mid-stream, start it again, and time what becomes of them.
+"""`--kill-owner`: kill -9 an owner in mid-stream and time the recovery.
+
+The owner of most partitions is killed, and started again.
 
 States
   waiting      the first micro-batch is being written
-  killed       the owner is gone, its lease still runs; then others take its partitions
-  restarting   once they have taken all; at once where nobody else keeps a copy, and they wait for the broker itself
-  back         it serves again, and has caught up or was given up waiting for
+  killed       the owner is gone but its lease is valid; after that, others take its partitions
+  restarting   after all were taken; at once if no other broker has a copy, as they wait for the broker itself
+  back         it serves again, and has caught up, or the wait for that has ended
 
 Invariants
-1. It is killed in mid-stream: after the first micro-batch has been written, before the last begins. Should the stream
-   be that quick, its last micro-batch waits for the kill.
-2. What is told is seen from outside: who owns what by a watch on etcd, and that a partition is written again by a
-   consumer that reads it through the proxy, as any client would.
-3. When `run` returns or raises, nothing of it is at work any more, and the stream waits for nothing of it.
+1. The kill is in mid-stream: after the first micro-batch is written, before the last begins. If the stream is too fast,
+   its last micro-batch waits for the kill.
+2. All times are observed from outside: ownership by a watch on etcd, and new records by a consumer that reads through
+   the proxy, as any client would.
+3. When `run` returns or raises, no task or thread of it runs, and the stream does not wait for it.
 """
 
 from __future__ import annotations
@@ -37,11 +39,11 @@ from kproxy.etcd import EtcdClient, PrefixMirror
 from kproxy.pipeline.progress import Report
 
 SYNC_TIMEOUT_S: Final = 10.0
-# Beyond the lease's own time. Who has not taken over or caught up by then is told to have not; nothing depends on it.
+# Beyond the lease's time. The report says if brokers have not taken over or caught up by then; nothing depends on it.
 TAKE_OVER_PATIENCE_S: Final = 10.0
 CATCH_UP_PATIENCE_S: Final = 20.0
 POLL_MS: Final = 100
-# After the stream's end, this many polls that bring nothing mean that there is nothing left to come.
+# After the stream's end, reading ends after this many empty polls.
 LAST_POLLS: Final = 10
 
 
@@ -49,8 +51,8 @@ class OwnerNotKilled(Exception):
     """The owner could not be found, or the killed broker did not come back; the message is one line."""
 
 
-class MidStream:
-    """What the stream's own threads tell and wait for; `file_rows` are the rows of each micro-batch."""
+class StreamGate:
+    """Synchronize the kill with the stream's threads; `file_rows` are the rows of each micro-batch."""
 
     def __init__(self, file_rows: Sequence[int], loop: asyncio.AbstractEventLoop) -> None:
         self.rows = 0
@@ -59,56 +61,56 @@ class MidStream:
         self._first_rows = file_rows[0]
         self._last_batch = len(file_rows) - 1
         self._loop = loop
-        self._go_on = threading.Event()
+        self._released = threading.Event()
 
     def advance_to(self, rows: int) -> None:
-        """So many rows have been written, about."""
+        """Report that about `rows` rows have been written."""
         self.rows = rows
         if rows > self._first_rows:
             self._loop.call_soon_threadsafe(self.reached.set)
 
     def before_batch(self, batch_id: int) -> None:
-        """The micro-batch is about to begin; blocks before the last of them until `go_on`."""
+        """Report that a micro-batch is about to begin. Block before the last one until `release`."""
         if batch_id >= self._last_batch:
             self._loop.call_soon_threadsafe(self.reached.set)
-            self._go_on.wait()
+            self._released.wait()
 
-    def go_on(self) -> None:
-        """The kill is done, or will never be."""
-        self._go_on.set()
+    def release(self) -> None:
+        """Let the last micro-batch begin: the kill is done, or will not happen."""
+        self._released.set()
 
 
 class OwnerKill:
-    """One kill. `call` runs what blocks on a thread; `clock` is in seconds."""
+    """One kill. `call` runs a blocking function on a thread; `clock` is in seconds."""
 
     def __init__(
         self,
         cluster: DevCluster,
         prefix: str,
         topic: str,
-        mid_stream: MidStream,
+        gate: StreamGate,
         report: Report,
         call: Callable[[Callable[[], None]], asyncio.Future[None]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cluster = cluster
         self._topic = topic
-        self._mid_stream = mid_stream
+        self._gate = gate
         self._report = report
         self._call = call
         self._clock = clock
         self._view = ClusterView(Keys(prefix))
 
     async def run(self) -> KilledOwner:
-        """From waiting to back. Raises OwnerNotKilled, EtcdError."""
-        reader = WrittenAgain(self._cluster.kafka, self._topic, self._clock)
+        """Run from `waiting` to `back`. Raise OwnerNotKilled or EtcdError."""
+        reader = NewEpochReader(self._cluster.kafka, self._topic, self._clock)
         try:
             async with self._watching():
                 await self._call(reader.open)
-                await self._mid_stream.reached.wait()
+                await self._gate.reached.wait()
                 return await self._kill(reader)
         finally:
-            self._mid_stream.go_on()
+            self._gate.release()
             reader.stop()
 
     @asynccontextmanager
@@ -128,27 +130,27 @@ class OwnerKill:
             await asyncio.gather(mirroring, return_exceptions=True)
             await client.close()
 
-    async def _kill(self, reader: WrittenAgain) -> KilledOwner:
-        owners, rows = self._owners(), round(self._mid_stream.rows, -2)
+    async def _kill(self, reader: NewEpochReader) -> KilledOwner:
+        owners, rows = self._owners(), round(self._gate.rows, -2)
         victim = owner_of_most(owners)
         partitions = [partition for partition, owner in owners.items() if owner == victim]
-        await self._call(lambda: reader.aim_at(partitions))
-        takings = Takings(self._view, self._topic, partitions, self._clock)
+        await self._call(lambda: reader.seek(partitions))
+        take_overs = TakeOvers(self._view, self._topic, partitions, self._clock)
         others = [partition for partition, owner in owners.items() if owner not in (victim, NO_OWNER)]
-        shrinks = Shrinks(self._view, self._topic, others, victim, self._clock)
+        shrinks = IsrShrinks(self._view, self._topic, others, victim, self._clock)
         stage = self._report.stage("kill", f"kill -9 of broker {victim}")
         of_all = f"{len(partitions)} of the {len(owners)} partitions"
         stage.tell(f"kill -9 of broker {victim}, owner of {of_all}, after about {rows:,} rows")
         killed_at = self._clock()
         await self._cluster.kill_broker(victim)
-        self._mid_stream.go_on()
-        reading = self._call(lambda: reader.read(self._mid_stream.ended))
+        self._gate.release()
+        reading = self._call(lambda: reader.read(self._gate.ended))
         stage.say(f"its lease of {self._cluster.lease_ttl_s} s runs out")
         if self._others_may_take(partitions, victim):
             patience_s = self._cluster.lease_ttl_s + TAKE_OVER_PATIENCE_S
-            if await self._view.wait_until(takings.are_complete, patience_s):
-                names = brokers_in_words(takings.owners.values())
-                stage.tell(f"{names} took over, {takings.last_at - killed_at:.1f} s after the kill")
+            if await self._view.wait_until(take_overs.are_complete, patience_s):
+                names = brokers_in_words(take_overs.owners.values())
+                stage.tell(f"{names} took over, {take_overs.last_at - killed_at:.1f} s after the kill")
             else:
                 stage.tell(f"not all of its partitions were taken over within {patience_s:g} s")
         stage.say(f"starting broker {victim} again")
@@ -160,15 +162,15 @@ class OwnerKill:
         stage.say(f"broker {victim} is back and catches up")
         in_sync = await self._view.wait_until(lambda: self._is_in_sync(victim), CATCH_UP_PATIENCE_S)
         in_sync_at = self._clock() if in_sync else None
-        await self._view.wait_until(takings.are_complete, TAKE_OVER_PATIENCE_S)
+        await self._view.wait_until(take_overs.are_complete, TAKE_OVER_PATIENCE_S)
         stage.finish(f"broker {victim} is back" + (" and has caught up" if in_sync else ", but has not caught up"))
         await reading
         return KilledOwner(
             broker=victim,
             rows_before=rows,
             owners_before=owners,
-            taken_by=takings.owners,
-            taken_s={partition: at - killed_at for partition, at in takings.at.items()},
+            taken_by=take_overs.owners,
+            taken_s={partition: at - killed_at for partition, at in take_overs.at.items()},
             written_s={partition: at - killed_at for partition, at in reader.written_at.items()},
             shrunk_s={partition: max(0.0, at - killed_at) for partition, at in shrinks.at.items()},
             back_s=back_at - killed_at,
@@ -185,7 +187,7 @@ class OwnerKill:
         return all(set(self._view.replicas(topic, partition)) != {victim} for partition in partitions)
 
     def _is_in_sync(self, broker: int) -> bool:
-        """Whether it has all of every partition that it keeps a copy of, as the partitions' ISR says."""
+        """Return whether the broker is in the ISR of every partition that it has a copy of."""
         topic = self._view.topics[self._topic]
         kept = [index for index in range(len(topic.replicas)) if broker in self._view.replicas(topic, index)]
         states = [self._view.state(topic, index) for index in kept]
@@ -193,15 +195,15 @@ class OwnerKill:
 
 
 def owner_of_most(owners: Mapping[int, int]) -> int:
-    """The live broker that owns most partitions, of several the one with the lowest id. Raises OwnerNotKilled."""
+    """Return the live broker that owns most partitions, the lowest id of several. Raise OwnerNotKilled."""
     counts = Counter(owner for owner in owners.values() if owner >= 0)
     if not counts:
         raise OwnerNotKilled("No broker owned a partition of the topic, so there was none to kill")
     return min(counts, key=lambda broker: (-counts[broker], broker))
 
 
-class Takings:
-    """When each of `partitions` gets another lease than it has now: `at` by partition, and in `owners` whose it is."""
+class TakeOvers:
+    """The times (`at`, by partition) when `partitions` get another lease than now, and the new `owners`."""
 
     def __init__(self, view: ClusterView, topic: str, partitions: Sequence[int], clock: Callable[[], float]) -> None:
         self.at: dict[int, float] = {}
@@ -231,9 +233,11 @@ class Takings:
                 self.owners[partition] = ownership.node_id
 
 
-class Shrinks:
-    """When each of `partitions`, which others lead, has an ISR without `broker`: `at` by partition. Until then acks=all
-    waits for it there."""
+class IsrShrinks:
+    """The times (`at`, by partition) when the ISRs of `partitions`, which others lead, lose `broker`.
+
+    Until then writes with acks=all wait for it there.
+    """
 
     def __init__(
         self, view: ClusterView, topic: str, partitions: Sequence[int], broker: int, clock: Callable[[], float]
@@ -257,10 +261,10 @@ class Shrinks:
                 self.at[partition] = self._clock()
 
 
-class WrittenAgain:
-    """When records first appear that a later leader of their partition wrote: by the leader epoch in their batches.
+class NewEpochReader:
+    """The times when the first records of a later leader appear, by the leader epoch in their batches.
 
-    Everything here but `stop` blocks, and belongs to one thread at a time. What the consumer fails at it tries again.
+    All methods but `stop` block, and belong to one thread at a time. Errors of the consumer are retried.
     """
 
     def __init__(self, bootstrap: str, topic: str, clock: Callable[[], float]) -> None:
@@ -273,7 +277,7 @@ class WrittenAgain:
         self._stopping = threading.Event()
 
     def open(self) -> None:
-        # It logs what it also raises.
+        # kafka-python also logs the errors that it raises.
         logging.getLogger("kafka").setLevel(logging.CRITICAL)
         self._consumer = KafkaConsumer(
             bootstrap_servers=self._bootstrap,
@@ -284,8 +288,8 @@ class WrittenAgain:
             retry_backoff_ms=POLL_MS,
         )
 
-    def aim_at(self, partitions: Sequence[int]) -> None:
-        """Read these from their last record on, which tells the epoch that it was written in."""
+    def seek(self, partitions: Sequence[int]) -> None:
+        """Start at the last records of the partitions, which have the leader epoch of before the kill."""
         consumer = self._opened()
         targets = [TopicPartition(self._topic, partition) for partition in partitions]
         consumer.assign(targets)
@@ -293,7 +297,7 @@ class WrittenAgain:
             consumer.seek(target, max(end - 1, 0))
 
     def read(self, stream_ended: threading.Event) -> None:
-        """Until all are written again, or nothing more comes after the stream's end."""
+        """Read until all partitions have newer records, or no more come after the stream's end."""
         consumer = self._opened()
         waiting = {target.partition for target in consumer.assignment()}
         empty_polls = 0
@@ -312,7 +316,7 @@ class WrittenAgain:
         consumer.close()
 
     def stop(self) -> None:
-        """From any thread: no more of it."""
+        """Stop reading. May be called from any thread."""
         self._stopping.set()
 
     def _opened(self) -> KafkaConsumer:

@@ -1,4 +1,4 @@
-"""Report a finished demo: one table of the rows, the owners and the killed broker, and the audit's."""
+"""Report a finished demo: the rows, owners, killed broker, and audit."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KilledOwner:
-    """The broker that was killed in mid-stream, and what became of its partitions; times in seconds since the kill.
+    """The broker that was killed in mid-stream, and the recovery of its partitions; times in seconds since the kill.
 
-    `rows_before`: about how many rows had been written. Of its partitions `taken_s` tells when each had an owner again,
-    who is in `taken_by`, and `written_s` when records written since could be read; one that is missing never did. Of
-    the partitions of others `shrunk_s` tells when the broker was out of the ISR, until when acks=all waited for it.
-    `in_sync_s` None: it had not caught up when the demo stopped waiting for that.
+    `rows_before`: about how many rows had been written. For its partitions: `taken_s`, when each had an owner again;
+    `taken_by`, that owner; `written_s`, when newer records could be read. A missing partition never got that far. For
+    the partitions of others: `shrunk_s`, when the broker left the ISR, for which acks=all waited until then.
+    `in_sync_s` None: it had not caught up when the demo stopped waiting.
     """
 
     broker: int
@@ -44,9 +44,10 @@ class KilledOwner:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A finished run. `owners` is broker id by partition, None where it could not be known; times in seconds.
+    """A finished run.
 
-    `audit`: what the proxy's own trail says of the run; None where there is none.
+    `owners`: broker id by partition, None if not known; times in seconds. `audit`: the audit of the run by the proxy's
+    own trail, if any.
     """
 
     verdict: Verdict
@@ -69,8 +70,8 @@ def show(outcome: Outcome, output: Console | None = None) -> None:
     output = output or Console(highlight=False)
     output.print(_table(outcome))
     if outcome.audit is not None:
-        # Not at the top: without the demo's extra there is no pyspark, and this is to say so.
-        from kproxy.pipeline.audit.report_table import show_table
+        # Imported here, as it needs pyspark, which is missing without the demo's extra.
+        from kproxy.pipeline.audit.report_text import show_table
 
         show_table(outcome.audit, output)
 
@@ -122,7 +123,7 @@ def _add_killed(table: Table, killed: KilledOwner) -> None:
 
 
 def _all_by(times_s: Mapping[int, float], killed: KilledOwner) -> Text:
-    """When the last of the killed broker's partitions had come that far, or how many never did."""
+    """Format the time of the last of the killed broker's partitions, or how many never got that far."""
     never = len(killed.partitions) - len(times_s)
     if never:
         return Text(f"{never} never", style="bold red")
@@ -149,7 +150,7 @@ def _add_owners(table: Table, outcome: Outcome) -> None:
 
 
 def brokers_in_words(brokers: Iterable[int]) -> str:
-    """`broker 1`, `brokers 1 and 2`, `brokers 1, 2 and 3`; "" for none."""
+    """Return `broker 1`, `brokers 1 and 2`, `brokers 1, 2 and 3`; "" for none."""
     names = [str(broker) for broker in sorted(set(brokers))]
     if len(names) < 2:
         return f"broker {names[0]}" if names else ""

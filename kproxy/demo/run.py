@@ -1,15 +1,17 @@
-"""`kproxy demo`: real data through Spark's unchanged Kafka sink and the proxy, read back, judged, and audited.
+"""`kproxy demo`: write real data through the proxy, and check it.
 
-States: CHECKING (nothing started; StartupError leaves nothing behind) -> STARTING (cluster, Spark and data side by
-side) -> WRITING -> READING -> AUDITING -> DONE. From each of them a failure or a signal leads to STOPPING and out.
+Spark's unchanged Kafka sink writes the data; it is read back, judged and audited.
+
+States: CHECKING (nothing started; StartupError leaves nothing behind) -> STARTING (cluster, Spark and data in parallel)
+-> WRITING -> READING -> AUDITING -> DONE. From each of them a failure or a signal leads to STOPPING and out.
 
 Invariants
-1. When `run_demo` returns or raises, no process it started is left: Spark's JVM goes first, as it is the cluster's
+1. When `run_demo` returns or raises, no process that it started is left: Spark's JVM ends first, as it is the cluster's
    client, then the cluster.
-2. It deletes the directory it made for the run and nothing else; it keeps it where asked to, and where something went
-   wrong. The audit's report lies elsewhere and stays.
-3. The job knows one address, the proxy's. Only the table's rows by owner come from etcd, after everything was judged,
-   and with `kill_owner` what is told of the kill.
+2. It deletes the directory that it made for the run and nothing else; it keeps it on request and after a failure. The
+   audit's report is elsewhere and stays.
+3. The job knows one address, the proxy's. Only the number of rows by owner comes from etcd, after everything was
+   judged, and with `kill_owner` what is reported of the kill.
 """
 
 from __future__ import annotations
@@ -22,42 +24,45 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
+from kafka.admin import KafkaAdminClient
+from kafka.errors import KafkaError
 from rich.console import Console
 
 from kproxy.config import DEFAULT_PREFIX
-from kproxy.demo import flights, topic
+from kproxy.demo import flights
 from kproxy.demo.audit import audit_demo
 from kproxy.demo.judge import Judge
-from kproxy.demo.owner_kill import MidStream, OwnerKill, OwnerNotKilled
+from kproxy.demo.owner_kill import OwnerKill, OwnerNotKilled, StreamGate
 from kproxy.demo.report import KilledOwner, Outcome, show
 from kproxy.dev.cluster import DEFAULT_LEASE_TTL_S, ChildEnded, DevCluster
 from kproxy.errors import StartupError
-from kproxy.etcd import EtcdError
-from kproxy.pipeline.audit.report_place import check_report
+from kproxy.etcd import EtcdClient, EtcdError
+from kproxy.observe import kafka_python
 from kproxy.pipeline.java import Java, find_java
+from kproxy.pipeline.preflight import check_reachable, check_report
 from kproxy.pipeline.progress import Report
-from kproxy.pipeline.reachable import check_reachable
 from kproxy.pipeline.spark import SparkDriver, SparkFailed, pyspark_home
 
 if TYPE_CHECKING:
     from kproxy.demo.stream import Written
     from kproxy.pipeline.audit.report_facts import Facts
 
+
 PARTITIONS: Final = 12
-# Few: each micro-batch costs Spark about a second of planning here. More than one: order must hold across them.
+# Few, as Spark plans each micro-batch for about a second here; more than one, as order must hold across them.
 MICRO_BATCHES: Final = 5
 BROKERS: Final = 3
-# With `kill_owner`: nobody may take over before the killed broker's lease ends, so it is short; still long enough for
-# brokers on a machine that Spark keeps busy to renew it.
+# With `kill_owner`: short, as no broker may take over before the killed broker's lease ends; but long enough to renew
+# it on a machine that Spark keeps busy.
 KILL_LEASE_TTL_S: Final = 4
-# With fewer, the stream might be over before anybody notices that a broker is gone.
+# With fewer, the stream could end before the loss of a broker has any effect.
 LEAST_ROWS_TO_KILL: Final = 1_000
 INTERRUPTED: Final = 128 + signal.SIGINT
 TERMINATED: Final = 128 + signal.SIGTERM
@@ -68,10 +73,11 @@ U = TypeVar("U")
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """`rows` None means all. With `bootstrap` the demo uses what runs there, and `etcd` (URLs) tells it the owners.
+    """The options of the demo; `rows` None means all.
 
-    `kill_owner`: kill -9 the owner of most partitions in mid-stream, and start it again. `report`: the file for the
-    audit's report, None for none; without `audit` there is none to report on.
+    With `bootstrap` the demo uses a running cluster, and reads the owners from `etcd` (URLs). `kill_owner`: kill -9 the
+    owner of most partitions in mid-stream, and restart it. `report`: the file for the audit's report, None for none; it
+    needs `audit`.
     """
 
     rows: int | None = None
@@ -86,7 +92,7 @@ class DemoOptions:
 
 
 class Target(NamedTuple):
-    """Where the job writes and reads, the etcd that knows the owners (none: not known), and the cluster if ours."""
+    """The address for the job, the etcd with the owners (empty: owners not known), and the cluster if we started it."""
 
     bootstrap: str
     etcd: Sequence[str]
@@ -101,10 +107,10 @@ def run_demo(
     report: Report | None = None,
     output: Console | None = None,
 ) -> int:
-    """Run it; the exit status: 0 clean, 1 not as sent or failed on the way, 130 and 143 when interrupted.
+    """Run the demo.
 
-    Raises StartupError where it cannot start. A `driver` that is passed in must be started and stays so. The tables go
-    to `output`, by default stdout.
+    Return the exit status: 0 clean, 1 faults or failure, 130 and 143 when interrupted. Raise StartupError if it cannot
+    start. A given `driver` must be running and stays so. The tables go to `output`, by default stdout.
     """
     archive, java = _check(options)
     check_report(options.report)
@@ -125,13 +131,13 @@ def run_demo(
         if options.report is not None and outcome.audit is not None:
             report.say(f"The audit's report is {options.report.resolve()}")
         return outcome.exit_status
-    except (SparkFailed, topic.TopicNotCreated, EtcdError, ChildEnded, OwnerNotKilled) as error:
+    except (SparkFailed, TopicNotCreated, EtcdError, ChildEnded, OwnerNotKilled) as error:
         keep = True
         died = None if driver is None else driver.ended_by_itself
         report.say(f"The demo failed: {error}" if died is None else f"The demo failed: Spark's Java ended ({died})")
         return 1
     except StartupError as error:
-        # It may send the reader to a log in there.
+        # The error may refer to a log in there.
         keep = keep or str(work_dir) in str(error)
         raise
     finally:
@@ -144,7 +150,7 @@ def run_demo(
 
 
 def _check(options: DemoOptions) -> tuple[Path, Java]:
-    """All that can be known before anything is started: where the data and a Java are. Raises StartupError."""
+    """Check the options before anything starts, and locate the data and a Java. Raise StartupError."""
     if sys.platform == "win32":
         raise StartupError("kproxy demo runs on Linux and macOS: on Windows run it in WSL.")
     if options.rows is not None and not 1 <= options.rows <= flights.TOTAL_ROWS:
@@ -182,7 +188,7 @@ def _make_work_dir(parent: Path | None) -> Path:
 
 
 def _run_until_signal(run: _Run) -> Outcome | int:
-    """The outcome, or the exit status of the signal that ended it. Cleaned up either way."""
+    """Return the outcome, or the exit status of the signal that ended the run. It is cleaned up either way."""
     terminated = False
 
     async def main() -> Outcome:
@@ -210,7 +216,7 @@ def _run_until_signal(run: _Run) -> Outcome | int:
 
 
 class _Run:
-    """One run, from STARTING to DONE. Spark's and other blocking calls are made on the threads of its pool."""
+    """One run, from STARTING to DONE. Spark's and other blocking calls run on its thread pool."""
 
     def __init__(
         self, options: DemoOptions, archive: Path, work_dir: Path, spark: SparkDriver, owns_spark: bool, report: Report
@@ -228,13 +234,13 @@ class _Run:
 
     async def run(self) -> Outcome:
         began = time.monotonic()
-        # Spark's JVM and the data need no cluster: all three come up side by side.
+        # Spark's JVM and the data need no cluster, so all three start in parallel.
         spark = self._call(self._start_spark)
-        data = self._call(self._lay_down)
+        data = self._call(self._write_files)
         try:
             async with self._target() as target:
                 try:
-                    outcome = await _while_it_stands(target.cluster, self._job(target, data, spark, began))
+                    outcome = await _while_cluster_runs(target.cluster, self._job(target, data, spark, began))
                 except BaseException:
                     self._kill_spark()
                     raise
@@ -244,7 +250,7 @@ class _Run:
         finally:
             self._stopping.set()
             if self._owns_spark:
-                # Where it was stopped already this does nothing; else it ends the calls that threads still wait in.
+                # Ends the calls into Spark that threads still wait in; does nothing if Spark was stopped already.
                 self._kill_spark()
             await asyncio.gather(spark, data, return_exceptions=True)
             self._pool.shutdown(wait=True)
@@ -282,9 +288,9 @@ class _Run:
         java = self._spark.java
         stage.finish(f"version {self._spark.session.version} on Java {java.major} ({java.found_in})")
 
-    def _lay_down(self) -> flights.Flights:
+    def _write_files(self) -> flights.Flights:
         stage = self._report.stage("data", "unpacking", total=self._rows)
-        data = flights.lay_down(
+        data = flights.write_files(
             self._archive,
             self._work_dir / "flights",
             rows=self._rows,
@@ -296,15 +302,15 @@ class _Run:
         return data
 
     async def _job(
-        self, target: Target, laid_down: asyncio.Future[flights.Flights], spark: asyncio.Future[None], began: float
+        self, target: Target, written_files: asyncio.Future[flights.Flights], spark: asyncio.Future[None], began: float
     ) -> Outcome:
-        await self._call(lambda: topic.create_topic(target.bootstrap, self._topic, PARTITIONS))
-        data = await laid_down
+        await self._call(lambda: create_topic(target.bootstrap, self._topic, PARTITIONS))
+        data = await written_files
         await spark
         written, killed = await self._write(target, data)
         written_ms = time.time_ns() // 1_000_000
 
-        # Not at the top: without the demo's extra there is no pyspark to import.
+        # Imported here, as pyspark is missing without the demo's extra.
         from kproxy.demo import stream
 
         judge = Judge(data.fingerprints)
@@ -317,7 +323,7 @@ class _Run:
         reading.finish(f"{judge.read:,} rows")
         owners = None
         if target.etcd:
-            owners = await topic.partition_owners(target.etcd, target.prefix, self._topic)
+            owners = await partition_owners(target.etcd, target.prefix, self._topic)
         audit = await self._call(lambda: self._audit(target, written_ms)) if self._options.audit else None
         return Outcome(
             judge.verdict(sent=written.sent),
@@ -345,14 +351,14 @@ class _Run:
         from kproxy.demo import stream
 
         stage = self._report.stage("writing", "planning", total=data.rows)
-        mid_stream = MidStream(data.file_rows, asyncio.get_running_loop())
+        gate = StreamGate(data.file_rows, asyncio.get_running_loop())
         to_kill = target.cluster if self._options.kill_owner else None
         if to_kill is None:
-            mid_stream.go_on()
+            gate.release()
 
         def on_rows(rows: int) -> None:
             stage.advance_to(rows)
-            mid_stream.advance_to(rows)
+            gate.advance_to(rows)
 
         writing = self._call(
             lambda: stream.write(
@@ -363,24 +369,24 @@ class _Run:
                 partitions=PARTITIONS,
                 checkpoint=self._work_dir / "checkpoint",
                 on_rows=on_rows,
-                before_batch=mid_stream.before_batch,
+                before_batch=gate.before_batch,
             )
         )
 
         async def until_written() -> Written:
             written = await writing
-            mid_stream.ended.set()
+            gate.ended.set()
             stage.finish(f"{written.sent:,} rows")
             return written
 
         if to_kill is None:
             return await until_written(), None
-        kill = OwnerKill(to_kill, target.prefix, self._topic, mid_stream, self._report, self._call)
+        kill = OwnerKill(to_kill, target.prefix, self._topic, gate, self._report, self._call)
         return await _both(until_written(), kill.run())
 
 
 async def _both(first: Coroutine[object, object, T], second: Coroutine[object, object, U]) -> tuple[T, U]:
-    """The results of both, or the first error of either; the other is cancelled then."""
+    """Return the results of both. After an error of one, cancel the other and raise it."""
     tasks = asyncio.ensure_future(first), asyncio.ensure_future(second)
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -393,10 +399,11 @@ async def _both(first: Coroutine[object, object, T], second: Coroutine[object, o
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _while_it_stands(cluster: DevCluster | None, work: Coroutine[object, object, T]) -> T:
-    """The work's result. Where a process of the cluster ends meanwhile the work is given up: ChildEnded.
+async def _while_cluster_runs(cluster: DevCluster | None, work: Coroutine[object, object, T]) -> T:
+    """Return the result of `work`.
 
-    Left alone, Spark would go on trying to reach it for minutes and then say something else.
+    If a process of the cluster ends meanwhile, cancel it and raise ChildEnded. Otherwise Spark would retry for minutes
+    and then report another error.
     """
     if cluster is None:
         return await work
@@ -411,3 +418,40 @@ async def _while_it_stands(cluster: DevCluster | None, work: Coroutine[object, o
         working.cancel()
         broken.cancel()
         await asyncio.gather(working, broken, return_exceptions=True)
+
+
+REQUEST_TIMEOUT_MS = 15_000
+
+
+class TopicNotCreated(Exception):
+    """The cluster did not create the topic, or did not answer; the message is one line."""
+
+
+def create_topic(bootstrap: str, topic: str, partitions: int) -> None:
+    """Create `topic` and wait until each partition has a leader. Blocks. Raise TopicNotCreated."""
+    try:
+        admin = kafka_python.connected(
+            KafkaAdminClient,
+            bootstrap_servers=bootstrap,
+            client_id="kproxy-demo",
+            bootstrap_timeout_ms=REQUEST_TIMEOUT_MS,
+            request_timeout_ms=REQUEST_TIMEOUT_MS,
+        )
+        try:
+            kafka_python.create_topic(admin, topic, partitions)
+        finally:
+            admin.close()
+    except KafkaError as error:
+        raise TopicNotCreated(f"The topic {topic} could not be created through {bootstrap}: {error}") from error
+
+
+async def partition_owners(endpoints: Sequence[str], prefix: str, topic: str) -> Mapping[int, int]:
+    """Return the broker id by partition index, from the lease keys in etcd. Raise EtcdError."""
+    client = EtcdClient(endpoints)
+    await client.connect()
+    try:
+        directory = f"{prefix}/partition-leases/{topic}/"
+        leases = await client.get_prefix(directory)
+        return {int(kv.key.removeprefix(directory)): int(kv.value) for kv in leases.kvs}
+    finally:
+        await client.close()

@@ -1,4 +1,4 @@
-"""The wiring of the demo's job: CSV files to Kafka's sink, and Kafka's source to the judge. All through one address."""
+"""The demo's Spark job: CSV files to Kafka, and Kafka to the judge."""
 
 from __future__ import annotations
 
@@ -8,17 +8,43 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pyspark.sql import DataFrame
+from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
+from pyspark.sql.types import IntegerType, StringType, StructField, StructType
 
-from kproxy.demo.flights import NULL, Flights
+from kproxy.demo.flights import COLUMNS, KEY_COLUMN, NULL, ROW_NUMBER, Flights
 from kproxy.demo.judge import Judge
-from kproxy.demo.transforms import arrivals, flights_schema, messages
 from kproxy.pipeline.spark import as_spark_failure
+
+
+def flights_schema() -> StructType:
+    """Return the columns of the CSV files. A stream needs a schema, and inference would read the data twice."""
+    columns = [StructField(ROW_NUMBER, IntegerType())]
+    for name, is_number in COLUMNS.items():
+        columns.append(StructField(name, IntegerType() if is_number else StringType()))
+    return StructType(columns)
+
+
+def messages(flights: DataFrame, *, topic: str, partitions: int) -> DataFrame:
+    """Return Kafka messages (key, value, topic) for `flights`, those of a key in the order of `n`.
+
+    All rows of a key are in one of `partitions` Spark partitions, and so in one task, which passes them to one producer
+    in the order of `n`; Kafka keeps that order. Rows without a tail number have a null key and no order.
+    """
+    ordered = flights.repartition(partitions, KEY_COLUMN).sortWithinPartitions(ROW_NUMBER)
+    value = F.to_json(F.struct(*ordered.columns), {"ignoreNullFields": "false"})
+    return ordered.select(F.col(KEY_COLUMN).alias("key"), value.alias("value"), F.lit(topic).alias("topic"))
+
+
+def arrivals(records: DataFrame) -> DataFrame:
+    """Return the columns that the judge needs, unsorted and not decoded."""
+    return records.select("partition", "offset", "key", "value")
+
 
 PROGRESS_POLL_S = 0.25
 
 
 class Written(NamedTuple):
-    """`sent` rows by Spark's own count, in `seconds` from the query's start to its end."""
+    """The written stream: `sent` rows by Spark's own count, in `seconds` from the query's start to its end."""
 
     sent: int
     seconds: float
@@ -36,17 +62,17 @@ def write(
     on_rows: Callable[[int], None] = lambda done: None,
     before_batch: Callable[[int], None] = lambda batch_id: None,
 ) -> Written:
-    """Stream the files into the Kafka sink, one file a micro-batch. Raises SparkFailed.
+    """Stream the files into the Kafka sink, one file for each micro-batch.
 
-    `on_rows` hears about how many rows have been written. `before_batch` is called, on another thread, with the number
-    of each micro-batch, from 0 up, before it begins, and may keep it waiting.
+    Raise SparkFailed. `on_rows` is called with the approximate number of rows written. `before_batch` is called on
+    another thread with the number of each micro-batch, from 0 up, before it begins, and may block it.
     """
 
     def write_batch(batch: DataFrame, batch_id: int) -> None:
         before_batch(batch_id)
-        # A streaming DataFrame may not be sorted (a stream has no end), and without a sort a shuffle hands a task its
-        # rows in whatever order the blocks arrive. Inside foreachBatch the micro-batch is an ordinary DataFrame and
-        # may be. The topic travels as a column, so that the sink has no Kafka option but the address.
+        # A streaming DataFrame cannot be sorted, as a stream has no end, and without a sort a shuffle passes rows to a
+        # task in the order in which blocks arrive. In foreachBatch the micro-batch is an ordinary DataFrame and can be
+        # sorted. The topic is a column, so that the address is the sink's only Kafka option.
         rows = messages(batch, topic=topic, partitions=partitions)
         rows.write.format("kafka").option("kafka.bootstrap.servers", bootstrap).save()
 
@@ -76,7 +102,7 @@ def write(
 
 
 class _BatchProgress:
-    """Rows probably written: whole micro-batches, and of the current one the share that its finished tasks are."""
+    """Estimate the rows written: whole micro-batches, and the share of finished tasks of the current one."""
 
     def __init__(self, session: Any, file_rows: Sequence[int], partitions: int) -> None:
         self._tracker = session.sparkContext.statusTracker()
@@ -90,7 +116,7 @@ class _BatchProgress:
         rows = sum(self._file_rows[:batches])
         if batches < len(self._file_rows):
             for stage in map(self._tracker.getStageInfo, self._tracker.getActiveStageIds()):
-                # The stage before the shuffle has other numbers of tasks, one a file.
+                # The stage before the shuffle has another number of tasks, one for each file.
                 if stage is not None and stage.numTasks == self._partitions:
                     rows += self._file_rows[batches] * stage.numCompletedTasks // stage.numTasks
         self._rows = max(self._rows, rows)
@@ -105,9 +131,9 @@ def read_back(
     topic: str,
     on_rows: Callable[[int], None] = lambda done: None,
 ) -> float:
-    """Tell the judge every record of the topic, partition by partition as its offsets run; the seconds it took.
+    """Pass every record of the topic to the judge, each partition in the order of its offsets.
 
-    Raises SparkFailed.
+    Return the seconds it took. Raise SparkFailed.
     """
     with as_spark_failure("Reading back failed"):
         began = time.monotonic()
@@ -118,7 +144,7 @@ def read_back(
             .option("startingOffsets", "earliest")
             .load()
         )
-        # One Spark partition a Kafka partition, handed over one after another, each in the order its consumer got it.
+        # Each Kafka partition is one Spark partition; they come one after another, each in the order of its offsets.
         for row in arrivals(records).toLocalIterator(prefetchPartitions=True):
             partition, offset, key, value = row
             judge.see(partition, offset, _as_bytes(key), _as_bytes(value))
@@ -129,5 +155,5 @@ def read_back(
 
 
 def _as_bytes(cell: bytearray | None) -> bytes | None:
-    """Spark hands binary columns over as bytearrays, which can be no key of a dict."""
+    """Convert a binary cell: Spark returns bytearrays, which cannot be keys of a dict."""
     return None if cell is None else bytes(cell)

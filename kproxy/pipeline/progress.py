@@ -1,22 +1,33 @@
-"""Show a job's progress: bars on a terminal, plain lines elsewhere; on stderr, so that stdout keeps the result."""
+"""Show a job's progress on stderr, so that stdout keeps the result.
+
+A terminal gets bars, anything else plain lines.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 from rich.text import Text
 
+from kproxy.pipeline.spark import SparkFailed, as_spark_failure
+
+if TYPE_CHECKING:
+    from pyspark import SparkStageInfo
+
+
 NAME_WIDTH = 9
 BAR_WIDTH = 30
 
 
 class Stage:
-    """One line of progress. May be told from any thread."""
+    """One line of progress. Its methods may be called from any thread."""
 
     def __init__(self, report: Report, name: str, doing: str, total: int | None) -> None:
         self._report = report
@@ -36,7 +47,7 @@ class Stage:
             self._report.bars.update(self._task, note=doing)
 
     def tell(self, sentence: str) -> None:
-        """A line that stays, while the work goes on."""
+        """Print a line that stays."""
         self._report.progress.print(f"{self._name:<{NAME_WIDTH}} {sentence}", soft_wrap=True)
 
     def finish(self, done: str) -> None:
@@ -49,9 +60,9 @@ class Stage:
 
 
 class Report:
-    """Show progress on stderr, by bars where that is a terminal.
+    """Show progress on stderr, with bars if it is a terminal.
 
-    Open it for the run (`with`) and close it before a table is printed, so that a bar never stands in it.
+    Open it for the run (`with`), and close it before printing a table, so that no bar is drawn into it.
     """
 
     def __init__(self, *, progress: Console | None = None) -> None:
@@ -80,5 +91,55 @@ class Report:
         return Stage(self, name, doing, total)
 
     def say(self, sentence: str) -> None:
-        """A sentence beside the work, on stderr, never wrapped: it may hold a path to be copied."""
+        """Print a sentence on stderr. It is never wrapped, as it may contain a path to copy."""
         self.progress.print(Text(sentence), soft_wrap=True)
+
+
+_POLL_S: Final = 0.5
+
+
+class JobsProgress:
+    """Show Spark's tasks in `stage` twice a second, from a thread of its own, while the block runs."""
+
+    def __init__(self, session: Any, stage: Stage) -> None:
+        self._session = session
+        self._stage = stage
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="spark-progress", daemon=True)
+        self._done: dict[int, int] = {}
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join(timeout=5)
+
+    def _follow(self) -> None:
+        try:
+            with as_spark_failure("Progress"):
+                tracker = self._session.sparkContext.statusTracker()
+                while not self._ended.wait(_POLL_S):
+                    self._tell(tracker)
+        except SparkFailed:
+            # The caller that waits for Spark gets the same error.
+            return
+
+    def _tell(self, tracker: Any) -> None:
+        if sentence := in_words([info for info in map(tracker.getStageInfo, tracker.getActiveStageIds()) if info]):
+            self._stage.say(sentence)
+
+
+def in_words(stages: Sequence[SparkStageInfo]) -> str:
+    """Describe how far Spark's active stages are; "" without stages."""
+    total = sum(info.numTasks for info in stages)
+    if not total:
+        return ""
+    done = sum(info.numCompletedTasks for info in stages)
+    if not done and not any(info.numActiveTasks for info in stages):
+        # On a full cluster it stays like this until there is room.
+        return f"waiting for an executor to run the first of {total:,} tasks"
+    return f"{stages[0].name.split(' at ')[0]}: {done:,} of {total:,} tasks"

@@ -1,11 +1,14 @@
-"""The Spark session of a pipeline job, wherever it runs.
+"""Open the Spark session of a pipeline job, wherever it runs.
 
-Three ways lead to one, and a job cannot tell them apart:
-1. The process has a session already (a notebook, another program): it is taken, and stays when the job is done.
-2. `spark-submit` started the process: its JVM is taken, with the settings that `spark-submit` was given.
-3. Else a JVM of our own is started, with the master that is asked for, and is gone when the job is done.
+There are three ways, and a job cannot tell them apart:
+1. The process has a session already (a notebook, another program): use it, and leave it open at the end.
+2. `spark-submit` started the process: use its JVM, with the settings that `spark-submit` was given.
+3. Else start a JVM of our own with the given master, and end it with the job.
 
-Executors in other processes get this package's pure-Python part along with the job (`package_archive`).
+Executors in other processes get an archive of this package and of what it needs there (`package_archive`), for
+`spark.submit.pyFiles` or `--py-files`. `kproxy`, `kproxy_codec` and kafka-python are pure Python and run from a zip.
+Compiled libraries are not in it: pyarrow, which Spark itself needs for data sources in Python, and crc32c, without
+which the CRCs of batches are not checked.
 """
 
 from __future__ import annotations
@@ -15,19 +18,21 @@ import os
 import shutil
 import sys
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from importlib import util
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from kproxy import installed
 from kproxy.errors import StartupError
-from kproxy.pipeline.audit.executors import package_archive
 from kproxy.pipeline.java import find_java
 from kproxy.pipeline.spark import SparkDriver, SparkFailed, as_spark_failure, pyspark_home, quiet_pyspark
 from kproxy.pipeline.spark_settings import in_one_process, kafka_connector
 
-# All cores: unlike the demo's, the jobs have the machine's brokers beside them only by chance.
+# All cores: unlike the demo, a job seldom shares the machine with the brokers.
 DEFAULT_MASTER: Final = "local[*]"
 T = TypeVar("T")
 _CONNECTOR_CLASS: Final = "org.apache.spark.sql.kafka010.KafkaSourceProvider"
@@ -35,9 +40,10 @@ _CONNECTOR_CLASS: Final = "org.apache.spark.sql.kafka010.KafkaSourceProvider"
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
-    """`settings` are Spark's own and go over everything else. `memory` is the driver's, as Spark writes it (`2g`).
+    """The options of a session.
 
-    `kafka`: the job reads or writes topics by Spark's Kafka connector, which is downloaded once where we start Spark.
+    `settings` are Spark's and override everything else. `memory` is the driver's, in Spark's form (`2g`). `kafka`: the
+    job uses Spark's Kafka connector, which is downloaded once if we start Spark.
     """
 
     app_name: str
@@ -49,7 +55,7 @@ class SessionOptions:
 
 @dataclass(frozen=True, slots=True)
 class OpenSession:
-    """`driver` and its log only where the session is ours."""
+    """An open session; `driver` and its log only if we started it."""
 
     session: Any
     driver: SparkDriver | None = None
@@ -63,10 +69,11 @@ class OpenSession:
 def open_session(
     options: SessionOptions, on_download: Callable[[int], None] = lambda jars: None
 ) -> Iterator[OpenSession]:
-    """A session for as long as the block lasts. Raises StartupError where the user can do something, or SparkFailed.
+    """Open a session while the block runs.
 
-    `on_download` hears how many jars the first start has downloaded. Where the block fails with Spark, the log of a
-    Spark of ours is kept, and the error says where.
+    Raise StartupError if the user can fix it, else SparkFailed. Call `on_download` with the number of jars that the
+    first start has downloaded. If the block fails with Spark and we started Spark, keep its log and name it in the
+    error.
     """
     taken = _active_session() or _submitted_session(options)
     if taken is None:
@@ -96,7 +103,7 @@ def _active_session() -> tuple[Any, bool] | None:
 
 
 def _submitted_session(options: SessionOptions) -> tuple[Any, bool] | None:
-    """The session of the JVM that `spark-submit` runs us beneath, and that it ends with us."""
+    """Return the session of the JVM that `spark-submit` started us from; it ends with us."""
     if "PYSPARK_GATEWAY_PORT" not in os.environ:
         return None
     if options.master is not None or options.memory is not None:
@@ -104,13 +111,15 @@ def _submitted_session(options: SessionOptions) -> tuple[Any, bool] | None:
     from pyspark.sql import SparkSession
 
     with as_spark_failure("Spark did not start"):
-        # Named here, and not by spark-submit, it would be named after its file.
+        # spark-submit would name the application after its file.
         return _beside(SparkSession.builder.appName(options.app_name).getOrCreate), True
 
 
 def _beside(start: Callable[[], T], give_up: Callable[[], None] = lambda: None) -> T:
-    """What `start` returns, called on another thread: on the main one pyspark would put its handler of Ctrl-C over
-    ours, and a job that is interrupted would say that Spark had failed. `give_up` ends it where nobody waits any more.
+    """Call `start` on another thread and return its result.
+
+    Call `give_up` to end it if we are interrupted. On the main thread pyspark would replace our handler of Ctrl-C, and
+    an interrupted job would report that Spark failed.
     """
     with ThreadPoolExecutor(max_workers=1) as pool:
         starting = pool.submit(start)
@@ -122,14 +131,14 @@ def _beside(start: Callable[[], T], give_up: Callable[[], None] = lambda: None) 
 
 
 def _apply(session: Any, options: SessionOptions) -> None:
-    """What can still be told to a Spark that others have started. Raises StartupError where something is missing."""
+    """Apply the options to a Spark that somebody else started. Raise StartupError if something is missing."""
     for name, value in options.settings.items():
         if not session.conf.isModifiable(name):
             raise StartupError(
                 f"{name} is settled when Spark starts: give it to spark-submit as --conf {name}={value}."
             )
         session.conf.set(name, value)
-    # What is reported is the same wherever it runs.
+    # Reports do not depend on the machine's time zone.
     session.conf.set("spark.sql.session.timeZone", "UTC")
     if options.kafka and not _has_class(session, _CONNECTOR_CLASS):
         raise StartupError(
@@ -150,10 +159,10 @@ def _has_class(session: Any, name: str) -> bool:
 
 
 def _ship_package(session: Any) -> None:
-    """Executors fetch it when they first have something to do, whenever that is: it lives as long as Spark does."""
+    """Add the archive to the session. Executors fetch it with their first task, so it lives as long as Spark does."""
     from pyspark import SparkFiles
 
-    # Spark's own directory for what executors are given, which it removes when it stops; beside its copy, not over it.
+    # Spark removes its directory of files for executors when it stops. Beside Spark's copy, not over it.
     directory = Path(SparkFiles.getRootDirectory()) / "kproxy"
     with as_spark_failure("Spark took no archive"):
         session.sparkContext.addPyFile(str(package_archive(directory)))
@@ -184,7 +193,7 @@ def _own_session(options: SessionOptions, on_download: Callable[[int], None]) ->
         yield OpenSession(driver.session, driver)
     except SparkFailed as error:
         keep = True
-        # Known only once it has been stopped: what is said of a Java that is gone is py4j's guess.
+        # Known only after `stop`. py4j only guesses why a Java is gone.
         driver.stop()
         died = driver.ended_by_itself
         what = str(error) if died is None else f"Spark's Java ended by itself ({died})"
@@ -201,3 +210,49 @@ def _clear(work_dir: Path, *, keep_log: bool) -> None:
     for child in work_dir.iterdir():
         if child.is_dir():
             shutil.rmtree(child, ignore_errors=True)
+
+
+PACKAGES: Final = ("kafka", "kproxy", "kproxy_codec")
+_LEFT_OUT: Final = ("__pycache__",)
+# The earliest date that a zip can have: the archive depends only on its content.
+_DATE: Final = (1980, 1, 1, 0, 0, 0)
+
+
+def package_archive(directory: Path) -> Path:
+    """Pack the installed packages into an archive in `directory`.
+
+    Raise StartupError if one cannot be packed. It is replaced whole: another job may be sending the previous one to its
+    executors.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"kproxy-{installed.version()}.zip"
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        _pack(unfinished)
+        return unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _pack(path: Path) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in PACKAGES:
+            root = _location(name)
+            for file in _files(root):
+                entry = zipfile.ZipInfo(f"{name}/{file.relative_to(root).as_posix()}", _DATE)
+                entry.compress_type = zipfile.ZIP_DEFLATED
+                archive.writestr(entry, file.read_bytes())
+
+
+def _location(name: str) -> Path:
+    spec = util.find_spec(name)
+    for location in (spec.submodule_search_locations or ()) if spec is not None else ():
+        if Path(location).is_dir():
+            return Path(location)
+    raise StartupError(f"The package {name} is not installed as files, so it cannot be sent to Spark's executors.")
+
+
+def _files(root: Path) -> Iterator[Path]:
+    for path in sorted(root.rglob("*")):
+        if path.is_file() and not any(part in _LEFT_OUT for part in path.parts):
+            yield path

@@ -5,8 +5,8 @@ States: NEW --start()--> STARTING --> RUNNING --stop()--> STOPPED; any --kill()-
 Invariants
 1. The JVM is ours alone: we launch it, know its process group, and `stop` or `kill` leaves none of it behind. If this
    process is killed, the JVM sees its standard input close and ends by itself.
-2. `kill` may come from any thread at any time; whoever waits in a call to the JVM then gets an error.
-3. What Spark prints goes to its log file and never to the terminal.
+2. `kill` may come from any thread at any time; a call into the JVM that is waiting then fails.
+3. Spark's output goes to its log file and never to the terminal.
 4. With a local master no Spark setting of the user's reaches it, neither by environment nor by another Spark's files.
 """
 
@@ -22,17 +22,15 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import util
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from kproxy.errors import StartupError
 from kproxy.installed import install_command
-from kproxy.pipeline.artifacts import Artifacts
-from kproxy.pipeline.cache import user_cache_dir
-from kproxy.pipeline.java import Java
-from kproxy.pipeline.not_downloaded import not_downloaded
+from kproxy.pipeline.java import Java, user_cache_dir
 from kproxy.pipeline.spark_settings import (
     LOCAL_MASTER,
     foreign_variables,
@@ -49,18 +47,18 @@ _POLL_S: Final = 0.05
 
 
 class SparkFailed(Exception):
-    """Spark could not do its work; the message is one line, its log has the rest."""
+    """Spark failed. The message is one line; Spark's log has the rest."""
 
 
 def quiet_pyspark() -> None:
-    """Errors are raised and told by who catches them; pyspark logs them as well, hundreds of lines of JSON each."""
+    """Stop pyspark from logging the errors that it also raises, hundreds of lines of JSON each."""
     from pyspark.logger import PySparkLogger
 
     PySparkLogger.getLogger("DataFrameQueryContextLogger").setLevel(logging.CRITICAL)
 
 
 def pyspark_home(extra: str = "spark") -> Path:
-    """The installed pyspark, located without importing it. Raises StartupError, with our extra that has it."""
+    """Locate pyspark without importing it. Raise StartupError, which names our `extra`, if it is not installed."""
     spec = util.find_spec("pyspark")
     for location in (spec.submodule_search_locations or ()) if spec is not None else ():
         if (Path(location) / "bin" / "spark-submit").is_file():
@@ -69,7 +67,7 @@ def pyspark_home(extra: str = "spark") -> Path:
 
 
 def require_pyspark() -> None:
-    """Raises StartupError where pyspark cannot be imported, be it pip's or that of spark-submit."""
+    """Raise StartupError if pyspark cannot be imported, whether from pip or from spark-submit."""
     if util.find_spec("pyspark") is None:
         raise _not_installed("spark")
 
@@ -79,11 +77,12 @@ def _not_installed(extra: str) -> StartupError:
 
 
 class SparkDriver:
-    """A JVM with Spark in it; `start` and `stop` block, so call them from a thread. Not reusable after `stop`.
+    """A JVM with Spark in it.
 
-    Scratch files and `spark.log` go to `work_dir`; downloads are kept in `cache_dir`. `settings` are Spark's own
-    (`spark.driver.memory` and so on), in place of the defaults or besides them; one that is empty is left to Spark.
-    On this machine Python workers run this interpreter, and they find this package. `short`: the job takes a minute.
+    `start` and `stop` block, so call them from a thread. Not reusable after `stop`. Scratch files and `spark.log` go to
+    `work_dir`; downloads are kept in `cache_dir`. `settings` are Spark's own (`spark.driver.memory` and so on), in
+    place of the defaults or besides them; one that is empty is left to Spark. On this machine Python workers run this
+    interpreter, and they find this package. `short`: the job takes a minute.
     """
 
     def __init__(
@@ -127,13 +126,14 @@ class SparkDriver:
 
     @property
     def ended_by_itself(self) -> int | None:
-        """The JVM's exit status (negative: the signal) where it was gone before `stop` or `kill`; known after them."""
+        """The JVM's exit status (negative: the signal) if it ended before `stop` or `kill`; known after them."""
         return self._ended_by_itself
 
     def start(self, on_download: Callable[[int], None] = lambda count: None) -> None:
-        """Launch the JVM and open the session. Raises SparkFailed, or StartupError where the user can do something.
+        """Launch the JVM and open the session.
 
-        `on_download` hears how many jars were downloaded so far, if any had to be.
+        Raise SparkFailed, or StartupError if the user can fix it. Call `on_download` with the number of jars downloaded
+        so far.
         """
         self._work_dir.mkdir(parents=True, exist_ok=True)
         self._hide_foreign_variables()
@@ -150,12 +150,12 @@ class SparkDriver:
                 self._gateway = launch_gateway()
             context = SparkContext(gateway=self._gateway)
             context.setLogLevel("WARN")
-            # Left alone it is whichever python3 stands first in PATH.
+            # The default is the first python3 in PATH.
             context.pythonExec = worker_python(os.environ, self.master) or context.pythonExec
             self._session = SparkSession(context)
 
     def _launch(self, on_download: Callable[[int], None]) -> tuple[int, str]:
-        """Run Spark's own launcher until it has written where its JVM listens; that port and its secret."""
+        """Run Spark's launcher until it reports the port that its JVM listens on; return port and secret."""
         home = pyspark_home()
         with tempfile.TemporaryDirectory(dir=self._work_dir) as handshake_dir:
             handshake = Path(handshake_dir) / "gateway"
@@ -223,7 +223,7 @@ class SparkDriver:
         return SparkFailed(f"Spark did not start: {lines[-1] if lines else 'it said nothing'}")
 
     def stop(self) -> None:
-        """End the session and the JVM, politely first. Returns when no process of it is left; safe to repeat."""
+        """End the session and the JVM, SIGTERM first. Return when no process of it is left; safe to repeat."""
         with contextlib.suppress(SparkFailed):
             if self._session is not None and not self._stopped:
                 with as_spark_failure("Spark did not stop"):
@@ -234,7 +234,7 @@ class SparkDriver:
         self._forget()
 
     def kill(self) -> None:
-        """End the JVM at once, from any thread. Calls into it that are under way fail."""
+        """Kill the JVM, from any thread. Running calls into it fail."""
         self._end(signal.SIGKILL)
 
     def _end(self, first: signal.Signals) -> None:
@@ -249,7 +249,7 @@ class SparkDriver:
             self._artifacts.remove()
             return
         for number in (first, signal.SIGKILL):
-            # Not yet waited for, so the group is still ours.
+            # The process is not reaped yet, so the group id is still ours.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -261,12 +261,12 @@ class SparkDriver:
         self._artifacts.remove()
 
     def _hide_foreign_variables(self) -> None:
-        """pyspark itself reads them too, SPARK_REMOTE among them, which turns every session into a remote one."""
+        """Remove them from our environment: pyspark reads SPARK_REMOTE, which makes every session a remote one."""
         for name in foreign_variables(os.environ, self.master):
             self._hidden[name] = os.environ.pop(name)
 
     def _forget(self) -> None:
-        """pyspark keeps its gateway for the life of the process; the next driver needs one of its own."""
+        """Reset pyspark's globals: it keeps its gateway until the process ends, but the next driver needs a new one."""
         logging.getLogger().removeFilter(_not_from_py4j)
         os.environ.update(self._hidden)
         self._hidden.clear()
@@ -287,13 +287,13 @@ class SparkDriver:
 
 
 def _not_from_py4j(record: logging.LogRecord) -> bool:
-    """py4j logs what it also raises, some of it on the root logger; a JVM we killed would fill the terminal."""
+    """Drop py4j's log records: it also raises these errors, and a killed JVM causes very many."""
     return "py4j" not in Path(record.pathname).parts
 
 
 @contextlib.contextmanager
 def as_spark_failure(what: str) -> Iterator[None]:
-    """py4j's and Spark's errors as SparkFailed, with the one line of what they say that tells the cause."""
+    """Raise py4j's and Spark's errors as SparkFailed, with the one line of theirs that names the cause."""
     from py4j.protocol import Py4JError
     from pyspark.errors import PySparkException
 
@@ -304,9 +304,9 @@ def as_spark_failure(what: str) -> Iterator[None]:
 
 
 def cause_in(text: str) -> str:
-    """Of an error with Java's stack trace in it the innermost cause, else what it says first; "" where it says nothing.
+    """Return the innermost cause in a Java stack trace, else the first line.
 
-    Where the Python of Spark's workers is not what a job needs, the way out is told as well.
+    "" for an empty text. If the Python of Spark's workers does not fit the job, add how to change it.
     """
     for pattern, sentence in _WORKERS_PYTHON:
         if found := re.search(pattern, text):
@@ -314,7 +314,7 @@ def cause_in(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     causes = [line.removeprefix("Caused by: ") for line in lines if line.startswith("Caused by: ")]
     if not causes and len(lines) > 1 and lines[0].startswith(_PY4J):
-        # Which of Java's methods was called is of no use to anybody.
+        # The first line only names the Java method that was called.
         return lines[1].removeprefix(": ")
     return (causes or lines or [""])[-1 if causes else 0]
 
@@ -334,7 +334,7 @@ _WORKERS_PYTHON: Final = (
 
 
 def no_master(log: str, master: str) -> StartupError | None:
-    """What to tell where Spark's `log` says that it gave up asking for a standalone cluster's master."""
+    """Return the error to raise if Spark's `log` says that no master of a standalone cluster answered."""
     if "All masters are unresponsive" not in log:
         return None
     return StartupError(
@@ -345,7 +345,7 @@ def no_master(log: str, master: str) -> StartupError | None:
 
 @contextlib.contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """The process's environment with `values`, for as long as pyspark looks there."""
+    """Set environment variables of this process while the block runs."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -356,3 +356,83 @@ def _environment(**values: str) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+class Artifacts:
+    """Remove the empty directories `artifacts/spark-…` that Spark 4.0 leaves in the working directory.
+
+    Each JVM makes one for files that a session may get later; no setting moves it. Create this before a JVM starts in
+    this directory, and call `remove` once it has ended.
+    """
+
+    def __init__(self) -> None:
+        self._directory = Path("artifacts").absolute()
+        self._before = self._found()
+
+    def _found(self) -> set[Path]:
+        try:
+            return set(self._directory.glob("spark-*"))
+        except OSError:
+            return set()
+
+    def remove(self) -> None:
+        """Remove the new directories that are empty."""
+        new = self._found() - self._before
+        for directory in new:
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+        if new:
+            with contextlib.suppress(OSError):
+                self._directory.rmdir()
+
+
+_WHAT: Final = "Spark could not download its Kafka connector"
+_MISSING: Final = re.compile(r"\[(?:unresolved dependency|download failed): ([^\s#]+)#([^\s;]+);([^\s:!\]]+)")
+_ASKED: Final = re.compile(r"^\s+(https?://\S+)$", re.MULTILINE)
+_NO_ACCESS: Final = re.compile(r"Server access error at url (\S+) \((.+)\)")
+_NO_HOST: Final = re.compile(r"Host (\S+) not found\. url=(\S+)")
+_ERROR: Final = re.compile(r"SERVER ERROR: (.+) url=(\S+)")
+_NOT_WHOLE: Final = re.compile(r"\[FAILED +\] .*?: (.+) for (https?://\S+)\. ")
+_PROXY: Final = "Your proxy requires authentication."
+
+
+def not_downloaded(log: str) -> StartupError | None:
+    """Return the error to raise if Spark's `log` says that its jars could not be downloaded.
+
+    Ivy, which downloads them, gives no error codes, so its text is searched. It asks one repository after another, and
+    prints what it asked for, whom it could not reach, and who answered with an error. Any other repository has answered
+    and does not have the jar.
+    """
+    missing = _MISSING.search(log)
+    if missing is None:
+        return None
+    named = ":".join(missing.groups())
+    if failed := _ERROR.search(log):
+        return StartupError(f"{_WHAT}: {failed[2]} answered with an error ({failed[1]}). Run it again later.")
+    if cut := _NOT_WHOLE.search(log):
+        return StartupError(f"{_WHAT}: {cut[2]} did not come whole ({cut[1]}). Run it again.")
+    if _PROXY in log:
+        return StartupError(f"{_WHAT}: the network's proxy wants to know who asks. Ask who runs it, or use a mirror.")
+    reasons = dict(_NO_ACCESS.findall(log))
+    reasons |= {url: f"host {host} not found" for host, url in _NO_HOST.findall(log)}
+    unreached = {_repository(url): reason for url, reason in reversed(reasons.items())}
+    answered = [each for each in _repositories(_ASKED.findall(log)) if each not in unreached]
+    if unreached and not answered:
+        url, reason = next(iter(reasons.items()))
+        return StartupError(f"{_WHAT} from {url} ({reason}): check the network and run it again.")
+    asked = " and ".join(answered) or "the repository"
+    besides = "".join(f", and {each} could not be asked ({reason})" for each, reason in unreached.items())
+    return StartupError(
+        f"{_WHAT}: {asked} answered and {'do' if len(answered) > 1 else 'does'} not give {named}{besides}. Use a "
+        "release of PySpark that is there, or ask who runs the mirror or the network's proxy."
+    )
+
+
+def _repositories(urls: Iterable[str]) -> list[str]:
+    """Return each repository once, in order."""
+    return list(dict.fromkeys(map(_repository, urls)))
+
+
+def _repository(url: str) -> str:
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}"

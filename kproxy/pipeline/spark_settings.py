@@ -1,7 +1,7 @@
-"""What Spark is told when it is started: its settings and its environment, by where it is to run.
+"""Spark's settings and environment at its start, by its master.
 
-Within one process or on one machine (`local…`) no setting of the user's own Spark reaches it. On a cluster it is the
-other way round: what the cluster's people have configured is in force, and only what the job needs is added.
+On one machine (`local…`) no setting of the user's own Spark reaches it. On a cluster the cluster's configuration
+applies, and only what the job needs is added.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from typing import Final
 
 import kproxy
 import kproxy_codec
-from kproxy.pipeline.java import Java
-from kproxy.pipeline.truststore import trust_options
+from kproxy.pipeline.java import Java, trust_options
 
 # The driver and its tasks share the machine with the cluster they write to.
 LOCAL_MASTER: Final = "local[2]"
 # A foreign Spark's home, configuration and options, and the switches that turn a session into a remote one.
 _FOREIGN_PREFIXES: Final = ("SPARK_", "PYSPARK_", "HADOOP_", "YARN_", "_PYSPARK_", "_SPARK_")
-# Of these what would have our driver join, or be, something else: true for every master.
+# Removed for every master: these make our driver join, or become, another Spark.
 _NEVER: Final = (
     "SPARK_HOME",
     "SPARK_REMOTE",
@@ -34,9 +33,9 @@ _NEVER: Final = (
     "_PYSPARK_",
     "_SPARK_",
 )
-# Optimising the code and collecting in parallel cost a short job on few cores more than they give.
+# Optimising compilers and parallel garbage collection cost a short job on few cores more than they save.
 _SHORT_JOB: Final = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC")
-# In a checkout the two packages lie in two directories.
+# In a checkout the two packages are in two directories.
 PACKAGE_ROOTS: Final = tuple(
     dict.fromkeys(str(Path(package.__path__[0]).resolve().parent) for package in (kproxy, kproxy_codec))
 )
@@ -47,46 +46,46 @@ def on_this_machine(master: str) -> bool:
 
 
 def in_one_process(master: str) -> bool:
-    """Whether the driver's JVM is the executor as well, so that what the driver finds its tasks find."""
+    """Whether the driver's JVM is also the executor, so that tasks find the driver's files and packages."""
     return master == "local" or master.startswith("local[")
 
 
 def kafka_connector() -> str:
-    """Maven's coordinates of Spark's Kafka connector, in the version of the installed pyspark."""
+    """Return the Maven coordinates of Spark's Kafka connector for the installed pyspark."""
     return f"org.apache.spark:spark-sql-kafka-0-10_2.13:{metadata.version('pyspark')}"
 
 
 def foreign_variables(environ: Iterable[str], master: str) -> list[str]:
-    """Those of the environment's names that must not reach a Spark of ours with this master."""
+    """Return the names in `environ` that must not reach a Spark of ours with this master."""
     prefixes = _FOREIGN_PREFIXES if on_this_machine(master) else _NEVER
     return [name for name in environ if name.startswith(prefixes)]
 
 
 def spark_environment(environ: Mapping[str, str], java: Java, home: Path, master: str = LOCAL_MASTER) -> dict[str, str]:
-    """`environ` for Spark's scripts: the home and Java that were found, nothing foreign, this package in PYTHONPATH."""
+    """Return `environ` for Spark's scripts: our home and Java, no foreign variable, this package in PYTHONPATH."""
     foreign = set(foreign_variables(environ, master))
     kept = {name: value for name, value in environ.items() if name not in foreign}
-    # Its scripts need a shell and its small tools even where PATH was emptied.
+    # Spark's scripts need a shell and its tools even if PATH is empty.
     kept["PATH"] = os.pathsep.join(filter(None, [environ.get("PATH"), os.defpath]))
-    # This package may have been found by way of the working directory or of sys.path, where workers do not look.
+    # This package may come from the working directory or sys.path, which workers do not search.
     kept["PYTHONPATH"] = os.pathsep.join(filter(None, [*PACKAGE_ROOTS, environ.get("PYTHONPATH")]))
     if on_this_machine(master):
         kept["SPARK_LOCAL_IP"] = "127.0.0.1"
     elif "SPARK_CONF_DIR" not in kept and (Path(environ.get("SPARK_HOME", "")) / "conf").is_dir():
-        # The launcher is pyspark's own, of the one version that fits; the configuration is the user's.
+        # The launcher is the installed pyspark's, as its version must fit; the configuration is the user's.
         kept["SPARK_CONF_DIR"] = str(Path(environ["SPARK_HOME"]) / "conf")
     return {**kept, "SPARK_HOME": str(home), "JAVA_HOME": str(java.home)}
 
 
 def worker_python(environ: Mapping[str, str], master: str) -> str | None:
-    """What runs Python on the executors; None where Spark's configuration says it, or `python3` there is to be it."""
+    """Return the Python of the executors; None to leave it to Spark's configuration, by default `python3`."""
     return sys.executable if on_this_machine(master) else environ.get("PYSPARK_PYTHON")
 
 
 def spark_settings(
     java: Java, work_dir: Path, cache_dir: Path, *, app_name: str, master: str = LOCAL_MASTER, short: bool = True
 ) -> dict[str, str]:
-    """The settings that a job of ours begins with; what the user gives goes over them. `short`: it takes a minute."""
+    """Return a job's default settings, which the user's override. `short`: the job takes about a minute."""
     trust = trust_options(java, work_dir / "truststore")
     settings = {
         "spark.master": master,
@@ -94,9 +93,9 @@ def spark_settings(
         "spark.jars.packages": kafka_connector(),
         "spark.jars.ivy": str(cache_dir / "ivy"),
         "spark.ui.showConsoleProgress": "false",
-        # What is reported is the same wherever it runs.
+        # Reports do not depend on the machine's time zone.
         "spark.sql.session.timeZone": "UTC",
-        # Not the extra ones, which are the user's to give.
+        # `spark.driver.extraJavaOptions` is left to the user.
         "spark.driver.defaultJavaOptions": shlex.join([*_SHORT_JOB, *trust] if short else trust),
     }
     if not on_this_machine(master):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy.demo.topic import create_topic, partition_owners
+from kproxy.demo.run import create_topic, partition_owners
 from kproxy.dev.cluster import DevCluster
 from kproxy.trail.rows import Begin, End, Mark, Range, Row, decode_page
 from tests.support.attempts import Writer

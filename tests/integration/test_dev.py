@@ -20,7 +20,7 @@ import pytest
 from confluent_kafka.admin import AdminClient
 
 from kproxy.config import DEFAULT_PREFIX
-from kproxy.demo.topic import partition_owners
+from kproxy.demo.run import partition_owners
 from kproxy.dev.cluster import ChildEnded, DevCluster
 from kproxy.trail.rows import Range
 from tests.support.audit_trails import trails_in_topic

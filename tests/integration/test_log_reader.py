@@ -10,7 +10,7 @@ from typing import Any
 import confluent_kafka
 import pytest
 
-from kproxy.demo.topic import create_topic
+from kproxy.demo.run import create_topic
 from kproxy.pipeline.audit.log_client import EARLIEST, LATEST, LogClient, TopicPartition
 from kproxy.pipeline.audit.log_connection import LogReadFailed
 from kproxy.pipeline.audit.log_options import read_options

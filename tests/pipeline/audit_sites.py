@@ -16,8 +16,8 @@ from typing import Any
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
 from kproxy.pipeline.audit.report_gather import gather
-from kproxy.pipeline.audit.results import Tables
 from kproxy.pipeline.audit.run import AuditOptions, run_audit
+from kproxy.pipeline.audit.tables import Tables
 from tests.support.broker_hooks import UNFENCED
 from tests.support.dev import KproxyProcess, serving
 from tests.support.reference_broker import RawClient, start_brokers, wait_for

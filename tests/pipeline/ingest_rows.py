@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kproxy.pipeline.ingest import sources, transforms, verbatim
+from kproxy.pipeline.ingest import sources, transforms
+from kproxy.pipeline.ingest.java_classes import add_documents_function
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions
 
 BATCH_TIMEOUT_S = 240
@@ -16,7 +17,7 @@ def read_files(spark: Any, source: FileSource, **options: Any) -> list[Any]:
     asked = IngestOptions(source, "ck", topic="t", **options)
     session = sources.own_session(spark)
     if asked.verbatim:
-        verbatim.add_function(session)
+        add_documents_function(session)
     rows = sources.read(session, asked, sources.parse_schema(str(source.schema)))
 
     def take(batch: Any, _: int) -> None:

@@ -15,9 +15,9 @@ from rich.console import Console
 
 from kproxy.cli import main
 from kproxy.config.audit import DEFAULT_TOPIC
-from kproxy.pipeline.audit.awaiting import await_trails
+from kproxy.demo.audit import await_trails
 from kproxy.pipeline.audit.job import AuditJob, run_audit_job
-from kproxy.pipeline.audit.places import parse_trail
+from kproxy.pipeline.audit.trail import parse_trail
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.session import SessionOptions
 from kproxy.trail.rows import encode_page
@@ -74,7 +74,7 @@ def test_what_the_trail_of_a_killed_proxy_leaves_unproven_ends_with_1_where_one_
     job = AuditJob(bootstrap=dev_cluster.kafka, trail=place, topics=(topic,), strict=True)
 
     said = Report(progress=Console(file=io.StringIO()))
-    assert run_audit_job(job, SessionOptions("audit", kafka=False), said=said) == 1
+    assert run_audit_job(job, SessionOptions("audit", kafka=False), display=said) == 1
     assert capsys.readouterr().out.startswith("Unproven")
 
 
@@ -111,7 +111,7 @@ def test_what_cannot_be_audited_is_said_in_a_sentence_before_spark_starts(
         raise AssertionError("Spark was asked for")
 
     monkeypatch.setattr("kproxy.pipeline.audit.job.open_session", no_spark)
-    monkeypatch.setattr("kproxy.pipeline.audit.follow_job.open_session", no_spark)
+    monkeypatch.setattr("kproxy.pipeline.audit.follow.open_session", no_spark)
     given = [each.replace("NOBODY", f"127.0.0.1:{free_port()}") for each in arguments]
     given = [each.replace("EMPTY", str(tmp_path)) for each in given]
     bootstrap = [] if "--bootstrap" in given else ["--bootstrap", dev_cluster.kafka]

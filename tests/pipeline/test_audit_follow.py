@@ -17,12 +17,11 @@ import pytest
 from confluent_kafka.admin import AdminClient, NewTopic
 from rich.console import Console
 
-from kproxy.pipeline.audit.follow import Follower, Following, Stretch
-from kproxy.pipeline.audit.follow_job import pages_of, run_follow_job
+from kproxy.pipeline.audit.follow import BatchBound, Follower, FollowOptions, pages_of, run_follow_job
 from kproxy.pipeline.audit.job import AuditJob
 from kproxy.pipeline.audit.log_source import bounds_now
-from kproxy.pipeline.audit.places import existing, parse_trail
-from kproxy.pipeline.audit.trail import rows_of
+from kproxy.pipeline.audit.run import existing
+from kproxy.pipeline.audit.trail import parse_trail, rows_of
 from kproxy.pipeline.ingest.run import Stop
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.session import SessionOptions
@@ -88,9 +87,9 @@ class Run:
         # A terminal, so that what it says at once is said there.
         console = Console(file=self._said, width=300)
         report = Report(progress=console)
-        following = Following(checkpoint=str(self._followed.directory / "checkpoint"), every_ms=200)
+        following = FollowOptions(checkpoint=str(self._followed.directory / "checkpoint"), every_ms=200)
         self._status = run_follow_job(
-            self._followed.job, following, SessionOptions("following"), said=report, stop=self._stop, output=console
+            self._followed.job, following, SessionOptions("following"), display=report, stop=self._stop, output=console
         )
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
@@ -160,11 +159,11 @@ class Fed:
         self.follower = Follower(
             spark,
             followed.job,
-            Following(checkpoint=str(followed.directory / "checkpoint")),
+            FollowOptions(checkpoint=str(followed.directory / "checkpoint")),
             rows_of,
-            Stretch(most, functions.count(functions.lit(1))),
+            BatchBound(most, functions.count(functions.lit(1))),
             alarm=lambda sentence, fails: self.said.append(sentence),
-            told=lambda state: None,
+            on_state=lambda state: None,
             wall_ms=lambda: self.now_ms,
         )
 
@@ -175,8 +174,8 @@ class Fed:
         self.follower.judge(pages, self.follower.state.batch + 1)
         return self._heard()
 
-    def look_again(self) -> list[str]:
-        self.follower.look_again()
+    def judge_again(self) -> list[str]:
+        self.follower.judge_again()
         return self._heard()
 
     def _heard(self) -> list[str]:
@@ -199,7 +198,7 @@ def test_who_falls_silent_is_told_of_though_nothing_comes_any_more(
     again = Fed(spark, followed)
     assert again.follower.state == fed.follower.state
     again.now_ms += 60_000
-    (killed,) = again.look_again()
+    (killed,) = again.judge_again()
     assert "The trail of no address:9092 has no end" in killed
     # It was cut off from its sink for longer than anything is kept: what is forgotten is not missing.
     again.now_ms += 3_600_000
@@ -269,7 +268,7 @@ def test_from_some_time_on_pages_of_a_slow_clock_are_read_as_well(since: Followe
     trail = ForgedTrail("a" * 16, began_ms=since.job.from_ms + 5_000)
     since.ship_at(since.job.from_ms - HORIZON_MS - 1_000, ForgedTrail("b" * 16).begin())
     since.ship_at(since.job.from_ms - 30_000, trail.begin(), trail.acked(since.topic, 0, 5))
-    pages = pages_of(spark, since.job, Following(checkpoint="", horizon_ms=HORIZON_MS))
+    pages = pages_of(spark, since.job, FollowOptions(checkpoint="", horizon_ms=HORIZON_MS))
     name = f"pages_{uuid.uuid4().hex}"
     query = rows_of(pages).writeStream.format("memory").queryName(name).trigger(availableNow=True).start()
     assert query.awaitTermination(TIMEOUT_S)

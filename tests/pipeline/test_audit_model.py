@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kproxy.pipeline.audit.results import Tables
 from kproxy.pipeline.audit.run import work_in
-from kproxy.pipeline.audit.tables import AuditRules, audit_tables
+from kproxy.pipeline.audit.tables import AuditRules, Tables, audit_tables
 from tests.support.trails import BEGAN_AT, Row, Trail, batch, bounds, bounds_frame, log_frame, trail_frame
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]

@@ -12,7 +12,6 @@ from kproxy.errors import StartupError
 from kproxy.pipeline.audit.report_facts import Cell, Flow, Grid, Holding, Latency, State, Sums
 from kproxy.pipeline.audit.report_gather import Limits, gather
 from kproxy.pipeline.audit.report_html import report_page
-from kproxy.pipeline.audit.results import NAMES, Tables, read_results, write_results
 from kproxy.pipeline.audit.schemas import (
     FINDINGS_SCHEMA,
     OWNERS_SCHEMA,
@@ -20,6 +19,7 @@ from kproxy.pipeline.audit.schemas import (
     THROUGHPUT_SCHEMA,
     WINDOWS_SCHEMA,
 )
+from kproxy.pipeline.audit.tables import NAMES, Tables, read_results, write_results
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 

@@ -8,12 +8,9 @@ from typing import Any
 import pytest
 
 from kproxy.pipeline.audit import run
-from kproxy.pipeline.audit.log_ends import acknowledged_by_one
-from kproxy.pipeline.audit.results import NAMES, Tables, read_results
-from kproxy.pipeline.audit.run import judge
-from kproxy.pipeline.audit.scale import FEW, fitted, keep
+from kproxy.pipeline.audit.run import FEW, acknowledged_by_one, fitted, judge, keep
 from kproxy.pipeline.audit.schemas import LOST
-from kproxy.pipeline.audit.tables import AuditRules
+from kproxy.pipeline.audit.tables import NAMES, AuditRules, Tables, read_results
 from tests.support.trails import BEGAN_AT, Trail, batch, bounds, bounds_frame, log_frame, trail_frame
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]

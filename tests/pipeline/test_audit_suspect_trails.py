@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kproxy.pipeline.audit.coverage import Land
-from kproxy.pipeline.audit.scale import fitted, keep
+from kproxy.pipeline.audit.run import fitted, keep
 from kproxy.pipeline.audit.tables import AuditRules, audit_tables
 from kproxy.pipeline.audit.trail import rows_of
 from tests.support.trails import BEGAN_AT, Row, Trail, batch, bounds, bounds_frame, log_frame, trail_frame

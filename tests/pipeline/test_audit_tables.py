@@ -9,11 +9,10 @@ import pytest
 
 from kproxy.pipeline.audit.report_facts import Sums, Verdict
 from kproxy.pipeline.audit.report_gather import SUMMED
-from kproxy.pipeline.audit.report_words import headline, summary
-from kproxy.pipeline.audit.results import Tables
-from kproxy.pipeline.audit.scale import fitted, keep
+from kproxy.pipeline.audit.report_text import headline, summary
+from kproxy.pipeline.audit.run import fitted, keep
 from kproxy.pipeline.audit.schemas import FINDINGS_SCHEMA, OWNERS_SCHEMA, PARTITIONS_SCHEMA, WINDOWS_SCHEMA
-from kproxy.pipeline.audit.tables import AuditRules, audit_tables
+from kproxy.pipeline.audit.tables import AuditRules, Tables, audit_tables
 from tests.support.trails import (
     BEGAN_AT,
     Row,

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.ingest import documents, sources, transforms, verbatim
+from kproxy.pipeline.ingest import documents, sources, transforms
+from kproxy.pipeline.ingest.java_classes import add_documents_function
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource
 from tests.pipeline.ingest_rows import read_files
 
@@ -183,7 +184,7 @@ def test_keys_and_dead_letters_of_documents_that_are_written_as_they_stand(spark
     source = KafkaSource("127.0.0.1:1", "from", "id LONG, f DOUBLE")
     asked = IngestOptions(source, "ck", topic="t", key=("id",), require_key=True, on_new_columns="add")
     asked.check()
-    verbatim.add_function(spark)
+    add_documents_function(spark)
     opened = documents.of_records(records, sources.parse_schema(str(source.schema)), verbatim=True)
     encoded = transforms.encoded(transforms.placed(opened), asked, batch="b")
     rows = sorted(encoded.collect(), key=lambda row: str(row[transforms.ROW]))

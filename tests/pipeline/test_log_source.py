@@ -8,11 +8,11 @@ from typing import Any
 import confluent_kafka
 import pytest
 
-from kproxy.demo.topic import create_topic
+from kproxy.demo.run import create_topic
 from kproxy.pipeline.audit import log_source
 from kproxy.pipeline.audit.log_connection import LogReadFailed
+from kproxy.pipeline.audit.log_source import read_short_log
 from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
-from kproxy.pipeline.audit.short_logs import read_short_log
 from kproxy_codec.partitioned import TOPIC_ID_BYTES
 from tests.support.dev import KproxyProcess
 from tests.support.kafka_io import TIMEOUT_S, produce

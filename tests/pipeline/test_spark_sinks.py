@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kproxy.config import DEFAULT_PREFIX
-from kproxy.demo.topic import create_topic, partition_owners
+from kproxy.demo.run import create_topic, partition_owners
 from kproxy.dev.cluster import DevCluster
 from tests.pipeline.killing import Watched, committed, running
 from tests.support.dev import asyncios_own_loop

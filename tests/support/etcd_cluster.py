@@ -25,7 +25,7 @@ import pytest
 import pytest_asyncio
 
 from kproxy.etcd import EtcdClient, EtcdError
-from kproxy.pipeline.cache import user_cache_dir
+from kproxy.pipeline.java import user_cache_dir
 from tests.support.ports import free_ports
 
 ETCD_VERSION = "3.6.16"

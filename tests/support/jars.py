@@ -17,10 +17,8 @@ import tempfile
 from pathlib import Path
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.cache import user_cache_dir
-from kproxy.pipeline.java import Java, find_java
+from kproxy.pipeline.java import Java, find_java, trust_options, user_cache_dir
 from kproxy.pipeline.spark import pyspark_home
-from kproxy.pipeline.truststore import trust_options
 
 KAFKA_VERSION = "4.3.1"
 # What is here of the clients alone: the last of each line that talks to a broker of today in a way of its own.

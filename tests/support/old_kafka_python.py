@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy.pipeline.cache import user_cache_dir
+from kproxy.pipeline.java import user_cache_dir
 from tests.support.client_process import ClientRun, run_client
 from tests.support.kafka_io import Record
 

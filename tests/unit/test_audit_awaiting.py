@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kproxy.pipeline.audit.awaiting import SILENCE_MS, Trails
+from kproxy.demo.audit import SILENCE_MS, TrailCoverage
 from kproxy.trail.rows import Begin, End, Mark, Range, Row, encode_page
 
 UNTIL_MS = 100_000
@@ -52,24 +52,24 @@ def acked(at: int) -> Range:
     ],
 )
 def test_all_is_told_when_each_trail_is_far_enough(rows: list[Row], told: bool) -> None:
-    trails = Trails()
+    trails = TrailCoverage()
     for row in rows:
-        trails.hear(encode_page([row]))
-    assert trails.tell_all_before(UNTIL_MS, now_ms=UNTIL_MS + 1_000) is told
+        trails.add_page(encode_page([row]))
+    assert trails.cover(UNTIL_MS, now_ms=UNTIL_MS + 1_000) is told
 
 
 def test_a_trail_that_is_silent_for_longer_than_it_promised_is_not_waited_for() -> None:
-    trails = Trails()
-    trails.hear(encode_page([begin(90_000), mark(UNTIL_MS)]))
-    trails.hear(encode_page([begin(50_000, "killed")]))
+    trails = TrailCoverage()
+    trails.add_page(encode_page([begin(90_000), mark(UNTIL_MS)]))
+    trails.add_page(encode_page([begin(50_000, "killed")]))
     silent_ms = 50_000 + INTERVAL_MS + MARK_MS + SILENCE_MS
 
-    assert not trails.tell_all_before(UNTIL_MS, silent_ms)
-    assert trails.tell_all_before(UNTIL_MS, silent_ms + 1)
+    assert not trails.cover(UNTIL_MS, silent_ms)
+    assert trails.cover(UNTIL_MS, silent_ms + 1)
 
 
 def test_what_others_wrote_to_the_topic_tells_nothing() -> None:
-    trails = Trails()
+    trails = TrailCoverage()
     for page in (None, b"", b"hello", b'{"kind":"end"}', b"\xff"):
-        trails.hear(page)
-    assert not trails.tell_all_before(0, 0)
+        trails.add_page(page)
+    assert not trails.cover(0, 0)

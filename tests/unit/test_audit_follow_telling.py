@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kproxy.pipeline.audit.follow_state import TOLD_AT_MOST, FollowState
-from kproxy.pipeline.audit.follow_telling import LISTED, TOLD_ONE_BY_ONE, tell
+from kproxy.pipeline.audit.follow_state import ALERTS_PER_KIND, LISTED, REMEMBERED_AT_MOST, FollowState, new_alerts
 from kproxy.pipeline.audit.schemas import FINDING_KINDS, FINDINGS_SCHEMA, GAP, LOST, UNPROVEN_KINDS
 
 
@@ -20,14 +19,14 @@ def gap(sequence: int) -> dict[str, Any]:
 
 
 def told(state: FollowState, *findings: dict[str, Any]) -> list[str]:
-    return [each.sentence for each in tell(state, findings, FINDING_KINDS)[1]]
+    return [each.sentence for each in new_alerts(state, findings, FINDING_KINDS)[1]]
 
 
 def test_what_is_new_is_told_however_much_was_told_before() -> None:
     state = FollowState()
     many = [lost(2 * n, of_kind=150) for n in range(150)]
     first = told(state, *many)
-    assert len(first) == TOLD_ONE_BY_ONE + 1
+    assert len(first) == ALERTS_PER_KIND + 1
     assert first[-1] == "lost: 50 more, too many to tell one by one: see the table findings."
     assert state.failures == 150
     assert told(state, *many, lost(5000, 500_000, of_kind=151)) == ["lost: t/0 offsets 5000 to 504999: Gone."]
@@ -49,7 +48,7 @@ def test_a_loss_that_has_grown_is_told_again() -> None:
 def test_of_more_than_are_listed_the_number_is_told_as_it_rises() -> None:
     state = FollowState()
     listed = [lost(2 * n, of_kind=LISTED + 7) for n in range(LISTED)]
-    assert told(state, *listed)[-1].startswith(f"lost: {LISTED + 7 - TOLD_ONE_BY_ONE:,} more")
+    assert told(state, *listed)[-1].startswith(f"lost: {LISTED + 7 - ALERTS_PER_KIND:,} more")
     assert told(state, *listed) == []
     grown = [{**row, "of_kind": LISTED + 10} for row in listed]
     assert told(state, *grown) == ["lost: 3 more, too many to tell one by one: see the table findings."]
@@ -57,12 +56,12 @@ def test_of_more_than_are_listed_the_number_is_told_as_it_rises() -> None:
 
 
 def test_all_that_is_listed_at_a_time_is_remembered() -> None:
-    assert len(FINDING_KINDS) * LISTED <= TOLD_AT_MOST
+    assert len(FINDING_KINDS) * LISTED <= REMEMBERED_AT_MOST
 
 
 def test_what_is_unproven_is_counted_apart_and_can_be_told_alone() -> None:
     state = FollowState()
-    new, said = tell(state, [lost(1), gap(3)], UNPROVEN_KINDS)
+    new, said = new_alerts(state, [lost(1), gap(3)], UNPROVEN_KINDS)
     assert [row["kind"] for row in new] == [GAP]
     assert [tuple(each) for each in said] == [("Hole.", False)]
     assert (state.failures, state.unproven) == (0, 1)

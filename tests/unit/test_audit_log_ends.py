@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from kproxy.pipeline.audit.log_client import TopicPartition
-from kproxy.pipeline.audit.log_ends import PATIENCE_S, ends_behind
 from kproxy.pipeline.audit.log_plan import offsets_as_json
+from kproxy.pipeline.audit.run import ENDS_PATIENCE_S, ends_behind
 
 ZERO, ONE, OTHER = TopicPartition("t", 0), TopicPartition("t", 1), TopicPartition("gone", 0)
 
@@ -53,4 +53,4 @@ def test_ends_are_asked_for_until_readers_are_shown_what_was_acknowledged(
 def test_what_does_not_come_is_awaited_for_some_seconds_and_no_longer() -> None:
     site = Site([{ZERO: 3}])
     assert site.ends({ZERO: 5}) == offsets_as_json({ZERO: 3})
-    assert PATIENCE_S <= site.now - 100.0 < PATIENCE_S + 1
+    assert ENDS_PATIENCE_S <= site.now - 100.0 < ENDS_PATIENCE_S + 1

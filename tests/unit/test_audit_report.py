@@ -20,16 +20,16 @@ import pytest
 from rich.console import Console
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.audit.report_axes import time_axis
 from kproxy.pipeline.audit.report_facts import TRAIL_READ, Facts, Grid, State, Sums, Verdict
 from kproxy.pipeline.audit.report_html import report_page, write_report
-from kproxy.pipeline.audit.report_table import show_table
-from kproxy.pipeline.audit.report_words import (
+from kproxy.pipeline.audit.report_plots import time_axis
+from kproxy.pipeline.audit.report_text import (
     GLOSSARY,
     headline,
     partition_verdict,
     printable,
     shortened,
+    show_table,
     summary,
     utc,
 )
@@ -287,7 +287,7 @@ def test_a_report_is_the_same_file_whenever_and_wherever_it_is_made(tmp_path: Pa
 
 
 def test_matplotlib_is_left_alone_until_there_is_something_to_draw() -> None:
-    script = "import sys; from kproxy.pipeline.audit import report_html, report_table, report_gather; "
+    script = "import sys; from kproxy.pipeline.audit import report_html, report_text, report_gather; "
     script += "from tests.support import audit_facts; report_html.report_page(audit_facts.empty()); "
     script += "assert 'matplotlib' not in sys.modules; report_html.report_page(audit_facts.tiny()); "
     script += "assert 'matplotlib.pyplot' not in sys.modules and 'matplotlib' in sys.modules"

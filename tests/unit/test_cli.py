@@ -148,7 +148,7 @@ def asks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     """Run a command in vain: all that it says of where it asked."""
     for _, variable in (ADMIN, BOOTSTRAP):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr("kproxy.pipeline.audit.places.PATIENCE_S", 0.2)
+    monkeypatch.setattr("kproxy.pipeline.audit.job.PATIENCE_S", 0.2)
 
     def run(arguments: Sequence[str], **environ: str) -> str:
         with monkeypatch.context() as patched:

@@ -18,9 +18,9 @@ from kproxy.demo.flights import (
     Stopped,
     file_sizes,
     fingerprint,
-    lay_down,
     locate_archive,
     message_of,
+    write_files,
 )
 from kproxy.errors import StartupError
 
@@ -54,7 +54,7 @@ def test_files_are_of_even_size_and_none_is_empty(rows: int, files: int, sizes: 
 def test_rows_are_numbered_from_one_through_all_files_in_the_order_of_the_source(tmp_path: Path) -> None:
     source = [[*ROW[:10], str(number), *ROW[11:]] for number in range(100, 111)]
 
-    flights = lay_down(_archive(tmp_path / "f.zip", source), tmp_path / "out", rows=11, files=4)
+    flights = write_files(_archive(tmp_path / "f.zip", source), tmp_path / "out", rows=11, files=4)
 
     files = _laid_down(flights)
     assert [len(rows) - 1 for rows in files] == list(flights.file_rows) == [3, 3, 3, 2]
@@ -64,14 +64,14 @@ def test_rows_are_numbered_from_one_through_all_files_in_the_order_of_the_source
 
 
 def test_modification_times_rise_by_whole_seconds_because_the_stream_orders_files_by_them(tmp_path: Path) -> None:
-    flights = lay_down(_archive(tmp_path / "f.zip", [ROW] * 5), tmp_path / "out", rows=5, files=5)
+    flights = write_files(_archive(tmp_path / "f.zip", [ROW] * 5), tmp_path / "out", rows=5, files=5)
 
     times = [path.stat().st_mtime for path in sorted(flights.directory.iterdir())]
     assert [after - before for before, after in itertools.pairwise(times)] == [1, 1, 1, 1]
 
 
 def test_only_the_first_rows_are_taken_where_fewer_are_asked_for(tmp_path: Path) -> None:
-    flights = lay_down(_archive(tmp_path / "f.zip", [ROW, CANCELLED, ROW]), tmp_path / "out", rows=2, files=5)
+    flights = write_files(_archive(tmp_path / "f.zip", [ROW, CANCELLED, ROW]), tmp_path / "out", rows=2, files=5)
 
     assert flights.rows == 2
     assert [rows[1][0] for rows in _laid_down(flights)] == ["1", "2"]
@@ -106,24 +106,24 @@ def test_an_archive_with_other_columns_is_refused(tmp_path: Path) -> None:
     archive = _archive(tmp_path / "f.zip", [ROW], header=["x", *list(COLUMNS)[1:]])
 
     with pytest.raises(StartupError, match="does not hold the columns"):
-        lay_down(archive, tmp_path / "out", rows=1, files=1)
+        write_files(archive, tmp_path / "out", rows=1, files=1)
 
 
 def test_an_archive_that_ends_early_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="holds only 2 flights"):
-        lay_down(_archive(tmp_path / "f.zip", [ROW] * 2), tmp_path / "out", rows=3, files=1)
+        write_files(_archive(tmp_path / "f.zip", [ROW] * 2), tmp_path / "out", rows=3, files=1)
 
 
 def test_it_stops_when_told_to(tmp_path: Path) -> None:
     with pytest.raises(Stopped):
-        lay_down(
+        write_files(
             _archive(tmp_path / "f.zip", [ROW] * 5_000), tmp_path / "out", rows=5_000, files=2, stopping=lambda: True
         )
 
 
 def test_progress_ends_at_the_whole(tmp_path: Path) -> None:
     heard: list[int] = []
-    lay_down(_archive(tmp_path / "f.zip", [ROW] * 5_000), tmp_path / "o", rows=5_000, files=2, on_rows=heard.append)
+    write_files(_archive(tmp_path / "f.zip", [ROW] * 5_000), tmp_path / "o", rows=5_000, files=2, on_rows=heard.append)
 
     assert heard == [4_096, 5_000]
 

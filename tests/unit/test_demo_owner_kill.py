@@ -11,7 +11,7 @@ import pytest
 
 from kproxy.broker.cluster import NO_OWNER, ClusterView
 from kproxy.broker.keys import Keys, TopicValue, encode_value
-from kproxy.demo.owner_kill import MidStream, OwnerNotKilled, Takings, owner_of_most
+from kproxy.demo.owner_kill import OwnerNotKilled, StreamGate, TakeOvers, owner_of_most
 from kproxy.etcd import KeyValue, WatchEvent
 
 TOPIC = "flights"
@@ -38,7 +38,7 @@ def test_without_an_owner_there_is_nobody_to_kill(owners: Mapping[int, int]) -> 
 
 
 async def test_mid_stream_begins_with_the_rows_of_the_second_micro_batch() -> None:
-    stream = MidStream([100, 100, 100], asyncio.get_running_loop())
+    stream = StreamGate([100, 100, 100], asyncio.get_running_loop())
     for rows in (0, 8, 100):
         stream.advance_to(rows)
         await asyncio.sleep(0)
@@ -49,7 +49,7 @@ async def test_mid_stream_begins_with_the_rows_of_the_second_micro_batch() -> No
 
 
 async def test_the_last_micro_batch_waits_for_the_kill_and_no_other_does() -> None:
-    stream = MidStream([100, 100, 100], asyncio.get_running_loop())
+    stream = StreamGate([100, 100, 100], asyncio.get_running_loop())
     stream.before_batch(0)
     stream.before_batch(1)
 
@@ -58,7 +58,7 @@ async def test_the_last_micro_batch_waits_for_the_kill_and_no_other_does() -> No
     await asyncio.wait_for(stream.reached.wait(), WAIT_S)
     await asyncio.wait([last], timeout=0.1)
     assert not last.done()
-    stream.go_on()
+    stream.release()
     await asyncio.wait_for(last, WAIT_S)
 
 
@@ -82,29 +82,29 @@ def view_of(leases: Mapping[int, int]) -> tuple[ClusterView, Callable[..., None]
 def test_a_partition_is_taken_when_its_key_stands_on_another_lease() -> None:
     view, change = view_of({0: 1, 1: 1, 2: 2})
     now = 0.0
-    takings = Takings(view, TOPIC, [0, 1], lambda: now)
-    assert not takings.are_complete()
+    take_overs = TakeOvers(view, TOPIC, [0, 1], lambda: now)
+    assert not take_overs.are_complete()
 
     now = 4.0
     change(0, None)
     change(1, None)
     change(2, 3)  # not one of those that are waited for
-    assert takings.at == {}
+    assert take_overs.at == {}
     now = 4.5
     change(0, 2)
     now = 5.0
     change(1, 3)
     now = 6.0
     change(0, 3)  # what comes after the first taking is another story
-    assert takings.are_complete()
-    assert takings.at == {0: 4.5, 1: 5.0}
-    assert takings.owners == {0: 2, 1: 3}
-    assert takings.last_at == 5.0
+    assert take_overs.are_complete()
+    assert take_overs.at == {0: 4.5, 1: 5.0}
+    assert take_overs.owners == {0: 2, 1: 3}
+    assert take_overs.last_at == 5.0
 
 
 def test_the_same_broker_with_a_new_lease_has_taken_it_anew() -> None:
     view, change = view_of({0: 1})
-    takings = Takings(view, TOPIC, [0], lambda: 7.0)
+    take_overs = TakeOvers(view, TOPIC, [0], lambda: 7.0)
     change(0, 11)
-    assert takings.at == {0: 7.0}
-    assert takings.owners == {0: 1}
+    assert take_overs.at == {0: 7.0}
+    assert take_overs.owners == {0: 1}

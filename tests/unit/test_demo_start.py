@@ -13,13 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kproxy.demo import topic
+from kproxy.demo import run
 from kproxy.demo.run import DemoOptions, run_demo
 from kproxy.errors import StartupError
 from kproxy.installed import install_command
-from kproxy.pipeline.audit.report_place import check_report
 from kproxy.pipeline.java import Java
-from kproxy.pipeline.reachable import check_reachable
+from kproxy.pipeline.preflight import check_reachable, check_report
 from kproxy.pipeline.spark import cause_in, no_master, pyspark_home
 from kproxy.pipeline.spark_settings import PACKAGE_ROOTS, spark_environment
 
@@ -89,7 +88,7 @@ def test_a_bootstrap_where_somebody_listens_is_taken(host: str) -> None:
 
 
 def test_a_topic_that_cannot_be_made_leaves_no_socket_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topic, "REQUEST_TIMEOUT_MS", 200)
+    monkeypatch.setattr(run, "REQUEST_TIMEOUT_MS", 200)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         bootstrap = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -99,8 +98,8 @@ def test_a_topic_that_cannot_be_made_leaves_no_socket_behind(monkeypatch: pytest
         try:
             descriptors = psutil.Process().num_fds()
             for _ in range(3):
-                with pytest.raises(topic.TopicNotCreated, match=f"through {bootstrap}"):
-                    topic.create_topic(bootstrap, "flights", 1)
+                with pytest.raises(run.TopicNotCreated, match=f"through {bootstrap}"):
+                    run.create_topic(bootstrap, "flights", 1)
             assert psutil.Process().num_fds() <= descriptors
         finally:
             gc.enable()

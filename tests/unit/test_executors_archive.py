@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.audit import executors
-from kproxy.pipeline.audit.executors import PACKAGES, package_archive
+from kproxy.pipeline import session
+from kproxy.pipeline.session import PACKAGES, package_archive
 
 
 def test_the_packages_are_in_it_with_their_data_and_without_what_is_compiled(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_an_archive_that_cannot_be_finished_leaves_the_one_of_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = package_archive(tmp_path).read_bytes()
-    monkeypatch.setattr(executors, "PACKAGES", ("kproxy_codec", "no_such_package"))
+    monkeypatch.setattr(session, "PACKAGES", ("kproxy_codec", "no_such_package"))
     with pytest.raises(StartupError, match=r"^The package no_such_package is not installed as files"):
         package_archive(tmp_path)
     (left,) = tmp_path.iterdir()

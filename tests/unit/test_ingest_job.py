@@ -11,14 +11,13 @@ import pytest
 from pyspark.sql.types import ArrayType, DataType, LongType, MapType, StringType, StructField, StructType
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.ingest.behind import Behind, FilesLeft, records_behind
+from kproxy.pipeline.ingest.backlog import Backlog, FilesLeft, records_behind
 from kproxy.pipeline.ingest.checkpoint import Found, Job, settle
 from kproxy.pipeline.ingest.failures import why
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions
-from kproxy.pipeline.ingest.parquet import lacking
 from kproxy.pipeline.ingest.progress import Tally, summary
 from kproxy.pipeline.ingest.run import Stop, stopped_by_signals
-from kproxy.pipeline.ingest.sink import BatchDone
+from kproxy.pipeline.ingest.sink import BatchDone, lacking
 
 KNOWN = Job("known", "csv files in file:/in", "topic flights", None, "cluster-1", '{"old": 1}', True)
 ASKED = Job("asked", "csv files in file:/in", "topic flights", None, "cluster-1")
@@ -65,17 +64,17 @@ def test_anothers_checkpoint_is_refused(found: Found, known: Job | None, asked: 
 @pytest.mark.parametrize(
     ("sources", "expected"),
     [
-        ([{"latestOffset": {"a": {"0": 10, "1": 5}}, "endOffset": {"a": {"0": 7}}}], Behind(8, "records")),
-        ([{"latestOffset": '{"a":{"0":10}}', "endOffset": '{"a":{"0":10}}'}], Behind(0, "records")),
+        ([{"latestOffset": {"a": {"0": 10, "1": 5}}, "endOffset": {"a": {"0": 7}}}], Backlog(8, "records")),
+        ([{"latestOffset": '{"a":{"0":10}}', "endOffset": '{"a":{"0":10}}'}], Backlog(0, "records")),
         ([{"latestOffset": None, "endOffset": None}], None),
         ([{"latestOffset": {"logOffset": 3}, "endOffset": {"logOffset": 2}}], None),
-        ([{"latestOffset": "{'a': {'0': 10}}", "endOffset": "{'a': {'0': 4}}"}], Behind(6, "records")),
+        ([{"latestOffset": "{'a': {'0': 10}}", "endOffset": "{'a': {'0': 4}}"}], Backlog(6, "records")),
         ([{"latestOffset": "17", "endOffset": "3"}], None),
         ([{"latestOffset": "offset 17", "endOffset": "{'a'"}], None),
         ([], None),
     ],
 )
-def test_records_behind_are_the_offsets_between(sources: list[dict[str, Any]], expected: Behind | None) -> None:
+def test_records_behind_are_the_offsets_between(sources: list[dict[str, Any]], expected: Backlog | None) -> None:
     assert records_behind({"batchId": 3, "sources": sources}, 3) == expected
     assert records_behind({"batchId": 3, "sources": sources}, 4) is None
     assert records_behind(None) is None
@@ -149,7 +148,7 @@ def test_the_line_and_the_summary_tell_of_rows_dead_letters_and_what_is_left() -
     assert tally.line() == "first micro-batch"
     tally.done(BatchDone(0, 10, 10, {}, 1.0))
     tally.done(BatchDone(1, 1_003, 1_000, {"corrupt": 2, "no key": 1}, 0.5))
-    tally.left(Behind(1, "files"), 2)
+    tally.left(Backlog(1, "files"), 2)
     assert tally.line() == "micro-batch 1 · 1,010 rows · 2,000 rows/s · 1 file left · 3 dead letters"
     assert summary(tally, OPTIONS) == (
         "Wrote 1,010 rows to topic flights in 2 micro-batches.\n3 dead letters (2 corrupt, 1 no key) went to None."

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy.pipeline.java import Java
-from kproxy.pipeline.truststore import encode_jks, trust_options
+from kproxy.pipeline.java import Java, encode_jks, trust_options
 from tests.support.java import require_java
 
 # A self-signed authority made for this test.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pyspark import SparkStageInfo
 
-from kproxy.pipeline.jobs_progress import in_words
+from kproxy.pipeline.progress import in_words
 
 
 def stage(tasks: int, active: int, completed: int) -> SparkStageInfo:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kproxy.pipeline.audit.log_client import TopicPartition
-from kproxy.pipeline.audit.log_starts import starts_at_or_before
+from kproxy.pipeline.audit.run import starts_at_or_before
 
 ENDS = '{"a":{"0":100,"1":50},"b":{"0":7}}'
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy.pipeline.not_downloaded import not_downloaded
+from kproxy.pipeline.spark import not_downloaded
 
 REPORTS = Path(__file__).parents[1] / "support" / "ivy_reports"
 CONNECTOR = "org.apache.spark:spark-sql-kafka-0-10_2.13:4.0.0"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy.pipeline.artifacts import Artifacts
+from kproxy.pipeline.spark import Artifacts
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,9 @@
-"""Who was told of each offset, and whether the log has it: one sweep over the offsets, with running sums.
+"""Compare acknowledged offsets with those in the log.
 
-An interval is two endpoints: something begins to hold, or ceases to. The running sums over the endpoints of a bucket
-say how often each offset was acknowledged, and whether the log holds it. Endpoints that cancel each other, where
-batches meet without a gap, are left out before, so that a sound partition keeps two or so for each window of time.
+This takes one sweep over the offsets, with running sums. An interval is two endpoints. The running sums over the
+endpoints of a bucket give how often each offset was acknowledged, and whether the log has it. Endpoints that cancel
+out, where batches meet without a gap, are removed first, so that a sound partition keeps about two for each window of
+time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own docu
 from kproxy.pipeline.audit.schemas import LOST, OVERLAP
 from kproxy.pipeline.audit.spans import BUCKET, log_id
 
-# Puts a table where it can be read several times without being worked out again.
+# Stores a named table, and returns it so that it can be read several times without being computed again.
 Land = Callable[[str, DataFrame], DataFrame]
 
 _SUMS = ("acked", "owned", "held", "identity")
@@ -23,16 +24,16 @@ _JUDGED = ("present", "lost", "removed", "overlapped")
 
 
 def segments(claims: DataFrame, held: DataFrame, bounds: DataFrame, land: Land) -> DataFrame:
-    """The offsets in segments in which nothing changes, of all partitions that the trail or the log knows.
+    """Return segments of offsets within which nothing changes, of all partitions in the trail or the log.
 
-    Of a segment [offset, end): `acked`, how many acknowledged it; `present`, `lost`, `removed`, `overlapped` and
-    `unclaimed`, how many of its offsets are so; `replaced`, whether the log has another record there; `owned`, alike
-    where the owners are. `weight`, `window_ms` and the sums `*_before` are for `window_counts`.
+    Columns of a segment [offset, end): `acked`, how many acknowledged it; `present`, `lost`, `removed`, `overlapped`
+    and `unclaimed`, how many of its offsets are in that state; `replaced`, whether the log has another record there;
+    `owned`, equal for equal owners. `weight`, `window_ms` and the sums `*_before` are for `window_counts`.
     """
     marks = _marks(claims, held)
     quick = land("sweep", _sweep(marks))
-    # Two acknowledgements of one offset may be of one record, sent again. To find out takes a sort of all that was
-    # acknowledged, so it is done in those buckets only that have any such offset.
+    # Two acknowledgements of one offset may be of one record, sent again. Telling that apart needs a sort of all
+    # acknowledgements, so it is done only in buckets with such an offset.
     doubtful = quick.where("acked > 1").select(*BUCKET).distinct()
     again = marks.join(F.broadcast(doubtful), list(BUCKET), "left_semi")
     sure = quick.join(F.broadcast(doubtful), list(BUCKET), "left_anti")
@@ -49,7 +50,7 @@ def _marks(claims: DataFrame, held: DataFrame) -> DataFrame:
 
 
 def _without_resent(marks: DataFrame) -> DataFrame:
-    """What an earlier interval says of the same records is left out of the later one."""
+    """Remove from each interval the part that an earlier interval of the same records covers."""
     earlier = Window.partitionBy(*BUCKET, "same").orderBy("start", "at")
     said = F.max("end").over(earlier.rowsBetween(Window.unboundedPreceding, -1))
     return marks.repartition(*BUCKET).withColumn("start", F.greatest("start", said)).where("start < end")
@@ -59,7 +60,7 @@ def _sweep(marks: DataFrame) -> DataFrame:
     reduced = _without_cancelled(_endpoints(marks.drop("same", "at").repartition(*BUCKET)))
     along = Window.partitionBy(*BUCKET).orderBy("offset")
     so_far = along.rowsBetween(Window.unboundedPreceding, Window.currentRow)
-    # Of endpoints at one offset only the last has a length, and its sums have all of them.
+    # Of several endpoints at one offset only the last has a length, and its sums include all of them.
     return reduced.select(
         *BUCKET,
         "offset",
@@ -80,7 +81,7 @@ def _endpoints(marks: DataFrame) -> DataFrame:
     )
     both = marks.select(*BUCKET, "window_ms", "owned", "identity", ends)
     sign, is_claim = F.col("sign"), F.col("owned").isNotNull()
-    # What was told and what is held cancel each other's identity where they are of one record.
+    # The identities of an acknowledgement and of the log cancel out if they are of one record.
     identity = F.col("identity") * sign
     return both.select(
         *BUCKET,
@@ -94,26 +95,26 @@ def _endpoints(marks: DataFrame) -> DataFrame:
 
 
 def _without_cancelled(endpoints: DataFrame) -> DataFrame:
-    """Endpoints put together by offset and window, those that change nothing left out."""
+    """Sum up endpoints by offset and window, and drop those that change nothing."""
     sums = [F.sum(name).alias(name) for name in _SUMS]
     by_window = endpoints.groupBy(*BUCKET, "offset", "window_ms").agg(*sums)
-    # The window matters where what was acknowledged in it begins or ends, and nowhere else.
+    # The window matters only where acknowledgements begin or end.
     needed = by_window.withColumn("window_ms", F.when(F.col("acked") != 0, F.col("window_ms")))
     changes = " or ".join(f"{name} != 0" for name in _SUMS)
     return needed.groupBy(*BUCKET, "offset", "window_ms").agg(*sums).where(changes)
 
 
 def _judged(swept: DataFrame, bounds: DataFrame) -> DataFrame:
-    """Of a partition without bounds nothing is left, so all that was acknowledged in it is lost."""
+    """Add the counts by state. Without bounds a partition no longer exists: all its acknowledged records are lost."""
     limits = bounds.select(log_id().alias("log_id"), "log_start_offset", "end_offset", "is_compacted")
     length = F.col("end") - F.col("offset")
     acked, held, overlapped = F.col("acked") > 0, F.col("held") > 0, F.col("acked") > 1
-    # Where two acknowledged an offset, one record is not there, and nobody knows which.
+    # If an offset was acknowledged for two records, one of them is missing, and nobody knows which.
     present = acked & held & ((F.col("identity") == 0) | overlapped)
     absent = acked & ~present
-    # Spark's least and greatest pass over nulls: with no bounds nothing is known to be removed.
+    # Spark's least and greatest ignore nulls: without bounds nothing is known to be removed.
     start = F.coalesce("log_start_offset", F.lit(0))
-    # Compaction leaves holes, but takes nothing from behind a log's end and puts no other record in a place.
+    # Compaction leaves holes, but removes nothing after a log's end and replaces no record by another.
     leaves_holes = F.coalesce("is_compacted", F.lit(False)) & ~held
     reach = F.when(leaves_holes, F.greatest(start, "end_offset")).otherwise(start)
     gone = F.greatest(F.lit(0), F.least(F.col("end"), reach) - F.col("offset"))
@@ -136,10 +137,10 @@ def _where(condition: Column, value: Column) -> Column:
 
 
 def window_counts(segments: DataFrame) -> DataFrame:
-    """By `log_id` and `window_ms`: of what was acknowledged then how much is present, lost, removed, overlapped.
+    """Count by `log_id` and `window_ms` the records acknowledged then that are present, lost, removed, overlapped.
 
-    How much of an interval is so is what comes before its end less what comes before its start; no interval has to be
-    looked for again. An offset given out twice counts in the window of each acknowledgement.
+    A count within an interval is the sum before its end minus the sum before its start, so no interval is looked up. An
+    offset given out twice counts in the window of each acknowledgement.
     """
     told = segments.where("window_ms is not null")
     counts = [F.sum(-F.col("weight") * F.col(f"{name}_before")).alias(name) for name in _JUDGED]
@@ -147,17 +148,17 @@ def window_counts(segments: DataFrame) -> DataFrame:
 
 
 def partition_counts(segments: DataFrame) -> DataFrame:
-    """By `log_id`: how many offsets are so, each counted once."""
+    """Count by `log_id` the offsets in each state, each once."""
     return segments.groupBy("log_id").agg(*(F.sum(name).alias(name) for name in (*_JUDGED, "unclaimed")))
 
 
 def islands(segments: DataFrame) -> DataFrame:
-    """What is lost and what is overlapped; contiguous segments of one kind and the same owners are one.
+    """Return the lost and the overlapped offsets, contiguous segments of one kind and the same owners joined.
 
-    kind, log_id, `start`, `end`, `replaced`. These are few, unless little is as it should be.
+    Columns: kind, log_id, `start`, `end`, `replaced`. They are few, unless most of the log is faulty.
     """
     extent = ("log_id", "start", "end", "owned", "replaced")
-    # What retention took comes first.
+    # The offsets removed by retention come first.
     lost = segments.where("lost > 0").withColumn("start", F.col("end") - F.col("lost"))
     overlapped = segments.where("overlapped > 0").withColumn("start", F.col("offset"))
     both = lost.select(*extent, F.lit(LOST).alias("kind")).unionByName(

@@ -1,4 +1,4 @@
-"""Each thing that is wrong or cannot be known, one row and one sentence."""
+"""Turn faults and unproven times into findings, one row each."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kproxy.pipeline.audit.schemas import (
 )
 from kproxy.pipeline.audit.spans import BUCKET, PARTITION, in_buckets, log_id
 
-# Sequence numbers come again after so many records of a producer; what is further apart is no duplicate.
+# A producer's sequence numbers repeat after this many records; batches further apart are not duplicates.
 _LAP = (1 << 31) - 1
 
 
 def duplicates(log: DataFrame) -> DataFrame:
-    """Batches that stand in the log once more: LOG_SCHEMA and `first_base_offset`, of the copy before."""
+    """Return repeated batches: LOG_SCHEMA and `first_base_offset`, the previous copy's."""
     batches = log.where(
         "producer_id >= 0 and base_sequence >= 0 and not is_control and coalesce(crc_ok, true)"
     ).withColumn("batch_id", F.xxhash64(*PARTITION, "producer_id", "producer_epoch", "base_sequence"))
@@ -38,7 +38,7 @@ def duplicates(log: DataFrame) -> DataFrame:
 
 
 def duplicate_windows(duplicates: DataFrame, claims: DataFrame, *, bits: int) -> DataFrame:
-    """By log_id and window_ms: records that stand in the log once more, where either copy was acknowledged then."""
+    """Count by log_id and window_ms the repeated records of which either copy was acknowledged then."""
     copies = duplicates.select(
         log_id().alias("log_id"),
         "base_offset",
@@ -49,7 +49,7 @@ def duplicate_windows(duplicates: DataFrame, claims: DataFrame, *, bits: int) ->
         *BUCKET, "base_offset", "records", F.col("start").alias("probe")
     )
     told = claims.select(*BUCKET, "start", "end", "window_ms").join(F.broadcast(probes), list(BUCKET))
-    # One of the two is enough; where both were acknowledged it is the later one that should not have been.
+    # If both copies were acknowledged, the later acknowledgement is the wrong one.
     return (
         told.where("start <= probe and probe < end")
         .groupBy("log_id", "base_offset")
@@ -98,10 +98,10 @@ def of_corrupt(log: DataFrame) -> DataFrame:
 
 
 def batch_counts(log: DataFrame) -> DataFrame:
-    """By partition how many batches are so.
+    """Count batches by partition.
 
-    `corrupt`, by their checksums, `unchecked`: nobody looked at theirs. `unsequenced`: without sequence numbers, so
-    that nobody knows which of them is there twice.
+    `corrupt`: wrong checksum. `unchecked`: checksum not checked. `unsequenced`: without sequence numbers, so that
+    duplicates among them cannot be found.
     """
     is_sequenced = (F.col("producer_id") >= 0) & (F.col("base_sequence") >= 0)
     return log.groupBy(*PARTITION).agg(
@@ -112,7 +112,7 @@ def batch_counts(log: DataFrame) -> DataFrame:
 
 
 def of_unchecked(batch_counts: DataFrame) -> DataFrame:
-    """One for each partition that has any."""
+    """Return a finding for each partition with unchecked batches."""
     return _as_findings(
         batch_counts.where("unchecked > 0"),
         UNCHECKED,
@@ -128,7 +128,7 @@ def of_unchecked(batch_counts: DataFrame) -> DataFrame:
 
 
 def of_other_topics(gone: DataFrame, kind: str) -> DataFrame:
-    """One for each partition and id of a topic that is there no more. Of kind DELETED somebody has said so."""
+    """Return a finding for each partition and id of a deleted topic; of kind DELETED if the user declared it."""
     by = (*PARTITION, "topic_id", "now")
     theirs = (
         gone.where(F.col("is_declared") == F.lit(kind == DELETED))
@@ -179,7 +179,7 @@ def of_unproven(unproven: DataFrame, kind: str) -> DataFrame:
 
 
 def concerned(islands: DataFrame, claims: DataFrame, *, bits: int) -> DataFrame:
-    """Of each island the claims that it is about, cut to it. The islands are broadcast: they must be few."""
+    """Return the claims within each island, cut to it. The islands are broadcast, so they must be few."""
     island = islands.select(
         "kind", "log_id", "replaced", "start", "end", *(F.col(n).alias(f"island_{n}") for n in _ENDS)
     )
@@ -200,7 +200,7 @@ _NO_LOG = "and there is no log of this partition. If its topic was deleted on pu
 
 
 def of_lost(concerned: DataFrame, bounds: DataFrame) -> DataFrame:
-    """By island, owner and trail; a producer is named where it was the only one."""
+    """Return a finding for each island, owner and trail; it names the producer if there was only one."""
     by = (*_ISLAND, "owner", "revision", "proxy", "incarnation")
     lost = (
         concerned.where(F.col("kind") == LOST)
@@ -246,14 +246,17 @@ def of_lost(concerned: DataFrame, bounds: DataFrame) -> DataFrame:
         **{name: F.col(name) for name in (*PARTITION, *names)},
         first_offset=F.col("first"),
         last_offset=last,
-        # The same record may have been acknowledged twice.
+        # A record may have been acknowledged twice.
         records=F.least(F.col("records"), F.col("behind") - F.col("first")),
         detail=F.concat(told, why, _acks_1()),
     )
 
 
 def of_overlaps(concerned: DataFrame) -> DataFrame:
-    """By island: the earliest ownership that gave the offsets out, and another: the latest, of another owner if any."""
+    """Return a finding for each island, with the first ownership that gave the offsets out and the last other one.
+
+    The other one is of another owner, if there is any.
+    """
     names = (
         "revision", "owner", "first_acked_at", "proxy", "incarnation", "sequence", "producer_id", "producer_epoch",
     )  # fmt: skip
@@ -299,7 +302,7 @@ def of_overlaps(concerned: DataFrame) -> DataFrame:
 
 
 def _of_another_owner(*claims: str) -> Column:
-    """The first of `claims` of which the owner is not that of `one`, else the first."""
+    """Return the first of `claims` with another owner than `one`, else the first."""
     others = [F.when(F.col(f"{claim}.owner") != F.col("one.owner"), F.col(claim)) for claim in claims]
     return F.coalesce(*others, F.col(claims[0]))
 
@@ -314,19 +317,19 @@ def _acks_1() -> Column:
 
 
 def first_of(frame: DataFrame, limit: int, *order: str) -> DataFrame:
-    """At most so many rows, and of each kind the first."""
+    """Return at most `limit` rows of each kind, in `order`."""
     by_kind = Window.partitionBy("kind").orderBy(*order)
     return frame.withColumn("nth", F.row_number().over(by_kind)).where(F.col("nth") <= limit).drop("nth")
 
 
 def numbers(*kinds: DataFrame) -> DataFrame:
-    """By `kind` how many rows these have, as `found`."""
+    """Count the rows by `kind`, as `found`."""
     counts = [frame.groupBy("kind").agg(F.count("*").alias("found")) for frame in kinds]
     return reduce(DataFrame.unionByName, counts)
 
 
 def with_numbers(listed: DataFrame, numbers: DataFrame) -> DataFrame:
-    """The findings that are listed, which must be few, with `of_kind`, how many there are: no fewer than are listed."""
+    """Add `of_kind`, the number of findings of the kind, to the `listed` ones, which must be few."""
     here = F.count("*").over(Window.partitionBy("kind"))
     joined = listed.join(F.broadcast(numbers), "kind", "left")
     return joined.withColumn("of_kind", F.greatest("found", here)).drop("found")

@@ -1,22 +1,24 @@
-"""The audit that stays: each micro-batch of the trail is judged as it comes, and what is wrong is told at once.
+"""`kproxy pipeline audit --follow`: audit a trail as it is written.
 
-States: RUNNING --nothing comes for a while--> SILENT --a micro-batch--> RUNNING; --stop--> ENDED. A failure of
-Spark's, or of the brokers for longer than the log source has patience, ends it too. Started again with its checkpoint
-it goes on where it was.
+Each micro-batch is audited as it comes, and faults are reported at once.
+
+States: RUNNING --no micro-batch for a while--> SILENT --a micro-batch--> RUNNING; --stop--> ENDED. A failure of Spark,
+or of the brokers for longer than the log source's patience, also ends it. Started again with its checkpoint, it goes on
+from there.
 
 Invariants
-1. A micro-batch's rows are on disk before logs are read, and logs are read up to where they end after that: what is
-   acknowledged in the rows must be there.
-2. The headers beside a batch's rows begin where the first of its records should be. So both can be forgotten together.
-3. What is looked at is bounded: the rows of the last `horizon_ms`, in which offsets given out twice are found, and the
-   headers of as much of the logs.
-4. A repeated micro-batch writes its results over those of the first attempt.
-5. Windows of time are written once, when `SETTLE_MS` have passed since their end. What comes later is in no window; it
-   is looked for in the logs all the same.
-6. With a time to judge from, the trail is read from `horizon_ms` before it: by the pages' timestamps, which are of
-   another clock where brokers write them. Of a trail whose first row came later than it should rows are missing.
-7. Proxies that fall silent have no micro-batch that tells of it: while none comes, and at the end, what is known is
-   judged by the time that it is then. What is known to be unread yet is not taken for silence.
+1. A micro-batch's rows are on disk before logs are read, and logs are read up to their end at that time: every record
+   that the rows acknowledge must be there.
+2. The headers kept with a micro-batch begin at its first record's offset, so both can be dropped together.
+3. The input is bounded: the rows of the last `horizon_ms`, within which offsets given out twice are found, and the
+   headers of the same part of the logs.
+4. A repeated micro-batch overwrites the results of the first attempt.
+5. Windows of time are written once, `SETTLE_MS` after their end. Later rows are in no window, but their records are
+   looked for in the logs.
+6. With a time to judge from, the trail is read from `horizon_ms` before it, by the timestamps of its pages. Brokers may
+   set these by another clock. If a trail's first row comes late, rows are reported missing.
+7. Proxies that fall silent cause no micro-batch. While none comes, and at the end, the known rows are judged again by
+   the current time. Rows that are known to be unread do not count as silence.
 """
 
 from __future__ import annotations
@@ -25,49 +27,160 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, Observation
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
+from rich.console import Console
+from rich.text import Text
 
-from kproxy.pipeline.audit.follow_looked_at import LookedAt, judged
-from kproxy.pipeline.audit.follow_state import Alarm, FollowState, Kept, Place, StateFiles, trail_key
-from kproxy.pipeline.audit.follow_telling import LISTED, TOLD_KINDS, tell, untold
-from kproxy.pipeline.audit.job import AuditJob
-from kproxy.pipeline.audit.log_source import LogReadFailed
-from kproxy.pipeline.audit.results import Tables
-from kproxy.pipeline.audit.schemas import FINDINGS_SCHEMA, LOST, UNPROVEN_KINDS
-from kproxy.pipeline.audit.tables import AuditRules
-from kproxy.pipeline.ingest.run import Stop
+from kproxy.errors import StartupError
+from kproxy.pipeline.audit.follow_inputs import FollowInputs, judged
+from kproxy.pipeline.audit.follow_state import (
+    LISTED,
+    REPORTED_KINDS,
+    Alarm,
+    FollowState,
+    Kept,
+    Place,
+    StateFiles,
+    new_alerts,
+    trail_key,
+    unreported,
+)
+from kproxy.pipeline.audit.job import AuditJob, check
+from kproxy.pipeline.audit.log_connection import LogReadFailed
+from kproxy.pipeline.audit.schemas import FINDINGS_SCHEMA, LOST, TRAIL_SCHEMA, UNPROVEN_KINDS
+from kproxy.pipeline.audit.tables import AuditRules, Tables
+from kproxy.pipeline.audit.trail import JSON, TOPIC, only_rows, rows_of
+from kproxy.pipeline.ingest.run import Stop, stopped_by_signals
+from kproxy.pipeline.progress import Report
+from kproxy.pipeline.session import SessionOptions, open_session
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure
 
+PAGES_PER_BATCH: Final = 5_000
+FILES_PER_BATCH: Final = 100
 SETTLE_MS: Final = 30_000
-# An acknowledgement by one replica is in the log that others read a moment later: what seems lost is looked for again.
+# Records acknowledged with acks=1 become readable a moment later: read the logs again before reporting a loss.
 SECOND_LOOK_S: Final = 3.0
-# Nothing came for so long beyond what a row takes: a proxy that lives would have told a mark.
+# Silence after which proxies are judged again, plus the time that a row takes: a live proxy writes marks more often.
 SILENCE_S: Final = 30.0
-# Shorter than a proxy is silent before it is missed.
+# At the end; shorter than the silence after which a proxy is missed.
 SILENCE_AT_END_S: Final = 10.0
 _POLL_S: Final = 0.25
 
 
+def run_follow_job(
+    job: AuditJob,
+    following: FollowOptions,
+    spark: SessionOptions,
+    *,
+    display: Report | None = None,
+    output: Console | None = None,
+    stop: Stop | None = None,
+) -> int:
+    """Follow the trail until interrupted; return the exit status. Raise StartupError or SparkFailed."""
+    if job.output is None:
+        raise StartupError("--follow writes results as they come: give --output DIR.")
+    if job.to_ms is not None or job.report is not None:
+        raise StartupError("--follow has no end: leave --to and --report out.")
+    if job.trail.kind == JSON:
+        raise StartupError("--follow needs files that are whole when they appear, or a topic: give another --trail.")
+    check(job)
+    display, stop = display or Report(), stop or Stop()
+    with display:
+        stage = display.stage("Spark", "starting")
+        with open_session(spark, lambda jars: stage.say(f"first start: {jars} jars downloaded")) as opened:
+            session = opened.session
+            stage.finish(f"version {session.version}, {session.sparkContext.master}")
+            stage = display.stage("audit", "waiting for the first rows")
+            lines = _Lines(display, output or Console(highlight=False))
+            # Installed after Spark's start, which sets signal handlers of its own.
+            with stopped_by_signals(stop):
+                state = follow(
+                    session,
+                    pages_of(session, job, following),
+                    job,
+                    following,
+                    parse=_parser(job, following),
+                    bound=_bound(job),
+                    alarm=lines.alarm,
+                    on_state=lambda state: stage.say(_progress(state)),
+                    stop=stop,
+                )
+            stage.finish(_progress(state))
+    return 1 if state.failures or (job.strict and state.unproven) else 0
+
+
+def pages_of(session: Any, job: AuditJob, following: FollowOptions) -> DataFrame:
+    """Return the trail as a stream: the messages of a topic, or the rows of files."""
+    if job.trail.kind != TOPIC:
+        reader = session.readStream.schema(TRAIL_SCHEMA).option("pathGlobFilter", "*.parquet")
+        return reader.option("maxFilesPerTrigger", FILES_PER_BATCH).parquet(job.trail.name)
+    options = {
+        "kafka.bootstrap.servers": job.trail_bootstrap or job.bootstrap,
+        "subscribe": job.trail.name,
+        "startingOffsets": "earliest",
+        "maxOffsetsPerTrigger": str(PAGES_PER_BATCH),
+        # Rows removed by retention are missing from the trail, which the audit reports.
+        "failOnDataLoss": "false",
+    }
+    if (read_from_ms := following.read_from_ms(job)) is not None:
+        options |= {"startingTimestamp": str(read_from_ms), "startingOffsetsByTimestampStrategy": "latest"}
+    return session.readStream.format("kafka").options(**options).load()
+
+
+def _bound(job: AuditJob) -> BatchBound:
+    if job.trail.kind == TOPIC:
+        return BatchBound(PAGES_PER_BATCH, F.count(F.lit(1)))
+    return BatchBound(FILES_PER_BATCH, F.approx_count_distinct(F.input_file_name()))
+
+
+def _parser(job: AuditJob, following: FollowOptions) -> Callable[[DataFrame], DataFrame]:
+    if job.trail.kind == TOPIC:
+        return rows_of
+    # A topic is read from that time on; files are read whole.
+    is_read = F.col("at") >= (following.read_from_ms(job) or 0)
+    return lambda rows: only_rows(rows.withColumn("shipped_at", F.lit(None).cast("long"))).where(is_read)
+
+
+class _Lines:
+    """Print alarms on stdout, each when it is found."""
+
+    def __init__(self, display: Report, output: Console) -> None:
+        # If stdout is a terminal, print through the progress display, which moves its bars out of the way.
+        self._console = display.progress if output.is_terminal else output
+
+    def alarm(self, sentence: str, fails: bool) -> None:
+        style, word = ("bold red", "ALARM") if fails else ("yellow", "UNPROVEN")
+        now = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} "
+        self._console.print(Text.assemble(now, (word, style), f" {sentence}"), soft_wrap=True)
+
+
+def _progress(state: FollowState) -> str:
+    found = "nothing wrong" if not state.failures else f"{state.failures:,} alarms"
+    unproven = f", {state.unproven:,} times unproven" if state.unproven else ""
+    return f"{state.acked:,} records acknowledged, {found}{unproven}"
+
+
 @dataclass(frozen=True, slots=True)
-class Following:
-    """How a trail is followed. `checkpoint`: a directory, kept from run to run; times in milliseconds."""
+class FollowOptions:
+    """How to follow a trail. `checkpoint`: a directory, kept between runs; times in milliseconds."""
 
     checkpoint: str
     every_ms: int = 5_000
     horizon_ms: int = 600_000
 
     def read_from_ms(self, job: AuditJob) -> int | None:
-        """From when on the trail is read; None for all of it."""
+        """Return the time from which the trail is read; None for all of it."""
         return None if job.from_ms is None else max(0, job.from_ms - self.horizon_ms)
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """Of what a micro-batch has at most `most`, as Spark bounds it, and how many of them pages are: `counted`."""
+class BatchBound:
+    """Spark's bound of a micro-batch: at most `most` messages or files, counted by the aggregate `counted`."""
 
     most: int
     counted: Column
@@ -77,21 +190,22 @@ def follow(
     session: Any,
     pages: DataFrame,
     job: AuditJob,
-    following: Following,
+    following: FollowOptions,
     *,
     parse: Callable[[DataFrame], DataFrame],
-    stretch: Stretch,
+    bound: BatchBound,
     alarm: Alarm,
-    told: Callable[[FollowState], None],
+    on_state: Callable[[FollowState], None],
     stop: Stop,
 ) -> FollowState:
-    """Audit the streaming `pages` until it is to `stop`; the state at the end. Raises SparkFailed, LogReadFailed.
+    """Audit the streaming `pages` until `stop`; return the final state.
 
-    `parse` makes the trail's rows of a micro-batch of pages, which is bounded as `stretch` says. `alarm` hears of each
-    finding, `told` of each micro-batch, both on any thread.
+    Raise SparkFailed or LogReadFailed. `parse` turns a micro-batch of pages into the trail's rows; `bound` is Spark's
+    bound of a micro-batch. `alarm` is called for each finding and `on_state` after each micro-batch, both on any
+    thread.
     """
     assert job.output is not None  # noqa: S101 - the command has seen to it
-    follower = Follower(session, job, following, parse, stretch, alarm, told)
+    follower = Follower(session, job, following, parse, bound, alarm, on_state)
     with as_spark_failure("The audit ended"):
         query = (
             pages.writeStream.foreachBatch(follower.judge)
@@ -103,29 +217,29 @@ def follow(
             while not query.awaitTermination(_POLL_S):
                 if stop.at_once or (stop.wanted and not query.status["isTriggerActive"]):
                     break
-                follower.mind_silence()
+                follower.check_silence()
         except PySparkException as error:
-            # What came of Python code went through Java, and says so at length; this is what was raised.
+            # An error of our Python code came back through Java in a long text; raise the original.
             raise follower.error or error from error
         finally:
             query.stop()
         if not stop.at_once:
-            follower.mind_silence(is_end=True)
+            follower.check_silence(is_end=True)
     return follower.state
 
 
 class Follower:
-    """Judges one micro-batch after another, each on the thread that Spark calls it on."""
+    """Judge one micro-batch after another, each on the thread of Spark's call."""
 
     def __init__(
         self,
         session: Any,
         job: AuditJob,
-        following: Following,
+        following: FollowOptions,
         parse: Callable[[DataFrame], DataFrame],
-        stretch: Stretch,
+        bound: BatchBound,
         alarm: Alarm,
-        told: Callable[[FollowState], None],
+        on_state: Callable[[FollowState], None],
         wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
     ) -> None:
         assert job.output is not None  # noqa: S101 - as above
@@ -134,28 +248,28 @@ class Follower:
         self._job = job
         self._following = following
         self._parse = parse
-        self._stretch = stretch
+        self._bound = bound
         self._wall_ms = wall_ms
         self._alarm = alarm
-        self._told = told
+        self._on_state = on_state
         place = Place(session, following.checkpoint)
-        self._looked_at = LookedAt(session, job, place)
+        self._inputs = FollowInputs(session, job, place)
         self._output = Place(session, job.output)
         self._states = StateFiles(place)
-        # What was found before counts at the end, also where nothing comes any more.
+        # Earlier findings count at the end, even if no micro-batch comes.
         self.state = self._states.newest()
         self._read_at_ms = 0
         # Micro-batches are judged on Spark's thread, silence on the caller's.
         self._judging = threading.Lock()
-        # Not while a micro-batch is judged, nor after that failed: the next attempt begins where this one began.
+        # False while a micro-batch is judged and after that failed: the next attempt repeats it.
         self._is_whole = True
         self._looked = time.monotonic()
         self._silence_s = self._patience_s = SILENCE_S + job.trail.shipping_ms / 1000
 
     def judge(self, pages: DataFrame, batch: int) -> None:
-        """For foreachBatch. What goes wrong is kept in `error` and ends the query."""
+        """Judge a micro-batch, for foreachBatch. An error is kept in `error` and ends the query."""
         with self._judging:
-            # Working through a micro-batch may take longer than a proxy that lives is silent.
+            # Set first: judging may take longer than a live proxy is silent.
             self._read_at_ms = self._wall_ms()
             self._is_whole = False
             try:
@@ -168,52 +282,52 @@ class Follower:
             self._is_whole = True
             self._looked, self._silence_s = time.monotonic(), self._patience_s
 
-    def mind_silence(self, *, is_end: bool = False) -> None:
-        """Look again where nothing has come for a while, and ever less often while nothing does."""
+    def check_silence(self, *, is_end: bool = False) -> None:
+        """Judge again if no micro-batch came for a while; the interval doubles while none comes."""
         silence_s = min(self._silence_s, SILENCE_AT_END_S) if is_end else self._silence_s
         if self._judging.locked() or time.monotonic() - self._looked < silence_s:
             return
-        self.look_again()
+        self.judge_again()
         self._silence_s *= 2
 
-    def look_again(self) -> None:
-        """Judge what is known by the time that it is now: who was heard of when it came may be silent since."""
+    def judge_again(self) -> None:
+        """Judge the known rows by the current time: proxies heard of then may be silent since."""
         with self._judging:
             self._looked = time.monotonic()
             if not self._is_whole or not self.state.kept:
                 return
             self._read_at_ms = self._wall_ms()
-            self._tell(self._findings(self._tables()), UNPROVEN_KINDS, "append")
-            self._looked_at.tidy()
+            self._report(self._findings(self._tables()), UNPROVEN_KINDS, "append")
+            self._inputs.tidy()
             self._states.save(self.state)
-            self._told(self.state)
+            self._on_state(self.state)
 
     def _judge(self, pages: DataFrame, batch: int) -> None:
         state = self.state
         with as_spark_failure("The trail could not be read"):
             seen = Observation()
-            observed = pages.observe(seen, self._stretch.counted.alias("pages"))
-            new = self._looked_at.take(self._parse(observed), batch)
-            # Spark divides what it takes at most among partitions, and rounds.
-            state.is_behind = seen.get["pages"] >= self._stretch.most * 0.9
+            observed = pages.observe(seen, self._bound.counted.alias("pages"))
+            new = self._inputs.take(self._parse(observed), batch)
+            # Spark divides its bound among partitions and rounds, so a full micro-batch may have fewer.
+            state.is_behind = seen.get["pages"] >= self._bound.most * 0.9
             self._note(new, batch)
         tables = self._tables()
         findings = self._findings(tables)
-        if any(finding["kind"] == LOST for finding in untold(state, findings)):
+        if any(finding["kind"] == LOST for finding in unreported(state, findings)):
             time.sleep(SECOND_LOOK_S)
-            self._looked_at.read_log(state, new, batch)
+            self._inputs.read_log(state, new, batch)
             tables = self._tables()
             findings = self._findings(tables)
-        self._tell(findings, TOLD_KINDS, "overwrite")
+        self._report(findings, REPORTED_KINDS, "overwrite")
         self._write(tables, batch)
-        self._looked_at.tidy()
+        self._inputs.tidy()
         self._forget()
         state.batch = batch
         self._states.save(state)
-        self._told(state)
+        self._on_state(state)
 
     def _note(self, new: DataFrame, batch: int) -> None:
-        """What of the batch is needed later on, one row a trail."""
+        """Add the micro-batch to the state and read the logs that it needs."""
         trails = (
             new.dropDuplicates(["proxy", "incarnation", "sequence"])
             .groupBy("proxy", "incarnation")
@@ -224,12 +338,12 @@ class Follower:
             )
             .collect()
         )
-        # What comes from the future, by whatever clock, must not have all forgotten that there is.
+        # Rows dated in the future by a wrong clock must not move the horizon beyond all other rows.
         until_ms = min(max((row["until"] for row in trails), default=0), self._read_at_ms)
         last = {trail_key(row["proxy"], row["incarnation"]): row["last"] for row in trails}
         self.state.kept = [*self.state.kept, Kept(batch, until_ms, last)]
         self.state.acked += sum(row["records"] for row in trails)
-        self._looked_at.read_log(self.state, new, batch)
+        self._inputs.read_log(self.state, new, batch)
 
     def _tables(self) -> Tables:
         rules = AuditRules(
@@ -243,12 +357,10 @@ class Follower:
             is_all=not self.state.is_behind,
             deleted_topics=self._job.deleted_topics,
         )
-        return self._looked_at.audited(self.state, rules)
-
-    # What comes of it
+        return self._inputs.audited(self.state, rules)
 
     def _findings(self, tables: Tables) -> list[dict[str, Any]]:
-        """As many as are listed; rows of trails are numbered as their proxies did."""
+        """Return the listed findings; trail rows have the sequence numbers of their proxies."""
         with as_spark_failure("The audit failed"):
             rows = [row.asDict() for row in tables.findings.collect()]
         for row in rows:
@@ -257,16 +369,16 @@ class Follower:
                 row["sequence"] += self.state.forgotten.get(key, 0)
         return rows
 
-    def _tell(self, findings: list[dict[str, Any]], kinds: Collection[str], mode: str) -> None:
+    def _report(self, findings: list[dict[str, Any]], kinds: Collection[str], mode: str) -> None:
         state = self.state
-        new, said = tell(state, findings, kinds)
-        for each in said:
+        new, alerts = new_alerts(state, findings, kinds)
+        for each in alerts:
             self._alarm(each.sentence, each.fails)
         if new:
             place = self._output.below(f"findings/batch={state.kept[-1].batch}")
             with as_spark_failure(f"The results could not be written to {self._output.path}"):
-                told = self._session.createDataFrame(new, FINDINGS_SCHEMA)
-                told.coalesce(1).write.mode(mode).parquet(place)
+                listed = self._session.createDataFrame(new, FINDINGS_SCHEMA)
+                listed.coalesce(1).write.mode(mode).parquet(place)
 
     def _write(self, tables: Tables, batch: int) -> None:
         state = self.state
@@ -281,7 +393,7 @@ class Follower:
                 state.settled_ms = settled_ms
 
     def _forget(self) -> None:
-        """Batches that lie before the horizon, from the first one on."""
+        """Drop the micro-batches before the horizon, the oldest first."""
         state = self.state
         newest_ms = max((kept.until_ms for kept in state.kept), default=0)
         until_ms = min(newest_ms - self._following.horizon_ms, state.settled_ms - self._job.window_ms)
@@ -289,4 +401,4 @@ class Follower:
             forgotten, *state.kept = state.kept
             for key, last in forgotten.last.items():
                 state.forget(key, last + 1)
-            self._looked_at.forget(forgotten.batch)
+            self._inputs.forget(forgotten.batch)

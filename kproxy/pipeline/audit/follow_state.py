@@ -1,29 +1,37 @@
-"""What a following audit knows between two micro-batches, and where that is kept: beside Spark's own checkpoint.
+"""The state of a following audit, and its reports of new findings.
 
-One file a micro-batch, written when all of its results are, and the file of the batch before it is read again where the
-batch has to be repeated: so a repeated batch gives the same results.
+The state is in files beside Spark's own checkpoint, one for each micro-batch, written after all of its results. A
+repeated micro-batch starts from the file of the one before it, and so gives the same results.
+
+Invariants
+1. Findings that were reported are removed first, and only the rest is counted: a new finding is reported, however many
+   were before.
+2. The sums in the state count all findings, reported one by one or not.
+3. At most `LISTED` findings of a kind are listed. If there are more, the number of the others is reported whenever it
+   rises.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from typing import Any, Final
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from kproxy.pipeline.audit.schemas import UNPROVEN_KINDS, WRONG_KINDS
 from kproxy.pipeline.spark import as_spark_failure
 
-# Of what was told already so much is remembered, so that nothing is told twice. More than is listed at a time.
-TOLD_AT_MOST: Final = 20_000
-# So many trails are remembered of which rows were forgotten.
+# Findings remembered, so that none is reported twice. More than are listed at a time.
+REMEMBERED_AT_MOST: Final = 20_000
+# Trails remembered whose first rows were dropped.
 TRAILS_AT_MOST: Final = 10_000
 _KEPT_FILES: Final = 3
 _STATE: Final = re.compile(r"state-(\d+)\.json")
 
 
 class Kept(msgspec.Struct):
-    """A micro-batch whose rows and headers are still looked at.
+    """A micro-batch whose rows and headers are kept.
 
     `until_ms`: when its last record was acknowledged. `last`: the last sequence number by trail (`trail_key`).
     """
@@ -34,11 +42,12 @@ class Kept(msgspec.Struct):
 
 
 class FollowState(msgspec.Struct):
-    """`read_to`: by topic and partition up to which offset logs were read. `settled_ms`: windows before it are written.
+    """The state after a micro-batch. Its field names are those of the files.
 
-    `forgotten`: by trail how many of its first rows are not looked at any more. `is_behind`: there is more to be read
-    already. `told`: what was told one by one; `beyond`: by kind how many findings there were besides those that were
-    listed. The sums are of all batches.
+    `read_to`: the offset that logs were read to, by topic and partition. `settled_ms`: windows before it are written.
+    `forgotten`: the number of a trail's first rows that were dropped. `is_behind`: more rows are waiting to be read.
+    `told`: the findings that were reported one by one; `beyond`: the number of findings besides the listed ones, by
+    kind. The sums are of all micro-batches.
     """
 
     batch: int = -1
@@ -54,13 +63,13 @@ class FollowState(msgspec.Struct):
     unproven: int = 0
 
     def remember(self, keys: Iterable[str]) -> None:
-        """These were told now."""
-        self.told = [*self.told, *keys][-TOLD_AT_MOST:]
+        """Remember that these findings were reported."""
+        self.told = [*self.told, *keys][-REMEMBERED_AT_MOST:]
 
     def forget(self, key: str, count: int) -> None:
-        """So many of a trail's first rows are not looked at any more.
+        """Remember that the first `count` rows of a trail were dropped.
 
-        It may be heard of again long after: what was forgotten of it is no gap then.
+        If the trail goes on long after, its dropped rows are not a gap.
         """
         self.forgotten[key] = max(count, self.forgotten.pop(key, 0))
         while len(self.forgotten) > TRAILS_AT_MOST:
@@ -68,7 +77,7 @@ class FollowState(msgspec.Struct):
 
 
 class Place:
-    """A directory, of this machine or any that Spark can write to."""
+    """A directory on this machine, or any that Spark can write to."""
 
     def __init__(self, session: Any, path: str) -> None:
         self.path = path.rstrip("/")
@@ -78,19 +87,19 @@ class Place:
         return f"{self.path}/{name}"
 
     def has(self, path: str) -> bool:
-        """Whether there is such a file or directory, by its whole path. Raises SparkFailed."""
+        """Return whether the file or directory at this full path exists. Raise SparkFailed."""
         with as_spark_failure(f"{path} could not be looked for"):
             found, files = self._at(path)
             return bool(files.exists(found))
 
     def names(self) -> list[str]:
-        """Of what is in the directory; none where there is none. Raises SparkFailed."""
+        """Return the names in the directory; [] if it does not exist. Raise SparkFailed."""
         with as_spark_failure(f"{self.path} could not be read"):
             path, files = self._at(self.path)
             return [each.getPath().getName() for each in files.listStatus(path)] if files.exists(path) else []
 
     def read(self, name: str) -> bytes | None:
-        """None where there is no such file. Raises SparkFailed."""
+        """Return the file's content, None if it does not exist. Raise SparkFailed."""
         with as_spark_failure(f"{self.below(name)} could not be read"):
             path, files = self._files(name)
             if not files.exists(path):
@@ -102,7 +111,7 @@ class Place:
                 stream.close()
 
     def write(self, name: str, content: bytes) -> None:
-        """Whole or not at all. Raises SparkFailed."""
+        """Write the file, whole or not at all. Raise SparkFailed."""
         with as_spark_failure(f"{self.below(name)} could not be written"):
             unfinished, files = self._files(f"{name}.unfinished")
             stream = files.create(unfinished, True)
@@ -115,7 +124,7 @@ class Place:
             files.rename(unfinished, path)
 
     def delete(self, name: str) -> None:
-        """With all that is in it; nothing where it is not there. Raises SparkFailed."""
+        """Delete a file or a whole directory, if it exists. Raise SparkFailed."""
         with as_spark_failure(f"{self.below(name)} could not be deleted"):
             path, files = self._files(name)
             files.delete(path, True)
@@ -124,27 +133,27 @@ class Place:
         return self._at(self.below(name))
 
     def _at(self, path: str) -> tuple[Any, Any]:
-        """As Hadoop knows it, and the file system that it is in."""
+        """Return Hadoop's path and its file system."""
         context = self._session.sparkContext
         found = context._jvm.org.apache.hadoop.fs.Path(path)
         return found, found.getFileSystem(context._jsc.hadoopConfiguration())
 
 
 class StateFiles:
-    """The states of the last micro-batches."""
+    """The state files of the last micro-batches."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
 
     def before(self, batch: int) -> FollowState:
-        """The state in which `batch` begins. Raises SparkFailed."""
+        """Return the state in which `batch` begins. Raise SparkFailed."""
         if batch == 0:
             return FollowState()
         content = self._place.read(_name(batch - 1))
         return FollowState() if content is None else msgspec.json.decode(content, type=FollowState)
 
     def newest(self) -> FollowState:
-        """Where the run before ended. Raises SparkFailed."""
+        """Return the state in which the previous run ended. Raise SparkFailed."""
         batches = [int(found[1]) for found in map(_STATE.fullmatch, self._place.names()) if found]
         return self.before(max(batches) + 1) if batches else FollowState()
 
@@ -159,14 +168,75 @@ def _name(batch: int) -> str:
 
 
 def trail_key(proxy: str, incarnation: str) -> str:
-    """A trail as one text, whatever characters its proxy's name has."""
+    """Encode a trail as one text, whatever characters its proxy's name has."""
     return msgspec.json.encode((proxy, incarnation)).decode()
 
 
 def trail_of(key: str) -> tuple[str, str]:
-    """Proxy and incarnation."""
+    """Decode a `trail_key` into proxy and incarnation."""
     return msgspec.json.decode(key, type=tuple[str, str])
 
 
 Alarm = Callable[[str, bool], None]
-"""Told of each finding in a sentence, and whether it is a failure or only unproven."""
+"""Receives each finding as a sentence, and whether it is a failure or only unproven."""
+
+
+# Findings of a kind that are reported one by one after a micro-batch.
+ALERTS_PER_KIND: Final = 100
+LISTED: Final = 2_000
+# Without declared deletions, which the user named.
+REPORTED_KINDS: Final = (*WRONG_KINDS, *UNPROVEN_KINDS)
+
+Row = Mapping[str, Any]
+
+
+class Alert(NamedTuple):
+    """A sentence; `fails`: it reports a failure, not only something unproven."""
+
+    sentence: str
+    fails: bool
+
+
+def unreported(state: FollowState, findings: Sequence[Row]) -> list[Row]:
+    """Return the findings that were not reported before, each once, the worst first."""
+    told = set(state.told)
+    new = {key: row for row in findings if (key := _identity(row)) not in told}
+    return sorted(new.values(), key=lambda row: -(row["records"] or 0))
+
+
+def new_alerts(state: FollowState, findings: Sequence[Row], kinds: Collection[str]) -> tuple[list[Row], list[Alert]]:
+    """Return the new findings of these kinds and the alerts for them, and mark them as reported."""
+    new = [row for row in unreported(state, findings) if row["kind"] in kinds]
+    alerts = []
+    for kind in kinds:
+        rows = [row for row in new if row["kind"] == kind]
+        beyond = _beyond(kind, findings)
+        count = len(rows) + max(0, beyond - state.beyond.get(kind, 0))
+        state.beyond = {**state.beyond, kind: beyond}
+        fails = kind not in UNPROVEN_KINDS
+        state.failures += count * fails
+        state.unproven += count * (not fails)
+        alerts += [Alert(f"{_where(row)}{row['detail']}", fails) for row in rows[:ALERTS_PER_KIND]]
+        more = count - len(rows[:ALERTS_PER_KIND])
+        if more:
+            alerts.append(Alert(f"{kind}: {more:,} more, too many to tell one by one: see the table findings.", fails))
+    state.remember(_identity(row) for row in new)
+    return new, alerts
+
+
+def _beyond(kind: str, findings: Sequence[Row]) -> int:
+    """Return how many findings there are besides the listed ones."""
+    of_kind = [row["of_kind"] or 0 for row in findings if row["kind"] == kind]
+    return max(0, max(of_kind, default=0) - len(of_kind))
+
+
+def _identity(row: Row) -> str:
+    names = ("kind", "topic", "partition", "first_offset", "last_offset", "proxy", "incarnation", "sequence")
+    return " ".join(str(row[name]) for name in names)
+
+
+def _where(row: Row) -> str:
+    if row["topic"] is None:
+        return ""
+    offsets = "" if row["first_offset"] is None else f" offsets {row['first_offset']} to {row['last_offset']}"
+    return f"{row['kind']}: {row['topic']}/{row['partition']}{offsets}: "

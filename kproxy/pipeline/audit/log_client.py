@@ -1,11 +1,11 @@
-"""A cluster as a reader of logs sees it: who leads which partition, where logs begin and end, and what is in them.
+"""Query a cluster for leaders, the bounds of logs, and their batches.
 
-States of a partition: KNOWN (its leader is remembered) <-> UNKNOWN. A leader is forgotten as soon as a question to it
-failed, or it said that it leads no longer; the next question then asks for Metadata first.
+States of a partition: KNOWN (its leader is remembered) <-> UNKNOWN. A leader is forgotten when a request to it fails or
+it answers that it is not the leader; the next request then asks for Metadata first.
 
 Invariants
-1. Every wait is bounded: whoever asks gives up when nothing has succeeded for `patience_s` (`Patience`).
-2. Errors that do not go away by asking again are raised at once.
+1. Every wait is bounded: a call fails when nothing has succeeded for `patience_s` (`Patience`).
+2. Errors that a retry cannot fix are raised at once.
 3. One connection per broker, and no more brokers than the cluster has; `close` leaves none open.
 """
 
@@ -28,9 +28,9 @@ from kproxy_codec.metadata import HIGHEST_VERSION, MetadataReader, TopicLeaders
 
 EARLIEST: Final = -2
 LATEST: Final = -1
-# A question about more partitions goes out in parts.
+# Requests about more partitions are split.
 PARTITIONS_PER_QUESTION: Final = 1000
-# A topic that was made a moment ago may not be known to every broker.
+# A new topic may not be known to every broker yet.
 UNKNOWN_TOPIC_TRIES: Final = 5
 _FIRST_PAUSE_S: Final = 0.05
 _LAST_PAUSE_S: Final = 2.0
@@ -39,7 +39,7 @@ _CLEANUP_POLICY: Final = "cleanup.policy"
 _LIST_OFFSETS_VERSION: Final = 9
 _DESCRIBE_CONFIGS_VERSION: Final = 4
 
-# After these the leader is asked for anew and the question is put again.
+# After these errors the leader is looked up again and the request repeated.
 PASSING: Final = frozenset(
     {
         error_codes.UNKNOWN_TOPIC_OR_PARTITION,
@@ -68,7 +68,7 @@ class TopicPartition(NamedTuple):
 
 
 class Patience:
-    """Pauses between attempts, ever longer, until nothing has succeeded for so many seconds."""
+    """Growing pauses between attempts, until nothing has succeeded for `seconds`."""
 
     def __init__(self, seconds: float, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
         self._seconds = seconds
@@ -81,7 +81,7 @@ class Patience:
         self._pause_s = _FIRST_PAUSE_S
 
     def pause(self, reason: str) -> None:
-        """Before the next attempt. Raises LogReadFailed, with the reason of the last one, where there is to be none."""
+        """Wait before the next attempt. If there is none, raise LogReadFailed with the last attempt's `reason`."""
         waited_s = self._clock() - self._since
         if waited_s >= self._seconds:
             raise LogReadFailed(f"{reason}; given up after {waited_s:.0f} s.")
@@ -90,7 +90,7 @@ class Patience:
 
 
 class LogClient:
-    """Not for concurrent use. Times are in seconds. `topic_ids` are of topics that were asked about, in hex."""
+    """Not for concurrent use. Times are in seconds. `topic_ids` has the ids of requested topics, in hex."""
 
     def __init__(
         self,
@@ -126,21 +126,21 @@ class LogClient:
         return Patience(self._patience_s, self._clock, self._sleep)
 
     def remember_leader(self, which: TopicPartition, leader: Address) -> None:
-        """Somebody else was told so a moment ago."""
+        """Set the leader that the planner has just learned."""
         self._leaders[which] = leader
 
     def leader(self, which: TopicPartition) -> Address | None:
-        """As far as it is remembered."""
+        """Return the remembered leader, if any."""
         return self._leaders.get(which)
 
     def forget_leader(self, which: TopicPartition) -> None:
-        """The next question about it begins with Metadata: who is asked may be a follower by now, and lag behind."""
+        """Ask for Metadata before the next request: the broker may be a follower by now, and lag behind."""
         self._leaders.pop(which, None)
 
     def partitions(self, topics: Collection[str] | None) -> dict[str, int]:
-        """How many partitions each topic has; of all topics for None.
+        """Return the number of partitions by topic; of all topics for None.
 
-        Raises LogReadFailed where nobody answers, or there is no such topic.
+        Raise LogReadFailed if no broker answers or a topic does not exist.
         """
         known = self.partitions_if_any(topics)
         missing = min(set(topics or ()) - known.keys(), default=None)
@@ -149,9 +149,10 @@ class LogClient:
         return known
 
     def partitions_if_any(self, topics: Collection[str] | None) -> dict[str, int]:
-        """As `partitions`, of those that there are: brokers must say of the others that there are none.
+        """Return the number of partitions of those topics that exist.
 
-        Raises LogReadFailed where they say something else, that they may not be seen for one.
+        Brokers must deny that the others exist. Raise LogReadFailed for any other error, for example if a topic may not
+        be read.
         """
         patience = self.patience()
         tries = UNKNOWN_TOPIC_TRIES
@@ -173,10 +174,10 @@ class LogClient:
             patience.pause(f"Metadata of {', '.join(pending)} is not to be had")
 
     def list_offsets(self, partitions: Iterable[TopicPartition], timestamp: int) -> dict[TopicPartition, int]:
-        """Where logs begin (EARLIEST) or what is behind their last record (LATEST: the high watermark).
+        """Return the first offsets of logs (EARLIEST) or those after the last records (LATEST, the high watermarks).
 
-        For a time in milliseconds the first offset with that timestamp or a later one, -1 where there is none. Raises
-        LogReadFailed.
+        For a time in milliseconds, return the first offset with that timestamp or a later one, -1 if there is none.
+        Raise LogReadFailed.
         """
         offsets: dict[TopicPartition, int] = {}
         pending = dict.fromkeys(partitions, "nobody was asked")
@@ -197,7 +198,7 @@ class LogClient:
     def _list_offsets(
         self, leader: Address, asked: Sequence[TopicPartition], timestamp: int, reasons: dict[TopicPartition, str]
     ) -> dict[TopicPartition, int]:
-        """What a leader answers; why it does not goes to `reasons`, and it is then forgotten."""
+        """Return the offsets in a leader's answer. For those missing, add the reason and forget the leader."""
         by_topic: dict[str, list[dict[str, int]]] = defaultdict(list)
         for topic, partition in asked:
             wanted = {"partition_index": partition, "current_leader_epoch": -1, "timestamp": timestamp}
@@ -225,7 +226,7 @@ class LogClient:
         return offsets
 
     def compacted(self, topics: Collection[str]) -> set[str]:
-        """Those of `topics` that are; none where brokers do not serve DescribeConfigs. Raises LogReadFailed."""
+        """Return the compacted ones of `topics`; none if brokers do not serve DescribeConfigs. Raise LogReadFailed."""
         asked = [
             {"resource_type": _TOPIC, "resource_name": topic, "configuration_keys": [_CLEANUP_POLICY]}
             for topic in sorted(topics)
@@ -256,9 +257,9 @@ class LogClient:
             patience.pause(reason)
 
     def fetch(self, which: TopicPartition, offset: int, max_bytes: int, patience: Patience) -> PartitionFetched:
-        """The batches of a partition from `offset` on. Error codes other than the passing ones are the caller's.
+        """Return the batches of a partition from `offset` on, or an error code that is not a passing one.
 
-        Raises LogReadFailed when `patience` is at its end.
+        Raise LogReadFailed when `patience` is exhausted.
         """
         while True:
             try:
@@ -276,7 +277,7 @@ class LogClient:
     def _by_leader(
         self, partitions: Sequence[TopicPartition], patience: Patience
     ) -> dict[Address, list[TopicPartition]]:
-        """The partitions by who leads them; Metadata is asked for where that is not remembered."""
+        """Group the partitions by leader; ask for Metadata for unknown leaders."""
         while unknown := [which for which in partitions if which not in self._leaders]:
             for found in self._ask_metadata({which.topic for which in unknown}, patience):
                 for _, index, leader_id, _ in found.partitions():
@@ -310,9 +311,10 @@ class LogClient:
 
     @contextmanager
     def _any_connection(self) -> Iterator[LogConnection]:
-        """To a broker that answers, one that is connected before others. Raises BrokerFailed that names them all.
+        """Yield a connection to any broker, preferably an open one.
 
-        Where the question fails as well, another broker is asked next.
+        If all fail, raise BrokerFailed that names them. If the request in the block fails, the next call uses another
+        broker.
         """
         failures = []
         for address in dict.fromkeys([*self._connections, *self._bootstrap, *self._brokers.values()]):
@@ -336,7 +338,7 @@ class LogClient:
         return connection
 
     def _forget(self, address: Address) -> None:
-        """It has failed: nothing that it led is asked of it again before somebody says so."""
+        """Close a failed broker's connection and forget what it leads, until Metadata names it again."""
         connection = self._connections.pop(address, None)
         if connection is not None:
             connection.close()

@@ -1,7 +1,8 @@
-"""One connection to a Kafka broker for who reads logs on Spark's executors: blocking, one request at a time.
+"""One blocking connection to a Kafka broker, for reading logs.
 
-It needs nothing but the standard library, `codec` and kafka-python, which all travel as pure Python. An answer's bytes
-are valid until the next request: they lie in a buffer that is used again.
+It sends one request at a time. Spark's executors use it, so it needs only the standard library, `kproxy_codec` and
+kafka-python, which executors get as pure Python. An answer's bytes are valid until the next request, as the buffer is
+reused.
 """
 
 from __future__ import annotations
@@ -29,38 +30,38 @@ from kproxy_codec.framing import (
 from kproxy_codec.primitives import INT32
 
 CLIENT_ID: Final = b"kproxy-audit"
-# Brokers send the first batch whole, however large: what an answer may be longer than what was asked for, in bytes.
+# Brokers send the first batch whole, however large: the most that an answer may exceed the requested bytes.
 LARGEST_BATCH_BYTES: Final = 128 << 20
-# A Metadata answer of a large cluster.
+# Enough for the Metadata answer of a large cluster.
 MAX_CONTROL_BYTES: Final = 128 << 20
 _FIRST_BUFFER_BYTES: Final = 64 << 10
 _READ_UNCOMMITTED: Final = 0
-# A reader that has read all there is asks again; brokers need not wait long for it.
+# Brokers need not wait long for new records: a reader at the end of a log asks again.
 _MAX_WAIT_MS: Final = 100
-# How answers of something else begin; as lengths they would be beyond any bound.
+# How answers in other protocols begin. As frame lengths they would exceed any bound.
 _NOT_KAFKA: Final = {
     b"HTTP": "HTTP, as etcd and admin pages do, and not Kafka's protocol",
     b"\x15\x03": "TLS, which is not spoken here",
     b"SSH-": "SSH, not Kafka's protocol",
 }
-# A port whose first answer takes longer is asked whether it speaks HTTP, as etcd does, which waits for more then.
+# If a port's first answer takes longer, check for HTTP: etcd, for one, waits for more bytes of a Kafka request.
 _SUSPECT_AFTER_S: Final = 1.0
 _HTTP_QUESTION: Final = b"GET / HTTP/1.0\r\n\r\n"
 
 
 class LogReadFailed(Exception):
-    """What cannot be read; one plain sentence that names topic, partition and offset where there are any."""
+    """A log cannot be read; the sentence names topic, partition and offset if they are known."""
 
 
 class BrokerFailed(Exception):
-    """No answer from a broker, or none that can be read: another attempt may get one. The text says which and why."""
+    """A broker did not answer, or not readably; another attempt may succeed. The text names broker and reason."""
 
 
 class LogConnection:
-    """Ask one broker. `timeout_s` bounds the dial and each answer, in seconds."""
+    """Send requests to one broker. `timeout_s` bounds connecting and each answer, in seconds."""
 
     def __init__(self, address: Address, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Dial and learn what the broker serves. Raises BrokerFailed, LogReadFailed where that is no broker."""
+        """Connect and ask for the broker's API versions. Raise BrokerFailed, or LogReadFailed if it is not a broker."""
         self.address = address
         self._timeout_s = timeout_s
         self._clock = clock
@@ -92,7 +93,7 @@ class LogConnection:
         return api_key in self._offered
 
     def ask(self, api_key: int, at_most: int, **fields: Any) -> Message:
-        """One answer, in the highest version up to `at_most` that both sides know. Raises BrokerFailed."""
+        """Return the answer, in the highest version up to `at_most` that both sides know. Raise BrokerFailed."""
         version, frame = self.exchange(api_key, at_most, **fields)
         try:
             return decode_response(api_key, version, frame[response_body_offset(frame, api_key, version) :])
@@ -100,14 +101,14 @@ class LogConnection:
             raise self._failed(api_key, error) from error
 
     def exchange(self, api_key: int, at_most: int, **fields: Any) -> tuple[int, memoryview]:
-        """As `ask`: the version, and the whole answer as it came."""
+        """Do the same as `ask`, but return the version and the undecoded answer."""
         version = self._version(api_key, version_range(api_key), at_most)
         return version, self._exchange(api_key, version, MAX_CONTROL_BYTES, fields)
 
     def fetch(self, topic: str, partition: int, offset: int, max_bytes: int) -> PartitionFetched:
-        """The batches from the one with `offset` in it on, at most `max_bytes` or one batch. Raises BrokerFailed.
+        """Return the batches from the one that contains `offset`, at most `max_bytes` or one batch. Raise BrokerFailed.
 
-        The high watermark bounds what is sent, transactions do not.
+        Reading stops at the high watermark; open transactions do not stop it.
         """
         version = self._version(keys.FETCH, (MIN_VERSION, MAX_VERSION), MAX_VERSION)
         asked = {"partition": partition, "fetch_offset": offset, "partition_max_bytes": max_bytes}
@@ -165,14 +166,14 @@ class LogConnection:
         return True
 
     def _expect_no_http(self) -> None:
-        """Ask by another connection. Raises LogReadFailed where HTTP is spoken there; what else is wrong is known."""
+        """Send an HTTP request on another connection. Raise LogReadFailed if HTTP is answered; else do nothing."""
         try:
             with socket.create_connection(self.address, _SUSPECT_AFTER_S) as asked:
                 asked.sendall(_HTTP_QUESTION)
                 answer = asked.recv(len(ANSWER_TO_HTTP))
         except OSError:
             return
-        # That is a listener of kproxy's own, and slow.
+        # This answer comes from a kproxy listener, which is only slow.
         if not ANSWER_TO_HTTP.startswith(answer):
             self._expect_kafka(answer)
 
@@ -189,7 +190,7 @@ class LogConnection:
             raise FrameTooLarge(f"an answer of {length} bytes; at most {most_bytes} are read")
         frame_bytes = LENGTH_BYTES + length
         if frame_bytes > len(self._buffer):
-            # The old one may still be looked at; nothing is resized.
+            # Views of the old buffer may still be in use, so it is not resized.
             head = self._buffer[:LENGTH_BYTES]
             self._buffer = bytearray(frame_bytes)
             self._buffer[:LENGTH_BYTES] = head

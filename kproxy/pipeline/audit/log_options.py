@@ -1,6 +1,6 @@
-"""The options of the formats "kproxy_log" and "kproxy_bounds": how they are written, read and checked.
+"""The options of the formats "kproxy_log" and "kproxy_bounds".
 
-Every process that Spark starts for a source reads them from the same text; nothing here needs Spark.
+Each process that Spark starts for a source parses the same text. Nothing here needs Spark.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _KNOWN: Final = {
 
 
 class LogOptions(NamedTuple):
-    """Where to read and how. Exactly one of `topics` and `pattern` says what."""
+    """What to read, and how. Exactly one of `topics` and `pattern` is set."""
 
     bootstrap: tuple[Address, ...]
     topics: tuple[str, ...] = ()
@@ -55,14 +55,14 @@ class LogOptions(NamedTuple):
         return LogClient(self.bootstrap, timeout_s=self.timeout_ms / 1000, patience_s=self.patience_ms / 1000)
 
     def partitions(self, client: LogClient) -> list[TopicPartition]:
-        """All partitions of the topics that are meant. Raises LogReadFailed where there is no such topic."""
+        """Return all partitions of the selected topics. Raise LogReadFailed if a topic does not exist."""
         found = client.partitions(None if self.pattern is not None else self.topics)
         names: Iterable[str] = self.topics if self.pattern is None else matching(found, self.pattern)
         return [TopicPartition(name, index) for name in sorted(set(names)) for index in range(found[name])]
 
 
 def read_options(options: Mapping[str, str]) -> LogOptions:
-    """Names are in any case, as everywhere in Spark. Raises LogReadFailed for what is unknown, wrong or missing."""
+    """Parse options; names in any case, as in Spark. Raise LogReadFailed for unknown, wrong or missing ones."""
     given = {name.lower(): value for name, value in options.items()}
     unknown = sorted(given.keys() - _KNOWN.keys())
     if unknown:
@@ -93,13 +93,13 @@ def read_options(options: Mapping[str, str]) -> LogOptions:
 def written(
     bootstrap: str, topics: Sequence[str], pattern: str | None, more: Mapping[str, str | int | None]
 ) -> dict[str, str]:
-    """The options as Spark is given them; those that are None are left out."""
+    """Return the options in Spark's form, without those that are None."""
     every = {"bootstrap": bootstrap, "topics": ",".join(topics) or None, "topicPattern": pattern, **more}
     return {name: str(value) for name, value in every.items() if value is not None}
 
 
 def parse_bootstrap(text: str) -> tuple[Address, ...]:
-    """`H:P,H:P`. Raises LogReadFailed. As short as it is since executors have nothing else of the configuration."""
+    """Parse `H:P,H:P`. Raise LogReadFailed. Executors lack kproxy.config's dependencies, so it is done here."""
     addresses = []
     for part in _names(text):
         host, _, port = part.rpartition(":")

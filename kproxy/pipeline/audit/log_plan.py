@@ -1,7 +1,8 @@
-"""Which offsets a read of logs takes, and in what pieces: decisions alone, and the forms of what they are told.
+"""Decide which offsets of logs to read, and in which pieces.
 
-A piece of a log is a range of offsets. A batch belongs to the range that its base offset lies in, and so to exactly
-one. Only the first range of a partition takes a batch that begins before it: retention may have moved on into a batch.
+Also parse and write offsets. Pure. A range is an interval of offsets. A batch belongs to the range that contains its
+base offset, and so to exactly one. Only the first range of a partition also takes a batch that begins before it:
+retention may end within a batch.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from kproxy.pipeline.audit.log_connection import LogReadFailed
 
 MAX_OFFSETS_PER_PARTITION: Final = 1_000_000
 LEAST_OFFSETS_PER_PARTITION: Final = 50_000
-# Where nothing is said of the size of a piece, there are at least so many of them, if the logs are long enough: a task
-# costs about a tenth of a second, in which it reads some ten thousand batches.
+# By default there are at least this many pieces, if the logs are long enough: a task costs about a tenth of a second,
+# in which it reads about ten thousand batches.
 LEAST_PIECES: Final = 16
 NAMED: Final = {"earliest": EARLIEST, "latest": LATEST}
 
@@ -25,7 +26,7 @@ Offsets = Mapping[TopicPartition, int]
 
 
 class LogRange(NamedTuple):
-    """The offsets from `start` to before `end` of a partition; `is_first` of those that are read of it."""
+    """The offsets of a partition from `start` to before `end`; `is_first`: its first range that is read."""
 
     which: TopicPartition
     start: int
@@ -34,9 +35,9 @@ class LogRange(NamedTuple):
 
 
 def matching(topics: Iterable[str], pattern: str) -> list[str]:
-    """The topics whose whole name matches; none of those that begin with two underscores, which are somebody's own.
+    """Return the topics whose whole name matches, without internal ones, which begin with two underscores.
 
-    Raises LogReadFailed where there is none, or for what is no pattern.
+    Raise LogReadFailed if none matches or the pattern is invalid.
     """
     try:
         form = re.compile(pattern)
@@ -49,10 +50,10 @@ def matching(topics: Iterable[str], pattern: str) -> list[str]:
 
 
 def parse_offsets(text: str, option: str) -> tuple[int, Offsets]:
-    """`earliest`, `latest`, or `{"topic": {"0": offset}}` in which -2 and -1 mean the same.
+    """Parse `earliest`, `latest`, or `{"topic": {"0": offset}}`, in which -2 and -1 mean the same.
 
-    The offset of what is not mentioned (EARLIEST for a start, LATEST for an end) and those that are. Raises
-    LogReadFailed, in which the option is named.
+    Return the default offset (EARLIEST for a start, LATEST for an end) and the given ones. Raise LogReadFailed, which
+    names the option.
     """
     default = EARLIEST if option.startswith("start") else LATEST
     if text.strip().lower() in NAMED:
@@ -74,7 +75,7 @@ def parse_offsets(text: str, option: str) -> tuple[int, Offsets]:
 
 
 def offsets_as_json(offsets: Offsets) -> str:
-    """As `parse_offsets` reads it."""
+    """Write offsets in the form that `parse_offsets` reads."""
     by_topic: dict[str, dict[str, int]] = {}
     for (topic, partition), offset in sorted(offsets.items()):
         by_topic.setdefault(topic, {})[str(partition)] = offset
@@ -84,16 +85,16 @@ def offsets_as_json(offsets: Offsets) -> str:
 def expect_partitions(
     mentioned: Collection[TopicPartition], partitions: Collection[TopicPartition], option: str
 ) -> None:
-    """Raises LogReadFailed where offsets are given of what is not read: most likely a name is mistyped."""
+    """Raise LogReadFailed if offsets of other partitions are given: a name is probably mistyped."""
     stranger = min(set(mentioned) - set(partitions), default=None)
     if stranger is not None:
         raise LogReadFailed(f"{option} mentions {stranger}, which is not among what is to be read.")
 
 
 def cut(starts: Offsets, ends: Offsets, offsets_per_partition: int | None) -> list[list[LogRange]]:
-    """The pieces, each for a task of Spark's: long logs in several ranges, short ones of several partitions together.
+    """Cut logs into pieces, one for each Spark task: split long logs, join short ones of several partitions.
 
-    No piece has more offsets than `offsets_per_partition`, unless None leaves that to what there is to read.
+    A piece has at most `offsets_per_partition` offsets; None chooses the size by the amount to read.
     """
     total = sum(max(0, end - starts[which]) for which, end in ends.items())
     most = offsets_per_partition

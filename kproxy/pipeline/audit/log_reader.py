@@ -1,15 +1,17 @@
-"""The batches of one range of a log, by Fetch: header after header, while leaders move and retention goes on.
+"""Read the batch headers of one range of a log by Fetch.
+
+Meanwhile leaders may move, and retention may remove records.
 
 States of a read: AT position --batches--> AT a later one; --the log begins later now--> AT its beginning;
---nothing new--> the same, for as long as there is patience; at or behind the range's end --> DONE.
+--nothing new--> the same, until patience is exhausted; at or after the range's end --> DONE.
 
 Invariants
-1. A batch is given out once, and by one range: by the one that its base offset lies in. The first range also takes the
-   batch that begins before it and reaches into it.
-2. The position only rises, with every answer that has batches; an answer that would not move it ends the read.
-3. Of a log at most one answer is held: `max_bytes`, or one batch.
-4. A log that ends before the range does is not taken for one that has been read: after a change of leaders its end
-   comes back in a moment, and where it does not, the read fails.
+1. A batch is returned once, by the range that contains its base offset. The first range also takes the batch that
+   begins before it and extends into it.
+2. The position rises with every answer that has batches; an answer that would not move it ends the read.
+3. At most one answer is in memory: `max_bytes`, or one batch.
+4. A log that ends before the range is not complete: after a change of leaders its end comes back in a moment; if not,
+   the read fails.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ from kproxy_codec.primitives import Buffer
 from kproxy_codec.record_batch import HEADER_BYTES, RecordBatch, parse_batch, parse_header
 
 ROWS_PER_CHUNK: Final = 8192
-# Compaction may have taken the last batches of a range. A broker that has nothing to send says so at once or when it
-# is hurried; it is believed when it says so again.
+# Compaction may have removed the last batches of a range. One empty answer may be due to a short wait of the broker, so
+# several are needed.
 EMPTY_ANSWERS: Final = 3
 
 CheckCrc = Callable[[Buffer, RecordBatch], bool]
 Row = tuple[int, int, int, int, int, int, int, int, int, bool, bool, bool | None]
 """base_offset, last_offset, record_count, producer_id, producer_epoch, base_sequence, leader_epoch, max_timestamp,
-bytes, is_control, is_transactional, crc_ok (None: not looked at)."""
+bytes, is_control, is_transactional, crc_ok (None: not checked)."""
 
 
 def _row(batch: RecordBatch, crc_ok: bool | None) -> Row:
@@ -55,22 +57,22 @@ def _row(batch: RecordBatch, crc_ok: bool | None) -> Row:
 
 
 class RangeReader:
-    """Reads one range, once."""
+    """Read one range, once."""
 
     def __init__(self, client: LogClient, wanted: LogRange, max_bytes: int, check_crc: CheckCrc | None) -> None:
-        """`check_crc` None leaves it open whether batches are whole."""
+        """`check_crc` None: do not check the CRCs of batches."""
         self._client = client
         self._wanted = wanted
         self._max_bytes = max_bytes
         self._check_crc = check_crc
         self._position = wanted.start
         self._corrupt: RecordBatch | None = None
-        # Room for what lies behind a corrupt batch, which is sent again until the position is behind it for certain.
+        # More bytes to fetch for the batches after a corrupt one, which brokers resend until the position is past it.
         self._more_bytes = 0
         self._done = False
 
     def rows(self) -> Iterator[list[Row]]:
-        """Chunks of at most ROWS_PER_CHUNK rows. Raises LogReadFailed."""
+        """Yield chunks of at most ROWS_PER_CHUNK rows. Raise LogReadFailed."""
         patience = self._client.patience()
         empty_answers = 0
         while not self._done:
@@ -94,13 +96,13 @@ class RangeReader:
                 self._await_the_end(fetched.high_watermark, patience)
 
     def _chunks(self, records: Buffer) -> Iterator[list[Row]]:
-        """The rows of one answer; moves the position."""
+        """Yield the rows of one answer and move the position."""
         check_crc, takes_from = self._check_crc, 0 if self._wanted.is_first else self._wanted.start
         rows: list[Row] = []
         for batch in self._batches(records):
             crc_ok = None if check_crc is None else check_crc(records, batch)
             if crc_ok is False:
-                # Nothing in its header is certain, and where the next one begins least of all.
+                # Its header may be wrong, and with it the offset of the next batch.
                 self._corrupt, self._more_bytes = batch, max(self._more_bytes, batch.size_in_bytes)
                 self._position = max(self._position, batch.base_offset + 1)
             else:
@@ -114,7 +116,7 @@ class RangeReader:
             yield rows
 
     def _batches(self, records: Buffer) -> Iterator[RecordBatch]:
-        """Those of an answer that have not been given out, up to the range's end or a batch that was cut short."""
+        """Yield the new batches of an answer, up to the range's end or a truncated batch."""
         at, is_behind = 0, True
         while at < len(records):
             try:
@@ -136,17 +138,17 @@ class RangeReader:
         return self._corrupt is not None and batch.base_offset == self._corrupt.base_offset
 
     def _step_over(self, answer_bytes: int) -> None:
-        """An answer had nothing new: get past the corrupt batch that it consists of, by what there is to go by."""
+        """Move past the corrupt batch that an answer without new batches consists of."""
         if self._corrupt is None:
             raise self._failed("its leader sends only what lies before that offset")
         if answer_bytes >= self._max_bytes + self._more_bytes and self._more_bytes < LARGEST_BATCH_BYTES:
-            # There was no room for the next one.
+            # The next batch did not fit.
             self._more_bytes *= 2
         else:
             self._position = max(self._position, self._corrupt.last_offset) + 1
 
     def _fetch(self, patience: Patience) -> PartitionFetched:
-        """An answer with its first batch whole: a broker that cut it is asked for as much as that one needs."""
+        """Fetch an answer with a whole first batch: if the broker truncated it, ask for its size."""
         max_bytes = self._max_bytes + self._more_bytes
         while True:
             fetched = self._client.fetch(self._wanted.which, self._position, max_bytes, patience)
@@ -160,7 +162,7 @@ class RangeReader:
             max_bytes = needed
 
     def _first_bytes(self, records: Buffer) -> int:
-        """How many bytes the first batch has, or where its header is cut short, that has."""
+        """Return the size of the first batch, or of a batch header if that is truncated."""
         try:
             needed = parse_header(records).size_in_bytes
         except Truncated:
@@ -172,7 +174,7 @@ class RangeReader:
         return needed
 
     def _move_on(self, patience: Patience) -> None:
-        """To where the log begins now; where it ends before the position instead, its end may come back."""
+        """Move to the log's current beginning. If the log ends before the position, wait for its end to come back."""
         which = self._wanted.which
         earliest = self._client.list_offsets([which], EARLIEST)[which]
         if earliest > self._position:

@@ -1,14 +1,14 @@
-"""Logs as Spark reads them: one row for each record batch's header, by Fetch through any Kafka address.
+"""Read logs with Spark: one row for each record batch's header.
 
-Formats for `session.read.format(…)` once `register` was called: "kproxy_log", the batches of topics, and
-"kproxy_bounds", where the log of each partition begins and ends. Spark's planner asks the cluster what partitions there
-are and cuts their logs into pieces; its tasks read the pieces. Records are not looked into, compressed or not.
+The headers come by Fetch through any Kafka address. Formats for `session.read.format(…)` after `register`:
+"kproxy_log", the batches of topics, and "kproxy_bounds", where the log of each partition begins and ends. Spark's
+planner asks the cluster for the partitions and cuts their logs into pieces; its tasks read the pieces. Records are not
+decoded, compressed or not.
 
-Spark plans anew for every action on a DataFrame: where the end is "latest" that may be another end each time. Who wants
-one end gives it: `fix_ends`.
+Spark plans anew for every action on a DataFrame, so the end "latest" may differ each time; use `fix_ends` for one end.
 
-Executors need this package, `codec` and kafka-python (`kproxy.pipeline.audit.executors` packs them), pyarrow, which
-Spark itself needs for sources in Python, and crc32c, without which crc_ok is null: not looked at.
+Executors need this package, `kproxy_codec` and kafka-python (`kproxy.pipeline.session` packs them), pyarrow, which
+Spark itself needs for data sources in Python, and crc32c, without which crc_ok is null: not checked.
 """
 
 from __future__ import annotations
@@ -27,26 +27,14 @@ from kproxy.pipeline.audit.log_reader import CheckCrc, RangeReader, Row
 from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
 from kproxy.routing.topology import Address
 
-__all__ = [
-    "BOUNDS_SCHEMA",
-    "LOG_SCHEMA",
-    "LogReadFailed",
-    "bounds_now",
-    "fix_ends",
-    "fix_starts",
-    "read_bounds",
-    "read_log",
-    "register",
-]
-
 LOG_FORMAT: Final = "kproxy_log"
 BOUNDS_FORMAT: Final = "kproxy_bounds"
-# Whoever starts a job waits for this.
+# Short, as the user waits for it at the start of a job.
 FIRST_PATIENCE_MS: Final = 10_000
 
 
 def register(session: Any) -> None:
-    """Make both formats known to a SparkSession; may be repeated."""
+    """Register both formats in a SparkSession; may be repeated."""
     session.dataSource.register(LogDataSource)
     session.dataSource.register(BoundsDataSource)
 
@@ -62,7 +50,7 @@ def read_log(
     offsets_per_partition: int | None = None,
     max_bytes: int | None = None,
 ) -> Any:
-    """The batches of `topics`, or of those whose names match `pattern`, as a DataFrame of LOG_SCHEMA.
+    """Read the batches of `topics`, or of those whose names match `pattern`, as a DataFrame of LOG_SCHEMA.
 
     Offsets: `earliest`, `latest` or JSON as of `fix_ends`; batches with a base offset before the end are read.
     """
@@ -83,9 +71,9 @@ def read_bounds(
     pattern: str | None = None,
     compacted: Sequence[str] | None = None,
 ) -> Any:
-    """Where logs begin and end (the high watermark) when an action runs, as a DataFrame of BOUNDS_SCHEMA.
+    """Return where logs begin and end (high watermark) when an action runs, as a DataFrame of BOUNDS_SCHEMA.
 
-    `compacted` says which topics are; None has the brokers asked.
+    `compacted`: the compacted topics; None to ask the brokers.
     """
     more = {"compactedTopics": None if compacted is None else ",".join(compacted)}
     return _read(session, BOUNDS_FORMAT, written(bootstrap, topics, pattern, more))
@@ -94,15 +82,15 @@ def read_bounds(
 def bounds_now(
     bootstrap: str, *, topics: Sequence[str], compacted: Sequence[str] | None = None
 ) -> list[tuple[str, int, int, int, bool, str | None]]:
-    """Rows of BOUNDS_SCHEMA, asked from here, without Spark, as `fix_ends` asks. Raises LogReadFailed."""
+    """Return rows of BOUNDS_SCHEMA, queried from this process without Spark. Raise LogReadFailed."""
     more = {"compactedTopics": None if compacted is None else ",".join(compacted)}
     return list(BoundsDataSourceReader(read_options(written(bootstrap, topics, None, more))).read(None))
 
 
 def fix_ends(bootstrap: str, *, topics: Sequence[str] = (), pattern: str | None = None) -> str:
-    """Where logs end now, as the JSON that `end_offsets` takes. Asked from here, without Spark.
+    """Return where logs end now, as JSON for `end_offsets`, queried from this process without Spark.
 
-    Raises LogReadFailed, which says in one sentence that a topic is missing or that nobody answers.
+    Raise LogReadFailed with one sentence, for example if a topic is missing or no broker answers.
     """
     options = read_options(written(bootstrap, topics, pattern, {"patienceMs": FIRST_PATIENCE_MS}))
     with options.client() as client:
@@ -110,9 +98,9 @@ def fix_ends(bootstrap: str, *, topics: Sequence[str] = (), pattern: str | None 
 
 
 def fix_starts(bootstrap: str, *, topics: Sequence[str], from_ms: int, ends: str) -> str:
-    """Where begins what was written at `from_ms` or later, by its timestamps, as JSON like `ends`; the end for nothing.
+    """Return the first offsets with timestamps at `from_ms` or later, as JSON like `ends`; the end if there is none.
 
-    Asked from here, as `fix_ends` does. Raises LogReadFailed.
+    Queried from this process without Spark. Raise LogReadFailed.
     """
     _, behind = parse_offsets(ends, "endOffsets")
     options = read_options(written(bootstrap, topics, None, {"patienceMs": FIRST_PATIENCE_MS}))
@@ -124,14 +112,14 @@ def fix_starts(bootstrap: str, *, topics: Sequence[str], from_ms: int, ends: str
 
 
 def _read(session: Any, form: str, options: dict[str, str]) -> Any:
-    # What is wrong with them is said here; from Spark's planner it comes with a Java stack trace around it.
+    # Report wrong options here; from Spark's planner the error has a Java stack trace around it.
     read_options(options)
     register(session)
     return session.read.format(form).options(**options).load()
 
 
 class LogPiece(InputPartition):  # type: ignore[misc]  # pyspark's types are not followed
-    """What one task reads, and who led the partitions when it was planned."""
+    """The ranges that one task reads, and the leaders of their partitions at planning."""
 
     def __init__(self, ranges: Sequence[LogRange], leaders: Sequence[Address | None]) -> None:
         super().__init__(None)
@@ -154,13 +142,13 @@ class LogDataSource(DataSource):  # type: ignore[misc]
 
 
 class LogDataSourceReader(DataSourceReader):  # type: ignore[misc]
-    """Plans on the driver's side, reads in tasks."""
+    """Plan on the driver, read in tasks."""
 
     def __init__(self, options: LogOptions) -> None:
         self._options = options
 
     def partitions(self) -> list[LogPiece]:
-        """Raises LogReadFailed."""
+        """Cut the logs into pieces. Raise LogReadFailed."""
         options = self._options
         with options.client() as client:
             partitions = options.partitions(client)
@@ -172,8 +160,8 @@ class LogDataSourceReader(DataSourceReader):  # type: ignore[misc]
             return [LogPiece(ranges, [client.leader(each.which) for each in ranges]) for ranges in pieces]
 
     def read(self, partition: LogPiece | None) -> Iterator[Any]:
-        """Arrow batches. Raises LogReadFailed."""
-        # Without anything to read Spark asks for None.
+        """Yield Arrow batches. Raise LogReadFailed."""
+        # Spark passes None if there is nothing to read.
         if partition is None:
             return
         check_crc = _crc_check(self._options.check_crc)
@@ -200,7 +188,7 @@ class BoundsDataSource(DataSource):  # type: ignore[misc]
 
 
 class BoundsDataSourceReader(DataSourceReader):  # type: ignore[misc]
-    """One task asks for all of it: a few numbers of each partition."""
+    """Query all bounds in one task: a few numbers for each partition."""
 
     def __init__(self, options: LogOptions) -> None:
         self._options = options
@@ -225,7 +213,7 @@ class BoundsDataSourceReader(DataSourceReader):  # type: ignore[misc]
 
 
 def _resolve(text: str, option: str, earliest: Offsets, latest: Offsets) -> dict[TopicPartition, int]:
-    """An offset for each partition, none of them before its log begins."""
+    """Return an offset for each partition, none before its log's beginning."""
     default, mentioned = parse_offsets(text, option)
     expect_partitions(mentioned, earliest, option)
     named = {EARLIEST: earliest, LATEST: latest}
@@ -251,7 +239,7 @@ def _crc_check(option: str) -> CheckCrc | None:
 
 
 def _as_arrow(which: TopicPartition, rows: Sequence[Row]) -> Any:
-    """Columns in the types of LOG_SCHEMA: Spark takes them as they are."""
+    """Return an Arrow batch with the types of LOG_SCHEMA, which Spark takes unchanged."""
     import pyarrow as pa
 
     long, integer, boolean = pa.int64(), pa.int32(), pa.bool_()
@@ -262,3 +250,41 @@ def _as_arrow(which: TopicPartition, rows: Sequence[Row]) -> Any:
 
 
 _COLUMNS: Final = LOG_SCHEMA.names
+
+
+MOST_BATCHES: Final = 20_000
+# Batches are fetched whole and their checksums computed: some seconds of work.
+MOST_BYTES: Final = 256 << 20
+
+
+def read_short_log(
+    session: Any,
+    bootstrap: str,
+    *,
+    topics: Sequence[str],
+    end_offsets: str,
+    start_offsets: str | None = None,
+    most_batches: int = MOST_BATCHES,
+    most_bytes: int = MOST_BYTES,
+) -> Any | None:
+    """Read short logs in this process, as `read_log` does.
+
+    None if they exceed the bounds. Raise LogReadFailed. Spark starts four Python processes, one after another, to read
+    a source in Python. For short logs that takes longer than the rest of an audit.
+    """
+    offsets = {"startOffsets": start_offsets, "endOffsets": end_offsets}
+    reader = LogDataSourceReader(read_options(written(bootstrap, topics, None, offsets)))
+    read: list[Any] = []
+    room, room_bytes = most_batches, most_bytes
+    for piece in reader.partitions():
+        for headers in reader.read(piece):
+            room -= headers.num_rows
+            room_bytes -= sum(headers.column("bytes").to_pylist())
+            if room < 0 or room_bytes < 0:
+                return None
+            read.append(headers)
+    if not read:
+        return session.createDataFrame([], LOG_SCHEMA)
+    import pyarrow as pa
+
+    return session.createDataFrame(pa.Table.from_batches(read), LOG_SCHEMA)

@@ -1,7 +1,7 @@
-"""What the trail says without the log: how much was acknowledged, by whom, how fast, and when owners changed.
+"""Measure the trail: amounts, latencies, owners and their changes.
 
-A cell is what one producer wrote to one partition in one window of time under one ownership: of the trail this is all
-that is kept, and what all numbers here are made from.
+A cell has the totals of one producer in one partition, one window of time and one ownership. All numbers here are
+computed from cells; nothing else of the trail is kept.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from kproxy.pipeline.audit.spans import PARTITION, in_buckets, window_ms
 
 _OWNERSHIP: Final = (*PARTITION, "owner", "revision")
 _WINDOW: Final = (*PARTITION, "window_ms")
-# Of latencies 50 bins for each factor of e: each is told at most 1 % too low or too high.
+# 50 latency bins for each factor of e, for an error of at most 1 %.
 _BINS: Final = 50
 _PERCENTILES: Final = {"p50_ms": 0.5, "p95_ms": 0.95, "p99_ms": 0.99}
 
 
 def cells(rows: DataFrame, trails: DataFrame, *, length_ms: int, late_after_ms: int) -> DataFrame:
-    """Of the rows that are ranges, by partition, window, ownership and producer.
+    """Sum up the rows that are ranges by partition, window, ownership and producer.
 
-    A record is late where its row was closed later than its trail promises, or came to the trail (`shipped_at`, known
-    where the trail is a topic) more than `late_after_ms` after it was closed.
+    A record is late if its row was closed later than its trail promises, or shipped (`shipped_at`, known only for a
+    topic) more than `late_after_ms` after it was closed.
     """
     promised = trails.select("proxy", "incarnation", F.col("interval_ms").alias("promised_ms"))
     ranges = rows.where("kind = 'range'").drop("interval_ms").join(F.broadcast(promised), ["proxy", "incarnation"])
-    # Producers without an id are told apart by their connections; never negative, as ids are not.
+    # Producers without an id are distinguished by their connections. The hash is never negative, as ids are not.
     connection = F.shiftrightunsigned(F.xxhash64("proxy", "incarnation", "connection"), 1)
     closed_late = F.col("at") - F.col("first_acked_at") > F.col("promised_ms")
     shipped_late = F.coalesce(F.col("shipped_at") - F.col("at") > late_after_ms, F.lit(False))
@@ -48,17 +48,11 @@ def cells(rows: DataFrame, trails: DataFrame, *, length_ms: int, late_after_ms: 
     )
 
 
-def window_starts(rows: DataFrame, *, length_ms: int) -> DataFrame:
-    """The partitions and windows that rows speak of: topic, partition, window_start."""
-    begin = F.timestamp_millis(window_ms(F.col("last_acked_at"), length_ms)).alias("window_start")
-    return rows.where("kind = 'range'").select(*PARTITION, begin).distinct()
-
-
 def records(ranges: DataFrame, *by: str, length_ms: int, bits: int) -> DataFrame:
-    """How many `records`, by topic, partition, window_ms and what else is named, and when they were acknowledged.
+    """Count `records` by topic, partition, window_ms and the columns `by`, with their times of acknowledgement.
 
-    Each offset counts once, in the window of the first row by offset that has it: what was acknowledged again, sent
-    again by its producer, is no other record.
+    Each offset counts once, in the window of the first row by offset that has it: a record that its producer sent again
+    is not another record.
     """
     logs = (*PARTITION, *by)
     spans = F.arrays_zip(
@@ -69,7 +63,7 @@ def records(ranges: DataFrame, *by: str, length_ms: int, bits: int) -> DataFrame
     told = ranges.select(*logs, *times, F.inline(spans)).withColumn("end", F.col("start") + F.col("count"))
     earlier = Window.partitionBy(*logs, "bucket").orderBy("start", "first_acked_at")
     said = F.max("end").over(earlier.rowsBetween(Window.unboundedPreceding, -1))
-    # Spark's greatest passes over nulls: nothing is said before the first.
+    # Spark's greatest ignores nulls: the first row has no earlier one.
     new = F.greatest(F.lit(0), F.col("end") - F.greatest("start", said))
     begin = window_ms(F.col("last_acked_at"), length_ms).alias("window_ms")
     each_once = in_buckets(told, bits).select(*logs, *times, begin, new.alias("new"))
@@ -81,7 +75,7 @@ def records(ranges: DataFrame, *by: str, length_ms: int, bits: int) -> DataFrame
 
 
 def owners(cells: DataFrame) -> DataFrame:
-    """OWNERS_SCHEMA."""
+    """Return a table of OWNERS_SCHEMA."""
     return cells.groupBy(*_OWNERSHIP).agg(
         F.min("first_acked_at").alias("first_acked_at"),
         F.max("last_acked_at").alias("last_acked_at"),
@@ -91,10 +85,10 @@ def owners(cells: DataFrame) -> DataFrame:
 
 
 def ownership_changes(owners: DataFrame, *, length_ms: int) -> DataFrame:
-    """When partitions came to another owner: topic, partition, window_ms, ownership_changes.
+    """Count changes of owner: topic, partition, window_ms, ownership_changes.
 
-    Told by the first acknowledgement of the new owner, in its window. The same owner at another revision is no change:
-    a late answer may carry a revision that its owner has no longer.
+    A change counts in the window of the new owner's first acknowledgement. The same owner at another revision is not a
+    change: a late answer may have a former revision of its owner.
     """
     in_time = Window.partitionBy(*PARTITION).orderBy("first_acked_at", "revision", "owner")
     later = owners.withColumn("before", F.lag("owner").over(in_time)).where("before != owner")
@@ -103,7 +97,7 @@ def ownership_changes(owners: DataFrame, *, length_ms: int) -> DataFrame:
 
 
 def amounts(cells: DataFrame, *keys: str) -> DataFrame:
-    """By `keys`: records, batches, bytes, late, producers, owners."""
+    """Sum up by `keys`: records, batches, bytes, late, producers, owners."""
     return cells.groupBy(*keys).agg(
         *(F.sum(name).alias(name) for name in ("records", "batches", "bytes", "late")),
         F.count_distinct("is_idempotent", "producer").alias("producers"),
@@ -112,15 +106,15 @@ def amounts(cells: DataFrame, *keys: str) -> DataFrame:
 
 
 def throughput(cells: DataFrame) -> DataFrame:
-    """THROUGHPUT_SCHEMA."""
+    """Return a table of THROUGHPUT_SCHEMA."""
     summed = cells.groupBy("window_ms", "owner").agg(F.sum("records").alias("records"), F.sum("bytes").alias("bytes"))
     return summed.select(F.timestamp_millis("window_ms").alias("window_start"), "owner", "records", "bytes")
 
 
 def latencies(rows: DataFrame, *, length_ms: int) -> DataFrame:
-    """How many samples are in each bin: topic, partition, window_ms, bin, samples, max_us.
+    """Count the samples in each bin: topic, partition, window_ms, bin, samples, max_us.
 
-    Bins can be added up, over windows and over audits; percentiles cannot.
+    Bins can be summed over windows and audits; percentiles cannot.
     """
     samples = rows.where("kind = 'range'").select(
         *PARTITION,
@@ -134,7 +128,7 @@ def latencies(rows: DataFrame, *, length_ms: int) -> DataFrame:
 
 
 def percentiles(latencies: DataFrame, *keys: str) -> DataFrame:
-    """By `keys`: p50_ms, p95_ms, p99_ms and max_ms of the samples."""
+    """Return p50_ms, p95_ms, p99_ms and max_ms of the samples by `keys`."""
     bins = latencies.groupBy(*keys, "bin").agg(F.sum("samples").alias("samples"), F.max("max_us").alias("max_us"))
     upwards = Window.partitionBy(*keys).orderBy("bin")
     everything = Window.partitionBy(*keys)
@@ -148,11 +142,11 @@ def percentiles(latencies: DataFrame, *keys: str) -> DataFrame:
     middle_ms = F.exp((F.col("bin") + 0.5) / _BINS) / 1000
 
     def percentile(share: float) -> Column:
-        """The lowest bin that has so many samples below its end."""
+        """Return the middle of the lowest bin with this share of the samples below its end."""
         return F.min(F.when(F.col("so_far") >= F.ceil(F.col("all") * share), middle_ms))
 
     max_ms = F.max("max_us") / 1000
-    # The middle of the highest bin may be more than any sample was.
+    # The middle of the highest bin may be above every sample.
     return so_far.groupBy(*keys).agg(
         *(F.least(percentile(share), max_ms).alias(name) for name, share in _PERCENTILES.items()),
         max_ms.alias("max_ms"),

@@ -1,7 +1,7 @@
-"""What a trail can prove: its rows, each once; what is missing of it; and the times for which it proves nothing.
+"""Find the rows of a trail, its missing rows, and its unproven times.
 
-A piece is 64 sequence numbers of one trail with a bit for each that is there, so that what is there twice or not at all
-is found without sorting rows.
+A piece is 64 sequence numbers of one trail with a bit for each one present, so that repeated and missing rows are found
+without sorting.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from kproxy.pipeline.audit.schemas import GAP, TAIL
 from kproxy.pipeline.audit.trail import SHIPPING_MS
 
 TRAIL: Final = ("proxy", "incarnation")
-# A trail whose begin is lost does not say how long it keeps what it has to tell: the longest that can be configured
-# (audit.interval_s), with what a proxy may be late.
+# For a trail whose first row is lost, and with it the interval: the longest that can be configured (audit.interval_s),
+# plus the delay allowed to a proxy.
 _INTERVAL_MS: Final = 61_000
 _MARK_MS: Final = 10_000
-# A trail of which rows are read from some time on has a row so soon after it, or was not there yet: a mark is due.
+# A trail that existed when reading starts has a row within this time, as a mark is due.
 FIRST_ROW_MS: Final = _INTERVAL_MS + _MARK_MS
-# Longer than a proxy that is replaced while it serves takes to let go of its last clients.
+# Longer than a proxy that is being replaced serves its last clients.
 _HANDOVER_MS: Final = 600_000
 _PIECE_BITS: Final = 6
-# Rows are looked at one by one in blocks of so many pieces.
+# Pieces in a block within which rows are examined one by one.
 _BLOCK_BITS: Final = 16
 
 
 def pieces(rows: DataFrame) -> DataFrame:
-    """One row for each 64 sequence numbers of a trail: how many `rows`, which (`bits`), the first, the last, when.
+    """Return one row for each 64 sequence numbers of a trail: how many `rows`, which (`bits`), first, last, times.
 
-    Only numbers are added up, for `at` rises with the sequence: that takes no sort and little memory.
+    `at` rises with the sequence number, so sums are enough: no sort, little memory.
     """
     sequence, at = F.col("sequence"), F.col("at")
 
@@ -54,7 +54,7 @@ def pieces(rows: DataFrame) -> DataFrame:
 
 
 def each_once(rows: DataFrame, pieces: DataFrame) -> DataFrame:
-    """`rows` without those that were shipped twice."""
+    """Return `rows` without those shipped twice."""
     block = F.shiftright("sequence", _BLOCK_BITS).alias("block")
     twice = (
         pieces.where(F.col("rows") != F.bit_count("bits"))
@@ -69,12 +69,13 @@ def each_once(rows: DataFrame, pieces: DataFrame) -> DataFrame:
 
 
 def trails(pieces: DataFrame) -> DataFrame:
-    """One row a trail. `whole_until`: up to when its last row says everything; null where it ended in order.
+    """Return one row for each trail.
 
-    `next_begin`: when the proxy's next incarnation began; `previous_at`: when the one before was last heard of. Where
-    incarnations overlap both are null: the old one still answers its clients while the new one serves, and neither's
-    time ends or begins with the other's. Where any of a name have done so for long, that is the name of several proxies
-    (behind one address, say), and none of them is known to be another one's next.
+    `whole_until`: the time up to which it is complete; null if it ended in order. `next_begin`: when the proxy's next
+    incarnation began; `previous_at`: when the previous one was last heard of. Both are null if incarnations overlap:
+    the old one still answers its clients while the new one serves, and neither's time is bounded by the other's. If
+    incarnations of a name overlap for long, several proxies have that name (for example behind one address), and none
+    is known to succeed another.
     """
     whole = pieces.groupBy(*TRAIL).agg(
         F.min("first").alias("first"),
@@ -100,18 +101,19 @@ def trails(pieces: DataFrame) -> DataFrame:
         F.when(previous_at < F.col("first_at"), previous_at).alias("previous_at"),
         F.when(heard_before.isNotNull(), together_ms).alias("together_ms"),
     )
-    # Null where there is but one.
+    # Null if there is only one.
     is_shared = F.coalesce(F.max("together_ms").over(Window.partitionBy("proxy")) > _HANDOVER_MS, F.lit(False))
     neighbours = {name: F.when(~is_shared, F.col(name)) for name in ("next_begin", "previous_at")}
     return followed.withColumns(neighbours).drop("together_ms")
 
 
 def audit_end(trails: DataFrame, *, read_at_ms: int, to_ms: int | None, shipping_ms: int = SHIPPING_MS) -> DataFrame:
-    """One row. `end_ms`: up to when the audit judges; `heard_ms`: whoever lives has promised a row by then.
+    """Return the end of the audit, in one row.
 
-    Unless `to_ms` says so, that is when the trail was read; but where proxies still write their trails it is up to when
-    all of them are known whole. Else the last seconds of everything that lives were unproven every time. `shipping_ms`
-    is what a row may take from being closed to being read.
+    `end_ms`: the end of the time to judge; `heard_ms`: every live proxy promised a row by then. Without `to_ms` the end
+    is when the trail was read, or, while proxies still write, the time up to which all live trails are complete;
+    otherwise the last seconds of live proxies would always be unproven. `shipping_ms`: the longest time from closing a
+    row until it can be read.
     """
     heard = F.lit(read_at_ms - shipping_ms).cast("long")
     until = F.min(F.when(_lives(heard), F.col("whole_until")))
@@ -121,7 +123,7 @@ def audit_end(trails: DataFrame, *, read_at_ms: int, to_ms: int | None, shipping
 
 
 def _lives(heard_ms: Column) -> Column:
-    """Whether a trail goes on: it has no end, nothing came after it, and its next row is not due before `heard_ms`."""
+    """Return whether a trail is live: it has no end and no successor, and its next row is not due before `heard_ms`."""
     due = F.col("last_at") + F.col("mark_ms") + F.col("interval_ms")
     return F.col("end").isNull() & (due >= heard_ms) & F.col("next_begin").isNull()
 
@@ -131,14 +133,13 @@ def gaps(
     pieces: DataFrame,
     trails: DataFrame,
     *,
-    has_begin: bool = True,
     read_from_ms: int | None = None,
 ) -> DataFrame:
-    """Rows that are missing: proxy, incarnation, `sequence` of the first, how many (`missing`), from_ms, to_ms.
+    """Return the missing rows: proxy, incarnation, `sequence` of the first, number (`missing`), from_ms, to_ms.
 
-    An acknowledgement is in a row that is closed at most `interval_ms` later, so those that a missing row has came
-    after the row before it was closed less that, and before the one behind it was. `has_begin`: whether trails should
-    have their first rows, but for those that were there already before `read_from_ms`.
+    A row is closed at most `interval_ms` after an acknowledgement in it. So the acknowledgements in a missing row came
+    after the closing of the row before it minus that interval, and before the closing of the row after it. A missing
+    first row is a gap, except of trails that existed before `read_from_ms`.
     """
     edges = pieces.select(*TRAIL, "first", "last", "first_at", "last_at")
     along = Window.partitionBy(*TRAIL).orderBy("first")
@@ -151,7 +152,7 @@ def gaps(
     )
     within = _gaps_within(rows, pieces)
     earliest = trails.agg((F.min("first_at") - F.max("interval_ms")).alias("earliest"))
-    is_headless = F.lit(has_begin) & (F.col("first") > 0)
+    is_headless = F.col("first") > 0
     if read_from_ms is not None:
         is_headless &= F.col("first_at") > read_from_ms + FIRST_ROW_MS
     headless = trails.where(is_headless).crossJoin(F.broadcast(earliest)).select(
@@ -193,10 +194,10 @@ def _gaps_within(rows: DataFrame, pieces: DataFrame) -> DataFrame:
 
 
 def tails(trails: DataFrame, end: DataFrame, *, is_all: bool = True) -> DataFrame:
-    """Trails without an end: proxy, incarnation, `sequence` of the last row, from_ms, to_ms, whether it `lives`.
+    """Return the trails without an end: proxy, incarnation, `sequence` of the last row, from_ms, to_ms, `lives`.
 
-    One that lives is among them where more is to be judged than it tells of yet. `is_all`: whether all has been read
-    that there is. Else only those are over that another incarnation came after.
+    A live one is included if the time to judge is longer than it covers. `is_all`: whether everything was read; if not,
+    only trails with a successor count as ended.
     """
     return (
         trails.where(F.col("end").isNull() & (F.lit(is_all) | F.col("next_begin").isNotNull()))
@@ -208,13 +209,13 @@ def tails(trails: DataFrame, end: DataFrame, *, is_all: bool = True) -> DataFram
             F.coalesce("next_begin", "end_ms").alias("to_ms"),
             _lives(F.col("heard_ms")).alias("lives"),
         )
-        # One that is known whole up to the audit's end lives, and nothing of it is missing.
+        # A trail that is complete up to the audit's end is live, and nothing of it is missing.
         .where("from_ms < to_ms")
     )
 
 
 def unproven(gaps: DataFrame, tails: DataFrame, end: DataFrame, *, from_ms: int | None) -> DataFrame:
-    """Both as findings without their words, as far as they are within the times that are judged."""
+    """Return gaps and tails within the time to judge as findings, without their sentences."""
     both = gaps.select("*", F.lit(False).alias("lives"), F.lit(GAP).alias("kind")).unionByName(
         tails.select("*", F.lit(0).cast("long").alias("missing"), F.lit(TAIL).alias("kind"))
     )

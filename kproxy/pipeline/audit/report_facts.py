@@ -1,6 +1,6 @@
-"""What a report says, as plain values of bounded number: made from an audit's tables, shown on terminals and in HTML.
+"""The content of a report, as a bounded number of plain values.
 
-Counts are of records unless they say otherwise; times are milliseconds since the epoch.
+Counts are of records unless stated otherwise; times are milliseconds since the epoch.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-# Among what a report is about: when the trail was read, which is up to when it can tell of anything.
+# The label in `Facts.about` of the time when the trail was read; the report covers nothing later.
 TRAIL_READ: Final = "trail read"
 
 
 class State(enum.Enum):
-    """What a partition's window comes to. In order: where windows are taken together, the last is shown."""
+    """The state of a partition in a window. Of windows shown together, the last state in this order is shown."""
 
     NOTHING = "nothing"
     COMPLETE = "complete"
@@ -28,12 +28,13 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """What was counted of one partition, or of several. `unproven` counts partitions of which not all is known.
+    """The counts of one partition, or of several.
 
-    `deleted` and `gone` went with topics that are there no more; of the former somebody says that it was meant.
+    `unproven` counts partitions with anything unproven. `deleted` and `gone` are records of deleted topics; the former
+    were declared deleted by the user.
 
-    `corrupt`, `unchecked` and `unsequenced` are batches: their checksums are wrong, or nobody looked at them; or they
-    have no sequence numbers, so that what is there twice is not known of them.
+    `corrupt`, `unchecked` and `unsequenced` count batches: with a wrong checksum, with one that was not checked, and
+    without sequence numbers, so that duplicates among them cannot be found.
     """
 
     partitions: int = 0
@@ -56,7 +57,7 @@ class Sums:
     unproven: int = 0
 
     def without(self, others: Sequence[Sums]) -> Sums:
-        """These, less `others`, which are among them."""
+        """Return these counts minus those of `others`, which they include."""
         return Sums(*(getattr(self, name) - sum(getattr(other, name) for other in others) for name in Sums.__slots__))
 
     @property
@@ -84,7 +85,7 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One row of the audit's findings. What does not concern it is None, the `topic` of a gap for instance."""
+    """One row of the audit's findings. Fields that do not apply are None, for example the `topic` of a gap."""
 
     kind: str
     detail: str
@@ -108,7 +109,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The time that was audited, in `columns` steps, each of `windows` windows."""
+    """The audited time, in `columns` steps of `windows` windows each."""
 
     start_ms: int
     step_ms: int
@@ -122,7 +123,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A partition in one step of the grid: the worst that any of its windows comes to."""
+    """A partition in one step of the grid, with the worst state of its windows."""
 
     topic: str
     partition: int
@@ -132,7 +133,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What one owner acknowledged of a partition under one ownership revision."""
+    """The acknowledgements of one owner in a partition under one ownership revision."""
 
     topic: str
     partition: int
@@ -145,7 +146,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What one owner acknowledged in one step of the grid; `owner` None are all that are not named."""
+    """The acknowledgements of one owner in one step of the grid; `owner` None: all owners that are not named."""
 
     column: int
     owner: int | None
@@ -155,7 +156,7 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Acknowledgement latencies in one step of the grid: for each percentile the slowest partition's window."""
+    """Acknowledgement latencies in one step of the grid: each percentile is that of the slowest partition's window."""
 
     column: int
     p50_ms: float
@@ -172,10 +173,10 @@ class FindingCount:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What it all comes to.
+    """The audit's result.
 
-    `trail_faults`: gaps and tails of trails. `conflicts`: findings of two
-    brokers that gave out the same offsets, which is a split brain; one that does so alone is overlapped, too.
+    `trail_faults`: gaps and tails of trails. `conflicts`: findings of two brokers that gave out the same offsets, which
+    is a split brain. Offsets that one broker gave out twice also count as overlapped.
     """
 
     sums: Sums
@@ -199,17 +200,17 @@ class Verdict:
         return not (self.failed or self.unproven or self.empty or self.sums.deleted)
 
     def exit_status(self, *, strict: bool = False) -> int:
-        """What the command ends with: 1 where something is wrong, and with `strict` where something is unproven."""
+        """Return the command's exit status: 1 after a fault, and with `strict` also if something is unproven."""
         return 1 if self.failed or (strict and self.unproven) else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All that a report says. The lists are cut to what a person can look at, worst first; the counts are of all.
+    """The whole content of a report.
 
-    `sums`, by way of the verdict, counts all partitions, `partitions` those that are shown. `trail_holes` are the steps
-    of the grid in which some proxy's trail is unproven. `hidden_holdings`: how many are not in `holdings` of the
-    partitions that are drawn.
+    The lists are bounded, worst first; the counts are of all. `sums` counts all partitions; `partitions` has those
+    shown. `trail_holes`: the steps of the grid in which some proxy's trail is unproven. `hidden_holdings`: how many
+    holdings of the drawn partitions are not in `holdings`.
     """
 
     verdict: Verdict
@@ -232,7 +233,7 @@ class Facts:
 
     @property
     def rest(self) -> Sums:
-        """The partitions that are not shown one by one, together."""
+        """The sum of the partitions that are not shown."""
         return self.sums.without([partition.sums for partition in self.partitions])
 
     @property

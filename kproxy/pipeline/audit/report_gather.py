@@ -1,7 +1,7 @@
-"""From an audit's tables to the few rows that a report shows: reduced by Spark, then collected.
+"""Reduce an audit's tables with Spark to the facts of a report.
 
-However many partitions, windows and findings there are, what reaches the driver is bounded by `Limits`: the worst are
-kept one by one, windows are taken together until they fit, and everything else is counted.
+`Limits` bounds the rows that reach the driver, whatever the number of partitions, windows and findings: the worst are
+kept, windows are joined until they fit, and everything else is counted.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from kproxy.pipeline.audit.report_facts import (
     Sums,
     Verdict,
 )
-from kproxy.pipeline.audit.results import Tables
 from kproxy.pipeline.audit.schemas import FINDING_KINDS, GAP, OVERLAP, TAIL
+from kproxy.pipeline.audit.tables import Tables
 from kproxy.pipeline.spark import as_spark_failure
 
-# Findings of what is missing of trails, for some time and all topics.
+# Kinds of findings that leave all topics unproven for some time.
 HOLES: Final = (GAP, TAIL)
 SUMMED: Final = tuple(name for name in Sums.__slots__ if name not in ("partitions", "unproven"))
-# Finding kinds are few; more than these are somebody's mistake and must not fill the report.
+# There are few kinds of findings; foreign tables must not fill the report with more.
 KINDS_AT_MOST: Final = 32
 OWNERS_OF_A_PARTITION: Final = 16
 
@@ -55,7 +55,7 @@ class Limits:
 
 
 def gather(tables: Tables, about: Mapping[str, str], limits: Limits | None = None) -> Facts:
-    """What a report of `tables` says. A dozen small jobs; the same tables give the same facts. Raises SparkFailed."""
+    """Return the facts of `tables`, the same for the same tables, by a dozen small jobs. Raise SparkFailed."""
     with as_spark_failure("The audit's results could not be read"):
         return _Gathering(tables, limits or Limits()).facts(about)
 
@@ -111,11 +111,11 @@ class _Gathering:
         return tuple(_partition(row) for row in rows)
 
     def _finding_counts(self) -> tuple[dict[str, FindingCount], int]:
-        """By kind; and how many of them are two brokers that gave out the same offsets."""
+        """Return the counts by kind, and the number of overlaps between two brokers."""
         rows = (
             self._tables.findings.groupBy("kind")
             .agg(
-                # However few are listed.
+                # The table may list fewer than `of_kind`.
                 F.greatest(F.count(F.lit(1)), F.max("of_kind")).alias("findings"),
                 F.coalesce(F.sum("records"), F.lit(0)).alias("records"),
                 F.count_if(F.col("owner") != F.col("other_owner")).alias("conflicts"),
@@ -143,7 +143,7 @@ class _Gathering:
         return tuple(Finding(**{name: row[name] for name in Finding.__slots__}) for row in rows)
 
     def _grid(self) -> Grid | None:
-        """All windows, and of the holes in the trails as much as does not make the windows too small to see."""
+        """Return a grid of all windows and of the holes in the trails, as far as the windows stay large enough."""
         begin, end = F.unix_millis("window_start"), F.unix_millis("window_end")
         row = self._tables.windows.agg(
             F.min(begin).alias("start"), F.max(end).alias("end"), F.max(end - begin).alias("window")
@@ -190,7 +190,7 @@ class _Gathering:
         return tuple(Cell(row.topic, row.partition, row.column, states[row.state]) for row in rows)
 
     def _trail_holes(self, grid: Grid) -> tuple[int, ...]:
-        """A hole concerns all topics, those too of which nothing is known to have been acknowledged then."""
+        """Return the steps with holes. A hole concerns all topics, also those without known acknowledgements then."""
         last = F.greatest(F.coalesce("to_ms", F.lit(grid.end_ms)), "from_ms")
         rows = (
             self._holes()
@@ -233,7 +233,7 @@ class _Gathering:
         return tuple(Flow(row.column, row.owner, int(row.records), int(row.bytes)) for row in rows)
 
     def _latencies(self, grid: Grid) -> tuple[Latency, ...]:
-        """The slowest partition's: percentiles of several taken together cannot be had from percentiles."""
+        """Return the slowest partition's percentiles; those of several cannot be computed from percentiles."""
         names = ("p50_ms", "p95_ms", "p99_ms", "max_ms")
         rows = (
             self._tables.windows.where(F.col("p50_ms").isNotNull())
@@ -262,7 +262,7 @@ def _partition(row: Row) -> Partition:
 
 
 def _of(table: DataFrame, partitions: Sequence[Partition]) -> DataFrame:
-    """The rows of these partitions alone. They are few: a condition that Parquet can skip files by, and no join."""
+    """Return the rows of these few partitions by a filter, with which Parquet skips files; no join."""
     numbers = defaultdict(list)
     for one in partitions:
         numbers[one.topic].append(one.partition)
@@ -271,7 +271,7 @@ def _of(table: DataFrame, partitions: Sequence[Partition]) -> DataFrame:
 
 
 def _column(grid: Grid, ms: Column) -> Column:
-    """Which step of the grid a time falls into; what lies outside is taken to its first or last one."""
+    """Return the step of the grid that a time is in; times outside count in the first or last one."""
     step = F.floor((ms - F.lit(grid.start_ms)) / F.lit(grid.step_ms))
     return F.least(F.greatest(step, F.lit(0)), F.lit(grid.columns - 1)).cast("int")
 

@@ -1,54 +1,85 @@
-"""A whole audit, once: the trail is read, then the logs, then where the logs begin; the tables are written.
+"""Run one audit: read the trail and the logs, and write the tables.
 
-The order matters. What the trail has up to its end was acknowledged before the ends of the logs are looked up, so it
-must be there (what acks=1 acknowledged is given some seconds to be replicated); and what retention takes meanwhile is
-known, because the beginnings are looked up last.
+The order matters. The trail is read up to a fixed end before the ends of the logs are looked up, so its records must be
+in the logs; records acknowledged with acks=1 get some seconds to be replicated. The logs' beginnings are looked up
+last, so that what retention removes meanwhile is known.
+
+Large audits use enough shuffle partitions for each task to work in memory, and keep tables that are read several times
+in Parquet files. For small audits Spark would spend most of its time on compiling, replanning, empty tasks and files:
+they are interpreted, in one partition, in memory.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
 from pyspark.sql import DataFrame
+from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 
+from kproxy.config.topic_name import is_topic_name
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.coverage import Land
+from kproxy.pipeline.audit.log_client import LogClient, TopicPartition
 from kproxy.pipeline.audit.log_connection import LogReadFailed
-from kproxy.pipeline.audit.log_ends import acknowledged_by_one, ends_behind
-from kproxy.pipeline.audit.log_source import bounds_now, fix_ends, fix_starts, read_log
-from kproxy.pipeline.audit.log_starts import first_acknowledged, starts_at_or_before
-from kproxy.pipeline.audit.places import existing
+from kproxy.pipeline.audit.log_options import parse_bootstrap
+from kproxy.pipeline.audit.log_plan import Offsets, offsets_as_json, parse_offsets
+from kproxy.pipeline.audit.log_source import bounds_now, fix_ends, fix_starts, read_log, read_short_log
 from kproxy.pipeline.audit.report_facts import TRAIL_READ
-from kproxy.pipeline.audit.report_words import utc
-from kproxy.pipeline.audit.results import NAMES, Tables, read_results, write_results
-from kproxy.pipeline.audit.scale import fitted, keep, stays_in_memory
+from kproxy.pipeline.audit.report_text import utc
 from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
-from kproxy.pipeline.audit.short_logs import read_short_log
-from kproxy.pipeline.audit.tables import LATE_AFTER_MS, MAX_FINDINGS, WINDOW_MS, AuditRules, audit_tables
+from kproxy.pipeline.audit.tables import (
+    LATE_AFTER_MS,
+    MAX_FINDINGS,
+    NAMES,
+    WINDOW_MS,
+    AuditRules,
+    Tables,
+    audit_tables,
+    read_results,
+    write_results,
+)
 from kproxy.pipeline.audit.trail import TOPIC, parse_place, read_files, read_topic
 from kproxy.pipeline.spark import as_spark_failure
+from kproxy.pipeline.spark_settings import in_one_process
 
-# Spark's readers pass over names that begin so: whoever reads the results does not read what they were made from.
+# Spark's readers ignore names that begin with `_`, so readers of the results do not read intermediate tables.
 _WORK = "_work"
-# With a time to judge from, the trail is read from so long before it: a proxy that was heard of then, and is silent
-# since, may have acknowledged what no row tells of.
+# With a time to judge from, the trail is read from this long before it: a proxy that was heard of then, and is silent
+# since, may have acknowledged records that no row lists.
 TRAIL_LOOKBACK_MS: Final = 86_400_000
-# And logs are read from the first offset that was acknowledged so long before it: what a producer wrote then may be
-# there once more, if it sent it again within its delivery.timeout.ms.
+# And logs are read from the first offset acknowledged this long before it: records of that time may be in the log
+# twice, if the producer sent them again within its delivery.timeout.ms.
 LOG_LOOKBACK_MS: Final = 120_000
+TOPICS_TIMEOUT_S: Final = 5.0
+ENDS_PATIENCE_S: Final = 5.0
+_PAUSE_S: Final = 0.25
+_BEHIND_LAST: Final = "element_at(spans, -2) + element_at(spans, -1)"
+# Rows of the trail and batches of the log. Up to here compiling takes more time than it saves.
+FEW: Final = 50_000
+_SHUFFLE_PARTITIONS: Final = "spark.sql.shuffle.partitions"
+_FOR_FEW: Final = {
+    _SHUFFLE_PARTITIONS: "1",
+    "spark.sql.adaptive.enabled": "false",
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+}
+# About 60 MB, with two endpoints for each row.
+_ROWS_PER_TASK: Final = 300_000
+_MAX_PARTITIONS: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditOptions:
-    """What is audited, and where the tables go; the rest is as `AuditRules` has it.
+    """What to audit, and where to write the tables.
 
-    `bootstrap`: Kafka addresses whose logs are read, a proxy's or the brokers'. `trail`: topic:NAME, json:DIR or
-    parquet:DIR; `trail_bootstrap`: where that topic is, where not there too. `compacted`: which topics are, None to ask
-    the brokers. `output`: a directory, or any address that Spark writes to and all executors reach.
+    The other fields are those of `AuditRules`. `bootstrap`: Kafka addresses whose logs are read, a proxy's or the
+    brokers'. `trail`: topic:NAME, json:DIR or parquet:DIR; `trail_bootstrap`: the cluster of that topic, if another.
+    `compacted`: the compacted topics, None to ask the brokers. `output`: a directory, or any address that Spark writes
+    to and all executors reach.
     """
 
     bootstrap: str
@@ -67,7 +98,7 @@ class AuditOptions:
 
 @dataclass(frozen=True, slots=True)
 class AuditResult:
-    """The tables and what they are about, as they were written. `rows`: how many were looked at."""
+    """The tables and their `about`, as written. `rows`: how many rows and batches were read."""
 
     tables: Tables
     about: Mapping[str, str]
@@ -81,13 +112,13 @@ def run_audit(
     about: Mapping[str, str] | None = None,
     clock: Callable[[], float] = time.time,
 ) -> AuditResult:
-    """Audit once. Raises StartupError where there is nothing to read, SparkFailed, LogReadFailed.
+    """Audit once.
 
-    `about` is kept with the results, for who reads them. What is worked out on the way is in a directory beside them
-    until the end.
+    Raise StartupError if there is nothing to read, else SparkFailed or LogReadFailed. `about` is stored with the
+    results. Intermediate tables are in a directory beside them until the end.
     """
     with as_spark_failure("The audit failed"), work_in(session, f"{options.output.rstrip('/')}/{_WORK}") as land:
-        # Before its end is fixed: reading may take longer than a proxy that lives is silent.
+        # Before the trail's end is fixed: reading may take longer than a live proxy is silent.
         read_at_ms = int(clock() * 1000)
         rows = land("rows", _read_trail(session, options))
         topics = _there(options) if options.topics else _topics_of(rows, options.bootstrap)
@@ -119,7 +150,7 @@ def judge(
     output: str,
     about: Mapping[str, str],
 ) -> tuple[int, Tables]:
-    """Audit what was landed, and write the tables to `output`: the number of rows that was of, and the tables."""
+    """Audit the inputs and write the tables to `output`. Return the number of input rows, and the tables."""
     inputs = (rows, log, bounds)
     amount = rows.count() + log.count()
     in_memory = stays_in_memory(session, amount)
@@ -152,26 +183,40 @@ def _read_from_ms(options: AuditOptions) -> int | None:
 
 
 def _there(options: AuditOptions) -> tuple[str, ...]:
-    """The topics that are named, but for those that were deleted, as far as they were not made anew."""
+    """Return the named topics without deleted ones that were not created anew."""
     deleted = set(options.topics) & set(options.deleted_topics)
     living = set(existing(options.bootstrap, deleted)) if deleted else set()
     return tuple(topic for topic in options.topics if topic not in deleted - living)
 
 
 def _topics_of(rows: DataFrame, bootstrap: str) -> tuple[str, ...]:
-    """The topics of the trail as far as there are any such."""
+    """Return the trail's topics that exist."""
     named = rows.where("topic is not null").select("topic").distinct().collect()
     return existing(bootstrap, {row.topic for row in named})
+
+
+def existing(bootstrap: str, topics: Collection[str]) -> tuple[str, ...]:
+    """Return those of `topics` that exist, sorted.
+
+    A topic that Metadata does not list may be hidden, so brokers are asked for it by name and must deny that it exists.
+    Raise LogReadFailed, for example if a topic may not be read.
+    """
+    with LogClient(parse_bootstrap(bootstrap), timeout_s=TOPICS_TIMEOUT_S, patience_s=2 * TOPICS_TIMEOUT_S) as client:
+        there = set(topics) & client.partitions(None).keys()
+        hidden = [topic for topic in topics if topic not in there and is_topic_name(topic)]
+        if hidden:
+            there |= client.partitions_if_any(hidden).keys()
+    return tuple(sorted(there))
 
 
 def _read_logs(
     session: Any, options: AuditOptions, topics: tuple[str, ...], rows: DataFrame, land: Land
 ) -> tuple[DataFrame, DataFrame]:
-    """The logs' headers and bounds; topics that are gone since the trail was written have none."""
+    """Return the logs' headers and bounds; topics deleted since the trail was written have none."""
     if not topics:
         return session.createDataFrame([], LOG_SCHEMA), session.createDataFrame([], BOUNDS_SCHEMA)
-    told = acknowledged_by_one(rows)
-    ends = ends_behind(told, lambda: fix_ends(options.bootstrap, topics=topics))
+    acknowledged = acknowledged_by_one(rows)
+    ends = ends_behind(acknowledged, lambda: fix_ends(options.bootstrap, topics=topics))
     starts = None
     if options.from_ms is not None:
         starts = starts_at_or_before(first_acknowledged(rows, options.from_ms - LOG_LOOKBACK_MS), ends)
@@ -185,7 +230,7 @@ def _read_logs(
 
 @contextmanager
 def work_in(session: Any, directory: str) -> Iterator[Land]:
-    """Tables in Parquet files, which take no memory and of which only those columns are read that are asked for."""
+    """Yield a `Land` that writes tables to Parquet files, which need no memory and are read by column."""
 
     def land(name: str, frame: DataFrame) -> DataFrame:
         place = f"{directory}/{name}"
@@ -198,3 +243,82 @@ def work_in(session: Any, directory: str) -> Iterator[Land]:
         jvm = session._jvm
         path = jvm.org.apache.hadoop.fs.Path(directory)
         path.getFileSystem(session._jsc.hadoopConfiguration()).delete(path, True)
+
+
+@contextmanager
+def fitted(session: Any, rows: int) -> Iterator[None]:
+    """Set the session's settings for an audit of `rows` rows while the block runs."""
+    wanted = _FOR_FEW if rows <= FEW else _for_many(session, rows)
+    before = {name: session.conf.get(name) for name in wanted}
+    try:
+        for name, value in wanted.items():
+            session.conf.set(name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            session.conf.set(name, value)
+
+
+def _for_many(session: Any, rows: int) -> Mapping[str, str]:
+    """Return enough shuffle partitions, at least the session's number: Spark joins small ones, but splits none."""
+    needed = min(rows // _ROWS_PER_TASK, _MAX_PARTITIONS)
+    return {_SHUFFLE_PARTITIONS: str(max(int(session.conf.get(_SHUFFLE_PARTITIONS)), needed))}
+
+
+def stays_in_memory(session: Any, rows: int) -> bool:
+    """Return whether `keep` is right for so many rows; never if an executor may be lost with its memory."""
+    return rows <= FEW and in_one_process(session.sparkContext.master)
+
+
+def keep(_: str, frame: DataFrame) -> DataFrame:
+    """Keep a table in memory until it is garbage: a `Land`. One partition needs no shuffle to group or join."""
+    return frame.coalesce(1).localCheckpoint()
+
+
+def acknowledged_by_one(rows: DataFrame) -> dict[TopicPartition, int]:
+    """Return, by partition, the offset after the last one that the trail has as acknowledged with acks=1."""
+    ranges = rows.where("kind = 'range' and acks = 1")
+    behind = ranges.groupBy("topic", "partition").agg(F.max(F.expr(_BEHIND_LAST)).alias("behind"))
+    return {TopicPartition(row.topic, row.partition): row.behind for row in behind.collect()}
+
+
+def ends_behind(
+    acknowledged: Offsets,
+    ask: Callable[[], str],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> str:
+    """Call `ask` until the ends (as of `log_source.fix_ends`) reach `acknowledged`, for at most ENDS_PATIENCE_S.
+
+    Records acknowledged with acks=1 become readable a little later. Partitions that `ask` does not return are not
+    awaited. Errors are those of `ask`.
+    """
+    deadline = clock() + ENDS_PATIENCE_S
+    while True:
+        text = ask()
+        _, ends = parse_offsets(text, "endOffsets")
+        if clock() >= deadline or all(ends.get(which, behind) >= behind for which, behind in acknowledged.items()):
+            return text
+        sleep(_PAUSE_S)
+
+
+# The lowest first offset of a row's spans.
+_FIRST_OFFSET: Final = "array_min(filter(spans, (each, index) -> index % 2 = 0))"
+
+
+def first_acknowledged(rows: DataFrame, since_ms: int) -> dict[TopicPartition, int]:
+    """Return, by partition, the lowest offset that the trail has as acknowledged at `since_ms` or later."""
+    return first_offsets(rows.where((F.col("kind") == "range") & (F.col("last_acked_at") >= since_ms)))
+
+
+def first_offsets(ranges: DataFrame) -> dict[TopicPartition, int]:
+    """Return, by partition, the lowest offset in a trail's rows of kind `range`."""
+    firsts = ranges.groupBy("topic", "partition").agg(F.min(F.expr(_FIRST_OFFSET)).alias("first"))
+    return {TopicPartition(row.topic, row.partition): row.first for row in firsts.collect()}
+
+
+def starts_at_or_before(first: Offsets, ends: str) -> str:
+    """Return where to start reading, as JSON like `ends`: at the `first` offset needed, else at the end."""
+    _, behind = parse_offsets(ends, "endOffsets")
+    return offsets_as_json({which: min(first.get(which, end), end) for which, end in behind.items()})

@@ -1,8 +1,8 @@
-"""The columns of everything that the audit reads and writes.
+"""The columns of all tables that the audit reads and writes.
 
 Columns that end in `_ms`, and `at`, `first_acked_at` and `last_acked_at`, are milliseconds since the epoch, except for
-`p50_ms` to `max_ms`, which are durations; `window_start` and `window_end` are timestamps. Offsets are inclusive where
-they are called first and last; `end_offset` is the high watermark, the offset behind the last record.
+`p50_ms` to `max_ms`, which are durations; `window_start` and `window_end` are timestamps. First and last offsets are
+inclusive; `end_offset` is the high watermark, the offset after the last record.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _TIME: Final = TimestampType()
 
 
 def _columns(columns: dict[str, DataType]) -> StructType:
-    """All of them nullable: files that others wrote promise nothing else."""
+    """Return a schema of nullable columns: files written by others may lack any value."""
     return StructType([StructField(name, kind) for name, kind in columns.items()])
 
 
-# A row of a trail, of whatever kind: kproxy.trail.rows says what they mean. What a kind has not is null.
+# A row of a trail, of any kind, as kproxy.trail.rows describes. Columns that a kind lacks are null.
 TRAIL_SCHEMA: Final = _columns(
     {
         "kind": _STRING,
@@ -69,7 +69,7 @@ TRAIL_SCHEMA: Final = _columns(
     }
 )
 
-# One row a batch header in the log; the records themselves stay unread.
+# One row for each batch header in the log; the records themselves are not read.
 LOG_SCHEMA: Final = _columns(
     {
         "topic": _STRING,
@@ -89,7 +89,7 @@ LOG_SCHEMA: Final = _columns(
     }
 )
 
-# One row a partition, read after its log was. `topic_id` in hex, null where brokers have none.
+# One row for each partition, read after its log. `topic_id` in hex, null if brokers have none.
 BOUNDS_SCHEMA: Final = _columns(
     {
         "topic": _STRING,
@@ -101,8 +101,8 @@ BOUNDS_SCHEMA: Final = _columns(
     }
 )
 
-# What is told of a partition, of one window of time or of all of it. An acknowledged record counts in the window of its
-# row's last acknowledgement. Windows in which nothing was acknowledged have no row.
+# The counts of a partition, for one window of time or for all of it. An acknowledged record counts in the window of its
+# row's last acknowledgement. Windows without acknowledgements have no row.
 _COUNTS: Final[dict[str, DataType]] = {
     "acked": _LONG,
     "present": _LONG,
@@ -135,7 +135,7 @@ PARTITIONS_SCHEMA: Final = _columns(
         "partition": _INT,
         **_COUNTS,
         "unclaimed": _LONG,
-        # Of batches, all that were read of the log.
+        # Counts of batches, of all that were read of the log.
         "corrupt": _LONG,
         "unchecked": _LONG,
         "unsequenced": _LONG,
@@ -155,14 +155,14 @@ UNCHECKED: Final = "unchecked"
 GAP: Final = "gap"
 TAIL: Final = "tail"
 FINDING_KINDS: Final = (LOST, OVERLAP, DUPLICATE, CORRUPT, GONE, UNCHECKED, GAP, TAIL, DELETED)
-# What these say is that something cannot be known.
+# Kinds that report something unproven.
 UNPROVEN_KINDS: Final = (GONE, UNCHECKED, GAP, TAIL)
-# The others say that something is wrong, but for one, which says what is known to whoever audits.
+# Kinds that report a fault: all others except DELETED, which the user declared.
 WRONG_KINDS: Final = (LOST, OVERLAP, DUPLICATE, CORRUPT)
 
-# `from_ms` to `to_ms` is when it was acknowledged, and of a gap or a tail the time that it leaves unproven, for all
-# topics. `sequence` is that of a row of the trail concerned. `of_kind`: how many findings there are of this kind,
-# however few are listed. What a kind has not is null.
+# `from_ms` to `to_ms`: when the records were acknowledged; for a gap or a tail, the time that it leaves unproven, for
+# all topics. `sequence`: that of a row of the trail. `of_kind`: the number of findings of this kind, listed or not.
+# Columns that a kind lacks are null.
 FINDINGS_SCHEMA: Final = _columns(
     {
         "kind": _STRING,
@@ -187,7 +187,7 @@ FINDINGS_SCHEMA: Final = _columns(
     }
 )
 
-# One row for each time that a broker owned a partition and acknowledged something.
+# One row for each ownership of a partition under which a broker acknowledged records.
 OWNERS_SCHEMA: Final = _columns(
     {
         "topic": _STRING,

@@ -1,7 +1,7 @@
-"""Offsets that were given out, and offsets that the log holds, as half-open intervals [start, end) within buckets.
+"""Turn acknowledged offsets and those in the log into intervals.
 
-A bucket is a piece of one partition's offsets. No interval goes across buckets, so that each can be judged alone, by
-any executor, however long the partition is.
+Intervals are half-open, [start, end), and within buckets. A bucket is a range of one partition's offsets. No interval
+spans two buckets, so that any executor can judge a bucket alone, however long the partition is.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Final
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 
-# 2^20 offsets: some ten thousand batches in the usual case, a million in the worst.
+# 2^20 offsets: about ten thousand batches usually, a million at worst.
 BUCKET_BITS: Final = 20
 PARTITION: Final = ("topic", "partition")
-# A topic's name is long to sort by and to send about: 64 bits of a hash stand for it and the partition.
+# Topic names are expensive to sort and to shuffle, so a 64-bit hash stands for topic and partition.
 BUCKET: Final = ("log_id", "bucket")
 ROW_KEY: Final = ("proxy", "incarnation", "sequence")
 _SEQUENCES: Final = 1 << 31
@@ -25,7 +25,7 @@ def log_id() -> Column:
 
 
 def in_buckets(intervals: DataFrame, bits: int) -> DataFrame:
-    """`intervals` with `start` and `end`, cut at the boundaries of buckets; empty ones are left out."""
+    """Split `intervals` (columns `start` and `end`) at the boundaries of buckets, and drop empty ones."""
     whole = intervals.where("start < end")
     first, last = F.shiftright("start", bits), F.shiftright(F.col("end") - 1, bits)
     return (
@@ -36,7 +36,7 @@ def in_buckets(intervals: DataFrame, bits: int) -> DataFrame:
 
 
 def _spans(spans: Column) -> Column:
-    """[offset, count, offset, count, …] as structs, each with `before`: how many records the spans before it have."""
+    """Turn [offset, count, offset, count, …] into structs with `before`, the number of records in earlier spans."""
 
     def span(k: Column | int, before: Column) -> Column:
         place = F.lit(k) * 2 if isinstance(k, int) else k * 2
@@ -44,7 +44,7 @@ def _spans(spans: Column) -> Column:
             F.get(spans, place).alias("start"), F.get(spans, place + 1).alias("count"), before.alias("before")
         )
 
-    # A column that may be null, as the sums are: both arrays must have one type.
+    # Nullable, as the sums are: both arrays must have the same type.
     nothing_before = F.get(spans, F.lit(0)) * 0
     first = F.array(span(0, nothing_before))
 
@@ -52,23 +52,22 @@ def _spans(spans: Column) -> Column:
         last = F.element_at(done, -1)
         return F.concat(done, F.array(span(k, last["before"] + last["count"])))
 
-    # Lambdas are not compiled: the many rows that have one span go without.
+    # Spark does not compile lambdas, so the usual rows, with one span, avoid them.
     several = F.aggregate(F.sequence(F.lit(1), F.shiftright(F.size(spans), 1) - 1), first, with_next)
     return F.when(F.size(spans) == 2, first).otherwise(several)
 
 
 def window_ms(at: Column, length_ms: int) -> Column:
-    """The begin of the window of time that `at` is in."""
+    """Return the start of the window of time that contains `at`."""
     return at - F.pmod(at, F.lit(length_ms))
 
 
 def claims(rows: DataFrame, *, length_ms: int, bits: int = BUCKET_BITS) -> DataFrame:
-    """What the trail's rows say was acknowledged, an interval a span.
+    """Return the acknowledged offsets in the trail's rows, an interval for each span.
 
-    `same` is alike for two intervals where the same offset in both of them is the same record: a batch that was sent
-    again and got its first offset. That takes a producer id; without one no two acknowledgements are of one record,
-    not even two in one row.
-    `identity` is the same for what the log holds; 0 where there is none.
+    `same` is equal for two intervals in which the same offset is the same record: a batch that was sent again and got
+    its first offset. That needs a producer id; without one no two acknowledgements are of one record, not even two in
+    one row. `identity` identifies the same record in the log (`held`); 0 without a producer id.
     """
     spans = rows.where("kind = 'range'").select(
         *PARTITION,
@@ -99,9 +98,9 @@ def claims(rows: DataFrame, *, length_ms: int, bits: int = BUCKET_BITS) -> DataF
 
 
 def held(log: DataFrame, *, bits: int = BUCKET_BITS) -> DataFrame:
-    """What the log holds, an interval a batch: neither what brokers wrote themselves nor what fails its checksum.
+    """Return the offsets in the log, an interval for each batch, without control batches and corrupt ones.
 
-    A batch that has fewer records than offsets counts as if its first offsets were the ones it has.
+    A batch with fewer records than offsets counts as if it had the first ones.
     """
     batches = log.where("not is_control and coalesce(crc_ok, true)")
     start = F.col("base_offset")
@@ -117,10 +116,10 @@ def held(log: DataFrame, *, bits: int = BUCKET_BITS) -> DataFrame:
 
 
 def _record(offset_less_sequence: Column) -> Column:
-    """Sequence numbers wrap, and go on with the offsets otherwise: where the difference is the same, the record is."""
+    """Identify a record by offset minus sequence number: both rise together, except that sequence numbers wrap."""
     return F.xxhash64("producer_id", "producer_epoch", F.pmod(offset_less_sequence, F.lit(_SEQUENCES)))
 
 
 def _short(record: Column) -> Column:
-    """31 bits, never 0, so that sums of them stay in a long."""
+    """Reduce to 31 bits, never 0, so that sums fit in a long."""
     return F.shiftrightunsigned(record, 34) + 1

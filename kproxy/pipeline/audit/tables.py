@@ -1,23 +1,41 @@
-"""The audit itself: a trail's rows, a log's headers and its bounds, to the tables that say what became of them."""
+"""Audit a trail's rows against logs, and store the result tables.
+
+The inputs are rows, batch headers and log bounds. The results are one directory of Parquet files for each table. Every
+report is made from these tables, so that it can be made again from the files, and any tool that reads Parquet can query
+them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Final
 
-from pyspark.sql import Column, DataFrame
+from pyspark.errors import AnalysisException
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 
+from kproxy.errors import StartupError
 from kproxy.pipeline.audit import coverage, findings, measures, proof
 from kproxy.pipeline.audit.coverage import Land
-from kproxy.pipeline.audit.results import Tables
-from kproxy.pipeline.audit.schemas import DELETED, FINDINGS_SCHEMA, GAP, GONE, PARTITIONS_SCHEMA, TAIL, WINDOWS_SCHEMA
+from kproxy.pipeline.audit.schemas import (
+    DELETED,
+    FINDINGS_SCHEMA,
+    GAP,
+    GONE,
+    OWNERS_SCHEMA,
+    PARTITIONS_SCHEMA,
+    TAIL,
+    THROUGHPUT_SCHEMA,
+    WINDOWS_SCHEMA,
+)
 from kproxy.pipeline.audit.spans import BUCKET_BITS, PARTITION, claims, held, log_id
 from kproxy.pipeline.audit.trail import SHIPPING_MS
+from kproxy.pipeline.spark import as_spark_failure
 
 _WINDOW = (*PARTITION, "window_ms")
 
-# Where nobody says otherwise.
+# Defaults.
 WINDOW_MS: Final = 10_000
 LATE_AFTER_MS: Final = 60_000
 MAX_FINDINGS: Final = 1_000
@@ -25,14 +43,13 @@ MAX_FINDINGS: Final = 1_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditRules:
-    """What was acknowledged from `from_ms` to before `to_ms` is judged, None for all that there is.
+    """What to judge, and how: records acknowledged from `from_ms` to before `to_ms`; None for no limit.
 
-    `read_at_ms`: when the trail was read, `read_from_ms`: of what was shipped from then on, None for all of it.
-    `topics`: which ones, () for all that the trail has. `window_ms`: the length of a window. A row that takes longer
-    than `late_after_ms` to the trail is late; a proxy's rows take up to `shipping_ms` to where they are read while it
-    lives. Of each kind of finding at most `max_findings` are listed; the counts are of all. `goes_on`: rows before
-    these were audited before, and are not missing; `is_all` False: there are later ones, which are not either.
-    `deleted_topics`: those of which somebody says that they were deleted on purpose.
+    `read_at_ms`: when the trail was read; `read_from_ms`: only rows shipped from then on were read, None for all.
+    `topics`: () for all in the trail. `window_ms`: the length of a window. A row that is shipped more than
+    `late_after_ms` after it was closed is late; a live proxy's rows take up to `shipping_ms` until they can be read. At
+    most `max_findings` of a kind are listed; the counts are of all. `is_all` False: there are later rows, which are
+    not missing. `deleted_topics`: topics that the user says were deleted on purpose.
     """
 
     read_at_ms: int
@@ -44,7 +61,6 @@ class AuditRules:
     late_after_ms: int = LATE_AFTER_MS
     shipping_ms: int = SHIPPING_MS
     max_findings: int = MAX_FINDINGS
-    goes_on: bool = False
     is_all: bool = True
     deleted_topics: tuple[str, ...] = ()
     bucket_bits: int = BUCKET_BITS
@@ -52,7 +68,7 @@ class AuditRules:
 
 @dataclass(frozen=True, slots=True)
 class _Trail:
-    """What is made of the trail before the log comes in."""
+    """What the audit derives from the trail alone."""
 
     judged: DataFrame
     cells: DataFrame
@@ -61,15 +77,12 @@ class _Trail:
 
 
 def audit_tables(rows: DataFrame, log: DataFrame, bounds: DataFrame, rules: AuditRules, land: Land) -> Tables:
-    """The audit's results. `rows` are TRAIL_SCHEMA and `shipped_at`, as they came; `log` and `bounds` as their schemas.
+    """Audit a whole trail.
 
-    All three are read several times. `land` is given a name and a table that will be read several times as well, and
-    returns it from where that costs little.
+    `rows` have TRAIL_SCHEMA and `shipped_at`, in any order; `log` and `bounds` have their schemas. All three are read
+    several times. `land` stores intermediate tables that are read several times.
     """
-    return _audit(_trail(rows, rules, land), log, bounds, rules, land)
-
-
-def _audit(trail: _Trail, log: DataFrame, bounds: DataFrame, rules: AuditRules, land: Land) -> Tables:
+    trail = _trail(rows, rules, land)
     if "topic_id" not in bounds.columns:
         bounds = bounds.withColumn("topic_id", F.lit(None).cast("string"))
     here, elsewhere = _by_topic_id(trail.judged, bounds, rules)
@@ -93,36 +106,12 @@ def _audit(trail: _Trail, log: DataFrame, bounds: DataFrame, rules: AuditRules, 
     )
 
 
-def audit_increment(
-    new_rows: DataFrame,
-    earlier_rows: DataFrame,
-    log: DataFrame,
-    bounds: DataFrame,
-    rules: AuditRules,
-    land: Land,
-) -> Tables:
-    """What `new_rows` add to audits of `earlier_rows`: the tables of those partitions and windows that they speak of.
-
-    `earlier_rows` are what overlaps are looked for in, so they reach as far back as is to be looked, in whole windows;
-    those of partitions that the new ones do not speak of are passed over. `log` begins, in each partition, no later
-    than the lowest offset of these rows. The rows of a window here take the place of what was said of it before.
-    """
-    on = list(PARTITION)
-    spoken_of = land("spoken_of", new_rows.where("kind = 'range'").select(*on).distinct())
-    rows = earlier_rows.unionByName(new_rows)
-    trail = _trail(rows, rules, land, spoken_of)
-    tables = _audit(trail, _of(log, spoken_of), _of(bounds, spoken_of), rules, land)
-    starts = measures.window_starts(new_rows, length_ms=rules.window_ms)
-    windows = tables.windows.join(F.broadcast(starts), [*on, "window_start"], "left_semi")
-    return replace(tables, windows=windows.select(*WINDOWS_SCHEMA.names))
-
-
 def _by_topic_id(ranges: DataFrame, bounds: DataFrame, rules: AuditRules) -> tuple[DataFrame, DataFrame]:
-    """What was written to the topics that there are, and to ones that are there no more.
+    """Split the rows into those of existing topics and those of deleted ones, by topic id.
 
-    Those have another id, whatever they are called: the offsets of one have nothing to do with those of the other. Rows
-    that do not say are taken for the former. Where there is no topic of a name at all somebody must have said that it
-    was deleted (`is_declared`); else it should be there. `now` is the id of the topic of that name, if there is one.
+    A topic of the same name with another id is another topic: their offsets are unrelated. Rows without an id count as
+    the existing topic's. If no topic has the name, the user must have declared it deleted (`is_declared`), else it
+    counts as existing. `now` is the id of the existing topic of that name, if any.
     """
     living = bounds.select("topic", F.col("topic_id").alias("now"), F.lit(True).alias("lives")).distinct()
     is_declared = F.col("topic").isin(*rules.deleted_topics)
@@ -134,7 +123,7 @@ def _by_topic_id(ranges: DataFrame, bounds: DataFrame, rules: AuditRules) -> tup
 
 
 def _by_declaration(gone: DataFrame, *keys: str) -> DataFrame:
-    """By `keys`: how many records were `deleted`, as somebody has said, and how many are `gone`."""
+    """Count by `keys` the records in topics declared deleted (`deleted`) and in others (`gone`)."""
     records = F.col("records")
     return gone.groupBy(*keys).agg(
         F.sum(F.when(F.col("is_declared"), records).otherwise(0)).alias("deleted"),
@@ -142,11 +131,7 @@ def _by_declaration(gone: DataFrame, *keys: str) -> DataFrame:
     )
 
 
-def _of(frame: DataFrame, partitions: DataFrame) -> DataFrame:
-    return frame.join(F.broadcast(partitions), list(PARTITION), "left_semi")
-
-
-def _trail(rows: DataFrame, rules: AuditRules, land: Land, only: DataFrame | None = None) -> _Trail:
+def _trail(rows: DataFrame, rules: AuditRules, land: Land) -> _Trail:
     pieces = land("pieces", proof.pieces(rows))
     trails = land("trails", proof.trails(pieces))
     judged = F.col("kind") == "range"
@@ -157,10 +142,8 @@ def _trail(rows: DataFrame, rules: AuditRules, land: Land, only: DataFrame | Non
     if rules.to_ms is not None:
         judged &= F.col("last_acked_at") < rules.to_ms
     ranges = proof.each_once(rows.where(judged), pieces)
-    if only is not None:
-        ranges = _of(ranges, only)
     end = proof.audit_end(trails, read_at_ms=rules.read_at_ms, to_ms=rules.to_ms, shipping_ms=rules.shipping_ms)
-    missing = proof.gaps(rows, pieces, trails, has_begin=not rules.goes_on, read_from_ms=rules.read_from_ms)
+    missing = proof.gaps(rows, pieces, trails, read_from_ms=rules.read_from_ms)
     unproven = proof.unproven(missing, proof.tails(trails, end, is_all=rules.is_all), end, from_ms=rules.from_ms)
     cells = measures.cells(ranges, trails, length_ms=rules.window_ms, late_after_ms=rules.late_after_ms)
     return _Trail(
@@ -197,7 +180,7 @@ def _windows(
     joined = joined.join(changes, list(_WINDOW), "left").join(
         F.broadcast(_unproven_windows(trail, rules)), "window_ms", "left"
     )
-    # Nobody knows which window a batch that was not checked belongs to: it counts in all of its partition's.
+    # The window of an unchecked batch is not known, so it counts in all windows of its partition.
     joined = joined.join(F.broadcast(batches.select(*PARTITION, "unchecked")), list(PARTITION), "left").withColumn(
         "unproven", _is_unproven()
     )
@@ -210,7 +193,7 @@ def _windows(
 
 
 def _added_up(counts: DataFrame) -> DataFrame:
-    """With `acked`."""
+    """Add `acked`."""
     present, lost, removed, deleted, gone = (
         F.coalesce(name, F.lit(0)) for name in ("present", "lost", "removed", "deleted", "gone")
     )
@@ -225,7 +208,7 @@ def _unproven_windows(trail: _Trail, rules: AuditRules) -> DataFrame:
 
 
 def _is_unproven() -> Column:
-    """By trails, by batches that nobody checked, or by what went with a topic, and nobody said that this was meant."""
+    """Return whether it is unproven: by trails, unchecked batches, or an undeclared deletion of a topic."""
     return F.coalesce("unproven", F.lit(False)) | (F.coalesce("unchecked", F.lit(0)) + F.coalesce("gone", F.lit(0)) > 0)
 
 
@@ -250,7 +233,7 @@ def _partitions(
         .join(changes.groupBy(*on).agg(F.sum("ownership_changes").alias("ownership_changes")), on, "left")
         .join(bounds, on, "left")
         .join(batches, on, "left")
-        # A trail does not say whose acknowledgements its missing rows have: they may be any partition's.
+        # The missing rows of a trail may be of any partition.
         .crossJoin(F.broadcast(trail.unproven.agg((F.count("*") > 0).alias("unproven"))))
         .withColumn("unproven", _is_unproven())
     )
@@ -261,7 +244,7 @@ _UNKNOWN = ("p50_ms", "p95_ms", "p99_ms", "max_ms", "log_start_offset", "end_off
 
 
 def _shaped(frame: DataFrame, schema: object) -> DataFrame:
-    """The columns of `schema`; what no table knew of is none, false or empty, and not null."""
+    """Return the columns of `schema`; counts, flags and lists that are missing are 0, false or empty, not null."""
     columns = []
     for field in schema.fields:  # type: ignore[attr-defined]  # pyspark's types are not followed
         column = F.col(field.name).cast(field.dataType)
@@ -287,7 +270,7 @@ def _findings(
     rules: AuditRules,
     land: Land,
 ) -> DataFrame:
-    """The first so many of each kind. What is bounded here is broadcast there: those islands that are told of."""
+    """Return at most `max_findings` of each kind. The islands listed are bounded, so they can be broadcast."""
     limit = rules.max_findings
     islands = land("islands", coverage.islands(segments))
     first_islands = findings.first_of(islands, limit, "log_id", "start")
@@ -311,3 +294,67 @@ def _findings(
     told = findings.first_of(everything.drop("of_kind"), limit, *by_offset, "from_ms")
     counted = findings.with_numbers(told, findings.numbers(islands, duplicates, corrupt, not_of_offsets))
     return counted.select(*FINDINGS_SCHEMA.names)
+
+
+# The description of the audit, a row for each label and text. Written last: a directory that has it is complete.
+ABOUT = "about"
+_ABOUT_SCHEMA = "label string, text string"
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """The result tables, not collected.
+
+    `kproxy/pipeline/audit/schemas.py` has the columns. `windows`: one row for each topic, partition and window of time.
+    `partitions`: the same over all time. `findings`: one row for each fault or unproven time. `owners`: what each
+    broker acknowledged, from when to when, under which ownership revision. `throughput`: records and bytes by window
+    and owner.
+    """
+
+    windows: DataFrame
+    partitions: DataFrame
+    findings: DataFrame
+    owners: DataFrame
+    throughput: DataFrame
+
+
+NAMES = tuple(field.name for field in fields(Tables))
+SCHEMAS: Final = {
+    "windows": WINDOWS_SCHEMA,
+    "partitions": PARTITIONS_SCHEMA,
+    "findings": FINDINGS_SCHEMA,
+    "owners": OWNERS_SCHEMA,
+    "throughput": THROUGHPUT_SCHEMA,
+}
+
+
+def write_results(tables: Tables, directory: str, about: Mapping[str, str]) -> None:
+    """Write all tables to `directory`, a path or any address that Spark writes to, replacing earlier ones.
+
+    `about` describes the audit. Raise SparkFailed.
+    """
+    with as_spark_failure(f"The audit's results could not be written to {directory}"):
+        session = tables.partitions.sparkSession
+        for name in NAMES:
+            getattr(tables, name).write.mode("overwrite").parquet(_place(directory, name))
+        rows = [(label, text) for label, text in about.items()]
+        session.createDataFrame(rows, _ABOUT_SCHEMA).coalesce(1).write.mode("overwrite").parquet(
+            _place(directory, ABOUT)
+        )
+
+
+def read_results(session: SparkSession, directory: str) -> tuple[Tables, dict[str, str]]:
+    """Return the tables in `directory` and their `about`. Raise StartupError unless all are there."""
+    try:
+        # Without a schema Spark would read a file of each table first.
+        read = {name: session.read.schema(SCHEMAS[name]).parquet(_place(directory, name)) for name in NAMES}
+        about = session.read.schema(_ABOUT_SCHEMA).parquet(_place(directory, ABOUT)).collect()
+    except AnalysisException as error:
+        raise StartupError(
+            f"{directory} has no audit's results: give a directory that `kproxy pipeline audit --output` wrote to."
+        ) from error
+    return Tables(**read), {row.label: row.text for row in about}
+
+
+def _place(directory: str, name: str) -> str:
+    return f"{directory.rstrip('/') or '/'}/{name}"

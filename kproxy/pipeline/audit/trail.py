@@ -1,7 +1,7 @@
-"""A trail as it is read: from the topic that pages are shipped to, or from files, to one row a row.
+"""Read a trail from its topic or files, one row for each trail row.
 
-What is not a row of a trail, the torn last line of a killed proxy for one, is left out; its sequence number is then
-missing, and that is told as every gap is.
+Text that is not a trail row is left out, such as the partial last line of a killed proxy. Its sequence number is then
+missing, which the audit reports as a gap.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pyspark.errors import AnalysisException
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 
+from kproxy.config.audit import DEFAULT_TOPIC
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.schemas import TRAIL_SCHEMA
 from kproxy.trail.sinks.parquet import FILE_S
@@ -21,10 +22,10 @@ JSON: Final = "json"
 PARQUET: Final = "parquet"
 _KINDS: Final = ("begin", "range", "mark", "end")
 _NEEDED_OF_RANGE: Final = ("topic", "partition", "owner", "revision", "producer_id")
-# What a row may take from being closed to being read: some seconds, and in Parquet a file is filled first.
+# The time from closing a row until it can be read: some seconds; for Parquet also the time to fill a file.
 SHIPPING_MS: Final = 5_000
 _GATHERING_MS: Final = round(FILE_S * 1000)
-# Far beyond what there is, and far from where sums of it overflow.
+# Limits far above real values, and far below those whose sums overflow.
 _LAST_MS: Final = 1 << 47
 _MOST_OFFSETS: Final = 1 << 60
 _MOST_RECORDS: Final = 1 << 36
@@ -41,19 +42,24 @@ _MOST_IN_SPANS: Final = 10_000
 
 
 class TrailPlace(NamedTuple):
-    """Where a trail is: `kind` TOPIC, JSON or PARQUET; `name` of the topic or the directory."""
+    """The place of a trail: `kind` TOPIC, JSON or PARQUET; `name` of the topic or the directory."""
 
     kind: str
     name: str
 
     @property
     def shipping_ms(self) -> int:
-        """What a row may take there from being closed to being read."""
+        """The longest time from closing a row until it can be read there."""
         return SHIPPING_MS + (_GATHERING_MS if self.kind == PARQUET else 0)
 
 
+def parse_trail(text: str) -> TrailPlace:
+    """Parse `topic`, `topic:NAME`, `json:DIR` or `parquet:DIR`. Raise StartupError if it is none of them."""
+    return parse_place(f"{TOPIC}:{DEFAULT_TOPIC}" if text == TOPIC else text)
+
+
 def parse_place(text: str) -> TrailPlace:
-    """`topic:NAME`, `json:DIR` or `parquet:DIR`. Raises StartupError."""
+    """Parse `topic:NAME`, `json:DIR` or `parquet:DIR`. Raise StartupError."""
     kind, _, name = text.partition(":")
     if kind not in (TOPIC, JSON, PARQUET) or not name:
         raise StartupError(f"{text!r} is no place of an audit trail: give topic:NAME, json:DIR or parquet:DIR.")
@@ -61,16 +67,16 @@ def parse_place(text: str) -> TrailPlace:
 
 
 def read_files(session: Any, place: TrailPlace, *, from_ms: int | None = None) -> DataFrame:
-    """TRAIL_SCHEMA and `shipped_at`, which files do not tell: of rows closed from `from_ms` on.
+    """Return the rows closed from `from_ms` on, as TRAIL_SCHEMA and `shipped_at`, which is null for files.
 
-    Raises StartupError where there are none.
+    Raise StartupError if there are no files.
     """
     try:
         if place.kind == JSON:
             read = session.read.schema(TRAIL_SCHEMA).option("pathGlobFilter", "*.jsonl").json(place.name)
         else:
             files = session.read.option("pathGlobFilter", "*.parquet")
-            # Fails where there are none. What it finds are one file's columns: others may have more, or wider numbers.
+            # Fails if there are no files. Its schema is unused: other files may have more columns, or wider numbers.
             files.parquet(place.name)
             read = files.schema(TRAIL_SCHEMA).parquet(place.name)
     except AnalysisException as error:
@@ -82,20 +88,20 @@ def read_files(session: Any, place: TrailPlace, *, from_ms: int | None = None) -
 
 
 def read_topic(session: Any, topic: str, *, bootstrap: str, ends: str, starts: str = "earliest") -> DataFrame:
-    """TRAIL_SCHEMA and `shipped_at`, from `starts` up to `ends`, JSON as of `log_source.fix_ends`."""
+    """Return TRAIL_SCHEMA and `shipped_at`, from `starts` up to `ends`, JSON as of `log_source.fix_ends`."""
     options = {
         "kafka.bootstrap.servers": bootstrap,
         "subscribe": topic,
         "startingOffsets": starts,
         "endingOffsets": ends,
-        # What retention takes while it is read is missing from the trail, and told.
+        # Rows removed by retention during the read are missing from the trail, which the audit reports.
         "failOnDataLoss": "false",
     }
     return rows_of(session.read.format("kafka").options(**options).load())
 
 
 def rows_of(messages: DataFrame) -> DataFrame:
-    """The rows of pages: `value` of Kafka's messages, `timestamp` when each was shipped."""
+    """Return the rows in pages: the `value` of Kafka's messages, whose `timestamp` is when each was shipped."""
     lines = messages.select(
         F.unix_millis("timestamp").alias("shipped_at"),
         F.explode(F.split(F.col("value").cast("string"), "\n")).alias("line"),
@@ -106,10 +112,10 @@ def rows_of(messages: DataFrame) -> DataFrame:
 
 
 def only_rows(rows: DataFrame) -> DataFrame:
-    """Of what was read the rows that can be understood.
+    """Return the valid rows.
 
-    Whoever may write to the topic can say anything there. What no proxy says must not make the audit fail, by numbers
-    that cannot be reckoned with or that stand for more than there is room for: it is left out as what is torn is.
+    Other clients may write anything to the topic. Rows that no proxy writes must not make the audit fail, by numbers
+    that overflow or that stand for too much data: they are left out, as partial rows are.
     """
     is_row = F.col("kind").isin(*_KINDS) & F.col("proxy").isNotNull() & F.col("incarnation").isNotNull()
     is_row &= _is_within("sequence", _MOST_OFFSETS) & _is_within("at", _LAST_MS)
@@ -122,10 +128,10 @@ def _is_range() -> Column:
     spans = F.col("spans")
     length = F.size(spans)
     fits = (length >= 2) & (length % 2 == 0) & (length <= _MOST_IN_SPANS)
-    # Nulls are neither least nor greatest.
+    # `array_min` and `array_max` ignore nulls.
     fits &= F.size(F.array_compact(spans)) == length
     fits &= (F.array_min(spans) >= 0) & (F.array_max(spans) <= _MOST_OFFSETS)
-    # Lambdas are not compiled: the many rows that have one span go without.
+    # Spark does not compile lambdas, so the usual rows, with one span, avoid them.
     counts = F.filter(spans, lambda each, place: place % 2 == 1)
     fits &= F.when(length == 2, F.get(spans, F.lit(1))).otherwise(F.array_max(counts)) <= _MOST_RECORDS
     for name in _NEEDED_OF_RANGE:

@@ -1,4 +1,6 @@
-"""`kproxy pipeline ingest`: Structured Streaming from files, a Kafka topic or a counter to a topic, through the proxy.
+"""`kproxy pipeline ingest`: Structured Streaming to a topic.
+
+The source is files, a Kafka topic or a counter; the records are written through the proxy.
 
 As a library:
 
@@ -7,6 +9,6 @@ As a library:
 
     query = start(session, IngestOptions(FileSource("csv", "/data/in"), topic="flights", checkpoint="/data/checkpoint"))
 
-`options` says what can be asked for, `job` starts it, `transforms` is what becomes of the rows (DataFrame to
-DataFrame), `run` is what the command adds: progress, metrics and an orderly end.
+`options` has the options, `job` starts the job, `transforms` makes messages of rows (DataFrame to DataFrame), and `run`
+adds what the command needs: progress, metrics and an orderly end.
 """

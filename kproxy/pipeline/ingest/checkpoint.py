@@ -1,14 +1,14 @@
-"""What a job keeps beside Spark's own checkpoint: which job it is, and the schema that it reads with.
+"""Keep a job's identity and schema beside Spark's own checkpoint.
 
 States of a checkpoint directory
-  FREE     not there, or empty
+  FREE     missing or empty
   OURS     has `kproxy-ingest.json`, written before Spark writes anything
-  FOREIGN  Spark's files are there and ours is not: another program's
+  FOREIGN  has Spark's files but not ours: it belongs to another program
 
 Invariants
-1. A job whose source or target is not the one that is written down does not start: it would take another's offsets for
-   its own, and leave rows out.
-2. A schema that was inferred is inferred once; a start after that uses the one that is written down.
+1. A job does not start if its source or target differs from the stored one: it would use another job's offsets and skip
+   rows.
+2. A schema is inferred once; later starts use the stored one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSourc
 from kproxy.pipeline.spark import as_spark_failure
 
 FILE_NAME: Final = "kproxy-ingest.json"
-# Of Spark's own, what is there in every checkpoint.
+# Spark's files that every checkpoint has.
 _SPARKS: Final = ("metadata", "offsets")
 _VERSION: Final = 1
 _MAX_BYTES: Final = 16 << 20
@@ -41,9 +41,10 @@ class Found(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is written down. `source` and `target` are in words, cluster ids None where they could not be known.
+    """The stored identity.
 
-    `schema` is Spark's JSON, None where the source has its own.
+    `source` and `target` are in words; cluster ids are None if they are not known. `schema` is Spark's JSON, None if
+    the source has its own schema.
     """
 
     job_id: str
@@ -56,7 +57,7 @@ class Job:
 
 
 class Checkpoint:
-    """The directory at `path`, on whatever file system Spark knows it to be."""
+    """The directory at `path`, on any file system that Spark knows."""
 
     def __init__(self, session: SparkSession, path: str) -> None:
         jvm: Any = session._jvm
@@ -69,7 +70,10 @@ class Checkpoint:
         self._io = jvm.org.apache.commons.io.IOUtils
 
     def look(self) -> tuple[Found, Job | None]:
-        """What is there. Raises SparkFailed where it cannot be looked at, StartupError where it cannot be read."""
+        """Return the state and the stored job.
+
+        Raise SparkFailed if the directory is not accessible, StartupError if our file is not readable.
+        """
         with as_spark_failure(f"The checkpoint {self._given} cannot be looked at"):
             if self._files.exists(self._at(FILE_NAME)):
                 return Found.OURS, self._load()
@@ -78,7 +82,7 @@ class Checkpoint:
             return Found.FREE, None
 
     def save(self, job: Job) -> None:
-        """Written aside and moved, so that a start after a kill finds all of it or none. Raises SparkFailed."""
+        """Write a temporary file and rename it, so that it is whole even after a kill. Raise SparkFailed."""
         fields = {name: getattr(job, name) for name in Job.__slots__}
         text = json.dumps({"version": _VERSION, **fields}, indent=2) + "\n"
         aside, final = self._at(f".{FILE_NAME}.{uuid.uuid4().hex}"), self._at(FILE_NAME)
@@ -89,7 +93,7 @@ class Checkpoint:
             finally:
                 stream.close()
             if not self._files.rename(aside, final):
-                # A file system that does not rename over what is there.
+                # Some file systems do not rename over an existing file.
                 self._files.delete(final, False)
                 self._files.rename(aside, final)
 
@@ -120,7 +124,7 @@ class Checkpoint:
 
 
 def source_in_words(session: SparkSession, options: IngestOptions) -> str:
-    """The same for the same source, however its path was written. Raises SparkFailed."""
+    """Describe the source; the same for all spellings of its path. Raise SparkFailed if it cannot be resolved."""
     source = options.source
     if isinstance(source, FileSource):
         jvm: Any = session._jvm
@@ -134,9 +138,9 @@ def source_in_words(session: SparkSession, options: IngestOptions) -> str:
 
 
 def settle(known: Job | None, found: Found, asked: Job, path: str) -> Job:
-    """The job to go on with: the one that is `known`, or the one `asked` for where there is none. Pure.
+    """Return the job to run: the `known` one, else the one `asked` for. Pure.
 
-    Raises StartupError where the checkpoint is another's. A schema in `asked` is a given one and is used.
+    Raise StartupError if the checkpoint belongs to another job. A schema in `asked` was given and is used.
     """
     if found is Found.FOREIGN:
         raise StartupError(f"--checkpoint {path} belongs to another Spark job: give a directory of this job's own.")

@@ -1,8 +1,8 @@
-"""JSON documents to rows: those that parse, those that do not, and the fields that the schema lacks.
+"""Parse JSON documents to rows, and find fields that the schema lacks.
 
-A document is read twice: as the schema says, and for the names of its fields. Spark stops reading where a document
-ends, so that `{"a":1} {"a":2}` would be its first half; here each of the two readings puts the text between brackets of
-its own, and text behind the document cannot close both of them.
+A document is parsed twice: by the schema, and for the names of its fields. Spark ignores text after a document, so
+`{"a":1} {"a":2}` would be its first half. Each of the two parsers puts the text between different brackets, and text
+after the document cannot close both of them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 from pyspark.sql.types import ArrayType, DataType, MapType, StringType, StructField, StructType
 
+from kproxy.pipeline.ingest.java_classes import documents_in
 from kproxy.pipeline.ingest.transforms import CORRUPT, DOCUMENT, NEW, RECORD, TEXT
-from kproxy.pipeline.ingest.verbatim import documents_in
 
 _VALUES: Final = "_kproxy_values"
 _NAMES: Final = "_kproxy_names"
@@ -25,8 +25,8 @@ _NO_NAMES: Final = "array<string>"
 
 
 def of_records(records: DataFrame, schema: StructType, *, verbatim: bool = False) -> DataFrame:
-    """Kafka records whose values are JSON: what `opened` has, and the record's own columns in `kafka`."""
-    # No value at all is no document.
+    """Parse Kafka records whose values are JSON: the columns of `opened`, and the record's own in `kafka`."""
+    # A null value is not a document.
     text = F.coalesce(F.col("value").cast("string"), F.lit(""))
     texts = records.select(F.struct(*records.columns).alias(RECORD), text.alias(TEXT))
     return opened(texts, schema, {}, several=False, verbatim=verbatim)
@@ -35,10 +35,10 @@ def of_records(records: DataFrame, schema: StructType, *, verbatim: bool = False
 def opened(
     rows: DataFrame, schema: StructType, options: Mapping[str, str], *, several: bool, verbatim: bool = False
 ) -> DataFrame:
-    """The fields of `schema` from the documents in TEXT, CORRUPT and NEW, and all that `rows` have besides.
+    """Return the fields of `schema` from the documents in TEXT, CORRUPT and NEW, and the other columns of `rows`.
 
     `several`: TEXT may be an array of documents, each a row. `options` are those of Spark's JSON reader. `verbatim`:
-    each document's own text in DOCUMENT, for which it has to be JSON as RFC 8259 has it (`verbatim.add_function`).
+    keep each document's own text in DOCUMENT; it must be JSON by RFC 8259 (`java_classes.add_documents_function`).
     """
     text = F.col(TEXT)
     listed = F.concat(F.lit("["), text, F.lit("]"))
@@ -95,7 +95,7 @@ def _parse(text: Column, kind: DataType, options: Mapping[str, str]) -> Column:
 
 
 def _is_whole(schema: StructType, found: Column, names: Column, options: Mapping[str, str], *, several: bool) -> Column:
-    """Whether all of the text was read, and no field of it is there twice."""
+    """Whether the whole text was parsed, and no field occurs twice."""
     count = F.size(found) == F.size(names)
     if not several:
         count = count & (F.size(found) == 1)
@@ -114,7 +114,7 @@ def _is_whole(schema: StructType, found: Column, names: Column, options: Mapping
 
 
 def _shape(kind: DataType) -> DataType:
-    """Of `kind` what is read for the names alone: a struct is the text of its fields by name."""
+    """Return the type to parse for names only: a struct becomes a map of its fields' texts by name."""
     if isinstance(kind, StructType):
         return MapType(StringType(), StringType())
     if isinstance(kind, ArrayType):
@@ -137,7 +137,7 @@ def _has_names(kind: DataType) -> bool:
 
 
 def _unique(kind: DataType, names: Column, options: Mapping[str, str]) -> Column:
-    """Whether no object in `names`, of the `_shape` of `kind`, has a name twice; never null."""
+    """Whether no object in `names` (of the `_shape` of `kind`) has a name twice; never null."""
     if isinstance(kind, ArrayType):
         inner_kind = kind.elementType
         return F.coalesce(F.forall(names, lambda one: _unique(inner_kind, one, options)), F.lit(True))
@@ -152,7 +152,7 @@ def _unique(kind: DataType, names: Column, options: Mapping[str, str]) -> Column
 
 
 def _lacking(kind: DataType, names: Column, path: str, options: Mapping[str, str]) -> Column:
-    """The names in `names`, of the `_shape` of `kind`, that `kind` does not have; never null."""
+    """Return the names in `names` (of the `_shape` of `kind`) that `kind` lacks; never null."""
     if isinstance(kind, StructType):
         known = F.array(*map(F.lit, kind.names)).cast(_NO_NAMES)
         here = F.transform(F.array_except(F.map_keys(names), known), lambda name: F.concat(F.lit(path), name))

@@ -1,4 +1,4 @@
-"""Why a job ended, in one sentence that says what to do. Spark says it in hundreds of lines of Java."""
+"""Explain in one sentence why a job ended and what to do. Spark's own text is hundreds of lines of Java."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _REFUSALS: Final = {
 
 
 def why(error: BaseException, options: IngestOptions) -> str:
-    """What a person is told; `error` is what the query ended with."""
+    """Return the sentence for the user; `error` is the one that the query ended with."""
     text = str(error)
     refused = _REFUSED.search(text)
     if refused is not None:
@@ -56,7 +56,7 @@ def why(error: BaseException, options: IngestOptions) -> str:
 
 
 def _cause(text: str) -> str:
-    """Java's innermost cause; else what Python raised in a micro-batch, which Java only quotes; else the first line."""
+    """Return Java's innermost cause, else the Python error of a micro-batch that Java quotes, else the first line."""
     raised = _RAISED.findall(text)
     return raised[-1].strip() if raised and "Caused by: " not in text else cause_in(text)
 

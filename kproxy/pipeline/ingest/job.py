@@ -1,4 +1,4 @@
-"""Starts the job: checks what can be checked, claims the checkpoint, and hands the stream to Spark."""
+"""Start an ingest job: check, claim the checkpoint, start the stream."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pyspark.sql.types import StructType
 
 from kproxy.config import split_list
 from kproxy.errors import StartupError
-from kproxy.pipeline.ingest import sources, target, timestamps, verbatim
+from kproxy.pipeline.ingest import cluster_admin, sources
 from kproxy.pipeline.ingest.checkpoint import Checkpoint, Found, Job, settle, source_in_words
+from kproxy.pipeline.ingest.java_classes import add_documents_function, add_timestamp_interceptor
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource
 from kproxy.pipeline.ingest.sink import BatchDone, BatchWriter
 from kproxy.pipeline.spark import as_spark_failure
@@ -27,18 +28,17 @@ def start(
     say: Callable[[str], None] = lambda sentence: None,
     stopping: Callable[[], bool] = lambda: False,
 ) -> StreamingQuery:
-    """Start the job in `session`; the query that runs, which is its caller's to await and stop.
+    """Start the job in `session` and return the running query, which the caller awaits and stops.
 
-    `on_batch` is told of each micro-batch once it is written, and `stopping` is asked before each, on another thread;
-    where it says so the query ends with an error and nothing of that micro-batch is written. `say` gets sentences for a
-    person. Blocks for seconds, longer where a schema is inferred. Raises StartupError where the person can do something
-    about it, else SparkFailed.
+    `on_batch` is called after each micro-batch, and `stopping` before each, on another thread; if it returns True, the
+    query ends with an error and nothing of that micro-batch is written. `say` gets sentences for the user. Blocks for
+    seconds, longer if a schema is inferred. Raise StartupError if the user can fix it, else SparkFailed.
     """
     options.check()
     ours = sources.own_session(session)
     checkpoint = Checkpoint(ours, options.checkpoint)
     found, known = checkpoint.look()
-    # Before anything is made: whose checkpoint it is needs no cluster, where it is plainly another's.
+    # Before any topic is created: a different source or target shows without asking the clusters.
     asked = Job(uuid.uuid4().hex, source_in_words(ours, options), options.target)
     settle(known, found, asked, options.checkpoint)
     asked = _ask_clusters(ours, options, asked)
@@ -56,12 +56,12 @@ def start(
         stopping=stopping,
     )
     if options.keeps_timestamps:
-        timestamps.add_interceptor(ours)
+        add_timestamp_interceptor(ours)
     if options.verbatim:
-        verbatim.add_function(ours)
+        add_documents_function(ours)
     rows = sources.read(ours, options, schema)
     with as_spark_failure("The rows cannot be made into messages"):
-        # For its complaints: a column that there is not is found before anything is written.
+        # Resolve the columns now, so that a missing one is an error before anything is written.
         writer.encode(rows, 0).schema  # noqa: B018 - asking for it has Spark resolve every column
     if job != known:
         checkpoint.save(job)
@@ -76,8 +76,8 @@ def start(
 
 
 def _ask_clusters(session: SparkSession, options: IngestOptions, asked: Job) -> Job:
-    """`asked` with the clusters' ids; topics that are missing are made. Raises StartupError, SparkFailed."""
-    with target.asking(session, options.bootstrap, "--bootstrap", options.kafka_options) as cluster:
+    """Return `asked` with the clusters' ids; create missing topics. Raise StartupError or SparkFailed."""
+    with cluster_admin.asking(session, options.bootstrap, "--bootstrap", options.kafka_options) as cluster:
         letters = options.dead_letters
         wanted = [options.topic, letters.where if letters is not None and letters.kind == "topic" else None]
         for topic in wanted:
@@ -93,7 +93,9 @@ def _ask_clusters(session: SparkSession, options: IngestOptions, asked: Job) -> 
     source = options.source
     if not isinstance(source, KafkaSource):
         return asked
-    with target.asking(session, source.bootstrap, "--from-bootstrap", _client_options(source.options)) as cluster:
+    with cluster_admin.asking(
+        session, source.bootstrap, "--from-bootstrap", _client_options(source.options)
+    ) as cluster:
         for topic in split_list(source.topics, "--from kafka:"):
             count = cluster.partitions(topic)
             if count is None:
@@ -107,7 +109,7 @@ def _ask_clusters(session: SparkSession, options: IngestOptions, asked: Job) -> 
 
 
 def _client_options(options: Mapping[str, str]) -> dict[str, str]:
-    """Of the options for Spark's source those that it hands to Kafka's client."""
+    """Return those options of Spark's source that are for Kafka's client."""
     return {name.removeprefix("kafka."): value for name, value in options.items() if name.startswith("kafka.")}
 
 

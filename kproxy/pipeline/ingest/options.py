@@ -1,4 +1,4 @@
-"""What an ingest is asked to do. Pure: no Spark is needed to read or check it; what cannot be is a StartupError."""
+"""The options of an ingest job: read and check them without Spark. Invalid ones raise StartupError."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kproxy.config.topic_name import is_topic_name
 from kproxy.errors import StartupError
 
 FILE_FORMATS: Final = ("csv", "json", "parquet")
-# A micro-batch is what is written again after a kill, so it is bounded where nobody says otherwise.
+# Default bounds of a micro-batch, which is written again after a kill.
 DEFAULT_FILES: Final = 100
 DEFAULT_OFFSETS: Final = 500_000
 DEFAULT_ROWS_PER_SECOND: Final = 100
-# What Kafka's producers and brokers take where nobody says otherwise.
+# The default limit of Kafka's producers and brokers.
 DEFAULT_MESSAGE_BYTES: Final = 1 << 20
-# A micro-batch's rows are counted in 32 bits at places in Spark, and a task cannot hold a larger record.
+# Spark counts a micro-batch's rows in 32 bits in places, and a task cannot hold a larger record.
 MAX_MESSAGE_BYTES: Final = 1 << 30
 # The longest header name and the longest topic name; Kafka's own limit is the latter.
 MAX_NAME: Final = 249
@@ -26,10 +26,10 @@ MAX_NAME: Final = 249
 
 @dataclass(frozen=True, slots=True)
 class FileSource:
-    """The files in a directory (or of a pattern), each read once, new ones as they come; `path` is as Spark takes it.
+    """The files of a directory or pattern `path`, as Spark reads it.
 
-    `schema` is DDL or Spark's JSON of a schema; None infers it once. `options` are those of Spark's reader.
-    At most `max_files` make one micro-batch.
+    Each is read once, new ones as they appear. `schema` is DDL or Spark's JSON of a schema; None infers it once.
+    `options` are those of Spark's reader. A micro-batch has at most `max_files`.
     """
 
     format: str
@@ -58,7 +58,7 @@ class KafkaSource:
 
 @dataclass(frozen=True, slots=True)
 class RateSource:
-    """Numbers that rise (columns timestamp and value), so many a second: a load to try things with."""
+    """Rising numbers (columns timestamp and value) at a fixed rate, as a test load."""
 
     rows_per_second: int = DEFAULT_ROWS_PER_SECOND
 
@@ -68,7 +68,7 @@ Source = FileSource | KafkaSource | RateSource
 
 @dataclass(frozen=True, slots=True)
 class DeadLetters:
-    """Where rows go that cannot be written: JSON files under a directory, or a topic of the target's cluster."""
+    """The place of rows that cannot be written: JSON files under a directory, or a topic of the target's cluster."""
 
     kind: Literal["json", "topic"]
     where: str
@@ -79,28 +79,28 @@ class DeadLetters:
 
 @dataclass(frozen=True, slots=True)
 class IngestOptions:
-    """One job. Its `checkpoint` is what makes it the same one when it is started again.
+    """One job. A job started again with the same `checkpoint` goes on.
 
-    source, checkpoint: where rows come from; the directory that keeps how far the job is.
+    source, checkpoint: the source of rows; the directory of the job's progress.
     bootstrap:          `HOST:PORT`, or several: the proxy.
-    topic, topic_column: one of the two. `partitions` makes a topic that is missing.
-    key:                no column: no key; one: its text (bytes where it is binary); several: JSON of them.
+    topic, topic_column: one of the two. `partitions` creates a missing topic.
+    key:                no column: no key; one: its text (bytes if binary); several: JSON of them.
     require_key:        a row without a key is a dead letter.
-    value_columns:      the value is JSON of these; empty: of all. `value_column`: the value is this column as it is.
-    drop_nulls:         fields that are null are left out of that JSON.
-    on_new_columns:     a row with fields that the schema lacks: the job ends, a dead letter, they are left out, or they
-                        are added: the value is the JSON document as it stands in the source.
-    not_finite:         NaN and infinities, which JSON has no numbers for: a dead letter, or their names as text.
-    keep_timestamps:    of a Kafka source: records are written with the timestamps that they have.
-    keep_partitions:    of a Kafka source: and to the partitions that they are in.
+    value_columns:      the value is JSON of these; empty: of all. `value_column`: the value is this column unchanged.
+    drop_nulls:         leave null fields out of that JSON.
+    on_new_columns:     for a row with fields that the schema lacks: end the job, make it a dead letter, leave them out,
+                        or add them: the value is the JSON document as it is in the source.
+    not_finite:         for NaN and infinities, which JSON lacks: a dead letter, or their names as text.
+    keep_timestamps:    of a Kafka source: keep the records' timestamps.
+    keep_partitions:    of a Kafka source: keep the records' partitions.
     headers:            (name, column): the column's text. constant_headers: (name, text).
     copy_headers:       a Kafka source's headers come first.
-    batch_header:       name of a header that tells `job/micro-batch`; row_header: of one that tells whence a row is.
-    processing_time:    a micro-batch so often ("10 seconds") until it is stopped; None: what is there, and the end.
+    batch_header:       name of a header with `job/micro-batch`; row_header: of one with the row's place in the source.
+    processing_time:    the interval of micro-batches ("10 seconds"), until stopped; None: read what exists, then end.
     dead_letters:       None: a row that cannot be written ends the job.
-    max_message_bytes:  what a record may take, key, headers and Kafka's overhead included.
+    max_message_bytes:  the largest record, with key, headers and Kafka's overhead.
     tasks:              how many tasks write; None: as many as Spark has cores.
-    kafka_options:      for the producer and the admin client, as Kafka names them.
+    kafka_options:      for the producer and the admin client, with Kafka's names.
     """
 
     source: Source
@@ -140,7 +140,7 @@ class IngestOptions:
 
     @property
     def verbatim(self) -> bool:
-        """Whether the value is the JSON document as it stands in the source."""
+        """Whether the value is the JSON document as it is in the source."""
         return self.on_new_columns == "add"
 
     @property
@@ -149,7 +149,7 @@ class IngestOptions:
         return f"topic {self.topic}" if self.topic is not None else f"the topics named by column {self.topic_column}"
 
     def check(self) -> None:
-        """Raises StartupError for what can be known to be wrong before Spark runs."""
+        """Raise StartupError for options that are wrong; Spark is not needed."""
         for address in split_list(self.bootstrap, "--bootstrap"):
             parse_address(address, "--bootstrap")
         self._check_target()
@@ -234,7 +234,7 @@ class IngestOptions:
 
 
 def parse_source(text: str) -> tuple[str, str]:
-    """`FORMAT:WHERE` of --from; ("rate", "") for `rate`. Raises StartupError."""
+    """Parse `FORMAT:WHERE` of --from; ("rate", "") for `rate`. Raise StartupError."""
     name, _, where = text.partition(":")
     if name == "rate" and not where:
         return name, ""
@@ -247,7 +247,7 @@ def parse_source(text: str) -> tuple[str, str]:
 
 
 def parse_dead_letters(text: str) -> DeadLetters:
-    """`json:DIR` or `topic:NAME`. Raises StartupError."""
+    """Parse `json:DIR` or `topic:NAME`. Raise StartupError."""
     name, _, where = text.partition(":")
     if where and name == "json":
         return DeadLetters("json", where)
@@ -257,7 +257,7 @@ def parse_dead_letters(text: str) -> DeadLetters:
 
 
 def parse_trigger(text: str) -> str | None:
-    """The processing time as Spark writes it; None for `available-now`. Raises StartupError."""
+    """Return the processing time in Spark's form; None for `available-now`. Raise StartupError."""
     if text == "available-now":
         return None
     every_ms = duration_ms(text)
@@ -267,7 +267,7 @@ def parse_trigger(text: str) -> str | None:
 
 
 def parse_pair(text: str, flag: str) -> tuple[str, str]:
-    """`NAME=WHAT`. Raises StartupError."""
+    """Parse `NAME=WHAT`. Raise StartupError."""
     name, equals, what = text.partition("=")
     if not name or not equals:
         raise StartupError(f"{flag} {text}: give NAME=VALUE.")
@@ -275,7 +275,7 @@ def parse_pair(text: str, flag: str) -> tuple[str, str]:
 
 
 def check_topic(name: str, flag: str) -> None:
-    """Raises StartupError where Kafka would not have a topic of that name."""
+    """Raise StartupError if Kafka does not allow the topic name."""
     if not is_topic_name(name):
         raise StartupError(
             f"{flag} {name} is no name of a topic: take letters, digits, '.', '_' and '-', at most {MAX_NAME}."

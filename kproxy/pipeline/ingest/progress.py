@@ -1,25 +1,35 @@
-"""What the person at the terminal sees: a line that moves, or lines that stay where it is no terminal."""
+"""Report an ingest job: its progress line, summary and metrics.
+
+The job has a metrics endpoint of its own, as no proxy runs in its process.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
-from kproxy.pipeline.ingest.behind import Behind
+import prometheus_client
+from prometheus_client import CollectorRegistry, Gauge, Histogram, start_http_server
+
+from kproxy.config import parse_address
+from kproxy.errors import StartupError
+from kproxy.pipeline.ingest.backlog import Backlog
 from kproxy.pipeline.ingest.options import IngestOptions
 from kproxy.pipeline.ingest.sink import BatchDone
+from kproxy.pipeline.ingest.transforms import REASONS
 from kproxy.pipeline.progress import Report
 
-# Where lines stay, one now and then is enough.
+# Without a terminal, at most one line in this time.
 LINE_EVERY_S: Final = 2.0
-# A rate over less is no rate.
+# The least time that a rate is computed over.
 _LEAST_RATE_S: Final = 0.05
 
 
 class Tally:
-    """What has been done since the start. Told on Spark's threads and read on ours: each field is replaced whole."""
+    """Counts since the start. Spark's threads write them and ours reads them, so each field is replaced whole."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -28,16 +38,16 @@ class Tally:
         self.batches = 0
         self.last: BatchDone | None = None
         self.dead: Counter[str] = Counter()
-        self._behind: Behind | None = None
+        self._behind: Backlog | None = None
         self._behind_after = 0
 
     @property
-    def behind(self) -> Behind | None:
-        """What is left, where that was counted since the last micro-batch: before it is another number."""
+    def behind(self) -> Backlog | None:
+        """The backlog, None unless it was counted after the last micro-batch."""
         return self._behind if self._behind_after == self.batches else None
 
-    def left(self, behind: Behind | None, batches: int) -> None:
-        """`behind` was left, if known, when so many `batches` were done."""
+    def left(self, behind: Backlog | None, batches: int) -> None:
+        """Record the backlog, if known, as counted after `batches` micro-batches."""
         if behind is not None:
             self._behind, self._behind_after = behind, batches
 
@@ -52,7 +62,7 @@ class Tally:
         return self._clock() - self._began
 
     def line(self) -> str:
-        """How it stands, in one line."""
+        """Describe the progress in one line."""
         if self.last is None:
             return "first micro-batch"
         rate = self.last.written / max(self.last.seconds, _LEAST_RATE_S)
@@ -65,7 +75,7 @@ class Tally:
 
 
 class Display:
-    """The line, kept up to date by `update`."""
+    """The job's progress line; `update` refreshes it."""
 
     def __init__(self, report: Report, tally: Tally, clock: Callable[[], float] = time.monotonic) -> None:
         self._tally = tally
@@ -87,7 +97,7 @@ class Display:
 
 
 def summary(tally: Tally, options: IngestOptions) -> str:
-    """What was done, in sentences."""
+    """Summarize the finished job in sentences."""
     done = f"Wrote {_many(tally.written, 'row')} to {options.target} in {_many(tally.batches, 'micro-batch')}."
     if not tally.dead:
         return done
@@ -98,3 +108,64 @@ def summary(tally: Tally, options: IngestOptions) -> str:
 def _many(count: int, what: str) -> str:
     plural = f"{what}es" if what.endswith("ch") else f"{what}s"
     return f"{count:,} {what if count == 1 else plural}"
+
+
+class Metrics:
+    """The job's metrics; `registry` is served."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._rows = prometheus_client.Counter(
+            "kproxy_ingest_rows", "Rows written to their topic.", registry=self.registry
+        )
+        self._dead = prometheus_client.Counter(
+            "kproxy_ingest_dead_letters", "Rows that could not be written.", ["reason"], registry=self.registry
+        )
+        self._seconds = Histogram(
+            "kproxy_ingest_micro_batch_seconds",
+            "What micro-batches took to write.",
+            buckets=(0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000),
+            registry=self.registry,
+        )
+        self._batch = Gauge(
+            "kproxy_ingest_micro_batch", "Number of the last one that was written.", registry=self.registry
+        )
+        self._last = Gauge("kproxy_ingest_last_micro_batch_timestamp_seconds", "When that was.", registry=self.registry)
+        self._behind = Gauge(
+            "kproxy_ingest_behind", "What is still to be read, in files or records.", ["unit"], registry=self.registry
+        )
+        for reason in REASONS:
+            self._dead.labels(reason)
+
+    def done(self, batch: BatchDone) -> None:
+        self._rows.inc(batch.written)
+        for reason, count in batch.dead.items():
+            self._dead.labels(reason).inc(count)
+        self._seconds.observe(batch.seconds)
+        self._batch.set(batch.batch)
+        self._last.set(time.time())
+
+    def behind(self, behind: Backlog | None) -> None:
+        if behind is not None:
+            self._behind.labels(behind.unit).set(behind.left)
+
+
+@contextlib.contextmanager
+def serving(metrics: Metrics, listen: str | None) -> Iterator[int]:
+    """Serve the metrics at `listen` (`HOST:PORT`) while the block runs. Yield the port, 0 if `listen` is None."""
+    if listen is None:
+        yield 0
+        return
+    address = parse_address(listen, "--metrics")
+    try:
+        server, thread = start_http_server(address.port, address.host, metrics.registry)
+    except OSError as error:
+        raise StartupError(
+            f"--metrics {listen} cannot be listened on ({error.strerror}): give another address."
+        ) from error
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

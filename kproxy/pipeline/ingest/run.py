@@ -1,11 +1,11 @@
-"""The command around a job: progress and metrics while it runs, and an orderly end.
+"""Run an ingest job: show progress, serve metrics, stop in order.
 
 States: STARTING -> RUNNING --all read, or failed--> ENDED; RUNNING --signal--> STOPPING --micro-batch done--> ENDED.
 
 Invariants
-1. A first signal lets the micro-batch that is under way come to its end, so that nothing of it is written again; a
-   second one, or one while nothing runs, ends the job at once.
-2. When `run` returns or raises, the query has ended; the session is its caller's.
+1. After a first signal the running micro-batch is completed, so that nothing of it is written again. A second signal,
+   or one while no micro-batch runs, ends the job at once.
+2. When `run` returns or raises, the query has ended; the session is the caller's.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming import StreamingQuery
 
-from kproxy.pipeline.ingest.behind import FilesLeft, records_behind
+from kproxy.pipeline.ingest.backlog import FilesLeft, records_behind
 from kproxy.pipeline.ingest.failures import why
 from kproxy.pipeline.ingest.job import start
-from kproxy.pipeline.ingest.metrics import Metrics
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource
-from kproxy.pipeline.ingest.progress import Display, Tally, summary
+from kproxy.pipeline.ingest.progress import Display, Metrics, Tally, summary
 from kproxy.pipeline.ingest.sink import BatchDone, Stopped
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure
@@ -34,7 +33,7 @@ POLL_S: Final = 0.25
 
 
 class Stop:
-    """Whether the job is to end: `wanted` after the micro-batch under way, `at_once` without waiting for it."""
+    """A request to end the job: `wanted` after the running micro-batch, `at_once` without waiting for it."""
 
     def __init__(self) -> None:
         self._wanted = threading.Event()
@@ -49,14 +48,14 @@ class Stop:
         return self._at_once.is_set()
 
     def ask(self) -> None:
-        """The first time after the micro-batch, the second time at once."""
+        """Request the end: the first call after the running micro-batch, the second at once."""
         if self._wanted.is_set():
             self._at_once.set()
         self._wanted.set()
 
 
 def run(session: SparkSession, options: IngestOptions, report: Report, metrics: Metrics, stop: Stop) -> None:
-    """Run the job until it is done or stopped. Raises StartupError, and SparkFailed with why it failed."""
+    """Run the job until it is done or stopped. Raise StartupError, or SparkFailed with the reason."""
     tally = Tally()
 
     def on_batch(batch: BatchDone) -> None:
@@ -88,7 +87,7 @@ def _watch(
     metrics: Metrics,
     stop: Stop,
 ) -> str | None:
-    """Until the query has ended; why, where it failed."""
+    """Wait until the query has ended. Return the reason if it failed."""
     files = FilesLeft(session, options.source, options.checkpoint) if isinstance(options.source, FileSource) else None
 
     def look(*, at_once: bool = False) -> None:
@@ -117,7 +116,7 @@ def _watch(
 
 @contextlib.contextmanager
 def stopped_by_signals(stop: Stop) -> Iterator[None]:
-    """Have Ctrl-C and SIGTERM ask for the end. On the main thread."""
+    """Let Ctrl-C and SIGTERM call `stop.ask` while the block runs; no effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

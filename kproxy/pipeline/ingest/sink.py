@@ -1,29 +1,36 @@
-"""One micro-batch: counted, its dead letters put aside, its messages written. What `foreachBatch` calls.
+"""Write one micro-batch: its messages and its dead letters.
+
+`foreachBatch` calls it.
 
 Invariants
-1. A micro-batch is committed (by Spark, when the call returns) only after each of its rows is acknowledged by its
-   topic or lies with the dead letters. So a kill loses nothing; what it costs is that the one micro-batch that was not
-   committed is written again, with the same rows under the same number.
-2. Dead letters in files are there once: a micro-batch that is written again replaces its own.
+1. Spark commits a micro-batch when the call returns: after each of its rows is acknowledged by its topic or is a dead
+   letter. So a kill loses nothing; the one uncommitted micro-batch is written again, with the same rows and number.
+2. Dead letters in files are there once: a repeated micro-batch replaces its own.
 3. Without a place for dead letters the first of them ends the job, and its micro-batch is not committed.
+
+Spark's Parquet reader silently ignores columns of a file that the schema lacks; `check_files` finds them.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, Observation, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
-from pyspark.sql.types import StructType
+from pyspark.sql.types import ArrayType, DataType, MapType, StructType
 
-from kproxy.pipeline.ingest import documents, parquet, timestamps, transforms
+from kproxy.pipeline.ingest import documents, transforms
+from kproxy.pipeline.ingest.backlog import taken
+from kproxy.pipeline.ingest.java_classes import INTERCEPTOR_CLASS
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource
 from kproxy.pipeline.ingest.transforms import NEW, REASON, REASONS, ROW
 
-# What the job's error begins with where a row cannot be written; Java's stack trace stands around it.
+# The prefix of the error for a row that cannot be written; a Java stack trace surrounds it.
 REFUSED: Final = "kproxy-refused-row"
 NEW_IN_FILE: Final = "new column in a file"
 OBSERVED_TIMEOUT_S: Final = 10.0
@@ -32,7 +39,7 @@ _POLL_S: Final = 0.005
 
 @dataclass(frozen=True, slots=True)
 class BatchDone:
-    """A micro-batch that is written: `rows` = `written` + the dead letters, by reason; what it took, in seconds."""
+    """A micro-batch that was written: `rows` = `written` + the dead letters (`dead`, by reason), in `seconds`."""
 
     batch: int
     rows: int
@@ -42,7 +49,7 @@ class BatchDone:
 
 
 class Stopped(Exception):
-    """The job is to end before this micro-batch, of which nothing has been written. It comes back from Java as text."""
+    """The job ends before this micro-batch; nothing of it is written. It comes back from Java as text."""
 
     SAID: Final = "kproxy-stopped-before-a-micro-batch"
 
@@ -51,16 +58,17 @@ class Stopped(Exception):
 
 
 class RefusedFile(Exception):
-    """A file has columns that would be lost, and nothing of its micro-batch has been written. It comes back as text."""
+    """A file has columns that would be lost; nothing of its micro-batch is written. It comes back as text."""
 
     def __init__(self, path: str, names: Sequence[str]) -> None:
         super().__init__("|".join([REFUSED, NEW_IN_FILE, path, ", ".join(names).replace("|", " "), ""]))
 
 
 class BatchWriter:
-    """Writes micro-batches of the job `job_id`; `schema` is that of files, or of values that are JSON.
+    """Write micro-batches of the job `job_id`.
 
-    `on_batch` is told when one is written, `stopping` asked before one begins; both on a thread of Spark's.
+    `schema` is that of files, or of values that are JSON. It calls `on_batch` after each micro-batch and `stopping`
+    before each, both on a thread of Spark's.
     """
 
     def __init__(
@@ -94,25 +102,22 @@ class BatchWriter:
         self._on_batch(BatchDone(number, counts["rows"], written, dead, time.monotonic() - began))
 
     def encode(self, batch: DataFrame, number: int) -> DataFrame:
-        """The rows with their messages. Raises StartupError for a column that there is not."""
+        """Add the messages to the rows. Raise StartupError for a column that does not exist."""
         rows = batch
         if isinstance(self._options.source, KafkaSource) and self._schema is not None:
             rows = documents.of_records(batch, self._schema, verbatim=self._options.verbatim)
         return transforms.encoded(transforms.placed(rows), self._options, batch=self._name(number))
 
     def _check_files(self, session: SparkSession, number: int) -> None:
-        """Parquet's rows cannot tell what they have lost."""
+        """Check Parquet files themselves: their rows do not show which columns were ignored."""
         source = self._options.source
         if not isinstance(source, FileSource) or source.format != "parquet" or self._schema is None:
             return
         if self._options.on_new_columns != "ignore":
-            try:
-                parquet.check_files(session, self._options.checkpoint, number, self._schema, source.options)
-            except parquet.NewColumns as error:
-                raise RefusedFile(error.path, error.names) from error
+            check_files(session, self._options.checkpoint, number, self._schema, source.options)
 
     def _write_messages(self, rows: DataFrame) -> dict[str, int]:
-        """The number of `rows`, and of dead letters by reason; counted while the messages are written."""
+        """Write the messages. Return the number of `rows` and of dead letters by reason, counted while writing."""
         observation = Observation()
         counts = [F.count(F.lit(1)).alias("rows")]
         counts += [F.count(F.when(F.col(REASON) == reason, 1)).alias(reason) for reason in REASONS]
@@ -134,7 +139,7 @@ class BatchWriter:
         assert where is not None  # noqa: S101 - `_refuse` let none through
         if where.kind == "json":
             letters = transforms.dead_letters(rows, batch=self._name(number))
-            # Under the number of the micro-batch, so that the same one replaces what it left behind.
+            # The directory has the micro-batch's number, so that a repeated one replaces its files.
             directory = f"{where.where.rstrip('/')}/job={self._job_id}/micro_batch={number}"
             letters.write.mode("overwrite").json(directory)
             return
@@ -150,9 +155,9 @@ class BatchWriter:
 
 
 def _observed(observation: Observation) -> dict[str, int] | None:
-    """What was counted on the way; None where Spark does not tell in time: its events may be dropped under load."""
+    """Return the counts, None if Spark does not report them in time: it may drop events under load."""
     deadline = time.monotonic() + OBSERVED_TIMEOUT_S
-    # Its own way of being asked has no end where nothing comes.
+    # `Observation.get` alone would wait without a limit.
     while not observation._jo.future().isCompleted():
         if time.monotonic() > deadline:
             return None
@@ -161,17 +166,17 @@ def _observed(observation: Observation) -> dict[str, int] | None:
 
 
 def _counted(rows: DataFrame) -> dict[str, int]:
-    """The same, by reading all `rows` again."""
+    """Return the same counts by reading all `rows` again."""
     by_reason = {row[0]: int(row[1]) for row in rows.groupBy(REASON).count().collect()}
     return {"rows": sum(by_reason.values()), **{reason: by_reason.get(reason, 0) for reason in REASONS}}
 
 
 def sink_options(options: IngestOptions) -> dict[str, str]:
-    """For Spark's Kafka sink. A producer has limits of its own on what it sends, which must not be below the job's."""
+    """Return the options for Spark's Kafka sink. The producer's own limits are raised to the job's."""
     producer = dict(options.kafka_options)
     if options.keeps_timestamps:
         theirs = producer.get("interceptor.classes")
-        producer["interceptor.classes"] = ",".join(filter(None, [theirs, timestamps.CLASS_NAME]))
+        producer["interceptor.classes"] = ",".join(filter(None, [theirs, INTERCEPTOR_CLASS]))
     own = {
         "max.request.size": str(max(options.max_message_bytes, 1 << 20)),
         "buffer.memory": str(max(2 * options.max_message_bytes, 32 << 20)),
@@ -181,9 +186,66 @@ def sink_options(options: IngestOptions) -> dict[str, str]:
 
 
 def _refuse(rows: DataFrame, reasons: Sequence[str]) -> Column:
-    """True for a row that has none of these `reasons`; ends the job where there is one that has."""
+    """Return a column that is true for a row with none of these `reasons`, and ends the job for any other."""
     named = F.array_join(F.col(NEW), ", ") if NEW in rows.columns else F.lit("")
     told = (F.col(REASON), F.col(ROW), F.translate(F.coalesce(named, F.lit("")), "|", " "))
     said = F.concat(F.lit(REFUSED), *(F.concat(F.lit("|"), each) for each in told), F.lit("|"))
     refused = F.coalesce(F.col(REASON).isin(*reasons), F.lit(False))
     return F.when(~refused, F.lit(True)).otherwise(F.raise_error(said).isNull())
+
+
+def check_files(
+    session: SparkSession, checkpoint: str, number: int, schema: StructType, options: Mapping[str, str]
+) -> None:
+    """Raise RefusedFile for the first file of the micro-batch `number` with a column that `schema` lacks.
+
+    It reads the files' footers; `options` are those of Spark's reader. Raise PySparkException for files that cannot be
+    read.
+    """
+    paths = _files_of(session, checkpoint, number)
+    # The paths are file names, not patterns.
+    reader = session.read.options(**options).option("__globPaths__", "false")
+    try:
+        if not paths or not lacking(schema, reader.option("mergeSchema", "true").parquet(*paths).schema):
+            return
+    except PySparkException as error:
+        # A column whose type differs between files cannot be merged, but each file may still fit the schema.
+        if "CANNOT_MERGE" not in str(error):
+            raise
+    for path in paths:
+        if names := lacking(schema, reader.option("mergeSchema", "false").parquet(path).schema):
+            raise RefusedFile(path, names)
+
+
+def _files_of(session: SparkSession, checkpoint: str, number: int) -> list[str]:
+    """Return the files of a micro-batch, from Spark's log of files and the offsets of its micro-batches in it."""
+    end = _log_offset(session, checkpoint, number)
+    before = _log_offset(session, checkpoint, number - 1) if number else -1
+    log_offset = F.col("log_offset")
+    files = taken(session, checkpoint).where((log_offset > before) & (log_offset <= end))
+    return sorted({str(row["path"]) for row in files.collect()})
+
+
+def _log_offset(session: SparkSession, checkpoint: str, number: int) -> int:
+    lines = session.read.text(f"{checkpoint}/offsets/{number}").where(F.col("value").contains('"logOffset"'))
+    return int(json.loads(lines.collect()[-1]["value"])["logOffset"])
+
+
+def lacking(schema: DataType, found: DataType, path: str = "") -> list[str]:
+    """Return the fields of `found` that `schema` lacks, as paths (`column.field`). Pure.
+
+    Names are compared without case, as Spark's Parquet reader does.
+    """
+    if isinstance(schema, StructType) and isinstance(found, StructType):
+        known = {field.name.lower(): field.dataType for field in schema.fields}
+        names = []
+        for field in found.fields:
+            kind = known.get(field.name.lower())
+            name = f"{path}{field.name}"
+            names += [name] if kind is None else lacking(kind, field.dataType, f"{name}.")
+        return names
+    if isinstance(schema, ArrayType) and isinstance(found, ArrayType):
+        return lacking(schema.elementType, found.elementType, path)
+    if isinstance(schema, MapType) and isinstance(found, MapType):
+        return lacking(schema.valueType, found.valueType, path)
+    return []

@@ -1,4 +1,4 @@
-"""Where rows come from: the streaming DataFrame of a source, and the schema of one that has none of its own."""
+"""Open a source as a streaming DataFrame, and infer its schema."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ from kproxy.pipeline.ingest.transforms import (
 )
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure, cause_in
 
-# A block is what one task reads; lines are counted within it (`transforms.placed`), so it may not depend on how many
-# cores there are. Files below this size are a block each.
+# One task reads one block. Lines are counted within it (`transforms.placed`), so it must not depend on the number of
+# cores. Smaller files are a block each.
 BLOCK_BYTES: Final = 128 << 20
-# RFC 4180: a quote within quotes is doubled, and newlines may stand there. A header that does not fit the schema is an
-# error, and not columns that have changed places; a row is looked at as a whole, and not only where a column is asked
-# for.
+# RFC 4180: a quote within quotes is doubled, and newlines are allowed there. A header that does not fit the schema is
+# an error, not a change of the columns' order. A row is always parsed whole, not only the columns in use.
 _READER_OPTIONS: Final = {
     "csv": {
         "header": "true",
@@ -45,29 +44,29 @@ _READER_OPTIONS: Final = {
     "json": {},
     "parquet": {},
 }
-# What cannot be parsed is told, and told where it is looked for: nobody's options may have it become nulls.
+# Rows that cannot be parsed go to the column CORRUPT. No option of the user's may turn them into nulls.
 _REQUIRED: Final = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": CORRUPT}
-# What Java reads for bytes that are not of the encoding.
+# Java reads this for bytes that are invalid in the encoding.
 _REPLACED: Final = "\ufffd"
 _BOM: Final = "\ufeff"
 _ALL: Final = (1 << 31) - 1
 
 
 def own_session(session: SparkSession) -> SparkSession:
-    """`session` again, with settings of its own: those that rows are counted by are not everybody's."""
+    """Clone `session` with the settings that rows are counted by, so that the caller's stay as they are."""
     with as_spark_failure("Spark did not take the job"):
         ours = SparkSession(session.sparkContext, session._jsparkSession.cloneSession())
-        # So that neither the number of cores nor that of files has a say in where a block ends.
+        # So that the ends of blocks depend neither on the number of cores nor on that of files.
         ours.conf.set("spark.sql.files.maxPartitionBytes", str(BLOCK_BYTES))
         ours.conf.set("spark.sql.files.openCostInBytes", str(BLOCK_BYTES))
         ours.conf.unset("spark.sql.files.maxPartitionNum")
-        # Kafka's sink as Spark's streams use it: by its older interface it would tell nobody what it has counted.
+        # Use the V2 Kafka sink, as streams do: with the V1 sink observations report nothing.
         ours.conf.set("spark.sql.sources.useV1SourceList", "avro,csv,json,orc,parquet,text")
     return ours
 
 
 def parse_schema(text: str) -> StructType:
-    """DDL (`id INT, name STRING`) or Spark's JSON of a schema. Raises StartupError. Needs a session."""
+    """Parse DDL (`id INT, name STRING`) or Spark's JSON of a schema. Raise StartupError. Needs a session."""
     from pyspark.errors import PySparkException
 
     try:
@@ -85,7 +84,7 @@ def parse_schema(text: str) -> StructType:
 
 
 def infer_schema(session: SparkSession, source: FileSource) -> StructType:
-    """From the files that are there now, all of which are read for it. Raises StartupError where there are none."""
+    """Infer the schema by reading all files that exist now. Raise StartupError if there are none."""
     options = {"inferSchema": "true", **_reader_options(source)}
     with_hint = f"give --schema, or put a file there that has the columns ({source.path})"
     try:
@@ -113,9 +112,10 @@ def infer_schema(session: SparkSession, source: FileSource) -> StructType:
 
 
 def read(session: SparkSession, options: IngestOptions, schema: StructType | None) -> DataFrame:
-    """The stream of a source; files with the columns that `transforms.placed` needs.
+    """Return the stream of a source.
 
-    Raises StartupError where there is nothing at its path, SparkFailed for what else Spark has against it.
+    Files have the columns that `transforms.placed` needs. Raise StartupError if its path does not exist, SparkFailed
+    for any other error of Spark's.
     """
     source = options.source
     try:
@@ -145,7 +145,7 @@ def _files(session: SparkSession, source: FileSource, schema: StructType, *, ver
     if source.format == "csv":
         expected.add(CORRUPT, StringType())
     rows = _placed(reader.format(source.format).schema(expected).load(source.path))
-    return _damage_told(rows, schema, settings) if source.format == "csv" else rows
+    return _mark_damaged(rows, schema, settings) if source.format == "csv" else rows
 
 
 def _placed(rows: DataFrame) -> DataFrame:
@@ -154,13 +154,13 @@ def _placed(rows: DataFrame) -> DataFrame:
 
 
 def _documents(lines: DataFrame, schema: StructType, settings: Mapping[str, str], *, verbatim: bool) -> DataFrame:
-    """The rows in `lines` of JSON files, or in files whole; what directories' names say (`day=7/`) goes over both."""
+    """Parse the `lines` of JSON files, or whole files; columns from directory names (`day=7/`) take precedence."""
     encoding = settings.get("encoding", settings.get("charset", "UTF-8"))
     text = F.col("value")
     if encoding.upper() != "UTF-8":
         text = F.decode(text.cast("binary"), encoding)
     kept = [name for name in lines.columns if name != "value"]
-    # By functions that leave bytes alone which are no UTF-8: they are told, and not made U+FFFD.
+    # These functions keep bytes that are not UTF-8, so they are reported and not replaced by U+FFFD.
     text = F.when(text.startswith(_BOM), F.substring(text, 2, _ALL)).otherwise(text)
     named = lines.select(*map(quoted, kept), text.alias(TEXT))
     by_directory = {name.lower(): name for name in kept if not name.startswith("_kproxy_")}
@@ -175,11 +175,11 @@ def _documents(lines: DataFrame, schema: StructType, settings: Mapping[str, str]
     ours = [name for name in rows.columns if name.startswith("_kproxy_")]
     told += by_directory.values()
     together = rows.select(*columns, *map(quoted, by_directory.values()), *ours)
-    return _told_by_directories(together, told) if verbatim and told else together
+    return _add_directory_fields(together, told) if verbatim and told else together
 
 
-def _told_by_directories(rows: DataFrame, names: Sequence[str]) -> DataFrame:
-    """`rows` with the columns of these names as fields of DOCUMENT; corrupt where it has one of them itself."""
+def _add_directory_fields(rows: DataFrame, names: Sequence[str]) -> DataFrame:
+    """Add the columns `names` to DOCUMENT as fields; a document that already has one of them is corrupt."""
     rest = F.regexp_replace(DOCUMENT, r"^\{\s*", "")
     comma = F.when(rest.startswith("}"), F.lit("")).otherwise(F.lit(","))
     fields = F.regexp_replace(json_of(names), r"\}$", "")
@@ -193,13 +193,13 @@ def _told_by_directories(rows: DataFrame, names: Sequence[str]) -> DataFrame:
 
 
 def _reader_options(source: FileSource) -> dict[str, str]:
-    """Spark's, whose names may be written in any case; those of `source` go over the defaults."""
+    """Return the options of Spark's reader in lower case; those of `source` override the defaults."""
     settings = {**_READER_OPTIONS[source.format], **source.options, **_REQUIRED}
     return {name.lower(): value for name, value in settings.items()}
 
 
 def _finds_line_ends(settings: Mapping[str, str]) -> bool:
-    """Whether Spark takes the first line end in a CSV file for that of all its rows."""
+    """Whether Spark uses the first line end in a CSV file for all of its rows."""
     return settings["multiline"].lower() == "true" and "linesep" not in settings
 
 
@@ -207,14 +207,15 @@ def _names_encoding(options: Mapping[str, str]) -> bool:
     return any(name.lower() in ("encoding", "charset") for name in options)
 
 
-def _damage_told(rows: DataFrame, schema: StructType, settings: Mapping[str, str]) -> DataFrame:
-    """CSV rows as corrupt whose texts are not what stands in the file, which Spark's reader does not tell.
+def _mark_damaged(rows: DataFrame, schema: StructType, settings: Mapping[str, str]) -> DataFrame:
+    """Mark CSV rows as corrupt whose texts differ from the file.
 
-    Where nobody named the encoding: bytes that are no UTF-8, read as U+FFFD. A carriage return at the end of the last
-    value is part of the line end, in a file whose first line ends with a newline alone and others with both.
+    Spark's reader does not report them. Bytes that are not UTF-8 are read as U+FFFD, if no encoding was named. A
+    carriage return at the end of the last value is part of a line end, in a file whose first line ends with a newline
+    alone and others with both.
     """
     tests = []
-    # Binary columns are of a text's bytes; what is of another type is not parsed with either of these in it.
+    # Binary columns hold the bytes of a text. Values of other types cannot be parsed with either of these in them.
     texts = [field.name for field in schema.fields if isinstance(field.dataType, (StringType, BinaryType))]
     if not _names_encoding(settings):
         tests += [F.col(quoted(name)).cast("string").contains(_REPLACED) for name in texts]
@@ -222,7 +223,7 @@ def _damage_told(rows: DataFrame, schema: StructType, settings: Mapping[str, str
         tests.append(F.col(quoted(texts[-1])).cast("string").endswith("\r"))
     if not tests:
         return rows
-    # A value that is null passes each of them.
+    # A null value passes each test.
     damaged = functools.reduce(operator.or_, (F.coalesce(test, F.lit(False)) for test in tests))
     return rows.withColumn(CORRUPT, F.coalesce(F.col(CORRUPT), F.when(damaged, json_of(schema.names))))
 
@@ -231,7 +232,7 @@ def _records(session: SparkSession, source: KafkaSource, with_headers: bool) -> 
     settings: dict[str, Any] = {
         "startingOffsets": source.starting_offsets,
         "maxOffsetsPerTrigger": source.max_offsets,
-        # What a producer has aborted was never there.
+        # Leaves out the records of aborted transactions.
         "kafka.isolation.level": "read_committed",
         **source.options,
         "kafka.bootstrap.servers": source.bootstrap,

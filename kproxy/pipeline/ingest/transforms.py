@@ -1,14 +1,16 @@
-"""What becomes of the rows: DataFrame to DataFrame, no reading, no writing, no session.
+"""Transform rows into messages and dead letters.
+
+All functions go from DataFrame to DataFrame: no reading, no writing, no session.
 
     placed -> encoded -> messages       to Kafka's sink
                       -> dead_letters   to files or a topic
 
-They work on the DataFrame of one micro-batch (what `foreachBatch` gets), not on the stream itself: a stream can neither
-be sorted nor have its rows numbered. Columns of ours begin with `_kproxy_`.
+They work on the DataFrame of one micro-batch (from `foreachBatch`), not on the stream: a stream can neither be sorted
+nor have its rows numbered. Our columns begin with `_kproxy_`.
 
-What is kept of the order: all rows of a key are handed to one producer in the order of the source, so they stand in one
-Kafka partition in that order: by file (oldest first, then by name) and line, by source partition and offset, or by
-number. A row without a key has no place in any order, and with no key at all rows stay in the tasks that read them.
+Order is kept by key: all rows of a key go to one producer in the order of the source, and so to one Kafka partition in
+that order: by file (oldest first, then by name) and line, by source partition and offset, or by number. Rows without a
+key have no order; if the job has no key, rows stay in the tasks that read them.
 """
 
 from __future__ import annotations
@@ -33,21 +35,21 @@ from pyspark.sql.types import (
 )
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.ingest import timestamps
+from kproxy.pipeline.ingest.java_classes import TIMESTAMP_HEADER
 from kproxy.pipeline.ingest.options import MAX_NAME, IngestOptions
 
-# What a reader could not parse, as it stands in the source; only of CSV and JSON.
+# The source's text that a reader could not parse; only for CSV and JSON.
 CORRUPT: Final = "_kproxy_corrupt"
-# Of JSON: the document's text, and the names of its fields that the schema lacks, null where there are none.
+# For JSON: the document's text, and the names of its fields that the schema lacks, null if none.
 TEXT: Final = "_kproxy_text"
 NEW: Final = "_kproxy_new"
-# And, where documents are written as they stand in the source, one's text.
+# The document's text, if documents are written as they are in the source.
 DOCUMENT: Final = "_kproxy_document"
-# Of files, as their reader tells them.
+# For files, from their reader.
 FILE: Final = "_kproxy_file"
 MODIFIED: Final = "_kproxy_modified"
 BLOCK: Final = "_kproxy_block"
-# A row's own name, the same whenever the row is read, and what rows of a key are sorted by.
+# A row's name, the same at every reading, and the sort key within a message key.
 ROW: Final = "_kproxy_row"
 ORDER: Final = "_kproxy_order"
 # Spark's own columns of a Kafka record whose value was parsed.
@@ -57,20 +59,20 @@ KEY: Final = "_kproxy_key"
 VALUE: Final = "_kproxy_value"
 HEADERS: Final = "_kproxy_headers"
 TOPIC: Final = "_kproxy_topic"
-# Why it is a dead letter; null: it is none.
+# Why the row is a dead letter; null if it is none.
 REASON: Final = "_kproxy_reason"
 
 REASONS: Final = ("corrupt", "new column", "not finite", "no key", "no topic", "too large")
-# What kafka-clients reckons with, or more, before it knows better: a batch's header, a record's, and each length.
+# kafka-clients' upper estimates, or more: a batch's header, a record's, and each length.
 RECORD_OVERHEAD: Final = 61 + 21 + 15
 HEADER_OVERHEAD: Final = 10
-# Of a dead letter that goes to a topic, where it must fit as well.
+# The longest `record` of a dead letter in a topic, so that its message fits.
 RECORD_EXCERPT: Final = 64 << 10
-# A row's number within its task, as `monotonically_increasing_id` counts: the task's number is above these bits.
+# `monotonically_increasing_id` has the row's number within its task in these bits, and the task's number above them.
 _NUMBER_BITS: Final = (1 << 33) - 1
 _NESTED: Final = (StructType, ArrayType, MapType)
 _HEADER_TYPE: Final = "array<struct<key:string,value:binary>>"
-# To the microsecond, which is what Spark has; left alone it writes milliseconds.
+# To the microsecond, Spark's resolution; its default is milliseconds.
 _JSON: Final = {
     "timeZone": "UTC",
     "timestampFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX",
@@ -80,13 +82,13 @@ _WITH_NULLS: Final = {**_JSON, "ignoreNullFields": "false"}
 
 
 def placed(rows: DataFrame) -> DataFrame:
-    """`rows` of one micro-batch as its source gave them, with ROW and ORDER.
+    """Add ROW and ORDER to the `rows` of one micro-batch.
 
-    They depend on nothing but the source: a micro-batch that is read again has the same. Lines are counted within their
-    block of their file, which is why blocks have a fixed size (`sources.BLOCK_BYTES`).
+    Both depend only on the source, so a micro-batch that is read again has the same. Lines are counted within a block
+    of their file, so blocks have a fixed size (`sources.BLOCK_BYTES`).
     """
     if FILE in rows.columns:
-        # It counts within a task, and a task reads one block.
+        # The id counts within a task, and a task reads one block.
         counted = rows.withColumn(ORDER, F.monotonically_increasing_id().bitwiseAND(F.lit(_NUMBER_BITS)))
         name = F.concat(F.col(FILE), F.lit("#"), F.col(BLOCK), F.lit(":"), F.col(ORDER))
         return counted.withColumn(ROW, name).withColumn(ORDER, F.struct(MODIFIED, FILE, BLOCK, ORDER))
@@ -101,9 +103,9 @@ def placed(rows: DataFrame) -> DataFrame:
 
 
 def encoded(rows: DataFrame, options: IngestOptions, *, batch: str) -> DataFrame:
-    """`placed` rows with their message (KEY, VALUE, HEADERS, TOPIC) and REASON, null where it can be written.
+    """Add the message (KEY, VALUE, HEADERS, TOPIC) to `placed` rows, and REASON, null if it can be written.
 
-    `batch` is what the batch header says. Raises StartupError for a column that there is not.
+    `batch` is the value of the batch header. Raise StartupError for a column that does not exist.
     """
     key = _key(rows, options.key)
     headers = _headers(rows, options, batch)
@@ -118,7 +120,7 @@ def encoded(rows: DataFrame, options: IngestOptions, *, batch: str) -> DataFrame
 
 
 def messages(rows: DataFrame, *, tasks: int, options: IngestOptions) -> DataFrame:
-    """What Kafka's sink takes, of the `encoded` rows that can be written; each key's in ORDER, by one of `tasks`."""
+    """Return the writable `encoded` rows in the form of Kafka's sink; a key's rows in ORDER, in one of `tasks`."""
     good = rows.where(F.col(REASON).isNull())
     wanted = {"key": F.col(KEY), "value": F.col(VALUE), "topic": F.col(TOPIC)}
     headers = []
@@ -126,16 +128,16 @@ def messages(rows: DataFrame, *, tasks: int, options: IngestOptions) -> DataFram
         headers.append(F.coalesce(F.col(HEADERS), F.array().cast(_HEADER_TYPE)))
     if options.keeps_timestamps:
         told = F.encode(F.unix_millis(_of_record(rows, "timestamp")).cast("string"), "utf-8")
-        headers.append(F.array(F.struct(F.lit(timestamps.HEADER).alias("key"), told.alias("value"))).cast(_HEADER_TYPE))
+        headers.append(F.array(F.struct(F.lit(TIMESTAMP_HEADER).alias("key"), told.alias("value"))).cast(_HEADER_TYPE))
     if headers:
         wanted["headers"] = F.concat(*headers)
     if options.keep_partitions:
         wanted["partition"] = _of_record(rows, "partition")
     columns = [column.alias(name) for name, column in wanted.items()]
     if not options.key:
-        # A task has a partition of the source, in its order.
+        # A task reads a partition of the source, in its order.
         return good.select(*columns)
-    # Rows without a key are spread over all tasks, and not all given to one.
+    # Spread rows without a key over all tasks, rather than sending them all to one.
     place = [F.coalesce(F.col(KEY), F.encode(ROW, "utf-8"))]
     if options.keep_partitions:
         place = [_of_record(rows, "topic"), _of_record(rows, "partition")]
@@ -143,10 +145,10 @@ def messages(rows: DataFrame, *, tasks: int, options: IngestOptions) -> DataFram
 
 
 def dead_letters(rows: DataFrame, *, batch: str, excerpt: int | None = None) -> DataFrame:
-    """Of the `encoded` rows those that cannot be written: reason, row, batch, key, bytes, record, record_cut.
+    """Return the `encoded` rows that cannot be written: reason, row, batch, key, bytes, record, record_cut.
 
-    `record` is the row as it stood in its source where that could not be parsed, else its columns as JSON (binary ones
-    in base64), cut to `excerpt` characters where one is given.
+    `record` is the source's text if it could not be parsed, else the columns as JSON (binary ones in base64), cut to
+    `excerpt` characters if given.
     """
     dead = rows.where(F.col(REASON).isNotNull())
     record = _whole(rows)
@@ -163,13 +165,13 @@ def dead_letters(rows: DataFrame, *, batch: str, excerpt: int | None = None) -> 
 
 
 def as_messages(letters: DataFrame, topic: str) -> DataFrame:
-    """`dead_letters` for a topic: JSON under the key that the row had."""
+    """Return `dead_letters` as messages for a topic: JSON with the row's key."""
     value = F.to_json(F.struct(*letters.columns), {"ignoreNullFields": "false"})
     return letters.select(F.col("key"), value.alias("value"), F.lit(topic).alias("topic"))
 
 
 def message_bytes() -> Column:
-    """The most that an `encoded` row's message takes on its way, by itself in a batch and not compressed."""
+    """Return the largest size of an `encoded` row's message: alone in its batch, not compressed."""
     headers = F.aggregate(
         F.col(HEADERS),
         F.lit(0),
@@ -179,17 +181,17 @@ def message_bytes() -> Column:
 
 
 def _of_record(rows: DataFrame, name: str) -> Column:
-    """What Spark knows of a Kafka source's record."""
+    """Return a column that Spark has for a Kafka source's record."""
     return F.col(RECORD).getField(name) if RECORD in rows.columns else F.col(name)
 
 
 def column_of(rows: DataFrame, name: str) -> Column:
-    """The column, or the field `column.field`. Raises StartupError, with the columns that there are."""
+    """Return the column, or the field `column.field`. Raise StartupError that lists the columns if missing."""
     return _find(rows, name)[0]
 
 
 def text_of(rows: DataFrame, name: str) -> Column:
-    """A column as text: nested ones as JSON, timestamps in UTC whatever the session's zone, binary ones not at all."""
+    """Return a column as text: nested ones as JSON, timestamps in UTC, others cast to string."""
     column, kind = _find(rows, name)
     if isinstance(kind, _NESTED):
         return F.to_json(column, _JSON)
@@ -199,12 +201,12 @@ def text_of(rows: DataFrame, name: str) -> Column:
 
 
 def json_of(names: Sequence[str]) -> Column:
-    """JSON of these columns, with those that are null."""
+    """Return JSON of these columns, nulls included."""
     return F.to_json(F.struct(*map(quoted, names)), _WITH_NULLS)
 
 
 def columns_of(rows: DataFrame) -> list[str]:
-    """The source's own columns."""
+    """Return the source's own columns."""
     return [name for name in rows.columns if not name.startswith("_kproxy_")]
 
 
@@ -220,7 +222,7 @@ def _find(rows: DataFrame, name: str) -> tuple[Column, DataType]:
 
 
 def quoted(name: str) -> str:
-    """As Spark's SQL has a name that may be of any characters."""
+    """Quote a name for Spark's SQL; it may have any characters."""
     return "`" + re.sub("`", "``", name) + "`"
 
 
@@ -234,7 +236,7 @@ def _key(rows: DataFrame, names: Sequence[str]) -> Column | None:
         return None
     if len(names) == 1:
         return _bytes_of(rows, names[0])
-    # Fields that are null stay: a key is the same text for the same values, and none only where all are missing.
+    # Null fields stay in it, so that equal values give equal keys; the key is null only if all are null.
     columns = [column_of(rows, name) for name in names]
     together = F.struct(*(column.alias(name) for column, name in zip(columns, names, strict=True)))
     text = F.to_json(together, _WITH_NULLS)
@@ -253,7 +255,7 @@ def _value(rows: DataFrame, options: IngestOptions) -> Column:
 
 
 def _value_columns(rows: DataFrame, options: IngestOptions) -> Sequence[str]:
-    # What Kafka knows of a record is no part of its value, unless it is asked for.
+    # Kafka's columns of a record are not part of its value, unless named.
     return options.value_columns or [name for name in columns_of(rows) if name != RECORD]
 
 
@@ -275,7 +277,7 @@ def _headers(rows: DataFrame, options: IngestOptions, batch: str) -> Column | No
 
 
 def has_headers(options: IngestOptions) -> bool:
-    """Whether messages have headers at all."""
+    """Whether messages have headers."""
     mine = (options.headers, options.constant_headers, options.batch_header, options.row_header)
     return options.copy_headers or any(mine)
 
@@ -298,13 +300,13 @@ def _reason(rows: DataFrame, options: IngestOptions) -> Column:
 
 
 def _not_finite(rows: DataFrame, options: IngestOptions) -> Column | None:
-    """Whether there is NaN or an infinity in what JSON is made of; None where no column can have one."""
+    """Whether a column that becomes JSON has NaN or an infinity; None if no column can have one."""
     named = [*options.key, *(column for _, column in options.headers)]
     made = options.value_column is None and DOCUMENT not in rows.columns
     whole = _value_columns(rows, options) if made else ()
     if options.value_column is not None:
         named.append(options.value_column)
-    # A column by itself is text, which has names for them; JSON are several that make a key, and nested ones.
+    # A single column is written as text, which has names for them. Keys of several columns and nested columns are JSON.
     nested = [name for name in named if isinstance(_find(rows, name)[1], _NESTED)]
     several = options.key if len(options.key) > 1 else ()
     found = [_find(rows, name) for name in dict.fromkeys((*whole, *nested, *several))]
@@ -323,7 +325,7 @@ def _has_fractions(kind: DataType) -> bool:
 
 
 def _has_no_number(column: Column, kind: DataType) -> Column:
-    """Whether a number of it, however deep, is NaN or infinite; of a type that `_has_fractions`. Never null."""
+    """Whether any number in it is NaN or infinite; its type `_has_fractions`. Never null."""
     if isinstance(kind, StructType):
         fields = [field for field in kind.fields if _has_fractions(field.dataType)]
         each = [_has_no_number(column.getField(field.name), field.dataType) for field in fields]
@@ -349,6 +351,6 @@ def _length(column: Column) -> Column:
 def _whole(rows: DataFrame) -> Column:
     texts = [F.col(name) for name in (CORRUPT, DOCUMENT) if name in rows.columns]
     if NEW in rows.columns:
-        # The columns are what the schema has room for.
+        # The columns are the fields of the schema.
         texts.append(F.when(F.col(REASON) == "new column", F.col(TEXT)))
     return F.coalesce(*texts, json_of(columns_of(rows)))

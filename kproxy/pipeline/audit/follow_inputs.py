@@ -1,8 +1,9 @@
-"""What a following audit looks at: the rows of the micro-batches that are kept, and the logs' headers beside them.
+"""The inputs of a following audit: trail rows and batch headers.
 
-All of it is on disk, below the checkpoint: `rows/batch=N` and `log/batch=N`, and `work` for as long as it is judged.
-`starts/batch=N` says where logs were begun to be read then. Each reading goes to the end of its log, so nothing counts
-that an earlier one has from there on: the log may have been cut off since, or its topic be made anew.
+The rows are those of the kept micro-batches, the headers those of the logs for them. They are on disk, below the
+checkpoint: `rows/batch=N`, `log/batch=N`, `starts/batch=N` (the offsets from which the logs were read), and `work`
+during a judgement. Each reading goes to the end of its log and replaces what earlier readings have from its start on:
+the log may have been truncated since, or its topic created anew.
 """
 
 from __future__ import annotations
@@ -17,22 +18,17 @@ from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own docu
 
 from kproxy.pipeline.audit.follow_state import FollowState, Place, trail_of
 from kproxy.pipeline.audit.job import AuditJob
-from kproxy.pipeline.audit.log_source import bounds_now, fix_ends, read_log
-from kproxy.pipeline.audit.log_starts import first_offsets
-from kproxy.pipeline.audit.places import existing
-from kproxy.pipeline.audit.results import Tables
-from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS
-from kproxy.pipeline.audit.scale import fitted, keep, stays_in_memory
+from kproxy.pipeline.audit.log_source import bounds_now, fix_ends, read_log, read_short_log
+from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, existing, first_offsets, fitted, keep, stays_in_memory
 from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
-from kproxy.pipeline.audit.short_logs import read_short_log
-from kproxy.pipeline.audit.tables import AuditRules, audit_tables
+from kproxy.pipeline.audit.tables import AuditRules, Tables, audit_tables
 from kproxy.pipeline.spark import as_spark_failure
 
 _STARTS = "topic string, partition int, read_from long"
 
 
 def judged(job: AuditJob, *, lookback_ms: int = 0) -> Column:
-    """Whether a row of the trail tells of what is judged, or was acknowledged at most so long before."""
+    """Return whether a row acknowledges records to be judged, or some at most `lookback_ms` earlier."""
     condition = F.col("kind") == "range"
     if job.topics:
         condition &= F.col("topic").isin(*job.topics)
@@ -41,8 +37,8 @@ def judged(job: AuditJob, *, lookback_ms: int = 0) -> Column:
     return condition
 
 
-class LookedAt:
-    """Not for concurrent use. What it does raises SparkFailed, or LogReadFailed."""
+class FollowInputs:
+    """The stored inputs. Not for concurrent use. Its methods raise SparkFailed or LogReadFailed."""
 
     def __init__(self, session: Any, job: AuditJob, place: Place) -> None:
         self._session = session
@@ -51,18 +47,21 @@ class LookedAt:
         self._landings = 0
 
     def take(self, rows: DataFrame, batch: int) -> DataFrame:
-        """Keep a micro-batch's rows; read from where they are kept."""
+        """Store a micro-batch's rows and return them as stored."""
         place = self._place.below(f"rows/batch={batch}")
         rows.write.mode("overwrite").parquet(place)
         return self._session.read.parquet(place)
 
     def read_log(self, state: FollowState, new: DataFrame, batch: int) -> None:
-        """The headers from the first record of the batch on, or from where logs were read to; to where they end now."""
+        """Store the headers up to the logs' current ends.
+
+        Start at the first offset of the batch, or at the end of the last reading, whichever is lower.
+        """
         ranges = self._needed(new)
         needed: dict[str, dict[str, int]] = {}
         for which, first in first_offsets(ranges).items():
             needed.setdefault(which.topic, {})[str(which.partition)] = first
-        # Of topics that are gone since there is no log.
+        # Topics deleted since have no log.
         there = existing(self._job.bootstrap, needed) if needed else ()
         needed = {topic: needed[topic] for topic in there}
         if not needed:
@@ -70,7 +69,7 @@ class LookedAt:
             self._place.delete(f"starts/batch={batch}")
             return
         ends = _decode(fix_ends(self._job.bootstrap, topics=sorted(needed)))
-        # Of partitions that the batch does not speak of nothing is read.
+        # Partitions that the batch does not mention start at their end, so nothing of them is read.
         starts = {
             topic: {**ends[topic], **_starts(state.read_to.get(topic, {}), needed[topic], ends[topic])}
             for topic in needed
@@ -95,9 +94,9 @@ class LookedAt:
             state.read_to[topic] = {**state.read_to.get(topic, {}), **read_to}
 
     def audited(self, state: FollowState, rules: AuditRules) -> Tables:
-        """An audit of all that is looked at."""
+        """Audit all kept micro-batches."""
         batches = [kept.batch for kept in state.kept]
-        # There are rows of every batch that is kept.
+        # Every kept micro-batch has rows.
         rows = self._numbered(state, self._kept("rows", batches).drop("batch"))
         log = self._land("log", self._newest_of_log(batches))
         bounds = self._bounds(rows)
@@ -106,14 +105,14 @@ class LookedAt:
             if not stays_in_memory(self._session, amount):
                 return audit_tables(rows, log, bounds, rules, self._land)
             tables = audit_tables(keep("rows", rows), keep("log", log), keep("bounds", bounds), rules, keep)
-            # Worked out while the settings are in force. Of the others a following audit makes nothing.
+            # Computed while the settings apply. A following audit does not use the other tables.
             windows, findings, throughput = (
                 keep(name, getattr(tables, name)) for name in ("windows", "findings", "throughput")
             )
             return replace(tables, windows=windows, findings=findings, throughput=throughput)
 
     def tidy(self) -> None:
-        """What was made on the way is not needed any more."""
+        """Delete the intermediate tables."""
         self._place.delete("work")
 
     def forget(self, batch: int) -> None:
@@ -122,24 +121,24 @@ class LookedAt:
         self._place.delete(f"starts/batch={batch}")
 
     def _newest_of_log(self, batches: list[int]) -> DataFrame:
-        """Where a log was read twice the later one counts."""
+        """Return the headers; where a log was read twice, those of the later reading."""
         there = self._there("log", batches)
         if not there:
             return self._session.createDataFrame([], LOG_SCHEMA)
         log = self._kept("log", there)
-        # A checkpoint of an earlier release has none for what it read.
+        # Checkpoints of earlier releases have no `starts`.
         if begun := self._there("starts", there):
             on = ["topic", "partition", "batch"]
             later = Window.partitionBy("topic", "partition").orderBy("batch").rowsBetween(1, Window.unboundedFollowing)
             again = self._kept("starts", begun).select(*on, F.min("read_from").over(later).alias("read_again_from"))
             log = log.join(F.broadcast(again), on, "left")
             log = log.where("read_again_from is null or base_offset < read_again_from")
-        # A batch that reaches over the begin of a reading is in it as well.
+        # A record batch that spans the start of a later reading is in both.
         header = F.max_by(F.struct(*LOG_SCHEMA.names), "batch").alias("header")
         return log.groupBy("topic", "partition", "base_offset").agg(header).select("header.*")
 
     def _bounds(self, rows: DataFrame) -> DataFrame:
-        """Of all topics that the rows speak of and that there are: a log without a batch in it has bounds as well."""
+        """Return the bounds of all existing topics in the rows; even an empty log has bounds."""
         named = {row["topic"] for row in self._needed(rows).select("topic").distinct().collect()}
         topics = existing(self._job.bootstrap, named) if named else ()
         if not topics:
@@ -151,14 +150,14 @@ class LookedAt:
         return rows.where(judged(self._job, lookback_ms=LOG_LOOKBACK_MS))
 
     def _land(self, name: str, frame: DataFrame) -> DataFrame:
-        """Kept on disk until the next micro-batch, or the next look: what Spark plans stays small."""
+        """Write a table to disk until the judgement ends, so that Spark's plans stay small."""
         self._landings += 1
         place = self._place.below(f"work/{self._landings}-{name}")
         frame.write.mode("overwrite").parquet(place)
         return self._session.read.schema(frame.schema).parquet(place)
 
     def _there(self, name: str, batches: list[int]) -> list[int]:
-        """Those of the batches for which there is something of this name."""
+        """Return those micro-batches that have a directory `name`."""
         return [batch for batch in batches if self._place.has(self._place.below(f"{name}/batch={batch}"))]
 
     def _kept(self, name: str, batches: list[int]) -> DataFrame:
@@ -166,7 +165,7 @@ class LookedAt:
         return self._session.read.option("basePath", self._place.below(name)).parquet(*places)
 
     def _numbered(self, state: FollowState, rows: DataFrame) -> DataFrame:
-        """Rows numbered as if those that are forgotten had never been: they are not missing."""
+        """Renumber the rows as if the dropped ones had never existed, so that they are not missing."""
         if not state.forgotten:
             return rows
         forgotten = [(*trail_of(key), count) for key, count in state.forgotten.items()]
@@ -177,7 +176,7 @@ class LookedAt:
 
 
 def _starts(read_to: Mapping[str, int], needed: Mapping[str, int], ends: Mapping[str, int]) -> dict[str, int]:
-    """Where to begin: no later than where logs were read to, so that nothing in between is passed over."""
+    """Return where to start reading: no later than the last reading's end, so that nothing is skipped."""
     return {
         partition: min(first, read_to.get(partition, first), ends[partition])
         for partition, first in needed.items()

@@ -1,8 +1,9 @@
-"""Whether anybody listens where a command is told that a cluster is; asked before anything is started."""
+"""Check addresses and the place of a report before anything starts."""
 
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 from typing import Final
 
 from kproxy.config import parse_address, split_list
@@ -13,7 +14,7 @@ START_OR_ADDRESS: Final = "start it (`kproxy dev`), or give its address"
 
 
 def check_reachable(bootstrap: str, flag: str, way_out: str = START_OR_ADDRESS) -> None:
-    """Raises StartupError where nobody listens at any of the addresses."""
+    """Raise StartupError if no address in `bootstrap` accepts a connection."""
     why = ""
     for text in split_list(bootstrap, flag):
         address = parse_address(text, flag)
@@ -23,3 +24,18 @@ def check_reachable(bootstrap: str, flag: str, way_out: str = START_OR_ADDRESS) 
         except OSError as error:
             why = error.strerror or str(error)
     raise StartupError(f"nothing answers at {flag} {bootstrap} ({why}): {way_out}.")
+
+
+def check_report(path: Path | None) -> None:
+    """Raise StartupError if the report cannot be written to `path`, before an hour of work is lost."""
+    if path is None:
+        return
+    try:
+        created = not path.exists()
+        path.open("ab").close()
+    except OSError as error:
+        raise StartupError(
+            f"The report cannot be written to {path} ({error.strerror}): name another --report."
+        ) from error
+    if created:
+        path.unlink()

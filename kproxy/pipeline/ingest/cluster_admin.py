@@ -1,4 +1,7 @@
-"""The clusters that a job talks to, asked by kafka-clients' own admin client, which takes the sink's options."""
+"""Query the clusters of a job with kafka-clients' admin client.
+
+It takes the same options as Spark's Kafka sink.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any, Final
 from pyspark.sql import SparkSession
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.reachable import check_reachable
+from kproxy.pipeline.preflight import check_reachable
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure
 
 REQUEST_TIMEOUT_S: Final = 20
@@ -19,7 +22,7 @@ _POLL_S: Final = 0.1
 
 
 class Cluster:
-    """What is asked of a cluster; `flag` is what its address was given by."""
+    """One cluster; `flag` is the option that gave its address, for errors."""
 
     def __init__(self, jvm: Any, admin: Any, bootstrap: str, flag: str) -> None:
         self._jvm = jvm
@@ -27,28 +30,28 @@ class Cluster:
         self._where = f"{flag} {bootstrap}"
 
     def cluster_id(self) -> str | None:
-        """None where it does not tell."""
+        """Return the cluster's id, None if it does not report one."""
         try:
             found = self._await(self._admin.describeCluster().clusterId(), "does not say which cluster it is")
         except SparkFailed:
-            # It says only whether two addresses are of one cluster; what cannot be compared is not compared.
+            # The id only tells whether two addresses belong to one cluster; without it they are not compared.
             return None
         return None if found is None else str(found)
 
     def partitions(self, topic: str) -> int | None:
-        """How many, each with a leader; None where there is no such topic. Raises SparkFailed."""
+        """Return the number of partitions, None if there is no such topic. Raise SparkFailed if the query fails."""
         with_leaders = self._leaders(topic)
         return None if with_leaders is None else with_leaders[1]
 
     def create(self, topic: str, partitions: int) -> None:
-        """Make it, as replicated as the cluster has it configured, and wait for its leaders. Raises SparkFailed."""
+        """Create the topic with the cluster's default replication and wait for its leaders. Raise SparkFailed."""
         optional = self._jvm.java.util.Optional
         new = self._jvm.org.apache.kafka.clients.admin.NewTopic(topic, optional.of(partitions), optional.empty())
         made = self._admin.createTopics(self._jvm.java.util.Collections.singletonList(new))
         try:
             self._await(made.all(), f"could not create the topic {topic}")
         except SparkFailed as error:
-            # Somebody else was quicker; what there is is as good.
+            # Another client has created it meanwhile, which is fine.
             if "TopicExistsException" not in str(error):
                 raise
         deadline = time.monotonic() + LEADERS_TIMEOUT_S
@@ -58,7 +61,7 @@ class Cluster:
             time.sleep(_POLL_S)
 
     def _leaders(self, topic: str) -> tuple[int, int] | None:
-        """How many of its partitions have a leader, and how many there are."""
+        """Return how many partitions have a leader, and how many there are; None if there is no such topic."""
         asked = self._admin.describeTopics(self._jvm.java.util.Collections.singletonList(topic))
         try:
             found = self._await(asked.allTopicNames(), f"does not tell of the topic {topic}")
@@ -76,9 +79,9 @@ class Cluster:
 
 @contextlib.contextmanager
 def asking(session: SparkSession, bootstrap: str, flag: str, options: Mapping[str, str]) -> Iterator[Cluster]:
-    """The cluster behind `bootstrap`; `options` are Kafka's.
+    """Connect to the cluster at `bootstrap`; `options` are Kafka's.
 
-    Raises StartupError where nobody listens there or Spark has no Kafka connector, SparkFailed where it is no Kafka.
+    Raise StartupError if nothing listens there or Spark has no Kafka connector, SparkFailed if it is not Kafka.
     """
     check_reachable(bootstrap, flag)
     jvm: Any = session._jvm
@@ -90,7 +93,7 @@ def asking(session: SparkSession, bootstrap: str, flag: str, options: Mapping[st
         with as_spark_failure(f"{flag} {bootstrap} cannot be asked"):
             admin = jvm.org.apache.kafka.clients.admin.Admin.create(settings)
     except TypeError as error:
-        # py4j takes a class that is not there for a package, and a package cannot be called.
+        # py4j takes a missing class for a package, and a package cannot be called.
         connector = f"org.apache.spark:spark-sql-kafka-0-10_2.13:{session.version}"
         raise StartupError(f"this Spark has no Kafka connector: start it with --packages {connector}.") from error
     try:

@@ -1,11 +1,21 @@
-"""The sentences of a report, the same on a terminal and in HTML."""
+"""The sentences of a report, and its table for a terminal.
+
+The HTML report has the same sentences. The terminal shows the verdict first, then the worst partitions, then the
+findings.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
+from typing import Final
 
-from kproxy.pipeline.audit.report_facts import Facts, Finding, State, Sums, Verdict
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Column, Table
+from rich.text import Text
+
+from kproxy.pipeline.audit.report_facts import TRAIL_READ, Facts, Finding, Partition, State, Sums, Verdict
 from kproxy.pipeline.audit.schemas import (
     CORRUPT,
     DELETED,
@@ -17,10 +27,11 @@ from kproxy.pipeline.audit.schemas import (
     OVERLAP,
     TAIL,
     UNCHECKED,
+    WRONG_KINDS,
 )
 
 _EPOCH = datetime(1970, 1, 1)
-# One of them, and several.
+# Singular and plural.
 KIND_NAMES = {
     LOST: ("loss", "losses"),
     OVERLAP: ("overlap", "overlaps"),
@@ -61,7 +72,7 @@ GLOSSARY = {
 
 
 def headline(verdict: Verdict) -> str:
-    """A few words in capitals' stead: what a person should know after a second."""
+    """Return the verdict in a few words."""
     sums = verdict.sums
     wrong = [
         name
@@ -85,7 +96,7 @@ def headline(verdict: Verdict) -> str:
 
 
 def summary(verdict: Verdict) -> str:
-    """What the headline means, with the numbers, and what the audit does not know, in a few sentences."""
+    """Explain the headline in a few sentences, with the numbers and with what the audit does not know."""
     sums = verdict.sums
     if wrong := _wrong(verdict):
         found = f"Of {counted(sums.acked, 'acknowledged record')} {_listed(wrong)}."
@@ -102,7 +113,7 @@ def _how_often(sums: Sums) -> str:
 
 
 def _unknown(sums: Sums) -> list[str]:
-    """What no audit of headers can know, whatever it has found."""
+    """Say what an audit of headers can never know."""
     contents = "Contents are not compared."
     if not sums.unsequenced:
         return [contents]
@@ -149,7 +160,7 @@ def _there(sums: Sums) -> str:
 
 
 def _unproven(verdict: Verdict) -> str:
-    """That something is not known, and that this is not the same as fine."""
+    """Say what is not known; unknown is not the same as clean."""
     sums, holes = verdict.sums, verdict.trail_faults
     said = []
     if sums.unchecked:
@@ -166,7 +177,7 @@ def _unproven(verdict: Verdict) -> str:
 
 
 def where(finding: Finding) -> str:
-    """The partition and the offsets that a finding is about, else the proxy whose trail it is."""
+    """Return the partition and the offsets of a finding, else the proxy whose trail it concerns."""
     if finding.topic is None:
         return "all topics" if finding.proxy is None else f"trail of {finding.proxy}"
     place = finding.topic if finding.partition is None else f"{finding.topic}/{finding.partition}"
@@ -178,7 +189,7 @@ def where(finding: Finding) -> str:
 
 
 def particulars(finding: Finding) -> list[tuple[str, str]]:
-    """What is known of a finding, as label and value, in the order in which one asks."""
+    """Return the known fields of a finding as (label, value), the most important first."""
     known: list[tuple[str, str]] = []
     if finding.records is not None:
         known.append(("records", f"{finding.records:,}"))
@@ -202,12 +213,12 @@ def owner_in_words(owner: int, revision: int | None) -> str:
 
 
 def owners_in_words(owners: Sequence[int]) -> str:
-    """`1, 2, 3`; a dash for none."""
+    """Return `1, 2, 3`; a dash for none."""
     return ", ".join(str(owner) for owner in owners) or "–"
 
 
 def partition_verdict(sums: Sums) -> str:
-    """A few words for a line of a table; where duplicates are not known, that all is there at least once."""
+    """Return the verdict for a table cell; "at least once" where duplicates cannot be known."""
     wrong = [
         name
         for name, count in (
@@ -230,7 +241,7 @@ def partition_verdict(sums: Sums) -> str:
 
 
 def kinds_counted(facts: Facts) -> str:
-    """`3 losses, 1 overlap`; "" without findings."""
+    """Return `3 losses, 1 overlap`; "" without findings."""
     counts = facts.finding_counts
     kinds = [kind for kind in FINDING_KINDS if kind in counts]
     kinds += sorted(set(counts) - set(FINDING_KINDS))
@@ -244,17 +255,17 @@ def kind_in_words(finding: Finding) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` without what a terminal, a browser or a reader would take for more than letters."""
+    """Replace control characters and other unprintable ones, which terminals and browsers interpret."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 def counted(count: int, one: str, many: str = "") -> str:
-    """`1 record`, `2,000 records`."""
+    """Return `1 record`, `2,000 records`."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 def utc(ms: int) -> str:
-    """A time to the millisecond, without its zone: who writes it says UTC."""
+    """Format a time to the millisecond, without its zone; the caller adds UTC."""
     try:
         return (_EPOCH + timedelta(milliseconds=ms)).isoformat(sep=" ", timespec="milliseconds")
     except OverflowError:
@@ -262,14 +273,14 @@ def utc(ms: int) -> str:
 
 
 def span_in_words(from_ms: int, to_ms: int) -> str:
-    """`2026-11-21 20:15:00.000 to 20:15:03.500 UTC`."""
+    """Return `2026-11-21 20:15:00.000 to 20:15:03.500 UTC`."""
     begin, end = utc(from_ms), utc(to_ms)
     same_day = begin[:10] == end[:10]
     return f"{begin} to {end[11:] if same_day else end} UTC" if from_ms != to_ms else f"{begin} UTC"
 
 
 def duration(ms: float) -> str:
-    """`250 ms`, `5 s`, `3 min`, `2 h`, `1.5 d`: what a person would say."""
+    """Return `250 ms`, `5 s`, `3 min`, `2 h`, `1.5 d`."""
     for unit, size in (("d", 86_400_000), ("h", 3_600_000), ("min", 60_000), ("s", 1000)):
         if ms >= size:
             return f"{ms / size:.3g} {unit}"
@@ -277,7 +288,7 @@ def duration(ms: float) -> str:
 
 
 def bytes_in_words(count: float) -> str:
-    """`1.2 GB`, by powers of 1000."""
+    """Return `1.2 GB`, by powers of 1000."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
             return f"{count / size:.3g} {unit}"
@@ -297,8 +308,139 @@ def _were(count: int) -> str:
 
 
 def shortened(text: str, longest: int) -> str:
-    """`text`, or its beginning and its end, which of topics' names tell them apart."""
+    """Shorten `text` in the middle: the beginning and the end tell topic names apart."""
     if len(text) <= longest:
         return text
     tail = longest // 2
     return f"{text[: longest - tail - 1]}…{text[-tail:]}"
+
+
+ROWS_AT_MOST: Final = 20
+FINDINGS_AT_MOST: Final = 10
+# The longest topic name shown, on wide and on narrow terminals.
+NAME_LENGTHS: Final = (40, 22)
+# Measures the natural width of a table.
+_UNBOUNDED: Final = Console(width=10_000)
+OWNERS_AT_MOST: Final = 12
+VERDICT_AT_MOST: Final = 13
+# Columns of counts in their order, with their titles. Only those of faults are coloured.
+_TITLES: Final = {
+    "acked": "acked",
+    "present": "present",
+    "lost": "lost",
+    "overlapped": "overlapped",
+    "duplicated": "dupl.",
+    "removed": "removed",
+    "deleted": "deleted",
+    "gone": "gone",
+    "unclaimed": "unclaimed",
+    "corrupt": "corrupt",
+    "unchecked": "unchecked",
+    "late": "late",
+}
+_BAD: Final = ("lost", "overlapped", "duplicated", "corrupt")
+# Shown even if 0 for all partitions; other columns are left out then.
+_ALWAYS: Final = ("acked", "present", "lost", "overlapped", "duplicated")
+# Columns that a narrow terminal drops, in this order.
+_LEFT_OUT: Final = (
+    "99 %",
+    "owners",
+    "late",
+    "unclaimed",
+    "unchecked",
+    "corrupt",
+    "removed",
+    "deleted",
+    "gone",
+    "present",
+    "verdict",
+)
+
+
+def show_table(facts: Facts, console: Console) -> None:
+    """Print the report; a few dozen lines, whatever the audit's size."""
+    verdict = facts.verdict
+    style = "red" if verdict.failed else "green" if verdict.clean else "yellow"
+    console.print(Text.assemble((f"{headline(verdict)}. ", f"bold {style}"), summary(verdict)), soft_wrap=True)
+    if facts.partitions:
+        console.print(_partitions(facts, console))
+    if facts.findings:
+        _show_findings(facts, console)
+    if TRAIL_READ in facts.about:
+        read_at = f"The trail was read at {facts.about[TRAIL_READ]}: of what came later nothing is said."
+        console.print(read_at, style="dim", soft_wrap=True)
+
+
+def _partitions(facts: Facts, console: Console) -> Table:
+    """Return the table of partitions, with as many columns as fit the terminal."""
+    names = [*(name for name in _TITLES if name in _ALWAYS or getattr(facts.sums, name)), "owners", "99 %", "verdict"]
+    table = _table(facts, names, NAME_LENGTHS[0])
+    for left_out in range(len(_LEFT_OUT) + 1):
+        if Measurement.get(console, _UNBOUNDED.options, table).maximum <= console.width:
+            break
+        kept = [name for name in names if name not in _LEFT_OUT[:left_out]]
+        table = _table(facts, kept, NAME_LENGTHS[1])
+    return table
+
+
+def _table(facts: Facts, names: Sequence[str], longest: int) -> Table:
+    shown = facts.partitions[:ROWS_AT_MOST]
+    table = Table(Column("partition", no_wrap=True))
+    for name in names:
+        if name in _TITLES:
+            table.add_column(_TITLES[name], justify="right", no_wrap=True)
+        elif name == "verdict":
+            table.add_column(name, max_width=VERDICT_AT_MOST)
+        else:
+            table.add_column(
+                name, no_wrap=True, max_width=OWNERS_AT_MOST, justify="right" if name == "99 %" else "left"
+            )
+    for partition in shown:
+        others = {
+            "verdict": _verdict(partition.sums),
+            "owners": Text(owners_in_words(partition.owners)),
+            "99 %": Text("–" if partition.p99_ms is None else duration(partition.p99_ms)),
+        }
+        _add(table, _name(partition, longest), partition.sums, names, others)
+    hidden = facts.sums.without([partition.sums for partition in shown])
+    if hidden.partitions:
+        table.add_section()
+        _add(table, f"{hidden.partitions:,} more", hidden, names, {"verdict": _verdict(hidden)})
+    if facts.sums.partitions > 1:
+        table.add_section()
+        _add(table, f"all {facts.sums.partitions:,}", facts.sums, names, {"verdict": _verdict(facts.sums)})
+    return table
+
+
+def _add(table: Table, title: str, sums: Sums, names: Sequence[str], others: Mapping[str, Text]) -> None:
+    cells = [_count(sums, name) if name in _TITLES else others.get(name, Text()) for name in names]
+    table.add_row(Text(title), *cells)
+
+
+def _count(sums: Sums, name: str) -> Text:
+    count = getattr(sums, name)
+    style = "" if name not in _BAD else "bold red" if count else "dim"
+    return Text(f"{count:,}", style=style, no_wrap=True)
+
+
+def _name(partition: Partition, longest: int) -> str:
+    return f"{shortened(printable(partition.topic), longest)}/{partition.partition}"
+
+
+def _verdict(sums: Sums) -> Text:
+    style = "bold red" if sums.failed else "yellow" if sums.unproven else "green" if sums.acked else "dim"
+    return Text(partition_verdict(sums), style=style)
+
+
+def _show_findings(facts: Facts, console: Console) -> None:
+    shown = facts.findings[:FINDINGS_AT_MOST]
+    hidden = facts.hidden_findings + len(facts.findings) - len(shown)
+    console.print(Text.assemble(("Findings: ", "bold"), kinds_counted(facts), "."), soft_wrap=True)
+    for finding in shown:
+        style = "bold red" if finding.kind in WRONG_KINDS else "yellow"
+        told = printable(f" {where(finding)}: {finding.detail}")
+        console.print(Text.assemble("  ", (printable(kind_in_words(finding)), style), told), soft_wrap=True)
+        if known := "; ".join(f"{label} {text}" for label, text in particulars(finding)):
+            console.print(Text(printable(f"    {known}"), style="dim"), soft_wrap=True)
+    if hidden > 0:
+        console.print(f"  and {counted(hidden, 'more finding')}: the results have the first of each kind.", style="dim")

@@ -1,4 +1,4 @@
-"""How much of the source is still to be read: files by their list and Spark's, records by offsets."""
+"""Count the files or records of the source that are still to be read."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own docu
 from kproxy.pipeline.ingest.options import FileSource
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure
 
-# Files are listed for it, which may take as long as reading them does.
+# The least pause between counts, in seconds, and as a multiple of a count's duration: listing files may take long.
 LEAST_PAUSE_S: Final = 5.0
 PAUSE_FACTOR: Final = 5
 
 
-class Behind(NamedTuple):
-    """So many `files` or `records`."""
+class Backlog(NamedTuple):
+    """How many are left; `unit` is `files` or `records`."""
 
     left: int
     unit: str
 
 
 class FilesLeft:
-    """Files that are there and of which no micro-batch has been begun; asked of Spark now and then, not each time."""
+    """Count the files that no micro-batch has begun to read; Spark is asked only now and then."""
 
     def __init__(
         self, session: SparkSession, source: FileSource, checkpoint: str, clock: Callable[[], float] = time.monotonic
@@ -38,16 +38,16 @@ class FilesLeft:
         self._clock = clock
         self._not_before = 0.0
 
-    def look(self, *, at_once: bool = False) -> Behind | None:
-        """As counted now; None where it is not counted, being too soon, or not known. `at_once`: never too soon."""
+    def look(self, *, at_once: bool = False) -> Backlog | None:
+        """Count now. None if it is too soon since the last count (unless `at_once`) or the number is not known."""
         began = self._clock()
         if began < self._not_before and not at_once:
             return None
         try:
             with as_spark_failure("The files cannot be listed"):
-                found = Behind(self._count(), "files")
+                found = Backlog(self._count(), "files")
         except SparkFailed:
-            # Nothing has been read yet, so that there is no list; or files went while they were listed.
+            # Nothing was read yet, so Spark has no list; or files disappeared during the listing.
             found = None
         ended = self._clock()
         self._not_before = ended + max(LEAST_PAUSE_S, PAUSE_FACTOR * (ended - began))
@@ -66,9 +66,9 @@ class FilesLeft:
 
 
 def taken(session: SparkSession, checkpoint: str) -> DataFrame:
-    """The files that Spark has begun: path, log_offset (which micro-batches of a file source begin and end at).
+    """Return the files that Spark has begun: path, log_offset (where micro-batches begin and end).
 
-    From its log: a version in the first line of each file, then a line of JSON for each file that it took.
+    They are in Spark's log: each of its files has a version in the first line, then a line of JSON for each file.
     """
     lines = session.read.text(f"{checkpoint}/sources/0").where(F.col("value").startswith("{"))
     path = F.url_decode(F.replace(F.get_json_object("value", "$.path"), F.lit("+"), F.lit("%2B")))
@@ -77,14 +77,14 @@ def taken(session: SparkSession, checkpoint: str) -> DataFrame:
 
 
 def _same(path: Column) -> Column:
-    """`file:/x` and `file:///x` are one."""
+    """Normalize a path: `file:/x` and `file:///x` are the same."""
     return F.regexp_replace(path, "^([A-Za-z][A-Za-z0-9+.-]*):/+", "$1:/")
 
 
-def records_behind(progress: Mapping[str, Any] | None, last: int = 0) -> Behind | None:
-    """From a query's last progress, of a Kafka source; None where it does not tell. Pure.
+def records_behind(progress: Mapping[str, Any] | None, last: int = 0) -> Backlog | None:
+    """Return the backlog of a Kafka source by the query's last progress, None if that lacks it. Pure.
 
-    `last` is the number of the last micro-batch that is written: what is told of one before it is over.
+    `last` is the number of the last micro-batch written; progress of an earlier one is out of date.
     """
     if progress is None or progress["batchId"] < last:
         return None
@@ -97,13 +97,13 @@ def records_behind(progress: Mapping[str, Any] | None, last: int = 0) -> Behind 
         for topic, partitions in latest.items():
             done = end.get(topic, {})
             total += sum(max(0, offset - done.get(partition, 0)) for partition, offset in partitions.items())
-    return None if total is None else Behind(total, "records")
+    return None if total is None else Backlog(total, "records")
 
 
 def _offsets(value: Any) -> dict[str, dict[str, int]] | None:
-    """A source's offsets as its progress has them: an object, its JSON, or (PySpark 4.1) its text in Python's words.
+    """Parse a source's offsets in its progress: an object, its JSON, or (PySpark 4.1) its Python repr.
 
-    None for what is nothing of that: how far behind a job is, is no reason to end it.
+    None for anything else: an unknown backlog must not end the job.
     """
     found = value
     if isinstance(value, str):
