@@ -15,7 +15,7 @@ import click
 from kproxy.cli import run_async, start_logging
 from kproxy.cli.options import writer_group_flag
 from kproxy.config import DEFAULT_ADMIN, DEFAULT_LISTEN, Limits
-from kproxy.runtime.open_files import raise_limit
+from kproxy.runtime.process import end_with_parent, raise_open_file_limit
 
 if TYPE_CHECKING:
     from kproxy.dev.cluster import DevCluster
@@ -76,10 +76,9 @@ def command(
     """
     # What the parts log goes to their files.
     start_logging(context, default="warning")
-    max_connections = _max_connections(raise_limit())
+    max_connections = _max_connections(raise_open_file_limit())
     from kproxy.dev.cluster import DEFAULT_REPLICATION_FACTOR, DevCluster
     from kproxy.dev.data_dir import default_data_dir
-    from kproxy.runtime.orphan import end_with_parent
 
     end_with_parent()
     directory = data_dir or default_data_dir()

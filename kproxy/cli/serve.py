@@ -10,7 +10,7 @@ import click
 from kproxy.cli import run_async, start_logging
 from kproxy.cli.options import audit_flags, etcd_flags, writer_group_flag
 from kproxy.config import DEFAULT_LISTEN, DEFAULT_PREFIX, ProxyConfig, load_proxy_config
-from kproxy.runtime.open_files import raise_limit
+from kproxy.runtime.process import PARENT_FD, ParentPipe, end_with_parent, raise_open_file_limit
 
 
 @click.command(
@@ -67,10 +67,8 @@ def command(
       kproxy serve --config kproxy.toml --listen 0.0.0.0:9092 --advertise kafka.example.org:9092
     """
     start_logging(context)
-    raise_limit()
+    raise_open_file_limit()
     options = load_proxy_config(config, flags=flags)
-    from kproxy.runtime.orphan import end_with_parent
-
     end_with_parent()
     if options.workers > 1:
         return _serve_by_workers(context, options)
@@ -80,8 +78,6 @@ def command(
 
 
 def _serve_by_workers(context: click.Context, options: ProxyConfig) -> int:
-    from kproxy.dev.child import ParentPipe
-    from kproxy.runtime.orphan import PARENT_FD
     from kproxy.workers.child import Launch
     from kproxy.workers.supervisor import run_workers
 

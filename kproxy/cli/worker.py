@@ -6,7 +6,7 @@ import click
 import structlog
 
 from kproxy.cli import run_async, start_logging
-from kproxy.runtime.open_files import raise_limit
+from kproxy.runtime.process import end_with_parent, raise_open_file_limit
 
 
 @click.command("worker")
@@ -16,9 +16,8 @@ from kproxy.runtime.open_files import raise_limit
 def command(context: click.Context, number: int, channel: int) -> int:
     """Serve as `kproxy serve --workers` says, which starts this."""
     start_logging(context)
-    raise_limit()
+    raise_open_file_limit()
     structlog.contextvars.bind_contextvars(worker=number)
-    from kproxy.runtime.orphan import end_with_parent
     from kproxy.workers.worker import run_worker
 
     end_with_parent(insist=True)

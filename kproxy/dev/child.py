@@ -5,8 +5,7 @@ by itself, which `wait_ready` and `wait` tell.
 
 Invariants
 1. A child is in a session of its own: Ctrl-C in a terminal does not reach it, so that its parent decides the order.
-2. A child does not outlive us, even if we are killed: it inherits the read end of a pipe that only we hold open, and
-   stops when it sees it close (`kproxy.runtime.orphan`). No call of one platform alone is needed for that.
+2. A child does not outlive us, even if we are killed (`kproxy.runtime.process`).
 3. What it logs is kept in one file and one predecessor of bounded size; the last lines are also held in memory.
 4. After `stop` the process is gone and its tasks have ended.
 """
@@ -24,7 +23,7 @@ from pathlib import Path
 import structlog
 
 from kproxy.errors import StartupError
-from kproxy.runtime.orphan import PARENT_FD
+from kproxy.runtime.process import PARENT_FD, ParentPipe
 
 LOG_LIMIT_BYTES = 8 << 20
 TAIL_BYTES = 8 << 10
@@ -33,17 +32,6 @@ MAX_READY_LINE_BYTES = 4096
 log = structlog.get_logger(__name__)
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-
-
-class ParentPipe:
-    """The pipe of invariant 2. One for all children; `close` lets go of both ends."""
-
-    def __init__(self) -> None:
-        self.read_fd, self._write_fd = os.pipe()
-
-    def close(self) -> None:
-        os.close(self.read_fd)
-        os.close(self._write_fd)
 
 
 class Child:

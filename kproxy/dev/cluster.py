@@ -25,10 +25,11 @@ from types import TracebackType
 from typing import Literal, NamedTuple, Self
 
 from kproxy.config import DEFAULT_PREFIX, WILDCARDS, Address, parse_address, parse_writer_groups
-from kproxy.dev.child import Child, ParentPipe
+from kproxy.dev.child import Child
 from kproxy.dev.data_dir import ClusterDir
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.errors import StartupError
+from kproxy.runtime.process import ParentPipe
 
 MAX_BROKERS = 100
 DEFAULT_REPLICATION_FACTOR = 3

@@ -22,8 +22,7 @@ from kproxy.observe.metrics import ProxyCollector, Vitals, own_process
 from kproxy.observe.table import TableQuery, TableView, table_page
 from kproxy.observe.tally import Tally
 from kproxy.proxy.replicas import ReplicaPages
-from kproxy.runtime.notify import say_ready, say_stopping
-from kproxy.runtime.waiting import say_waiting
+from kproxy.runtime.notify import say_ready, say_stopping, say_waiting
 from kproxy.trail.shipper import ShipperVitals
 
 

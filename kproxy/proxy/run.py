@@ -36,10 +36,10 @@ from kproxy.proxy.readiness import Brokers, readiness
 from kproxy.proxy.server import Listener
 from kproxy.proxy.sources import OpenSource, Source, open_source
 from kproxy.routing.topology import Topology
-from kproxy.runtime import open_files
+from kproxy.runtime.notify import Reminders
+from kproxy.runtime.process import open_file_limit
 from kproxy.runtime.signals import Signals, until_stopped
 from kproxy.runtime.tasks import cancel, unless_failed
-from kproxy.runtime.waiting import Reminders
 from kproxy.trail.trail import Trail
 
 # Objects more made than freed before the collector looks at the youngest; rounds before it looks at older ones.
@@ -215,7 +215,7 @@ async def _reload_at(hangup: asyncio.Event, source: Source) -> None:
 
 
 def _tell_of_too_few_files(max_connections: int) -> None:
-    limit, wanted = open_files.limit(), descriptors.wanted(max_connections)
+    limit, wanted = open_file_limit(), descriptors.wanted(max_connections)
     if limit is not None and limit < wanted:
         log.warning(
             f"the limit of open files is enough for {descriptors.most_clients(limit)} clients; then new ones may be "

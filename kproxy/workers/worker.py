@@ -106,7 +106,7 @@ class WorkerFront:
                 try:
                     ask = await next_ask(self._channel)
                 except ChannelClosed:
-                    # The supervisor has gone, and this process is about to be told so (kproxy.runtime.orphan).
+                    # The supervisor has gone, and this process is about to be told so (kproxy.runtime.process).
                     return
                 task = tasks.create_task(self._answer(pages, ask))
                 task.add_done_callback(lambda _: places.release())
