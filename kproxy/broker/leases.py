@@ -55,7 +55,7 @@ from kproxy.broker.segment import LogFailed
 from kproxy.broker.take_over import TakeOver
 from kproxy.broker.turns import Turns
 from kproxy.etcd import EtcdClient, EtcdError
-from kproxy.etcd.lease_fence import LeaseFence
+from kproxy.etcd.lease import LeaseFence
 
 CONCURRENT_WORKS = 16
 SWEEP_INTERVAL_S = 3.0

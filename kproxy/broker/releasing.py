@@ -16,7 +16,7 @@ import structlog
 
 from kproxy.broker.keys import Keys, PartitionKey
 from kproxy.etcd import EtcdClient, EtcdError, create_revision_is, delete_op
-from kproxy.etcd.lease_fence import LeaseFence
+from kproxy.etcd.lease import LeaseFence
 
 CONCURRENT_RELEASES = 16
 # Before a key that could not be deleted is tried again.

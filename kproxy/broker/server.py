@@ -53,8 +53,7 @@ from kproxy.broker.standing import Standing
 from kproxy.broker.topics import TopicAdmin
 from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient, EtcdError, EtcdMisused, EtcdUnavailable, IdBlocks, PrefixMirror
-from kproxy.etcd.clock import lease_clock
-from kproxy.etcd.lease_fence import LeaseFence
+from kproxy.etcd.lease import LeaseFence, lease_clock
 from kproxy.runtime.notify import Reminders, say_ready, say_stopping, say_waiting
 from kproxy.runtime.process import raise_open_file_limit
 from kproxy_codec.framing import ReceiveArena

@@ -27,8 +27,7 @@ import structlog
 
 from kproxy.claims.keys import MemberValue, OwnKeys, encode_value
 from kproxy.etcd import EtcdClient, EtcdError, LeaseLost
-from kproxy.etcd.clock import Clock
-from kproxy.etcd.lease_fence import LeaseFence
+from kproxy.etcd.lease import Clock, LeaseFence
 
 RETRY_PAUSE_S = 0.5
 # How often the fence is looked at: it has to be found dead well within what it keeps back of the TTL.

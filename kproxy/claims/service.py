@@ -33,7 +33,7 @@ from kproxy.claims.releasing import Gates, Releasing
 from kproxy.claims.settlement import Settlement
 from kproxy.claims.table import Member, OwnTable, TableRow
 from kproxy.etcd import EtcdClient, PrefixMirror
-from kproxy.etcd.clock import Clock, lease_clock
+from kproxy.etcd.lease import Clock, lease_clock
 from kproxy_codec.error_codes import (
     COORDINATOR_NOT_AVAILABLE,
     FENCED_INSTANCE_ID,

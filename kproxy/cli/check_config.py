@@ -11,8 +11,8 @@ from msgspec import UNSET
 
 from kproxy.config import Owners, Setting, build_proxy_config, load_settings
 from kproxy.config.etcd import SECRETS
-from kproxy.config.owners import TABLE_ROOMS
 from kproxy.config.proxy import OF_ONE_SOURCE
+from kproxy.config.static_table import TABLE_ROOMS
 from kproxy.errors import StartupError
 
 # What an option is, in JSON.

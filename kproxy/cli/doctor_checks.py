@@ -19,10 +19,10 @@ from kafka.record.default_records import DefaultRecordBatchBuilder
 
 from kproxy.config import Address
 from kproxy.config.etcd import EtcdOptions, tls_context
-from kproxy.config.topic_name import RULE as TOPIC_RULE
+from kproxy.config.parsing import RULE as TOPIC_RULE
 from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient, EtcdDenied, EtcdError, EtcdStatus
-from kproxy.etcd.target import parse_endpoints
+from kproxy.etcd.endpoints import parse_endpoints
 from kproxy.ownership.kafka_client import BrokerConnection, BrokerUnreachable
 from kproxy.routing import topology
 from kproxy_codec import api_keys as keys

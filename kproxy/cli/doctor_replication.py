@@ -11,7 +11,7 @@ from kproxy.cli.table_sources import ReplicasUnknown, ask_replication
 from kproxy.config import Address
 from kproxy.config.etcd import EtcdOptions
 from kproxy.etcd import EtcdClient, EtcdError
-from kproxy.observe.replication import NO_LEADER, ReplicaRow
+from kproxy.observe.table import NO_LEADER, ReplicaRow
 from kproxy.ownership.replication import read_replication
 
 # Of the partitions, in a sentence and in the facts.

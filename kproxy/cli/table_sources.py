@@ -13,8 +13,7 @@ import msgspec
 from kproxy.cli.admin_page import ANSWER_TIMEOUT_S, NoAnswer, ask, not_ours
 from kproxy.config import Address
 from kproxy.config.etcd import EtcdOptions
-from kproxy.observe.replication import ReplicationPage, with_replicas
-from kproxy.observe.table import ProxyRow, TablePage, TableView, merge_pages, table_page
+from kproxy.observe.table import ProxyRow, ReplicationPage, TablePage, TableView, merge_pages, table_page, with_replicas
 
 if TYPE_CHECKING:
     from kproxy.ownership.leases import LeaseTable

@@ -15,7 +15,7 @@ from typing import NamedTuple, NoReturn
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from kproxy.config.reading import read_file
+from kproxy.config.parsing import read_file
 from kproxy.errors import StartupError
 
 # Larger than any chain of certificates; what is named by mistake, a log or a device, must not be read whole.

@@ -1,4 +1,10 @@
-"""The options of `kproxy serve`, from flags, environment and a TOML file.
+"""The bounds of one listener.
+
+What several worker processes share.
+
+Where the audit trail goes: the room `[audit]`.
+
+The options of `kproxy serve`, from flags, environment and a TOML file.
 
 A key is the long flag with underscores, in a table by room: `--listen` is `listen` in `[listen]` and
 `KPROXY_LISTEN__LISTEN` in the environment. Flags win over the environment, which wins over the file. A key that nobody
@@ -14,21 +20,155 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from kproxy.config.address import DEFAULT_LISTEN, Address, advertised, parse_address, split_list
-from kproxy.config.audit import AuditOptions, AuditRoom, audit_options
 from kproxy.config.etcd import SECRETS, EtcdOptions, EtcdRoom, etcd_options
-from kproxy.config.limits import Limits, Seconds
-from kproxy.config.owners import TABLE_ROOMS, Owners, parse_owners, read_table
-from kproxy.config.reading import nearest, read_toml, unknown
-from kproxy.config.workers import MAX_WORKERS, share_limits, worker_count
-from kproxy.config.writer_groups import parse_writer_groups
+from kproxy.config.parsing import (
+    DEFAULT_LISTEN,
+    RULE,
+    Address,
+    advertised,
+    is_topic_name,
+    nearest,
+    parse_address,
+    parse_writer_groups,
+    read_toml,
+    split_list,
+    unknown,
+)
+from kproxy.config.static_table import TABLE_ROOMS, Owners, parse_owners, read_table
 from kproxy.errors import StartupError
+from kproxy.installed import install_command
+
+_Count = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """`[limits]`: bounds of one listener, in bytes, counts, seconds and milliseconds as the names say."""
+
+    max_request_bytes: _Count = 100 << 20
+    max_control_request_bytes: _Count = 1 << 20
+    max_answer_bytes: _Count = 128 << 20
+    max_connections: _Count = 10_000
+    max_in_flight_bytes: _Count = 64 << 20
+    max_in_flight_bytes_total: _Count = 512 << 20
+    max_open_requests: _Count = 1_000
+    connect_timeout_s: Seconds = 1.0
+    probe_timeout_s: Seconds = 2.0
+    control_timeout_s: Seconds = 30.0
+    control_attempt_s: Seconds = 5.0
+    own_timeout_s: Seconds = 30.0
+    deadline_cap_ms: _Count = 120_000
+    # After SIGTERM, before clients are let go: they go elsewhere by themselves meanwhile. The flag is --drain-delay.
+    drain_delay: Annotated[float, Meta(ge=0, le=3_600)] = 0.0
+    drain_s: Seconds = 10.0
+    # How long what earlier writers may still write keeps claims waiting, before brokers that keep no fences.
+    own_unsettled_s: Seconds = 60.0
+
+
+MAX_WORKERS = 256
+# The bounds that hold for all client connections together.
+SHARED_LIMITS = ("max_connections", "max_in_flight_bytes_total")
+
+
+def worker_count(wanted: int) -> int:
+    """As many as wanted; 0: one for each CPU that this process may run on."""
+    if wanted:
+        return wanted
+    # macOS does not say which CPUs a process may use.
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(usable, MAX_WORKERS)
+
+
+def share_limits(limits: Limits, workers: int) -> tuple[Limits, ...]:
+    """The limits of each worker, so that what all of them hold together is within `limits`. Raises StartupError."""
+    for name in SHARED_LIMITS:
+        if getattr(limits, name) < workers:
+            raise StartupError(
+                f"limits.{name} is {getattr(limits, name)}, which {workers} workers cannot share: raise it, or give "
+                f"fewer --workers."
+            )
+    return tuple(
+        msgspec.structs.replace(
+            limits, **{name: _share(getattr(limits, name), number, workers) for name in SHARED_LIMITS}
+        )
+        for number in range(workers)
+    )
+
+
+def _share(total: int, number: int, workers: int) -> int:
+    return total // workers + (number < total % workers)
+
+
+DEFAULT_TOPIC = "__kproxy_audit"
+SinkKind = Literal["none", "topic", "json", "parquet"]
+
+
+class AuditRoom(msgspec.Struct, kw_only=True):
+    """`[audit]` as it is written: `interval_s` in seconds, `max_bytes` in bytes."""
+
+    sink: str = "none"
+    bootstrap: str | list[str] | UnsetType = UNSET
+    interval_s: Annotated[float, Meta(ge=0.1, le=60)] = 5.0
+    max_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 30)] = 16 << 20
+
+
+@dataclass(frozen=True)
+class AuditOptions:
+    """What becomes of the trail, checked.
+
+    `topic` is what the topic is called that trails are shipped to, also where this one goes elsewhere or nowhere:
+    writes to it are never in a trail. `directory` is there for files alone. `bootstrap` empty: through the proxy
+    itself. What is acknowledged is in a row that is closed within `interval_s` seconds. `max_bytes` are kept while the
+    sink takes nothing.
+    """
+
+    sink: SinkKind = "none"
+    topic: str = DEFAULT_TOPIC
+    directory: Path | None = None
+    bootstrap: tuple[Address, ...] = ()
+    interval_s: float = 5.0
+    max_bytes: int = 16 << 20
+
+
+def audit_options(room: AuditRoom, sources: Mapping[str, str], bootstrap: tuple[Address, ...]) -> AuditOptions:
+    """`sources` says by key where each value comes from. Raises StartupError."""
+    source = sources["sink"]
+    kind, colon, place = room.sink.partition(":")
+    topic, directory = DEFAULT_TOPIC, None
+    if kind == "topic" and (place or not colon):
+        topic = place or DEFAULT_TOPIC
+        if not is_topic_name(topic):
+            raise StartupError(f"{source}: {topic[:300]!r} cannot be a topic: {RULE}.")
+    elif kind in ("json", "parquet") and place:
+        directory = Path(place)
+    elif room.sink != "none":
+        raise StartupError(
+            f"{source}: {room.sink[:300]!r} is nowhere for an audit trail to go: write none, topic, topic:NAME, "
+            f"json:DIR or parquet:DIR."
+        )
+    if bootstrap and kind != "topic":
+        raise StartupError(f"{sources['bootstrap']}: it belongs to an audit sink of kind topic; this is {room.sink}.")
+    if kind == "parquet" and find_spec("pyarrow") is None:
+        raise StartupError(
+            f"{source}: Parquet files need pyarrow, which is not installed: run `{install_command('parquet')}`, or "
+            f"write json:{place}."
+        )
+    return AuditOptions(
+        sink=msgspec.convert(kind, SinkKind),
+        topic=topic,
+        directory=directory,
+        bootstrap=bootstrap,
+        interval_s=room.interval_s,
+        max_bytes=room.max_bytes,
+    )
+
 
 ENV_PREFIX = "KPROXY_"
 DEFAULT_PREFIX = "/kafscale"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kproxy.config.audit import DEFAULT_TOPIC
+from kproxy.config.proxy import DEFAULT_TOPIC
 from kproxy.pipeline.progress import Report
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from kafka.admin import KafkaAdminClient
 from kafka.errors import KafkaError
 
 from kproxy.etcd import EtcdClient
-from kproxy.observe import kafka_python
+from kproxy.trail import topic_sink
 
 REQUEST_TIMEOUT_MS = 15_000
 
@@ -20,7 +20,7 @@ class TopicNotCreated(Exception):
 def create_topic(bootstrap: str, topic: str, partitions: int) -> None:
     """Make `topic` and wait until each partition has a leader to write to. Blocks; raises TopicNotCreated."""
     try:
-        admin = kafka_python.connected(
+        admin = topic_sink.connected(
             KafkaAdminClient,
             bootstrap_servers=bootstrap,
             client_id="kproxy-demo",
@@ -28,7 +28,7 @@ def create_topic(bootstrap: str, topic: str, partitions: int) -> None:
             request_timeout_ms=REQUEST_TIMEOUT_MS,
         )
         try:
-            kafka_python.create_topic(admin, topic, partitions)
+            topic_sink.create_topic(admin, topic, partitions)
         finally:
             admin.close()
     except KafkaError as error:

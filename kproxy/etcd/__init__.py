@@ -22,13 +22,10 @@ from kproxy.etcd.messages import (
     Lease,
     OpResult,
     Snapshot,
-    TxnResult,
-    WatchEvent,
-)
-from kproxy.etcd.mirror import MirrorListener, MirrorState, PrefixMirror
-from kproxy.etcd.txn import (
     TxnCompare,
     TxnOp,
+    TxnResult,
+    WatchEvent,
     create_revision_is,
     delete_op,
     get_op,
@@ -39,6 +36,7 @@ from kproxy.etcd.txn import (
     put_op,
     value_is,
 )
+from kproxy.etcd.mirror import MirrorListener, MirrorState, PrefixMirror
 
 __all__ = [
     "Compacted",

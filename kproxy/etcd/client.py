@@ -28,7 +28,7 @@ from typing import Any
 
 from kproxy.config.etcd import EtcdOptions
 from kproxy.etcd.credentials import TlsCredentials, Token
-from kproxy.etcd.diagnosis import what_is_wrong
+from kproxy.etcd.endpoints import Endpoint, parse_endpoints, what_is_wrong
 from kproxy.etcd.errors import (
     EtcdDenied,
     EtcdError,
@@ -46,6 +46,8 @@ from kproxy.etcd.messages import (
     OpResult,
     Pages,
     Snapshot,
+    TxnCompare,
+    TxnOp,
     TxnResult,
     encode_key,
     op_result,
@@ -53,8 +55,6 @@ from kproxy.etcd.messages import (
     rpc,
 )
 from kproxy.etcd.stream import EtcdStream
-from kproxy.etcd.target import Endpoint, parse_endpoints
-from kproxy.etcd.txn import TxnCompare, TxnOp
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_SNAPSHOT_KEYS = 2_000_000

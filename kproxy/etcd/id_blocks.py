@@ -20,7 +20,7 @@ from typing import Final
 
 from kproxy.etcd.client import EtcdClient
 from kproxy.etcd.errors import EtcdError
-from kproxy.etcd.txn import key_absent, mod_revision_is, put_op
+from kproxy.etcd.messages import key_absent, mod_revision_is, put_op
 
 BLOCK: Final = 1000
 ATTEMPTS: Final = 20

@@ -1,4 +1,14 @@
-"""Keeping a lease alive, and telling its holder exactly how much that is worth.
+"""The clock that leases are measured on, in seconds; it counts suspend where the system can tell.
+
+How long what stands on a lease is certain to be its holder's, as the holder itself can tell.
+
+Invariants
+1. The deadline is the send time of the last keepalive that was answered, plus the TTL in its answer, minus a margin:
+   etcd counts from a later moment, so nobody else can have our keys before the deadline. Silence of etcd ends our own
+   rights; nothing has to tell us.
+2. A broken fence never lives again: what was held behind it has to be taken anew.
+
+Keeping a lease alive, and telling its holder exactly how much that is worth.
 
 States of `lease_keep_alive`: OPENING (no stream) -> ASKING (one keepalive unanswered) -> RESTING -> ASKING …; any
 failure leads back to OPENING. It ends in LeaseLost, or by the caller's cancelling it.
@@ -15,6 +25,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -26,6 +37,58 @@ from kproxy.etcd.stream import EtcdStream
 
 if TYPE_CHECKING:
     from kproxy.etcd.client import EtcdClient
+
+Clock = Callable[[], float]
+
+if hasattr(time, "CLOCK_BOOTTIME"):
+
+    def lease_clock() -> float:
+        """Seconds since boot, suspend included (Linux)."""
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+else:
+
+    def lease_clock() -> float:
+        """Seconds on the monotonic clock; whether it counts suspend is the system's affair."""
+        return time.monotonic()
+
+
+# What is kept back of each TTL for clocks that run at different speeds.
+MARGIN_FRACTION = 0.1
+
+
+class LeaseFence:
+    """How long one lease is certain to live; `claim_revision` is when the broker's key was put on it."""
+
+    __slots__ = ("_broken", "_clock", "_deadline", "claim_revision", "lapses", "lease_id")
+
+    def __init__(self, lease_id: int, clock: Clock) -> None:
+        self.lease_id = lease_id
+        self.claim_revision = 0
+        # How often it lived on, renewed only after it might have ended.
+        self.lapses = 0
+        self._clock = clock
+        self._deadline = float("-inf")
+        self._broken = False
+
+    def is_live(self) -> bool:
+        return self._clock() < self._deadline
+
+    @property
+    def remaining_s(self) -> float:
+        """For how long yet it is certain to live; 0 where it is not."""
+        return max(self._deadline - self._clock(), 0.0)
+
+    def renew(self, sent_at: float, ttl_s: int) -> None:
+        """A keepalive sent at `sent_at` (seconds, this fence's clock) was answered with `ttl_s`."""
+        if not self._broken:
+            self.lapses += float("-inf") < self._deadline <= self._clock()
+            self._deadline = max(self._deadline, sent_at + ttl_s * (1 - MARGIN_FRACTION))
+
+    def break_for_good(self) -> None:
+        self._broken = True
+        self._deadline = float("-inf")
+
 
 FIRST_ANSWER_TIMEOUT_S = 2.0
 REOPEN_PAUSE_S = 0.2

@@ -31,6 +31,7 @@ import grpc
 import grpc.aio
 
 from kproxy.etcd.credentials import TOKEN_FIELD, TlsCredentials
+from kproxy.etcd.endpoints import Endpoint
 from kproxy.etcd.errors import (
     EtcdError,
     EtcdUnavailable,
@@ -42,7 +43,6 @@ from kproxy.etcd.errors import (
     shorten,
 )
 from kproxy.etcd.messages import PACKAGE, rpc
-from kproxy.etcd.target import Endpoint
 
 # How long a call may be without an answer before the member is asked how it is, and how long it has to say so; where
 # a call has little time, a quarter of that each.

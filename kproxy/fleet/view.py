@@ -26,9 +26,8 @@ from collections.abc import Callable, Iterable
 import structlog
 
 from kproxy.etcd import EtcdClient, KeyValue, PrefixMirror, Snapshot, WatchEvent
-from kproxy.fleet.keys import parse_proxy, proxies_prefix
-from kproxy.ownership.lease_keys import Senseless
-from kproxy.ownership.skipped import SkippedKeys
+from kproxy.fleet.registration import parse_proxy, proxies_prefix
+from kproxy.ownership.lease_keys import Senseless, SkippedKeys
 from kproxy.routing.fleet import FIRST_NODE_ID, Fleet, Proxy
 
 MAX_PROXIES = 1_000

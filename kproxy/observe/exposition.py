@@ -1,16 +1,98 @@
-"""How numbers become `/metrics`: families of Prometheus' library, and the page that is made of them."""
+"""Metric families as plain values, to be sent from one process to another, and those of several processes as one.
+
+| what | of several processes |
+| --- | --- |
+| counters, histograms | the sum; it must never shrink, or whoever takes rates of it sees a restart |
+| gauges of what each process has for itself (connections, bytes) | the sum |
+| gauges of what all of them look at (the table, brokers) | the worst, the highest or the lowest: `across` |
+
+How numbers become `/metrics`: families of Prometheus' library, and the page that is made of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
+from typing import Literal
 
+import msgspec
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from kproxy.observe.families import Across, Gauge
+Across = Literal["sum", "max", "min"]
+_FOLDS: dict[Across, Callable[[float, float], float]] = {"sum": lambda one, other: one + other, "max": max, "min": min}
+_GROWING = ("counter", "histogram")
+
+
+class Gauge(GaugeMetricFamily):
+    """A gauge that knows what becomes of it across processes."""
+
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        value: float | None = None,
+        across: Across = "sum",
+        labels: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(name, documentation, value=value, labels=labels)
+        self.across: Across = across
+
+
+class Sample(msgspec.Struct, frozen=True, array_like=True):
+    """One line of the page."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+class Family(msgspec.Struct, frozen=True, array_like=True):
+    """All lines of one name; `kind` is Prometheus' own word."""
+
+    name: str
+    documentation: str
+    kind: str
+    across: Across
+    samples: list[Sample]
+
+    def metric(self) -> Metric:
+        """As Prometheus' library writes it out."""
+        metric = Metric(self.name, self.documentation, self.kind)
+        for sample in self.samples:
+            metric.add_sample(sample.name, sample.labels, sample.value)
+        return metric
+
+
+def family_of(metric: Metric) -> Family:
+    """A metric of Prometheus' library as a plain value."""
+    across: Across = metric.across if isinstance(metric, Gauge) else "sum"
+    samples = [Sample(each.name, dict(each.labels), float(each.value)) for each in metric.samples]
+    return Family(metric.name, metric.documentation, metric.type, across, samples)
+
+
+def merge(pages: Iterable[Sequence[Family]]) -> list[Family]:
+    """The families of several processes as those of one."""
+    merged: dict[str, Family] = {}
+    values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], Sample]] = {}
+    for page in pages:
+        for family in page:
+            merged.setdefault(family.name, family)
+            lines = values.setdefault(family.name, {})
+            fold = _FOLDS[family.across]
+            for sample in family.samples:
+                key = (sample.name, tuple(sorted(sample.labels.items())))
+                known = lines.get(key)
+                value = sample.value if known is None else fold(known.value, sample.value)
+                lines[key] = Sample(sample.name, sample.labels, value)
+    return [msgspec.structs.replace(family, samples=list(values[name].values())) for name, family in merged.items()]
+
+
+def growing(page: Sequence[Family]) -> list[Family]:
+    """What stays of a process that has ended: its counts."""
+    return [family for family in page if family.kind in _GROWING]
 
 
 def render(collectors: Iterable[Collector], accept: str) -> tuple[bytes, str]:

@@ -1,19 +1,111 @@
-"""Where logs go: to stderr, a line an event. stdout stays for the ready line and for what a command was asked.
+"""Bound the log lines of one kind: a client that sends nonsense in a loop must not fill the disk.
 
-Lines of one kind are bounded (kproxy.observe.log_bound), those with `most_a_minute=N` to so many.
+A kind is a level and an event, without its fields; for the standard library's loggers it is the level and the message
+before its arguments are filled in. A line may bring a bound of its own, `most_a_minute`.
+
+States of a kind
+  unknown    nothing of it was logged for a minute
+  counting   its minute has begun with a line; lines are logged up to its bound, and the rest is counted
+
+Transitions
+  unknown  -> counting   its first line
+  counting -> unknown    its minute is over, and what was left out has been told in one line, which is never left out
+
+Invariants
+1. A line is logged or counted, and each count is told: when the minute is over, and at the end of the process.
+2. At most MOST_KINDS kinds are known at a time; what is beyond is one kind of its level.
+
+Where logs go: to stderr, a line an event. stdout stays for the ready line and for what a command was asked.
+
+Lines of one kind are bounded (kproxy.observe.logging), those with `most_a_minute=N` to so many.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextvars
 import logging
 import sys
+import threading
+import time
+from collections.abc import Callable
 from typing import Final
 
 import structlog
 from structlog.typing import EventDict, WrappedLogger
 
-from kproxy.observe.log_bound import MOST_A_MINUTE, LogBound
+MOST_A_MINUTE = 60
+MINUTE_S = 60.0
+MOST_KINDS = 500
+ANYTHING_ELSE = "anything else"
+
+Say = Callable[[str, str], None]
+"""Log a line of a level, whatever was logged before."""
+Later = Callable[[float, Callable[[], None]], None]
+
+
+def in_a_thread(seconds: float, call: Callable[[], None]) -> None:
+    """Call it then, on a thread that keeps no process from ending: a log may be written where no event loop runs."""
+    # What is bound to every line of this process stands in the context.
+    timer = threading.Timer(seconds, contextvars.copy_context().run, (call,))
+    timer.daemon = True
+    timer.start()
+
+
+class LogBound:
+    """Decides about every line. Lines may come from any thread."""
+
+    def __init__(self, say: Say, *, clock: Callable[[], float] = time.monotonic, later: Later = in_a_thread) -> None:
+        self._say = say
+        self._clock = clock
+        self._later = later
+        self._lock = threading.Lock()
+        # By level and event: when its minute began, its lines since then, and how many of them are logged.
+        self._kinds: dict[tuple[str, str], tuple[float, int, int]] = {}
+        self._is_due = False
+
+    def admits(self, level: str, event: str, most: int = MOST_A_MINUTE) -> bool:
+        """Whether a line is to be logged; it counts as such."""
+        with self._lock:
+            now = self._clock()
+            kind = (level, event)
+            if kind not in self._kinds and len(self._kinds) >= MOST_KINDS:
+                self._forget_quiet(now)
+                if len(self._kinds) >= MOST_KINDS:
+                    kind = (level, ANYTHING_ELSE)
+            since, lines, most = self._kinds.get(kind, (now, 0, most))
+            if now - since >= MINUTE_S and lines <= most:
+                since, lines = now, 0
+            self._kinds[kind] = since, lines + 1, most
+            if lines < most:
+                return True
+            tells_later, self._is_due = not self._is_due, True
+        if tells_later:
+            self._later(max(0.0, since + MINUTE_S - now), self.tell)
+        return False
+
+    def tell(self, *, at_once: bool = False) -> None:
+        """Say what was left out of the minutes that are over; `at_once`: of the others too."""
+        due = []
+        with self._lock:
+            now = self._clock()
+            for kind, (since, lines, most) in list(self._kinds.items()):
+                if lines > most and (at_once or now - since >= MINUTE_S):
+                    due.append((kind, lines - most))
+                    del self._kinds[kind]
+            ends = [since + MINUTE_S for since, lines, most in self._kinds.values() if lines > most]
+            self._is_due = bool(ends)
+        if ends:
+            self._later(max(0.0, min(ends) - now), self.tell)
+        for (level, event), count in due:
+            lines_left_out = "1 line" if count == 1 else f"{count} lines"
+            self._say(level, f'{lines_left_out} like "{event}" left out in the last minute')
+
+    def _forget_quiet(self, now: float) -> None:
+        for kind, (since, lines, most) in list(self._kinds.items()):
+            if now - since >= MINUTE_S and lines <= most:
+                del self._kinds[kind]
+
 
 LEVELS = ("debug", "info", "warning", "error")
 

@@ -13,8 +13,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kproxy.observe.exposition import counter, gauge, histogram, this_process
-from kproxy.observe.families import Gauge
+from kproxy.observe.exposition import Gauge, counter, gauge, histogram, this_process
 from kproxy.observe.table import TableView
 from kproxy.observe.tally import DELAY_BOUNDS_S, OTHER_BROKERS, OTHER_VERSION, PRODUCE_BOUNDS_S, VERSION_BITS, Tally
 from kproxy.routing.retry import event_name

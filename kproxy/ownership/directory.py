@@ -1,4 +1,23 @@
-"""What etcd says of brokers, topics and groups, beside who owns which partition; kept by the lease table.
+"""One fact from two places: what a key of its own says of a broker or topic, and what KafScale's snapshot lists of it.
+
+A key of its own wins. A broker's own key hangs on the broker's lease: it says who is there, at this moment, and goes
+when the broker does. The snapshot is what an operator or some broker wrote down once, also of brokers that are gone by
+now: nobody takes an entry out when one dies. So the snapshot answers for what has no key of its own, and again once
+that key has gone; that nobody listens at such an address is found out by dialling it.
+
+Invariants
+1. What was told last of a key is what stands of it: its own entry, or else the listed one, or else None.
+2. What goes is told before what comes, so that an id may pass from one topic to another.
+
+Which broker coordinates which consumer group, by the leases that KafScale's brokers hold in etcd.
+
+State: for each group that has a lease, (broker id, revision). Kept by the lease table, read by `kproxy.proxy`.
+
+Invariants
+1. An entry changes only upward: what carries a revision at or below the entry's own is ignored.
+2. At most MAX_GROUPS entries; what comes beyond is not taken, and such a group goes where one without a lease goes.
+
+What etcd says of brokers, topics and groups, beside who owns which partition; kept by the lease table.
 
 | key under the prefix | value | written by |
 | --- | --- | --- |
@@ -18,13 +37,11 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from kproxy.etcd import KeyValue, WatchEvent
-from kproxy.ownership.group_leases import GroupLease, GroupLeases
-from kproxy.ownership.layers import Layers
 from kproxy.ownership.lease_keys import (
     NO_SNAPSHOT,
     Senseless,
@@ -37,6 +54,104 @@ from kproxy.ownership.lease_keys import (
     parse_topic_key,
 )
 from kproxy.routing.topology import Address, Topology
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+
+class Layers(Generic[Key, Value]):
+    """`tell` gets a key and what stands of it now."""
+
+    def __init__(self, tell: Callable[[Key, Value | None], None]) -> None:
+        self._tell = tell
+        self._own: dict[Key, Value] = {}
+        self._listed: Mapping[Key, Value] = {}
+        self._told: dict[Key, Value] = {}
+
+    def set_own(self, key: Key, value: Value | None) -> bool:
+        """Take what the key of its own says, None where it is gone; whether that changes what stands."""
+        if value is None:
+            self._own.pop(key, None)
+            value = self._listed.get(key)
+        else:
+            self._own[key] = value
+        if value == self._told.get(key):
+            return False
+        if value is None:
+            del self._told[key]
+        else:
+            self._told[key] = value
+        self._tell(key, value)
+        return True
+
+    def set_listed(self, listed: Mapping[Key, Value]) -> bool:
+        """Take what the snapshot lists now, which is all that it lists; whether that changes what stands."""
+        self._listed = listed
+        standing = {**listed, **self._own}
+        if standing == self._told:
+            return False
+        self._settle(standing, {key for key in standing if standing[key] != self._told.get(key)})
+        return True
+
+    def load(self, own: dict[Key, Value], listed: Mapping[Key, Value] | None) -> None:
+        """Take both anew, `listed` None where that stays as it is. All that stands is told, also what was before."""
+        self._own = own
+        if listed is not None:
+            self._listed = listed
+        standing = {**self._listed, **own}
+        self._settle(standing, standing)
+
+    def _settle(self, standing: dict[Key, Value], news: Iterable[Key]) -> None:
+        gone = [key for key, value in self._told.items() if standing.get(key) != value]
+        self._told = standing
+        for key in gone:
+            self._tell(key, None)
+        for key in news:
+            self._tell(key, standing[key])
+
+
+MAX_GROUPS: Final = 1_000_000
+
+
+class GroupLease(NamedTuple):
+    """`revision` is etcd's mod_revision of the key."""
+
+    broker_id: int
+    revision: int
+
+
+class GroupLeases:
+    """The leases of groups."""
+
+    def __init__(self) -> None:
+        self._leases: dict[str, GroupLease] = {}
+
+    def holder(self, group: str) -> int | None:
+        """The id of the broker that coordinates the group; None where none does."""
+        lease = self._leases.get(group)
+        return None if lease is None else lease.broker_id
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def put(self, group: str, lease: GroupLease) -> None:
+        """The group's lease is this one."""
+        known = self._leases.get(group)
+        if known is None and len(self._leases) >= MAX_GROUPS:
+            return
+        if known is None or known.revision < lease.revision:
+            self._leases[group] = lease
+
+    def remove(self, group: str, revision: int) -> None:
+        """The group's lease has gone, as of `revision`."""
+        known = self._leases.get(group)
+        if known is not None and known.revision <= revision:
+            del self._leases[group]
+
+    def load(self, leases: Mapping[str, GroupLease]) -> None:
+        """These are all the leases there are."""
+        self._leases = dict(leases)
+
 
 PORTION_ENTRIES = 1_000
 

@@ -1,4 +1,6 @@
-"""The lease table: who owns which partition according to etcd, kept current in a `Topology`.
+"""Which partitions are to be read anew, and who waits for that.
+
+The lease table: who owns which partition according to etcd, kept current in a `Topology`.
 
 Mirrors `{prefix}/partition-leases/{topic}/{partition}` (value: a decimal broker id), and for its `directory` what else
 is to be known: brokers' addresses, topics' ids, groups' coordinators. A mirror knows how to stay current
@@ -26,7 +28,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from itertools import islice
 
 import structlog
 
@@ -43,13 +47,64 @@ from kproxy.ownership.directory import PORTION_ENTRIES, Directory
 from kproxy.ownership.lease_keys import (
     Partition,
     Senseless,
+    SkippedKeys,
     is_topic_name,
     parse_lease_key,
     parse_owner,
 )
-from kproxy.ownership.rereads import Rereads
-from kproxy.ownership.skipped import SkippedKeys
 from kproxy.routing.topology import MAX_PARTITION_INDEX, NO_OWNER, Topology
+
+# etcd's own limit on the operations of one transaction.
+REREAD_KEYS = 128
+MAX_WAITING_REREADS = 100_000
+
+
+class Rereads:
+    """The partitions that wait for a re-read, each once, with a future that all who wait for it share."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Partition, asyncio.Future[None]] = {}
+        self._any = asyncio.Event()
+        self._served = False
+
+    def open(self) -> None:
+        self._served = True
+
+    async def wait_for(self, partition: Partition) -> None:
+        """Until a read that begins after this call has ended, well or not; not at all where nobody reads."""
+        if not self._served:
+            return
+        future = self._waiting.get(partition)
+        if future is None:
+            if len(self._waiting) >= MAX_WAITING_REREADS:
+                return
+            future = self._waiting[partition] = asyncio.get_running_loop().create_future()
+            self._any.set()
+        # One caller's end is not the others'.
+        await asyncio.shield(future)
+
+    @asynccontextmanager
+    async def batch(self) -> AsyncIterator[list[Partition]]:
+        """Take what waits, as much as one transaction holds, and release who waited for it in the end."""
+        await self._any.wait()
+        batch = dict(islice(self._waiting.items(), REREAD_KEYS))
+        for partition in batch:
+            del self._waiting[partition]
+        if not self._waiting:
+            self._any.clear()
+        try:
+            yield list(batch)
+        finally:
+            for future in batch.values():
+                future.set_result(None)
+
+    def close(self) -> None:
+        """Release everybody: nothing will be read any more."""
+        self._served = False
+        waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            future.set_result(None)
+
 
 MAX_LOGGED_KEYS = 1_000
 # Twice the rhythm in which etcd is asked for a sign of life: a table is called stale within 5 s of its last.

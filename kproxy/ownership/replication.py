@@ -21,7 +21,7 @@ import msgspec
 
 from kproxy.config.etcd import EtcdOptions
 from kproxy.etcd import EtcdClient, EtcdError, KeyValue
-from kproxy.observe.replication import NO_LEADER, ReplicaRow, Replication
+from kproxy.observe.table import NO_LEADER, ReplicaRow, Replication
 from kproxy.ownership.directory import PORTION_ENTRIES
 from kproxy.ownership.lease_keys import Senseless, parse_broker_key, parse_lease_key, parse_owner
 

@@ -20,9 +20,9 @@ import structlog
 
 from kproxy.config import ProxyConfig
 from kproxy.runtime.tasks import cancel
-from kproxy.trail.given_out import Overlap
+from kproxy.trail.overlaps import Overlap
 from kproxy.trail.shipper import Shipper, ShipperVitals
-from kproxy.trail.sinks.make import make_sink
+from kproxy.trail.sink import make_sink
 from kproxy.trail.trail import Trail
 
 SHIP_REST_S = 5.0

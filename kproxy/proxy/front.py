@@ -15,8 +15,7 @@ from kproxy.claims.desk import ClaimDesk
 from kproxy.config import Address, ProxyConfig
 from kproxy.observe.admin import AdminPage
 from kproxy.observe.claims import ClaimsQuery, FreeOrder
-from kproxy.observe.exposition import render
-from kproxy.observe.families import Family, family_of
+from kproxy.observe.exposition import Family, family_of, render
 from kproxy.observe.http_page import Readiness
 from kproxy.observe.metrics import ProxyCollector, Vitals, own_process
 from kproxy.observe.table import TableQuery, TableView, table_page

@@ -10,8 +10,7 @@ from kproxy.config import ProxyConfig
 from kproxy.etcd import EtcdError
 from kproxy.observe.admin import Unanswered
 from kproxy.observe.claims import NotOffered
-from kproxy.observe.replication import replication_page
-from kproxy.observe.table import TableQuery
+from kproxy.observe.table import TableQuery, replication_page
 from kproxy.ownership.replication import ReplicationReader
 
 

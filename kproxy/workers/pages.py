@@ -2,7 +2,7 @@
 
 | page | of several workers |
 | --- | --- |
-| `/metrics` | put together as kproxy.observe.families says; what the system knows of processes by worker |
+| `/metrics` | put together as kproxy.observe.exposition says; what the system knows of processes by worker |
 | `/table` | of the first one that serves and answers, or of the one that `?worker=` names |
 | `/own` | of the first one that serves and answers: all of them know all claims |
 | `/readyz` | ready while one of them is; degraded, and why, where another is not |
@@ -23,8 +23,7 @@ from prometheus_client.registry import Collector
 
 from kproxy.observe.admin import Unanswered
 from kproxy.observe.claims import ClaimsQuery, FreeOrder, NotOffered
-from kproxy.observe.exposition import render
-from kproxy.observe.families import Family, family_of, merge
+from kproxy.observe.exposition import Family, family_of, merge, render
 from kproxy.observe.http_page import Readiness
 from kproxy.observe.metrics import ProcessesCollector, WorkersCollector, registered
 from kproxy.observe.table import TablePage, TableQuery

@@ -30,7 +30,7 @@ import structlog
 
 from kproxy.config import Owners
 from kproxy.errors import StartupError
-from kproxy.observe.families import Family, growing, merge
+from kproxy.observe.exposition import Family, growing, merge
 from kproxy.runtime.tasks import cancel
 from kproxy.workers.channel import AskMetrics, Assignment, MetricsAnswer, Question, Ready, Reply
 from kproxy.workers.child import Child, Launch, Silent, how

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from kproxy.config.etcd import EtcdOptions
-from kproxy.etcd.diagnosis import what_is_wrong
-from kproxy.etcd.target import Endpoint
+from kproxy.etcd.endpoints import Endpoint, what_is_wrong
 from kproxy.ownership.kafka_client import BrokerConnection, BrokerUnreachable
 from kproxy.routing.topology import Address
 from tests.support.dev import Ended, run_kproxy

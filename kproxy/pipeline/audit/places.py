@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Final
 
-from kproxy.config.audit import DEFAULT_TOPIC
-from kproxy.config.topic_name import is_topic_name
+from kproxy.config.parsing import is_topic_name
+from kproxy.config.proxy import DEFAULT_TOPIC
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.log_client import EARLIEST, LATEST, LogClient, TopicPartition
 from kproxy.pipeline.audit.log_connection import LogReadFailed

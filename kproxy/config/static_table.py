@@ -11,8 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kproxy.config.address import Address, parse_address
-from kproxy.config.reading import nearest, read_toml, unknown
+from kproxy.config.parsing import Address, nearest, parse_address, read_toml, unknown
 from kproxy.errors import StartupError
 
 # The rooms of a static table; they may also stand in a file of their own, named by --table.
