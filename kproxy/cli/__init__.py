@@ -14,11 +14,12 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar
 
 import click
+from click.shell_completion import get_completion_class
 
 from kproxy.errors import StartupError
 from kproxy.runtime.interrupts import INTERRUPTED, interruptible
 
-# name -> module, the line in `kproxy --help`
+# name -> module, or module:attribute where that is not `command`; and the line in `kproxy --help`
 COMMANDS = {
     "serve": ("kproxy.cli.serve", "Run the proxy in front of brokers that are there already."),
     "broker": ("kproxy.cli.broker", "Run one reference broker, for development and tests."),
@@ -29,17 +30,18 @@ COMMANDS = {
     "own": ("kproxy.cli.own", "Show who owns what by the Own API, claim, and free."),
     "doctor": ("kproxy.cli.doctor", "Look at etcd, a proxy and Kafka, and say what is not as it should be."),
     "check-config": ("kproxy.cli.check_config", "Check a configuration and show what is in force."),
-    "completion": ("kproxy.cli.completion", "Print what completes commands in bash, zsh or fish."),
+    "completion": ("kproxy.cli:completion", "Print what completes commands in bash, zsh or fish."),
 }
-# What commands start and people do not.
-INTERNAL = {"worker": "kproxy.cli.worker"}
-# They do not run by `run_async`, and have something to stop from the beginning.
+# Commands that other commands start, not people.
+INTERNAL = {"worker": "kproxy.cli.serve:worker"}
+# These do not run by `run_async`, and have something to stop from the beginning.
 RUN_BY_THEMSELVES = ("demo", "pipeline")
+SHELLS = ("bash", "zsh", "fish")
 NEEDS_POSIX = ("serve", "broker", "dev", "demo", "pipeline")
 
 
 class LazyGroup(click.Group):
-    """Commands by name, from `commands_by_name` and `internal`; the module of one is imported when it is asked for."""
+    """Commands by name, from `commands_by_name` and `internal`. A module is imported when its command is used."""
 
     commands_by_name: ClassVar[Mapping[str, tuple[str, str]]] = {}
     internal: ClassVar[Mapping[str, str]] = {}
@@ -51,8 +53,8 @@ class LazyGroup(click.Group):
         modules = {name: module for name, (module, _) in self.commands_by_name.items()} | dict(self.internal)
         if cmd_name not in modules:
             return None
-        module = importlib.import_module(modules[cmd_name])
-        command: click.Command = module.command
+        module, _, attribute = modules[cmd_name].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute or "command")
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -116,6 +118,23 @@ def cli(context: click.Context, debug: bool, log_level: str | None) -> None:
         raise StartupError(
             f"kproxy {context.invoked_subcommand} runs on Linux and macOS: on Windows run it in WSL 2 (wsl --install)."
         )
+
+
+@click.command("completion")
+@click.argument("shell", type=click.Choice(SHELLS))
+@click.pass_context
+def completion(context: click.Context, shell: str) -> None:
+    """Print what has SHELL complete kproxy's commands and flags.
+
+    \b
+      kproxy completion bash > ~/.local/share/bash-completion/completions/kproxy
+      kproxy completion zsh > "${fpath[1]}/_kproxy"
+      kproxy completion fish > ~/.config/fish/completions/kproxy.fish
+    """
+    kind = get_completion_class(shell)
+    if kind is None:
+        raise click.UsageError(f"click completes nothing in {shell}")
+    click.echo(kind(context.find_root().command, {}, "kproxy", "_KPROXY_COMPLETE").source())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

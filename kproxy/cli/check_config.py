@@ -12,7 +12,7 @@ from msgspec import UNSET
 from kproxy.config import Owners, Setting, build_proxy_config, load_settings
 from kproxy.config.etcd import SECRETS
 from kproxy.config.proxy import OF_ONE_SOURCE
-from kproxy.config.static_table import TABLE_ROOMS
+from kproxy.config.static_table import STATIC_TABLE_SECTIONS
 from kproxy.errors import StartupError
 
 # What an option is, in JSON.
@@ -55,14 +55,14 @@ def _state(setting: Setting, settings: Mapping[str, Setting]) -> str:
 
 
 def _echo_toml(settings: Mapping[str, Setting], owners: Owners | None) -> None:
-    room = ""
+    current = ""
     for path, setting in settings.items():
-        if path in TABLE_ROOMS:
+        if path in STATIC_TABLE_SECTIONS:
             continue
-        of_room, _, key = path.partition(".")
-        if of_room != room:
-            click.echo(f"{'' if not room else chr(10)}[{of_room}]")
-            room = of_room
+        section, _, key = path.partition(".")
+        if section != current:
+            click.echo(f"{'' if not current else chr(10)}[{section}]")
+            current = section
         state = _state(setting, settings)
         if state == NOT_SET:
             click.echo(f"# {key} is not set")
@@ -74,7 +74,7 @@ def _echo_toml(settings: Mapping[str, Setting], owners: Owners | None) -> None:
             # JSON's strings, numbers and lists are TOML's too.
             click.echo(f"{f'{key} = {json.dumps(setting.value)}':<48}# {setting.source}")
     if owners is not None:
-        inline = [settings[table].source for table in TABLE_ROOMS if table in settings]
+        inline = [settings[table].source for table in STATIC_TABLE_SECTIONS if table in settings]
         _echo_owners(owners, inline[0].partition(" in ")[2] if inline else "")
 
 
@@ -91,7 +91,7 @@ def _echo_owners(owners: Owners, file: str) -> None:
 def _as_json(settings: Mapping[str, Setting]) -> dict[str, object]:
     told: dict[str, object] = {}
     for path, setting in settings.items():
-        if path not in TABLE_ROOMS:
+        if path not in STATIC_TABLE_SECTIONS:
             state = _state(setting, settings)
             value = None if state in (NOT_SET, NOT_SHOWN) else setting.value
             told[path] = {"value": value, "state": state, "source": setting.source}

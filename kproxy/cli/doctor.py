@@ -80,8 +80,13 @@ def command(
 async def _examine(
     etcd: EtcdPlace | None, page: Address | None, brokers: Sequence[Address], topic: str | None, as_json: bool
 ) -> int:
-    from kproxy.cli.doctor_checks import examine_etcd, examine_kafka, examine_proxy
-    from kproxy.cli.doctor_replication import replication_in_etcd, replication_of_proxy
+    from kproxy.cli.doctor_checks import (
+        examine_etcd,
+        examine_kafka,
+        examine_proxy,
+        replication_in_etcd,
+        replication_of_proxy,
+    )
     from kproxy.observe.logging import configure_logging
 
     configure_logging("error")

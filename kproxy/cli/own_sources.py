@@ -1,27 +1,73 @@
-"""Where `kproxy own` learns of claims and frees them: at a proxy's admin page, or in etcd itself."""
+"""What happened to claims, from what is known before and after.
+
+Where `kproxy own` learns of claims and frees them: at a proxy's admin page, or in etcd itself.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import msgspec
 
-from kproxy.cli.admin_page import NoAnswer, ask, not_ours
-from kproxy.cli.own_changes import Change, change_by_end, change_by_put, changes_between
-from kproxy.cli.table_sources import WATCH_INTERVAL_S, Unanswered
+from kproxy.cli.table_sources import WATCH_INTERVAL_S, NoAnswer, Unanswered, ask, not_ours
 from kproxy.config import Address
 from kproxy.config.etcd import EtcdOptions
 from kproxy.errors import StartupError
 from kproxy.observe.claims import ClaimRow, ClaimsPage, FreeOrder, FreeOutcome, merge_claims
+from kproxy_codec.own import WHOLE_GROUP
 
 if TYPE_CHECKING:
     from kproxy.claims.keys import OwnKeys
     from kproxy.claims.table import Member, TableRow
     from kproxy.etcd import EtcdClient, Snapshot, WatchEvent
+
+Kind = Literal["is owned", "claimed", "raised", "reset", "taken over", "freed"]
+
+
+class Change(msgspec.Struct, frozen=True):
+    """`claim` as it is now, or was, where it was freed; `before` is what somebody lost by it.
+
+    A resource that was lost to a claim of the whole group has that for its `claim`.
+    """
+
+    change: Kind
+    claim: ClaimRow
+    before: ClaimRow | None = None
+
+
+def change_by_put(claim: ClaimRow, before: ClaimRow | None, whole: ClaimRow | None) -> Change:
+    """`claim` is new in the place of `before`; `whole` is the group's, if it is owned."""
+    if before is not None and before.owner == claim.owner:
+        return Change("raised" if claim.generation > before.generation else "reset", claim, before)
+    lost = before or (whole if claim.resource != WHOLE_GROUP else None)
+    if lost is None or lost.owner == claim.owner:
+        return Change("claimed", claim)
+    return Change("taken over", claim, lost)
+
+
+def change_by_end(claim: ClaimRow, whole: ClaimRow | None) -> Change:
+    """`claim` is gone; `whole` is the group's, if it is owned."""
+    if claim.resource != WHOLE_GROUP and whole is not None and whole.owner != claim.owner and whole.fence > claim.fence:
+        return Change("taken over", whole, claim)
+    return Change("freed", claim)
+
+
+def changes_between(before: Iterable[ClaimRow], after: Iterable[ClaimRow]) -> list[Change]:
+    """What leads from one state to the other, ends first, then what was claimed in its order."""
+    was, now = {claim.place: claim for claim in before}, {claim.place: claim for claim in after}
+    ends = [
+        change_by_end(claim, now.get((claim.group, WHOLE_GROUP))) for place, claim in was.items() if place not in now
+    ]
+    put = [claim for place, claim in now.items() if place not in was or was[place].fence != claim.fence]
+    return ends + [
+        change_by_put(claim, was.get(claim.place), was.get((claim.group, WHOLE_GROUP)))
+        for claim in sorted(put, key=lambda claim: claim.fence)
+    ]
+
 
 # Claims that change between two of their pages are read again, this often at most.
 CONSISTENT_READS = 5

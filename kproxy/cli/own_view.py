@@ -14,7 +14,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from kproxy.cli.own_changes import Change
+from kproxy.cli.own_sources import Change
 from kproxy.cli.table_view import MAX_BOXED_ROWS, echo_columns
 from kproxy.observe.claims import (
     WHOLE_GROUP_TEXT,

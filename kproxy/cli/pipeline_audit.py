@@ -9,7 +9,7 @@ import click
 
 from kproxy.cli import start_logging, tell_unexpected
 from kproxy.cli.options import Asked, bootstrap_option
-from kproxy.cli.spark_flags import check_master, session_options, spark_flags
+from kproxy.cli.pipeline import check_master, session_options, spark_flags
 from kproxy.config.parsing import parse_duration_ms, parse_time_ms
 from kproxy.errors import StartupError
 

@@ -10,7 +10,7 @@ import click
 
 from kproxy.cli import start_logging
 from kproxy.cli.options import Asked, bootstrap_option
-from kproxy.cli.spark_flags import check_master, session_options, spark_flags
+from kproxy.cli.pipeline import check_master, session_options, spark_flags
 from kproxy.config import parse_address
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest.options import (

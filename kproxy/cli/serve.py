@@ -1,4 +1,4 @@
-"""`kproxy serve`: the proxy."""
+"""`kproxy serve`: the proxy; `kproxy worker`: one process of `kproxy serve --workers N`, which starts it."""
 
 from __future__ import annotations
 
@@ -82,14 +82,32 @@ def _serve_by_workers(context: click.Context, options: ProxyConfig) -> int:
     from kproxy.workers.supervisor import run_workers
 
     given = context.find_root().params
-    # -P: what is imported must not hang on the files of the directory somebody stands in.
+    # -P: imports must not depend on the files in the working directory.
     arguments = [sys.executable, "-P", "-m", "kproxy"]
     arguments += ["--debug"] if given["debug"] else []
     arguments += ["--log-level", given["log_level"]] if given["log_level"] else []
     parent = ParentPipe()
     launch = Launch((*arguments, "worker"), {PARENT_FD: str(parent.read_fd)}, (parent.read_fd,))
     try:
-        # asyncio's own loop: there is nothing here to be fast at.
+        # asyncio's own loop is fast enough for the supervisor.
         return run_async(lambda: run_workers(options, launch), uvloop_wanted=False)
     finally:
         parent.close()
+
+
+@click.command("worker")
+@click.option("--number", type=int, required=True)
+@click.option("--channel", type=int, required=True, help="The file descriptor of its end.")
+@click.pass_context
+def worker(context: click.Context, number: int, channel: int) -> int:
+    """Serve as `kproxy serve --workers` says, which starts this."""
+    start_logging(context)
+    raise_open_file_limit()
+    import structlog
+
+    from kproxy.workers.worker import run_worker
+
+    structlog.contextvars.bind_contextvars(worker=number)
+
+    end_with_parent(insist=True)
+    return run_async(lambda: run_worker(channel))

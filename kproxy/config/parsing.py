@@ -1,12 +1,6 @@
-"""Addresses as people write them.
+"""Parse values of flags, environment and files: addresses, topics, writer groups, times; read TOML files.
 
-What a topic may be called: Kafka's own rule.
-
-Which group's claims let clients write to a topic, as people write it: `TOPIC=GROUP`.
-
-Times and durations as people give them on the command line.
-
-TOML files, and the word for a key that nobody knows.
+Every error is a StartupError with the flag or key of the value, its `source`, as the subject.
 """
 
 from __future__ import annotations
@@ -28,7 +22,7 @@ WILDCARDS = ("0.0.0.0", "::", "*")  # noqa: S104 - compared with, not bound
 
 
 class Address(NamedTuple):
-    """Where to listen or connect. `host` has no brackets, also where it is an IPv6 address; port 0: any free one."""
+    """An address to listen on or connect to. `host` has no brackets, even for IPv6. Port 0: any free one."""
 
     host: str
     port: int
@@ -38,7 +32,7 @@ class Address(NamedTuple):
 
 
 def parse_address(text: str, source: str) -> Address:
-    """`host:port`, `[IPv6]:port`. StartupError, with `source` as the subject, for anything else."""
+    """Parse `host:port` or `[IPv6]:port`. Raises StartupError."""
     host, colon, port = text.strip().rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
@@ -57,7 +51,7 @@ def parse_address(text: str, source: str) -> Address:
 
 
 def split_list(value: str | Sequence[str], source: str) -> tuple[str, ...]:
-    """`"a,b"` or `["a", "b"]`, neither empty nor with empty parts."""
+    """Split `"a,b"` or `["a", "b"]`. Raises StartupError if it or a part of it is empty."""
     parts = tuple(part.strip() for part in (value.split(",") if isinstance(value, str) else value))
     if not parts or not all(parts):
         raise StartupError(f"{source}: {value!r} is not a list of addresses: write them with commas between.")
@@ -65,7 +59,7 @@ def split_list(value: str | Sequence[str], source: str) -> tuple[str, ...]:
 
 
 def advertised(listen: Address, advertise: Address | None) -> Address | None:
-    """`advertise`, checked: what is listened on cannot be told to clients where it is every address of the machine."""
+    """Check `advertise`: a wildcard address cannot be told to clients. Raises StartupError."""
     if advertise is None and listen.host in WILDCARDS:
         raise StartupError(
             f"clients cannot connect to {listen.host}: with --listen {listen} "
@@ -76,7 +70,8 @@ def advertised(listen: Address, advertise: Address | None) -> Address | None:
     return advertise
 
 
-RULE = "its name is made of ASCII letters and digits, '.', '_' and '-', at most 249 of them"
+# Kafka's own rule.
+TOPIC_NAME_RULE = "its name is made of ASCII letters and digits, '.', '_' and '-', at most 249 of them"
 _TOPIC = re.compile(r"(?!\.{1,2}$)[a-zA-Z0-9._-]{1,249}")
 
 
@@ -85,9 +80,9 @@ def is_topic_name(text: str) -> bool:
 
 
 def parse_writer_groups(value: str | Sequence[str], source: str) -> Mapping[str, str]:
-    """Group by topic, of texts that each hold one `TOPIC=GROUP` or several with commas between.
+    """Parse the group by topic from texts, each one `TOPIC=GROUP` or several with commas. Raises StartupError.
 
-    Raises StartupError, with `source` as the subject.
+    Only owners in the group (the Own API) may write to the topic.
     """
     groups: dict[str, str] = {}
     for text in [value] if isinstance(value, str) else value:
@@ -108,7 +103,7 @@ def _parse_pair(pair: str, source: str) -> tuple[str, str]:
             f"orders=writers."
         )
     if not is_topic_name(topic):
-        raise StartupError(f"{source}: {topic[:300]!r} cannot be a topic: {RULE}.")
+        raise StartupError(f"{source}: {topic[:300]!r} cannot be a topic: {TOPIC_NAME_RULE}.")
     if len(group.encode()) > MAX_NAME_BYTES:
         raise StartupError(f"{source}: the writer group of {topic!r} has a name of more than {MAX_NAME_BYTES} bytes.")
     return topic, group
@@ -119,13 +114,13 @@ _DURATION: Final = re.compile(r"(\d{1,9})(ms|s|m|h|d)")
 
 
 def duration_ms(text: str) -> int | None:
-    """`500ms`, `10s`, `15m`, `2h` or `1d` in milliseconds; None for anything else."""
+    """Parse `500ms`, `10s`, `15m`, `2h` or `1d` into milliseconds; None for anything else."""
     match = _DURATION.fullmatch(text)
     return None if match is None else int(match[1]) * _UNIT_MS[match[2]]
 
 
 def parse_duration_ms(text: str, flag: str) -> int:
-    """The same, more than nothing. Raises StartupError."""
+    """Parse a duration above 0 into milliseconds. Raises StartupError."""
     duration = duration_ms(text)
     if not duration:
         raise StartupError(f"{flag} {text} is no duration: write a number and its unit, as in 500ms, 10s, 2h or 1d.")
@@ -133,7 +128,7 @@ def parse_duration_ms(text: str, flag: str) -> int:
 
 
 def parse_time_ms(text: str, flag: str, now_ms: int) -> int:
-    """A time in milliseconds since the epoch: ISO 8601, UTC unless it says otherwise, or a duration before `now_ms`.
+    """Parse a time into milliseconds since the epoch: ISO 8601, by default UTC, or a duration before `now_ms`.
 
     Raises StartupError.
     """
@@ -153,7 +148,7 @@ MAX_FILE_BYTES = 16 * 1024 * 1024
 
 
 def read_file(file: Path, named: str, limit: int, otherwise: str) -> bytes:
-    """All of a file that people call `named`; `otherwise` says what one of more than `limit` bytes is."""
+    """Read at most `limit` bytes. Errors call the file `named`, and a longer one `otherwise`. Raises StartupError."""
     try:
         with file.open("rb") as opened:
             content = opened.read(limit + 1)
@@ -180,7 +175,7 @@ def unknown(name: str, where: str, nearest: str, is_table: bool) -> NoReturn:
 
 
 def nearest(name: str, known: Mapping[str, object]) -> str:
-    """By the whole path first; a right key in a wrong room has the key for its nearest."""
+    """The nearest known name: the same key in another section, else the most similar path."""
     for candidate in known:
         if "." in name and candidate.rpartition(".")[2] == name.rpartition(".")[2]:
             return candidate

@@ -28,7 +28,7 @@ from typing import Any
 
 from kproxy.config.etcd import EtcdOptions
 from kproxy.etcd.credentials import TlsCredentials, Token
-from kproxy.etcd.endpoints import Endpoint, parse_endpoints, what_is_wrong
+from kproxy.etcd.endpoints import Endpoint, diagnose, parse_endpoints
 from kproxy.etcd.errors import (
     EtcdDenied,
     EtcdError,
@@ -153,7 +153,7 @@ class EtcdClient:
 
     async def _give_up_if_hopeless(self) -> None:
         """EtcdMisused where something is wrong with every member, and of a kind that only a person can mend."""
-        found = await asyncio.gather(*(what_is_wrong(each, self._options) for each in self._parsed))
+        found = await asyncio.gather(*(diagnose(each, self._options) for each in self._parsed))
         if found[0] is not None and all(found):
             raise EtcdMisused(found[0])
 

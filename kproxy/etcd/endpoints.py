@@ -1,13 +1,11 @@
-"""From what a person writes for `--etcd` to where gRPC dials.
+"""Parse the addresses of etcd members; diagnose one that fails for a reason that retrying does not fix.
 
-Each member gets a target, and so a channel, of its own. A target of several addresses (`ipv4:a,b`) has one
-authority: members whose certificates are made out to themselves would not verify, names could not be in it, and which
-member a call goes to would be gRPC's choice. gRPC resolves a name, and again whenever a connection is lost.
+Each member gets a gRPC target, and so a channel, of its own. A target of several addresses (`ipv4:a,b`) has one
+authority: the certificates of the members would not verify, names could not be in it, and gRPC would choose the member
+of a call. gRPC resolves a name, and again whenever a connection is lost.
 
-Why a member does not answer, where the reason is one that trying again will not mend.
-
-gRPC says of most of these no more than that a socket was closed. So they are found out with Python's own TLS, on a
-connection of its own, after gRPC has failed.
+For most failures gRPC reports only that a socket was closed. So, after gRPC has failed, `diagnose` finds out with
+Python's own TLS, on a connection of its own.
 """
 
 from __future__ import annotations
@@ -39,12 +37,12 @@ class Endpoint(NamedTuple):
 
     @property
     def target(self) -> str:
-        """What gRPC dials."""
+        """The gRPC target."""
         return f"dns:///{self}"
 
 
 def parse_endpoints(texts: Sequence[str]) -> tuple[Endpoint, ...]:
-    """The members, each once. EtcdMisused names what is wrong."""
+    """Parse the members, each once. Raises EtcdMisused that names the fault."""
     if not texts:
         raise EtcdMisused("No etcd endpoint is configured: give at least one, such as http://127.0.0.1:2379.")
     endpoints = tuple(dict.fromkeys(parse_endpoint(text) for text in texts))
@@ -55,7 +53,7 @@ def parse_endpoints(texts: Sequence[str]) -> tuple[Endpoint, ...]:
 
 
 def parse_endpoint(text: str) -> Endpoint:
-    """`host`, `host:port`, `[v6]:port`, each with `http://` or `https://` before it or not (that is plain, too)."""
+    """Parse `host`, `host:port` or `[v6]:port`, each after `http://`, `https://` or nothing, which is plain."""
     rest = text.strip()
     scheme, separator, after = rest.partition("://")
     tls = False
@@ -96,21 +94,21 @@ def _checked_port(port_text: str, text: str) -> int:
     return int(port_text)
 
 
-TIMEOUT_S = 2.0
+DIAGNOSIS_TIMEOUT_S = 2.0
 # With TLS 1.3 a server refuses a client's certificate after the handshake is over for the client.
 REFUSAL_WAIT_S = 0.5
 # X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH, X509_V_ERR_CERT_HAS_EXPIRED
 _OTHER_NAME = (62, 64)
 _EXPIRED = 10
-# How HTTP/2 begins: the client's preface, and on either side a frame of type SETTINGS (RFC 9113, 3.4).
+# The start of HTTP/2: the client's preface, and on either side a SETTINGS frame (RFC 9113, 3.4).
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 _SETTINGS = 4
 
 
-async def what_is_wrong(endpoint: Endpoint, options: EtcdOptions) -> str | None:
-    """One sentence, or None where nothing of that kind is found: nobody listens, it hangs, or all is well."""
+async def diagnose(endpoint: Endpoint, options: EtcdOptions) -> str | None:
+    """Describe the fault in one sentence; None if nobody listens, it hangs, or all is well."""
     try:
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(DIAGNOSIS_TIMEOUT_S):
             if endpoint.tls:
                 return await _tls_wrong(endpoint, options)
             return await _plain_wrong(endpoint)
@@ -122,7 +120,7 @@ async def what_is_wrong(endpoint: Endpoint, options: EtcdOptions) -> str | None:
 
 async def _plain_wrong(endpoint: Endpoint) -> str | None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    # Who it is does not matter: nothing is sent.
+    # The certificate does not matter: nothing is sent.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     try:
@@ -176,7 +174,7 @@ def _not_verified(endpoint: Endpoint, name: str, options: EtcdOptions, error: ss
 def _no_handshake(endpoint: Endpoint, options: EtcdOptions, error: OSError) -> str | None:
     reason = (error.reason if isinstance(error, ssl.SSLError) else "") or ""
     if not reason or "EOF" in reason:
-        # Whoever closes a connection without a word may be on its way down.
+        # A server that closes the connection without an alert may be stopping.
         return None
     if "ALERT" in reason:
         if options.cert is None:
@@ -199,7 +197,7 @@ async def _speaks_plainly(endpoint: Endpoint) -> bool:
 async def _connect(
     endpoint: Endpoint, context: ssl.SSLContext | None = None, name: str = ""
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection, with TLS where there is a `context`, to whom a certificate calls `name`."""
+    """Connect, with TLS if there is a `context`, to a server whose certificate names `name`."""
     server_name = (name or endpoint.host) if context is not None else None
     return await dial(
         lambda host, port: asyncio.open_connection(host, port, ssl=context, server_hostname=server_name),

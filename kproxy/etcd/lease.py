@@ -1,25 +1,19 @@
-"""The clock that leases are measured on, in seconds; it counts suspend where the system can tell.
-
-How long what stands on a lease is certain to be its holder's, as the holder itself can tell.
-
-Invariants
-1. The deadline is the send time of the last keepalive that was answered, plus the TTL in its answer, minus a margin:
-   etcd counts from a later moment, so nobody else can have our keys before the deadline. Silence of etcd ends our own
-   rights; nothing has to tell us.
-2. A broken fence never lives again: what was held behind it has to be taken anew.
-
-Keeping a lease alive, and telling its holder exactly how much that is worth.
+"""Leases: keep one alive, the clock to measure it on, and a fence that tells how long it is certain to live.
 
 States of `lease_keep_alive`: OPENING (no stream) -> ASKING (one keepalive unanswered) -> RESTING -> ASKING …; any
-failure leads back to OPENING. It ends in LeaseLost, or by the caller's cancelling it.
+failure leads back to OPENING. It ends in LeaseLost, or when the caller cancels it.
 
 Invariants
 1. `on_renewed(sent_at, ttl_s)` names the time before the keepalive was handed to gRPC. etcd counts the TTL from a later
    moment, so the lease lives at least until sent_at + ttl_s (unless it is revoked).
-2. One keepalive is in flight at a time: answers carry no number, so the answer must belong to the only question. A
-   stream whose answer is late is dropped with whatever it might still say.
-3. LeaseLost is raised only on etcd's own word (TTL 0). An etcd that cannot be reached is asked again for ever: whether
-   that still helps is for the caller to decide, by its own deadline.
+2. One keepalive is in flight at a time: answers carry no number, so an answer must belong to the only question. A
+   stream whose answer is late is dropped together with that answer.
+3. LeaseLost is raised only on etcd's own word (TTL 0). An unreachable etcd is asked again for ever: the caller decides
+   by its own deadline whether that still helps.
+4. The deadline of a `LeaseFence` is the send time of the last answered keepalive, plus the TTL in its answer, minus a
+   margin. As etcd counts from a later moment, no other process can have our keys before that deadline. Our rights end
+   when etcd falls silent; no message is needed.
+5. A broken fence never lives again: everything held under it has to be acquired anew.
 """
 
 from __future__ import annotations
@@ -49,11 +43,11 @@ if hasattr(time, "CLOCK_BOOTTIME"):
 else:
 
     def lease_clock() -> float:
-        """Seconds on the monotonic clock; whether it counts suspend is the system's affair."""
+        """Seconds on the monotonic clock, which may not count suspend."""
         return time.monotonic()
 
 
-# What is kept back of each TTL for clocks that run at different speeds.
+# The share of each TTL that allows for clocks of different speeds.
 MARGIN_FRACTION = 0.1
 
 
@@ -65,7 +59,7 @@ class LeaseFence:
     def __init__(self, lease_id: int, clock: Clock) -> None:
         self.lease_id = lease_id
         self.claim_revision = 0
-        # How often it lived on, renewed only after it might have ended.
+        # How often it was renewed only after its deadline.
         self.lapses = 0
         self._clock = clock
         self._deadline = float("-inf")
@@ -76,11 +70,11 @@ class LeaseFence:
 
     @property
     def remaining_s(self) -> float:
-        """For how long yet it is certain to live; 0 where it is not."""
+        """Seconds for which it is still certain to live; 0 if it is not."""
         return max(self._deadline - self._clock(), 0.0)
 
     def renew(self, sent_at: float, ttl_s: int) -> None:
-        """A keepalive sent at `sent_at` (seconds, this fence's clock) was answered with `ttl_s`."""
+        """Extend the deadline: a keepalive sent at `sent_at` (seconds, this clock) was answered with `ttl_s`."""
         if not self._broken:
             self.lapses += float("-inf") < self._deadline <= self._clock()
             self._deadline = max(self._deadline, sent_at + ttl_s * (1 - MARGIN_FRACTION))
@@ -92,7 +86,7 @@ class LeaseFence:
 
 FIRST_ANSWER_TIMEOUT_S = 2.0
 REOPEN_PAUSE_S = 0.2
-# Four chances within one TTL: three may be lost without losing the lease.
+# Four keepalives within one TTL: three may fail without losing the lease.
 RENEWALS_PER_TTL = 4
 
 log = structlog.get_logger(__name__)
@@ -101,10 +95,10 @@ log = structlog.get_logger(__name__)
 async def lease_keep_alive(
     client: EtcdClient, lease_id: int, *, clock: Callable[[], float], on_renewed: Callable[[float, int], None]
 ) -> None:
-    """Renew `lease_id` until cancelled; LeaseLost when etcd says that there is no such lease.
+    """Renew `lease_id` until cancelled. Raises LeaseLost when etcd has no such lease.
 
-    `clock` is only used to stamp the send times that `on_renewed` gets with the TTL in seconds; let it be one that
-    counts suspend where that matters.
+    `clock` stamps the send times that `on_renewed` gets with the TTL in seconds; use one that counts suspend where that
+    matters.
     """
     renewer = _Renewer(client, lease_id, clock, on_renewed)
     while True:
@@ -128,7 +122,7 @@ class _Renewer:
         self._interval_s = FIRST_ANSWER_TIMEOUT_S
 
     async def run_stream(self) -> None:
-        """Renew over one stream until it fails, which it reports as an EtcdError."""
+        """Renew over one stream until it fails. Raises EtcdError."""
         stream = self._client.open_stream("Lease", "LeaseKeepAlive")
         try:
             while True:
@@ -143,7 +137,7 @@ class _Renewer:
             await stream.close()
 
     async def _ask(self, stream: EtcdStream) -> int:
-        """The TTL in etcd's answer; EtcdUnavailable if that takes longer than the time to the next question."""
+        """The TTL in etcd's answer. Raises EtcdUnavailable if it takes longer than the time to the next question."""
         started = asyncio.get_running_loop().time()
         await stream.write(rpc.LeaseKeepAliveRequest(ID=self._lease_id), self._interval_s)
         left = self._interval_s - (asyncio.get_running_loop().time() - started)

@@ -1,11 +1,9 @@
-"""etcd's messages as Python sees them: the protobuf classes, and the few values the rest of kproxy handles.
+"""etcd's messages in Python: the protobuf classes, plain values for results, and the parts of a transaction.
 
-The descriptors live in a pool of their own. Another library in the same process may have registered etcd's own .proto
-files under the same names; the two must not meet.
+The descriptors are in a pool of their own: another library in the same process may have registered etcd's own .proto
+files under the same names.
 
-What a transaction is made of: comparisons and operations.
-
-result = await client.txn([key_absent(key)], success=[put_op(key, b"1", lease_id)], failure=[get_op(key)])
+    result = await client.txn([key_absent(key)], success=[put_op(key, b"1", lease_id)], failure=[get_op(key)])
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ PACKAGE = "etcdserverpb"
 
 
 class _Messages:
-    """The message classes as attributes, `rpc.PutRequest`; made when asked for, so that importing reads no file."""
+    """The message classes as attributes, such as `rpc.PutRequest`; made on first use, so importing reads no file."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -42,7 +40,7 @@ rpc: Any = _Messages()
 
 
 class KeyValue(NamedTuple):
-    """A key as it stood at some revision. `version` counts its changes since its creation; `lease_id` is 0 for none."""
+    """A key at some revision. `version` counts its changes since its creation; `lease_id` is 0 for none."""
 
     key: str
     value: bytes
@@ -60,9 +58,9 @@ class WatchEvent(NamedTuple):
 
 
 class Pages(Sequence[KeyValue]):
-    """Keys and values as etcd sent them, decoded each time they are walked through.
+    """Keys and values as etcd sent them, decoded at each iteration.
 
-    A million of them decoded take 300 MiB, and as they came a quarter of that.
+    Decoded, a million keys take 300 MiB; encoded, a quarter of that.
     """
 
     __slots__ = ("_count", "_pages")
@@ -72,7 +70,7 @@ class Pages(Sequence[KeyValue]):
         self._count = 0
 
     def add(self, response: Any) -> None:
-        """What one RangeResponse holds."""
+        """Append the keys of one RangeResponse."""
         self._count += len(response.kvs)
         self._pages.append(response.SerializeToString())
 
@@ -93,7 +91,7 @@ class Pages(Sequence[KeyValue]):
 
 
 class Snapshot(NamedTuple):
-    """What stood at `revision`: one linearizable view, however many pages it took."""
+    """The keys at `revision`: one linearizable view, however many pages it took."""
 
     revision: int
     cluster_id: int
@@ -115,14 +113,14 @@ class EtcdStatus(NamedTuple):
 
 
 class Lease(NamedTuple):
-    """A lease with the TTL that etcd granted, in seconds, which may be more than was asked for."""
+    """A lease with the TTL that etcd granted, in seconds; it may be more than requested."""
 
     lease_id: int
     ttl_s: int
 
 
 class OpResult(NamedTuple):
-    """The result of one operation in a transaction: what a get found, or how many keys a delete removed."""
+    """The result of one operation in a transaction: the keys of a get, or the number of keys that a delete removed."""
 
     kvs: tuple[KeyValue, ...]
     deleted: int
@@ -138,7 +136,7 @@ class TxnResult(NamedTuple):
 
 
 def encode_key(key: str) -> bytes:
-    """Keys are bytes in etcd; any that is not UTF-8 comes and goes through surrogates unchanged."""
+    """The bytes of a key; bytes that are not UTF-8 pass through surrogates unchanged."""
     return key.encode("utf-8", "surrogateescape")
 
 
@@ -147,7 +145,7 @@ def decode_key(key: bytes) -> str:
 
 
 def prefix_end(prefix: str) -> bytes:
-    """The first key after every key that begins with `prefix`; b"\\0", etcd's word for no end, where there is none."""
+    """The first key after every key that begins with `prefix`; if none, b"\\0", which means no end to etcd."""
     stripped = encode_key(prefix).rstrip(b"\xff")
     return stripped[:-1] + bytes([stripped[-1] + 1]) if stripped else b"\0"
 
@@ -169,13 +167,13 @@ _LESS = 2
 
 
 class TxnCompare(NamedTuple):
-    """One condition; a transaction takes its success branch where all hold."""
+    """One condition; a transaction takes its success branch if all hold."""
 
     message: Any
 
 
 class TxnOp(NamedTuple):
-    """One operation; `write` tells whether repeating it could do anything twice."""
+    """One operation; `write`: it changes something, so repeating it may matter."""
 
     message: Any
     write: bool
@@ -194,7 +192,7 @@ def mod_revision_is(key: str, revision: int) -> TxnCompare:
 
 
 def prefix_unchanged_since(prefix: str, revision: int) -> TxnCompare:
-    """No key that begins with `prefix` has been put after `revision`; whether one was deleted is not compared."""
+    """No key that begins with `prefix` was put after `revision`. Deletions are not compared."""
     start, end = encode_key(prefix), prefix_end(prefix)
     compare = rpc.Compare(target=_MOD, result=_LESS, key=start, range_end=end, mod_revision=revision + 1)
     return TxnCompare(compare)

@@ -23,7 +23,7 @@ from kproxy.config.etcd import EtcdOptions
 from kproxy.etcd import EtcdClient, EtcdError, KeyValue
 from kproxy.observe.table import NO_LEADER, ReplicaRow, Replication
 from kproxy.ownership.directory import PORTION_ENTRIES
-from kproxy.ownership.lease_keys import Senseless, parse_broker_key, parse_lease_key, parse_owner
+from kproxy.ownership.lease_keys import InvalidEntry, parse_broker_key, parse_lease_key, parse_owner
 
 FRESH_S = 1.0
 # Below what those who ask a page wait for it.
@@ -90,7 +90,7 @@ async def read_replication(client: EtcdClient, prefix: str) -> Replication:
             if state.topic_id != topic.topic_id:
                 continue
             at_first = topic.replicas[partition]
-        except (Senseless, KeyError, IndexError, msgspec.MsgspecError):
+        except (InvalidEntry, KeyError, IndexError, msgspec.MsgspecError):
             continue
         rows.append(
             ReplicaRow(
@@ -117,7 +117,7 @@ async def _entries(kvs: Sequence[KeyValue], prefix: str) -> AsyncIterator[tuple[
 def _is_broker(name: str) -> bool:
     try:
         parse_broker_key(name)
-    except Senseless:
+    except InvalidEntry:
         return False
     return True
 
@@ -128,7 +128,7 @@ def _leader(lease: KeyValue | None, create_revision: int, live: set[int]) -> int
         return NO_LEADER
     try:
         owner = parse_owner(lease.value)
-    except Senseless:
+    except InvalidEntry:
         return NO_LEADER
     return owner if owner in live else NO_LEADER
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kproxy.broker.keys import Keys
-from kproxy.cli.doctor_replication import replication_of_proxy
+from kproxy.cli.doctor_checks import replication_of_proxy
 from kproxy.cli.table_sources import tables_from_admin
 from kproxy.config import parse_address
 from kproxy.dev.embedded_etcd import EmbeddedEtcd

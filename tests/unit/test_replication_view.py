@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from kproxy.cli.doctor_replication import about_replicas
+from kproxy.cli.doctor_checks import about_replicas
 from kproxy.cli.table_view import LiveTable, describe_changes, show
 from kproxy.observe.table import (
     ReplicaRow,
