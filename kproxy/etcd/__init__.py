@@ -1,7 +1,7 @@
 """A small etcd client: KV, transactions, leases and watches over grpc.aio, on asyncio or uvloop.
 
-Made here because no published one fits (several members, require-leader, progress, fragments, honest ambiguity). Start
-at `client.py`; `mirror.py` is what keeps a local copy of a few prefixes current.
+No published client fits (several members, require-leader, progress, fragments, errors that tell an unknown outcome).
+Start at `client.py`; `mirror.py` keeps a local copy of a few prefixes current.
 """
 
 from kproxy.etcd.client import EtcdClient

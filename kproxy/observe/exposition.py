@@ -1,12 +1,10 @@
-"""Metric families as plain values, to be sent from one process to another, and those of several processes as one.
+"""Prometheus metrics: families as plain values, the families of several processes as one, and the page `/metrics`.
 
-| what | of several processes |
+| kind | of several processes |
 | --- | --- |
-| counters, histograms | the sum; it must never shrink, or whoever takes rates of it sees a restart |
-| gauges of what each process has for itself (connections, bytes) | the sum |
-| gauges of what all of them look at (the table, brokers) | the worst, the highest or the lowest: `across` |
-
-How numbers become `/metrics`: families of Prometheus' library, and the page that is made of them.
+| counters, histograms | the sum; it must never shrink, or rates of it show a restart |
+| gauges of each process's own things (connections, bytes) | the sum |
+| gauges of shared things (the table, brokers) | the worst, the highest or the lowest: `across` |
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ _GROWING = ("counter", "histogram")
 
 
 class Gauge(GaugeMetricFamily):
-    """A gauge that knows what becomes of it across processes."""
+    """A gauge with the way to combine it across processes."""
 
     def __init__(
         self,
@@ -42,7 +40,7 @@ class Gauge(GaugeMetricFamily):
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
-    """One line of the page."""
+    """One line of the page `/metrics`."""
 
     name: str
     labels: dict[str, str]
@@ -50,7 +48,7 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Family(msgspec.Struct, frozen=True, array_like=True):
-    """All lines of one name; `kind` is Prometheus' own word."""
+    """All lines of one name; `kind` is Prometheus' type."""
 
     name: str
     documentation: str
@@ -59,7 +57,7 @@ class Family(msgspec.Struct, frozen=True, array_like=True):
     samples: list[Sample]
 
     def metric(self) -> Metric:
-        """As Prometheus' library writes it out."""
+        """Convert to a metric of Prometheus' library."""
         metric = Metric(self.name, self.documentation, self.kind)
         for sample in self.samples:
             metric.add_sample(sample.name, sample.labels, sample.value)
@@ -67,14 +65,14 @@ class Family(msgspec.Struct, frozen=True, array_like=True):
 
 
 def family_of(metric: Metric) -> Family:
-    """A metric of Prometheus' library as a plain value."""
+    """Convert a metric of Prometheus' library to a plain value."""
     across: Across = metric.across if isinstance(metric, Gauge) else "sum"
     samples = [Sample(each.name, dict(each.labels), float(each.value)) for each in metric.samples]
     return Family(metric.name, metric.documentation, metric.type, across, samples)
 
 
 def merge(pages: Iterable[Sequence[Family]]) -> list[Family]:
-    """The families of several processes as those of one."""
+    """Combine the families of several processes."""
     merged: dict[str, Family] = {}
     values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], Sample]] = {}
     for page in pages:
@@ -91,12 +89,12 @@ def merge(pages: Iterable[Sequence[Family]]) -> list[Family]:
 
 
 def growing(page: Sequence[Family]) -> list[Family]:
-    """What stays of a process that has ended: its counts."""
+    """The families that outlive their process: counters and histograms."""
     return [family for family in page if family.kind in _GROWING]
 
 
 def render(collectors: Iterable[Collector], accept: str) -> tuple[bytes, str]:
-    """The page and its content type, in the format that an HTTP Accept header asks for."""
+    """Render the page in the format that an HTTP Accept header asks for; the page and its content type."""
     registry = CollectorRegistry(auto_describe=False)
     PlatformCollector(registry=registry)
     for collector in collectors:
@@ -106,7 +104,7 @@ def render(collectors: Iterable[Collector], accept: str) -> tuple[bytes, str]:
 
 
 def this_process() -> tuple[Collector, ...]:
-    """What the system and Python know of this process."""
+    """Collectors of the system's and Python's own numbers of this process."""
     apart = CollectorRegistry()
     return ProcessCollector(registry=apart), GCCollector(registry=apart)
 
@@ -120,7 +118,7 @@ def gauge(name: str, documentation: str, value: float, across: Across = "sum") -
 
 
 def histogram(name: str, documentation: str, bounds: Sequence[float], counts: Sequence[int], total: float) -> Metric:
-    """`counts` are those of each bucket by itself, and one more for what is beyond the last of `bounds`."""
+    """Make a histogram; `counts` has one number for each bucket by itself, and one for values beyond `bounds`."""
     cumulated = accumulate(counts)
     buckets = [(str(bound), float(next(cumulated))) for bound in bounds]
     return HistogramMetricFamily(name, documentation, buckets=[*buckets, ("+Inf", float(sum(counts)))], sum_value=total)

@@ -1,23 +1,20 @@
-"""Bound the log lines of one kind: a client that sends nonsense in a loop must not fill the disk.
+"""Configure logging: one line per event to stderr, with a bound on the lines of one kind.
 
-A kind is a level and an event, without its fields; for the standard library's loggers it is the level and the message
-before its arguments are filled in. A line may bring a bound of its own, `most_a_minute`.
+stdout is for the ready line and for the output of commands. The bound keeps a client that sends nonsense in a loop from
+filling the disk. A kind is a level and an event, without its fields; for the standard library's loggers it is the level
+and the message before its arguments are filled in. A line may bring a bound of its own, `most_a_minute=N`.
 
 States of a kind
-  unknown    nothing of it was logged for a minute
+  unknown    no line of it was logged for a minute
   counting   its minute has begun with a line; lines are logged up to its bound, and the rest is counted
 
 Transitions
   unknown  -> counting   its first line
-  counting -> unknown    its minute is over, and what was left out has been told in one line, which is never left out
+  counting -> unknown    its minute is over, and one line has told how many were left out; that line is never left out
 
 Invariants
 1. A line is logged or counted, and each count is told: when the minute is over, and at the end of the process.
-2. At most MOST_KINDS kinds are known at a time; what is beyond is one kind of its level.
-
-Where logs go: to stderr, a line an event. stdout stays for the ready line and for what a command was asked.
-
-Lines of one kind are bounded (kproxy.observe.logging), those with `most_a_minute=N` to so many.
+2. At most MOST_KINDS kinds are known at a time; the kinds beyond are one kind per level.
 """
 
 from __future__ import annotations
@@ -40,20 +37,20 @@ MOST_KINDS = 500
 ANYTHING_ELSE = "anything else"
 
 Say = Callable[[str, str], None]
-"""Log a line of a level, whatever was logged before."""
+"""Log a line of a level, regardless of bounds."""
 Later = Callable[[float, Callable[[], None]], None]
 
 
 def in_a_thread(seconds: float, call: Callable[[], None]) -> None:
-    """Call it then, on a thread that keeps no process from ending: a log may be written where no event loop runs."""
-    # What is bound to every line of this process stands in the context.
+    """Call it later, on a daemon thread: lines are also logged where no event loop runs."""
+    # The context has the fields that are bound to every line of this process.
     timer = threading.Timer(seconds, contextvars.copy_context().run, (call,))
     timer.daemon = True
     timer.start()
 
 
 class LogBound:
-    """Decides about every line. Lines may come from any thread."""
+    """Admits or counts each line. Lines may come from any thread."""
 
     def __init__(self, say: Say, *, clock: Callable[[], float] = time.monotonic, later: Later = in_a_thread) -> None:
         self._say = say
@@ -65,7 +62,7 @@ class LogBound:
         self._is_due = False
 
     def admits(self, level: str, event: str, most: int = MOST_A_MINUTE) -> bool:
-        """Whether a line is to be logged; it counts as such."""
+        """Whether to log a line; count it."""
         with self._lock:
             now = self._clock()
             kind = (level, event)
@@ -85,7 +82,7 @@ class LogBound:
         return False
 
     def tell(self, *, at_once: bool = False) -> None:
-        """Say what was left out of the minutes that are over; `at_once`: of the others too."""
+        """Log how many lines were left out in minutes that are over; `at_once`: in all."""
         due = []
         with self._lock:
             now = self._clock()
@@ -109,12 +106,12 @@ class LogBound:
 
 LEVELS = ("debug", "info", "warning", "error")
 
-# On the line that says how many were left out: that one is not.
+# Marks the line that tells how many were left out: it is always logged.
 _TOLD: Final = "_told"
 
 
 def configure_logging(level: str) -> None:
-    """Log `level` and above, with colours on a terminal. Libraries that log by the standard library: warnings."""
+    """Log `level` and above, with colours on a terminal; of libraries that use the standard library, warnings."""
     on_terminal = sys.stderr.isatty()
     bound = LogBound(_say)
     structlog.configure(
@@ -136,7 +133,7 @@ def configure_logging(level: str) -> None:
 
 
 class _Bounded:
-    """The processor that leaves out what is beyond the bound."""
+    """The processor that drops lines beyond the bound."""
 
     def __init__(self, bound: LogBound) -> None:
         self._bound = bound

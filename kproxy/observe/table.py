@@ -1,8 +1,6 @@
-"""The routing table as a person or a program reads it: pages of plain structures, ready for JSON.
+"""The routing table and the reference brokers' replicas, in pages of plain structures for JSON.
 
-A page is taken in one step and so consistent at its own `revision`; who reads several pages compares their revisions.
-
-The reference brokers' replicas as a person or a program reads them: pages of plain structures, ready for JSON.
+A page is made in one step and so consistent at its own `revision`. A reader of several pages compares their revisions.
 """
 
 from __future__ import annotations
@@ -17,12 +15,12 @@ import msgspec
 
 from kproxy.routing.topology import Ownership, Topology
 
-# A page is made between two requests of clients: this many rows take about 10 ms.
+# A page is made between two requests of clients: so many rows take about 10 ms.
 MAX_PAGE_ROWS = 10_000
 
 
 class ProxyRow(msgspec.Struct, frozen=True):
-    """One proxy that clients are told of; `this` is the one that says so."""
+    """One proxy that clients are told of; `this`: it is the one that answers."""
 
     id: int
     host: str
@@ -32,10 +30,10 @@ class ProxyRow(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class TableView:
-    """The live table and how current it is: `age_s` since its source last said anything, infinite before it did.
+    """The live table and how current it is: `age_s` since its source last answered, infinite before it did.
 
-    `source` is where owners are learned from: etcd, kafka or static. `registration`: how this proxy stands among the
-    others, empty where it knows of none.
+    `source` is the source of owners: etcd, kafka or static. `registration`: the state of this proxy's own entry, empty
+    if it does not register.
     """
 
     topology: Topology
@@ -47,7 +45,7 @@ class TableView:
 
 
 class TableQuery(msgspec.Struct, frozen=True):
-    """Which page is wanted: owned partitions, of one topic if named, after `after` (`topic/partition`), so many."""
+    """A page to ask for: at most `limit` owned partitions after `after` (`topic/partition`), of one topic if named."""
 
     topic: str | None = None
     after: str | None = None
@@ -55,9 +53,9 @@ class TableQuery(msgspec.Struct, frozen=True):
 
 
 class PartitionRow(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One owned partition. `revision` is the source's own, of its last change; it is no leader epoch.
+    """One owned partition. `revision` is the source's own, of its last change; it is not a leader epoch.
 
-    The rest is what `kproxy table` adds from the page `/replication`; None: not known.
+    `kproxy table` adds the rest from the page `/replication`; None: not known.
     """
 
     partition: int
@@ -80,7 +78,7 @@ class BrokerRow(msgspec.Struct, frozen=True):
 
 
 class TablePage(msgspec.Struct, frozen=True, kw_only=True):
-    """`next` is the `after` of the next page, None on the last. `age_s` None: the source never said anything yet."""
+    """`next` is the `after` of the next page, None on the last. `age_s` None: the source has not answered yet."""
 
     source: str = "etcd"
     revision: int
@@ -96,9 +94,9 @@ class TablePage(msgspec.Struct, frozen=True, kw_only=True):
 def table_page(
     view: TableView, *, topic: str | None = None, after: str | None = None, limit: int = MAX_PAGE_ROWS
 ) -> TablePage:
-    """Up to `limit` owned partitions, of one topic if named, that come after `after` (`topic/partition`).
+    """The page of up to `limit` owned partitions after `after` (`topic/partition`), of one topic if named.
 
-    ValueError where `after` is no such place or `limit` is out of [1, MAX_PAGE_ROWS].
+    Raises ValueError if `after` is not of that form or `limit` is out of [1, MAX_PAGE_ROWS].
     """
     if not 1 <= limit <= MAX_PAGE_ROWS:
         raise ValueError(f"limit is a number from 1 to {MAX_PAGE_ROWS}")
@@ -131,12 +129,12 @@ def table_page(
 def _rows(topology: Topology, topic: bytes | None, after: tuple[bytes, int]) -> Iterator[Ownership]:
     if topic is None:
         return topology.ownerships(after)
-    # The rows of one topic stand together.
+    # The rows of one topic are consecutive.
     return takewhile(lambda row: row.topic == topic, topology.ownerships(max(after, (topic, -1))))
 
 
 def parse_place(text: str) -> tuple[bytes, int]:
-    """`topic/partition`. Raises ValueError."""
+    """Parse `topic/partition`. Raises ValueError."""
     topic, slash, partition = text.rpartition("/")
     if not slash or not topic or not (partition.isascii() and partition.isdigit() and len(partition) <= 9):
         raise ValueError("after is topic/partition, the next of the page before")
@@ -144,7 +142,7 @@ def parse_place(text: str) -> tuple[bytes, int]:
 
 
 def merge_pages(pages: Sequence[TablePage]) -> TablePage:
-    """Consecutive pages as one; how current it is as the last page says."""
+    """Join consecutive pages; age and staleness are the last page's."""
     topics: list[TopicRows] = []
     for page in pages:
         for topic in page.topics:
@@ -159,7 +157,7 @@ NO_LEADER = -1
 
 
 class ReplicaRow(msgspec.Struct, frozen=True):
-    """One partition that was ever led. `leader` is a live broker's id or NO_LEADER; `replicas` come in their order."""
+    """A partition that was ever led. `leader` is a live broker's id or NO_LEADER; `replicas` are in assigned order."""
 
     topic: str
     partition: int
@@ -171,7 +169,7 @@ class ReplicaRow(msgspec.Struct, frozen=True):
 
     @property
     def place(self) -> tuple[bytes, int]:
-        """Where it stands among the rows."""
+        """Its position in the order of rows."""
         return self.topic.encode(), self.partition
 
     @property
@@ -186,7 +184,7 @@ class ReplicaRow(msgspec.Struct, frozen=True):
 
 
 class Replication(msgspec.Struct, frozen=True):
-    """What etcd said at `revision`: the live brokers, and all rows by place."""
+    """The state in etcd at `revision`: the live brokers, and all rows by place."""
 
     revision: int
     brokers: list[int]
@@ -194,7 +192,7 @@ class Replication(msgspec.Struct, frozen=True):
 
 
 class ReplicationPage(msgspec.Struct, frozen=True, kw_only=True):
-    """`next` is the `after` of the next page, None on the last. `brokers` are the ids of those that are alive."""
+    """`next` is the `after` of the next page, None on the last. `brokers` are the ids of live brokers."""
 
     revision: int
     brokers: list[int]
@@ -203,7 +201,7 @@ class ReplicationPage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def replication_page(known: Replication, query: TableQuery) -> ReplicationPage:
-    """The page that is asked for. ValueError as for `table_page`."""
+    """The page asked for. Raises ValueError as `table_page`."""
     if not 1 <= query.limit <= MAX_PAGE_ROWS:
         raise ValueError(f"limit is a number from 1 to {MAX_PAGE_ROWS}")
     start = bisect_right(known.rows, parse_place(query.after), key=lambda row: row.place) if query.after else 0
@@ -216,7 +214,7 @@ def replication_page(known: Replication, query: TableQuery) -> ReplicationPage:
 
 
 def with_replicas(table: TablePage, rows: Iterable[ReplicaRow]) -> TablePage:
-    """The table with what is known of its partitions' replicas."""
+    """Add the known replicas to the partitions of a table."""
     known = {(row.topic, row.partition): row for row in rows}
     topics = []
     for topic in table.topics:
