@@ -1,7 +1,7 @@
-"""The commands. Each module here is one of them, imported only when it runs: `kproxy --help` must not load Spark.
+"""The command line. The module of a command is imported only when the command runs: `kproxy --help` loads no Spark.
 
-Exit status: 0 done, 1 something failed on the way, 2 it could not be started as asked (the sentence on stderr says what
-to do), 3 what `kproxy own claim` held was lost, 130 interrupted before there was anything to stop cleanly.
+Exit status: 0 done, 1 failed on the way, 2 not started (the sentence on stderr tells the remedy), 3 `kproxy own claim`
+lost its claims, 130 interrupted before there was anything to stop cleanly.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class _Commands(LazyGroup):
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            # `kproxy table | head`: who read has seen enough, which click would take for a failure. What is still
-            # buffered must not be tried again at exit.
+            # `kproxy table | head`: the reader has seen enough, which click takes for a failure. The rest of the buffer
+            # must not be written again at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             return 0
 
@@ -138,7 +138,7 @@ def completion(context: click.Context, shell: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; its exit status."""
+    """Run the command; return its exit status."""
     try:
         result = cli.main(arguments, prog_name="kproxy", standalone_mode=False)
         sys.stdout.flush()
@@ -152,13 +152,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
-    except Exception as error:  # noqa: BLE001 - the outermost boundary: a person reads this
+    except Exception as error:  # noqa: BLE001 - the outermost boundary: a person reads it
         tell_unexpected(error, arguments)
         return 1
 
 
 def tell_unexpected(error: Exception, arguments: Sequence[str] | None = None) -> None:
-    """In one line, or with where it came from: to be called where it is handled."""
+    """Print the error that is being handled, in one line or with its traceback."""
     if _wants_traceback(arguments):
         traceback.print_exception(error)
     else:
@@ -171,14 +171,14 @@ def _wants_traceback(arguments: Sequence[str] | None) -> bool:
 
 
 def _named(error: BaseException) -> str:
-    """The error in one line; of a group the first."""
+    """The error in one line; the first of a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def run_async(make: Callable[[], Coroutine[Any, Any, int | None]], *, uvloop_wanted: bool = True) -> int:
-    """Run `make()` to its end, on uvloop where there is one; the exit status it returns, 0 for None."""
+    """Run `make()` to its end, on uvloop if installed; return its exit status, 0 for None."""
     import asyncio
 
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
@@ -186,19 +186,19 @@ def run_async(make: Callable[[], Coroutine[Any, Any, int | None]], *, uvloop_wan
         try:
             import uvloop
         except ImportError:
-            # There is none for this platform; asyncio's own loop does the same, more slowly.
+            # uvloop does not support this platform; asyncio's own loop does the same, more slowly.
             pass
         else:
             factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
         runner.get_loop()
-        # An interrupt before this ends the process at once; from here on it cancels what runs.
+        # Before this an interrupt ends the process at once; from here on it cancels the coroutine.
         interruptible()
         return runner.run(make()) or 0
 
 
 def start_logging(context: click.Context, default: str = "info") -> None:
-    """Log as `--log-level` says; the commands that serve call it first."""
+    """Configure logging by `--log-level`; serving commands call it first."""
     from kproxy.observe.logging import configure_logging
 
     configure_logging(context.find_root().params["log_level"] or default)

@@ -1,4 +1,4 @@
-"""`kproxy check-config`: is it right, and what is in force?"""
+"""`kproxy check-config`: check a configuration, and print the options in force."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kproxy.config.proxy import OF_ONE_SOURCE
 from kproxy.config.static_table import STATIC_TABLE_SECTIONS
 from kproxy.errors import StartupError
 
-# What an option is, in JSON.
+# The states of an option, in JSON.
 SET, NOT_SET, NOT_SHOWN, NOT_USED = "set", "not_set", "not_shown", "not_used"
 
 
@@ -71,7 +71,7 @@ def _echo_toml(settings: Mapping[str, Setting], owners: Owners | None) -> None:
         elif state == NOT_USED:
             click.echo(f"# {key} is for --ownership {OF_ONE_SOURCE[path]}")
         else:
-            # JSON's strings, numbers and lists are TOML's too.
+            # Strings, numbers and lists of JSON are valid TOML.
             click.echo(f"{f'{key} = {json.dumps(setting.value)}':<48}# {setting.source}")
     if owners is not None:
         inline = [settings[table].source for table in STATIC_TABLE_SECTIONS if table in settings]
@@ -79,7 +79,7 @@ def _echo_toml(settings: Mapping[str, Setting], owners: Owners | None) -> None:
 
 
 def _echo_owners(owners: Owners, file: str) -> None:
-    """The static table; commented out where it stands in a file of its own, which the output names already."""
+    """Print the static table; commented out if it has a file of its own, which the output names already."""
     mark = "" if file else "# "
     click.echo(f"\n{f'{mark}[brokers]':<48}# {file or 'in the table'}")
     for number, address in sorted(owners.brokers.items()):

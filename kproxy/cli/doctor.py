@@ -112,7 +112,7 @@ async def _examine(
 
 
 def _show(findings: Sequence[Finding]) -> None:
-    """A line for each; on a terminal as many as it takes, one below the other."""
+    """Print a line for each finding; on a terminal in two columns."""
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.table import Table

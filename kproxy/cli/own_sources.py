@@ -1,7 +1,4 @@
-"""What happened to claims, from what is known before and after.
-
-Where `kproxy own` learns of claims and frees them: at a proxy's admin page, or in etcd itself.
-"""
+"""Sources of `kproxy own`: claims from a proxy's admin page or from etcd, their changes, and orders to free them."""
 
 from __future__ import annotations
 
@@ -29,9 +26,9 @@ Kind = Literal["is owned", "claimed", "raised", "reset", "taken over", "freed"]
 
 
 class Change(msgspec.Struct, frozen=True):
-    """`claim` as it is now, or was, where it was freed; `before` is what somebody lost by it.
+    """One change. `claim` is the present claim, or the freed one; `before` is the claim lost by it.
 
-    A resource that was lost to a claim of the whole group has that for its `claim`.
+    If a resource was lost to a claim of the whole group, `claim` is that.
     """
 
     change: Kind
@@ -40,7 +37,7 @@ class Change(msgspec.Struct, frozen=True):
 
 
 def change_by_put(claim: ClaimRow, before: ClaimRow | None, whole: ClaimRow | None) -> Change:
-    """`claim` is new in the place of `before`; `whole` is the group's, if it is owned."""
+    """The change from `before` to `claim`; `whole` is the claim of the whole group, if any."""
     if before is not None and before.owner == claim.owner:
         return Change("raised" if claim.generation > before.generation else "reset", claim, before)
     lost = before or (whole if claim.resource != WHOLE_GROUP else None)
@@ -50,14 +47,14 @@ def change_by_put(claim: ClaimRow, before: ClaimRow | None, whole: ClaimRow | No
 
 
 def change_by_end(claim: ClaimRow, whole: ClaimRow | None) -> Change:
-    """`claim` is gone; `whole` is the group's, if it is owned."""
+    """The change when `claim` is gone; `whole` is the claim of the whole group, if any."""
     if claim.resource != WHOLE_GROUP and whole is not None and whole.owner != claim.owner and whole.fence > claim.fence:
         return Change("taken over", whole, claim)
     return Change("freed", claim)
 
 
 def changes_between(before: Iterable[ClaimRow], after: Iterable[ClaimRow]) -> list[Change]:
-    """What leads from one state to the other, ends first, then what was claimed in its order."""
+    """The changes from one state to another: first the ends, then new claims by fence."""
     was, now = {claim.place: claim for claim in before}, {claim.place: claim for claim in after}
     ends = [
         change_by_end(claim, now.get((claim.group, WHOLE_GROUP))) for place, claim in was.items() if place not in now
@@ -69,9 +66,9 @@ def changes_between(before: Iterable[ClaimRow], after: Iterable[ClaimRow]) -> li
     ]
 
 
-# Claims that change between two of their pages are read again, this often at most.
+# Reads of claims that change between two of their pages.
 CONSISTENT_READS = 5
-# Addresses of processes that are gone, kept to say whose a claim was.
+# Addresses of processes that are gone, kept to name the owner of a lost claim.
 MAX_KNOWN_ADDRESSES = 10_000
 
 Told = ClaimsPage | Change | Unanswered
@@ -80,23 +77,23 @@ _Asked = TypeVar("_Asked")
 
 
 class Claims(Protocol):
-    """One place to ask. What does not answer is a StartupError."""
+    """One source. Raises StartupError if it does not answer."""
 
     async def page(self, group: str | None) -> ClaimsPage:
         """All claims, of one group if named."""
         ...
 
     async def free(self, order: FreeOrder) -> FreeOutcome:
-        """Free what the order names, all of it."""
+        """Free the claims in the order."""
         ...
 
     def follow(self, group: str | None) -> AsyncGenerator[Told]:
-        """All claims, and then each change, for ever."""
+        """Yield all claims, and then each change, for ever."""
         ...
 
 
 class AdminClaims:
-    """Of a proxy."""
+    """Claims from a proxy's admin page."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
@@ -108,7 +105,7 @@ class AdminClaims:
         return await asyncio.to_thread(_or_startup_error, self._free, order)
 
     async def follow(self, group: str | None) -> AsyncGenerator[Told]:
-        """It is asked again and again: of what comes and goes within WATCH_INTERVAL_S the outcome alone is told."""
+        """Poll the page: of changes within WATCH_INTERVAL_S only the result is seen."""
         before: ClaimsPage | None = None
         while True:
             try:
@@ -125,7 +122,7 @@ class AdminClaims:
             await asyncio.sleep(WATCH_INTERVAL_S)
 
     def _read(self, group: str | None) -> ClaimsPage:
-        """All of it, of one revision where it holds still long enough."""
+        """All claims, of one revision if they stay still long enough."""
         pages: list[ClaimsPage] = []
         for _ in range(CONSISTENT_READS):
             pages = [self._ask(ClaimsPage, "/own", {"group": group})]
@@ -161,7 +158,7 @@ def _or_startup_error(ask_page: Callable[[_Asked], _Struct], asked: _Asked) -> _
 
 
 class EtcdClaims:
-    """Of an etcd, under a prefix."""
+    """Claims from etcd, under a prefix."""
 
     def __init__(self, endpoints: Sequence[str], options: EtcdOptions, prefix: str) -> None:
         from kproxy.claims.keys import OwnKeys
@@ -219,7 +216,7 @@ class EtcdClaims:
 
 
 class _Watched:
-    """Turns what the mirror tells into `told`, which is as long as what one turn of the event loop brings."""
+    """Collects the mirror's changes in `told`, at most those of one iteration of the event loop."""
 
     def __init__(self, keys: OwnKeys, group: str | None) -> None:
         from kproxy.claims.table import OwnTable
@@ -249,7 +246,7 @@ class _Watched:
         self._table.on_events(events, revision)
         self.news.set()
 
-    # What the table tells
+    # Calls of the table
 
     def claim_put(self, row: TableRow, before: TableRow | None) -> None:
         whole = self._table.whole(row.group)
@@ -267,13 +264,13 @@ class _Watched:
         self._addresses[name] = address_of(member)
 
     def member_gone(self, member: str, rows: Sequence[TableRow], revision: int) -> None:
-        """Its address is remembered: a lease that ends takes the entry of its process away before its claims."""
+        """Keep the address: when a lease ends, the entry of its process goes before its claims."""
 
     def batch_told(self) -> None:
-        """Each change has been."""
+        """Do nothing: each change has been told."""
 
     def restored(self) -> None:
-        """A snapshot follows, which is told as it is."""
+        """Do nothing: a snapshot follows."""
 
     def _tell(self, row: TableRow, change: Change) -> None:
         if self._group in (None, row.group):

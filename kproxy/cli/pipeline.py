@@ -84,7 +84,7 @@ _MEMORY: Final = re.compile(r"[1-9]\d{0,11}[kmgt]", re.IGNORECASE)
 
 
 def spark_flags(function: F) -> F:
-    """--master, --memory and --conf: arguments `master`, `memory` and `conf` of the command."""
+    """Add --master, --memory and --conf: parameters `master`, `memory` and `conf`."""
     for option in reversed(
         (
             click.option(
@@ -103,7 +103,7 @@ def spark_flags(function: F) -> F:
 def session_options(
     app_name: str, master: str | None, memory: str | None, conf: tuple[str, ...], *, kafka: bool = True
 ) -> SessionOptions:
-    """Raises StartupError for what Spark's Java would end with, saying nothing but that it did."""
+    """Check the flags of Spark, whose Java only reports that it failed. Raises StartupError."""
     from kproxy.pipeline.session import SessionOptions
 
     if master is not None and _MASTER.fullmatch(master) is None:
@@ -120,7 +120,7 @@ def session_options(
 
 
 def check_master(options: SessionOptions) -> None:
-    """Raises StartupError where no standalone master listens: Spark would ask for it for a minute, and say little."""
+    """Check that a standalone master listens: Spark would retry for a minute. Raises StartupError."""
     if options.master is None or not options.master.startswith(_STANDALONE):
         return
     from kproxy.pipeline.reachable import check_reachable

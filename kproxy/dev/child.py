@@ -1,12 +1,12 @@
 """One child process of `kproxy dev`: a kproxy command that prints `ready ...` on stdout and logs on stderr.
 
 States: MADE --start()--> STARTING --the ready line--> READY --stop()--> ENDED; from STARTING and READY it may also end
-by itself, which `wait_ready` and `wait` tell.
+by itself, which `wait_ready` and `wait` report.
 
 Invariants
-1. A child is in a session of its own: Ctrl-C in a terminal does not reach it, so that its parent decides the order.
-2. A child does not outlive us, even if we are killed (`kproxy.runtime.process`).
-3. What it logs is kept in one file and one predecessor of bounded size; the last lines are also held in memory.
+1. A child is in a session of its own: Ctrl-C in a terminal does not reach it, so its parent decides the order.
+2. A child does not outlive this process, even if that is killed (`kproxy.runtime.process`).
+3. Its log is kept in one file and one predecessor of bounded size; the last lines are also held in memory.
 4. After `stop` the process is gone and its tasks have ended.
 """
 
@@ -67,14 +67,14 @@ class Child:
 
     @property
     def runs(self) -> bool:
-        """Whether its process is there; one that is stopped (SIGSTOP) is."""
+        """Whether its process exists; a stopped one (SIGSTOP) does."""
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
         """Start the process; it is not ready yet."""
         self._log_size = self.log_path.stat().st_size if self.log_path.exists() else 0
         self._ready = asyncio.get_running_loop().create_future()
-        # -P: what is imported must not hang on the files of the directory somebody stands in.
+        # -P: imports must not depend on the files in the working directory.
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-P", "-m", "kproxy", *self._arguments),
@@ -92,7 +92,7 @@ class Child:
         ]
 
     async def wait_ready(self, timeout_s: float) -> dict[str, str]:
-        """The fields of its ready line. StartupError where it ends before, or takes too long."""
+        """Wait for the ready line; return its fields. Raises StartupError if it ends before, or is late."""
         if self._ready is None:
             raise RuntimeError(f"{self.name} has not been started")
         try:
@@ -104,18 +104,18 @@ class Child:
             ) from error
 
     async def wait(self) -> int:
-        """Until it ends, however it does: its exit status, negative for a signal. All it logged has been read then."""
+        """Wait until it ends: its exit status, negative for a signal. Its whole log has been read then."""
         if self._process is None:
             raise RuntimeError(f"{self.name} has not been started")
         status = await self._process.wait()
-        # Not gather: whoever waits here may be cancelled, and the tasks must read on.
+        # Not gather: if this wait is cancelled, the tasks must go on reading.
         done, _ = await asyncio.wait(self._tasks)
         for task in done:
             task.result()
         return status
 
     async def stop(self, timeout_s: float) -> None:
-        """SIGTERM, and SIGKILL where that does not end it in time. Nothing to do where none runs."""
+        """Send SIGTERM, and SIGKILL if it does not end in time. Does nothing if none runs."""
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -156,7 +156,7 @@ class Child:
         status = await process.wait()
         if not ready.done():
             ready.set_exception(self._explain(status))
-            # Whoever stops it before it is ready asks no more.
+            # Retrieve the error: after a stop before it is ready nobody waits for it.
             ready.exception()
 
     def _explain(self, status: int) -> StartupError:
@@ -178,7 +178,7 @@ class Child:
                 try:
                     self._write_log(data)
                 except OSError as error:
-                    # The child goes on: a full disk must not make it wait for its own log.
+                    # Go on reading: a full disk must not block the child on its own log.
                     self._log_problem = error
                     log.error("log_not_written", child=self.name, log=str(self.log_path), reason=str(error))
 
@@ -192,5 +192,5 @@ class Child:
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Without the variables that configure a `kproxy serve` of the user's own: a child gets its options from us."""
+    """Drop variables that configure the user's own `kproxy serve`: a child gets its options as arguments."""
     return {name: value for name, value in environ.items() if not (name.startswith("KPROXY_") and "__" in name)}
