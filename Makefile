@@ -73,7 +73,7 @@ check: install  ## lint, types, dependency direction, generated files; runs no t
 	@echo "ruff format";  $(BIN)/ruff format --check .
 	@echo "mypy";         $(BIN)/mypy
 	@echo "import-linter"; $(BIN)/lint-imports
-	@echo "generated";    $(BIN)/python -m kproxy.etcd.generate --check && $(BIN)/python scripts/man_pages.py --check && \
+	@echo "generated";    $(BIN)/python scripts/etcd_messages.py --check && $(BIN)/python scripts/man_pages.py --check && \
 		$(BIN)/python scripts/chart.py --check
 
 docs: install  ## write anew what is generated from the commands: docs/man, and the chart's table of values and schema
