@@ -13,7 +13,7 @@ from kproxy.config import DEFAULT_PREFIX, advertised, parse_address, split_list
 from kproxy.config.etcd import etcd_options_from
 from kproxy.runtime.process import end_with_parent
 
-# As for `kproxy serve`, of whose configuration it is a key.
+# The key listen.admin of `kproxy serve`'s configuration.
 ADMIN_VARIABLE = "KPROXY_LISTEN__ADMIN"
 
 

@@ -1,4 +1,4 @@
-"""`kproxy pipeline audit`: the proxies' trails against the logs."""
+"""`kproxy pipeline audit`: compare the proxies' trails with the logs."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def command(
         return NO_VERDICT
     except StartupError:
         raise
-    except Exception as error:  # noqa: BLE001 - elsewhere status 1 is for this; here it says that records are lost
+    except Exception as error:  # noqa: BLE001 - status 1 would mean that records are lost
         tell_unexpected(error)
         return NO_VERDICT
 

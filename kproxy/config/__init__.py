@@ -1,4 +1,4 @@
-"""What the commands are told: options, addresses, static tables; read and checked."""
+"""Configuration: parse and check options, addresses and static tables."""
 
 from kproxy.config.parsing import (
     DEFAULT_ADMIN,
