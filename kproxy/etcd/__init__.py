@@ -4,7 +4,7 @@ No published client fits (several members, require-leader, progress, fragments, 
 Start at `client.py`; `mirror.py` keeps a local copy of a few prefixes current.
 """
 
-from kproxy.etcd.client import EtcdClient
+from kproxy.etcd.client import EtcdClient, connect
 from kproxy.etcd.errors import (
     Compacted,
     EtcdDenied,
@@ -60,6 +60,7 @@ __all__ = [
     "TxnOp",
     "TxnResult",
     "WatchEvent",
+    "connect",
     "create_revision_is",
     "delete_op",
     "get_op",

@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kproxy.config.etcd import EtcdOptions
+from kproxy.errors import StartupError
 from kproxy.etcd.credentials import TlsCredentials, Token
 from kproxy.etcd.endpoints import Endpoint, diagnose, parse_endpoints
 from kproxy.etcd.errors import (
@@ -66,6 +67,7 @@ PAGE_ATTEMPTS = 4
 RETRY_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 1.0
 CONNECT_PAUSE_S = 0.1
+RECONNECT_PAUSE_S = 0.5
 # A token may expire between its arrival and its use; a token that etcd never accepts must not be asked for for ever.
 TOKENS_PER_CALL = 3
 
@@ -324,6 +326,22 @@ class EtcdClient:
                 return await self._token.get()
         except TimeoutError:
             raise EtcdUnavailable(f"etcd at {self.endpoints} gave no token for {name} in time.") from None
+
+
+async def connect(client: EtcdClient, waits: Callable[[EtcdError], None]) -> None:
+    """Connect, however long it takes; call `waits` with the reason of each failed attempt.
+
+    Raises StartupError for an error that retrying does not fix.
+    """
+    while True:
+        try:
+            await client.connect()
+            return
+        except EtcdMisused as error:
+            raise StartupError(str(error)) from error
+        except EtcdError as error:
+            waits(error)
+            await asyncio.sleep(RECONNECT_PAUSE_S)
 
 
 def _pause_s(failures: int, members: int) -> float:

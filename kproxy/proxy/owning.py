@@ -20,11 +20,10 @@ from kproxy.claims.holdings import Holdings
 from kproxy.claims.service import OwnService
 from kproxy.claims.settlement import Settlement
 from kproxy.config import ProxyConfig
-from kproxy.etcd import EtcdClient
+from kproxy.etcd import EtcdClient, connect
 from kproxy.proxy.binding import Binder, Releases
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
-from kproxy.proxy.sources import connect
 from kproxy.routing.split import NOTHING_REFUSED, Entry
 from kproxy.runtime.tasks import cancel, in_time
 from kproxy_codec.error_codes import POLICY_VIOLATION, UNKNOWN_TOPIC_ID

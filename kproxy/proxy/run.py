@@ -21,6 +21,7 @@ from kproxy.claims.desk import ClaimDesk
 from kproxy.claims.service import OwnService
 from kproxy.config import Address, ProxyConfig
 from kproxy.errors import StartupError
+from kproxy.fleet.membership import Membership
 from kproxy.observe.admin import Unanswered
 from kproxy.observe.claims import NotOffered
 from kproxy.observe.table import TableView
@@ -30,7 +31,6 @@ from kproxy.proxy.auditing import Audit
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.dialling import Dialler
 from kproxy.proxy.front import Front, OwnFront, OwnPages
-from kproxy.proxy.membership import Membership
 from kproxy.proxy.owning import attach, open_own
 from kproxy.proxy.readiness import Brokers, readiness
 from kproxy.proxy.server import Listener

@@ -34,9 +34,9 @@ import structlog
 
 from kproxy.config import Address, ProxyConfig, share_limits
 from kproxy.errors import StartupError
+from kproxy.fleet.membership import Membership
 from kproxy.observe.admin import AdminPage
 from kproxy.proxy.front import start_admin
-from kproxy.proxy.membership import Membership
 from kproxy.proxy.port import bind
 from kproxy.proxy.replicas import ReplicaPages
 from kproxy.runtime.notify import Reminders, say_ready, say_stopping, say_waiting

@@ -1,12 +1,12 @@
-"""This proxy among the others that share an etcd: whom it names, and that it is named.
+"""This proxy's membership in the fleet that shares an etcd: follow the others, and be named by them.
 
 States
   entered    it knows the others; or etcd does not answer, and it is alone until etcd does
-  joined     it is named by the others: when it serves clients, not before
-  left       it is not: when it takes no more clients, so that the others send it none
+  joined     the others name it: only while it serves clients
+  left       the others do not name it: it takes no more clients, so they send it none
 
-Without an etcd, or where it is to be alone, it names itself in all of them. What is said to etcd here is on a client of
-its own: the routing table may come from elsewhere.
+Without an etcd, or if it is to be alone, it names itself in all states. It has an etcd client of its own: the routing
+table may come from elsewhere.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from typing import Self
 import structlog
 
 from kproxy.config import ProxyConfig
-from kproxy.etcd import EtcdClient
+from kproxy.etcd import EtcdClient, connect
 from kproxy.fleet.registration import Registrar
 from kproxy.fleet.view import FleetView, alone
 from kproxy.observe.table import ProxyRow
-from kproxy.proxy.sources import connect
 from kproxy.routing.fleet import Fleet
 from kproxy.runtime.tasks import cancel, in_time
 
-# An etcd that is there answers at once; a proxy without it serves as well.
+# A reachable etcd answers at once, and a proxy serves without it too.
 PATIENCE_S = 2.0
-# In that time the others hear that this one has gone, before its clients ask them where to go.
+# The others learn within this time that this proxy has gone, before its clients ask them.
 LEAVE_PAUSE_S = 0.2
 
 log = structlog.get_logger(__name__)
@@ -38,7 +37,7 @@ log = structlog.get_logger(__name__)
 class Membership:
     """Keeps `fleet` current and, where it `registers`, this proxy's entry; `host` and `port` are what it advertises.
 
-    Use as `async with`; StartupError, there and from `failed`, for an etcd that waiting does not mend.
+    Use as `async with`. That and `failed` raise StartupError for an error of etcd that retrying does not fix.
     """
 
     def __init__(
@@ -59,12 +58,12 @@ class Membership:
 
     @property
     def rows(self) -> list[ProxyRow]:
-        """Whom clients are told of."""
+        """The proxies that clients are told of."""
         return [ProxyRow(*proxy, proxy.address == self._address) for proxy in self.fleet.proxies]
 
     @property
     def registration(self) -> str:
-        """How this proxy stands among the others; empty where it does not register."""
+        """The state of this proxy's entry; empty if it does not register."""
         return self._registrar.state.value if self._registrar is not None else ""
 
     async def __aenter__(self) -> Self:
@@ -90,14 +89,14 @@ class Membership:
             await self._client.close()
 
     async def join(self) -> None:
-        """Have this proxy named; where etcd does not answer, as soon as it does."""
+        """Register this proxy; if etcd does not answer, as soon as it does."""
         if self._registrar is not None:
             self._registering = asyncio.create_task(self._registrar.run())
             if self._synced:
                 await in_time(self._named(self._registrar), self._registering, PATIENCE_S)
 
     async def leave(self) -> None:
-        """Not to be named any more: the entry is gone, and the others had time to hear of it."""
+        """Remove this proxy's entry, and give the others time to learn of it."""
         if self._client is not None:
             self._view.leave()
         if self._registering is not None:
@@ -106,7 +105,7 @@ class Membership:
             await asyncio.sleep(LEAVE_PAUSE_S)
 
     async def failed(self) -> None:
-        """Until something here fails for good; its error. Returns where nothing runs."""
+        """Wait for a permanent failure and raise its error. Returns if nothing runs."""
         tasks = [task for task in (self._following, self._registering) if task is not None]
         if tasks:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -114,7 +113,7 @@ class Membership:
                 task.result()
 
     async def _named(self, registrar: Registrar) -> None:
-        """Until this proxy is registered and sees what the others see."""
+        """Wait until this proxy is registered and sees itself among the others."""
         await registrar.wait_entered()
         await self._view.wait_named()
 
