@@ -2,4 +2,7 @@
 
 
 class StartupError(Exception):
-    """One sentence that names the fault and the remedy; the command prints it and exits with status 2."""
+    """One sentence that names the fault and the remedy.
+
+    The command prints it and exits with status 2.
+    """

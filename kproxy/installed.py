@@ -19,7 +19,10 @@ _GIT_PATIENCE_S = 5.0
 
 
 def version() -> str:
-    """The version in `pyproject.toml`; "0" if the code is not installed, as on Spark's executors."""
+    """The version in `pyproject.toml`.
+
+    "0" if the code is not installed, as on Spark's executors.
+    """
     try:
         return metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:
@@ -27,7 +30,10 @@ def version() -> str:
 
 
 def commit() -> str:
-    """The commit that this was built from, with `-dirty` if files differ; empty if unknown."""
+    """The commit that this was built from, with `-dirty` if files differ.
+
+    Empty if unknown.
+    """
     written = _PACKAGE / COMMIT_FILE
     if written.is_file():
         return written.read_text().strip()

@@ -1,4 +1,6 @@
-"""The command line. The module of a command is imported only when the command runs: `kproxy --help` loads no Spark.
+"""The command line.
+
+The module of a command is imported only when the command runs: `kproxy --help` loads no Spark.
 
 Exit status: 0 done, 1 failed on the way, 2 not started (the sentence on stderr tells the remedy), 3 `kproxy own claim`
 lost its claims, 130 interrupted before there was anything to stop cleanly.
@@ -41,7 +43,10 @@ NEEDS_POSIX = ("serve", "broker", "dev", "demo", "pipeline")
 
 
 class LazyGroup(click.Group):
-    """Commands by name, from `commands_by_name` and `internal`. A module is imported when its command is used."""
+    """Commands by name, from `commands_by_name` and `internal`.
+
+    A module is imported when its command is used.
+    """
 
     commands_by_name: ClassVar[Mapping[str, tuple[str, str]]] = {}
     internal: ClassVar[Mapping[str, str]] = {}
@@ -178,7 +183,10 @@ def _named(error: BaseException) -> str:
 
 
 def run_async(make: Callable[[], Coroutine[Any, Any, int | None]], *, uvloop_wanted: bool = True) -> int:
-    """Run `make()` to its end, on uvloop if installed; return its exit status, 0 for None."""
+    """Run `make()` to its end, on uvloop if installed.
+
+    Return its exit status, 0 for None.
+    """
     import asyncio
 
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None

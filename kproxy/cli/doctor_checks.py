@@ -1,4 +1,7 @@
-"""The checks of `kproxy doctor`: etcd, a proxy, Kafka and replicas. Each returns findings and raises nothing."""
+"""The checks of `kproxy doctor`: etcd, a proxy, Kafka and replicas.
+
+Each returns findings and raises nothing.
+"""
 
 from __future__ import annotations
 
@@ -206,7 +209,9 @@ async def _about_page(address: Address) -> tuple[str, str]:
 
 
 async def examine_kafka(addresses: Sequence[Address], topic: str | None) -> list[Finding]:
-    """Check Kafka as a client with `addresses` as bootstrap servers sees it; write a record to `topic` if given.
+    """Check Kafka as a client with `addresses` as bootstrap servers sees it.
+
+    Write a record to `topic` if given.
 
     A client connects to the brokers that metadata names, by the addresses given there. So each of these is tried from
     here. Each step takes about STEP_S at most.
@@ -535,7 +540,10 @@ MAX_FACTS = 1_000
 
 
 async def replication_in_etcd(endpoints: Sequence[str], options: EtcdOptions, prefix: str) -> list[Finding]:
-    """Check replicas in etcd; no finding if it does not answer, which `examine_etcd` reports."""
+    """Check replicas in etcd.
+
+    No finding if it does not answer, which `examine_etcd` reports.
+    """
     client = EtcdClient(endpoints, options, timeout_s=ANSWER_TIMEOUT_S)
     try:
         await client.connect()
@@ -548,7 +556,10 @@ async def replication_in_etcd(endpoints: Sequence[str], options: EtcdOptions, pr
 
 
 async def replication_of_proxy(address: Address) -> list[Finding]:
-    """Check replicas by a proxy's admin page; no finding if none answers, which `examine_proxy` reports."""
+    """Check replicas by a proxy's admin page.
+
+    No finding if none answers, which `examine_proxy` reports.
+    """
     try:
         pages = await asyncio.to_thread(ask_replication, address)
     except NoAnswer:

@@ -27,7 +27,10 @@ _RANKS = (ParameterSource.DEFAULT, ParameterSource.ENVIRONMENT, ParameterSource.
 
 
 class Asked(NamedTuple):
-    """Addresses to ask, as given. `source` is the flag or variable to name in errors."""
+    """Addresses to ask, as given.
+
+    `source` is the flag or variable to name in errors.
+    """
 
     text: str
     source: str
@@ -58,7 +61,9 @@ class EtcdPlace(NamedTuple):
 def bootstrap_option(
     text: str, *, default: str | None = DEFAULT_LISTEN, otherwise: str = DEFAULT_LISTEN, old_names: Sequence[str] = ()
 ) -> Decorator:
-    """Add --bootstrap: the parameter `bootstrap`, an Asked; None if it is not given and `default` is None.
+    """Add --bootstrap: the parameter `bootstrap`, an Asked.
+
+    None if it is not given and `default` is None.
 
     `text` is the help, `otherwise` the behaviour without it. `old_names`: former names of the flag, for one release.
     """

@@ -26,7 +26,9 @@ Kind = Literal["is owned", "claimed", "raised", "reset", "taken over", "freed"]
 
 
 class Change(msgspec.Struct, frozen=True):
-    """One change. `claim` is the present claim, or the freed one; `before` is the claim lost by it.
+    """One change. `claim` is the present claim, or the freed one.
+
+    `before` is the claim lost by it.
 
     If a resource was lost to a claim of the whole group, `claim` is that.
     """
@@ -37,7 +39,10 @@ class Change(msgspec.Struct, frozen=True):
 
 
 def change_by_put(claim: ClaimRow, before: ClaimRow | None, whole: ClaimRow | None) -> Change:
-    """The change from `before` to `claim`; `whole` is the claim of the whole group, if any."""
+    """The change from `before` to `claim`.
+
+    `whole` is the claim of the whole group, if any.
+    """
     if before is not None and before.owner == claim.owner:
         return Change("raised" if claim.generation > before.generation else "reset", claim, before)
     lost = before or (whole if claim.resource != WHOLE_GROUP else None)
@@ -47,7 +52,10 @@ def change_by_put(claim: ClaimRow, before: ClaimRow | None, whole: ClaimRow | No
 
 
 def change_by_end(claim: ClaimRow, whole: ClaimRow | None) -> Change:
-    """The change when `claim` is gone; `whole` is the claim of the whole group, if any."""
+    """The change when `claim` is gone.
+
+    `whole` is the claim of the whole group, if any.
+    """
     if claim.resource != WHOLE_GROUP and whole is not None and whole.owner != claim.owner and whole.fence > claim.fence:
         return Change("taken over", whole, claim)
     return Change("freed", claim)

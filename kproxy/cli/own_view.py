@@ -37,7 +37,10 @@ MAX_SHOWN_WRITER_GROUPS = 10
 
 
 def show(page: ClaimsPage, group: str | None = None, now_s: float | None = None) -> None:
-    """Print a page of claims, of one group if named; `now_s` is the time in seconds since 1970."""
+    """Print a page of claims, of one group if named.
+
+    `now_s` is the time in seconds since 1970.
+    """
     now_ms = int(1000 * (time.time() if now_s is None else now_s))
     rows = [_cells(claim, now_ms) for claim in page.claims]
     if sys.stdout.isatty() and len(rows) <= MAX_BOXED_ROWS:

@@ -103,7 +103,10 @@ def spark_flags(function: F) -> F:
 def session_options(
     app_name: str, master: str | None, memory: str | None, conf: tuple[str, ...], *, kafka: bool = True
 ) -> SessionOptions:
-    """Check the flags of Spark, whose Java only reports that it failed. Raises StartupError."""
+    """Check the flags of Spark, whose Java only reports that it failed.
+
+    Raises StartupError.
+    """
     from kproxy.pipeline.session import SessionOptions
 
     if master is not None and _MASTER.fullmatch(master) is None:
@@ -120,7 +123,10 @@ def session_options(
 
 
 def check_master(options: SessionOptions) -> None:
-    """Check that a standalone master listens: Spark would retry for a minute. Raises StartupError."""
+    """Check that a standalone master listens: Spark would retry for a minute.
+
+    Raises StartupError.
+    """
     if options.master is None or not options.master.startswith(_STANDALONE):
         return
     from kproxy.pipeline.reachable import check_reachable

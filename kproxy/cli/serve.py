@@ -1,4 +1,7 @@
-"""`kproxy serve`: the proxy; `kproxy worker`: one process of `kproxy serve --workers N`, which starts it."""
+"""`kproxy serve`: the proxy.
+
+`kproxy worker`: one process of `kproxy serve --workers N`, which starts it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Sources of `kproxy table`: a proxy's admin page or etcd. Each yields a table at once, then every WATCH_INTERVAL_S.
+"""Sources of `kproxy table`: a proxy's admin page or etcd.
+
+Each yields a table at once, then every WATCH_INTERVAL_S.
 
 `ask` asks an admin page, for all commands.
 """
@@ -33,7 +35,10 @@ class NoAnswer(Exception):
 def ask(
     address: Address, path: str, query: Mapping[str, str | None] | None = None, *, order: bytes | None = None
 ) -> tuple[int, bytes]:
-    """GET a page, or POST `order`, JSON, to it: status and body. Raises NoAnswer; blocks."""
+    """GET a page, or POST `order`, JSON, to it: status and body.
+
+    Raises NoAnswer; blocks.
+    """
     asked = urlencode({name: value for name, value in (query or {}).items() if value is not None})
     connection = http.client.HTTPConnection(*address, timeout=ANSWER_TIMEOUT_S)
     try:
@@ -69,7 +74,10 @@ CONSISTENT_READS = 5
 
 @dataclass(frozen=True)
 class Unanswered:
-    """No table this time; `reason` is a sentence with the reason and the remedy."""
+    """No table this time.
+
+    `reason` is a sentence with the reason and the remedy.
+    """
 
     reason: str
 
@@ -108,7 +116,10 @@ def _ask(address: Address, topic: str | None) -> TablePage:
 
 
 def ask_replication(address: Address, topic: str | None = None) -> list[ReplicationPage]:
-    """All pages of replicas; none if there are no replicas. Raises ReplicasUnknown, NoAnswer; blocks."""
+    """All pages of replicas; none if there are no replicas.
+
+    Raises ReplicasUnknown, NoAnswer; blocks.
+    """
     pages: list[ReplicationPage] = []
     while not pages or pages[-1].next is not None:
         status, body = ask(address, "/replication", {"topic": topic, "after": pages[-1].next if pages else None})

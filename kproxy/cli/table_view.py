@@ -39,7 +39,10 @@ class Row(NamedTuple):
 
 
 class InSync(NamedTuple):
-    """The replicas in sync and those missing; `too_few`, marked with `!`: acks=all is refused."""
+    """The replicas in sync and those missing.
+
+    `too_few`, marked with `!`: acks=all is refused.
+    """
 
     isr: list[int]
     missing: list[int]
@@ -57,7 +60,10 @@ class InSync(NamedTuple):
 
 
 def rows_of(table: TablePage) -> Iterator[Row]:
-    """One row for each owned partition. A broker whose key is gone has no address."""
+    """One row for each owned partition.
+
+    A broker whose key is gone has no address.
+    """
     addresses = {broker.id: f"{_bracketed(broker.host)}:{broker.port}" for broker in table.brokers}
     for topic in table.topics:
         for each in topic.partitions:
@@ -123,7 +129,10 @@ def footline(table: TablePage, rows: Sequence[Row]) -> str:
 
 
 def proxies_line(table: TablePage) -> str:
-    """One line: the proxies that clients are told of; others know only registered ones."""
+    """One line: the proxies that clients are told of.
+
+    Others know only registered ones.
+    """
     named = [
         f"{each.id} at {_bracketed(each.host)}:{each.port}{' (this one)' if each.this else ''}"
         for each in table.proxies
@@ -159,7 +168,10 @@ def describe_changes(before: TablePage, after: TablePage) -> list[str]:
 
 
 class LiveTable:
-    """A table on a terminal, updated in place; rows that do not fit are counted."""
+    """A table on a terminal, updated in place.
+
+    Rows that do not fit are counted.
+    """
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console()

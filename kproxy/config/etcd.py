@@ -1,4 +1,6 @@
-"""Options of connections to etcd: TLS, a client certificate, a user; the section `[etcd]`, the flags `--etcd-...`.
+"""Options of connections to etcd: TLS, a client certificate, a user.
+
+The section `[etcd]`, the flags `--etcd-...`.
 
 The password is never a flag, never printed, and never part of an error.
 """
@@ -80,7 +82,9 @@ class TlsFiles(NamedTuple):
 
 
 def etcd_options(given: EtcdSection, sources: Mapping[str, str]) -> EtcdOptions:
-    """Check the options; `sources` has the source of each that is given, by key.
+    """Check the options.
+
+    `sources` has the source of each that is given, by key.
 
     Raises StartupError if they do not fit together or a file cannot be used.
     """
@@ -129,7 +133,10 @@ def etcd_options_from(flags: Mapping[str, str | None], environ: Mapping[str, str
 
 
 def read_tls(options: EtcdOptions) -> TlsFiles:
-    """Read and check the files. Raises StartupError that names a file that cannot be used."""
+    """Read and check the files.
+
+    Raises StartupError that names a file that cannot be used.
+    """
     files = TlsFiles(
         None if options.ca is None else _read(options.ca, "ca"),
         None if options.cert is None else _read(options.cert, "cert"),

@@ -22,7 +22,10 @@ WILDCARDS = ("0.0.0.0", "::", "*")  # noqa: S104 - compared with, not bound
 
 
 class Address(NamedTuple):
-    """An address to listen on or connect to. `host` has no brackets, even for IPv6. Port 0: any free one."""
+    """An address to listen on or connect to.
+
+    `host` has no brackets, even for IPv6. Port 0: any free one.
+    """
 
     host: str
     port: int
@@ -51,7 +54,10 @@ def parse_address(text: str, source: str) -> Address:
 
 
 def split_list(value: str | Sequence[str], source: str) -> tuple[str, ...]:
-    """Split `"a,b"` or `["a", "b"]`. Raises StartupError if it or a part of it is empty."""
+    """Split `"a,b"` or `["a", "b"]`.
+
+    Raises StartupError if it or a part of it is empty.
+    """
     parts = tuple(part.strip() for part in (value.split(",") if isinstance(value, str) else value))
     if not parts or not all(parts):
         raise StartupError(f"{source}: {value!r} is not a list of addresses: write them with commas between.")
@@ -59,7 +65,10 @@ def split_list(value: str | Sequence[str], source: str) -> tuple[str, ...]:
 
 
 def advertised(listen: Address, advertise: Address | None) -> Address | None:
-    """Check `advertise`: a wildcard address cannot be told to clients. Raises StartupError."""
+    """Check `advertise`: a wildcard address cannot be told to clients.
+
+    Raises StartupError.
+    """
     if advertise is None and listen.host in WILDCARDS:
         raise StartupError(
             f"clients cannot connect to {listen.host}: with --listen {listen} "
@@ -114,7 +123,10 @@ _DURATION: Final = re.compile(r"(\d{1,9})(ms|s|m|h|d)")
 
 
 def duration_ms(text: str) -> int | None:
-    """Parse `500ms`, `10s`, `15m`, `2h` or `1d` into milliseconds; None for anything else."""
+    """Parse `500ms`, `10s`, `15m`, `2h` or `1d` into milliseconds.
+
+    None for anything else.
+    """
     match = _DURATION.fullmatch(text)
     return None if match is None else int(match[1]) * _UNIT_MS[match[2]]
 
@@ -148,7 +160,10 @@ MAX_FILE_BYTES = 16 * 1024 * 1024
 
 
 def read_file(file: Path, named: str, limit: int, otherwise: str) -> bytes:
-    """Read at most `limit` bytes. Errors call the file `named`, and a longer one `otherwise`. Raises StartupError."""
+    """Read at most `limit` bytes.
+
+    Errors call the file `named`, and a longer one `otherwise`. Raises StartupError.
+    """
     try:
         with file.open("rb") as opened:
             content = opened.read(limit + 1)

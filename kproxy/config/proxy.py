@@ -73,7 +73,10 @@ SHARED_LIMITS = ("max_connections", "max_in_flight_bytes_total")
 
 
 def worker_count(wanted: int) -> int:
-    """The number of workers; `wanted` 0: one for each CPU that this process may run on."""
+    """The number of workers.
+
+    `wanted` 0: one for each CPU that this process may run on.
+    """
     if wanted:
         return wanted
     # macOS does not tell which CPUs a process may use.
@@ -301,7 +304,10 @@ def load_proxy_config(
     flags: Mapping[str, object] | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> ProxyConfig:
-    """Load and check the options. `flags` by long name with underscores; None values count as not given."""
+    """Load and check the options. `flags` by long name with underscores.
+
+    None values count as not given.
+    """
     return build_proxy_config(load_settings(file, flags=flags, environ=environ))
 
 
@@ -311,7 +317,10 @@ def load_settings(
     flags: Mapping[str, object] | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> dict[str, Setting]:
-    """Every option by key path, with its default if it is not given. Raises StartupError."""
+    """Every option by key path, with its default if it is not given.
+
+    Raises StartupError.
+    """
     settings = {path: Setting(path, default, "default") for path, (_, default) in _KEYS.items()}
     for path, value in _file_values(file).items():
         source = f"{path} in {file}"

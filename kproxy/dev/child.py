@@ -35,7 +35,9 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Child:
-    """`name` is for people; `arguments` follow `python -m kproxy`; `log_path` is where its stderr goes.
+    """`name` is for people; `arguments` follow `python -m kproxy`.
+
+    `log_path` is where its stderr goes.
 
     `configuration` is for options without a flag: environment variables by name.
     """
@@ -92,7 +94,10 @@ class Child:
         ]
 
     async def wait_ready(self, timeout_s: float) -> dict[str, str]:
-        """Wait for the ready line; return its fields. Raises StartupError if it ends before, or is late."""
+        """Wait for the ready line; return its fields.
+
+        Raises StartupError if it ends before, or is late.
+        """
         if self._ready is None:
             raise RuntimeError(f"{self.name} has not been started")
         try:
@@ -104,7 +109,10 @@ class Child:
             ) from error
 
     async def wait(self) -> int:
-        """Wait until it ends: its exit status, negative for a signal. Its whole log has been read then."""
+        """Wait until it ends: its exit status, negative for a signal.
+
+        Its whole log has been read then.
+        """
         if self._process is None:
             raise RuntimeError(f"{self.name} has not been started")
         status = await self._process.wait()
@@ -115,7 +123,10 @@ class Child:
         return status
 
     async def stop(self, timeout_s: float) -> None:
-        """Send SIGTERM, and SIGKILL if it does not end in time. Does nothing if none runs."""
+        """Send SIGTERM, and SIGKILL if it does not end in time.
+
+        Does nothing if none runs.
+        """
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):

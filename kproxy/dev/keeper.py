@@ -48,7 +48,10 @@ class BackOff:
         self._last_s = 0.0
 
     def pause_s(self, *, ran_s: float, least_s: float = PAUSE_S) -> float | None:
-        """The pause after a run of `ran_s` seconds, 0 if it was not ready; None for no more attempts."""
+        """The pause after a run of `ran_s` seconds, 0 if it was not ready.
+
+        None for no more attempts.
+        """
         if ran_s >= STEADY_S:
             self._attempts, self._last_s = 0, 0.0
         self._attempts += 1
@@ -59,7 +62,10 @@ class BackOff:
 
 
 class Keeper:
-    """Keeps a started `cluster` running; `say` gets a line at a time. `clock` is in seconds."""
+    """Keeps a started `cluster` running; `say` gets a line at a time.
+
+    `clock` is in seconds.
+    """
 
     def __init__(
         self,

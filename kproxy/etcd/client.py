@@ -73,7 +73,9 @@ TOKENS_PER_CALL = 3
 
 
 class EtcdClient:
-    """A client of one etcd cluster. Made on any thread, used on the event loop that ran `connect`.
+    """A client of one etcd cluster.
+
+    Made on any thread, used on the event loop that ran `connect`.
 
     `endpoints`: members as `host:port`, `http://host:port` or `https://host:port`. `timeout_s`: the deadline of each
     call, in seconds. `max_message_bytes`: the longest answer accepted.
@@ -169,7 +171,10 @@ class EtcdClient:
             return
 
     async def close(self) -> None:
-        """End every call and connection; pending calls raise EtcdUnavailable. May be called twice."""
+        """End every call and connection; pending calls raise EtcdUnavailable.
+
+        May be called twice.
+        """
         self._closed = True
         members, self._members = self._members, None
         if members is not None:
@@ -189,7 +194,10 @@ class EtcdClient:
         return kvs[0] if kvs else None
 
     async def get_snapshot(self, key: str, *, revision: int = 0, into: Pages | None = None) -> Snapshot:
-        """One key, or its absence, with the revision of the read; the rest as in `get_prefix`."""
+        """One key, or its absence, with the revision of the read.
+
+        The rest as in `get_prefix`.
+        """
         request = rpc.RangeRequest(key=encode_key(key), revision=revision)
         response = await self._call("Range", request, write=False)
         as_of = revision or response.header.revision
@@ -235,7 +243,10 @@ class EtcdClient:
     # Writing
 
     async def put(self, key: str, value: bytes, *, lease_id: int = 0) -> int:
-        """Set a key; return the revision. Raises LeaseLost if `lease_id` does not exist."""
+        """Set a key; return the revision.
+
+        Raises LeaseLost if `lease_id` does not exist.
+        """
         request = rpc.PutRequest(key=encode_key(key), value=value, lease=lease_id)
         return int((await self._call("Put", request, write=True)).header.revision)
 
@@ -247,7 +258,10 @@ class EtcdClient:
     async def txn(
         self, compares: Sequence[TxnCompare], success: Sequence[TxnOp], failure: Sequence[TxnOp] = ()
     ) -> TxnResult:
-        """Run `success` if all of `compares` hold, else `failure`, atomically. Raises LeaseLost as `put`."""
+        """Run `success` if all of `compares` hold, else `failure`, atomically.
+
+        Raises LeaseLost as `put`.
+        """
         request = rpc.TxnRequest(
             compare=[compare.message for compare in compares],
             success=[operation.message for operation in success],
@@ -268,7 +282,10 @@ class EtcdClient:
         return Lease(response.ID, response.TTL)
 
     async def lease_revoke(self, lease_id: int) -> None:
-        """End a lease and delete its keys. A lease that is gone already is no error."""
+        """End a lease and delete its keys.
+
+        A lease that is gone already is no error.
+        """
         try:
             await self._call("LeaseRevoke", rpc.LeaseRevokeRequest(ID=lease_id), write=True)
         except LeaseLost:
@@ -277,13 +294,19 @@ class EtcdClient:
     async def lease_keep_alive(
         self, lease_id: int, *, clock: Callable[[], float], on_renewed: Callable[[float, int], None]
     ) -> None:
-        """Renew the lease until cancelled, as `lease.lease_keep_alive`. Raises LeaseLost when it is gone."""
+        """Renew the lease until cancelled, as `lease.lease_keep_alive`.
+
+        Raises LeaseLost when it is gone.
+        """
         await lease_keep_alive(self, lease_id, clock=clock, on_renewed=on_renewed)
 
     # Used by the rest of this package
 
     def open_stream(self, service: str, method: str) -> EtcdStream:
-        """Open a bidirectional call on a connection of its own. Raises EtcdUnavailable if the client is not open."""
+        """Open a bidirectional call on a connection of its own.
+
+        Raises EtcdUnavailable if the client is not open.
+        """
         stream = EtcdStream(self._open_members(), self._token, service, method, on_close=self._streams.discard)
         self._streams.add(stream)
         return stream
@@ -329,7 +352,9 @@ class EtcdClient:
 
 
 async def connect(client: EtcdClient, waits: Callable[[EtcdError], None]) -> None:
-    """Connect, however long it takes; call `waits` with the reason of each failed attempt.
+    """Connect, however long it takes.
+
+    Call `waits` with the reason of each failed attempt.
 
     Raises StartupError for an error that retrying does not fix.
     """

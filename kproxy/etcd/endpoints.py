@@ -1,4 +1,6 @@
-"""Parse the addresses of etcd members; diagnose one that fails for a reason that retrying does not fix.
+"""Parse the addresses of etcd members.
+
+Diagnose one that fails for a reason that retrying does not fix.
 
 Each member gets a gRPC target, and so a channel, of its own. A target of several addresses (`ipv4:a,b`) has one
 authority: the certificates of the members would not verify, names could not be in it, and gRPC would choose the member
@@ -106,7 +108,10 @@ _SETTINGS = 4
 
 
 async def diagnose(endpoint: Endpoint, options: EtcdOptions) -> str | None:
-    """Describe the fault in one sentence; None if nobody listens, it hangs, or all is well."""
+    """Describe the fault in one sentence.
+
+    None if nobody listens, it hangs, or all is well.
+    """
     try:
         async with asyncio.timeout(DIAGNOSIS_TIMEOUT_S):
             if endpoint.tls:

@@ -52,7 +52,10 @@ MARGIN_FRACTION = 0.1
 
 
 class LeaseFence:
-    """How long one lease is certain to live; `claim_revision` is when the broker's key was put on it."""
+    """How long one lease is certain to live.
+
+    `claim_revision` is when the broker's key was put on it.
+    """
 
     __slots__ = ("_broken", "_clock", "_deadline", "claim_revision", "lapses", "lease_id")
 
@@ -95,7 +98,9 @@ log = structlog.get_logger(__name__)
 async def lease_keep_alive(
     client: EtcdClient, lease_id: int, *, clock: Callable[[], float], on_renewed: Callable[[float, int], None]
 ) -> None:
-    """Renew `lease_id` until cancelled. Raises LeaseLost when etcd has no such lease.
+    """Renew `lease_id` until cancelled.
+
+    Raises LeaseLost when etcd has no such lease.
 
     `clock` stamps the send times that `on_renewed` gets with the TTL in seconds; use one that counts suspend where that
     matters.

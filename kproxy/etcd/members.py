@@ -102,7 +102,10 @@ class CallFailed(Exception):
 
 
 def metadata(token: str) -> tuple[tuple[str, str], ...]:
-    """The metadata of a call. `hasleader` makes a member without a leader refuse at once instead of waiting."""
+    """The metadata of a call.
+
+    `hasleader` makes a member without a leader refuse at once instead of waiting.
+    """
     leader = ("hasleader", "true")
     return (leader, (TOKEN_FIELD, token)) if token else (leader,)
 
@@ -128,7 +131,10 @@ class _Channel:
 
 
 class Member:
-    """One member. `failed_at` is when it last failed, on the clock of `Members`."""
+    """One member.
+
+    `failed_at` is when it last failed, on the clock of `Members`.
+    """
 
     def __init__(self, endpoint: Endpoint, members: Members) -> None:
         self.endpoint = endpoint
@@ -154,7 +160,10 @@ class Member:
             await self._leave(channel)
 
     async def look(self, timeout_s: float) -> None:
-        """Connect, and check that it is etcd, with a leader or not. Raises CallFailed."""
+        """Connect, and check that it is etcd, with a leader or not.
+
+        Raises CallFailed.
+        """
         channel = await self._enter()
         try:
             await _call(channel, "Status", rpc.StatusRequest(), timeout_s, ())
@@ -237,7 +246,10 @@ class Member:
 
 
 class Members:
-    """All members of one cluster. `named` is their name in errors; `max_message_bytes` as in the client."""
+    """All members of one cluster. `named` is their name in errors.
+
+    `max_message_bytes` as in the client.
+    """
 
     def __init__(
         self,

@@ -40,7 +40,10 @@ rpc: Any = _Messages()
 
 
 class KeyValue(NamedTuple):
-    """A key at some revision. `version` counts its changes since its creation; `lease_id` is 0 for none."""
+    """A key at some revision.
+
+    `version` counts its changes since its creation; `lease_id` is 0 for none.
+    """
 
     key: str
     value: bytes
@@ -51,7 +54,10 @@ class KeyValue(NamedTuple):
 
 
 class WatchEvent(NamedTuple):
-    """A change. A deletion's `kv` holds the key and, as mod_revision, the revision of the deletion; nothing else."""
+    """A change.
+
+    A deletion's `kv` holds the key and, as mod_revision, the revision of the deletion; nothing else.
+    """
 
     deleted: bool
     kv: KeyValue
@@ -113,7 +119,10 @@ class EtcdStatus(NamedTuple):
 
 
 class Lease(NamedTuple):
-    """A lease with the TTL that etcd granted, in seconds; it may be more than requested."""
+    """A lease with the TTL that etcd granted, in seconds.
+
+    It may be more than requested.
+    """
 
     lease_id: int
     ttl_s: int
@@ -127,7 +136,10 @@ class OpResult(NamedTuple):
 
 
 class TxnResult(NamedTuple):
-    """`responses` are those of the branch that ran. `revision` is the store's after it."""
+    """`responses` are those of the branch that ran.
+
+    `revision` is the store's after it.
+    """
 
     succeeded: bool
     revision: int
@@ -136,7 +148,10 @@ class TxnResult(NamedTuple):
 
 
 def encode_key(key: str) -> bytes:
-    """The bytes of a key; bytes that are not UTF-8 pass through surrogates unchanged."""
+    """The bytes of a key.
+
+    Bytes that are not UTF-8 pass through surrogates unchanged.
+    """
     return key.encode("utf-8", "surrogateescape")
 
 
@@ -145,7 +160,10 @@ def decode_key(key: bytes) -> str:
 
 
 def prefix_end(prefix: str) -> bytes:
-    """The first key after every key that begins with `prefix`; if none, b"\\0", which means no end to etcd."""
+    """The first key after every key that begins with `prefix`.
+
+    If none, b"\0", which means no end to etcd.
+    """
     stripped = encode_key(prefix).rstrip(b"\xff")
     return stripped[:-1] + bytes([stripped[-1] + 1]) if stripped else b"\0"
 
@@ -173,7 +191,10 @@ class TxnCompare(NamedTuple):
 
 
 class TxnOp(NamedTuple):
-    """One operation; `write`: it changes something, so repeating it may matter."""
+    """One operation.
+
+    `write`: it changes something, so repeating it may matter.
+    """
 
     message: Any
     write: bool
@@ -192,7 +213,10 @@ def mod_revision_is(key: str, revision: int) -> TxnCompare:
 
 
 def prefix_unchanged_since(prefix: str, revision: int) -> TxnCompare:
-    """No key that begins with `prefix` was put after `revision`. Deletions are not compared."""
+    """No key that begins with `prefix` was put after `revision`.
+
+    Deletions are not compared.
+    """
     start, end = encode_key(prefix), prefix_end(prefix)
     compare = rpc.Compare(target=_MOD, result=_LESS, key=start, range_end=end, mod_revision=revision + 1)
     return TxnCompare(compare)

@@ -70,16 +70,28 @@ class MirrorState(enum.Enum):
 
 
 class MirrorListener(Protocol):
-    """The receiver of a mirror's changes, one call at a time. An exception from any call ends `run`."""
+    """The receiver of a mirror's changes, one call at a time.
+
+    An exception from any call ends `run`.
+    """
 
     def on_restored(self) -> None:
-        """etcd was restored: earlier revisions do not compare with later ones. A snapshot follows."""
+        """etcd was restored: earlier revisions do not compare with later ones.
+
+        A snapshot follows.
+        """
 
     def on_snapshot(self, snapshot: Snapshot) -> Awaitable[None] | None:
-        """Take the whole content of all prefixes at the snapshot's revision; return an awaitable if that takes long."""
+        """Take the whole content of all prefixes at the snapshot's revision.
+
+        Return an awaitable if that takes long.
+        """
 
     def on_events(self, events: list[WatchEvent], revision: int) -> None:
-        """Take changes to one prefix, in order. With them the prefix is complete up to `revision`."""
+        """Take changes to one prefix, in order.
+
+        With them the prefix is complete up to `revision`.
+        """
 
 
 class _Restored(EtcdError):
@@ -102,7 +114,9 @@ class _Watched:
 
 
 class PrefixMirror:
-    """Mirrors `prefixes`, and the single `keys`, into `listener`. `run` is one coroutine that the caller owns.
+    """Mirrors `prefixes`, and the single `keys`, into `listener`.
+
+    `run` is one coroutine that the caller owns.
 
     `clock` gives seconds; `last_heard` is on it. An etcd that cannot be reached, or refuses, is tried again for ever:
     `last_error` tells why nothing new comes.

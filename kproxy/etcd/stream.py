@@ -35,7 +35,10 @@ _Result = TypeVar("_Result")
 
 
 class EtcdStream:
-    """A call of `service`/`method`. One task at a time writes, one reads, and not before the first write."""
+    """A call of `service`/`method`.
+
+    One task at a time writes, one reads, and not before the first write.
+    """
 
     def __init__(
         self, members: Members, token: Token, service: str, method: str, *, on_close: Callable[[EtcdStream], None]
@@ -54,7 +57,10 @@ class EtcdStream:
         self._in_vain = False
 
     async def write(self, request: Any, timeout_s: float) -> None:
-        """Send a request. Raises EtcdUnavailable if there is no connection, or no room, within `timeout_s`."""
+        """Send a request.
+
+        Raises EtcdUnavailable if there is no connection, or no room, within `timeout_s`.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 if self._call is None:
@@ -87,7 +93,10 @@ class EtcdStream:
                 raise failure.as_etcd_error(self._method, self._members.endpoints, write=False) from failure
 
     async def read(self, timeout_s: float) -> Any | None:
-        """The next response, or None if none came within `timeout_s`; no response is lost by that."""
+        """The next response, or None if none came within `timeout_s`.
+
+        No response is lost by that.
+        """
         if self._call is None:
             raise EtcdUnavailable(f"The {self._method} stream of {self._members.endpoints} is not open.")
         reading = self._reading

@@ -18,7 +18,9 @@ _DELETE = 1
 
 
 class WatchMessage(NamedTuple):
-    """One WatchResponse. `revision` is the store's when it was sent; events of earlier revisions may still follow.
+    """One WatchResponse. `revision` is the store's when it was sent.
+
+    Events of earlier revisions may still follow.
 
     `fragment`: more of the same follows. `canceled`: the watcher is gone, for `cancel_reason` or, if
     `compact_revision` is not 0, because its start revision has been compacted.
@@ -43,7 +45,9 @@ class WatchMessage(NamedTuple):
 
 
 class WatchStream:
-    """An open Watch call. One task at a time reads; its creator must await `close`.
+    """An open Watch call. One task at a time reads.
+
+    Its creator must await `close`.
 
     `write_timeout_s`: how long a request may wait for a connection or for etcd to take it.
     """
@@ -84,7 +88,10 @@ class WatchStream:
         await self._stream.write(rpc.WatchRequest(cancel_request=cancel), self._write_timeout_s)
 
     async def read(self, timeout_s: float) -> WatchMessage | None:
-        """The next message, or None if none came within `timeout_s`; no message is lost by that."""
+        """The next message, or None if none came within `timeout_s`.
+
+        No message is lost by that.
+        """
         response = await self._stream.read(timeout_s)
         if response is None:
             return None

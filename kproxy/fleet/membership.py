@@ -35,7 +35,9 @@ log = structlog.get_logger(__name__)
 
 
 class Membership:
-    """Keeps `fleet` current and, where it `registers`, this proxy's entry; `host` and `port` are what it advertises.
+    """Keeps `fleet` current and, where it `registers`, this proxy's entry.
+
+    `host` and `port` are what it advertises.
 
     Use as `async with`. That and `failed` raise StartupError for an error of etcd that retrying does not fix.
     """
@@ -105,7 +107,10 @@ class Membership:
             await asyncio.sleep(LEAVE_PAUSE_S)
 
     async def failed(self) -> None:
-        """Wait for a permanent failure and raise its error. Returns if nothing runs."""
+        """Wait for a permanent failure and raise its error.
+
+        Returns if nothing runs.
+        """
         tasks = [task for task in (self._following, self._registering) if task is not None]
         if tasks:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -67,7 +67,10 @@ def parse_proxy_id(rest: str) -> int:
 
 
 def parse_proxy(rest: str, value: bytes) -> Proxy:
-    """Parse the part of a key after the prefix, and its value. Raises InvalidEntry."""
+    """Parse the part of a key after the prefix, and its value.
+
+    Raises InvalidEntry.
+    """
     node_id = parse_proxy_id(rest)
     host, port = parse_address(node_id, value)
     return Proxy(node_id, host, port)
@@ -89,7 +92,9 @@ class RegistrarState(enum.Enum):
 
 
 class Registrar:
-    """Registers the address `host`, `port` until cancelled. `run` is one coroutine that the caller owns.
+    """Registers the address `host`, `port` until cancelled.
+
+    `run` is one coroutine that the caller owns.
 
     `prefix` is the root of all keys; `ttl_s` the lease's TTL in seconds, of which etcd may grant more; `clock` in
     seconds.

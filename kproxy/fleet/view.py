@@ -143,7 +143,10 @@ def _in_words(proxies: Iterable[Proxy]) -> str:
 
 
 async def named_in(client: EtcdClient, prefix: str) -> list[Proxy]:
-    """The proxies under this root as clients see them, read once. Raises EtcdError."""
+    """The proxies under this root as clients see them, read once.
+
+    Raises EtcdError.
+    """
     proxies = []
     for kv in (await client.get_prefix(proxies_prefix(prefix))).kvs:
         with contextlib.suppress(InvalidEntry):

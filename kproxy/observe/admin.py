@@ -33,15 +33,24 @@ class Pages(VitalPages, Protocol):
     """The content of the pages, of one process or of several together."""
 
     async def table(self, query: TableQuery, worker: int | None) -> bytes:
-        """JSON of a TablePage, of `worker` if named. Raises ValueError for an invalid query, and Unanswered."""
+        """JSON of a TablePage, of `worker` if named.
+
+        Raises ValueError for an invalid query, and Unanswered.
+        """
         ...
 
     async def claims(self, query: ClaimsQuery) -> bytes:
-        """JSON of a ClaimsPage. Raises ValueError for an invalid query, Unanswered, NotOffered."""
+        """JSON of a ClaimsPage.
+
+        Raises ValueError for an invalid query, Unanswered, NotOffered.
+        """
         ...
 
     async def free(self, order: FreeOrder) -> bytes:
-        """JSON of a FreeOutcome. Raises ValueError, Unanswered, NotOffered as `claims`."""
+        """JSON of a FreeOutcome.
+
+        Raises ValueError, Unanswered, NotOffered as `claims`.
+        """
         ...
 
 

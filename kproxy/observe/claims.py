@@ -25,7 +25,9 @@ class NotOffered(Exception):
 
 
 class ClaimRow(msgspec.Struct, frozen=True):
-    """One claim in force. `resource` is empty for the whole group, as in Own's answers.
+    """One claim in force.
+
+    `resource` is empty for the whole group, as in Own's answers.
 
     `proxy` is the process that claimed, by its lease in etcd, and `address` its advertised address, empty if its entry
     is gone; `connection` is a number within it, `client` the client id. `since`: in ms since 1970.
@@ -63,7 +65,9 @@ class MemberRow(msgspec.Struct, frozen=True):
 
 
 class ClaimsPage(msgspec.Struct, frozen=True, kw_only=True):
-    """Claims by group and resource; `next` is the `after` of the next page, None on the last.
+    """Claims by group and resource.
+
+    `next` is the `after` of the next page, None on the last.
 
     `writer_groups`: the first of those configured at any member, each as `TOPIC=GROUP`; `differ`: the members are not
     all configured alike.

@@ -94,7 +94,10 @@ def growing(page: Sequence[Family]) -> list[Family]:
 
 
 def render(collectors: Iterable[Collector], accept: str) -> tuple[bytes, str]:
-    """Render the page in the format that an HTTP Accept header asks for; the page and its content type."""
+    """Render the page in the format that an HTTP Accept header asks for.
+
+    The page and its content type.
+    """
     registry = CollectorRegistry(auto_describe=False)
     PlatformCollector(registry=registry)
     for collector in collectors:
@@ -118,7 +121,10 @@ def gauge(name: str, documentation: str, value: float, across: Across = "sum") -
 
 
 def histogram(name: str, documentation: str, bounds: Sequence[float], counts: Sequence[int], total: float) -> Metric:
-    """Make a histogram; `counts` has one number for each bucket by itself, and one for values beyond `bounds`."""
+    """Make a histogram.
+
+    `counts` has one number for each bucket by itself, and one for values beyond `bounds`.
+    """
     cumulated = accumulate(counts)
     buckets = [(str(bound), float(next(cumulated))) for bound in bounds]
     return HistogramMetricFamily(name, documentation, buckets=[*buckets, ("+Inf", float(sum(counts)))], sum_value=total)

@@ -26,7 +26,10 @@ SHUTDOWN_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Whether clients should be sent here; `text` is `ready`, how it is degraded, or why not."""
+    """Whether clients should be sent here.
+
+    `text` is `ready`, how it is degraded, or why not.
+    """
 
     ready: bool
     text: str
@@ -71,7 +74,10 @@ class HttpPage:
         )
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; return the real port. Raises StartupError, with nothing left open."""
+        """Listen; return the real port.
+
+        Raises StartupError, with nothing left open.
+        """
         await self._runner.setup()
         try:
             site = web.TCPSite(self._runner, host, port)

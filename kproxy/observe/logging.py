@@ -82,7 +82,10 @@ class LogBound:
         return False
 
     def tell(self, *, at_once: bool = False) -> None:
-        """Log how many lines were left out in minutes that are over; `at_once`: in all."""
+        """Log how many lines were left out in minutes that are over.
+
+        `at_once`: in all.
+        """
         due = []
         with self._lock:
             now = self._clock()
@@ -111,7 +114,10 @@ _TOLD: Final = "_told"
 
 
 def configure_logging(level: str) -> None:
-    """Log `level` and above, with colours on a terminal; of libraries that use the standard library, warnings."""
+    """Log `level` and above, with colours on a terminal.
+
+    Of libraries that use the standard library, warnings.
+    """
     on_terminal = sys.stderr.isatty()
     bound = LogBound(_say)
     structlog.configure(

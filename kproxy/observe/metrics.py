@@ -44,7 +44,10 @@ class Vitals:
 
 
 class ProxyCollector(Collector):
-    """The families of one serving process. `counters` are named events: `splits`, `deadlines` and so on."""
+    """The families of one serving process.
+
+    `counters` are named events: `splits`, `deadlines` and so on.
+    """
 
     def __init__(
         self,

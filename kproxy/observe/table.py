@@ -53,7 +53,9 @@ class TableQuery(msgspec.Struct, frozen=True):
 
 
 class PartitionRow(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One owned partition. `revision` is the source's own, of its last change; it is not a leader epoch.
+    """One owned partition.
+
+    `revision` is the source's own, of its last change; it is not a leader epoch.
 
     `kproxy table` adds the rest from the page `/replication`; None: not known.
     """
@@ -78,7 +80,10 @@ class BrokerRow(msgspec.Struct, frozen=True):
 
 
 class TablePage(msgspec.Struct, frozen=True, kw_only=True):
-    """`next` is the `after` of the next page, None on the last. `age_s` None: the source has not answered yet."""
+    """`next` is the `after` of the next page, None on the last.
+
+    `age_s` None: the source has not answered yet.
+    """
 
     source: str = "etcd"
     revision: int
@@ -157,7 +162,10 @@ NO_LEADER = -1
 
 
 class ReplicaRow(msgspec.Struct, frozen=True):
-    """A partition that was ever led. `leader` is a live broker's id or NO_LEADER; `replicas` are in assigned order."""
+    """A partition that was ever led.
+
+    `leader` is a live broker's id or NO_LEADER; `replicas` are in assigned order.
+    """
 
     topic: str
     partition: int
@@ -192,7 +200,10 @@ class Replication(msgspec.Struct, frozen=True):
 
 
 class ReplicationPage(msgspec.Struct, frozen=True, kw_only=True):
-    """`next` is the `after` of the next page, None on the last. `brokers` are the ids of live brokers."""
+    """`next` is the `after` of the next page, None on the last.
+
+    `brokers` are the ids of live brokers.
+    """
 
     revision: int
     brokers: list[int]

@@ -73,7 +73,10 @@ class Tally:
         self.delay_seconds += seconds
 
     def error(self, api_key: int, error_code: int, broker: int = NO_OWNER, partitions: int = 1) -> None:
-        """Count partitions answered with an error; `broker` is where they were sent last."""
+        """Count partitions answered with an error.
+
+        `broker` is where they were sent last.
+        """
         self.errors[api_key, error_code, self._counted(broker)] += partitions
 
     def retry(self, event: int, broker: int) -> None:
@@ -89,13 +92,19 @@ class Tally:
         return broker
 
     def drop(self, topic: bytes, error_code: int) -> None:
-        """Count a lost acks=0 batch. Topics beyond MAX_DROP_TOPICS count as one: clients choose the names."""
+        """Count a lost acks=0 batch.
+
+        Topics beyond MAX_DROP_TOPICS count as one: clients choose the names.
+        """
         if topic not in self.drops and len(self.drops) >= MAX_DROP_TOPICS:
             topic = OTHER_TOPICS
         self.drops.setdefault(topic, Counter())[error_code] += 1
 
     def leave_unconfirmed(self, topic: bytes, batches: int) -> None:
-        """Count acks=0 batches that may have been appended or not; topics are bounded as in `drop`."""
+        """Count acks=0 batches that may have been appended or not.
+
+        Topics are bounded as in `drop`.
+        """
         if topic not in self.unconfirmed and len(self.unconfirmed) >= MAX_DROP_TOPICS:
             topic = OTHER_TOPICS
         self.unconfirmed[topic] += batches

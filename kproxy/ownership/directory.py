@@ -1,4 +1,6 @@
-"""Brokers' addresses, topic ids and group coordinators from etcd; the lease table keeps them current.
+"""Brokers' addresses, topic ids and group coordinators from etcd.
+
+The lease table keeps them current.
 
 | key under the prefix | value | written by |
 | --- | --- | --- |
@@ -48,7 +50,10 @@ Value = TypeVar("Value")
 
 
 class Layers(Generic[Key, Value]):
-    """Values by key from two sources. `tell` is called with a key and its present value, None for none."""
+    """Values by key from two sources.
+
+    `tell` is called with a key and its present value, None for none.
+    """
 
     def __init__(self, tell: Callable[[Key, Value | None], None]) -> None:
         self._tell = tell
@@ -57,7 +62,10 @@ class Layers(Generic[Key, Value]):
         self._told: dict[Key, Value] = {}
 
     def set_own(self, key: Key, value: Value | None) -> bool:
-        """Set the value of the key's own entry, None if that is gone; whether the present value changes."""
+        """Set the value of the key's own entry, None if that is gone.
+
+        Whether the present value changes.
+        """
         if value is None:
             self._own.pop(key, None)
             value = self._listed.get(key)
@@ -73,7 +81,10 @@ class Layers(Generic[Key, Value]):
         return True
 
     def set_listed(self, listed: Mapping[Key, Value]) -> bool:
-        """Replace the values listed by the snapshot; whether any present value changes."""
+        """Replace the values listed by the snapshot.
+
+        Whether any present value changes.
+        """
         self._listed = listed
         standing = {**listed, **self._own}
         if standing == self._told:
@@ -82,7 +93,10 @@ class Layers(Generic[Key, Value]):
         return True
 
     def load(self, own: dict[Key, Value], listed: Mapping[Key, Value] | None) -> None:
-        """Replace both; `listed` None keeps that. Tell all present values, also unchanged ones."""
+        """Replace both; `listed` None keeps that.
+
+        Tell all present values, also unchanged ones.
+        """
         self._own = own
         if listed is not None:
             self._listed = listed
@@ -152,7 +166,10 @@ class _Kind(Enum):
 
 
 class Directory:
-    """Feeds brokers and topic ids to `topology`, and `groups`. `skip` is called with each invalid key or value."""
+    """Feeds brokers and topic ids to `topology`, and `groups`.
+
+    `skip` is called with each invalid key or value.
+    """
 
     def __init__(self, prefix: str, topology: Topology, skip: Callable[[KeyValue, InvalidEntry], None]) -> None:
         self._topology = topology

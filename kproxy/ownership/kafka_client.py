@@ -34,7 +34,10 @@ class BrokerGone(BrokerUnreachable):
 
 
 class BrokerConnection:
-    """A connection for one request at a time. `timeout_s` bounds the dial and each answer, in seconds."""
+    """A connection for one request at a time.
+
+    `timeout_s` bounds the dial and each answer, in seconds.
+    """
 
     def __init__(
         self,
@@ -70,7 +73,10 @@ class BrokerConnection:
         return connection
 
     async def ask(self, api_key: int, at_most: int, **fields: Any) -> Message:
-        """Send a request in the highest common version up to `at_most`. Raises BrokerUnreachable."""
+        """Send a request in the highest common version up to `at_most`.
+
+        Raises BrokerUnreachable.
+        """
         version, body = await self.exchange(api_key, at_most, **fields)
         try:
             return decode_response(api_key, version, body)
@@ -108,7 +114,10 @@ class BrokerConnection:
         return frame
 
     async def has_ended_within(self, seconds: float) -> bool:
-        """Wait while no request is in flight; whether the broker has closed the connection."""
+        """Wait while no request is in flight.
+
+        Whether the broker has closed the connection.
+        """
         try:
             async with asyncio.timeout(seconds):
                 await self._reader.read(1)
@@ -137,7 +146,10 @@ class BrokerConnection:
         return memoryview(prefix + await self._reader.readexactly(length))
 
     def version(self, api_key: int, at_most: int) -> int:
-        """The version that `ask` uses. Raises UnsupportedVersion if there is none in common."""
+        """The version that `ask` uses.
+
+        Raises UnsupportedVersion if there is none in common.
+        """
         theirs = self._versions.get(api_key)
         ours = version_range(api_key)
         if theirs is None or max(theirs[0], ours[0]) > min(theirs[1], ours[1], at_most):
@@ -155,7 +167,9 @@ class BrokerConnection:
 
 
 async def open_any(addresses: Sequence[Address], timeout_s: float, client_id: bytes = CLIENT_ID) -> BrokerConnection:
-    """Connect to the first of `addresses` that answers. Raises BrokerUnreachable that names them all.
+    """Connect to the first of `addresses` that answers.
+
+    Raises BrokerUnreachable that names them all.
 
     They are tried in order. After HEAD_START_S without an answer the next one is tried as well (as in RFC 8305), so
     hung brokers and dead hosts cost little.

@@ -47,7 +47,10 @@ _MAX_NAME_BYTES = 249
 
 
 class KafkaMetadata:
-    """Feeds `topology` from a Kafka cluster. `run` is one coroutine that the caller owns. All times are in seconds."""
+    """Feeds `topology` from a Kafka cluster.
+
+    `run` is one coroutine that the caller owns. All times are in seconds.
+    """
 
     def __init__(
         self,
@@ -97,7 +100,9 @@ class KafkaMetadata:
         await self._synced.wait()
 
     async def refresh(self, topic: bytes, partition_index: int, seen_revision: int) -> None:
-        """Read a topic anew, unless the entry has changed since `seen_revision`; requests are coalesced.
+        """Read a topic anew, unless the entry has changed since `seen_revision`.
+
+        Requests are coalesced.
 
         `topic` is a name or an id. Returns when a read that began after the call has ended, failed or not; at once if
         `run` does not run, or `topic` is neither a name nor an id.

@@ -69,7 +69,10 @@ class Rereads:
         self._served = True
 
     async def wait_for(self, partition: Partition) -> None:
-        """Wait for the end of a read that begins after this call, failed or not; return at once if none runs."""
+        """Wait for the end of a read that begins after this call, failed or not.
+
+        Return at once if none runs.
+        """
         if not self._served:
             return
         future = self._waiting.get(partition)
@@ -83,7 +86,10 @@ class Rereads:
 
     @asynccontextmanager
     async def batch(self) -> AsyncIterator[list[Partition]]:
-        """Take waiting partitions, as many as one transaction holds; release their callers at the end."""
+        """Take waiting partitions, as many as one transaction holds.
+
+        Release their callers at the end.
+        """
         await self._any.wait()
         batch = dict(islice(self._waiting.items(), REREAD_KEYS))
         for partition in batch:

@@ -134,7 +134,10 @@ def _leader(lease: KeyValue | None, create_revision: int, live: set[int]) -> int
 
 
 class ReplicationReader:
-    """Reads on demand, at most every FRESH_S; connects to etcd on the first read."""
+    """Reads on demand, at most every FRESH_S.
+
+    Connects to etcd on the first read.
+    """
 
     def __init__(
         self, endpoints: Sequence[str], options: EtcdOptions, prefix: str, *, clock: Callable[[], float]

@@ -21,7 +21,10 @@ _logger = structlog.get_logger(__name__)
 
 
 def say_ready(places: str) -> None:
-    """Print the ready line; `places` names what it serves and uses, as `kafka=H:P etcd=URL`."""
+    """Print the ready line.
+
+    `places` names what it serves and uses, as `kafka=H:P etcd=URL`.
+    """
     line = f"ready {places}"
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
@@ -34,7 +37,10 @@ def say_stopping() -> None:
 
 
 def notify(*assignments: str) -> None:
-    """Send assignments such as `READY=1` as one message. Waits TIMEOUT_S at most; raises nothing."""
+    """Send assignments such as `READY=1` as one message.
+
+    Waits TIMEOUT_S at most; raises nothing.
+    """
     name = os.environ.get(SOCKET_VARIABLE, "")
     if not name:
         return

@@ -30,7 +30,10 @@ OPEN_MAX = 10_240
 
 
 class ParentPipe:
-    """The parent's end of the pipe. One pipe serves all children; `close` closes both ends."""
+    """The parent's end of the pipe. One pipe serves all children.
+
+    `close` closes both ends.
+    """
 
     def __init__(self) -> None:
         self.read_fd, self._write_fd = os.pipe()
@@ -68,7 +71,9 @@ def _watch(read_fd: int, insist: bool) -> None:
 
 
 def raise_open_file_limit() -> int | None:
-    """Raise the soft limit of open files (descriptors) to the hard one; return it as `open_file_limit`.
+    """Raise the soft limit of open files (descriptors) to the hard one.
+
+    Return it as `open_file_limit`.
 
     Each connection is a descriptor, and each segment of a broker's log. Child processes inherit the limit.
     """

@@ -111,7 +111,9 @@ _of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, Resolver] = WeakKeyDicti
 
 
 async def dial(connect: Callable[[str, int], Awaitable[T]], host: str, port: int) -> T:
-    """Call `connect` with the addresses of `host` in turn; return the result for the first that can be reached.
+    """Call `connect` with the addresses of `host` in turn.
+
+    Return the result for the first that can be reached.
 
     Raises the first OSError. All dials on one event loop share a `Resolver`.
     """

@@ -16,7 +16,10 @@ async def cancel(task: asyncio.Task[Any]) -> None:
 
 
 async def unless_failed(work: Awaitable[_Result], running: Sequence[asyncio.Task[None]]) -> _Result:
-    """The result of `work`; if a `running` task fails, end `work` and raise that error itself, in no group."""
+    """The result of `work`.
+
+    If a `running` task fails, end `work` and raise that error itself, in no group.
+    """
     working = asyncio.ensure_future(work)
     try:
         ending = {working, *running}
@@ -31,7 +34,10 @@ async def unless_failed(work: Awaitable[_Result], running: Sequence[asyncio.Task
 
 
 async def in_time(work: Awaitable[None], running: asyncio.Task[None], seconds: float) -> bool:
-    """Whether `work`, which waits for the `running` task, ends in time. Raise the error of that task."""
+    """Whether `work`, which waits for the `running` task, ends in time.
+
+    Raise the error of that task.
+    """
     try:
         async with asyncio.timeout(seconds):
             await unless_failed(work, [running])

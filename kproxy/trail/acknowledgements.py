@@ -62,7 +62,9 @@ class Asked(Protocol):
 
 
 class Acked:
-    """`acks` is the latest request's; `latencies_s` are samples of the time to an acknowledgement.
+    """`acks` is the latest request's.
+
+    `latencies_s` are samples of the time to an acknowledgement.
 
     `unread` counts acknowledged batches whose header cannot be read.
     """
@@ -116,7 +118,10 @@ class Acked:
         self.volume = 0
 
     def add(self, asked: Asked, frame: memoryview, start: int, base_offset: int, size: int) -> None:
-        """Take a batch that may not continue the chunk. Its header is at `start` of the request's `frame`."""
+        """Take a batch that may not continue the chunk.
+
+        Its header is at `start` of the request's `frame`.
+        """
         # A broker acknowledges a duplicate of an old batch without an offset.
         if base_offset < 0:
             return
@@ -290,7 +295,9 @@ class ConnectionAcks:
         plain: PlainAnswer | None,
         routed_at: int = _NOW,
     ) -> Noted | None:
-        """Make a `Noted` for this part of every request of this form; None if there is nothing to note.
+        """Make a `Noted` for this part of every request of this form.
+
+        None if there is nothing to note.
 
         `routed_at` is the table's revision when the part was sent. The revision of the ownership is the owner's own
         unless the partition has moved since; then it is the table's.
@@ -312,7 +319,10 @@ class ConnectionAcks:
         return NotedEntries(entries) if entries else None
 
     def note(self, exchange: Exchange, entry: Entry, owner: int, routed_at: int, result: Buffer) -> None:
-        """Note one acknowledged entry; `result` is its part of the answer, `routed_at` as in `part`."""
+        """Note one acknowledged entry.
+
+        `result` is its part of the answer, `routed_at` as in `part`.
+        """
         request = exchange.request
         acked = self._find(request, *exchange.partition(entry), owner, routed_at)
         start, end = records_span(request, exchange.topic(entry), entry[1])

@@ -1,4 +1,6 @@
-"""Write the trail to files in a directory: their names, and JSON lines. `parquet_sink` has Parquet.
+"""Write the trail to files in a directory: their names, and JSON lines.
+
+`parquet_sink` has Parquet.
 
 Names are `kproxy-audit-{begin}-{incarnation}-{number}.{kind}`, with the start time of the process in milliseconds and
 its files counted from 0, both with leading zeros: sorted by name they are sorted by time, and no two processes write to
@@ -61,7 +63,10 @@ class TrailFiles:
 
 
 def prepare(directory: Path) -> None:
-    """Create the directory and check that it can be written to. Raises StartupError."""
+    """Create the directory and check that it can be written to.
+
+    Raises StartupError.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:

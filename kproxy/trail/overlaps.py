@@ -39,7 +39,10 @@ class Chunk(NamedTuple):
 
 
 def extend_spans(spans: list[int], more: Sequence[int]) -> None:
-    """Append spans; join the first of them to the last one if it begins where that ends."""
+    """Append spans.
+
+    Join the first of them to the last one if it begins where that ends.
+    """
     if spans and spans[-2] + spans[-1] == more[0]:
         spans[-1] += more[1]
         spans.extend(more[2:])
@@ -123,7 +126,10 @@ class _Remembered:
 
 
 class OverlapDetector:
-    """The assigned offsets of all partitions. `add` the chunks of a look, then `judge` them."""
+    """The assigned offsets of all partitions.
+
+    `add` the chunks of a look, then `judge` them.
+    """
 
     def __init__(self) -> None:
         # In the order of their last write.
@@ -150,7 +156,10 @@ class OverlapDetector:
         return bool(self._added)
 
     def judge(self, most: int = MAX_PARTITIONS) -> list[Overlap]:
-        """Judge the added chunks of at most so many partitions; return the overlaps."""
+        """Judge the added chunks of at most so many partitions.
+
+        Return the overlaps.
+        """
         overlaps: list[Overlap] = []
         for partition in list(islice(self._added, most)):
             # Removed first: an error in one partition must not recur at every look.

@@ -100,5 +100,8 @@ def encode_page(rows: Iterable[Row]) -> bytes:
 
 
 def decode_page(page: bytes) -> list[Row]:
-    """Decode the rows of a page. Raises msgspec.DecodeError, of which msgspec.ValidationError is one."""
+    """Decode the rows of a page.
+
+    Raises msgspec.DecodeError, of which msgspec.ValidationError is one.
+    """
     return _DECODER.decode_lines(page)

@@ -39,7 +39,10 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ShipperVitals:
-    """The state at this moment; `age_s`: seconds since the sink last took pages, or since the start."""
+    """The state at this moment.
+
+    `age_s`: seconds since the sink last took pages, or since the start.
+    """
 
     waiting_bytes: int
     age_s: float

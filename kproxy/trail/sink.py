@@ -32,16 +32,24 @@ class Sink(Protocol):
     appetite: Appetite
 
     async def write(self, pages: Sequence[bytes]) -> None:
-        """Write pages; return when they are durable. Raises SinkFailed, after which the next call begins anew."""
+        """Write pages; return when they are durable.
+
+        Raises SinkFailed, after which the next call begins anew.
+        """
         ...
 
     async def close(self) -> None:
-        """Release everything. A cancelled write may still be under way on its thread."""
+        """Release everything.
+
+        A cancelled write may still be under way on its thread.
+        """
         ...
 
 
 async def on_thread(work: Callable[[], _Result]) -> _Result:
-    """Run blocking `work` on a daemon thread of its own; return its result or raise its error.
+    """Run blocking `work` on a daemon thread of its own.
+
+    Return its result or raise its error.
 
     The interpreter waits for the threads of an executor when it ends, and a disk or a broker may hang for long. Pages
     are written a few times a minute: a thread for each costs nothing.

@@ -1,4 +1,6 @@
-"""Write the trail to a topic with kafka-python; and its clients, made so that a failure leaks nothing.
+"""Write the trail to a topic with kafka-python.
+
+And its clients, made so that a failure leaks nothing.
 
 Messages have the process's incarnation as key, so one partition has all of its trail in order. kafka-python's producer
 runs its network on a thread of its own; blocking calls are made on another one. By default it reaches the cluster
@@ -65,7 +67,10 @@ def connected(kind: Callable[..., Any], connect: Connect = over_the_network, **c
 
 
 def create_topic(admin: Any, topic: str, partitions: int) -> None:
-    """Create a topic with a KafkaAdminClient, and wait until it has leaders. Raises KafkaError."""
+    """Create a topic with a KafkaAdminClient, and wait until it has leaders.
+
+    Raises KafkaError.
+    """
     settings = {"num_partitions": partitions, "replication_factor": DEFAULT_REPLICATION}
     admin.create_topics({topic: settings}, wait_for_metadata=True)
 

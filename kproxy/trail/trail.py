@@ -113,7 +113,9 @@ class _OpenRow:
 
 
 class Trail:
-    """The trail of one process. `offer` None: nothing is shipped, but offsets are still judged.
+    """The trail of one process.
+
+    `offer` None: nothing is shipped, but offsets are still judged.
 
     `proxy` and `incarnation` are as in the rows. `clock` is in seconds, `wall_ms` in milliseconds since the epoch.
     `left_out` are topics that are not noted. `on_overlap` is called with each overlap.
@@ -197,7 +199,10 @@ class Trail:
             pass
 
     async def keep_looking(self) -> None:
-        """Look every LOOK_S, until cancelled; serve clients between the steps of a long look."""
+        """Look every LOOK_S, until cancelled.
+
+        Serve clients between the steps of a long look.
+        """
         while True:
             await asyncio.sleep(LOOK_S)
             try:
