@@ -1,4 +1,4 @@
-"""The installed version and commit of kproxy, and the command that installs one of its extras.
+"""The installed version and commit, and the command to install an extra.
 
 The commit is written into wheels and source distributions when they are built (`hatch_build.py`); a checkout asks git.
 """
@@ -49,7 +49,7 @@ def commit() -> str:
 
 
 def install_command(extra: str) -> str:
-    """The command that installs kproxy with an extra, from the origin of this installation."""
+    """The command that installs kproxy with an extra, from the same origin."""
     origin = _origin()
     if origin is None:
         return f"pip install '{DISTRIBUTION}[{extra}]'"

@@ -163,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def tell_unexpected(error: Exception, arguments: Sequence[str] | None = None) -> None:
-    """Print the error that is being handled, in one line or with its traceback."""
+    """Print the error being handled, in one line or with its traceback."""
     if _wants_traceback(arguments):
         traceback.print_exception(error)
     else:

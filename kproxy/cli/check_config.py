@@ -1,4 +1,4 @@
-"""`kproxy check-config`: check a configuration, and print the options in force."""
+"""`kproxy check-config`: check a configuration, print what is in force."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kproxy doctor`: is etcd fit for kproxy, does a proxy serve, can a client write and read?"""
+"""`kproxy doctor`: diagnose etcd, a proxy, and Kafka as a client sees it."""
 
 from __future__ import annotations
 

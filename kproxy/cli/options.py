@@ -1,4 +1,4 @@
-"""Options of several commands: addresses to ask, connections to etcd, options that `serve` and `dev` share.
+"""Options of several commands: addresses, etcd, writer groups, audit.
 
 `--bootstrap` names Kafka addresses and `--admin` a proxy's admin page, in every command that asks one. Without the flag
 the variables KPROXY_BOOTSTRAP and KPROXY_ADMIN count, then the default. They are not configuration of `kproxy serve`,
@@ -122,7 +122,7 @@ _ETCD_FLAGS = (
 
 
 def etcd_flags(command: Command) -> Command:
-    """Add the flags of connections to etcd, for `kproxy.config.etcd.etcd_options_from`."""
+    """Add the flags of connections to etcd, for `etcd_options_from`."""
     return _with(command, _ETCD_FLAGS)
 
 
@@ -136,7 +136,7 @@ def etcd_place(etcd: str | None, prefix: str | None, etcd_access: Mapping[str, s
 
 
 def asks_proxy_or_etcd(command: Command) -> Command:
-    """Add --admin, --etcd with its flags, and --prefix: the parameters of `asked_place`."""
+    """Add the parameters of `asked_place`: --admin, --etcd…, --prefix."""
     flags = (
         admin_option("Ask the proxy with this admin page."),
         click.option("--etcd", metavar="URL[,URL...]", help="Ask etcd itself instead of a proxy."),

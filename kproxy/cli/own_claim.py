@@ -1,4 +1,4 @@
-"""`kproxy own claim`: claim on a connection to a proxy, and hold the claims until the connection ends.
+"""`kproxy own claim`: claim, and hold until the connection ends.
 
 States
   asking    some resources are neither granted nor refused; those not confirmed in time are asked for again

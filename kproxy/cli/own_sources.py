@@ -1,4 +1,4 @@
-"""Sources of `kproxy own`: claims from a proxy's admin page or from etcd, their changes, and orders to free them."""
+"""Sources of `kproxy own`: claims and their changes, from a proxy or etcd."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def change_by_end(claim: ClaimRow, whole: ClaimRow | None) -> Change:
 
 
 def changes_between(before: Iterable[ClaimRow], after: Iterable[ClaimRow]) -> list[Change]:
-    """The changes from one state to another: first the ends, then new claims by fence."""
+    """The changes between two states: first ends, then new claims by fence."""
     was, now = {claim.place: claim for claim in before}, {claim.place: claim for claim in after}
     ends = [
         change_by_end(claim, now.get((claim.group, WHOLE_GROUP))) for place, claim in was.items() if place not in now
@@ -113,7 +113,7 @@ class AdminClaims:
         return await asyncio.to_thread(_or_startup_error, self._free, order)
 
     async def follow(self, group: str | None) -> AsyncGenerator[Told]:
-        """Poll the page: of changes within WATCH_INTERVAL_S only the result is seen."""
+        """Poll the page: changes within WATCH_INTERVAL_S are seen as one."""
         before: ClaimsPage | None = None
         while True:
             try:
@@ -272,7 +272,7 @@ class _Watched:
         self._addresses[name] = address_of(member)
 
     def member_gone(self, member: str, rows: Sequence[TableRow], revision: int) -> None:
-        """Keep the address: when a lease ends, the entry of its process goes before its claims."""
+        """Keep the address: a process's entry goes before its claims."""
 
     def batch_told(self) -> None:
         """Do nothing: each change has been told."""

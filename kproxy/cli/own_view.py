@@ -1,4 +1,4 @@
-"""Print claims: a box on a terminal, else plain columns, and a line for each change."""
+"""Print claims, boxed on a terminal, and a line for each change."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def headline(page: ClaimsPage, group: str | None = None) -> str:
 
 
 def members_line(page: ClaimsPage) -> str:
-    """One line: the proxies that offer the Own API, and those that delay claims."""
+    """One line: the proxies that offer the Own API, and which delay claims."""
     if not page.members:
         return "no proxy offers the Own API"
     processes = Counter(_shown_member(member, page.claims) for member in page.members)
@@ -168,7 +168,7 @@ def who(claim: ClaimRow) -> str:
 
 
 def printable(text: str) -> str:
-    """Replace unprintable characters: clients choose names, which must not control the terminal."""
+    """Replace unprintable characters: names must not control the terminal."""
     return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 

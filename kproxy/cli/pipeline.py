@@ -1,4 +1,4 @@
-"""`kproxy pipeline`: the group of Spark jobs, its command `path`, and the flags that say where a job runs.
+"""`kproxy pipeline`: the Spark jobs, `path`, and flags of Spark.
 
 The module of a job is imported only when the job runs.
 """
@@ -84,7 +84,7 @@ _MEMORY: Final = re.compile(r"[1-9]\d{0,11}[kmgt]", re.IGNORECASE)
 
 
 def spark_flags(function: F) -> F:
-    """Add --master, --memory and --conf: parameters `master`, `memory` and `conf`."""
+    """Add --master, --memory and --conf."""
     for option in reversed(
         (
             click.option(

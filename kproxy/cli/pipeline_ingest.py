@@ -1,4 +1,4 @@
-"""`kproxy pipeline ingest`: write files, a topic or a counter to a topic, through the proxy."""
+"""`kproxy pipeline ingest`: write files, a topic or a counter to a topic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kproxy table`: which broker owns which partition, from a proxy's admin page or from etcd itself."""
+"""`kproxy table`: show which broker owns which partition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Print the routing table: boxes and colours on a terminal, else plain columns."""
+"""Print the routing table: boxed on a terminal, else plain columns."""
 
 from __future__ import annotations
 

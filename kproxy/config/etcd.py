@@ -120,7 +120,10 @@ def etcd_options(given: EtcdSection, sources: Mapping[str, str]) -> EtcdOptions:
 
 
 def etcd_options_from(flags: Mapping[str, str | None], environ: Mapping[str, str] = os.environ) -> EtcdOptions:
-    """For commands without a configuration file: `flags` as `etcd_ca`, then the environment as KPROXY_ETCD__CA."""
+    """The options of commands without a configuration file.
+
+    `flags` as `etcd_ca` win over the environment, as KPROXY_ETCD__CA. Raises StartupError.
+    """
     values: dict[str, str] = {}
     sources: dict[str, str] = {}
     for each in msgspec.structs.fields(EtcdSection):

@@ -1,4 +1,4 @@
-"""Parse values of flags, environment and files: addresses, topics, writer groups, times; read TOML files.
+"""Parse addresses, topics, writer groups and times; read TOML files.
 
 Every error is a StartupError with the flag or key of the value, its `source`, as the subject.
 """
@@ -190,7 +190,7 @@ def unknown(name: str, where: str, nearest: str, is_table: bool) -> NoReturn:
 
 
 def nearest(name: str, known: Mapping[str, object]) -> str:
-    """The nearest known name: the same key in another section, else the most similar path."""
+    """The same key in another section, else the most similar path."""
     for candidate in known:
         if "." in name and candidate.rpartition(".")[2] == name.rpartition(".")[2]:
             return candidate

@@ -1,4 +1,4 @@
-"""The configuration of `kproxy serve`, from flags, environment and a TOML file.
+"""The configuration of `kproxy serve`: flags, environment, a TOML file.
 
 `Options` is the configuration as given, one struct for each section of the file; `ProxyConfig` is the same checked. A
 key is the long flag with underscores: `--listen` is `listen` in the section `[listen]` and `KPROXY_LISTEN__LISTEN` in
@@ -45,7 +45,7 @@ Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """`[limits]`: bounds of one listener, in bytes, counts, seconds and milliseconds as the names say."""
+    """`[limits]`: bounds of one listener, in the units of their names."""
 
     max_request_bytes: _Count = 100 << 20
     max_control_request_bytes: _Count = 1 << 20
@@ -215,7 +215,7 @@ class OwnSection(msgspec.Struct, kw_only=True):
 
 
 class Options(msgspec.Struct, kw_only=True):
-    """The configuration as given: a struct for each section, with types and defaults."""
+    """The configuration as given: sections with types and defaults."""
 
     listen: ListenSection = msgspec.field(default_factory=ListenSection)
     ownership: OwnershipSection = msgspec.field(default_factory=OwnershipSection)
@@ -291,7 +291,10 @@ class ProxyConfig:
 
 @dataclass(frozen=True)
 class Setting:
-    """One option in force: `source` is `default`, `--flag`, an environment variable or `key in FILE`."""
+    """One option in force.
+
+    `source` is `default`, `--flag`, an environment variable or `key in FILE`.
+    """
 
     path: str
     value: object

@@ -1,4 +1,4 @@
-"""Parse a static table: brokers by id, and for each topic the owners by partition index."""
+"""Parse a static table: brokers by id, owners by topic and partition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""One child process of `kproxy dev`: a kproxy command that prints `ready ...` on stdout and logs on stderr.
+"""One child process of `kproxy dev`: a kproxy command.
+
+It prints `ready ...` on stdout and logs on stderr.
 
 States: MADE --start()--> STARTING --the ready line--> READY --stop()--> ENDED; from STARTING and READY it may also end
 by itself, which `wait_ready` and `wait` report.

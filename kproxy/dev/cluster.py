@@ -1,4 +1,4 @@
-"""A whole kproxy on this machine: etcd, reference brokers and a proxy, each a process of its own.
+"""A whole kproxy on this machine: processes of etcd, brokers and a proxy.
 
 States: STOPPED --start()--> RUNNING --a process ends by itself--> BROKEN (which `wait` reports) --stop()--> STOPPED.
 A failed `start` stops everything it started before it raises. After `kill_broker` a cluster is still RUNNING, and

@@ -1,4 +1,4 @@
-"""The data directory of a development cluster: its default path, its lock, its layout."""
+"""The data directory of a development cluster: path, lock, layout."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ClusterDir:
 
     @classmethod
     def open(cls, path: Path, brokers: int) -> ClusterDir:
-        """Create it if missing, lock it, and check that all brokers with partitions in it are started."""
+        """Create and lock it; check that all brokers with data in it are started."""
         try:
             (path / "logs").mkdir(parents=True, exist_ok=True)
             lock = (path / "lock").open("ab")

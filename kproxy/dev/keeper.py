@@ -1,4 +1,4 @@
-"""Restart each part of a development cluster that ends by itself, and report it.
+"""Restart and report each part of a development cluster that ends.
 
 States of a part: etcd, each broker, the proxy
   running   it has been ready, and its process exists

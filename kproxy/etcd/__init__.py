@@ -1,4 +1,4 @@
-"""A small etcd client: KV, transactions, leases and watches over grpc.aio, on asyncio or uvloop.
+"""A small etcd client over grpc.aio: KV, transactions, leases, watches.
 
 No published client fits (several members, require-leader, progress, fragments, errors that tell an unknown outcome).
 Start at `client.py`; `mirror.py` keeps a local copy of a few prefixes current.

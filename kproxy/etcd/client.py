@@ -1,4 +1,4 @@
-"""The etcd client: calls and streams that work while a majority of the members does, with known outcomes.
+"""The etcd client: calls and streams while a majority of members works.
 
 States: NEW --connect()--> OPEN --close()--> CLOSED. `connect` may be called again after it failed, not after close.
 
@@ -103,7 +103,7 @@ class EtcdClient:
         self._closed = False
 
     async def connect(self) -> EtcdStatus:
-        """Wait, at most `timeout_s`, until a member answers, and check that it accepts our user.
+        """Wait, at most `timeout_s`, until a member answers and accepts our user.
 
         EtcdUnavailable tells why none did; EtcdMisused, a kind of it, is not worth a retry.
         """
@@ -206,7 +206,7 @@ class EtcdClient:
         return Snapshot(as_of, response.header.cluster_id, kvs)
 
     async def get_prefix(self, prefix: str, *, revision: int = 0, into: Pages | None = None) -> Snapshot:
-        """Every key that begins with `prefix`, as of `revision` (0: now), in key order, read in pages.
+        """Every key under `prefix`, as of `revision` (0: now), in key order.
 
         They are kept encoded, since there may be a million, after those already in `into`. Raises Compacted if
         `revision` is gone, or goes while later pages are read; EtcdError beyond MAX_SNAPSHOT_KEYS.

@@ -1,4 +1,4 @@
-"""Credentials of connections: TLS from files, and the token that etcd gives for a password.
+"""Credentials of connections: TLS from files, tokens for a password.
 
 Token: NONE --a call needs it--> ASKING --etcd answers--> HELD --etcd refuses it--> NONE
                                         --etcd has no users--> OFF --etcd asks for a user after all--> NONE

@@ -1,4 +1,4 @@
-"""The errors of the etcd client, and the one place that converts gRPC's errors."""
+"""The errors of the etcd client, and the conversion of gRPC's errors."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class EtcdError(Exception):
 
 
 class EtcdUnavailable(EtcdError):
-    """No usable answer: nothing listens, no answer came in time, or the cluster has no leader."""
+    """No usable answer: nothing listens, a timeout, or no leader."""
 
 
 class EtcdMisused(EtcdUnavailable):
-    """The configuration cannot work, so retrying is useless: an invalid address, a server that is not etcd."""
+    """The configuration cannot work: an invalid address, a server not etcd."""
 
 
 class EtcdDenied(EtcdError):
@@ -36,11 +36,11 @@ class LeaseLost(EtcdError):
 
 
 class Compacted(EtcdError):
-    """The requested revision has been compacted: read the present state and continue from there."""
+    """The requested revision has been compacted: read the present state."""
 
 
 class TooLarge(EtcdError):
-    """An answer is longer than the largest message of this client: ask for less at a time."""
+    """An answer exceeds this client's largest message: ask for less."""
 
 
 # With these words etcd refuses a call before it proposes anything to the cluster.
@@ -56,7 +56,7 @@ _TOKEN_REFUSED = (
 
 
 def is_not_begun(error: Any) -> bool:
-    """Whether a gRPC error tells that nothing was done, so another member may do it."""
+    """Whether an error tells that nothing was done: another member may do it."""
     return (error.details() or "").startswith(_NOT_BEGUN)
 
 
@@ -66,7 +66,7 @@ def is_token_refused(details: str) -> bool:
 
 
 def is_of_etcd(error: Any) -> bool:
-    """Whether the error is from etcd, over a sound connection, and not from gRPC itself."""
+    """Whether the error is from etcd, and not from gRPC itself."""
     return (error.details() or "").startswith("etcdserver: ")
 
 
@@ -106,7 +106,7 @@ _WHO_ARE_YOU = (
 
 
 def cancelled_by_grpc() -> bool:
-    """Whether a CancelledError just caught comes from gRPC's closed channel, not from a cancellation of this task."""
+    """Whether a CancelledError is from gRPC's closed channel, not this task."""
     task = asyncio.current_task()
     return task is None or not task.cancelling()
 

@@ -1,4 +1,4 @@
-"""Allocate unique numbers from one key, in blocks taken by compare-and-swap.
+"""Allocate unique numbers from one key, in blocks by compare-and-swap.
 
 The key has, in decimal, the first number that is not taken. A process that advances it by BLOCK owns the numbers in
 between. If it ends before it has used them the rest is lost, which costs nothing. Reference brokers and proxies take

@@ -1,4 +1,4 @@
-"""Leases: keep one alive, the clock to measure it on, and a fence that tells how long it is certain to live.
+"""Leases: keepalive, clock, and a fence that knows how long one lives.
 
 States of `lease_keep_alive`: OPENING (no stream) -> ASKING (one keepalive unanswered) -> RESTING -> ASKING …; any
 failure leads back to OPENING. It ends in LeaseLost, or when the caller cancels it.

@@ -1,4 +1,4 @@
-"""The members of one etcd cluster: choose one for each call and stream, and detect failed ones.
+"""The members of an etcd cluster: choose one, and detect failed ones.
 
 A member has a channel for calls; every stream has one of its own (see `stream.py`). All go to the member whose last
 failure is oldest, so to the same one while all is well. The initial order is random, so that many proxies spread.

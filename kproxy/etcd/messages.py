@@ -1,4 +1,4 @@
-"""etcd's messages in Python: the protobuf classes, plain values for results, and the parts of a transaction.
+"""etcd's messages: protobuf classes, plain results, parts of transactions.
 
 The descriptors are in a pool of their own: another library in the same process may have registered etcd's own .proto
 files under the same names.
@@ -97,7 +97,7 @@ class Pages(Sequence[KeyValue]):
 
 
 class Snapshot(NamedTuple):
-    """The keys at `revision`: one linearizable view, however many pages it took."""
+    """The keys at `revision`: one linearizable view of all pages."""
 
     revision: int
     cluster_id: int
@@ -129,7 +129,7 @@ class Lease(NamedTuple):
 
 
 class OpResult(NamedTuple):
-    """The result of one operation in a transaction: the keys of a get, or the number of keys that a delete removed."""
+    """The result of one operation: keys of a get, or count of a delete."""
 
     kvs: tuple[KeyValue, ...]
     deleted: int

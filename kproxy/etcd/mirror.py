@@ -1,4 +1,4 @@
-"""Keep a local copy of a few prefixes current: load at a revision, watch from the next, lose no change in between.
+"""Keep a copy of a few prefixes current: load, watch, lose no change.
 
 Single keys can be mirrored too; whatever holds for a prefix holds for them. All prefixes share one watch stream, with a
 watcher each. So there is one stream to break, fall silent and be replaced, and one connection whose loss is noticed at
@@ -155,11 +155,11 @@ class PrefixMirror:
         self.last_error: EtcdError | None = None
 
     async def wait_synced(self) -> None:
-        """Wait until the first snapshot has been handed over, which may take for ever: the caller has a deadline."""
+        """Wait for the first snapshot, maybe for ever: the caller has a deadline."""
         await self._synced.wait()
 
     def distrust(self) -> None:
-        """Load anew within a progress interval: the caller's own read shows that etcd was restored."""
+        """Load anew soon: the caller's own read shows that etcd was restored."""
         self._restored = True
 
     @property

@@ -40,7 +40,7 @@ class WatchMessage(NamedTuple):
         return len(self.raw_events)
 
     def events(self, start: int, stop: int) -> list[WatchEvent]:
-        """Decode a slice of the events: one message can have tens of thousands, and the loop has other work."""
+        """Decode a slice of the events: one message can have tens of thousands."""
         return [WatchEvent(event.type == _DELETE, key_value(event.kv)) for event in self.raw_events[start:stop]]
 
 
@@ -57,7 +57,7 @@ class WatchStream:
         self._write_timeout_s = write_timeout_s
 
     async def watch_prefix(self, watch_id: int, prefix: str, start_revision: int, *, fragments: bool) -> None:
-        """Create a watcher (`watch_id` > 0) of every change under `prefix` from `start_revision` on."""
+        """Create a watcher (`watch_id` > 0) of `prefix` from `start_revision` on."""
         await self._create(watch_id, encode_key(prefix), prefix_end(prefix), start_revision, fragments=fragments)
 
     async def watch_key(self, watch_id: int, key: str, start_revision: int, *, fragments: bool) -> None:

@@ -1,4 +1,4 @@
-"""This proxy's membership in the fleet that shares an etcd: follow the others, and be named by them.
+"""This proxy in the fleet that shares an etcd: follow, join and leave it.
 
 States
   entered    it knows the others; or etcd does not answer, and it is alone until etcd does

@@ -1,4 +1,6 @@
-"""Register this proxy in etcd, so that other proxies name it: `{prefix}/kproxy/proxies/{id}`, on a lease of its own.
+"""Register this proxy in etcd, so that other proxies name it.
+
+The key is `{prefix}/kproxy/proxies/{id}`, on a lease of its own.
 
 The value is JSON with node_id, host and port. `FleetView` (kproxy.fleet.view) reads the entries.
 
@@ -125,7 +127,7 @@ class Registrar:
         self.last_error: EtcdError | None = None
 
     async def wait_entered(self) -> None:
-        """Wait until an entry with this address exists, of this process or another, for the first time."""
+        """Wait until an entry with this address, of any process, exists."""
         await self._entered.wait()
 
     async def run(self) -> None:

@@ -1,4 +1,6 @@
-"""Keep a `Fleet` current with the proxies registered under `{prefix}/kproxy/proxies/` in etcd.
+"""Keep a `Fleet` current with the proxies registered in etcd.
+
+Their keys are under `{prefix}/kproxy/proxies/`.
 
 This proxy's own entry is found by its advertised address, so processes that share one address (workers) all know their
 id without being told.
@@ -87,7 +89,7 @@ class FleetView:
         await self._named.wait()
 
     def leave(self) -> None:
-        """Name only the others once etcd does not name this proxy any more: it is stopping."""
+        """Name only the others once etcd does not name this proxy any more."""
         self._leaving = True
         self._tell()
 

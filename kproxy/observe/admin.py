@@ -1,4 +1,4 @@
-"""The proxy's admin page over HTTP: table, claims, replicas, and the freeing of claims.
+"""The proxy's admin page: table, claims, replicas; freeing of claims.
 
 | page | answer |
 | --- | --- |

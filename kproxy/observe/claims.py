@@ -1,4 +1,4 @@
-"""The claims of the Own API and orders to free them, in pages of plain structures for JSON.
+"""The claims of the Own API and orders to free them, for JSON.
 
 A page is made in one step and so consistent at its own `revision`. A reader of several pages compares their revisions.
 """

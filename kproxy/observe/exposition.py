@@ -1,4 +1,4 @@
-"""Prometheus metrics: families as plain values, the families of several processes as one, and the page `/metrics`.
+"""Prometheus families: as plain values, of several processes, as a page.
 
 | kind | of several processes |
 | --- | --- |

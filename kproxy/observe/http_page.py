@@ -1,4 +1,4 @@
-"""The HTTP pages of every serving process: summary, metrics, liveness, readiness.
+"""The HTTP pages of every serving process: metrics, liveness, readiness.
 
 | page | answer |
 | --- | --- |
@@ -43,7 +43,7 @@ class VitalPages(Protocol):
         ...
 
     async def metrics(self, accept: str) -> tuple[bytes, str]:
-        """The page and its content type, in the format that an HTTP Accept header asks for."""
+        """The page, and its content type as an HTTP Accept header asks for it."""
         ...
 
     async def readiness(self) -> Readiness:

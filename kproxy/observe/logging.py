@@ -1,4 +1,4 @@
-"""Configure logging: one line per event to stderr, with a bound on the lines of one kind.
+"""Configure logging to stderr, with a bound on the lines of one kind.
 
 stdout is for the ready line and for the output of commands. The bound keeps a client that sends nonsense in a loop from
 filling the disk. A kind is a level and an event, without its fields; for the standard library's loggers it is the level
@@ -42,7 +42,7 @@ Later = Callable[[float, Callable[[], None]], None]
 
 
 def in_a_thread(seconds: float, call: Callable[[], None]) -> None:
-    """Call it later, on a daemon thread: lines are also logged where no event loop runs."""
+    """Call it later, on a daemon thread: there may be no event loop."""
     # The context has the fields that are bound to every line of this process.
     timer = threading.Timer(seconds, contextvars.copy_context().run, (call,))
     timer.daemon = True

@@ -77,7 +77,7 @@ class ProxyCollector(Collector):
 
 
 class WorkersCollector(Collector):
-    """The worker processes: by number whether each serves and answers, and the number of restarts."""
+    """The worker processes: whether each serves, and the number of restarts."""
 
     def __init__(self, up: Mapping[int, bool], restarts: int) -> None:
         self._up = up
@@ -93,7 +93,7 @@ class WorkersCollector(Collector):
 
 
 class ProcessesCollector(Collector):
-    """The system's numbers of several processes, with their names in the label `worker`."""
+    """The system's numbers of several processes, by the label `worker`."""
 
     def __init__(self, pids: Mapping[str, int]) -> None:
         self._pids = pids
@@ -310,6 +310,6 @@ def _audit(shipping: ShipperVitals | None, counters: Mapping[str, int]) -> Itera
 
 
 def registered(registration: str) -> Metric:
-    """The gauge of the registration: of several processes one has the entry for all."""
+    """The gauge of the registration: one of several processes has the entry."""
     value = int(registration == "registered")
     return gauge("kproxy_fleet_registered", "1 while this proxy has its own entry among them.", value, "max")

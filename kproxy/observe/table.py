@@ -1,4 +1,4 @@
-"""The routing table and the reference brokers' replicas, in pages of plain structures for JSON.
+"""The routing table and the reference brokers' replicas, for JSON.
 
 A page is made in one step and so consistent at its own `revision`. A reader of several pages compares their revisions.
 """
@@ -192,7 +192,7 @@ class ReplicaRow(msgspec.Struct, frozen=True):
 
 
 class Replication(msgspec.Struct, frozen=True):
-    """The state in etcd at `revision`: the live brokers, and all rows by place."""
+    """The state in etcd at `revision`: live brokers, and all rows by place."""
 
     revision: int
     brokers: list[int]

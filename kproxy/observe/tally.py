@@ -1,4 +1,4 @@
-"""Counts of served requests as plain numbers, one `Tally` for each process.
+"""Counts of served requests: plain numbers, one `Tally` per process.
 
 The path of a request only adds to integers and lists here; `kproxy.observe.metrics` makes names and families when
 `/metrics` is asked for. Rare events are counted by name in `counters` beside it.

@@ -123,7 +123,7 @@ class GroupLease(NamedTuple):
 
 
 class GroupLeases:
-    """The broker that coordinates each consumer group, by the leases of KafScale's brokers."""
+    """The coordinator of each consumer group, by KafScale's leases."""
 
     def __init__(self) -> None:
         self._leases: dict[str, GroupLease] = {}

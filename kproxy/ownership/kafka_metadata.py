@@ -1,4 +1,4 @@
-"""Learn owners from a Kafka cluster's Metadata: when to ask, which broker, about which topics.
+"""Learn owners from a Kafka cluster's Metadata: when and whom to ask.
 
 States: EMPTY --first answer--> CURRENT <--> STALE (no answer for `stale_after_s`). A stale table still serves.
 

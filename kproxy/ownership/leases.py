@@ -1,4 +1,4 @@
-"""The lease table: the owner of each partition according to etcd, kept current in a `Topology`.
+"""The lease table: keep the owners in a `Topology` current from etcd.
 
 It mirrors `{prefix}/partition-leases/{topic}/{partition}` (value: a decimal broker id), and the keys of its
 `directory`: brokers' addresses, topic ids, group coordinators. The mirror (`kproxy.etcd.mirror`) stays current, and
@@ -58,7 +58,7 @@ MAX_WAITING_REREADS = 100_000
 
 
 class Rereads:
-    """The partitions that wait for a re-read, each once, with a future that all its callers share."""
+    """The partitions that wait for a re-read, each with one shared future."""
 
     def __init__(self) -> None:
         self._waiting: dict[Partition, asyncio.Future[None]] = {}
@@ -179,7 +179,9 @@ class LeaseTable:
         return self._mirror.last_error
 
     async def refresh(self, topic: bytes, partition_index: int, seen_revision: int) -> bool:
-        """Re-read a partition whose owner as of `seen_revision` answered NOT_LEADER_OR_FOLLOWER (6).
+        """Re-read a partition after NOT_LEADER_OR_FOLLOWER (6) from its owner.
+
+        The owner was that as of `seen_revision`.
 
         Returns whether the table has a later change now, which may be that the partition has no owner any more. False
         if nothing changed, or etcd did not answer: the caller backs off.

@@ -1,4 +1,4 @@
-"""Read replicas and in-sync replicas from the reference brokers' keys in etcd, on demand.
+"""Read the reference brokers' replicas and ISRs from etcd, on demand.
 
 Requests are not routed by them, so nothing is mirrored. A read is one state of etcd, at one revision:
 

@@ -1,4 +1,4 @@
-"""Owners from a fixed table: brokers by id, and for each topic the owners by partition index.
+"""Owners from a fixed table: brokers by id, owners by topic and partition.
 
 It serves sidecars whose brokers seldom move, and measurements. A topic that the table does not name has no owner. The
 table is read again on SIGHUP; an invalid one leaves the last one in force.

@@ -1,4 +1,4 @@
-"""Resolve host names: one lookup per name at a time, and no name delays another.
+"""Resolve host names: one lookup per name, and no name delays another.
 
 The system's resolver blocks a thread, for half a minute if a name server does not answer. All names share the event
 loop's own threads (uvloop has four), and a slow name takes one for every dial. uvloop's own `create_connection` also
@@ -63,7 +63,7 @@ class Resolver:
         return await asyncio.shield(lookup)
 
     def forget(self, host: str) -> None:
-        """Look the host up again next time: no address could be reached, so they may have changed."""
+        """Look the host up again next time: its addresses may have changed."""
         self._known.pop(host, None)
 
     def _start(self, host: str) -> asyncio.Future[Sequence[str]]:

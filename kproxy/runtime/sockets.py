@@ -1,4 +1,4 @@
-"""TCP options and state of the proxy's connections: keepalive, delivery, linger."""
+"""TCP options and state of connections: keepalive, delivery, linger."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DISCARD: Final = struct.pack("ii", 1, 0)
 
 
 def keep_alive(transport: asyncio.BaseTransport) -> None:
-    """Have the kernel detect that the other host has gone silently: nothing else would.
+    """Have the kernel detect that the other host has gone silently.
 
     After two minutes this frees a client's place under the limit of connections, and closes a connection that a
     broker's host forgot. It also keeps an idle connection in the tables of firewalls and load balancers.

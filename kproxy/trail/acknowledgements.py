@@ -151,7 +151,7 @@ class Acked:
         self.volume += size + ONE_BATCH
 
     def take(self) -> tuple[list[Chunk], int, list[float]]:
-        """Return and reset chunks in the order of the answers, the count of unread batches, and latencies."""
+        """Return and reset the chunks, the count of unread batches, and latencies."""
         self._finish()
         taken = self.chunks, self.unread, self.latencies_s
         self.chunks, self.unread, self.latencies_s = [], 0, []

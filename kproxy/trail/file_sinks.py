@@ -54,7 +54,7 @@ class TrailFiles:
         self._number -= 1
 
     def keep_names(self) -> None:
-        """Sync the directory: otherwise a new file may be gone after a power failure."""
+        """Sync the directory: a new file must survive a power failure."""
         descriptor = os.open(self._directory, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -87,7 +87,7 @@ def remove_left_behind(directory: Path, now_ms: int) -> None:
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write all of `data`: a nearly full disk takes a part of it without an error."""
+    """Write all of `data`: a nearly full disk takes a part without an error."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(descriptor, rest) :]

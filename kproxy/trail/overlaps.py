@@ -1,4 +1,6 @@
-"""Detect offsets of a partition that were assigned twice, among those that this process has seen acknowledged.
+"""Detect offsets of a partition that were assigned twice.
+
+It knows the offsets that this process has seen acknowledged.
 
 Two owners of one partition cause that (split brain), and so does a new owner that lacks records which an earlier owner
 had acknowledged. An idempotent batch that is sent again gets its first offset again; that is no overlap.
@@ -65,7 +67,7 @@ _SEQUENCES = 1 << 31
 
 
 class Origin(NamedTuple):
-    """The broker that assigned offsets, the revision of its ownership, and the client's connection."""
+    """The broker that assigned offsets, its revision, the client's connection."""
 
     owner: int
     revision: int

@@ -1,4 +1,4 @@
-"""Write the trail to Parquet files, each with a minute or some MiB of rows.
+"""Write the trail to Parquet files, each of a minute or some MiB.
 
 A file is written as `.tmp`, synced and renamed, so readers of `*.parquet` see whole files only. Rows of all kinds share
 one table; fields that a kind does not have are null. Arrow parses the lines and releases the interpreter's lock

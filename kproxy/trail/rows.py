@@ -1,4 +1,4 @@
-"""The rows of an audit trail, and their JSON: which records a proxy acknowledged.
+"""The rows of an audit trail and their JSON: the acknowledged records.
 
 Each serving process has one trail. Its rows have a `sequence` from 0 on, one more with every row of any kind, so a row
 that was never written, or is lost, leaves a gap. A row is one line of JSON. A page is some rows with newlines between
@@ -40,7 +40,7 @@ class Mark(msgspec.Struct, kw_only=True, tag="mark", tag_field="kind"):
 
 
 class End(msgspec.Struct, kw_only=True, tag="end", tag_field="kind"):
-    """The last row of a process that stopped cleanly: the rows before it are complete."""
+    """The last row of a process that stopped cleanly: the trail is complete."""
 
     proxy: str
     incarnation: str

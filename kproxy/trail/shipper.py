@@ -1,4 +1,4 @@
-"""Ship the pages of a trail to their sink: a bounded queue, and one task that empties it.
+"""Ship the pages of a trail to their sink, through a bounded queue.
 
 States
   shipping   pages are written as they come; from the second write on, they are gathered as the sink prefers
@@ -113,7 +113,7 @@ class Shipper:
         self._drops += 1
 
     async def close(self, timeout_s: float) -> None:
-        """Write the queued pages, for `timeout_s` seconds at most, and close the sink."""
+        """Write the queued pages, for at most `timeout_s` seconds; close the sink."""
         self._closing = True
         self._changed.set()
         try:

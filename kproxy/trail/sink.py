@@ -1,4 +1,4 @@
-"""The interface of audit sinks, the sink that a configuration names, and a thread for blocking work."""
+"""The interface of audit sinks, and the sink that a configuration names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SinkFailed(Exception):
 
 
 class Appetite(NamedTuple):
-    """The batch a sink prefers: pages gathered for `seconds`, but at most `bytes` at once."""
+    """The preferred batch: pages of `seconds`, at most `bytes` at once."""
 
     bytes: int
     seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""The audit trail of one serving process: make rows of noted acknowledgements, and pages of rows.
+"""The audit trail of one process: rows of acknowledgements, in pages.
 
 States
   not begun   nothing has been shipped
@@ -166,7 +166,7 @@ class Trail:
         return ConnectionAcks(self, topology, self._connections)
 
     def queue(self, acked: Acked, asked: Asked) -> None:
-        """Queue `acked` for the next look, and sample the latency of its first acknowledgement."""
+        """Queue `acked` for the next look, and sample its first latency."""
         self._woken.append(acked)
         began = asked.deadline - deadline_s(asked.request.timeout_ms, self._deadline_cap_ms)
         acked.latencies_s.append(self._clock() - began)
@@ -194,7 +194,7 @@ class Trail:
         self._offer_page()
 
     def look(self) -> None:
-        """Judge the acknowledgements since the last look, and close the rows that are due."""
+        """Judge the acknowledgements since the last look, and close due rows."""
         for _ in self._look():
             pass
 
