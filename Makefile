@@ -73,7 +73,7 @@ check: install  ## lint, types, dependency direction, generated files; runs no t
 	@echo "ruff format";  $(BIN)/ruff format --check .
 	@echo "mypy";         $(BIN)/mypy
 	@echo "import-linter"; $(BIN)/lint-imports
-	@echo "generated";    $(BIN)/python -m kproxy.etcd.generate --check && $(BIN)/python scripts/man_pages.py --check && \
+	@echo "generated";    $(BIN)/python scripts/etcd_messages.py --check && $(BIN)/python scripts/man_pages.py --check && \
 		$(BIN)/python scripts/protocol_support.py --check && $(BIN)/python scripts/chart.py --check
 
 docs: install  ## write the generated pages: docs/man, docs/protocol-support.md, the chart's table of values and its schema

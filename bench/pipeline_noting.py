@@ -13,7 +13,7 @@ from typing import NamedTuple
 from bench.load import ProducerFrames, Shape
 from kproxy.routing.merge import Exchange
 from kproxy.routing.topology import Topology
-from kproxy.trail.noted import Noted
+from kproxy.trail.acknowledgements import Noted
 from kproxy.trail.trail import LOOK_S, Trail
 from kproxy_codec.framing import parse_request_header
 from kproxy_codec.primitives import INT64

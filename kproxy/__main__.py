@@ -5,18 +5,18 @@ import sys
 
 
 def main() -> int:
-    """Run the command of `sys.argv`; its exit status."""
+    """Run the command in `sys.argv`; return its exit status."""
     try:
         from kproxy.runtime.interrupts import end_at_once
 
         end_at_once()
-        # gRPC tells each failed handshake with etcd in words of its own; what is wrong is said by the command.
+        # gRPC would log each failed handshake with etcd; the command reports the error.
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
         from kproxy.cli import main as run
     except KeyboardInterrupt:
         return 130
     status = run()
-    # What the interpreter still does at its end is nothing to interrupt either.
+    # The interpreter's own shutdown must not be interrupted either.
     end_at_once()
     return status
 

@@ -1,5 +1,8 @@
-"""What may go wrong while a command starts, said to the person who started it."""
+"""Errors that prevent a command from starting."""
 
 
 class StartupError(Exception):
-    """One sentence that names the thing and the way out; the command prints it and exits with status 2."""
+    """One sentence that names the fault and the remedy.
+
+    The command prints it and exits with status 2.
+    """

@@ -1,4 +1,4 @@
-"""What of kproxy is installed here: its version and commit, and how to add what it can also use.
+"""The installed version and commit, and the command to install an extra.
 
 The commit is written into wheels and source distributions when they are built (`hatch_build.py`); a checkout asks git.
 """
@@ -19,7 +19,10 @@ _GIT_PATIENCE_S = 5.0
 
 
 def version() -> str:
-    """As in `pyproject.toml`; "0" where the code is there and was not installed, as on Spark's executors."""
+    """The version in `pyproject.toml`.
+
+    "0" if the code is not installed, as on Spark's executors.
+    """
     try:
         return metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:
@@ -27,7 +30,10 @@ def version() -> str:
 
 
 def commit() -> str:
-    """The commit that this was built from, `-dirty` behind it where files differ; empty where nobody knows."""
+    """The commit that this was built from, with `-dirty` if files differ.
+
+    Empty if unknown.
+    """
     written = _PACKAGE / COMMIT_FILE
     if written.is_file():
         return written.read_text().strip()
@@ -36,14 +42,14 @@ def commit() -> str:
         return ""
     describe = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
     try:
-        found = subprocess.run(describe, capture_output=True, text=True, timeout=_GIT_PATIENCE_S, check=False)  # noqa: S603 -- no input of anybody's
+        found = subprocess.run(describe, capture_output=True, text=True, timeout=_GIT_PATIENCE_S, check=False)  # noqa: S603 -- no external input
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return found.stdout.strip() if found.returncode == 0 else ""
 
 
 def install_command(extra: str) -> str:
-    """What a person types to install kproxy with one of its extras, from where this one came from."""
+    """The command that installs kproxy with an extra, from the same origin."""
     origin = _origin()
     if origin is None:
         return f"pip install '{DISTRIBUTION}[{extra}]'"
@@ -52,9 +58,9 @@ def install_command(extra: str) -> str:
 
 
 def _origin() -> tuple[str, bool] | None:
-    """The directory or file that this was installed from, and whether it runs from there; None: an index of packages.
+    """The directory or file that this was installed from, and whether it runs from there; None: a package index.
 
-    As pip notes it in `direct_url.json` (PEP 610).
+    pip records it in `direct_url.json` (PEP 610).
     """
     try:
         text = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kproxy.config.proxy import ROOMS
+from kproxy.config.proxy import SECTIONS
 
 CHART = Path(__file__).parents[1] / "deploy/helm/kproxy"
 _BEGIN, _END = "<!-- values: written by `make docs` -->\n", "<!-- end of values -->\n"
@@ -74,8 +74,8 @@ def schema(before: str) -> str:
     """values.schema.json with `config` as `kproxy serve` has it."""
     whole: dict[str, Any] = json.loads(before)
     config = {}
-    for name, room in ROOMS.items():
-        found = msgspec.json.schema(room)["$defs"][room.__name__]["properties"]
+    for name, section in SECTIONS.items():
+        found = msgspec.json.schema(section)["$defs"][section.__name__]["properties"]
         config[name] = {"type": "object", "additionalProperties": False, "properties": found}
     whole["properties"]["config"] = {"type": "object", "additionalProperties": False, "properties": config}
     return json.dumps(whole, indent=2) + "\n"

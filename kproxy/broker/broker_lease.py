@@ -30,8 +30,7 @@ import structlog
 
 from kproxy.broker.keys import BrokerValue, Keys, encode_value
 from kproxy.etcd import EtcdClient, EtcdError, KeyValue, LeaseLost, key_absent, put_op
-from kproxy.etcd.clock import Clock
-from kproxy.etcd.lease_fence import LeaseFence
+from kproxy.etcd.lease import Clock, LeaseFence
 
 CLAIM_PAUSE_S = 0.2
 _logger = structlog.get_logger(__name__)

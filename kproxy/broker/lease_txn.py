@@ -43,7 +43,7 @@ from kproxy.etcd import (
     mod_revision_is,
     put_op,
 )
-from kproxy.etcd.lease_fence import LeaseFence
+from kproxy.etcd.lease import LeaseFence
 
 CONCURRENT_RELEASES = 16
 # Pause before a failed deletion is retried.

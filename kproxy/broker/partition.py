@@ -46,7 +46,7 @@ from kproxy.broker.replication.reconciliation import (
 from kproxy.broker.segment import LogFailed, TimestampAndOffset
 from kproxy.broker.validation import ReplicatedBatchInvalid
 from kproxy.broker.writer_fence import UNBOUND, KeptFence, WriterFence
-from kproxy.etcd.clock import Clock
+from kproxy.etcd.lease import Clock
 from kproxy_codec import error_codes
 from kproxy_codec.fetch import PartitionFetch, PartitionFetched
 from kproxy_codec.partitioned import TOPIC_ID_BYTES

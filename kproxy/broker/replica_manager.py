@@ -60,7 +60,7 @@ from kproxy.broker.replication.partition_replication import Isr, Role
 from kproxy.broker.replication.reconciliation import Inconsistent
 from kproxy.broker.segment import LogFailed
 from kproxy.etcd import EtcdClient, EtcdError
-from kproxy.etcd.lease_fence import LeaseFence
+from kproxy.etcd.lease import LeaseFence
 
 CONCURRENT_WORKS = 16
 SWEEP_INTERVAL_S = 3.0

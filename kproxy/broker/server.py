@@ -47,13 +47,11 @@ from kproxy.broker.replication.listener import ReplicationListener
 from kproxy.broker.topics import TopicAdmin
 from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient, EtcdError, EtcdMisused, EtcdUnavailable, IdBlocks, PrefixMirror
-from kproxy.etcd.clock import lease_clock
-from kproxy.etcd.lease_fence import LeaseFence
+from kproxy.etcd.lease import LeaseFence, lease_clock
 from kproxy.runtime.listening import bind, bound_port
-from kproxy.runtime.notify import say_ready, say_stopping
-from kproxy.runtime.open_files import raise_limit
+from kproxy.runtime.notify import Reminders, say_ready, say_stopping, say_waiting
+from kproxy.runtime.process import raise_open_file_limit
 from kproxy.runtime.signals import stop_signals
-from kproxy.runtime.waiting import Reminders, say_waiting
 from kproxy_codec.framing import ReceiveArena
 
 if TYPE_CHECKING:
@@ -78,7 +76,7 @@ _logger = structlog.get_logger(__name__)
 async def run_broker(config: BrokerConfig) -> None:
     """Run a reference broker until SIGTERM or SIGINT. Raises StartupError."""
     _check(config)
-    raise_limit()
+    raise_open_file_limit()
     data_dir = DataDir.open(config.data_dir, config.node_id, log_options=config.log_options)
     client = EtcdClient(config.etcd, config.etcd_options, timeout_s=config.etcd_timeout_s)
     try:

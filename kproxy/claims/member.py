@@ -34,8 +34,7 @@ from kproxy.claims.keys import MemberValue, OwnKeys, encode_value
 from kproxy.claims.table import OwnTable
 from kproxy.claims.unsettled import UnsettledWrites
 from kproxy.etcd import EtcdClient, EtcdError, LeaseLost, delete_op, mod_revision_is, prefix_unchanged_since
-from kproxy.etcd.clock import Clock
-from kproxy.etcd.lease_fence import LeaseFence
+from kproxy.etcd.lease import Clock, LeaseFence
 
 RETRY_PAUSE_S: Final = 0.5
 # How often the fence is checked: it must be found dead well within the margin that it keeps of the TTL.

@@ -30,7 +30,7 @@ from kproxy.claims.release import BrokerAccess, ClaimDeletions, LeaderReleases, 
 from kproxy.claims.table import Member, OwnTable, TableRow
 from kproxy.claims.unsettled import UnsettledWrites
 from kproxy.etcd import EtcdClient, PrefixMirror
-from kproxy.etcd.clock import Clock, lease_clock
+from kproxy.etcd.lease import Clock, lease_clock
 from kproxy_codec.error_codes import (
     COORDINATOR_NOT_AVAILABLE,
     FENCED_INSTANCE_ID,

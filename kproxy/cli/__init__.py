@@ -1,7 +1,9 @@
-"""The commands. Each module here is one of them, imported only when it runs: `kproxy --help` must not load Spark.
+"""The command line.
 
-Exit status: 0 done, 1 something failed on the way, 2 it could not be started as asked (the sentence on stderr says what
-to do), 3 what `kproxy own claim` held was lost, 130 interrupted before there was anything to stop cleanly.
+The module of a command is imported only when the command runs: `kproxy --help` loads no Spark.
+
+Exit status: 0 done, 1 failed on the way, 2 not started (the sentence on stderr tells the remedy), 3 `kproxy own claim`
+lost its claims, 130 interrupted before there was anything to stop cleanly.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar
 
 import click
+from click.shell_completion import get_completion_class
 
 from kproxy.errors import StartupError
 from kproxy.runtime.interrupts import INTERRUPTED, interruptible
 
-# name -> module, the line in `kproxy --help`
+# name -> module, or module:attribute where that is not `command`; and the line in `kproxy --help`
 COMMANDS = {
     "serve": ("kproxy.cli.serve", "Run the proxy in front of brokers that are there already."),
     "broker": ("kproxy.cli.broker", "Run one reference broker, for development and tests."),
@@ -29,17 +32,21 @@ COMMANDS = {
     "own": ("kproxy.cli.own", "Show who owns what by the Own API, claim, and free."),
     "doctor": ("kproxy.cli.doctor", "Look at etcd, a proxy and Kafka, and say what is not as it should be."),
     "check-config": ("kproxy.cli.check_config", "Check a configuration and show what is in force."),
-    "completion": ("kproxy.cli.completion", "Print what completes commands in bash, zsh or fish."),
+    "completion": ("kproxy.cli:completion", "Print what completes commands in bash, zsh or fish."),
 }
-# What commands start and people do not.
-INTERNAL = {"worker": "kproxy.cli.worker"}
-# They do not run by `run_async`, and have something to stop from the beginning.
+# Commands that other commands start, not people.
+INTERNAL = {"worker": "kproxy.cli.serve:worker"}
+# These do not run by `run_async`, and have something to stop from the beginning.
 RUN_BY_THEMSELVES = ("demo", "pipeline")
+SHELLS = ("bash", "zsh", "fish")
 NEEDS_POSIX = ("serve", "broker", "dev", "demo", "pipeline")
 
 
 class LazyGroup(click.Group):
-    """Commands by name, from `commands_by_name` and `internal`; the module of one is imported when it is asked for."""
+    """Commands by name, from `commands_by_name` and `internal`.
+
+    A module is imported when its command is used.
+    """
 
     commands_by_name: ClassVar[Mapping[str, tuple[str, str]]] = {}
     internal: ClassVar[Mapping[str, str]] = {}
@@ -51,8 +58,8 @@ class LazyGroup(click.Group):
         modules = {name: module for name, (module, _) in self.commands_by_name.items()} | dict(self.internal)
         if cmd_name not in modules:
             return None
-        module = importlib.import_module(modules[cmd_name])
-        command: click.Command = module.command
+        module, _, attribute = modules[cmd_name].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute or "command")
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -68,8 +75,8 @@ class _Commands(LazyGroup):
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            # `kproxy table | head`: who read has seen enough, which click would take for a failure. What is still
-            # buffered must not be tried again at exit.
+            # `kproxy table | head`: the reader has seen enough, which click takes for a failure. The rest of the buffer
+            # must not be written again at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             return 0
 
@@ -118,8 +125,25 @@ def cli(context: click.Context, debug: bool, log_level: str | None) -> None:
         )
 
 
+@click.command("completion")
+@click.argument("shell", type=click.Choice(SHELLS))
+@click.pass_context
+def completion(context: click.Context, shell: str) -> None:
+    """Print what has SHELL complete kproxy's commands and flags.
+
+    \b
+      kproxy completion bash > ~/.local/share/bash-completion/completions/kproxy
+      kproxy completion zsh > "${fpath[1]}/_kproxy"
+      kproxy completion fish > ~/.config/fish/completions/kproxy.fish
+    """
+    kind = get_completion_class(shell)
+    if kind is None:
+        raise click.UsageError(f"click completes nothing in {shell}")
+    click.echo(kind(context.find_root().command, {}, "kproxy", "_KPROXY_COMPLETE").source())
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; its exit status."""
+    """Run the command; return its exit status."""
     try:
         result = cli.main(arguments, prog_name="kproxy", standalone_mode=False)
         sys.stdout.flush()
@@ -133,13 +157,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
-    except Exception as error:  # noqa: BLE001 - the outermost boundary: a person reads this
+    except Exception as error:  # noqa: BLE001 - the outermost boundary: a person reads it
         tell_unexpected(error, arguments)
         return 1
 
 
 def tell_unexpected(error: Exception, arguments: Sequence[str] | None = None) -> None:
-    """In one line, or with where it came from: to be called where it is handled."""
+    """Print the error being handled, in one line or with its traceback."""
     if _wants_traceback(arguments):
         traceback.print_exception(error)
     else:
@@ -152,14 +176,17 @@ def _wants_traceback(arguments: Sequence[str] | None) -> bool:
 
 
 def _named(error: BaseException) -> str:
-    """The error in one line; of a group the first."""
+    """The error in one line; the first of a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def run_async(make: Callable[[], Coroutine[Any, Any, int | None]], *, uvloop_wanted: bool = True) -> int:
-    """Run `make()` to its end, on uvloop where there is one; the exit status it returns, 0 for None."""
+    """Run `make()` to its end, on uvloop if installed.
+
+    Return its exit status, 0 for None.
+    """
     import asyncio
 
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
@@ -167,19 +194,19 @@ def run_async(make: Callable[[], Coroutine[Any, Any, int | None]], *, uvloop_wan
         try:
             import uvloop
         except ImportError:
-            # There is none for this platform; asyncio's own loop does the same, more slowly.
+            # uvloop does not support this platform; asyncio's own loop does the same, more slowly.
             pass
         else:
             factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
         runner.get_loop()
-        # An interrupt before this ends the process at once; from here on it cancels what runs.
+        # Before this an interrupt ends the process at once; from here on it cancels the coroutine.
         interruptible()
         return runner.run(make()) or 0
 
 
 def start_logging(context: click.Context, default: str = "info") -> None:
-    """Log as `--log-level` says; the commands that serve call it first."""
+    """Configure logging by `--log-level`; serving commands call it first."""
     from kproxy.observe.logging import configure_logging
 
     configure_logging(context.find_root().params["log_level"] or default)

@@ -11,8 +11,9 @@ from kproxy.cli import run_async, start_logging
 from kproxy.cli.options import etcd_flags
 from kproxy.config import DEFAULT_PREFIX, advertised, parse_address, split_list
 from kproxy.config.etcd import etcd_options_from
+from kproxy.runtime.process import end_with_parent
 
-# As for `kproxy serve`, of whose configuration it is a key.
+# The key listen.admin of `kproxy serve`'s configuration.
 ADMIN_VARIABLE = "KPROXY_LISTEN__ADMIN"
 
 
@@ -139,7 +140,6 @@ def command(
     endpoints = split_list(etcd, "--etcd")
     options = etcd_options_from(etcd_access)
     from kproxy.broker.server import BrokerConfig, run_broker
-    from kproxy.runtime.orphan import end_with_parent
 
     end_with_parent()
     config = BrokerConfig(

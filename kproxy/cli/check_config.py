@@ -1,4 +1,4 @@
-"""`kproxy check-config`: is it right, and what is in force?"""
+"""`kproxy check-config`: check a configuration, print what is in force."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from msgspec import UNSET
 
 from kproxy.config import Owners, Setting, build_proxy_config, load_settings
 from kproxy.config.etcd import SECRETS
-from kproxy.config.owners import TABLE_ROOMS
 from kproxy.config.proxy import OF_ONE_SOURCE
+from kproxy.config.static_table import STATIC_TABLE_SECTIONS
 from kproxy.errors import StartupError
 
-# What an option is, in JSON.
+# The states of an option, in JSON.
 SET, NOT_SET, NOT_SHOWN, NOT_USED = "set", "not_set", "not_shown", "not_used"
 
 
@@ -55,14 +55,14 @@ def _state(setting: Setting, settings: Mapping[str, Setting]) -> str:
 
 
 def _echo_toml(settings: Mapping[str, Setting], owners: Owners | None) -> None:
-    room = ""
+    current = ""
     for path, setting in settings.items():
-        if path in TABLE_ROOMS:
+        if path in STATIC_TABLE_SECTIONS:
             continue
-        of_room, _, key = path.partition(".")
-        if of_room != room:
-            click.echo(f"{'' if not room else chr(10)}[{of_room}]")
-            room = of_room
+        section, _, key = path.partition(".")
+        if section != current:
+            click.echo(f"{'' if not current else chr(10)}[{section}]")
+            current = section
         state = _state(setting, settings)
         if state == NOT_SET:
             click.echo(f"# {key} is not set")
@@ -71,15 +71,15 @@ def _echo_toml(settings: Mapping[str, Setting], owners: Owners | None) -> None:
         elif state == NOT_USED:
             click.echo(f"# {key} is for --ownership {OF_ONE_SOURCE[path]}")
         else:
-            # JSON's strings, numbers and lists are TOML's too.
+            # Strings, numbers and lists of JSON are valid TOML.
             click.echo(f"{f'{key} = {json.dumps(setting.value)}':<48}# {setting.source}")
     if owners is not None:
-        inline = [settings[table].source for table in TABLE_ROOMS if table in settings]
+        inline = [settings[table].source for table in STATIC_TABLE_SECTIONS if table in settings]
         _echo_owners(owners, inline[0].partition(" in ")[2] if inline else "")
 
 
 def _echo_owners(owners: Owners, file: str) -> None:
-    """The static table; commented out where it stands in a file of its own, which the output names already."""
+    """Print the static table; commented out if it has a file of its own, which the output names already."""
     mark = "" if file else "# "
     click.echo(f"\n{f'{mark}[brokers]':<48}# {file or 'in the table'}")
     for number, address in sorted(owners.brokers.items()):
@@ -91,7 +91,7 @@ def _echo_owners(owners: Owners, file: str) -> None:
 def _as_json(settings: Mapping[str, Setting]) -> dict[str, object]:
     told: dict[str, object] = {}
     for path, setting in settings.items():
-        if path not in TABLE_ROOMS:
+        if path not in STATIC_TABLE_SECTIONS:
             state = _state(setting, settings)
             value = None if state in (NOT_SET, NOT_SHOWN) else setting.value
             told[path] = {"value": value, "state": state, "source": setting.source}

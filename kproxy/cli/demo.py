@@ -1,4 +1,4 @@
-"""`kproxy demo`: the whole path, with real data."""
+"""`kproxy demo`: real data through the whole path."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import click
 from kproxy.cli import run_async, start_logging
 from kproxy.cli.options import writer_group_flag
 from kproxy.config import DEFAULT_ADMIN, DEFAULT_LISTEN, Limits
-from kproxy.runtime.open_files import raise_limit
+from kproxy.runtime.process import end_with_parent, raise_open_file_limit
 
 if TYPE_CHECKING:
     from kproxy.dev.cluster import DevCluster
@@ -74,12 +74,11 @@ def command(
       kproxy dev --listen 127.0.0.1:0 --admin 127.0.0.1:0 --brokers 5 --data-dir /tmp/kproxy
       kproxy dev --writer-group orders=writers
     """
-    # What the parts log goes to their files.
+    # The parts log to files of their own.
     start_logging(context, default="warning")
-    max_connections = _max_connections(raise_limit())
+    max_connections = _max_connections(raise_open_file_limit())
     from kproxy.dev.cluster import DEFAULT_REPLICATION_FACTOR, DevCluster
     from kproxy.dev.data_dir import default_data_dir
-    from kproxy.runtime.orphan import end_with_parent
 
     end_with_parent()
     directory = data_dir or default_data_dir()
@@ -101,12 +100,12 @@ def command(
             f"  replicas  {cluster.replication_factor} of each new partition, not {DEFAULT_REPLICATION_FACTOR}: "
             f"there {'is 1 broker' if brokers == 1 else f'are {brokers} brokers'}."
         )
-    # asyncio's own loop: there is nothing here to be fast at.
+    # asyncio's own loop is fast enough here.
     return run_async(lambda: _run(cluster, restart=not no_restart), uvloop_wanted=False)
 
 
 def _max_connections(open_files: int | None) -> int | None:
-    """As many clients as that limit of open files does for, where these are fewer than by default."""
+    """The number of clients that the limit of open files allows, at most the default; None without a limit."""
     from kproxy.proxy.descriptors import most_clients
 
     return None if open_files is None else max(1, min(most_clients(open_files), Limits().max_connections))
@@ -138,7 +137,7 @@ async def _run(cluster: DevCluster, *, restart: bool) -> int:
 
 
 async def _start_and_keep(cluster: DevCluster, *, restart: bool) -> None:
-    """Until the cluster is of no use any more: ChildEnded."""
+    """Start the cluster and keep it running. Raises ChildEnded when it cannot serve any more."""
     from kproxy.dev.keeper import Keeper
 
     await cluster.start()

@@ -1,4 +1,4 @@
-"""`kproxy doctor`: is etcd fit for kproxy, does a proxy serve, can a client write and read?"""
+"""`kproxy doctor`: diagnose etcd, a proxy, and Kafka as a client sees it."""
 
 from __future__ import annotations
 
@@ -80,8 +80,13 @@ def command(
 async def _examine(
     etcd: EtcdPlace | None, page: Address | None, brokers: Sequence[Address], topic: str | None, as_json: bool
 ) -> int:
-    from kproxy.cli.doctor_checks import examine_etcd, examine_kafka, examine_proxy
-    from kproxy.cli.doctor_replication import replication_in_etcd, replication_of_proxy
+    from kproxy.cli.doctor_checks import (
+        examine_etcd,
+        examine_kafka,
+        examine_proxy,
+        replication_in_etcd,
+        replication_of_proxy,
+    )
     from kproxy.observe.logging import configure_logging
 
     configure_logging("error")
@@ -107,7 +112,7 @@ async def _examine(
 
 
 def _show(findings: Sequence[Finding]) -> None:
-    """A line for each; on a terminal as many as it takes, one below the other."""
+    """Print a line for each finding; on a terminal in two columns."""
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.table import Table

@@ -1,4 +1,7 @@
-"""What `kproxy doctor` looks at. Each check gives findings and fails for nothing it may find."""
+"""The checks of `kproxy doctor`: etcd, a proxy, Kafka and replicas.
+
+Each returns findings and raises nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,23 @@ import re
 import ssl
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from types import MappingProxyType
 from typing import NamedTuple
 
 from kafka.record.default_records import DefaultRecordBatchBuilder
 
+from kproxy.cli.table_sources import NoAnswer, ReplicasUnknown, ask_replication
 from kproxy.config import Address
 from kproxy.config.etcd import EtcdOptions, tls_context
-from kproxy.config.topic_name import RULE as TOPIC_RULE
+from kproxy.config.parsing import TOPIC_NAME_RULE
 from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient, EtcdDenied, EtcdError, EtcdStatus
-from kproxy.etcd.target import parse_endpoints
+from kproxy.etcd.endpoints import parse_endpoints
+from kproxy.observe.table import NO_LEADER, ReplicaRow
 from kproxy.ownership.kafka_client import BrokerConnection, BrokerUnreachable
+from kproxy.ownership.replication import read_replication
 from kproxy.routing import topology
 from kproxy_codec import api_keys as keys
 from kproxy_codec import error_codes as codes
@@ -31,27 +37,27 @@ from kproxy_codec.control import Message
 from kproxy_codec.errors import CodecError
 from kproxy_codec.record_batch import iterate_batches
 
-# The first releases without the known faults in leases: revoked early (before 3.5.13), renewals confirmed of leases
-# that had been revoked (before 3.5.23, 3.6.5), and what was mended since.
+# The first releases without the known faults in leases: revoked early (before 3.5.13), renewals confirmed of revoked
+# leases (before 3.5.23, 3.6.5), and later fixes.
 FIT = {(3, 5): 33, (3, 6): 14}
 ANSWER_TIMEOUT_S = 5.0
-# Certificates and logs go by the wall clock; the rules about leases do not.
+# Certificates and logs depend on the wall clock; leases do not.
 CLOCK_TOLERANCE_S = 5.0
-# HTTP tells the time in whole seconds.
+# HTTP dates are in whole seconds.
 CLOCK_GRAIN_S = 1.0
 MAX_ANSWER_BYTES = 64 << 10
 
-# One step at a Kafka broker: to connect, to be answered, to be no longer refused.
+# The time for one step at a Kafka broker: to connect, to get an answer, to be no longer refused.
 STEP_S = 3.0
 PAUSE_S = 0.2
-# What the leader waits for the others, in a produce request.
+# The timeout in a produce request.
 TIMEOUT_MS = 2_000
-# Brokers that are named and tried.
+# Named brokers that are tried.
 MAX_NAMED = 64
 CLIENT_ID = b"kproxy-doctor"
 PROBE_KEY = b"kproxy-doctor"
 HIGHEST = 1 << 15
-# Topics are named in these versions of Metadata, Produce and Fetch, as people do.
+# Up to this version Metadata, Produce and Fetch have topic names.
 WITHOUT_TOPIC_IDS = 12
 _NOT_YET = (codes.UNKNOWN_TOPIC_OR_PARTITION, codes.LEADER_NOT_AVAILABLE)
 _REFUSED_FOR_NOW = (*_NOT_YET, codes.NOT_LEADER_OR_FOLLOWER, codes.NOT_ENOUGH_REPLICAS)
@@ -70,7 +76,7 @@ _WAYS_OUT = {
     ),
     codes.TOPIC_AUTHORIZATION_FAILED: "allow it to clients without a name, or name another topic with --topic",
     codes.CLUSTER_AUTHORIZATION_FAILED: "allow it to clients without a name",
-    codes.INVALID_TOPIC_EXCEPTION: f"give --topic a name that may be: {TOPIC_RULE}",
+    codes.INVALID_TOPIC_EXCEPTION: f"give --topic a name that may be: {TOPIC_NAME_RULE}",
     codes.KAFKA_STORAGE_ERROR: "the broker's disk is full or broken: see its log",
 }
 
@@ -78,8 +84,8 @@ _WAYS_OUT = {
 class Finding(NamedTuple):
     """One line: `mark` is ok, warn or FAIL.
 
-    For programs: the name of the check, `at` the URL or address it looked at (several with commas between), and
-    numbers and names that stand in `text`.
+    For programs: the name of the check, `at` the URL or address checked (several with commas), and `facts`, the numbers
+    and names in `text`.
     """
 
     mark: str
@@ -90,7 +96,7 @@ class Finding(NamedTuple):
 
 
 async def examine_etcd(endpoints: Sequence[str], options: EtcdOptions, prefix: str) -> list[Finding]:
-    """Each member by itself, and then whether they belong together."""
+    """Check each member, and then whether they belong together."""
     try:
         parse_endpoints(endpoints)
     except EtcdError as error:
@@ -115,7 +121,7 @@ async def _member(endpoint: str, options: EtcdOptions, prefix: str) -> tuple[lis
     try:
         status = await client.connect()
         began = time.monotonic()
-        # What every proxy reads; a user need not see all that is under the prefix (deploy/etcd/roles.sh).
+        # Every proxy reads these keys; a user may lack permission for the rest (deploy/etcd/roles.sh).
         permitted = await _may_read(client, f"{prefix}/partition-leases/")
         took_ms = (time.monotonic() - began) * 1000
     except EtcdError as error:
@@ -162,7 +168,7 @@ def _about_version(endpoint: str, version: str) -> list[Finding]:
 
 
 async def _about_clock(endpoint: str, options: EtcdOptions, clock: Callable[[], float] = time.time) -> list[Finding]:
-    """etcd tells the time in the head of its HTTP answers."""
+    """Compare the clock by the Date header of etcd's HTTP answers."""
     (parsed,) = parse_endpoints([endpoint])
     try:
         context = await asyncio.to_thread(tls_context, options) if parsed.tls else None
@@ -182,7 +188,7 @@ async def _about_clock(endpoint: str, options: EtcdOptions, clock: Callable[[], 
 
 
 async def examine_proxy(address: Address) -> list[Finding]:
-    """What a proxy says of itself on its admin page."""
+    """Check a proxy's admin page."""
     mark, text = await _about_page(address)
     return [Finding(mark, text, "proxy.ready", str(address))]
 
@@ -203,10 +209,12 @@ async def _about_page(address: Address) -> tuple[str, str]:
 
 
 async def examine_kafka(addresses: Sequence[Address], topic: str | None) -> list[Finding]:
-    """What a client meets that has `addresses` for its bootstrap servers; None for a topic writes nothing.
+    """Check Kafka as a client with `addresses` as bootstrap servers sees it.
 
-    A client keeps to what it is told: it connects to the brokers that metadata names, by the addresses that stand
-    there. So each of these is tried from here. Each step takes STEP_S at most, or so.
+    Write a record to `topic` if given.
+
+    A client connects to the brokers that metadata names, by the addresses given there. So each of these is tried from
+    here. Each step takes about STEP_S at most.
     """
     async with AsyncExitStack() as stack:
         dialled = await asyncio.gather(*(_bootstrap(stack, address) for address in dict.fromkeys(addresses)))
@@ -224,7 +232,7 @@ async def examine_kafka(addresses: Sequence[Address], topic: str | None) -> list
 
 
 class _Told(NamedTuple):
-    """What is said at one of the bootstrap addresses: who the brokers are, by id."""
+    """The metadata from one bootstrap address: the brokers by id."""
 
     address: Address
     connection: BrokerConnection
@@ -251,7 +259,7 @@ async def _bootstrap(stack: AsyncExitStack, address: Address) -> tuple[Finding, 
 
 
 async def _ask_who(stack: AsyncExitStack, address: Address) -> _Told:
-    """Raises BrokerUnreachable."""
+    """Connect and ask for metadata. Raises BrokerUnreachable."""
     connection = await BrokerConnection.open(topology.Address(*address), STEP_S, CLIENT_ID)
     stack.push_async_callback(connection.close)
     answer = await connection.ask(keys.METADATA, HIGHEST, topics=[], allow_auto_topic_creation=False)
@@ -260,7 +268,7 @@ async def _ask_who(stack: AsyncExitStack, address: Address) -> _Told:
 
 
 async def _about_named(told: Sequence[_Told]) -> list[Finding]:
-    """Whether clients that stand here reach what they are told to connect to, and meet the same cluster there."""
+    """Check whether clients here reach the named brokers, and find the same cluster there."""
     named: dict[Address, tuple[int, _Told]] = {}
     for each in told:
         for number, address in each.brokers.items():
@@ -298,11 +306,11 @@ async def _about_one(address: Address, number: int, by: _Told) -> Finding:
 
 
 class _Failed(Exception):
-    """The probe goes no further; a sentence says why and what to do."""
+    """The probe ends; a sentence tells the reason and the remedy."""
 
 
 class _Probe:
-    """One record, written with acks=all as clients with default settings do, and read back."""
+    """Write one record with acks=all, the default of clients, and read it back."""
 
     def __init__(self, stack: AsyncExitStack, told: _Told, topic: str) -> None:
         self._stack = stack
@@ -311,7 +319,7 @@ class _Probe:
         self._mark = uuid.uuid4().hex
         self._connections = {told.address: told.connection}
         self._findings: list[Finding] = []
-        # What is under way, and where.
+        # The present check, and its address.
         self._check, self._at = "kafka.topic", told.address
 
     async def run(self) -> list[Finding]:
@@ -330,7 +338,7 @@ class _Probe:
         self._findings.append(Finding(mark, text, self._check, str(self._at), facts))
 
     async def _find_leaders(self) -> dict[int, Address]:
-        """Of the partitions that have one. The topic is created where brokers do so for whoever asks for it."""
+        """The partitions with a leader. Brokers with auto-creation create the topic."""
         topic = await self._ask_topic(create=False)
         created = topic.error_code == codes.UNKNOWN_TOPIC_OR_PARTITION
         deadline = time.monotonic() + STEP_S
@@ -376,7 +384,7 @@ class _Probe:
         }
 
     async def _write(self, leaders: dict[int, Address]) -> tuple[BrokerConnection, int, int]:
-        """Its leader, partition and offset. What was refused is tried again for a while, as clients do."""
+        """Write; return leader, partition and offset. Retry refusals for STEP_S, as clients do."""
         self._check = "kafka.write"
         began = time.monotonic()
         refused = codes.NONE
@@ -481,7 +489,7 @@ class _Probe:
 
 
 def _batch(mark: str) -> bytes:
-    # What is compacted takes no record without a key.
+    # Compacted topics take no record without a key.
     value = json.dumps({"written by": "kproxy doctor", "id": mark}).encode()
     builder = DefaultRecordBatchBuilder(2, 0, False, -1, -1, -1, 1 << 16)
     builder.append(0, timestamp=time.time_ns() // 1_000_000, key=PROBE_KEY, value=value, headers=[])
@@ -489,13 +497,13 @@ def _batch(mark: str) -> bytes:
 
 
 def _holds(records: bytes, offset: int, mark: str) -> bool:
-    """Whether the record with that mark stands at `offset`; where a broker has compressed it, a record with any."""
+    """Whether the record with that mark is at `offset`; if a broker has compressed it, any record."""
     try:
         for batch in iterate_batches(records):
             if batch.base_offset <= offset <= batch.last_offset:
                 return bool(batch.compression) or mark.encode() in records[batch.position : batch.end]
     except CodecError:
-        # Cut short in the midst of a later batch, or nothing that is read here.
+        # Cut within a later batch, or not readable here.
         return False
     return False
 
@@ -507,7 +515,7 @@ def _ms_since(began: float) -> float:
 async def _get(
     address: Address, path: str, context: ssl.SSLContext | None = None, name: str | None = None
 ) -> tuple[int, str]:
-    """A GET by HTTP/1.0, which ends with the connection: the status, and the head with what follows it."""
+    """GET by HTTP/1.0, which ends with the connection: the status, and the head with the body."""
     async with asyncio.timeout(ANSWER_TIMEOUT_S):
         reader, writer = await asyncio.open_connection(
             *address, ssl=context, server_hostname=name, limit=MAX_ANSWER_BYTES
@@ -524,3 +532,94 @@ async def _get(
     if first is None:
         raise ConnectionError("it does not speak HTTP")
     return int(first[1]), (head + body).decode(errors="replace")
+
+
+# Partitions named in a sentence and in the facts.
+MAX_NAMED_PARTITIONS = 5
+MAX_FACTS = 1_000
+
+
+async def replication_in_etcd(endpoints: Sequence[str], options: EtcdOptions, prefix: str) -> list[Finding]:
+    """Check replicas in etcd.
+
+    No finding if it does not answer, which `examine_etcd` reports.
+    """
+    client = EtcdClient(endpoints, options, timeout_s=ANSWER_TIMEOUT_S)
+    try:
+        await client.connect()
+        known = await read_replication(client, prefix)
+    except EtcdError:
+        return []
+    finally:
+        await client.close()
+    return about_replicas(known.rows, known.brokers, ",".join(endpoints))
+
+
+async def replication_of_proxy(address: Address) -> list[Finding]:
+    """Check replicas by a proxy's admin page.
+
+    No finding if none answers, which `examine_proxy` reports.
+    """
+    try:
+        pages = await asyncio.to_thread(ask_replication, address)
+    except NoAnswer:
+        return []
+    except ReplicasUnknown as unknown:
+        text = f"whether replicas are in sync is not known: {unknown}"
+        return [Finding("warn", text, "replication.isr", str(address))]
+    rows = [row for page in pages for row in page.partitions]
+    return about_replicas(rows, pages[-1].brokers if pages else [], str(address))
+
+
+def about_replicas(rows: Sequence[ReplicaRow], live: Collection[int], at: str) -> list[Finding]:
+    """A finding for each broker missing in some ISR, one for partitions that refuse acks=all, one for those without a
+    leader; none without replicas."""
+    if not rows:
+        return []
+    findings = []
+    for broker in sorted({missing for row in rows for missing in row.missing}):
+        lacking = [row for row in rows if broker in row.missing]
+        why = (
+            "its lease is alive, so it has not caught up (see its log) or died just now"
+            if broker in live
+            else "it is down: start it"
+        )
+        text = f"broker {broker} is not in sync for {_named(lacking, len(rows))}: {why}."
+        findings.append(_warn("replication.isr", text, at, lacking, broker=broker, alive=broker in live))
+    refused = [row for row in rows if row.is_under_min_isr]
+    if refused:
+        missing = _brokers({each for row in refused for each in row.missing})
+        text = f"acks=all is refused for {_named(refused, len(rows))}: fewer replicas are in sync than "
+        text += f"min.insync.replicas wants, without {missing}."
+        findings.append(_warn("replication.min_isr", text, at, refused))
+    leaderless = [row for row in rows if row.leader == NO_LEADER]
+    if leaderless:
+        waits_for = {each for row in leaderless if not set(row.isr) & set(live) for each in row.isr}
+        way_out = f"start {_brokers(waits_for)}, the last in sync" if waits_for else "one is elected within seconds"
+        text = f"nobody leads {_named(leaderless, len(rows))}, so nothing is written or read there: {way_out}."
+        findings.append(_warn("replication.leader", text, at, leaderless))
+    if not findings:
+        text = f"all replicas of {_count(len(rows))} are in sync"
+        findings.append(Finding("ok", text, "replication.isr", at, {"count": len(rows)}))
+    return findings
+
+
+def _warn(check: str, text: str, at: str, rows: Sequence[ReplicaRow], **facts: object) -> Finding:
+    partitions = [f"{row.topic}/{row.partition}" for row in rows[:MAX_FACTS]]
+    return Finding("warn", text, check, at, {"count": len(rows), "partitions": partitions, **facts})
+
+
+def _named(rows: Sequence[ReplicaRow], of: int) -> str:
+    """`2 of 12 partitions (t/0, t/1)`."""
+    names = [f"{row.topic}/{row.partition}" for row in rows[:MAX_NAMED_PARTITIONS]]
+    more = f" and {len(rows) - MAX_NAMED_PARTITIONS:,} more" if len(rows) > MAX_NAMED_PARTITIONS else ""
+    return f"{len(rows):,} of {_count(of)} ({', '.join(names)}{more})"
+
+
+def _count(partitions: int) -> str:
+    return f"{partitions:,} {'partition' if partitions == 1 else 'partitions'}"
+
+
+def _brokers(ids: Iterable[int]) -> str:
+    listed = sorted(ids)
+    return f"{'broker' if len(listed) == 1 else 'brokers'} {', '.join(map(str, listed))}"

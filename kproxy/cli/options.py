@@ -1,8 +1,8 @@
-"""Options that several commands have: the addresses they ask, how to talk to etcd, what `serve` and `dev` share.
+"""Options of several commands: addresses, etcd, writer groups, audit.
 
-`--bootstrap` names Kafka addresses and `--admin` a proxy's admin page, wherever a command asks one. KPROXY_BOOTSTRAP
-and KPROXY_ADMIN do so where the flag is not given; a flag wins over the variable, the variable over the default. They
-are no configuration of `kproxy serve`, whose own --bootstrap and --admin are keys of `kproxy.config.proxy`.
+`--bootstrap` names Kafka addresses and `--admin` a proxy's admin page, in every command that asks one. Without the flag
+the variables KPROXY_BOOTSTRAP and KPROXY_ADMIN count, then the default. They are not configuration of `kproxy serve`,
+whose own --bootstrap and --admin are keys of `kproxy.config.proxy`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ _RANKS = (ParameterSource.DEFAULT, ParameterSource.ENVIRONMENT, ParameterSource.
 
 
 class Asked(NamedTuple):
-    """Addresses to ask, as they were written. `source` is the flag or the variable to name in a sentence about them."""
+    """Addresses to ask, as given.
+
+    `source` is the flag or variable to name in errors.
+    """
 
     text: str
     source: str
@@ -39,11 +42,11 @@ class Asked(NamedTuple):
         return _RANKS.index(self.given_by)
 
     def address(self) -> Address:
-        """The one there is. Raises StartupError."""
+        """Parse one address. Raises StartupError."""
         return parse_address(self.text, self.source)
 
     def addresses(self) -> tuple[Address, ...]:
-        """One or several. Raises StartupError."""
+        """Parse one or several addresses. Raises StartupError."""
         return tuple(parse_address(part, self.source) for part in split_list(self.text, self.source))
 
 
@@ -58,17 +61,18 @@ class EtcdPlace(NamedTuple):
 def bootstrap_option(
     text: str, *, default: str | None = DEFAULT_LISTEN, otherwise: str = DEFAULT_LISTEN, old_names: Sequence[str] = ()
 ) -> Decorator:
-    """Adds --bootstrap: the parameter `bootstrap`, an Asked; None where nothing names it and `default` is None.
+    """Add --bootstrap: the parameter `bootstrap`, an Asked.
 
-    `text` says what is asked for what, `otherwise` what comes of it where nothing names it. `old_names`: what the flag
-    was called before, for one release.
+    None if it is not given and `default` is None.
+
+    `text` is the help, `otherwise` the behaviour without it. `old_names`: former names of the flag, for one release.
     """
     shown = f"{text} [${BOOTSTRAP_VARIABLE}, else {otherwise}]"
     return _asking("--bootstrap", "H:P[,H:P...]", BOOTSTRAP_VARIABLE, shown, default, old_names)
 
 
 def admin_option(text: str, *, default: str | None = DEFAULT_ADMIN, otherwise: str = DEFAULT_ADMIN) -> Decorator:
-    """Adds --admin: the parameter `admin`, as `bootstrap_option` does."""
+    """Add --admin: the parameter `admin`, as `bootstrap_option`."""
     return _asking("--admin", "H:P", ADMIN_VARIABLE, f"{text} [${ADMIN_VARIABLE}, else {otherwise}]", default, ())
 
 
@@ -97,14 +101,14 @@ def _asking(
 
     def add(command: Command) -> Command:
         for old in old_names:
-            # Eager: it is noted before the option of today is asked for.
+            # Eager: parsed before the option's present name.
             command = click.option(old, hidden=True, expose_value=False, is_eager=True, callback=note)(command)
         return click.option(flag, metavar=metavar, envvar=variable, help=text, callback=asked)(command)
 
     return add
 
 
-# No password: what is on a command line, everybody on the machine can read.
+# No flag for the password: every user of the machine can read command lines.
 _ETCD_FLAGS = (
     click.option("--etcd-ca", metavar="FILE", help="For https: whose certificates etcd shows. [the machine's]"),
     click.option("--etcd-cert", metavar="FILE", help="For https: the certificate to show to etcd, with its chain."),
@@ -118,12 +122,12 @@ _ETCD_FLAGS = (
 
 
 def etcd_flags(command: Command) -> Command:
-    """Adds how to talk to etcd. What they are given as, `kproxy.config.etcd.etcd_options_from` takes."""
+    """Add the flags of connections to etcd, for `etcd_options_from`."""
     return _with(command, _ETCD_FLAGS)
 
 
 def etcd_place(etcd: str | None, prefix: str | None, etcd_access: Mapping[str, str | None]) -> EtcdPlace | None:
-    """The etcd that --etcd names, if it is given. Raises StartupError."""
+    """The etcd of --etcd, if given. Raises StartupError."""
     if etcd is not None:
         return EtcdPlace(split_list(etcd, "--etcd"), etcd_options_from(etcd_access), prefix or DEFAULT_PREFIX)
     if any(value is not None for value in etcd_access.values()):
@@ -132,7 +136,7 @@ def etcd_place(etcd: str | None, prefix: str | None, etcd_access: Mapping[str, s
 
 
 def asks_proxy_or_etcd(command: Command) -> Command:
-    """Adds --admin, --etcd, how to talk to that, and --prefix: what `asked_place` takes."""
+    """Add the parameters of `asked_place`: --admin, --etcd…, --prefix."""
     flags = (
         admin_option("Ask the proxy with this admin page."),
         click.option("--etcd", metavar="URL[,URL...]", help="Ask etcd itself instead of a proxy."),
@@ -153,7 +157,7 @@ def asked_place(admin: Asked, etcd: str | None, prefix: str | None, **etcd_acces
 
 
 def _given(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> list[str] | None:
-    """None where it is not given, as with every other flag."""
+    """None if not given, as with every other flag."""
     return list(values) or None
 
 
@@ -187,12 +191,12 @@ _AUDIT_FLAGS = (
 
 
 def audit_flags(command: Command) -> Command:
-    """Adds what becomes of the audit trail of `kproxy serve`."""
+    """Add the flags of the audit trail of `kproxy serve`."""
     return _with(command, _AUDIT_FLAGS)
 
 
 def _with(command: Command, flags: Sequence[Decorator]) -> Command:
-    """Adds `flags`, in their order."""
+    """Add `flags`, in order."""
     for flag in reversed(flags):
         command = flag(command)
     return command

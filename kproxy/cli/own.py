@@ -1,4 +1,4 @@
-"""`kproxy own`: who owns what by the Own API; claiming and freeing."""
+"""`kproxy own`: show, claim and free by the Own API."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def claim_command(
 
     wanted = parse_wanted(group, resources, whole)
     proxies = bootstrap.addresses()
-    # A page that nobody has named beside this proxy may be of another proxy, which knows other claims.
+    # An admin page that is not named may belong to another proxy, which knows other claims.
     may_ask = where["etcd"] is not None or where["admin"].rank >= bootstrap.rank
     known = _claims(context, where) if may_ask else None
     try:
@@ -164,7 +164,7 @@ def watch_command(context: click.Context, /, group: str | None, as_json: bool, *
 
 
 def _claims(context: click.Context, where: Mapping[str, Any]) -> Claims:
-    """Whom the flags say to ask. Raises StartupError."""
+    """The source that the flags name. Raises StartupError."""
     from kproxy.cli.own_sources import AdminClaims, EtcdClaims
 
     place = asked_place(**where)
@@ -175,7 +175,7 @@ def _claims(context: click.Context, where: Mapping[str, Any]) -> Claims:
 
 
 async def _follow(claims: Claims, group: str | None, as_json: bool) -> None:
-    """Until interrupted: a line for each change."""
+    """Print a line for each change, until interrupted."""
     from kproxy.cli.own_view import show_change, show_first
     from kproxy.cli.table_sources import Unanswered
     from kproxy.observe.claims import ClaimsPage

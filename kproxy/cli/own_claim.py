@@ -1,9 +1,9 @@
-"""`kproxy own claim`: claims on a connection to a proxy, held until somebody ends it.
+"""`kproxy own claim`: claim, and hold until the connection ends.
 
 States
-  asking    not all that was asked for is granted or refused; what has not been confirmed in time is asked for again
-  holding   something is granted; the proxy is asked for a sign of life now and then
-  severed   the proxy has closed the connection, or does not answer: nothing is ours any more
+  asking    some resources are neither granted nor refused; those not confirmed in time are asked for again
+  holding   some resource is granted; the proxy is asked for a sign of life every SIGN_OF_LIFE_S
+  severed   the proxy has closed the connection, or does not answer: all claims are lost
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ from kproxy_codec.own import (
 
 SEVERED: Final = 3
 CONNECT_TIMEOUT_S = 5.0
-# A proxy waits for so long as its limits.own_timeout_s says before it answers that it goes on waiting.
+# A proxy answers after limits.own_timeout_s at the latest, even if it goes on waiting.
 CLAIM_TIMEOUT_S = 120.0
 SIGN_OF_LIFE_S = 5.0
 
 
 class Wanted(NamedTuple):
-    """What is to be claimed in `group`; `resources` None: all of it."""
+    """The resources to claim in `group`; None: the whole group."""
 
     group: str
     resources: tuple[OwnResource, ...] | None
 
 
 def parse_wanted(group: str, resources: Sequence[str], whole: bool) -> Wanted:
-    """`RESOURCE` or `RESOURCE=GENERATION` each; without a generation it is 1. Raises StartupError."""
+    """Parse `RESOURCE` or `RESOURCE=GENERATION` each, by default generation 1. Raises StartupError."""
     if whole == bool(resources):
         raise StartupError("say what to claim: RESOURCE or RESOURCE=GENERATION each, or --all for the whole group.")
     claims = tuple(map(_parse_resource, resources))
@@ -91,9 +91,9 @@ def _parse_resource(text: str) -> OwnResource:
 
 
 async def claim(proxies: Sequence[Address], wanted: Wanted, client_id: str, known: Claims | None) -> int:
-    """Claim and hold, at the first proxy that answers; the exit status.
+    """Claim and hold, at the first proxy that answers; return the exit status.
 
-    `known`: where to ask who has what is refused or lost.
+    `known`: the source to ask for the owners of refused or lost resources.
     """
     addresses = [topology.Address(*proxy) for proxy in proxies]
     try:
@@ -162,7 +162,7 @@ class _Claimant:
                 names = ", ".join(map(resource_text, sorted(pending)))
                 _say(f"{names}: claimed, but not confirmed by every proxy and by the partition's broker yet; waiting.")
             if wanted is not None:
-                # Claimed with 0 it has the generation 1 now, and with 0 once more it would be claimed anew.
+                # A claim with 0 has generation 1 now; with 0 again it would be claimed anew.
                 wanted = tuple(
                     OwnResource(each.resource, max(each.generation, 1)) for each in wanted if each.resource in pending
                 )
@@ -187,7 +187,7 @@ class _Claimant:
                 _say(f"kproxy: {resource_text(each.resource)} is refused: {_why_refused(each, owners)}.")
 
     async def _owners(self) -> dict[str, ClaimRow]:
-        """By resource, as far as somebody can be asked."""
+        """The claims by resource, as far as there is a source to ask."""
         if self._known is None:
             return {}
         try:
@@ -197,7 +197,7 @@ class _Claimant:
         return {claim.resource: claim for claim in page.claims}
 
     async def _now_owned_by(self) -> str:
-        """What is known of who has it instead, for the end of a sentence."""
+        """The known new owners, for the end of a sentence."""
         owners = await self._owners()
         named = []
         for each in self._granted:

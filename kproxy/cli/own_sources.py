@@ -1,31 +1,82 @@
-"""Where `kproxy own` learns of claims and frees them: at a proxy's admin page, or in etcd itself."""
+"""Sources of `kproxy own`: claims and their changes, from a proxy or etcd."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import msgspec
 
-from kproxy.cli.admin_page import NoAnswer, ask, not_ours
-from kproxy.cli.own_changes import Change, change_by_end, change_by_put, changes_between
-from kproxy.cli.table_sources import WATCH_INTERVAL_S, Unanswered
+from kproxy.cli.table_sources import WATCH_INTERVAL_S, NoAnswer, Unanswered, ask, not_ours
 from kproxy.config import Address
 from kproxy.config.etcd import EtcdOptions
 from kproxy.errors import StartupError
 from kproxy.observe.claims import ClaimRow, ClaimsPage, FreeOrder, FreeOutcome, merge_claims
+from kproxy_codec.own import WHOLE_GROUP
 
 if TYPE_CHECKING:
     from kproxy.claims.keys import OwnKeys
     from kproxy.claims.table import Member, TableRow
     from kproxy.etcd import EtcdClient, Snapshot, WatchEvent
 
-# Claims that change between two of their pages are read again, this often at most.
+Kind = Literal["is owned", "claimed", "raised", "reset", "taken over", "freed"]
+
+
+class Change(msgspec.Struct, frozen=True):
+    """One change. `claim` is the present claim, or the freed one.
+
+    `before` is the claim lost by it.
+
+    If a resource was lost to a claim of the whole group, `claim` is that.
+    """
+
+    change: Kind
+    claim: ClaimRow
+    before: ClaimRow | None = None
+
+
+def change_by_put(claim: ClaimRow, before: ClaimRow | None, whole: ClaimRow | None) -> Change:
+    """The change from `before` to `claim`.
+
+    `whole` is the claim of the whole group, if any.
+    """
+    if before is not None and before.owner == claim.owner:
+        return Change("raised" if claim.generation > before.generation else "reset", claim, before)
+    lost = before or (whole if claim.resource != WHOLE_GROUP else None)
+    if lost is None or lost.owner == claim.owner:
+        return Change("claimed", claim)
+    return Change("taken over", claim, lost)
+
+
+def change_by_end(claim: ClaimRow, whole: ClaimRow | None) -> Change:
+    """The change when `claim` is gone.
+
+    `whole` is the claim of the whole group, if any.
+    """
+    if claim.resource != WHOLE_GROUP and whole is not None and whole.owner != claim.owner and whole.fence > claim.fence:
+        return Change("taken over", whole, claim)
+    return Change("freed", claim)
+
+
+def changes_between(before: Iterable[ClaimRow], after: Iterable[ClaimRow]) -> list[Change]:
+    """The changes between two states: first ends, then new claims by fence."""
+    was, now = {claim.place: claim for claim in before}, {claim.place: claim for claim in after}
+    ends = [
+        change_by_end(claim, now.get((claim.group, WHOLE_GROUP))) for place, claim in was.items() if place not in now
+    ]
+    put = [claim for place, claim in now.items() if place not in was or was[place].fence != claim.fence]
+    return ends + [
+        change_by_put(claim, was.get(claim.place), was.get((claim.group, WHOLE_GROUP)))
+        for claim in sorted(put, key=lambda claim: claim.fence)
+    ]
+
+
+# Reads of claims that change between two of their pages.
 CONSISTENT_READS = 5
-# Addresses of processes that are gone, kept to say whose a claim was.
+# Addresses of processes that are gone, kept to name the owner of a lost claim.
 MAX_KNOWN_ADDRESSES = 10_000
 
 Told = ClaimsPage | Change | Unanswered
@@ -34,23 +85,23 @@ _Asked = TypeVar("_Asked")
 
 
 class Claims(Protocol):
-    """One place to ask. What does not answer is a StartupError."""
+    """One source. Raises StartupError if it does not answer."""
 
     async def page(self, group: str | None) -> ClaimsPage:
         """All claims, of one group if named."""
         ...
 
     async def free(self, order: FreeOrder) -> FreeOutcome:
-        """Free what the order names, all of it."""
+        """Free the claims in the order."""
         ...
 
     def follow(self, group: str | None) -> AsyncGenerator[Told]:
-        """All claims, and then each change, for ever."""
+        """Yield all claims, and then each change, for ever."""
         ...
 
 
 class AdminClaims:
-    """Of a proxy."""
+    """Claims from a proxy's admin page."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
@@ -62,7 +113,7 @@ class AdminClaims:
         return await asyncio.to_thread(_or_startup_error, self._free, order)
 
     async def follow(self, group: str | None) -> AsyncGenerator[Told]:
-        """It is asked again and again: of what comes and goes within WATCH_INTERVAL_S the outcome alone is told."""
+        """Poll the page: changes within WATCH_INTERVAL_S are seen as one."""
         before: ClaimsPage | None = None
         while True:
             try:
@@ -79,7 +130,7 @@ class AdminClaims:
             await asyncio.sleep(WATCH_INTERVAL_S)
 
     def _read(self, group: str | None) -> ClaimsPage:
-        """All of it, of one revision where it holds still long enough."""
+        """All claims, of one revision if they stay still long enough."""
         pages: list[ClaimsPage] = []
         for _ in range(CONSISTENT_READS):
             pages = [self._ask(ClaimsPage, "/own", {"group": group})]
@@ -115,7 +166,7 @@ def _or_startup_error(ask_page: Callable[[_Asked], _Struct], asked: _Asked) -> _
 
 
 class EtcdClaims:
-    """Of an etcd, under a prefix."""
+    """Claims from etcd, under a prefix."""
 
     def __init__(self, endpoints: Sequence[str], options: EtcdOptions, prefix: str) -> None:
         from kproxy.claims.keys import OwnKeys
@@ -173,7 +224,7 @@ class EtcdClaims:
 
 
 class _Watched:
-    """Turns what the mirror tells into `told`, which is as long as what one turn of the event loop brings."""
+    """Collects the mirror's changes in `told`, at most those of one iteration of the event loop."""
 
     def __init__(self, keys: OwnKeys, group: str | None) -> None:
         from kproxy.claims.table import OwnTable
@@ -203,7 +254,7 @@ class _Watched:
         self._table.on_events(events, revision)
         self.news.set()
 
-    # What the table tells
+    # Calls of the table
 
     def claim_put(self, row: TableRow, before: TableRow | None) -> None:
         whole = self._table.whole(row.group)
@@ -221,13 +272,13 @@ class _Watched:
         self._addresses[name] = address_of(member)
 
     def member_gone(self, member: str, rows: Sequence[TableRow], revision: int) -> None:
-        """Its address is remembered: a lease that ends takes the entry of its process away before its claims."""
+        """Keep the address: a process's entry goes before its claims."""
 
     def batch_told(self) -> None:
-        """Each change has been."""
+        """Do nothing: each change has been told."""
 
     def restored(self) -> None:
-        """A snapshot follows, which is told as it is."""
+        """Do nothing: a snapshot follows."""
 
     def _tell(self, row: TableRow, change: Change) -> None:
         if self._group in (None, row.group):

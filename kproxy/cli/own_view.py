@@ -1,4 +1,4 @@
-"""How claims look: a box on a terminal, plain columns for anything else, and a line for each change."""
+"""Print claims, boxed on a terminal, and a line for each change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from kproxy.cli.own_changes import Change
+from kproxy.cli.own_sources import Change
 from kproxy.cli.table_view import MAX_BOXED_ROWS, echo_columns
 from kproxy.observe.claims import (
     WHOLE_GROUP_TEXT,
@@ -27,7 +27,7 @@ from kproxy.observe.claims import (
 
 HEADINGS = ("group", "resource", "generation", "fence", "client", "proxy", "connection", "since")
 _RIGHT = ("generation", "fence", "connection", "since")
-# On a terminal, which may be narrow.
+# Headings on a terminal, which may be narrow.
 _SHORT = {"generation": "gen"}
 _LEFT_OUT = "connection"
 _FOLDED = ("group", "resource", "client")
@@ -37,7 +37,10 @@ MAX_SHOWN_WRITER_GROUPS = 10
 
 
 def show(page: ClaimsPage, group: str | None = None, now_s: float | None = None) -> None:
-    """Print it, which is of one group if named; `now_s` is the time of day, in seconds since 1970."""
+    """Print a page of claims, of one group if named.
+
+    `now_s` is the time in seconds since 1970.
+    """
     now_ms = int(1000 * (time.time() if now_s is None else now_s))
     rows = [_cells(claim, now_ms) for claim in page.claims]
     if sys.stdout.isatty() and len(rows) <= MAX_BOXED_ROWS:
@@ -50,7 +53,7 @@ def show(page: ClaimsPage, group: str | None = None, now_s: float | None = None)
 
 
 def show_first(page: ClaimsPage, as_json: bool, group: str | None = None) -> None:
-    """What is owned when a watch begins; in JSON as if each claim were a change."""
+    """Print the claims when a watch begins; in JSON each claim as a change."""
     if not as_json:
         show(page, group)
         return
@@ -59,7 +62,7 @@ def show_first(page: ClaimsPage, as_json: bool, group: str | None = None) -> Non
 
 
 def show_change(change: Change, as_json: bool, now_s: float | None = None) -> None:
-    """Print it, with the time of day."""
+    """Print a change with the time of day."""
     if as_json:
         click.echo(msgspec.json.encode(change))
     else:
@@ -67,7 +70,7 @@ def show_change(change: Change, as_json: bool, now_s: float | None = None) -> No
 
 
 def show_freed(order: FreeOrder, outcomes: Sequence[FreeOutcome], as_json: bool) -> int:
-    """Print what came of an order, in as many steps as it took; the exit status."""
+    """Print the outcomes of an order; return the exit status."""
     if as_json:
         freed = [claim for outcome in outcomes for claim in outcome.freed]
         click.echo(msgspec.json.format(msgspec.json.encode(freed), indent=2).decode())
@@ -92,7 +95,7 @@ def show_freed(order: FreeOrder, outcomes: Sequence[FreeOutcome], as_json: bool)
 
 
 def headline(page: ClaimsPage, group: str | None = None) -> str:
-    """How much is owned, in one line."""
+    """One line: the number of claims and groups."""
     count, groups = len(page.claims), len({claim.group for claim in page.claims})
     if not count:
         of_group = "" if group is None else f" of group {printable(group)}"
@@ -101,7 +104,7 @@ def headline(page: ClaimsPage, group: str | None = None) -> str:
 
 
 def members_line(page: ClaimsPage) -> str:
-    """Through whom can be owned, and who keeps claims waiting, in one line."""
+    """One line: the proxies that offer the Own API, and which delay claims."""
     if not page.members:
         return "no proxy offers the Own API"
     processes = Counter(_shown_member(member, page.claims) for member in page.members)
@@ -111,7 +114,7 @@ def members_line(page: ClaimsPage) -> str:
 
 
 def writers_line(page: ClaimsPage) -> str:
-    """Which topics are written to by owners alone, in one line."""
+    """One line: the topics that only owners write to."""
     if not page.writer_groups:
         return "no topic has a writer group: anybody writes (--writer-group TOPIC=GROUP)"
     shown = ", ".join(map(printable, page.writer_groups[:MAX_SHOWN_WRITER_GROUPS]))
@@ -121,7 +124,7 @@ def writers_line(page: ClaimsPage) -> str:
 
 
 def _shown_member(member: MemberRow, claims: Iterable[ClaimRow]) -> str:
-    # A process confirms what came through others; of its own it knows.
+    # A process confirms only the claims made through others.
     last = max((claim.fence for claim in claims if claim.proxy != member.proxy), default=0)
     waits = []
     if member.seen < last:
@@ -132,7 +135,7 @@ def _shown_member(member: MemberRow, claims: Iterable[ClaimRow]) -> str:
 
 
 def describe(change: Change) -> str:
-    """In one line."""
+    """Describe a change in one line."""
     claim, before = change.claim, change.before
     which = f"generation {claim.generation}, fence {claim.fence}"
     match change.change:
@@ -159,18 +162,18 @@ def resource_text(resource: str) -> str:
 
 
 def who(claim: ClaimRow) -> str:
-    """The owner, for a sentence."""
+    """The owner of a claim, for a sentence."""
     client = printable(claim.client) or "a client"
     return f"{client} (connection {claim.connection} of {claim.address or 'a proxy that is gone'})"
 
 
 def printable(text: str) -> str:
-    """Names are whatever clients say: what would move a terminal's cursor is not handed on to it."""
+    """Replace unprintable characters: names must not control the terminal."""
     return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
 def age(since_ms: int, now_ms: int) -> str:
-    """How long ago, in words of one unit."""
+    """The age in one unit."""
     seconds = max(0, now_ms - since_ms) // 1000
     for length, unit in _UNITS:
         if seconds >= 2 * length:

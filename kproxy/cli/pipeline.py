@@ -1,15 +1,28 @@
-"""`kproxy pipeline`: the jobs on Spark. Each module named here is one, imported only when it runs."""
+"""`kproxy pipeline`: the Spark jobs, `path`, and flags of Spark.
+
+The module of a job is imported only when the job runs.
+"""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
 from kproxy.cli import LazyGroup
+from kproxy.errors import StartupError
+
+if TYPE_CHECKING:
+    from kproxy.pipeline.session import SessionOptions
 
 COMMANDS = {
     "ingest": ("kproxy.cli.pipeline_ingest", "Write files, a topic or a counter to a topic, through the proxy."),
     "audit": ("kproxy.cli.pipeline_audit", "Check that what was acknowledged is in the logs."),
-    "path": ("kproxy.cli.pipeline_path", "Print the file to give to spark-submit."),
+    "path": ("kproxy.cli.pipeline:path", "Print the file to give to spark-submit."),
 }
 
 
@@ -30,3 +43,93 @@ def command() -> None:
 
     Need Java 17 or 21, and the extra `spark`: docs/install.md.
     """
+
+
+@click.command("path")
+@click.option(
+    "--py-files",
+    metavar="DIR",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Write the archive that executors need to DIR, and print its path.",
+)
+def path(py_files: Path | None) -> None:
+    """Print the file to give to spark-submit.
+
+    Where spark-submit runs the job's driver on this machine the job hands its executors all they need of kproxy by
+    itself. With --deploy-mode cluster the driver's machine must have kproxy installed.
+
+    \b
+      spark-submit $(kproxy pipeline path) ingest --help
+      spark-submit --py-files $(kproxy pipeline path --py-files /tmp) $(kproxy pipeline path) audit ...
+    """
+    if py_files is None:
+        click.echo(str(resources.files("kproxy.cli.submitted") / "kproxy_pipeline.py"))
+        return
+    from kproxy.pipeline.session import package_archive
+
+    try:
+        py_files.mkdir(parents=True, exist_ok=True)
+        archive = package_archive(py_files)
+    except OSError as error:
+        raise StartupError(
+            f"--py-files: nothing can be written to {py_files} ({error.strerror or error}): name another directory."
+        ) from error
+    click.echo(str(archive))
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+_MASTER: Final = re.compile(r"local(\[[^]]+\])?|local-cluster\[[^]]+\]|yarn|[a-z0-9]+://.+")
+_STANDALONE: Final = "spark://"
+_MEMORY: Final = re.compile(r"[1-9]\d{0,11}[kmgt]", re.IGNORECASE)
+
+
+def spark_flags(function: F) -> F:
+    """Add --master, --memory and --conf."""
+    for option in reversed(
+        (
+            click.option(
+                "--master",
+                metavar="MASTER",
+                help="Where Spark runs: local[N], spark://H:P, yarn, k8s://URL. [local[*], this machine]",
+            ),
+            click.option("--memory", metavar="SIZE", help="Memory of Spark's driver, as in 2g. [1g]"),
+            click.option("--conf", metavar="KEY=VALUE", multiple=True, help="A setting of Spark's; may be repeated."),
+        )
+    ):
+        function = option(function)
+    return function
+
+
+def session_options(
+    app_name: str, master: str | None, memory: str | None, conf: tuple[str, ...], *, kafka: bool = True
+) -> SessionOptions:
+    """Check the flags of Spark, whose Java only reports that it failed.
+
+    Raises StartupError.
+    """
+    from kproxy.pipeline.session import SessionOptions
+
+    if master is not None and _MASTER.fullmatch(master) is None:
+        raise StartupError(f"--master {master} is no master of Spark's: give local[N], spark://H:P, yarn or k8s://URL.")
+    if memory is not None and _MEMORY.fullmatch(memory) is None:
+        raise StartupError(f"--memory {memory} is no size: write a number and k, m or g, as in 512m or 2g.")
+    settings = {}
+    for setting in conf:
+        name, equals, value = setting.partition("=")
+        if not equals or not name.startswith("spark."):
+            raise StartupError(f"--conf {setting} is no setting of Spark's: give --conf spark.some.name=VALUE.")
+        settings[name] = value
+    return SessionOptions(app_name=app_name, master=master, memory=memory, settings=settings, kafka=kafka)
+
+
+def check_master(options: SessionOptions) -> None:
+    """Check that a standalone master listens: Spark would retry for a minute.
+
+    Raises StartupError.
+    """
+    if options.master is None or not options.master.startswith(_STANDALONE):
+        return
+    from kproxy.pipeline.preflight import check_reachable
+
+    addresses = options.master.removeprefix(_STANDALONE)
+    check_reachable(addresses, "--master", "give the address that the master's own page shows, spark://HOST:PORT")

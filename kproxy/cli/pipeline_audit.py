@@ -1,4 +1,4 @@
-"""`kproxy pipeline audit`: the proxies' trails against the logs."""
+"""`kproxy pipeline audit`: compare the proxies' trails with the logs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import click
 
 from kproxy.cli import start_logging, tell_unexpected
 from kproxy.cli.options import Asked, bootstrap_option
-from kproxy.cli.spark_flags import check_master, session_options, spark_flags
-from kproxy.config.times import parse_duration_ms, parse_time_ms
+from kproxy.cli.pipeline import check_master, session_options, spark_flags
+from kproxy.config.parsing import parse_duration_ms, parse_time_ms
 from kproxy.errors import StartupError
 
 
@@ -142,7 +142,7 @@ def command(
         return NO_VERDICT
     except StartupError:
         raise
-    except Exception as error:  # noqa: BLE001 - elsewhere status 1 is for this; here it says that records are lost
+    except Exception as error:  # noqa: BLE001 - status 1 would mean that records are lost
         tell_unexpected(error)
         return NO_VERDICT
 

@@ -1,4 +1,4 @@
-"""`kproxy pipeline ingest`: files, a topic or a counter to a topic, through the proxy."""
+"""`kproxy pipeline ingest`: write files, a topic or a counter to a topic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 
 from kproxy.cli import start_logging
 from kproxy.cli.options import Asked, bootstrap_option
-from kproxy.cli.spark_flags import check_master, session_options, spark_flags
+from kproxy.cli.pipeline import check_master, session_options, spark_flags
 from kproxy.config import parse_address
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest.options import (
@@ -201,7 +201,7 @@ def _options(
     rows_per_second: int,
     **same: Any,
 ) -> IngestOptions:
-    """What the flags say. Raises StartupError."""
+    """The options that the flags give. Raises StartupError."""
     name, where = parse_source(source)
     reader = dict(parse_pair(text, "--source-option") for text in source_option)
     columns = _read_schema(schema)
@@ -234,7 +234,7 @@ def _columns(text: str | None) -> tuple[str, ...]:
 
 def _kafka_options(texts: Sequence[str]) -> dict[str, str]:
     pairs = (parse_pair(text, "--kafka-option") for text in texts)
-    # As Spark names them, with `kafka.` before, they are meant as well.
+    # Names with Spark's prefix `kafka.` are accepted too.
     return {name.removeprefix("kafka."): value for name, value in pairs}
 
 

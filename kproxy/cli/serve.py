@@ -1,4 +1,7 @@
-"""`kproxy serve`: the proxy."""
+"""`kproxy serve`: the proxy.
+
+`kproxy worker`: one process of `kproxy serve --workers N`, which starts it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import click
 from kproxy.cli import run_async, start_logging
 from kproxy.cli.options import audit_flags, etcd_flags, writer_group_flag
 from kproxy.config import DEFAULT_LISTEN, DEFAULT_PREFIX, ProxyConfig, load_proxy_config
-from kproxy.runtime.open_files import raise_limit
+from kproxy.runtime.process import PARENT_FD, ParentPipe, end_with_parent, raise_open_file_limit
 
 
 @click.command(
@@ -67,10 +70,8 @@ def command(
       kproxy serve --config kproxy.toml --listen 0.0.0.0:9092 --advertise kafka.example.org:9092
     """
     start_logging(context)
-    raise_limit()
+    raise_open_file_limit()
     options = load_proxy_config(config, flags=flags)
-    from kproxy.runtime.orphan import end_with_parent
-
     end_with_parent()
     if options.workers > 1:
         return _serve_by_workers(context, options)
@@ -80,20 +81,36 @@ def command(
 
 
 def _serve_by_workers(context: click.Context, options: ProxyConfig) -> int:
-    from kproxy.dev.child import ParentPipe
-    from kproxy.runtime.orphan import PARENT_FD
     from kproxy.workers.process import Launch
     from kproxy.workers.supervisor import run_workers
 
     given = context.find_root().params
-    # -P: what is imported must not hang on the files of the directory somebody stands in.
+    # -P: imports must not depend on the files in the working directory.
     arguments = [sys.executable, "-P", "-m", "kproxy"]
     arguments += ["--debug"] if given["debug"] else []
     arguments += ["--log-level", given["log_level"]] if given["log_level"] else []
     parent = ParentPipe()
     launch = Launch((*arguments, "worker"), {PARENT_FD: str(parent.read_fd)}, (parent.read_fd,))
     try:
-        # asyncio's own loop: there is nothing here to be fast at.
+        # asyncio's own loop is fast enough for the supervisor.
         return run_async(lambda: run_workers(options, launch), uvloop_wanted=False)
     finally:
         parent.close()
+
+
+@click.command("worker")
+@click.option("--number", type=int, required=True)
+@click.option("--channel", type=int, required=True, help="The file descriptor of its end.")
+@click.pass_context
+def worker(context: click.Context, number: int, channel: int) -> int:
+    """Serve as `kproxy serve --workers` says, which starts this."""
+    start_logging(context)
+    raise_open_file_limit()
+    import structlog
+
+    from kproxy.workers.worker import run_worker
+
+    structlog.contextvars.bind_contextvars(worker=number)
+
+    end_with_parent(insist=True)
+    return run_async(lambda: run_worker(channel))

@@ -1,4 +1,4 @@
-"""`kproxy table`: which broker owns which partition, from a proxy's admin page or from etcd itself."""
+"""`kproxy table`: show which broker owns which partition."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def command(context: click.Context, /, topic: str | None, as_json: bool, watch: 
     """
     place = asked_place(**where)
     if isinstance(place, EtcdPlace):
-        # What goes wrong is said by the table: it grows old.
+        # The age of the table shows errors.
         start_logging(context, "error")
         tables = tables_from_etcd(*place, topic)
     else:
@@ -62,7 +62,7 @@ async def _show_once(tables: AsyncGenerator[TablePage | Unanswered], as_json: bo
 
 
 async def _follow(tables: AsyncGenerator[TablePage | Unanswered], as_json: bool) -> None:
-    """Until interrupted: a live table on a terminal, elsewhere a line for each change."""
+    """Show a live table on a terminal, else a line for each change, until interrupted."""
     async with aclosing(tables):
         if not as_json and sys.stdout.isatty():
             with LiveTable() as live:
@@ -100,5 +100,5 @@ async def _follow_in_lines(tables: AsyncGenerator[TablePage | Unanswered], as_js
 
 
 def _content(table: TablePage) -> TablePage:
-    """What counts as a change: not that time went by."""
+    """The table without its age, which is no change."""
     return msgspec.structs.replace(table, age_s=None)

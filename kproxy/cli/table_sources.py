@@ -1,42 +1,93 @@
-"""Where `kproxy table` has its tables from. Each source yields at once, then again every WATCH_INTERVAL_S, for ever."""
+"""Sources of `kproxy table`: a proxy's admin page or etcd.
+
+Each yields a table at once, then every WATCH_INTERVAL_S.
+
+`ask` asks an admin page, for all commands.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import http.client
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from urllib.parse import urlencode
 
 import msgspec
 
-from kproxy.cli.admin_page import ANSWER_TIMEOUT_S, NoAnswer, ask, not_ours
 from kproxy.config import Address
 from kproxy.config.etcd import EtcdOptions
-from kproxy.observe.replication import ReplicationPage, with_replicas
-from kproxy.observe.table import ProxyRow, TablePage, TableView, merge_pages, table_page
+from kproxy.observe.table import ProxyRow, ReplicationPage, TablePage, TableView, merge_pages, table_page, with_replicas
 
 if TYPE_CHECKING:
     from kproxy.ownership.leases import LeaseTable
 
+ANSWER_TIMEOUT_S = 5.0
+MAX_ANSWER_BYTES = 64 << 20
+
+
+class NoAnswer(Exception):
+    """No usable answer; a sentence tells the reason and the remedy."""
+
+
+def ask(
+    address: Address, path: str, query: Mapping[str, str | None] | None = None, *, order: bytes | None = None
+) -> tuple[int, bytes]:
+    """GET a page, or POST `order`, JSON, to it: status and body.
+
+    Raises NoAnswer; blocks.
+    """
+    asked = urlencode({name: value for name, value in (query or {}).items() if value is not None})
+    connection = http.client.HTTPConnection(*address, timeout=ANSWER_TIMEOUT_S)
+    try:
+        target = f"{path}?{asked}" if asked else path
+        if order is None:
+            connection.request("GET", target)
+        else:
+            connection.request("POST", target, order, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        return answer.status, answer.read(MAX_ANSWER_BYTES)
+    except (OSError, http.client.HTTPException) as error:
+        raise NoAnswer(
+            f"no admin page answers at {address} ({_reason(error)}): start `kproxy dev`, "
+            f"name a proxy's page with --admin H:P, or ask etcd with --etcd URL."
+        ) from error
+    finally:
+        connection.close()
+
+
+def not_ours(address: Address, what: object) -> NoAnswer:
+    """Make the error for a server that is not kproxy; `what` shows it."""
+    return NoAnswer(f"what answers at {address} is no admin page of kproxy ({what}): give another --admin.")
+
+
+def _reason(error: Exception) -> str:
+    return (getattr(error, "strerror", None) or str(error) or type(error).__name__).lower()
+
+
 WATCH_INTERVAL_S = 1.0
-# A table that changes between two of its pages is read again, this often at most.
+# Reads of a table that changes between two of its pages.
 CONSISTENT_READS = 5
 
 
 @dataclass(frozen=True)
 class Unanswered:
-    """No table this time; `reason` is a sentence that says why and what to do."""
+    """No table this time.
+
+    `reason` is a sentence with the reason and the remedy.
+    """
 
     reason: str
 
 
 class ReplicasUnknown(Exception):
-    """A proxy cannot say at the moment; the text says why."""
+    """A proxy has no answer at the moment; the text tells why."""
 
 
 async def tables_from_admin(address: Address, topic: str | None) -> AsyncGenerator[TablePage | Unanswered]:
-    """What a proxy's admin page says."""
+    """Tables from a proxy's admin page."""
     while True:
         try:
             table: TablePage | Unanswered = await asyncio.to_thread(_ask, address, topic)
@@ -47,7 +98,7 @@ async def tables_from_admin(address: Address, topic: str | None) -> AsyncGenerat
 
 
 def _ask(address: Address, topic: str | None) -> TablePage:
-    """The whole table, of one revision where it holds still long enough."""
+    """The whole table, of one revision if it stays still long enough."""
     pages: list[TablePage] = []
     for _ in range(CONSISTENT_READS):
         pages = [_ask_page(address, topic, None)]
@@ -59,20 +110,23 @@ def _ask(address: Address, topic: str | None) -> TablePage:
     try:
         replicas = ask_replication(address, topic)
     except ReplicasUnknown:
-        # The table says by itself that etcd is away.
+        # The table itself shows that etcd is away.
         return table
     return with_replicas(table, [row for page in replicas for row in page.partitions])
 
 
 def ask_replication(address: Address, topic: str | None = None) -> list[ReplicationPage]:
-    """All pages of replicas; none where there are none to know of. Raises ReplicasUnknown, NoAnswer; blocks."""
+    """All pages of replicas; none if there are no replicas.
+
+    Raises ReplicasUnknown, NoAnswer; blocks.
+    """
     pages: list[ReplicationPage] = []
     while not pages or pages[-1].next is not None:
         status, body = ask(address, "/replication", {"topic": topic, "after": pages[-1].next if pages else None})
         if status == 503:
             raise ReplicasUnknown(body.decode(errors="replace").strip())
         if status in (501, 404):
-            # No reference brokers can be behind it, or it is of an earlier release.
+            # The proxy has no reference brokers, or is of an earlier release.
             return []
         if status != 200:
             raise not_ours(address, f"status {status}")
@@ -96,7 +150,7 @@ def _ask_page(address: Address, topic: str | None, after: str | None) -> TablePa
 async def tables_from_etcd(
     endpoints: Sequence[str], options: EtcdOptions, prefix: str, topic: str | None
 ) -> AsyncGenerator[TablePage | Unanswered]:
-    """What etcd says, kept current by a watch."""
+    """Tables from etcd, kept current by a watch."""
     from kproxy.etcd import EtcdClient, EtcdError
     from kproxy.fleet.view import named_in
     from kproxy.ownership.leases import LeaseTable
@@ -116,7 +170,7 @@ async def tables_from_etcd(
             proxies = [ProxyRow(*proxy) for proxy in await named_in(client, prefix)]
             whole = _whole(TableView(topology, table.age_s, table.stale, proxies=proxies), topic)
             if not table.stale:
-                # Where it may not be read, or just not now, there is a table all the same.
+                # Without permission, or without an answer, the table lacks replicas.
                 with suppress(EtcdError):
                     whole = with_replicas(whole, (await read_replication(client, prefix)).rows)
             yield whole
@@ -132,7 +186,7 @@ async def tables_from_etcd(
 
 
 async def _loaded(table: LeaseTable, mirror: asyncio.Task[None]) -> bool:
-    """Whether all of it was read, however much there is; not where etcd stops answering meanwhile."""
+    """Wait until the table is loaded, however large it is; False if etcd stops answering."""
     synced = asyncio.create_task(table.wait_synced())
     try:
         while not synced.done():

@@ -1,4 +1,4 @@
-"""How the routing table looks: boxes and colours on a terminal, plain columns for anything else."""
+"""Print the routing table: boxed on a terminal, else plain columns."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rich.text import Text
 
 from kproxy.observe.table import PartitionRow, TablePage
 
-# Rich lays out every cell before the first is seen; a longer table comes as plain columns.
+# Rich lays out every cell before it prints the first; a longer table is printed as plain columns.
 MAX_BOXED_ROWS = 2_000
 HEADINGS = ("topic", "partition", "owner", "address", "revision")
-# Where replicas are known.
+# The column of known replicas.
 IN_SYNC = "in sync"
 _SOURCES = {"kafka": "the Kafka cluster"}
 # Lines around the rows of a live table: headline, box, footer, proxies.
@@ -39,7 +39,10 @@ class Row(NamedTuple):
 
 
 class InSync(NamedTuple):
-    """The replicas that are in sync and those that are not; `too_few`, marked with `!`: acks=all is refused."""
+    """The replicas in sync and those missing.
+
+    `too_few`, marked with `!`: acks=all is refused.
+    """
 
     isr: list[int]
     missing: list[int]
@@ -57,7 +60,10 @@ class InSync(NamedTuple):
 
 
 def rows_of(table: TablePage) -> Iterator[Row]:
-    """One row for each owned partition. A broker whose key is gone has no address."""
+    """One row for each owned partition.
+
+    A broker whose key is gone has no address.
+    """
     addresses = {broker.id: f"{_bracketed(broker.host)}:{broker.port}" for broker in table.brokers}
     for topic in table.topics:
         for each in topic.partitions:
@@ -73,7 +79,7 @@ def _in_sync(row: PartitionRow) -> InSync | None:
 
 
 def show(table: TablePage) -> None:
-    """Print it."""
+    """Print the table."""
     rows = list(rows_of(table))
     if sys.stdout.isatty() and len(rows) <= MAX_BOXED_ROWS:
         Console().print(_boxed(table, rows))
@@ -89,7 +95,7 @@ def show(table: TablePage) -> None:
 
 
 def echo_columns(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print rows under their headings, each column as wide as it must be."""
+    """Print rows under headings, each column as wide as its content."""
     cells = [tuple(headings), *(tuple(str(cell) for cell in row) for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(headings))]
     for row in cells:
@@ -97,7 +103,7 @@ def echo_columns(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> N
 
 
 def headline(table: TablePage) -> str:
-    """How current the table is, in one line."""
+    """One line: the age of the table."""
     if table.source == "static":
         return f"revision {table.revision}, a fixed table"
     source = _SOURCES.get(table.source, table.source)
@@ -108,7 +114,7 @@ def headline(table: TablePage) -> str:
 
 
 def footline(table: TablePage, rows: Sequence[Row]) -> str:
-    """How the partitions are spread and whether their replicas are in sync, in one line."""
+    """One line: the partitions of each broker, and the state of replicas."""
     per_owner = Counter(row.owner for row in rows)
     for broker in table.brokers:
         per_owner.setdefault(broker.id, 0)
@@ -123,7 +129,10 @@ def footline(table: TablePage, rows: Sequence[Row]) -> str:
 
 
 def proxies_line(table: TablePage) -> str:
-    """Whom clients are told of, in one line; only the registered ones are known to others."""
+    """One line: the proxies that clients are told of.
+
+    Others know only registered ones.
+    """
     named = [
         f"{each.id} at {_bracketed(each.host)}:{each.port}{' (this one)' if each.this else ''}"
         for each in table.proxies
@@ -133,7 +142,7 @@ def proxies_line(table: TablePage) -> str:
 
 
 def describe_changes(before: TablePage, after: TablePage) -> list[str]:
-    """A line for each partition, broker and state that changed."""
+    """One line for each partition, broker and state that changed."""
     was = {(row.topic, row.partition): row for row in rows_of(before)}
     now = {(row.topic, row.partition): row for row in rows_of(after)}
     lines = []
@@ -144,7 +153,7 @@ def describe_changes(before: TablePage, after: TablePage) -> list[str]:
             revision = new.revision if new else after.revision
             lines.append(f"{place[0]} {place[1]}: {_owner(owners[0])} -> {_owner(owners[1])} at revision {revision}")
         in_sync = (old.in_sync if old else None, new.in_sync if new else None)
-        # One that is whole is told of where it was not.
+        # A complete ISR is worth a line only if it was incomplete before.
         if in_sync[1] and in_sync[0] != in_sync[1] and (in_sync[0] or in_sync[1].missing):
             lines.append(f"{place[0]} {place[1]}: in sync {in_sync[1]}")
     brokers_before, brokers_after = set(before.brokers), set(after.brokers)
@@ -159,7 +168,10 @@ def describe_changes(before: TablePage, after: TablePage) -> list[str]:
 
 
 class LiveTable:
-    """A table on a terminal that changes in place; rows that do not fit are counted."""
+    """A table on a terminal, updated in place.
+
+    Rows that do not fit are counted.
+    """
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console()
@@ -177,28 +189,28 @@ class LiveTable:
 
     def update(self, table: TablePage) -> None:
         self._last = table
-        room = max(1, self._console.size.height - _FRAME_LINES)
-        self._live.update(_boxed(table, list(rows_of(table)), room), refresh=True)
+        most_rows = max(1, self._console.size.height - _FRAME_LINES)
+        self._live.update(_boxed(table, list(rows_of(table)), most_rows), refresh=True)
 
     def problem(self, reason: str) -> None:
-        """Say why nothing new comes, under what was last known."""
+        """Show the last known table, and the reason why nothing new comes."""
         said = Text(reason, style="red")
         if self._last is None:
             self._live.update(said, refresh=True)
             return
-        room = max(1, self._console.size.height - _FRAME_LINES - 3)
+        most_rows = max(1, self._console.size.height - _FRAME_LINES - 3)
         last = Text("As last told:", style="red")
-        self._live.update(Group(last, _boxed(self._last, list(rows_of(self._last)), room), said), refresh=True)
+        self._live.update(Group(last, _boxed(self._last, list(rows_of(self._last)), most_rows), said), refresh=True)
 
 
-def _boxed(table: TablePage, rows: list[Row], room: int | None = None) -> Group:
+def _boxed(table: TablePage, rows: list[Row], most_rows: int | None = None) -> Group:
     grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in HEADINGS:
         grid.add_column(heading, justify="left" if heading in ("topic", "address") else "right", no_wrap=True)
     has_replicas = any(row.in_sync for row in rows)
     if has_replicas:
         grid.add_column(IN_SYNC, no_wrap=True)
-    shown = rows if room is None or len(rows) <= room else rows[: room - 1]
+    shown = rows if most_rows is None or len(rows) <= most_rows else rows[: most_rows - 1]
     previous = ""
     for row in shown:
         style = _COLOURS[row.owner % len(_COLOURS)]

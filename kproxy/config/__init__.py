@@ -1,28 +1,28 @@
-"""What the commands are told: options, addresses, static tables; read and checked."""
+"""Configuration: parse and check options, addresses and static tables."""
 
-from kproxy.config.address import (
+from kproxy.config.parsing import (
     DEFAULT_ADMIN,
     DEFAULT_LISTEN,
     WILDCARDS,
     Address,
     advertised,
     parse_address,
+    parse_writer_groups,
     split_list,
 )
-from kproxy.config.audit import AuditOptions
-from kproxy.config.limits import Limits
-from kproxy.config.owners import Owners, TopicOwners, parse_owners
 from kproxy.config.proxy import (
     DEFAULT_PREFIX,
     OWNERSHIP_SOURCES,
+    AuditOptions,
+    Limits,
     ProxyConfig,
     Setting,
     build_proxy_config,
     load_proxy_config,
     load_settings,
+    share_limits,
 )
-from kproxy.config.workers import share_limits
-from kproxy.config.writer_groups import parse_writer_groups
+from kproxy.config.static_table import Owners, TopicOwners, parse_owners
 
 __all__ = [
     "DEFAULT_ADMIN",

@@ -1,6 +1,8 @@
-"""How etcd is talked to: TLS, a client certificate, a user; the room `[etcd]` and the flags `--etcd-...`.
+"""Options of connections to etcd: TLS, a client certificate, a user.
 
-The password is never a flag, never printed, and never part of a sentence.
+The section `[etcd]`, the flags `--etcd-...`.
+
+The password is never a flag, never printed, and never part of an error.
 """
 
 from __future__ import annotations
@@ -15,17 +17,17 @@ from typing import NamedTuple, NoReturn
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from kproxy.config.reading import read_file
+from kproxy.config.parsing import read_file
 from kproxy.errors import StartupError
 
-# Larger than any chain of certificates; what is named by mistake, a log or a device, must not be read whole.
+# Larger than any chain of certificates. A file named by mistake, a log or a device, must not be read whole.
 MAX_FILE_BYTES = 1 << 20
-# Options that have no flag and are shown nowhere.
+# Options that have no flag and are never shown.
 SECRETS = frozenset({"etcd.password"})
 
 
-class EtcdRoom(msgspec.Struct, kw_only=True):
-    """`[etcd]` as it is written."""
+class EtcdSection(msgspec.Struct, kw_only=True):
+    """`[etcd]` as given."""
 
     ca: str | UnsetType = UNSET
     cert: str | UnsetType = UNSET
@@ -38,10 +40,10 @@ class EtcdRoom(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True)
 class EtcdOptions:
-    """What etcd wants to see before it answers, checked by itself; whether the files can be used, `read_tls` tells.
+    """`[etcd]`, checked.
 
-    `ca` None: the authorities this machine trusts. `server_name`: what every member's certificate is made out to, where
-    that is not the host in its URL.
+    `ca` None: the authorities that this machine trusts. `server_name`: the name in every member's certificate, if that
+    is not the host in its URL.
     """
 
     ca: Path | None = None
@@ -54,17 +56,17 @@ class EtcdOptions:
 
     @property
     def wants_tls(self) -> bool:
-        """Whether anything is set that plain connections would ignore."""
+        """Whether an option is set that plain connections would ignore."""
         return bool(self.ca or self.cert or self.server_name)
 
     def read_password(self) -> str:
-        """The password as it stands now: a file may change. Raises StartupError."""
+        """The present password: a file may change. Raises StartupError."""
         if self.password_file is None:
             return self.password
         try:
             password = _read(self.password_file, "password_file").decode().rstrip("\r\n")
         except UnicodeDecodeError:
-            # Not chained: the cause holds what the file holds.
+            # Not chained: the cause has the content of the file.
             raise StartupError(f"etcd's password_file {self.password_file} is not UTF-8 text.") from None
         if not password:
             raise StartupError(f"etcd's password_file {self.password_file} is empty: write the password into it.")
@@ -72,18 +74,21 @@ class EtcdOptions:
 
 
 class TlsFiles(NamedTuple):
-    """PEM, as read at one time."""
+    """The content of the files (PEM), read at one time."""
 
     ca: bytes | None
     cert: bytes | None
     key: bytes | None
 
 
-def etcd_options(values: Mapping[str, object], sources: Mapping[str, str]) -> EtcdOptions:
-    """The options, by key of the room, those not given absent; `sources` says where each comes from.
+def etcd_options(given: EtcdSection, sources: Mapping[str, str]) -> EtcdOptions:
+    """Check the options.
 
-    Raises StartupError where they do not go together or a file cannot be used.
+    `sources` has the source of each that is given, by key.
+
+    Raises StartupError if they do not fit together or a file cannot be used.
     """
+    values = {key: value for key, value in msgspec.structs.asdict(given).items() if value is not UNSET}
 
     def needs(key: str, other: str, way_out: str) -> None:
         if key in values and other not in values:
@@ -115,20 +120,26 @@ def etcd_options(values: Mapping[str, object], sources: Mapping[str, str]) -> Et
 
 
 def etcd_options_from(flags: Mapping[str, str | None], environ: Mapping[str, str] = os.environ) -> EtcdOptions:
-    """For commands without a configuration file: `flags` as `etcd_ca`, then the environment as KPROXY_ETCD__CA."""
-    values: dict[str, object] = {}
+    """The options of commands without a configuration file.
+
+    `flags` as `etcd_ca` win over the environment, as KPROXY_ETCD__CA. Raises StartupError.
+    """
+    values: dict[str, str] = {}
     sources: dict[str, str] = {}
-    for each in msgspec.structs.fields(EtcdRoom):
+    for each in msgspec.structs.fields(EtcdSection):
         variable, flag = f"KPROXY_ETCD__{each.name.upper()}", flags.get(f"etcd_{each.name}")
         value = flag if flag is not None else environ.get(variable)
         if value is not None:
             values[each.name] = value
             sources[each.name] = variable if flag is None else f"--etcd-{each.name.replace('_', '-')}"
-    return etcd_options(values, sources)
+    return etcd_options(EtcdSection(**values), sources)
 
 
 def read_tls(options: EtcdOptions) -> TlsFiles:
-    """What the files hold now, tried out. Raises StartupError with one sentence for the file that will not do."""
+    """Read and check the files.
+
+    Raises StartupError that names a file that cannot be used.
+    """
     files = TlsFiles(
         None if options.ca is None else _read(options.ca, "ca"),
         None if options.cert is None else _read(options.cert, "cert"),
@@ -139,7 +150,7 @@ def read_tls(options: EtcdOptions) -> TlsFiles:
 
 
 def tls_context(options: EtcdOptions) -> ssl.SSLContext:
-    """The same for Python's own TLS. Raises StartupError."""
+    """The options as a context of Python's own TLS. Raises StartupError."""
     context = ssl.create_default_context()
     if options.ca is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

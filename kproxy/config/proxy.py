@@ -1,9 +1,10 @@
-"""The options of `kproxy serve`, from flags, environment and a TOML file.
+"""The configuration of `kproxy serve`: flags, environment, a TOML file.
 
-A key is the long flag with underscores, in a table by room: `--listen` is `listen` in `[listen]` and
-`KPROXY_LISTEN__LISTEN` in the environment. Flags win over the environment, which wins over the file. A key that nobody
-knows is an error that names the nearest known one: a misspelt limit would otherwise quietly not hold. Environment
-variables without a double underscore (`KPROXY_DEBUG`) are no configuration.
+`Options` is the configuration as given, one struct for each section of the file; `ProxyConfig` is the same checked. A
+key is the long flag with underscores: `--listen` is `listen` in the section `[listen]` and `KPROXY_LISTEN__LISTEN` in
+the environment. Flags win over the environment, which wins over the file. An unknown key is an error that names the
+nearest known one: otherwise a misspelt limit would silently not hold. Environment variables without a double underscore
+(`KPROXY_DEBUG`) are not configuration.
 
 Every error is a StartupError of one sentence that names the value's source.
 """
@@ -14,35 +15,178 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from kproxy.config.address import DEFAULT_LISTEN, Address, advertised, parse_address, split_list
-from kproxy.config.audit import AuditOptions, AuditRoom, audit_options
-from kproxy.config.etcd import SECRETS, EtcdOptions, EtcdRoom, etcd_options
-from kproxy.config.limits import Limits, Seconds
-from kproxy.config.owners import TABLE_ROOMS, Owners, parse_owners, read_table
-from kproxy.config.reading import nearest, read_toml, unknown
-from kproxy.config.workers import MAX_WORKERS, share_limits, worker_count
-from kproxy.config.writer_groups import parse_writer_groups
+from kproxy.config.etcd import SECRETS, EtcdOptions, EtcdSection, etcd_options
+from kproxy.config.parsing import (
+    DEFAULT_LISTEN,
+    TOPIC_NAME_RULE,
+    Address,
+    advertised,
+    is_topic_name,
+    nearest,
+    parse_address,
+    parse_writer_groups,
+    read_toml,
+    split_list,
+    unknown,
+)
+from kproxy.config.static_table import STATIC_TABLE_SECTIONS, Owners, parse_owners, read_table
 from kproxy.errors import StartupError
+from kproxy.installed import install_command
+
+_Count = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """`[limits]`: bounds of one listener, in the units of their names."""
+
+    max_request_bytes: _Count = 100 << 20
+    max_control_request_bytes: _Count = 1 << 20
+    max_answer_bytes: _Count = 128 << 20
+    max_connections: _Count = 10_000
+    max_in_flight_bytes: _Count = 64 << 20
+    max_in_flight_bytes_total: _Count = 512 << 20
+    max_open_requests: _Count = 1_000
+    connect_timeout_s: Seconds = 1.0
+    probe_timeout_s: Seconds = 2.0
+    control_timeout_s: Seconds = 30.0
+    control_attempt_s: Seconds = 5.0
+    own_timeout_s: Seconds = 30.0
+    deadline_cap_ms: _Count = 120_000
+    # From SIGTERM until clients are disconnected: meanwhile they move by themselves. The flag is --drain-delay.
+    drain_delay: Annotated[float, Meta(ge=0, le=3_600)] = 0.0
+    drain_s: Seconds = 10.0
+    # How long claims wait for the writes of earlier owners, before brokers without writer fences.
+    own_unsettled_s: Seconds = 60.0
+
+
+MAX_WORKERS = 256
+# The bounds of all client connections together, which workers share.
+SHARED_LIMITS = ("max_connections", "max_in_flight_bytes_total")
+
+
+def worker_count(wanted: int) -> int:
+    """The number of workers.
+
+    `wanted` 0: one for each CPU that this process may run on.
+    """
+    if wanted:
+        return wanted
+    # macOS does not tell which CPUs a process may use.
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(usable, MAX_WORKERS)
+
+
+def share_limits(limits: Limits, workers: int) -> tuple[Limits, ...]:
+    """Divide `limits` among the workers, so that together they stay within them. Raises StartupError."""
+    for name in SHARED_LIMITS:
+        if getattr(limits, name) < workers:
+            raise StartupError(
+                f"limits.{name} is {getattr(limits, name)}, which {workers} workers cannot share: raise it, or give "
+                f"fewer --workers."
+            )
+    return tuple(
+        msgspec.structs.replace(
+            limits, **{name: _share(getattr(limits, name), number, workers) for name in SHARED_LIMITS}
+        )
+        for number in range(workers)
+    )
+
+
+def _share(total: int, number: int, workers: int) -> int:
+    return total // workers + (number < total % workers)
+
+
+DEFAULT_TOPIC = "__kproxy_audit"
+SinkKind = Literal["none", "topic", "json", "parquet"]
+
+
+class AuditSection(msgspec.Struct, kw_only=True):
+    """`[audit]`: `interval_s` in seconds, `max_bytes` in bytes."""
+
+    sink: str = "none"
+    bootstrap: str | list[str] | UnsetType = UNSET
+    interval_s: Annotated[float, Meta(ge=0.1, le=60)] = 5.0
+    max_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 30)] = 16 << 20
+
+
+@dataclass(frozen=True)
+class AuditOptions:
+    """`[audit]`, checked.
+
+    `topic` is the topic that trails are shipped to, even if this proxy ships elsewhere or nowhere: writes to it are
+    never in a trail. `directory` is set for files only. `bootstrap` empty: ship through this proxy itself. An
+    acknowledgement is in a row that is closed within `interval_s` seconds. At most `max_bytes` are kept while the sink
+    takes nothing.
+    """
+
+    sink: SinkKind = "none"
+    topic: str = DEFAULT_TOPIC
+    directory: Path | None = None
+    bootstrap: tuple[Address, ...] = ()
+    interval_s: float = 5.0
+    max_bytes: int = 16 << 20
+
+
+def _audit_options(given: AuditSection, sources: Mapping[str, str]) -> AuditOptions:
+    source = sources["audit.sink"]
+    bootstrap = _addresses(given.bootstrap, sources["audit.bootstrap"])
+    kind, colon, place = given.sink.partition(":")
+    topic, directory = DEFAULT_TOPIC, None
+    if kind == "topic" and (place or not colon):
+        topic = place or DEFAULT_TOPIC
+        if not is_topic_name(topic):
+            raise StartupError(f"{source}: {topic[:300]!r} cannot be a topic: {TOPIC_NAME_RULE}.")
+    elif kind in ("json", "parquet") and place:
+        directory = Path(place)
+    elif given.sink != "none":
+        raise StartupError(
+            f"{source}: {given.sink[:300]!r} is nowhere for an audit trail to go: write none, topic, topic:NAME, "
+            f"json:DIR or parquet:DIR."
+        )
+    if bootstrap and kind != "topic":
+        raise StartupError(
+            f"{sources['audit.bootstrap']}: it belongs to an audit sink of kind topic; this is {given.sink}."
+        )
+    if kind == "parquet" and find_spec("pyarrow") is None:
+        raise StartupError(
+            f"{source}: Parquet files need pyarrow, which is not installed: run `{install_command('parquet')}`, or "
+            f"write json:{place}."
+        )
+    return AuditOptions(
+        sink=msgspec.convert(kind, SinkKind),
+        topic=topic,
+        directory=directory,
+        bootstrap=bootstrap,
+        interval_s=given.interval_s,
+        max_bytes=given.max_bytes,
+    )
+
 
 ENV_PREFIX = "KPROXY_"
 DEFAULT_PREFIX = "/kafscale"
 OWNERSHIP_SOURCES = ("etcd", "kafka", "static")
 
 
-class _Listen(msgspec.Struct, kw_only=True):
+class ListenSection(msgspec.Struct, kw_only=True):
+    """`[listen]`: `workers` 0 is one for each CPU."""
+
     listen: str = DEFAULT_LISTEN
     advertise: str | UnsetType = UNSET
     admin: str | UnsetType = UNSET
     workers: Annotated[int, Meta(ge=0, le=MAX_WORKERS)] = 1
 
 
-class _Ownership(msgspec.Struct, kw_only=True):
+class OwnershipSection(msgspec.Struct, kw_only=True):
+    """`[ownership]`: the source of owners, and its options."""
+
     ownership: str = "etcd"
     etcd: str | list[str] | UnsetType = UNSET
     prefix: str = DEFAULT_PREFIX
@@ -51,51 +195,61 @@ class _Ownership(msgspec.Struct, kw_only=True):
     table: str | UnsetType = UNSET
 
 
-class _Fleet(msgspec.Struct, kw_only=True):
+class FleetSection(msgspec.Struct, kw_only=True):
+    """`[fleet]`: `lease_ttl` in seconds."""
+
     alone: bool = False
     lease_ttl: Annotated[int, Meta(ge=1, le=3_600)] = 10
 
 
-class _Produce(msgspec.Struct, kw_only=True):
+class ProduceSection(msgspec.Struct, kw_only=True):
+    """`[produce]`."""
+
     confirm_acks0: bool = True
 
 
-class _Own(msgspec.Struct, kw_only=True):
+class OwnSection(msgspec.Struct, kw_only=True):
+    """`[own]`: the Own API."""
+
     writer_group: str | list[str] | UnsetType = UNSET
 
 
-ROOMS: dict[str, type[msgspec.Struct]] = {
-    "listen": _Listen,
-    "ownership": _Ownership,
-    "etcd": EtcdRoom,
-    "fleet": _Fleet,
-    "produce": _Produce,
-    "own": _Own,
-    "audit": AuditRoom,
-    "limits": Limits,
-}
-# As a key there says too little by itself, its flag has the room's name before it.
-_NAMED_ROOMS = ("etcd", "audit")
+class Options(msgspec.Struct, kw_only=True):
+    """The configuration as given: sections with types and defaults."""
+
+    listen: ListenSection = msgspec.field(default_factory=ListenSection)
+    ownership: OwnershipSection = msgspec.field(default_factory=OwnershipSection)
+    etcd: EtcdSection = msgspec.field(default_factory=EtcdSection)
+    fleet: FleetSection = msgspec.field(default_factory=FleetSection)
+    produce: ProduceSection = msgspec.field(default_factory=ProduceSection)
+    own: OwnSection = msgspec.field(default_factory=OwnSection)
+    audit: AuditSection = msgspec.field(default_factory=AuditSection)
+    limits: Limits = msgspec.field(default_factory=Limits)
 
 
-def flag_of(path: str) -> str:
-    """An option's long flag, with underscores."""
-    room, _, key = path.partition(".")
-    return f"{room}_{key}" if room in _NAMED_ROOMS else key
-
-
-# Keys that mean something for one source of owners alone.
+SECTIONS: dict[str, type[msgspec.Struct]] = {field.name: field.type for field in msgspec.structs.fields(Options)}
+# The flags of these sections begin with the section's name: their keys alone say too little.
+_SECTIONS_IN_FLAGS = ("etcd", "audit")
+# Keys that belong to one source of owners.
 OF_ONE_SOURCE = {"ownership.bootstrap": "kafka", "ownership.refresh_s": "kafka", "ownership.table": "static"}
 # key path -> (type, default)
 _KEYS = {
-    f"{room}.{field.name}": (field.type, field.default)
-    for room, struct in ROOMS.items()
+    f"{section}.{field.name}": (field.type, field.default)
+    for section, struct in SECTIONS.items()
     for field in msgspec.structs.fields(struct)
 }
-# Limits are for the file and the environment, but for these.
+# The only limits with a flag.
 _LIMITS_WITH_FLAGS = ("limits.drain_delay",)
+
+
+def _flag_of(path: str) -> str:
+    """An option's long flag, with underscores."""
+    section, _, key = path.partition(".")
+    return f"{section}_{key}" if section in _SECTIONS_IN_FLAGS else key
+
+
 _FLAG_PATHS = {
-    flag_of(path): path
+    _flag_of(path): path
     for path in _KEYS
     if (not path.startswith("limits.") or path in _LIMITS_WITH_FLAGS) and path not in SECRETS
 }
@@ -103,16 +257,17 @@ _FLAG_PATHS = {
 
 @dataclass(frozen=True)
 class ProxyConfig:
-    """What `kproxy serve` is told, checked. `admin` None: no admin page. `advertise` None: the address listened on.
+    """The configuration of `kproxy serve`, checked.
 
-    `workers`: at least 1; what `limits` says of all connections holds for them together.
+    `admin` None: no admin page. `advertise` None: the address listened on. `workers` is at least 1; they share the
+    `limits` of all connections together.
 
-    `etcd`, `bootstrap` or `owners` is there, as `ownership` says; the others are empty. But `etcd` may be there beside
-    any of them: proxies that share one are all named to clients, unless they are `alone`. `lease_ttl_s` is how long one
-    is named after it was last heard of.
+    `ownership` tells which of `etcd`, `bootstrap` and `owners` is set; the others are empty. `etcd` may be set beside
+    any of them: all proxies that share one are named to clients, unless they are `alone`. A proxy is named until
+    `lease_ttl_s` after its last sign of life.
 
-    `writer_groups`: of each topic that only owners write to the group in which they own; such topics need an `etcd`.
-    `audit`: what becomes of the audit trail; its bounds hold for each process by itself.
+    `writer_groups`: for each topic that only owners may write to, the group in which they own; these need an `etcd`.
+    The bounds of `audit` hold for each process by itself.
     """
 
     listen: Address
@@ -136,7 +291,10 @@ class ProxyConfig:
 
 @dataclass(frozen=True)
 class Setting:
-    """One option as it is in force: `source` is `default`, `--flag`, an environment variable or `key in FILE`."""
+    """One option in force.
+
+    `source` is `default`, `--flag`, an environment variable or `key in FILE`.
+    """
 
     path: str
     value: object
@@ -149,7 +307,10 @@ def load_proxy_config(
     flags: Mapping[str, object] | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> ProxyConfig:
-    """The options in force. `flags` by long name with underscores; None values count as not given."""
+    """Load and check the options. `flags` by long name with underscores.
+
+    None values count as not given.
+    """
     return build_proxy_config(load_settings(file, flags=flags, environ=environ))
 
 
@@ -159,12 +320,15 @@ def load_settings(
     flags: Mapping[str, object] | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> dict[str, Setting]:
-    """Every option by key path, those not given at their defaults."""
+    """Every option by key path, with its default if it is not given.
+
+    Raises StartupError.
+    """
     settings = {path: Setting(path, default, "default") for path, (_, default) in _KEYS.items()}
     for path, value in _file_values(file).items():
         source = f"{path} in {file}"
-        table = path in TABLE_ROOMS
-        settings[path] = Setting(path, value, source) if table else _converted(path, value, source, strict=True)
+        is_table = path in STATIC_TABLE_SECTIONS
+        settings[path] = Setting(path, value, source) if is_table else _converted(path, value, source, strict=True)
     for path, (name, text) in _environment_values(environ).items():
         settings[path] = _converted(path, text, name, strict=False)
     for name, value in (flags or {}).items():
@@ -175,169 +339,159 @@ def load_settings(
 
 
 def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
-    """Check what is in force and hand it on. Raises StartupError."""
-    _refuse_what_does_not_fit(settings)
-    listen = _address(settings["listen.listen"])
-    advertise = _address(settings["listen.advertise"])
-    if listen is None:
-        raise StartupError("listen.listen is empty: give --listen HOST:PORT.")
-    prefix = settings["ownership.prefix"]
-    if not str(prefix.value).startswith("/") or str(prefix.value).endswith("/"):
-        raise StartupError(f"{prefix.source}: {prefix.value!r} is no prefix of etcd keys: write one like /kafscale.")
-    ownership = str(settings["ownership.ownership"].value)
-    limits = msgspec.convert(
-        {path.partition(".")[2]: each.value for path, each in settings.items() if path.startswith("limits.")}, Limits
-    )
-    workers = worker_count(int(str(settings["listen.workers"].value)))
-    share_limits(limits, workers)
-    audit = _audit(settings)
-    owners = _owners(settings) if ownership == "static" else None
-    writer_groups = _writer_groups(settings)
-    _refuse_unwritable_trail(audit, settings["audit.sink"], owners, writer_groups)
+    """Check the options against each other. Raises StartupError."""
+    sections: dict[str, dict[str, object]] = {}
+    for path in _KEYS:
+        if settings[path].value is not UNSET:
+            section, _, key = path.partition(".")
+            sections.setdefault(section, {})[key] = settings[path].value
+    given = msgspec.convert(sections, Options)
+    sources = {path: setting.source for path, setting in settings.items()}
+    source_of_owners = given.ownership.ownership
+    _refuse_what_does_not_fit(source_of_owners, sources)
+    listen = parse_address(given.listen.listen, sources["listen.listen"])
+    advertise = _address(given.listen.advertise, sources["listen.advertise"])
+    prefix = given.ownership.prefix
+    if not prefix.startswith("/") or prefix.endswith("/"):
+        raise StartupError(
+            f"{sources['ownership.prefix']}: {prefix!r} is no prefix of etcd keys: write one like /kafscale."
+        )
+    workers = worker_count(given.listen.workers)
+    share_limits(given.limits, workers)
+    audit = _audit_options(given.audit, sources)
+    owners = _owners(given.ownership.table, sources) if source_of_owners == "static" else None
+    writer_groups = _writer_groups(given, sources["own.writer_group"])
+    _refuse_unwritable_trail(audit, sources["audit.sink"], owners, writer_groups)
     return ProxyConfig(
         listen=listen,
         advertise=advertised(listen, advertise),
-        admin=_address(settings["listen.admin"]),
-        ownership=ownership,
-        etcd=_etcd(settings) if ownership == "etcd" or settings["ownership.etcd"].value is not UNSET else (),
-        etcd_options=_etcd_options(settings),
-        prefix=str(prefix.value),
-        bootstrap=_bootstrap(settings) if ownership == "kafka" else (),
-        refresh_s=msgspec.convert(settings["ownership.refresh_s"].value, float),
+        admin=_address(given.listen.admin, sources["listen.admin"]),
+        ownership=source_of_owners,
+        etcd=_etcd(given.ownership, sources["ownership.etcd"]),
+        etcd_options=_etcd_options(given, sources),
+        prefix=prefix,
+        bootstrap=_bootstrap(given.ownership, sources["ownership.bootstrap"]),
+        refresh_s=given.ownership.refresh_s,
         owners=owners,
-        alone=bool(settings["fleet.alone"].value),
-        lease_ttl_s=msgspec.convert(settings["fleet.lease_ttl"].value, int),
-        confirm_acks0=bool(settings["produce.confirm_acks0"].value),
+        alone=given.fleet.alone,
+        lease_ttl_s=given.fleet.lease_ttl,
+        confirm_acks0=given.produce.confirm_acks0,
         writer_groups=writer_groups,
         audit=audit,
-        limits=limits,
+        limits=given.limits,
         workers=workers,
     )
 
 
-def _audit(settings: Mapping[str, Setting]) -> AuditOptions:
-    room = {path.partition(".")[2]: setting for path, setting in settings.items() if path.startswith("audit.")}
-    bootstrap = room["bootstrap"]
-    return audit_options(
-        msgspec.convert({key: each.value for key, each in room.items() if each.value is not UNSET}, AuditRoom),
-        {key: setting.source for key, setting in room.items()},
-        _addresses(bootstrap) if bootstrap.value is not UNSET else (),
-    )
-
-
 def _refuse_unwritable_trail(
-    audit: AuditOptions, sink: Setting, owners: Owners | None, writer_groups: Mapping[str, str]
+    audit: AuditOptions, source: str, owners: Owners | None, writer_groups: Mapping[str, str]
 ) -> None:
-    """What is shipped through this proxy itself must be let through."""
+    """A trail that is shipped through this proxy itself needs a topic that anybody may write to."""
     if audit.sink != "topic" or audit.bootstrap:
         return
     if audit.topic in writer_groups:
         raise StartupError(
-            f"{sink.source}: only owners write to {audit.topic} by own.writer_group, and the audit trail is nobody's: "
+            f"{source}: only owners write to {audit.topic} by own.writer_group, and the audit trail is nobody's: "
             f"name another topic."
         )
     if owners is not None and all(topic.name != audit.topic for topic in owners.topics):
         raise StartupError(
-            f"{sink.source}: the static table has no owner for {audit.topic}: write it a [[topics]] of its own, or "
+            f"{source}: the static table has no owner for {audit.topic}: write it a [[topics]] of its own, or "
             f"ship elsewhere with --audit-bootstrap HOST:PORT[,HOST:PORT...]."
         )
 
 
-def _etcd(settings: Mapping[str, Setting]) -> tuple[str, ...]:
-    etcd = settings["ownership.etcd"]
-    if etcd.value is UNSET:
+def _etcd(given: OwnershipSection, source: str) -> tuple[str, ...]:
+    if given.etcd is not UNSET:
+        return split_list(given.etcd, source)
+    if given.ownership == "etcd":
         raise StartupError(
             "kproxy serve learns the owners from etcd: give its address with --etcd URL[,URL...], for example "
             "--etcd http://127.0.0.1:2379 (or try `kproxy dev`, which brings its own)."
         )
-    return split_list(etcd.value, etcd.source)  # type: ignore[arg-type]  # converted to its type on loading
+    return ()
 
 
-def _etcd_options(settings: Mapping[str, Setting]) -> EtcdOptions:
-    given = {
-        path.partition(".")[2]: setting
-        for path, setting in settings.items()
-        if path.startswith("etcd.") and setting.value is not UNSET
-    }
-    if given and settings["ownership.etcd"].value is UNSET:
-        first = next(iter(given.values()))
-        raise StartupError(f"{first.source}: it is about an etcd, and none is named: give --etcd URL[,URL...].")
-    values = {key: setting.value for key, setting in given.items()}
-    return etcd_options(values, {key: setting.source for key, setting in given.items()})
+def _etcd_options(given: Options, sources: Mapping[str, str]) -> EtcdOptions:
+    of_keys = {key: sources[f"etcd.{key}"] for key in given.etcd.__struct_fields__}
+    first = next((key for key in of_keys if getattr(given.etcd, key) is not UNSET), None)
+    if first is not None and given.ownership.etcd is UNSET:
+        raise StartupError(f"{of_keys[first]}: it is about an etcd, and none is named: give --etcd URL[,URL...].")
+    return etcd_options(given.etcd, of_keys)
 
 
-def _writer_groups(settings: Mapping[str, Setting]) -> Mapping[str, str]:
-    given = settings["own.writer_group"]
-    if given.value is UNSET:
+def _writer_groups(given: Options, source: str) -> Mapping[str, str]:
+    if given.own.writer_group is UNSET:
         return {}
-    groups = parse_writer_groups(given.value, given.source)  # type: ignore[arg-type]  # converted on loading
-    if groups and settings["ownership.etcd"].value is UNSET:
+    groups = parse_writer_groups(given.own.writer_group, source)
+    if groups and given.ownership.etcd is UNSET:
         raise StartupError(
-            f"{given.source}: who may write is settled in etcd, and none is named: give --etcd URL[,URL...] as well."
+            f"{source}: who may write is settled in etcd, and none is named: give --etcd URL[,URL...] as well."
         )
     return groups
 
 
-def _bootstrap(settings: Mapping[str, Setting]) -> tuple[Address, ...]:
-    bootstrap = settings["ownership.bootstrap"]
-    if bootstrap.value is UNSET:
+def _bootstrap(given: OwnershipSection, source: str) -> tuple[Address, ...]:
+    if given.ownership != "kafka":
+        return ()
+    if given.bootstrap is UNSET:
         raise StartupError(
             "--ownership kafka learns the owners from a Kafka cluster: give some of its brokers with "
             "--bootstrap HOST:PORT[,HOST:PORT...]."
         )
-    return _addresses(bootstrap)
+    return _addresses(given.bootstrap, source)
 
 
-def _addresses(bootstrap: Setting) -> tuple[Address, ...]:
-    parts = split_list(bootstrap.value, bootstrap.source)  # type: ignore[arg-type]  # converted on loading
-    addresses = tuple(parse_address(part, bootstrap.source) for part in parts)
+def _addresses(value: str | list[str] | UnsetType, source: str) -> tuple[Address, ...]:
+    if value is UNSET:
+        return ()
+    addresses = tuple(parse_address(part, source) for part in split_list(value, source))
     for address in addresses:
         if address.port == 0:
-            raise StartupError(f"{bootstrap.source}: nobody listens on {address}: write a broker's own port.")
+            raise StartupError(f"{source}: nobody listens on {address}: write a broker's own port.")
     return addresses
 
 
-def _owners(settings: Mapping[str, Setting]) -> Owners:
-    table, inline = settings["ownership.table"], [room for room in TABLE_ROOMS if room in settings]
-    if table.value is not UNSET and inline:
+def _owners(table: str | UnsetType, sources: Mapping[str, str]) -> Owners:
+    inline = [section for section in STATIC_TABLE_SECTIONS if section in sources]
+    if table is not UNSET and inline:
         raise StartupError(
-            f"the static table stands twice: {table.source} names a file and {settings[inline[0]].source} has one; "
-            f"keep one of them."
+            f"the static table stands twice: {sources['ownership.table']} names a file and {sources[inline[0]]} has "
+            f"one; keep one of them."
         )
-    if table.value is UNSET and not inline:
+    if table is not UNSET:
+        return read_table(Path(table))
+    if not inline:
         raise StartupError(
             "--ownership static needs its table: name a file with --table, or write [brokers] and [[topics]] into the "
             "configuration file."
         )
-    if table.value is UNSET:
-        return _inline_table(Path(settings[inline[0]].source.rpartition(" in ")[2]))
-    return read_table(Path(str(table.value)))
+    return _inline_table(Path(sources[inline[0]].rpartition(" in ")[2]))
 
 
 def _inline_table(file: Path) -> Owners:
-    """The table in a configuration file. Raises StartupError."""
+    """The static table in a configuration file. Raises StartupError."""
     values = _file_values(file)
-    rooms = {room: values[room] for room in TABLE_ROOMS if room in values}
-    return parse_owners(rooms, str(file), partial(_inline_table, file))
+    sections = {section: values[section] for section in STATIC_TABLE_SECTIONS if section in values}
+    return parse_owners(sections, str(file), partial(_inline_table, file))
 
 
-def _refuse_what_does_not_fit(settings: Mapping[str, Setting]) -> None:
-    ownership = settings["ownership.ownership"]
-    if ownership.value not in OWNERSHIP_SOURCES:
+def _refuse_what_does_not_fit(ownership: str, sources: Mapping[str, str]) -> None:
+    if ownership not in OWNERSHIP_SOURCES:
         raise StartupError(
-            f"{ownership.source}: {ownership.value!r} is no ownership source: there are {', '.join(OWNERSHIP_SOURCES)}."
+            f"{sources['ownership.ownership']}: {ownership!r} is no ownership source: there are "
+            f"{', '.join(OWNERSHIP_SOURCES)}."
         )
     for path, source in OF_ONE_SOURCE.items():
-        setting = settings[path]
-        if setting.source != "default" and ownership.value != source:
-            raise StartupError(f"{setting.source}: it belongs to --ownership {source}; this is {ownership.value}.")
-    for room in TABLE_ROOMS:
-        if room in settings and ownership.value != "static":
-            raise StartupError(f"{settings[room].source}: it belongs to --ownership static; this is {ownership.value}.")
+        if sources[path] != "default" and ownership != source:
+            raise StartupError(f"{sources[path]}: it belongs to --ownership {source}; this is {ownership}.")
+    for section in STATIC_TABLE_SECTIONS:
+        if section in sources and ownership != "static":
+            raise StartupError(f"{sources[section]}: it belongs to --ownership static; this is {ownership}.")
 
 
-def _address(setting: Setting) -> Address | None:
-    return None if setting.value is UNSET else parse_address(str(setting.value), setting.source)
+def _address(value: str | UnsetType, source: str) -> Address | None:
+    return None if value is UNSET else parse_address(value, source)
 
 
 def _converted(path: str, value: object, source: str, *, strict: bool) -> Setting:
@@ -345,7 +499,7 @@ def _converted(path: str, value: object, source: str, *, strict: bool) -> Settin
     try:
         return Setting(path, msgspec.convert(value, kind, strict=strict), source)
     except msgspec.ValidationError as error:
-        # msgspec knows no key here: the value was converted by itself.
+        # msgspec names no key here: it converts the value alone.
         shown = "this" if path in SECRETS else repr(str(value)[:80])
         raise StartupError(f"{source}: {shown} will not do: {str(error).lower()}.") from error
 
@@ -354,14 +508,14 @@ def _file_values(file: Path | None) -> dict[str, object]:
     if file is None:
         return {}
     values: dict[str, object] = {}
-    for room, table in read_toml(file).items():
-        if room in TABLE_ROOMS:
-            values[room] = table
+    for section, content in read_toml(file).items():
+        if section in STATIC_TABLE_SECTIONS:
+            values[section] = content
             continue
-        if room not in ROOMS or not isinstance(table, dict):
-            unknown(room, f"in {file}", f"[{nearest(room, ROOMS)}]", isinstance(table, dict))
-        for key, value in table.items():
-            path = f"{room}.{key}"
+        if section not in SECTIONS or not isinstance(content, dict):
+            unknown(section, f"in {file}", f"[{nearest(section, SECTIONS)}]", isinstance(content, dict))
+        for key, value in content.items():
+            path = f"{section}.{key}"
             if path not in _KEYS:
                 unknown(path, f"in {file}", nearest(path, _KEYS), False)
             values[path] = value

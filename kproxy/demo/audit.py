@@ -17,7 +17,7 @@ import msgspec
 from kafka import KafkaConsumer, TopicPartition
 from kafka.errors import KafkaError
 
-from kproxy.config.audit import DEFAULT_TOPIC
+from kproxy.config.proxy import DEFAULT_TOPIC
 from kproxy.pipeline.progress import Report
 from kproxy.trail.rows import Begin, End, Mark, Row, decode_page
 

@@ -44,11 +44,11 @@ from kproxy.demo.report import KilledOwner, Outcome, show
 from kproxy.dev.cluster import DEFAULT_LEASE_TTL_S, ChildEnded, DevCluster
 from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient, EtcdError
-from kproxy.observe import kafka_python
 from kproxy.pipeline.java import Java, find_java
 from kproxy.pipeline.preflight import check_reachable, check_report
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.spark import SparkDriver, SparkFailed, pyspark_home
+from kproxy.trail import topic_sink
 
 if TYPE_CHECKING:
     from kproxy.demo.stream import Written
@@ -430,7 +430,7 @@ class TopicNotCreated(Exception):
 def create_topic(bootstrap: str, topic: str, partitions: int) -> None:
     """Create `topic` and wait until each partition has a leader. Blocks. Raise TopicNotCreated."""
     try:
-        admin = kafka_python.connected(
+        admin = topic_sink.connected(
             KafkaAdminClient,
             bootstrap_servers=bootstrap,
             client_id="kproxy-demo",
@@ -438,7 +438,7 @@ def create_topic(bootstrap: str, topic: str, partitions: int) -> None:
             request_timeout_ms=REQUEST_TIMEOUT_MS,
         )
         try:
-            kafka_python.create_topic(admin, topic, partitions)
+            topic_sink.create_topic(admin, topic, partitions)
         finally:
             admin.close()
     except KafkaError as error:

@@ -1,13 +1,14 @@
-"""One child process of `kproxy dev`: a kproxy command that prints `ready ...` on stdout and logs on stderr.
+"""One child process of `kproxy dev`: a kproxy command.
+
+It prints `ready ...` on stdout and logs on stderr.
 
 States: MADE --start()--> STARTING --the ready line--> READY --stop()--> ENDED; from STARTING and READY it may also end
-by itself, which `wait_ready` and `wait` tell.
+by itself, which `wait_ready` and `wait` report.
 
 Invariants
-1. A child is in a session of its own: Ctrl-C in a terminal does not reach it, so that its parent decides the order.
-2. A child does not outlive us, even if we are killed: it inherits the read end of a pipe that only we hold open, and
-   stops when it sees it close (`kproxy.runtime.orphan`). No call of one platform alone is needed for that.
-3. What it logs is kept in one file and one predecessor of bounded size; the last lines are also held in memory.
+1. A child is in a session of its own: Ctrl-C in a terminal does not reach it, so its parent decides the order.
+2. A child does not outlive this process, even if that is killed (`kproxy.runtime.process`).
+3. Its log is kept in one file and one predecessor of bounded size; the last lines are also held in memory.
 4. After `stop` the process is gone and its tasks have ended.
 """
 
@@ -24,7 +25,7 @@ from pathlib import Path
 import structlog
 
 from kproxy.errors import StartupError
-from kproxy.runtime.orphan import PARENT_FD
+from kproxy.runtime.process import PARENT_FD, ParentPipe
 
 LOG_LIMIT_BYTES = 8 << 20
 TAIL_BYTES = 8 << 10
@@ -35,19 +36,10 @@ log = structlog.get_logger(__name__)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
-class ParentPipe:
-    """The pipe of invariant 2. One for all children; `close` lets go of both ends."""
-
-    def __init__(self) -> None:
-        self.read_fd, self._write_fd = os.pipe()
-
-    def close(self) -> None:
-        os.close(self.read_fd)
-        os.close(self._write_fd)
-
-
 class Child:
-    """`name` is for people; `arguments` follow `python -m kproxy`; `log_path` is where its stderr goes.
+    """`name` is for people; `arguments` follow `python -m kproxy`.
+
+    `log_path` is where its stderr goes.
 
     `configuration` is for options without a flag: environment variables by name.
     """
@@ -79,14 +71,14 @@ class Child:
 
     @property
     def runs(self) -> bool:
-        """Whether its process is there; one that is stopped (SIGSTOP) is."""
+        """Whether its process exists; a stopped one (SIGSTOP) does."""
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
         """Start the process; it is not ready yet."""
         self._log_size = self.log_path.stat().st_size if self.log_path.exists() else 0
         self._ready = asyncio.get_running_loop().create_future()
-        # -P: what is imported must not hang on the files of the directory somebody stands in.
+        # -P: imports must not depend on the files in the working directory.
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-P", "-m", "kproxy", *self._arguments),
@@ -104,7 +96,10 @@ class Child:
         ]
 
     async def wait_ready(self, timeout_s: float) -> dict[str, str]:
-        """The fields of its ready line. StartupError where it ends before, or takes too long."""
+        """Wait for the ready line; return its fields.
+
+        Raises StartupError if it ends before, or is late.
+        """
         if self._ready is None:
             raise RuntimeError(f"{self.name} has not been started")
         try:
@@ -116,18 +111,24 @@ class Child:
             ) from error
 
     async def wait(self) -> int:
-        """Until it ends, however it does: its exit status, negative for a signal. All it logged has been read then."""
+        """Wait until it ends: its exit status, negative for a signal.
+
+        Its whole log has been read then.
+        """
         if self._process is None:
             raise RuntimeError(f"{self.name} has not been started")
         status = await self._process.wait()
-        # Not gather: whoever waits here may be cancelled, and the tasks must read on.
+        # Not gather: if this wait is cancelled, the tasks must go on reading.
         done, _ = await asyncio.wait(self._tasks)
         for task in done:
             task.result()
         return status
 
     async def stop(self, timeout_s: float) -> None:
-        """SIGTERM, and SIGKILL where that does not end it in time. Nothing to do where none runs."""
+        """Send SIGTERM, and SIGKILL if it does not end in time.
+
+        Does nothing if none runs.
+        """
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -168,7 +169,7 @@ class Child:
         status = await process.wait()
         if not ready.done():
             ready.set_exception(self._explain(status))
-            # Whoever stops it before it is ready asks no more.
+            # Retrieve the error: after a stop before it is ready nobody waits for it.
             ready.exception()
 
     def _explain(self, status: int) -> StartupError:
@@ -190,7 +191,7 @@ class Child:
                 try:
                     self._write_log(data)
                 except OSError as error:
-                    # The child goes on: a full disk must not make it wait for its own log.
+                    # Go on reading: a full disk must not block the child on its own log.
                     self._log_problem = error
                     log.error("log_not_written", child=self.name, log=str(self.log_path), reason=str(error))
 
@@ -204,5 +205,5 @@ class Child:
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Without the variables that configure a `kproxy serve` of the user's own: a child gets its options from us."""
+    """Drop variables that configure the user's own `kproxy serve`: a child gets its options as arguments."""
     return {name: value for name, value in environ.items() if not (name.startswith("KPROXY_") and "__" in name)}

@@ -1,17 +1,17 @@
-"""A whole kproxy on this machine: etcd, reference brokers and a proxy, each a process of its own.
+"""A whole kproxy on this machine: processes of etcd, brokers and a proxy.
 
 States: STOPPED --start()--> RUNNING --a process ends by itself--> BROKEN (which `wait` reports) --stop()--> STOPPED.
-A `start` that fails has stopped all it started before it raises. A RUNNING cluster of which `kill_broker` took a broker
-away is RUNNING still, and `restart_broker` brings that one back. A BROKEN one is RUNNING again once what has ended was
-started anew by `restart` (kproxy.dev.keeper).
+A failed `start` stops everything it started before it raises. After `kill_broker` a cluster is still RUNNING, and
+`restart_broker` brings that broker back. A BROKEN cluster is RUNNING again once `restart` has started the ended process
+anew (kproxy.dev.keeper).
 
 Invariants
-1. Start order is etcd, brokers, proxy; stop order is the reverse: whoever still has work finds what it needs.
-2. The addresses for clients are tried before anything is started, so that a taken port leaves no trace.
-3. Topics and records are in `data_dir` and are there again at the next start; ports may differ. The replication factor
-   is that of topics yet to be made: one that exists keeps the replicas it was made with.
-4. A broker is in `_brokers` while its end would be an accident, and in `_down` from just before we kill it, or start it
-   again after an accident, until it is ready.
+1. Start order is etcd, brokers, proxy; stop order is the reverse: a process with work left finds what it needs.
+2. The addresses for clients are tried before anything is started, so a taken port leaves no trace.
+3. Topics and records are in `data_dir` and survive a restart; ports may differ. The replication factor is that of new
+   topics: an existing topic keeps its replicas.
+4. A broker is in `_brokers` while its end would be an accident, and in `_down` from just before it is killed, or
+   restarted after an accident, until it is ready.
 5. A part whose restart failed has no process.
 """
 
@@ -25,25 +25,29 @@ from types import TracebackType
 from typing import Literal, NamedTuple, Self
 
 from kproxy.config import DEFAULT_PREFIX, WILDCARDS, Address, parse_address, parse_writer_groups
-from kproxy.dev.child import Child, ParentPipe
+from kproxy.dev.child import Child
 from kproxy.dev.data_dir import ClusterDir
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.errors import StartupError
+from kproxy.runtime.process import ParentPipe
 
 MAX_BROKERS = 100
 DEFAULT_REPLICATION_FACTOR = 3
 DEFAULT_LEASE_TTL_S = 10
 READY_TIMEOUT_S = 60.0
-# The proxy drains for up to 10 s and ships the rest of its audit trail for up to 5 s, a broker brings its logs to the
+# The proxy drains for up to 10 s and ships the rest of its audit trail for up to 5 s, a broker syncs its logs to the
 # disk; more than that is a hang.
 STOP_TIMEOUT_S = 20.0
-# Who tries things out does not want to wait for what the audit says of them.
+# A short interval: somebody who tries things out does not want to wait for the audit.
 AUDIT_INTERVAL_S = 1.0
 LAST_LINES = 10
 
 
 class ChildEnded(Exception):
-    """A process of the cluster ended by itself; `last_lines` are the end of its log."""
+    """A process of the cluster ended by itself.
+
+    `last_lines` are the end of its log.
+    """
 
     def __init__(self, name: str, status: int, log_path: Path, last_lines: list[str]) -> None:
         how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
@@ -62,7 +66,7 @@ class Part(NamedTuple):
 
 
 class End(NamedTuple):
-    """How a process ended: its exit status, negative for a signal, and the end of its log, without colours."""
+    """The end of a process: its exit status, negative for a signal, and the last lines of its log, without colours."""
 
     status: int
     pid: int
@@ -71,12 +75,14 @@ class End(NamedTuple):
 
 
 class DevCluster:
-    """`brokers` reference brokers behind one proxy. Use as `async with`; what fails to start is a StartupError.
+    """`brokers` reference brokers behind one proxy. Use as `async with`.
+
+    Raises StartupError if a part does not start.
 
     `listen` and `admin` are `HOST:PORT`, port 0 any free one, `admin` None no admin page; `lease_ttl_s` in seconds.
     `replication_factor` None is 3, or as many as there are brokers. `writer_groups`: `TOPIC=GROUP` each, the topics
-    that only owners write to. `audit`: ship the proxy's audit trail to its topic. `max_connections`: how many clients
-    the proxy admits, None for the default. `on_step` is told of each part that has come up.
+    that only owners write to. `audit`: ship the proxy's audit trail to its topic. `max_connections`: the number of
+    clients that the proxy admits, None for the default. `on_step` is called with each part that is ready.
     After the start: `kafka` and `admin` (`HOST:PORT`), `etcd` (URL), `proxy_pid`, and of the brokers that are not
     killed `broker_pids` and `broker_addresses` by node id.
     """
@@ -162,7 +168,7 @@ class DevCluster:
             raise
 
     async def wait(self) -> None:
-        """Until a process of the cluster ends by itself: ChildEnded."""
+        """Wait until a process of the cluster ends by itself; raise ChildEnded."""
         while True:
             if self._etcd is None or self._proxy is None:
                 raise RuntimeError("this cluster has not been started")
@@ -177,7 +183,7 @@ class DevCluster:
                 for task in (*ends, changed):
                     task.cancel()
                 await asyncio.gather(*ends, changed, return_exceptions=True)
-            # Whoever was killed meanwhile is in none of these any more.
+            # A broker killed meanwhile is in none of these any more.
             expected_to_live = (self._etcd, self._proxy, *self._brokers.values())
             for task, ended in ends.items():
                 if task in done and ended in expected_to_live:
@@ -185,21 +191,23 @@ class DevCluster:
 
     @property
     def parts(self) -> list[Part]:
-        """In the order in which they are started."""
+        """The parts in start order."""
         brokers = (Part("broker", node_id) for node_id in range(1, self._brokers_wanted + 1))
         return [Part("etcd"), *brokers, Part("proxy")]
 
     async def ended(self, part: Part) -> End:
-        """Until its process ends, however it does."""
+        """Wait until the process of a part ends."""
         process = self._process_of(part)
         status = await process.wait()
         last_lines = process.last_lines(LAST_LINES) if isinstance(process, Child) else []
         return End(status, process.pid, process.log_path, last_lines)
 
     async def restart(self, part: Part) -> str:
-        """Start again what has ended: etcd and the proxy at the address they had, all with their data.
+        """Restart an ended part with its data.
 
-        Where it is, as on_step is told, once it is ready. StartupError where it does not come to that.
+        Etcd and the proxy at their former address.
+
+        Returns its address and pid once it is ready. Raises StartupError if it does not become ready.
         """
         if part.kind == "broker":
             await self.restart_broker(part.node_id)
@@ -223,16 +231,16 @@ class DevCluster:
         return f"{address[part.kind]} (pid {self._process_of(part).pid})"
 
     async def kill_broker(self, node_id: int) -> None:
-        """kill -9, which `wait` does not report; done when the process is gone. Its data stays."""
+        """Kill a broker with SIGKILL, which `wait` does not report, and wait until it is gone. Its data stays."""
         self._down[node_id] = child = self._brokers.pop(node_id)
         del self.broker_addresses[node_id]
         self._children_changed.set()
         await child.kill()
 
     async def restart_broker(self, node_id: int) -> None:
-        """Start a broker again that has ended, with its id and its data, perhaps at another port; done when it serves.
+        """Restart an ended broker with its id and its data, perhaps at another port; return when it serves.
 
-        That takes as long as its predecessor's lease has yet to run. StartupError where it ends before.
+        That takes until the lease of its predecessor ends. Raises StartupError if it ends before.
         """
         if self._pipe is None:
             raise RuntimeError("this cluster has not been started")
@@ -245,14 +253,17 @@ class DevCluster:
         try:
             await self._broker_ready(node_id, child)
         except StartupError:
-            # It may still be there, and wait for what does not come.
+            # It may still run and wait in vain.
             await child.stop(STOP_TIMEOUT_S)
             raise
         self._brokers[node_id] = self._down.pop(node_id)
         self._children_changed.set()
 
     async def stop(self) -> None:
-        """Stop everything that runs, clients of something before it; done when all processes are gone."""
+        """Stop everything, clients before servers.
+
+        Return when all processes are gone.
+        """
         try:
             await self._stop_children()
         finally:
@@ -287,7 +298,7 @@ class DevCluster:
             await self._brokers[node_id].start()
         ready = [asyncio.ensure_future(self._broker_ready(*each)) for each in self._brokers.items()]
         try:
-            # The first that fails ends the wait, by its own error and not by a group of them.
+            # The first failure ends the wait, with its own error and not a group.
             done, _ = await asyncio.wait(ready, return_when=asyncio.FIRST_EXCEPTION)
             for each in done:
                 each.result()
@@ -306,7 +317,7 @@ class DevCluster:
         return self._child(f"broker {node_id}", arguments, f"broker-{node_id}", pipe)
 
     async def _broker_ready(self, node_id: int, child: Child) -> None:
-        # It may have a predecessor whose lease has yet to run out.
+        # The lease of its predecessor may still run.
         fields = await child.wait_ready(READY_TIMEOUT_S + self.lease_ttl_s)
         self.broker_addresses[node_id] = fields["kafka"]
 
@@ -363,7 +374,7 @@ def _port_of(address: str) -> int:
 
 
 async def check_free(address: Address, flag: str) -> None:
-    """StartupError where nobody could listen there."""
+    """Check that the address can be listened on. Raises StartupError."""
     loop = asyncio.get_running_loop()
     try:
         found = await loop.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

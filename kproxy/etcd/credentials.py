@@ -1,16 +1,16 @@
-"""What connections are opened with: TLS credentials from files, and the token that etcd gives for a password.
+"""Credentials of connections: TLS from files, tokens for a password.
 
 Token: NONE --a call needs it--> ASKING --etcd answers--> HELD --etcd refuses it--> NONE
                                         --etcd has no users--> OFF --etcd asks for a user after all--> NONE
                                         --etcd refuses--> NONE, and no asking before a pause is over
 
 Invariants
-1. One Authenticate is under way at a time; whoever needs a token meanwhile waits for that one.
-2. A wrong password is asked with ever more rarely (REFUSAL_PAUSE_S up to LONGEST_PAUSE_S), each time as it stands then:
-   checking one costs etcd a tenth of a second of CPU. Between, callers get the last refusal at once.
-3. A token that came after the one refused is not thrown away: `refused` names the token that etcd did not take.
+1. One Authenticate is in flight at a time; all callers wait for it.
+2. A wrong password is retried ever more rarely (REFUSAL_PAUSE_S up to LONGEST_PAUSE_S), each time as read anew:
+   checking one costs etcd a tenth of a second of CPU. In between, callers get the last refusal at once.
+3. A token newer than the refused one is kept: `refused` names the token that etcd did not accept.
 4. Neither password nor token is in a log line, an error or a repr.
-5. Certificates that can be read no longer, while they are exchanged, say, leave the last good ones in force.
+5. If certificates cannot be read any more, for example during an exchange, the last good ones stay in force.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from kproxy.etcd.errors import EtcdError, EtcdMisused
 
 REFUSAL_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 10.0
-# What etcd's tokens are sent under.
+# The metadata field of etcd's tokens.
 TOKEN_FIELD = "token"  # noqa: S105 - a name
-# etcd's words where a password is given and none is needed.
+# etcd's words if a password is given and authentication is off.
 _NO_USERS = "authentication is not enabled"
 
 log = structlog.get_logger(__name__)
 
 
 class TlsCredentials:
-    """gRPC's credentials, made anew when the files have changed."""
+    """gRPC's credentials, renewed when the files have changed."""
 
     def __init__(self, options: EtcdOptions) -> None:
         self._options = options
@@ -49,7 +49,10 @@ class TlsCredentials:
         self._credentials: Any = None
 
     async def current(self) -> Any:
-        """For a channel that is opened now. EtcdMisused where the files never were of use."""
+        """The credentials of a new channel.
+
+        Raises EtcdMisused if the files could never be used.
+        """
         try:
             files, stamps = await asyncio.to_thread(self._read)
         except StartupError as error:
@@ -63,7 +66,7 @@ class TlsCredentials:
         return self._credentials
 
     def _read(self) -> tuple[TlsFiles | None, tuple[object, ...]]:
-        """The files and what they looked like before they were read; None for files that look as last time."""
+        """The files, None if unchanged, and their stamps from before the read."""
         options = self._options
         stamps = tuple(_stamp(file) for file in (options.ca, options.cert, options.key))
         if self._credentials is not None and stamps == self._stamps:
@@ -111,7 +114,7 @@ class Token:
             return self._token
 
     def refused(self, token: str) -> bool:
-        """etcd did not take `token`; whether asking again may help."""
+        """Drop `token`, which etcd refused; whether another may help."""
         if not self._options.username:
             return False
         if token == self._token:
@@ -131,7 +134,7 @@ class Token:
         except EtcdError as error:
             if _NO_USERS not in str(error):
                 raise
-            # As etcd's own clients do: users may be switched on later.
+            # Like etcd's own clients: authentication may be enabled later.
             log.warning("etcd_has_no_users", username=self._options.username)
             self._off = True
         self._refusals, self._refusal = 0, ""

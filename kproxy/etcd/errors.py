@@ -1,4 +1,4 @@
-"""What may go wrong with etcd, and the one place where gRPC's errors become ours."""
+"""The errors of the etcd client, and the conversion of gRPC's errors."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import grpc
 
 
 class EtcdError(Exception):
-    """etcd refused a call, or answered something that cannot be used.
+    """etcd refused a call, or gave an unusable answer.
 
-    `maybe_applied` is true where the call was a write and nobody knows whether it took effect: re-read before deciding.
+    `maybe_applied`: the call was a write, and it is unknown whether it took effect: re-read before deciding.
     """
 
     def __init__(self, message: str, *, maybe_applied: bool = False) -> None:
@@ -20,32 +20,32 @@ class EtcdError(Exception):
 
 
 class EtcdUnavailable(EtcdError):
-    """No usable answer: nobody listens, nobody answered in time, or the cluster has no leader."""
+    """No usable answer: nothing listens, a timeout, or no leader."""
 
 
 class EtcdMisused(EtcdUnavailable):
-    """What is configured cannot work, however often it is tried: an address that is none, somebody who is no etcd."""
+    """The configuration cannot work: an invalid address, a server not etcd."""
 
 
 class EtcdDenied(EtcdError):
-    """The user is known and may not do this."""
+    """etcd knows the user, who may not do this."""
 
 
 class LeaseLost(EtcdError):
-    """The lease does not exist any more, and none of the keys that stood on it."""
+    """The lease does not exist any more, nor its keys."""
 
 
 class Compacted(EtcdError):
-    """The asked revision has been compacted away: read the present and go on from there."""
+    """The requested revision has been compacted: read the present state."""
 
 
 class TooLarge(EtcdError):
-    """An answer is longer than this client takes in one message: ask for less at a time."""
+    """An answer exceeds this client's largest message: ask for less."""
 
 
-# With these etcd turns a call away at its door: before anything of it was proposed to the cluster.
+# With these words etcd refuses a call before it proposes anything to the cluster.
 _NOT_BEGUN = ("etcdserver: no leader", "etcdserver: rpc not supported for learner")
-# And with these before anything of it was applied; another token may do.
+# With these it refuses a call before it applies anything; another token may work.
 _TOKEN_REFUSED = (
     "etcdserver: invalid auth token",
     "etcdserver: revision of auth store is old",
@@ -56,22 +56,25 @@ _TOKEN_REFUSED = (
 
 
 def is_not_begun(error: Any) -> bool:
-    """Whether a gRPC error says that nothing was done, and that another member may do it."""
+    """Whether an error tells that nothing was done: another member may do it."""
     return (error.details() or "").startswith(_NOT_BEGUN)
 
 
 def is_token_refused(details: str) -> bool:
-    """Whether etcd's words say that it did not take the token, or wants one."""
+    """Whether etcd's words tell that it refused the token, or wants one."""
     return any(words in details for words in _TOKEN_REFUSED)
 
 
 def is_of_etcd(error: Any) -> bool:
-    """Whether etcd said this over a sound connection, and not gRPC for want of one."""
+    """Whether the error is from etcd, and not from gRPC itself."""
     return (error.details() or "").startswith("etcdserver: ")
 
 
 def from_rpc_error(error: Any, call: str, endpoints: str, *, write: bool) -> EtcdError:
-    """The EtcdError for a gRPC error. etcd tells its own errors by their text; the codes are those of its rpctypes."""
+    """Convert a gRPC error. etcd tells its own errors by their text.
+
+    The codes are those of its rpctypes.
+    """
     code, details = error.code(), shorten(error.details() or "")
     if code == grpc.StatusCode.UNIMPLEMENTED:
         return EtcdMisused(f"What answers at {endpoints} is not etcd: {details}.")
@@ -91,7 +94,7 @@ def from_rpc_error(error: Any, call: str, endpoints: str, *, write: bool) -> Etc
         return TooLarge(f"etcd at {endpoints} and {call}: {details}")
     if code == grpc.StatusCode.NOT_FOUND and "lease not found" in details:
         return LeaseLost(f"etcd at {endpoints} does not know the lease of {call}")
-    # An unknown end says nothing about what the server did; every other code is etcd's refusal.
+    # After UNKNOWN or INTERNAL the server may have done it; every other code is a refusal by etcd.
     unclear = code in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
     return EtcdError(f"etcd at {endpoints} refused {call}: {code.name} {details}", maybe_applied=write and unclear)
 
@@ -103,12 +106,12 @@ _WHO_ARE_YOU = (
 
 
 def cancelled_by_grpc() -> bool:
-    """Whether a CancelledError just caught is gRPC's word for a closed channel, not this task's own cancellation."""
+    """Whether a CancelledError is from gRPC's closed channel, not this task."""
     task = asyncio.current_task()
     return task is None or not task.cancelling()
 
 
 def shorten(details: str) -> str:
-    """gRPC's own words without its prefix and at most a line long."""
+    """gRPC's own words without its prefix, in at most 200 characters."""
     words = details.rsplit("last error: ", 1)[-1].removeprefix("UNKNOWN: ")
     return words if len(words) <= 200 else words[:197] + "..."

@@ -1,15 +1,15 @@
-"""Numbers that nobody else gets, from one key: taken in blocks, by compare-and-swap.
+"""Allocate unique numbers from one key, in blocks by compare-and-swap.
 
-The key holds, in decimal, the first number that nobody has taken. Whoever moves it on by BLOCK owns what lies between;
-numbers of a block that its taker did not live to give out are lost, which costs nothing. Producer ids come from here,
-those of the reference brokers and those of the proxies, from the one key `{prefix}/producer-ids`.
+The key has, in decimal, the first number that is not taken. A process that advances it by BLOCK owns the numbers in
+between. If it ends before it has used them the rest is lost, which costs nothing. Reference brokers and proxies take
+producer ids from the key `{prefix}/producer-ids`.
 
 Invariants
-1. A block is given out only after etcd has said that the swap was made. Where that stayed unknown the block is left to
-   nobody, and the next one is taken.
-2. At most one attempt to take a block is under way; who waits for it when it fails fails with it, so that an etcd that
-   does not answer holds up each caller for one attempt and not for those of all before it.
-3. Numbers only grow, also where a restored etcd has the key at an earlier value.
+1. A block is used only after etcd has confirmed the swap. A block with an unknown outcome is left unused, and the next
+   one is taken.
+2. At most one attempt to take a block is in flight; its callers fail with it. So an etcd that does not answer delays
+   each caller by one attempt, not by those of all callers before it.
+3. Numbers only grow, even if a restored etcd has the key at an earlier value.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final
 
 from kproxy.etcd.client import EtcdClient
 from kproxy.etcd.errors import EtcdError
-from kproxy.etcd.txn import key_absent, mod_revision_is, put_op
+from kproxy.etcd.messages import key_absent, mod_revision_is, put_op
 
 BLOCK: Final = 1000
 ATTEMPTS: Final = 20
@@ -29,7 +29,10 @@ _HIGHEST: Final = 2**63 - 1 - BLOCK
 
 
 class IdBlocks:
-    """Gives out the numbers of `key`. Raises EtcdError where a new block is needed and cannot be had."""
+    """Allocates the numbers of `key`.
+
+    Raises EtcdError if a new block is needed and cannot be taken.
+    """
 
     def __init__(self, client: EtcdClient, key: str) -> None:
         self._client = client
@@ -41,7 +44,7 @@ class IdBlocks:
         self._failure = ""
 
     async def allocate(self) -> int:
-        """A number that nobody else gets."""
+        """A number that no other caller or process gets."""
         failures = self._failures
         async with self._lock:
             if self._next == self._end:

@@ -1,20 +1,25 @@
-"""Keeping a lease alive, and telling its holder exactly how much that is worth.
+"""Leases: keepalive, clock, and a fence that knows how long one lives.
 
 States of `lease_keep_alive`: OPENING (no stream) -> ASKING (one keepalive unanswered) -> RESTING -> ASKING …; any
-failure leads back to OPENING. It ends in LeaseLost, or by the caller's cancelling it.
+failure leads back to OPENING. It ends in LeaseLost, or when the caller cancels it.
 
 Invariants
 1. `on_renewed(sent_at, ttl_s)` names the time before the keepalive was handed to gRPC. etcd counts the TTL from a later
    moment, so the lease lives at least until sent_at + ttl_s (unless it is revoked).
-2. One keepalive is in flight at a time: answers carry no number, so the answer must belong to the only question. A
-   stream whose answer is late is dropped with whatever it might still say.
-3. LeaseLost is raised only on etcd's own word (TTL 0). An etcd that cannot be reached is asked again for ever: whether
-   that still helps is for the caller to decide, by its own deadline.
+2. One keepalive is in flight at a time: answers carry no number, so an answer must belong to the only question. A
+   stream whose answer is late is dropped together with that answer.
+3. LeaseLost is raised only on etcd's own word (TTL 0). An unreachable etcd is asked again for ever: the caller decides
+   by its own deadline whether that still helps.
+4. The deadline of a `LeaseFence` is the send time of the last answered keepalive, plus the TTL in its answer, minus a
+   margin. As etcd counts from a later moment, no other process can have our keys before that deadline. Our rights end
+   when etcd falls silent; no message is needed.
+5. A broken fence never lives again: everything held under it has to be acquired anew.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -27,9 +32,64 @@ from kproxy.etcd.stream import EtcdStream
 if TYPE_CHECKING:
     from kproxy.etcd.client import EtcdClient
 
+Clock = Callable[[], float]
+
+if hasattr(time, "CLOCK_BOOTTIME"):
+
+    def lease_clock() -> float:
+        """Seconds since boot, suspend included (Linux)."""
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+else:
+
+    def lease_clock() -> float:
+        """Seconds on the monotonic clock, which may not count suspend."""
+        return time.monotonic()
+
+
+# The share of each TTL that allows for clocks of different speeds.
+MARGIN_FRACTION = 0.1
+
+
+class LeaseFence:
+    """How long one lease is certain to live.
+
+    `claim_revision` is when the broker's key was put on it.
+    """
+
+    __slots__ = ("_broken", "_clock", "_deadline", "claim_revision", "lapses", "lease_id")
+
+    def __init__(self, lease_id: int, clock: Clock) -> None:
+        self.lease_id = lease_id
+        self.claim_revision = 0
+        # How often it was renewed only after its deadline.
+        self.lapses = 0
+        self._clock = clock
+        self._deadline = float("-inf")
+        self._broken = False
+
+    def is_live(self) -> bool:
+        return self._clock() < self._deadline
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds for which it is still certain to live; 0 if it is not."""
+        return max(self._deadline - self._clock(), 0.0)
+
+    def renew(self, sent_at: float, ttl_s: int) -> None:
+        """Extend the deadline: a keepalive sent at `sent_at` (seconds, this clock) was answered with `ttl_s`."""
+        if not self._broken:
+            self.lapses += float("-inf") < self._deadline <= self._clock()
+            self._deadline = max(self._deadline, sent_at + ttl_s * (1 - MARGIN_FRACTION))
+
+    def break_for_good(self) -> None:
+        self._broken = True
+        self._deadline = float("-inf")
+
+
 FIRST_ANSWER_TIMEOUT_S = 2.0
 REOPEN_PAUSE_S = 0.2
-# Four chances within one TTL: three may be lost without losing the lease.
+# Four keepalives within one TTL: three may fail without losing the lease.
 RENEWALS_PER_TTL = 4
 
 log = structlog.get_logger(__name__)
@@ -38,10 +98,12 @@ log = structlog.get_logger(__name__)
 async def lease_keep_alive(
     client: EtcdClient, lease_id: int, *, clock: Callable[[], float], on_renewed: Callable[[float, int], None]
 ) -> None:
-    """Renew `lease_id` until cancelled; LeaseLost when etcd says that there is no such lease.
+    """Renew `lease_id` until cancelled.
 
-    `clock` is only used to stamp the send times that `on_renewed` gets with the TTL in seconds; let it be one that
-    counts suspend where that matters.
+    Raises LeaseLost when etcd has no such lease.
+
+    `clock` stamps the send times that `on_renewed` gets with the TTL in seconds; use one that counts suspend where that
+    matters.
     """
     renewer = _Renewer(client, lease_id, clock, on_renewed)
     while True:
@@ -65,7 +127,7 @@ class _Renewer:
         self._interval_s = FIRST_ANSWER_TIMEOUT_S
 
     async def run_stream(self) -> None:
-        """Renew over one stream until it fails, which it reports as an EtcdError."""
+        """Renew over one stream until it fails. Raises EtcdError."""
         stream = self._client.open_stream("Lease", "LeaseKeepAlive")
         try:
             while True:
@@ -80,7 +142,7 @@ class _Renewer:
             await stream.close()
 
     async def _ask(self, stream: EtcdStream) -> int:
-        """The TTL in etcd's answer; EtcdUnavailable if that takes longer than the time to the next question."""
+        """The TTL in etcd's answer. Raises EtcdUnavailable if it takes longer than the time to the next question."""
         started = asyncio.get_running_loop().time()
         await stream.write(rpc.LeaseKeepAliveRequest(ID=self._lease_id), self._interval_s)
         left = self._interval_s - (asyncio.get_running_loop().time() - started)

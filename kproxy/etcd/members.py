@@ -1,22 +1,22 @@
-"""The members of one etcd cluster, and to which of them the next call or stream goes.
+"""The members of an etcd cluster: choose one, and detect failed ones.
 
 A member has a channel for calls; every stream has one of its own (see `stream.py`). All go to the member whose last
-failure lies furthest back, so to the same one while all is well. Which comes first is chance, so that many proxies
-spread. Nothing is tried in the background: a member that failed is tried again when the others have failed since.
+failure is oldest, so to the same one while all is well. The initial order is random, so that many proxies spread.
+Nothing is tried in the background: a failed member is tried again when the others have failed since.
 
 States of a member's channel: NONE --a call--> OPEN --the member fails--> RETIRED --the last call has left--> closed.
 
 Invariants
-1. Nothing of a call is handed to gRPC before the channel has been connected and the member, over it, has said that it
-   is there. A call that fails earlier is `untouched`, and so is one that etcd turned away at its door.
-2. A member that does not answer is asked how it is, over the same channel. One that says nothing to that either, or
-   has no leader, has failed: a hung member holds a call up for these two times at most, and later calls not at all.
-   One that is slow because it has much to do answers that question, and is waited for.
-3. A failed member's channel is never used for a new call: the next one is opened anew, with the certificates and the
-   addresses of then.
-4. What a member forwarded to a leader that died is lost without a word. A call that was begun under another leader, and
-   is still without an answer a patience after that was found out, has failed.
-5. No call is handed over twice here; `client.py` decides what may be tried again.
+1. A call is handed to gRPC only after the channel is connected and the member has answered over it. A call that fails
+   earlier is `untouched`, and so is one that etcd refused before proposing it.
+2. A member that does not answer is asked for its status, over the same channel. If it does not answer that either, or
+   has no leader, it has failed: a hung member delays a call by these two times at most, and later calls not at all. A
+   busy member answers the status, and is waited for.
+3. A failed member's channel is never used for a new call: the next one is opened anew, with the present certificates
+   and addresses.
+4. A request that a member forwarded to a leader that died is lost silently. A call that began under another leader,
+   and has no answer PATIENCE_S after the change was detected, has failed.
+5. No call is handed over twice here; `client.py` decides about retries.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import grpc
 import grpc.aio
 
 from kproxy.etcd.credentials import TOKEN_FIELD, TlsCredentials
+from kproxy.etcd.endpoints import Endpoint
 from kproxy.etcd.errors import (
     EtcdError,
     EtcdUnavailable,
@@ -42,29 +43,28 @@ from kproxy.etcd.errors import (
     shorten,
 )
 from kproxy.etcd.messages import PACKAGE, rpc
-from kproxy.etcd.target import Endpoint
 
-# How long a call may be without an answer before the member is asked how it is, and how long it has to say so; where
-# a call has little time, a quarter of that each.
+# The time without an answer after which a member is asked for its status, and the time to answer that; if a call has
+# little time, a quarter of it each.
 PATIENCE_S = 1.0
 LOOK_TIMEOUT_S = 1.0
-# Until a new connection must stand, TLS and all.
+# The time to open a connection, TLS included.
 CONNECT_TIMEOUT_S = 2.0
 
 _CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
-    # How calls are retried is decided here, not in a TXT record.
+    # This client decides about retries, not a TXT record.
     ("grpc.service_config_disable_resolution", 1),
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # The shortest back-off is also how long one attempt to connect may take.
+    # The shortest back-off is also the timeout of one attempt to connect.
     ("grpc.min_reconnect_backoff_ms", 1_500),
     ("grpc.max_reconnect_backoff_ms", 1_500),
-    # Finds a connection that died without a word. etcd forbids pings more often than every 5 s, or with no call open.
+    # Detect a connection that died silently. etcd forbids pings more often than every 5 s, or without an open call.
     ("grpc.keepalive_time_ms", 6_000),
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 0),
-    # Channels of one process that name the same target would share connections, and their breaks.
+    # Otherwise channels of one process with the same target share a connection, and its failure.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
@@ -83,9 +83,9 @@ _MEMBER_FAILED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 class CallFailed(Exception):
-    """A call, as one member saw it, with gRPC's error.
+    """A call that failed at one member, with gRPC's error.
 
-    `untouched`: nothing of it was done. `elsewhere`: another member may do it. `token_refused`: with another token.
+    `untouched`: nothing of it was done. `elsewhere`: try another member. `token_refused`: try another token.
     """
 
     def __init__(self, error: Any, *, untouched: bool) -> None:
@@ -97,12 +97,15 @@ class CallFailed(Exception):
         self.untouched = untouched or self.token_refused
 
     def as_etcd_error(self, name: str, endpoints: str, *, write: bool) -> EtcdError:
-        """For the caller of call `name`, which was a `write` or not."""
+        """Convert it for the caller of call `name`, a `write` or not."""
         return from_rpc_error(self.error, name, endpoints, write=write and not self.untouched)
 
 
 def metadata(token: str) -> tuple[tuple[str, str], ...]:
-    """What goes with a call. `hasleader` makes a member without a leader refuse at once instead of letting it wait."""
+    """The metadata of a call.
+
+    `hasleader` makes a member without a leader refuse at once instead of waiting.
+    """
     leader = ("hasleader", "true")
     return (leader, (TOKEN_FIELD, token)) if token else (leader,)
 
@@ -128,7 +131,10 @@ class _Channel:
 
 
 class Member:
-    """One member. `failed_at` is when it last failed, on the clock of `Members`."""
+    """One member.
+
+    `failed_at` is when it last failed, on the clock of `Members`.
+    """
 
     def __init__(self, endpoint: Endpoint, members: Members) -> None:
         self.endpoint = endpoint
@@ -138,7 +144,7 @@ class Member:
         self._term = 0
 
     async def call(self, name: str, request: Any, timeout_s: float, token: str) -> Any:
-        """One call of this member. Raises CallFailed."""
+        """Make one call to this member. Raises CallFailed."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         channel = await self._enter()
         try:
@@ -154,20 +160,23 @@ class Member:
             await self._leave(channel)
 
     async def look(self, timeout_s: float) -> None:
-        """Connect, and see that it is an etcd, with a leader or not. Raises CallFailed."""
+        """Connect, and check that it is etcd, with a leader or not.
+
+        Raises CallFailed.
+        """
         channel = await self._enter()
         try:
             await _call(channel, "Status", rpc.StatusRequest(), timeout_s, ())
         except grpc.aio.AioRpcError as error:
             failure = self._failed(channel, error, untouched=True)
-            # etcd 3.6 tells nobody how it is who does not say who they are. But it is there.
+            # etcd 3.6 refuses the status without a token. But it answers.
             if not failure.token_refused:
                 raise failure from error
         finally:
             await self._leave(channel)
 
     async def _connect(self, channel: _Channel, timeout_s: float, token: str) -> None:
-        """Invariant 1; a refused connection tells its reason, a member without a leader that it has none."""
+        """Connect by invariant 1. The error tells why a connection was refused, or that there is no leader."""
         trouble = await self._trouble(channel, timeout_s, token)
         if trouble is not None:
             raise self._failed(channel, trouble, untouched=True) from trouble
@@ -193,17 +202,17 @@ class Member:
                 raise self._failed(channel, error, untouched=is_not_begun(error)) from error
 
     async def _trouble(self, channel: _Channel, timeout_s: float, token: str) -> grpc.aio.AioRpcError | None:
-        """Invariant 2: what is wrong with this member, asked over the channel on which it owes an answer."""
+        """Ask the member for its status, over the channel of the call (invariant 2); return its error if it failed."""
         try:
             status = await _call(channel, "Status", rpc.StatusRequest(), timeout_s, metadata(token))
             self._term = status.header.raft_term
         except grpc.aio.AioRpcError as error:
-            # Any other word, a refusal say, comes from a member that is there.
+            # Any other error, such as a refusal, comes from a live member.
             return error if error.code() in _MEMBER_FAILED else None
         return None
 
     def _failed(self, channel: _Channel, error: Any, *, untouched: bool) -> CallFailed:
-        """What came of a call; where the member is to blame, others go first from now on."""
+        """Make a CallFailed; if the member failed, put it last and retire the channel."""
         failure = CallFailed(error, untouched=untouched)
         if failure.elsewhere:
             self._members.failed(self)
@@ -217,7 +226,7 @@ class Member:
         channel = self._channel
         if channel is None:
             opened = _Channel(await self._members.open_channel(self.endpoint))
-            # Another call may have opened one meanwhile; this one then serves its own call alone.
+            # If another call has opened one meanwhile, this channel serves only its own call.
             opened.retired = self._channel is not None
             self._channel = self._channel or opened
             channel = opened
@@ -237,7 +246,10 @@ class Member:
 
 
 class Members:
-    """All members of one cluster. `endpoints` is how they are named to people; `max_message_bytes` as in the client."""
+    """All members of one cluster. `named` is their name in errors.
+
+    `max_message_bytes` as in the client.
+    """
 
     def __init__(
         self,
@@ -266,15 +278,15 @@ class Members:
         return len(self._members)
 
     def in_order(self) -> list[Member]:
-        """The one to go to first, and then those for when it fails."""
+        """The members in the order in which to try them."""
         return sorted(self._members, key=lambda member: member.failed_at)
 
     def failed(self, member: Member) -> None:
-        """Others go first from now on."""
+        """Put the member last."""
         member.failed_at = self._clock()
 
     async def open_channel(self, endpoint: Endpoint) -> Any:
-        """A channel that shares no connection with any other. Raises EtcdError."""
+        """Open a channel that shares no connection with others. Raises EtcdError."""
         credentials = None if self._credentials is None else await self._credentials.current()
         if self._closed:
             raise EtcdUnavailable(f"The etcd client for {self.endpoints} is closed.")
@@ -283,7 +295,7 @@ class Members:
         return grpc.aio.secure_channel(endpoint.target, credentials, options=self._options)
 
     async def close(self) -> None:
-        """End every call; what still waits gets EtcdUnavailable."""
+        """End every call; pending ones raise EtcdUnavailable."""
         self._closed = True
         for member in self._members:
             await member.close()

@@ -1,7 +1,9 @@
-"""etcd's messages as Python sees them: the protobuf classes, and the few values the rest of kproxy handles.
+"""etcd's messages: protobuf classes, plain results, parts of transactions.
 
-The descriptors live in a pool of their own. Another library in the same process may have registered etcd's own .proto
-files under the same names; the two must not meet.
+The descriptors are in a pool of their own: another library in the same process may have registered etcd's own .proto
+files under the same names.
+
+    result = await client.txn([key_absent(key)], success=[put_op(key, b"1", lease_id)], failure=[get_op(key)])
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ PACKAGE = "etcdserverpb"
 
 
 class _Messages:
-    """The message classes as attributes, `rpc.PutRequest`; made when asked for, so that importing reads no file."""
+    """The message classes as attributes, such as `rpc.PutRequest`; made on first use, so importing reads no file."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -38,7 +40,10 @@ rpc: Any = _Messages()
 
 
 class KeyValue(NamedTuple):
-    """A key as it stood at some revision. `version` counts its changes since its creation; `lease_id` is 0 for none."""
+    """A key at some revision.
+
+    `version` counts its changes since its creation; `lease_id` is 0 for none.
+    """
 
     key: str
     value: bytes
@@ -49,16 +54,19 @@ class KeyValue(NamedTuple):
 
 
 class WatchEvent(NamedTuple):
-    """A change. A deletion's `kv` holds the key and, as mod_revision, the revision of the deletion; nothing else."""
+    """A change.
+
+    A deletion's `kv` holds the key and, as mod_revision, the revision of the deletion; nothing else.
+    """
 
     deleted: bool
     kv: KeyValue
 
 
 class Pages(Sequence[KeyValue]):
-    """Keys and values as etcd sent them, decoded each time they are walked through.
+    """Keys and values as etcd sent them, decoded at each iteration.
 
-    A million of them decoded take 300 MiB, and as they came a quarter of that.
+    Decoded, a million keys take 300 MiB; encoded, a quarter of that.
     """
 
     __slots__ = ("_count", "_pages")
@@ -68,7 +76,7 @@ class Pages(Sequence[KeyValue]):
         self._count = 0
 
     def add(self, response: Any) -> None:
-        """What one RangeResponse holds."""
+        """Append the keys of one RangeResponse."""
         self._count += len(response.kvs)
         self._pages.append(response.SerializeToString())
 
@@ -89,7 +97,7 @@ class Pages(Sequence[KeyValue]):
 
 
 class Snapshot(NamedTuple):
-    """What stood at `revision`: one linearizable view, however many pages it took."""
+    """The keys at `revision`: one linearizable view of all pages."""
 
     revision: int
     cluster_id: int
@@ -111,21 +119,27 @@ class EtcdStatus(NamedTuple):
 
 
 class Lease(NamedTuple):
-    """A lease with the TTL that etcd granted, in seconds, which may be more than was asked for."""
+    """A lease with the TTL that etcd granted, in seconds.
+
+    It may be more than requested.
+    """
 
     lease_id: int
     ttl_s: int
 
 
 class OpResult(NamedTuple):
-    """The result of one operation in a transaction: what a get found, or how many keys a delete removed."""
+    """The result of one operation: keys of a get, or count of a delete."""
 
     kvs: tuple[KeyValue, ...]
     deleted: int
 
 
 class TxnResult(NamedTuple):
-    """`responses` are those of the branch that ran. `revision` is the store's after it."""
+    """`responses` are those of the branch that ran.
+
+    `revision` is the store's after it.
+    """
 
     succeeded: bool
     revision: int
@@ -134,7 +148,10 @@ class TxnResult(NamedTuple):
 
 
 def encode_key(key: str) -> bytes:
-    """Keys are bytes in etcd; any that is not UTF-8 comes and goes through surrogates unchanged."""
+    """The bytes of a key.
+
+    Bytes that are not UTF-8 pass through surrogates unchanged.
+    """
     return key.encode("utf-8", "surrogateescape")
 
 
@@ -143,7 +160,10 @@ def decode_key(key: bytes) -> str:
 
 
 def prefix_end(prefix: str) -> bytes:
-    """The first key after every key that begins with `prefix`; b"\\0", etcd's word for no end, where there is none."""
+    """The first key after every key that begins with `prefix`.
+
+    If none, b"\0", which means no end to etcd.
+    """
     stripped = encode_key(prefix).rstrip(b"\xff")
     return stripped[:-1] + bytes([stripped[-1] + 1]) if stripped else b"\0"
 
@@ -156,3 +176,67 @@ def op_result(response: Any) -> OpResult:
     if response.WhichOneof("response") == "response_range":
         return OpResult(tuple(key_value(kv) for kv in response.response_range.kvs), 0)
     return OpResult((), response.response_delete_range.deleted)
+
+
+# enum Compare.CompareTarget
+_CREATE, _MOD, _VALUE, _LEASE = 1, 2, 3, 4
+# enum Compare.CompareResult
+_LESS = 2
+
+
+class TxnCompare(NamedTuple):
+    """One condition; a transaction takes its success branch if all hold."""
+
+    message: Any
+
+
+class TxnOp(NamedTuple):
+    """One operation.
+
+    `write`: it changes something, so repeating it may matter.
+    """
+
+    message: Any
+    write: bool
+
+
+def key_absent(key: str) -> TxnCompare:
+    return create_revision_is(key, 0)
+
+
+def create_revision_is(key: str, revision: int) -> TxnCompare:
+    return TxnCompare(rpc.Compare(target=_CREATE, key=encode_key(key), create_revision=revision))
+
+
+def mod_revision_is(key: str, revision: int) -> TxnCompare:
+    return TxnCompare(rpc.Compare(target=_MOD, key=encode_key(key), mod_revision=revision))
+
+
+def prefix_unchanged_since(prefix: str, revision: int) -> TxnCompare:
+    """No key that begins with `prefix` was put after `revision`.
+
+    Deletions are not compared.
+    """
+    start, end = encode_key(prefix), prefix_end(prefix)
+    compare = rpc.Compare(target=_MOD, result=_LESS, key=start, range_end=end, mod_revision=revision + 1)
+    return TxnCompare(compare)
+
+
+def value_is(key: str, value: bytes) -> TxnCompare:
+    return TxnCompare(rpc.Compare(target=_VALUE, key=encode_key(key), value=value))
+
+
+def lease_is(key: str, lease_id: int) -> TxnCompare:
+    return TxnCompare(rpc.Compare(target=_LEASE, key=encode_key(key), lease=lease_id))
+
+
+def put_op(key: str, value: bytes, lease_id: int = 0) -> TxnOp:
+    return TxnOp(rpc.RequestOp(request_put=rpc.PutRequest(key=encode_key(key), value=value, lease=lease_id)), True)
+
+
+def get_op(key: str) -> TxnOp:
+    return TxnOp(rpc.RequestOp(request_range=rpc.RangeRequest(key=encode_key(key))), False)
+
+
+def delete_op(key: str) -> TxnOp:
+    return TxnOp(rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=encode_key(key))), True)

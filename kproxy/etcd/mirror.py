@@ -1,40 +1,39 @@
-"""A local copy of a few prefixes, kept current: load at a revision, watch from the next, never lose a change between.
+"""Keep a copy of a few prefixes current: load, watch, lose no change.
 
-A single key can be mirrored beside them; what is said here of a prefix holds for it.
-All prefixes share one watch stream, with a watcher each. One stream is one thing that can break, fall silent and be
-replaced, and one connection whose loss is noticed at once; but etcd promises order only within a watcher, so each
-prefix keeps a revision of its own.
+Single keys can be mirrored too; whatever holds for a prefix holds for them. All prefixes share one watch stream, with a
+watcher each. So there is one stream to break, fall silent and be replaced, and one connection whose loss is noticed at
+once. But etcd guarantees order only within a watcher, so each prefix has a revision of its own.
 
 States and transitions
-    LOADING    nothing is known, or what is known is void  --_load--> RESUMING
-    RESUMING   everything up to `seen` is known            --a stream opens--> WATCHING
-                                                           --another cluster, or an older revision--> LOADING
-    WATCHING   and what comes after it is on its way       --a break--> RESUMING
-                                       --Compacted, TooLarge, another cluster, distrust()--> LOADING
+    LOADING    nothing is known, or it is void     --_load--> RESUMING
+    RESUMING   everything up to `seen` is known    --a stream opens--> WATCHING
+                                                   --another cluster, or an older revision--> LOADING
+    WATCHING   later changes arrive                --a break--> RESUMING
+                                                   --Compacted, TooLarge, another cluster, distrust()--> LOADING
 A failure in LOADING or RESUMING leads back to the same state after a longer pause. RESUMING that does not come straight
 from a load begins with `_prove_same_history`.
 
 Invariants
 1. `seen` of a prefix: every change to it up to that revision has been handed to the listener. A new watcher starts at
-   seen + 1. It moves by complete messages alone: to the last event of an unfragmented message or of the last fragment,
-   or to the revision in a progress notification of that very watcher. Never to the header of a message with events:
-   a watcher that catches up is sent old events under a new header.
+   seen + 1. It moves only by complete messages: to the last event of an unfragmented message or of the last fragment,
+   or to the revision in a progress notification of that very watcher. It never moves to the header of a message with
+   events: a watcher that catches up is sent old events under a new header.
 2. Listeners get the changes to one prefix in order of revision. Only the one revision that a break cut in two may be
-   handed over twice; whoever applies "as of mod_revision" notices nothing.
-3. Nothing is collected: messages and fragments are handed on as they come. A message has a size limit; what does not
-   fit, the end of a lease with millions of keys, is answered by a load, which comes in pages.
-4. A snapshot means: this is all there is, as of its revision; forget the rest. It is handed over once all of it
-   has been read, and is kept as it came until then: decoded, a million keys would take 300 MiB.
-5. Revisions compare within one history only. Another cluster id, or a linearizable read below a revision already seen,
-   is a restored etcd: LOADING, and `on_restored` before the snapshot. Until then the listener keeps what it has.
-6. Silence on the stream is broken by asking every `progress_interval_s`; one that stays silent for `quiet_limit_s` is
-   replaced. A member that has lost the others answers such questions for seconds, so a linearizable read, which needs a
-   majority, is made in the same rhythm. `last_heard` is the earlier of the last word on the stream and the last
-   such read: at that time the copy was linked to a living cluster.
+   handed over twice; a listener that compares mod_revisions is not affected.
+3. Messages and fragments are handed over as they come and not collected. A message has a size limit. A change beyond
+   it, such as the end of a lease with millions of keys, causes a load, which comes in pages.
+4. A snapshot replaces everything, as of its revision. It is handed over once all of it has been read, and kept encoded
+   until then: decoded, a million keys would take 300 MiB.
+5. Revisions compare only within one history. Another cluster id, or a linearizable read below a revision already seen,
+   means a restored etcd: LOADING, and `on_restored` before the snapshot. Until then the listener keeps its state.
+6. On a silent stream a sign of life is asked for every `progress_interval_s`; one silent for `quiet_limit_s` is
+   replaced. A member that has lost the others still answers for seconds, so a linearizable read, which needs a
+   majority, is made at the same interval. `last_heard` is the earlier of the last message on the stream and the last
+   such read: at that time the copy was linked to a live cluster.
 
-Fragments are understood and not asked for. etcd (3.4 up to 3.6.16 at least) measures a fragment anew for each event it
+Fragments are accepted but not requested. etcd (3.4 up to 3.6.16 at least) measures a fragment anew for each event it
 adds, which is quadratic, and it is silent meanwhile: 100,000 small deletions at one revision took 3.6.16 14 s of CPU in
-fragments, so that a stream would be replaced, and the work begun again, before the first one came; in one message
+fragments, so the stream would be replaced, and the work begun again, before the first fragment came; in one message
 0.8 s. 300,000 in one message took 2.3 s, nearly all of it the deletion itself.
 """
 
@@ -54,11 +53,11 @@ from kproxy.etcd.errors import Compacted, EtcdError, EtcdUnavailable, TooLarge
 from kproxy.etcd.messages import Pages, Snapshot, WatchEvent
 from kproxy.etcd.watch import SIGN_OF_LIFE_WATCH_ID, WatchMessage, WatchStream
 
-# Events handed over in one go: the loop serves its other tasks between.
+# Events handed over at once: the loop serves its other tasks in between.
 CHUNK_EVENTS = 1_000
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
-# How long a watch request may wait for a connection.
+# The time that a watch request may wait for a connection.
 REQUEST_TIMEOUT_S = 3.0
 
 log = structlog.get_logger(__name__)
@@ -71,26 +70,38 @@ class MirrorState(enum.Enum):
 
 
 class MirrorListener(Protocol):
-    """What a mirror talks to, one call at a time. An exception out of any call ends `run`."""
+    """The receiver of a mirror's changes, one call at a time.
+
+    An exception from any call ends `run`.
+    """
 
     def on_restored(self) -> None:
-        """etcd was restored: no revision told so far compares with what comes now, which is a snapshot."""
+        """etcd was restored: earlier revisions do not compare with later ones.
+
+        A snapshot follows.
+        """
 
     def on_snapshot(self, snapshot: Snapshot) -> Awaitable[None] | None:
-        """The whole content of all prefixes at the snapshot's revision. To be awaited where taking it in takes long."""
+        """Take the whole content of all prefixes at the snapshot's revision.
+
+        Return an awaitable if that takes long.
+        """
 
     def on_events(self, events: list[WatchEvent], revision: int) -> None:
-        """Changes to one prefix, in order; with them everything up to `revision` has been told for that prefix."""
+        """Take changes to one prefix, in order.
+
+        With them the prefix is complete up to `revision`.
+        """
 
 
 class _Restored(EtcdError):
-    """etcd has another history than the one mirrored."""
+    """etcd has a history other than the mirrored one."""
 
 
 class _Watched:
     """One prefix, or with `exact` one key.
 
-    `seen` is invariant 1's; `delivered` the highest revision of which anything was handed over.
+    `seen` is that of invariant 1; `delivered` is the highest revision of any event handed over.
     """
 
     __slots__ = ("delivered", "exact", "prefix", "seen")
@@ -103,10 +114,12 @@ class _Watched:
 
 
 class PrefixMirror:
-    """Mirrors `prefixes`, and the single `keys`, into `listener`. `run` is one coroutine that the caller owns.
+    """Mirrors `prefixes`, and the single `keys`, into `listener`.
+
+    `run` is one coroutine that the caller owns.
 
     `clock` gives seconds; `last_heard` is on it. An etcd that cannot be reached, or refuses, is tried again for ever:
-    `last_error` says why there is nothing new.
+    `last_error` tells why nothing new comes.
     """
 
     def __init__(
@@ -142,16 +155,16 @@ class PrefixMirror:
         self.last_error: EtcdError | None = None
 
     async def wait_synced(self) -> None:
-        """Until the first snapshot has been handed over. It may take for ever; the caller has the deadline."""
+        """Wait for the first snapshot, maybe for ever: the caller has a deadline."""
         await self._synced.wait()
 
     def distrust(self) -> None:
-        """For a caller whose own read shows that etcd was restored: load anew, within a progress interval."""
+        """Load anew soon: the caller's own read shows that etcd was restored."""
         self._restored = True
 
     @property
     def last_heard(self) -> float:
-        """On the clock: as invariant 6 says; -inf before the first load."""
+        """The time of invariant 6; -inf before the first load."""
         return min(self._stream_heard_at, self._confirmed_at)
 
     async def run(self) -> None:
@@ -176,7 +189,7 @@ class PrefixMirror:
                 await self._pause(error)
 
     async def _once(self) -> None:
-        """From whatever state to WATCHING, and watch until something ends it."""
+        """Go from any state to WATCHING, and watch until an error ends it."""
         if self.state is MirrorState.LOADING:
             await self._load()
         else:
@@ -191,7 +204,7 @@ class PrefixMirror:
         self.last_error = error
         longest = min(FIRST_PAUSE_S * 2.0 ** min(self._failures, 10), LONGEST_PAUSE_S)
         self._failures += 1
-        # Jitter keeps many proxies from coming back in the same instant.
+        # Jitter keeps many proxies from returning at the same instant.
         await asyncio.sleep(longest * random.uniform(0.5, 1.0))  # noqa: S311 - not a secret
 
     def _prefixes(self) -> list[str]:
@@ -220,7 +233,7 @@ class PrefixMirror:
         self._synced.set()
 
     async def _confirm(self) -> None:
-        """Have a majority speak, again and again."""
+        """Make a linearizable read, which needs a majority, again and again."""
         while True:
             await asyncio.sleep(self._progress_interval_s)
             if self.state is MirrorState.LOADING:
@@ -230,16 +243,16 @@ class PrefixMirror:
             except _Restored:
                 self.distrust()
             except EtcdError as error:
-                # That nobody confirms is seen by `last_heard`; the stream has its own view of what to do about it.
+                # `last_heard` shows that the read failed; the stream decides on its own what to do.
                 log.debug("etcd_not_confirmed", reason=str(error))
 
     async def _prove_same_history(self) -> None:
-        """A lagging member may truthfully be behind us; a linearizable read may not."""
+        """Check by a linearizable read, which unlike a lagging member is never behind, that etcd was not restored."""
         asked_at, cluster_id = self._clock(), self._cluster_id
         seen = max(watched.seen for watched in self._watched.values())
         now = await self._client.get_snapshot(self._watched[1].prefix)
         if cluster_id != self._cluster_id:
-            # Loaded anew meanwhile: this read is of another time.
+            # A load came in between: this read does not compare.
             return
         if now.cluster_id != self._cluster_id or now.revision < seen:
             raise _Restored(
@@ -277,7 +290,7 @@ class PrefixMirror:
             raise EtcdError(f"etcd at {self._client.endpoints} cancelled a watch: {message.cancel_reason}")
         if message.created:
             return
-        # Not before: a watch that is refused is first said to be created, and must not be asked for again at once.
+        # Not before: etcd first confirms a watch that it refuses, and that must not be retried at once.
         self._failures = 0
         self.last_error = None
         watched = self._watched.get(message.watch_id)
@@ -291,7 +304,7 @@ class PrefixMirror:
     async def _deliver(self, watched: _Watched, message: WatchMessage) -> None:
         count = message.event_count()
         for start in range(0, count, CHUNK_EVENTS):
-            # What was handed over before a break comes again after it; all but the revision that was cut in two is old.
+            # Events handed over before a break come again after it; all but the revision cut in two are old.
             events = [
                 event
                 for event in message.events(start, start + CHUNK_EVENTS)

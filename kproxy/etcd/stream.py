@@ -1,18 +1,18 @@
 """One bidirectional call, on a connection of its own.
 
-A stream that has gone quiet may sit on a connection that died without a word. gRPC finds that out after 9 s, about what
-a lease lives, and would put the next stream on the same connection. With a channel of its own a stream that is
-replaced is replaced with its connection; and an event flood on one does not hold up a keepalive on another.
+A silent stream may be on a connection that died silently. gRPC detects that after 9 s, about the TTL of a lease, and
+would put the next stream on the same connection. With a channel of its own, a stream is replaced together with its
+connection; and a flood of events on one stream does not delay a keepalive on another.
 
-States: NEW --the first write--> OPEN --any failure, or close()--> ENDED. A failure is reported by whichever call meets
-it first, as an EtcdError; whoever opened the stream awaits `close`.
+States: NEW --the first write--> OPEN --any failure, or close()--> ENDED. The first call that meets a failure raises an
+EtcdError; the creator of the stream awaits `close`.
 
 Invariants
-1. A stream goes to the member whose turn it is when it opens, and stays there. One that fails, that takes nothing, or
-   that is closed while an answer is waited for in vain, is a failure of its member: the next stream goes to another.
-2. Whoever asks again on a stream that has said nothing, asks its member first how it is, over another connection: so a
-   member that hangs is found out sooner than by waiting, and one with nothing to say is left in peace.
-3. It is opened with the token of that moment. A token that etcd refuses is not used again.
+1. A stream goes to the first member in order when it opens, and stays there. A stream that fails, that takes no
+   request, or that is closed while an answer is overdue, is a failure of its member: the next stream goes to another.
+2. Before a further request on a silent stream its member is asked for its status, over another connection. So a hung
+   member is detected sooner than by waiting, and a member without news keeps its stream.
+3. It is opened with the present token. A token that etcd refuses is not used again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ _Result = TypeVar("_Result")
 
 
 class EtcdStream:
-    """A call of `service`/`method`. One task at a time writes, one reads, and not before the first write."""
+    """A call of `service`/`method`.
+
+    One task at a time writes, one reads, and not before the first write.
+    """
 
     def __init__(
         self, members: Members, token: Token, service: str, method: str, *, on_close: Callable[[EtcdStream], None]
@@ -49,12 +52,15 @@ class EtcdStream:
         self._token = ""
         self._channel: Any = None
         self._call: Any = None
-        # Cancelling a gRPC read ends the call, so a read that was not in time goes on and is waited for again.
+        # Cancelling a gRPC read ends the call, so a late read goes on and is awaited again.
         self._reading: asyncio.Task[Any] | None = None
         self._in_vain = False
 
     async def write(self, request: Any, timeout_s: float) -> None:
-        """Hand over a request; EtcdUnavailable if there is no connection, or no room, within `timeout_s`."""
+        """Send a request.
+
+        Raises EtcdUnavailable if there is no connection, or no room, within `timeout_s`.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 if self._call is None:
@@ -76,7 +82,7 @@ class EtcdStream:
             request_serializer=getattr(rpc, f"{self._method}Request").SerializeToString,
             response_deserializer=getattr(rpc, f"{self._method}Response").FromString,
         )
-        # Where nobody listens it fails at once, and the next stream goes elsewhere.
+        # If nothing listens it fails at once, and the next stream goes elsewhere.
         self._call = open_call(metadata=metadata(self._token), wait_for_ready=False)
 
     async def _look_at_member(self) -> None:
@@ -87,7 +93,10 @@ class EtcdStream:
                 raise failure.as_etcd_error(self._method, self._members.endpoints, write=False) from failure
 
     async def read(self, timeout_s: float) -> Any | None:
-        """The next response, or None where none came within `timeout_s`; nothing is lost by that."""
+        """The next response, or None if none came within `timeout_s`.
+
+        No response is lost by that.
+        """
         if self._call is None:
             raise EtcdUnavailable(f"The {self._method} stream of {self._members.endpoints} is not open.")
         reading = self._reading
@@ -100,15 +109,15 @@ class EtcdStream:
         self._reading = None
         response = await self._met(reading)
         if response is grpc.aio.EOF:
-            # Where etcd ended it with a status, that is the reason.
+            # If etcd ended it with a status, that is the reason.
             await self._met(self._call)
             self._blame_member()
             raise EtcdUnavailable(f"etcd at {self._members.endpoints} ended {self._method}.")
         return response
 
     def refused(self, words: str) -> None:
-        """etcd refused what was asked on this stream, in `words`: where the token may be why, it is not used again."""
-        # Before 3.6 a watch with a token that ran out is said not to be permitted.
+        """etcd refused a request on this stream, in `words`: if the token may be the reason, do not use it again."""
+        # Before 3.6 etcd answers "permission denied" to a watch with an expired token.
         if is_token_refused(words) or "permission denied" in words:
             self._tokens.refused(self._token)
 
@@ -124,7 +133,7 @@ class EtcdStream:
         if reading is not None:
             await asyncio.wait((reading,))
             if not reading.cancelled():
-                # Whatever it says is of no interest any more; asking keeps asyncio from warning.
+                # Retrieving the error keeps asyncio from warning; it does not matter any more.
                 reading.exception()
         channel, self._channel = self._channel, None
         if channel is not None:
@@ -136,7 +145,7 @@ class EtcdStream:
         self._in_vain = False
 
     async def _met(self, step: Awaitable[_Result]) -> _Result:
-        """What `step` gives; a failure as an EtcdError, with what has to be remembered of it."""
+        """The result of `step`. Convert a failure to an EtcdError, and blame the member or the token for it."""
         try:
             return await step
         except grpc.aio.AioRpcError as error:

@@ -1,7 +1,7 @@
-"""One watch stream: several watchers on it, and what comes back, as values.
+"""One watch stream with several watchers, and its messages as values.
 
-The stream gives what etcd said and decides nothing; `mirror.py` knows what it means. Any failure ends the stream and is
-reported once, as an EtcdError, by whichever call meets it first. A stream is not reused after that.
+The stream reports etcd's messages and decides nothing; `mirror.py` interprets them. Any failure ends the stream; the
+first call that meets it raises an EtcdError. A stream is not reused after that.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ from typing import Any, NamedTuple
 from kproxy.etcd.client import EtcdClient
 from kproxy.etcd.messages import WatchEvent, encode_key, key_value, prefix_end, rpc
 
-# The watcher that `ask_for_sign_of_life` makes and takes away: what comes for it says nothing of any other.
+# The watcher that `ask_for_sign_of_life` creates and cancels: its messages tell nothing of the others.
 SIGN_OF_LIFE_WATCH_ID = 1 << 62
 
 _DELETE = 1
 
 
 class WatchMessage(NamedTuple):
-    """One WatchResponse. `revision` is the store's when it was sent; events of earlier revisions may still follow.
+    """One WatchResponse. `revision` is the store's when it was sent.
 
-    `fragment`: more of the same follows. `canceled`: the watcher is gone, for `cancel_reason` or, where
-    `compact_revision` is not 0, because what it wanted has been compacted away.
+    Events of earlier revisions may still follow.
+
+    `fragment`: more of the same follows. `canceled`: the watcher is gone, for `cancel_reason` or, if
+    `compact_revision` is not 0, because its start revision has been compacted.
     """
 
     watch_id: int
@@ -38,12 +40,14 @@ class WatchMessage(NamedTuple):
         return len(self.raw_events)
 
     def events(self, start: int, stop: int) -> list[WatchEvent]:
-        """A slice of the events: one message can hold tens of thousands, and the loop has other work."""
+        """Decode a slice of the events: one message can have tens of thousands."""
         return [WatchEvent(event.type == _DELETE, key_value(event.kv)) for event in self.raw_events[start:stop]]
 
 
 class WatchStream:
-    """An open Watch call. One task at a time reads; `close` must be awaited by whoever opened it.
+    """An open Watch call. One task at a time reads.
+
+    Its creator must await `close`.
 
     `write_timeout_s`: how long a request may wait for a connection or for etcd to take it.
     """
@@ -53,7 +57,7 @@ class WatchStream:
         self._write_timeout_s = write_timeout_s
 
     async def watch_prefix(self, watch_id: int, prefix: str, start_revision: int, *, fragments: bool) -> None:
-        """Ask for a watcher (`watch_id` > 0) of every change under `prefix` from `start_revision` on."""
+        """Create a watcher (`watch_id` > 0) of `prefix` from `start_revision` on."""
         await self._create(watch_id, encode_key(prefix), prefix_end(prefix), start_revision, fragments=fragments)
 
     async def watch_key(self, watch_id: int, key: str, start_revision: int, *, fragments: bool) -> None:
@@ -74,17 +78,20 @@ class WatchStream:
         await self._stream.write(rpc.WatchRequest(create_request=create), self._write_timeout_s)
 
     async def ask_for_sign_of_life(self, key: str) -> None:
-        """Have two messages for SIGN_OF_LIFE_WATCH_ID come, the second of them `canceled`. `key`: one that may be read.
+        """Cause two messages for SIGN_OF_LIFE_WATCH_ID, the second of them `canceled`. `key`: one that may be read.
 
-        A watcher comes and goes. A progress request is not enough: from 3.5.8 on etcd leaves it unanswered until the
-        start revision of every watcher has been reached, which is for ever where nobody writes.
+        This creates and cancels a watcher. A progress request is not enough: from 3.5.8 on etcd leaves it unanswered
+        until the start revision of every watcher has been reached, which is never if there are no writes.
         """
         await self._create(SIGN_OF_LIFE_WATCH_ID, encode_key(key), b"", 0, fragments=False)
         cancel = rpc.WatchCancelRequest(watch_id=SIGN_OF_LIFE_WATCH_ID)
         await self._stream.write(rpc.WatchRequest(cancel_request=cancel), self._write_timeout_s)
 
     async def read(self, timeout_s: float) -> WatchMessage | None:
-        """The next message, or None where none came within `timeout_s`; nothing is lost by that."""
+        """The next message, or None if none came within `timeout_s`.
+
+        No message is lost by that.
+        """
         response = await self._stream.read(timeout_s)
         if response is None:
             return None

@@ -1,33 +1,37 @@
-"""This proxy's entry in etcd: `{prefix}/kproxy/proxies/{id}`, on a lease of its own, so that others are told of it.
+"""Register this proxy in etcd, so that other proxies name it.
+
+The key is `{prefix}/kproxy/proxies/{id}`, on a lease of its own.
+
+The value is JSON with node_id, host and port. `FleetView` (kproxy.fleet.view) reads the entries.
 
 States
   out           no entry: not yet, or the lease was lost, or etcd does not answer
-  registered    an entry with this address stands on our lease
-  standing by   an entry with this address stands on the lease of another process; clients are told of the address all
-                the same
+  registered    an entry with this address is on our lease
+  standing by   an entry with this address is on the lease of another process; clients are told of the address anyway
 
 Transitions
-  out -> registered           the lowest free id is claimed; or the entry that has this address already is taken over:
+  out -> registered           the lowest free id is claimed; or an existing entry with this address is taken over:
                               its process has ended and its lease has not, or there are two
-  registered -> out           etcd does not know the lease any more, or somebody deleted the entry
-  registered -> standing by   another process has taken the entry over, so that two live ones advertise one address
+  registered -> out           the lease is gone, or the entry was deleted
+  registered -> standing by   another process has taken the entry over: two live ones advertise one address
   standing by -> registered   the other's entry has gone
   any -> out                  `run` is cancelled: the lease is revoked, and the entry gone, before it ends
 
 Invariants
-1. An entry is created only where there is none, and replaced only as it was seen (its mod_revision), with the address
-   that it had. So an id belongs to one address for as long as it stands, and ids of different addresses never meet.
-2. Of two live processes of one address the later one has the entry; the earlier never takes it back. So they do not
-   fight. Both say it.
-3. Whatever became of a claim, its lease is the one that holds the entry or is revoked; one that cannot be revoked ends
-   by itself, and its entry has this address.
-4. An etcd that cannot be reached is asked again for ever.
+1. An entry is created only where there is none, and replaced only as it was read (its mod_revision), with the same
+   address. So an id belongs to one address as long as the entry exists, and two addresses never share an id.
+2. Of two live processes with one address the later one has the entry; the earlier never takes it back. So they do not
+   fight. Both log it.
+3. After every claim its lease holds the entry or is revoked. A lease that cannot be revoked ends by itself, and its
+   entry has this address.
+4. An unreachable etcd is asked again for ever.
 """
 
 from __future__ import annotations
 
 import asyncio
 import enum
+import json
 import time
 from collections.abc import Callable, Sequence
 
@@ -43,14 +47,41 @@ from kproxy.etcd import (
     mod_revision_is,
     put_op,
 )
-from kproxy.fleet.keys import encode_proxy, parse_proxy, parse_proxy_id, proxies_prefix
-from kproxy.ownership.lease_keys import Senseless
+from kproxy.ownership.lease_keys import InvalidEntry, parse_address, parse_broker_key
 from kproxy.routing.fleet import FIRST_NODE_ID, Proxy
 
-# How often an entry is looked at, in shares of the lease's TTL.
+
+def proxies_prefix(prefix: str) -> str:
+    """The prefix of the keys of all proxies; `prefix` is the root of all keys."""
+    return f"{prefix.rstrip('/')}/kproxy/proxies/"
+
+
+def encode_proxy(proxy: Proxy) -> bytes:
+    return json.dumps(proxy._asdict()).encode()
+
+
+def parse_proxy_id(rest: str) -> int:
+    """Parse the part of a key after the prefix. Raises InvalidEntry."""
+    node_id = parse_broker_key(rest)
+    if node_id < FIRST_NODE_ID:
+        raise InvalidEntry("an id that is no proxy's")
+    return node_id
+
+
+def parse_proxy(rest: str, value: bytes) -> Proxy:
+    """Parse the part of a key after the prefix, and its value.
+
+    Raises InvalidEntry.
+    """
+    node_id = parse_proxy_id(rest)
+    host, port = parse_address(node_id, value)
+    return Proxy(node_id, host, port)
+
+
+# How often an entry is read within the lease's TTL.
 LOOKS_PER_TTL = 4
 RETRY_PAUSE_S = 0.5
-# A proxy that ends does not wait longer for etcd: its lease ends by itself.
+# A stopping proxy does not wait longer for etcd: its lease ends by itself.
 REVOKE_TIMEOUT_S = 2.0
 
 log = structlog.get_logger(__name__)
@@ -63,7 +94,9 @@ class RegistrarState(enum.Enum):
 
 
 class Registrar:
-    """Registers the address `host`, `port` until cancelled. `run` is one coroutine that the caller owns.
+    """Registers the address `host`, `port` until cancelled.
+
+    `run` is one coroutine that the caller owns.
 
     `prefix` is the root of all keys; `ttl_s` the lease's TTL in seconds, of which etcd may grant more; `clock` in
     seconds.
@@ -94,11 +127,11 @@ class Registrar:
         self.last_error: EtcdError | None = None
 
     async def wait_entered(self) -> None:
-        """Until an entry with this address stands, ours or another process's, for the first time."""
+        """Wait until an entry with this address, of any process, exists."""
         await self._entered.wait()
 
     async def run(self) -> None:
-        """Keep the entry there until cancelled."""
+        """Keep the entry registered until cancelled."""
         may_take_over = True
         try:
             while True:
@@ -124,7 +157,7 @@ class Registrar:
     # Claiming
 
     async def _claim(self, *, may_take_over: bool) -> None:
-        """To be registered, or else to stand by. Raises EtcdError."""
+        """Register, or stand by. Raises EtcdError."""
         while True:
             entries = (await self._client.get_prefix(self._prefix)).kvs
             mine = next((kv for kv in entries if self._is_mine(kv)), None)
@@ -137,10 +170,10 @@ class Registrar:
             if await self._put(node_id, key, absent_or_as_seen):
                 self._registered(node_id, key, mine)
                 return
-            # Somebody was faster; whatever stands there now is read again.
+            # Another process was faster: read the entries again.
 
     async def _put(self, node_id: int, key: str, condition: TxnCompare) -> bool:
-        """Put the entry there on a new lease, where the condition holds."""
+        """Put the entry on a new lease if the condition holds; whether it did."""
         lease = await self._client.lease_grant(self._ttl_s)
         self._lease_id, done = lease.lease_id, False
         try:
@@ -171,14 +204,14 @@ class Registrar:
     def _is_mine(self, kv: KeyValue) -> bool:
         try:
             return parse_proxy(kv.key.removeprefix(self._prefix), kv.value).address == (self._host, self._port)
-        except Senseless:
+        except InvalidEntry:
             return False
 
     def _id_of(self, key: str) -> int:
         return parse_proxy_id(key.removeprefix(self._prefix))
 
     def _lowest_free(self, entries: Sequence[KeyValue]) -> int:
-        """An id whose entry makes no sense is not free either."""
+        """The lowest id without an entry; an invalid entry takes its id too."""
         taken = {kv.key for kv in entries}
         node_id = FIRST_NODE_ID
         while f"{self._prefix}{node_id}" in taken:
@@ -188,7 +221,7 @@ class Registrar:
     # Holding
 
     async def _hold(self) -> bool:
-        """Until the entry is not ours any more; whether it may be taken over from whoever has it."""
+        """Wait until the entry is not ours any more; whether it may be taken over from its owner."""
         keeper = asyncio.create_task(
             self._client.lease_keep_alive(self._lease_id, clock=self._clock, on_renewed=lambda *_: None)
         )
@@ -217,7 +250,7 @@ class Registrar:
         return True
 
     async def _until_another_is_seen(self) -> KeyValue | None:
-        """What stands where our entry should; None for nothing. While etcd does not answer nothing has been seen."""
+        """Wait for another entry in place of ours; return it, or None if there is none. Ignore failed reads."""
         while True:
             await asyncio.sleep(self._look_s)
             try:
@@ -229,7 +262,7 @@ class Registrar:
                 return found
 
     async def _give_up(self) -> None:
-        """Revoke the lease there may be, and with it the entry. Etcd not answering is only logged."""
+        """Revoke the lease, if any, and so the entry. An etcd that does not answer is only logged."""
         lease_id, self._lease_id = self._lease_id, 0
         self.state = RegistrarState.OUT
         if lease_id:

@@ -1,18 +1,20 @@
-"""The view of the other proxies: `{prefix}/kproxy/proxies/` in etcd, kept current in a `Fleet`.
+"""Keep a `Fleet` current with the proxies registered in etcd.
 
-This one's own entry is found by its advertised address, so that processes which share one address (workers) all know
-who they are without being told.
+Their keys are under `{prefix}/kproxy/proxies/`.
 
-States: ALONE, before the first snapshot, and CURRENT. With etcd gone the last known fleet is named on.
+This proxy's own entry is found by its advertised address, so processes that share one address (workers) all know their
+id without being told.
+
+States: ALONE, before the first snapshot, and CURRENT. While etcd is away the last known fleet stays.
 
 Invariants
-1. This proxy does not drop itself, whatever etcd says: its lease may have ended because etcd was away, and it serves
-   all the same. It keeps the id it last had, unless that has become another's; then it is left out until it has a new
-   one. Only one that is leaving goes, if there is another.
-2. Before it ever had an id it names the others. A fleet of nobody is this one alone, as `FIRST_NODE_ID`.
+1. This proxy does not drop itself, whatever etcd says: its lease may have ended because etcd was away, and it still
+   serves. It keeps its last id, unless another proxy has that now; then it is left out until it has a new one. Only a
+   leaving proxy drops itself, if there is another.
+2. Before it ever had an id it names the others. An empty fleet is this proxy alone, as `FIRST_NODE_ID`.
 3. An address is named once, under the lowest of its ids; at most MAX_PROXIES are named, those of the lowest ids.
-4. A key or value that makes no sense is passed over, counted by reason, and logged once a key.
-5. What is logged of changes is about the others.
+4. An invalid key or value is skipped, counted by reason, and logged once per key.
+5. Logged changes are about the other proxies.
 """
 
 from __future__ import annotations
@@ -26,29 +28,28 @@ from collections.abc import Callable, Iterable
 import structlog
 
 from kproxy.etcd import EtcdClient, KeyValue, PrefixMirror, Snapshot, WatchEvent
-from kproxy.fleet.keys import parse_proxy, proxies_prefix
-from kproxy.ownership.lease_keys import Senseless
-from kproxy.ownership.skipped import SkippedKeys
+from kproxy.fleet.registration import parse_proxy, proxies_prefix
+from kproxy.ownership.lease_keys import InvalidEntry, SkippedKeys
 from kproxy.routing.fleet import FIRST_NODE_ID, Fleet, Proxy
 
 MAX_PROXIES = 1_000
 MAX_LOGGED_KEYS = 100
-# In one line.
+# In one log line.
 MAX_LOGGED_PROXIES = 10
 
 log = structlog.get_logger(__name__)
 
 
 def alone(host: str, port: int) -> Proxy:
-    """A proxy that knows of no other."""
+    """This proxy while it knows of no other."""
     return Proxy(FIRST_NODE_ID, host, port)
 
 
 class FleetView:
     """Feeds `fleet` from etcd. `run` is one coroutine that the caller owns.
 
-    `prefix` is the root of all keys, `host` and `port` what this proxy advertises, `clock` in seconds. What is passed
-    over is counted in `counters` as `fleet.skipped.{reason}`.
+    `prefix` is the root of all keys, `host` and `port` are advertised by this proxy, `clock` is in seconds. Skipped
+    entries are counted in `counters` as `fleet.skipped.{reason}`.
     """
 
     def __init__(
@@ -80,22 +81,22 @@ class FleetView:
         await self._mirror.run()
 
     async def wait_synced(self) -> None:
-        """Until the proxies have been read once."""
+        """Wait until the proxies have been read once."""
         await self._mirror.wait_synced()
 
     async def wait_named(self) -> None:
-        """Until etcd names this proxy for the first time."""
+        """Wait until etcd names this proxy for the first time."""
         await self._named.wait()
 
     def leave(self) -> None:
-        """This proxy ends: name the others, once etcd does not name this one any more."""
+        """Name only the others once etcd does not name this proxy any more."""
         self._leaving = True
         self._tell()
 
-    # What the mirror says
+    # Calls of the mirror
 
     def on_restored(self) -> None:
-        """The snapshot that follows says all there is to know."""
+        """The snapshot that follows has everything."""
 
     def on_snapshot(self, snapshot: Snapshot) -> None:
         self._found.clear()
@@ -113,7 +114,7 @@ class FleetView:
     def _take(self, kv: KeyValue) -> None:
         try:
             self._found[kv.key] = parse_proxy(kv.key.removeprefix(self._prefix), kv.value)
-        except Senseless as reason:
+        except InvalidEntry as reason:
             self._skipped.skip(kv, reason)
 
     def _tell(self) -> None:
@@ -132,7 +133,7 @@ class FleetView:
             log.info("proxies_changed", others=len(now), **{what: who for what, who in changes.items() if who})
 
     def _others(self) -> Iterable[Proxy]:
-        """Of this proxy's own entry the registrar tells."""
+        """All but this proxy's own entry, which the registrar reports."""
         return (proxy for proxy in self._fleet.proxies if proxy.address != self._alone.address)
 
 
@@ -144,16 +145,19 @@ def _in_words(proxies: Iterable[Proxy]) -> str:
 
 
 async def named_in(client: EtcdClient, prefix: str) -> list[Proxy]:
-    """Whom the proxies under this root name to clients, read once. Raises EtcdError."""
+    """The proxies under this root as clients see them, read once.
+
+    Raises EtcdError.
+    """
     proxies = []
     for kv in (await client.get_prefix(proxies_prefix(prefix))).kvs:
-        with contextlib.suppress(Senseless):
+        with contextlib.suppress(InvalidEntry):
             proxies.append(parse_proxy(kv.key.removeprefix(proxies_prefix(prefix)), kv.value))
     return distinct(proxies)
 
 
 def distinct(proxies: Iterable[Proxy]) -> list[Proxy]:
-    """Invariant 3."""
+    """One proxy per address (invariant 3)."""
     by_address: dict[tuple[str, int], Proxy] = {}
     for proxy in sorted(proxies):
         by_address.setdefault(proxy.address, proxy)

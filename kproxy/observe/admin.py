@@ -1,13 +1,13 @@
-"""The proxy's admin page: what it knows and whether it is well, over HTTP; and the freeing of claims.
+"""The proxy's admin page: table, claims, replicas; freeing of claims.
 
 | page | answer |
 | --- | --- |
 | `/table` | JSON of the routing table: `?topic=`, `?after=`, `?limit=`; follow `next` for more; `?worker=` |
-| `/own` | JSON of who owns what by the Own API: `?group=`, `?after=`, `?limit=`; 501 where it is not offered |
-| `/own/free` | POST `{"group": "g", "resources": ["t/0"]}`, null: all of the group's; their owners are severed |
+| `/own` | JSON of the claims of the Own API: `?group=`, `?after=`, `?limit=`; 501 where it is not offered |
+| `/own/free` | POST `{"group": "g", "resources": ["t/0"]}`, null: all of the group; their owners are severed |
 | `/replication` | JSON of reference brokers' replicas: `?topic=`, `?after=`, `?limit=`; 501 where there is no etcd |
 
-and what every process has (`observe.http_page`). In `/readyz` a stale table is degraded, not unready.
+`observe.http_page` has the pages of every process. In `/readyz` a stale table is degraded, not unready.
 """
 
 from __future__ import annotations
@@ -23,38 +23,43 @@ from kproxy.config import ProxyConfig
 from kproxy.etcd import EtcdError
 from kproxy.observe.claims import MAX_CLAIM_ROWS, MAX_ORDER_BYTES, ClaimsQuery, FreeOrder, NotOffered
 from kproxy.observe.http_page import HttpPage, VitalPages
-from kproxy.observe.replication import replication_page
-from kproxy.observe.table import MAX_PAGE_ROWS, TableQuery
+from kproxy.observe.table import MAX_PAGE_ROWS, TableQuery, replication_page
 from kproxy.ownership.replication import ReplicationReader
 
 TableLike = Callable[[TableQuery], Awaitable[bytes]]
 
 
 class Unanswered(Exception):
-    """Nobody can say at the moment; the text says why."""
+    """There is no answer at the moment; the text says why."""
 
 
 class Pages(VitalPages, Protocol):
-    """What the pages say; of one process, or of several as of one."""
+    """The content of the pages, of one process or of several together."""
 
     async def table(self, query: TableQuery, worker: int | None) -> bytes:
-        """JSON of a TablePage, of `worker` where one is named.
+        """JSON of a TablePage, of `worker` if named.
 
-        ValueError for a query that will not do, Unanswered.
+        Raises ValueError for an invalid query, and Unanswered.
         """
         ...
 
     async def claims(self, query: ClaimsQuery) -> bytes:
-        """JSON of a ClaimsPage. ValueError for a query that will not do, Unanswered, NotOffered."""
+        """JSON of a ClaimsPage.
+
+        Raises ValueError for an invalid query, Unanswered, NotOffered.
+        """
         ...
 
     async def free(self, order: FreeOrder) -> bytes:
-        """JSON of a FreeOutcome. ValueError, Unanswered, NotOffered as above."""
+        """JSON of a FreeOutcome.
+
+        Raises ValueError, Unanswered, NotOffered as `claims`.
+        """
         ...
 
 
 class AdminPage(HttpPage):
-    """Serves `pages`; `replication` is a page as `Pages.table` is one, of ReplicaRows."""
+    """Serves `pages`; `replication` makes JSON of a ReplicationPage."""
 
     def __init__(self, pages: Pages, replication: TableLike) -> None:
         self._pages = pages
@@ -95,7 +100,7 @@ class AdminPage(HttpPage):
 
     async def _free(self, request: web.Request) -> web.Response:
         if request.content_type != "application/json":
-            # What any web page may have a browser send here is a form: this is none.
+            # A foreign web page can make a browser send a form, but not JSON.
             return web.Response(status=415, text="send application/json\n")
 
         async def outcome() -> bytes:

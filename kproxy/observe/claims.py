@@ -1,6 +1,6 @@
-"""Who owns what by the Own API, as a person or a program reads it: pages of plain structures, ready for JSON.
+"""The claims of the Own API and orders to free them, for JSON.
 
-A page is taken in one step and so consistent at its own `revision`; who reads several pages compares their revisions.
+A page is made in one step and so consistent at its own `revision`. A reader of several pages compares their revisions.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-# Names are 1 KiB at most, six times that where JSON escapes them: a page stays below 16 MiB whatever they are.
+# Names have at most 1 KiB, six times that if JSON escapes them: a page stays below 16 MiB.
 MAX_CLAIM_ROWS = 1_000
-# Of a client's name, in characters.
+# Of a client's id, in characters.
 MAX_CLIENT_TEXT = 256
-# A worker takes questions of 64 KiB.
+# A worker takes messages of 64 KiB.
 MAX_ORDER_BYTES = 32 << 10
 # Of topics with a writer group.
 MAX_WRITER_GROUPS = 100
@@ -21,14 +21,16 @@ WHOLE_GROUP_TEXT = "(whole group)"
 
 
 class NotOffered(Exception):
-    """There are no claims here; the text says why."""
+    """The Own API is not offered here; the text says why."""
 
 
 class ClaimRow(msgspec.Struct, frozen=True):
-    """One claim that is in force. `resource` is empty for the whole group, as in Own's answers.
+    """One claim in force.
 
-    `proxy` is the process that claimed, by its lease in etcd, and `address` what it advertises, empty where its entry
-    is gone; `connection` a number within it, `client` what the client calls itself. `since`: in ms since 1970.
+    `resource` is empty for the whole group, as in Own's answers.
+
+    `proxy` is the process that claimed, by its lease in etcd, and `address` its advertised address, empty if its entry
+    is gone; `connection` is a number within it, `client` the client id. `since`: in ms since 1970.
     """
 
     group: str
@@ -51,9 +53,9 @@ class ClaimRow(msgspec.Struct, frozen=True):
 
 
 class MemberRow(msgspec.Struct, frozen=True):
-    """A process that can own for its clients: `seen` is the revision up to which it has acted upon every claim.
+    """A process that can own for its clients: `seen` is the revision up to which it has acted on every claim.
 
-    `unsettled`: of so many partitions earlier writers' records may still be under way through it.
+    `unsettled`: the number of partitions to which records of earlier writers may still be in flight through it.
     """
 
     proxy: str
@@ -63,10 +65,12 @@ class MemberRow(msgspec.Struct, frozen=True):
 
 
 class ClaimsPage(msgspec.Struct, frozen=True, kw_only=True):
-    """Claims by group and resource; `next` is the `after` of the next page, None on the last.
+    """Claims by group and resource.
 
-    `writer_groups`: the first of those that any member was told of, each as `TOPIC=GROUP`; `differ`: not all of them
-    were told the same.
+    `next` is the `after` of the next page, None on the last.
+
+    `writer_groups`: the first of those configured at any member, each as `TOPIC=GROUP`; `differ`: the members are not
+    all configured alike.
     """
 
     revision: int
@@ -78,7 +82,7 @@ class ClaimsPage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClaimsQuery(msgspec.Struct, frozen=True):
-    """Which page is wanted: claims, of one group if named, after `after` (`next` of the page before), so many."""
+    """A page to ask for: at most `limit` claims after `after` (`next` of the page before), of one group if named."""
 
     group: str | None = None
     after: str | None = None
@@ -86,17 +90,17 @@ class ClaimsQuery(msgspec.Struct, frozen=True):
 
 
 class FreeOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is to be free; `resources` None: all that is owned in the group."""
+    """The claims to free; `resources` None: all claims in the group."""
 
     group: str
     resources: list[str] | None = None
 
 
 class FreeOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it.
+    """The result of a FreeOrder.
 
-    `freed` had owners, whose connections are severed; nobody owned `missing` by itself, but perhaps with the `whole`
-    group; `changed` got another owner at that moment. `more`: there is more than one order frees.
+    `freed` had owners, whose connections are severed. `missing` had no owner by itself, but perhaps one of the `whole`
+    group. `changed` got another owner meanwhile. `more`: there are more claims than one order frees.
     """
 
     freed: list[ClaimRow] = []
@@ -107,5 +111,5 @@ class FreeOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def merge_claims(pages: Sequence[ClaimsPage]) -> ClaimsPage:
-    """Consecutive pages as one."""
+    """Join consecutive pages."""
     return msgspec.structs.replace(pages[-1], claims=[claim for page in pages for claim in page.claims], next=None)

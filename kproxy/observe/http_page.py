@@ -1,10 +1,10 @@
-"""What every process that serves shows of itself over HTTP: how it stands, and its metrics.
+"""The HTTP pages of every serving process: metrics, liveness, readiness.
 
 | page | answer |
 | --- | --- |
-| `/` | a few words for people, and the other pages |
+| `/` | a summary for people, and the other pages |
 | `/metrics` | for Prometheus (see `observe.exposition`) |
-| `/livez` | 200 while the process turns |
+| `/livez` | 200 while the process works |
 | `/readyz` | 200 while it can serve, 503 with the reason otherwise |
 
 States: made --start()--> serving --stop()--> stopped.
@@ -26,21 +26,24 @@ SHUTDOWN_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Whether clients should be sent here; `text` is `ready`, how it is degraded, or why not."""
+    """Whether clients should be sent here.
+
+    `text` is `ready`, how it is degraded, or why not.
+    """
 
     ready: bool
     text: str
 
 
 class VitalPages(Protocol):
-    """What the pages say that every process has."""
+    """The content of the pages that every process has."""
 
     async def summary(self) -> str:
-        """What it is and how it stands, for people: some lines."""
+        """Some lines for people: the process and its state."""
         ...
 
     async def metrics(self, accept: str) -> tuple[bytes, str]:
-        """The page and its content type, in the format that an HTTP Accept header asks for."""
+        """The page, and its content type as an HTTP Accept header asks for it."""
         ...
 
     async def readiness(self) -> Readiness:
@@ -48,12 +51,12 @@ class VitalPages(Protocol):
         ...
 
     async def liveness(self) -> Readiness:
-        """Whether anybody turns; where not, a restart is what helps."""
+        """Whether the process works; if not, a restart helps."""
         ...
 
 
 class HttpPage:
-    """Serves `pages`, and `more` pages of the process's own."""
+    """Serves `pages`, and `more` routes of the process's own."""
 
     def __init__(self, pages: VitalPages, more: Sequence[web.RouteDef] = ()) -> None:
         self._vital = pages
@@ -71,7 +74,10 @@ class HttpPage:
         )
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; the real port. StartupError, with nothing left open, where that cannot be."""
+        """Listen; return the real port.
+
+        Raises StartupError, with nothing left open.
+        """
         await self._runner.setup()
         try:
             site = web.TCPSite(self._runner, host, port)

@@ -1,28 +1,123 @@
-"""Where logs go: to stderr, a line an event. stdout stays for the ready line and for what a command was asked.
+"""Configure logging to stderr, with a bound on the lines of one kind.
 
-Lines of one kind are bounded (kproxy.observe.log_bound), those with `most_a_minute=N` to so many.
+stdout is for the ready line and for the output of commands. The bound keeps a client that sends nonsense in a loop from
+filling the disk. A kind is a level and an event, without its fields; for the standard library's loggers it is the level
+and the message before its arguments are filled in. A line may bring a bound of its own, `most_a_minute=N`.
+
+States of a kind
+  unknown    no line of it was logged for a minute
+  counting   its minute has begun with a line; lines are logged up to its bound, and the rest is counted
+
+Transitions
+  unknown  -> counting   its first line
+  counting -> unknown    its minute is over, and one line has told how many were left out; that line is never left out
+
+Invariants
+1. A line is logged or counted, and each count is told: when the minute is over, and at the end of the process.
+2. At most MOST_KINDS kinds are known at a time; the kinds beyond are one kind per level.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextvars
 import logging
 import sys
+import threading
+import time
+from collections.abc import Callable
 from typing import Final
 
 import structlog
 from structlog.typing import EventDict, WrappedLogger
 
-from kproxy.observe.log_bound import MOST_A_MINUTE, LogBound
+MOST_A_MINUTE = 60
+MINUTE_S = 60.0
+MOST_KINDS = 500
+ANYTHING_ELSE = "anything else"
+
+Say = Callable[[str, str], None]
+"""Log a line of a level, regardless of bounds."""
+Later = Callable[[float, Callable[[], None]], None]
+
+
+def in_a_thread(seconds: float, call: Callable[[], None]) -> None:
+    """Call it later, on a daemon thread: there may be no event loop."""
+    # The context has the fields that are bound to every line of this process.
+    timer = threading.Timer(seconds, contextvars.copy_context().run, (call,))
+    timer.daemon = True
+    timer.start()
+
+
+class LogBound:
+    """Admits or counts each line. Lines may come from any thread."""
+
+    def __init__(self, say: Say, *, clock: Callable[[], float] = time.monotonic, later: Later = in_a_thread) -> None:
+        self._say = say
+        self._clock = clock
+        self._later = later
+        self._lock = threading.Lock()
+        # By level and event: when its minute began, its lines since then, and how many of them are logged.
+        self._kinds: dict[tuple[str, str], tuple[float, int, int]] = {}
+        self._is_due = False
+
+    def admits(self, level: str, event: str, most: int = MOST_A_MINUTE) -> bool:
+        """Whether to log a line; count it."""
+        with self._lock:
+            now = self._clock()
+            kind = (level, event)
+            if kind not in self._kinds and len(self._kinds) >= MOST_KINDS:
+                self._forget_quiet(now)
+                if len(self._kinds) >= MOST_KINDS:
+                    kind = (level, ANYTHING_ELSE)
+            since, lines, most = self._kinds.get(kind, (now, 0, most))
+            if now - since >= MINUTE_S and lines <= most:
+                since, lines = now, 0
+            self._kinds[kind] = since, lines + 1, most
+            if lines < most:
+                return True
+            tells_later, self._is_due = not self._is_due, True
+        if tells_later:
+            self._later(max(0.0, since + MINUTE_S - now), self.tell)
+        return False
+
+    def tell(self, *, at_once: bool = False) -> None:
+        """Log how many lines were left out in minutes that are over.
+
+        `at_once`: in all.
+        """
+        due = []
+        with self._lock:
+            now = self._clock()
+            for kind, (since, lines, most) in list(self._kinds.items()):
+                if lines > most and (at_once or now - since >= MINUTE_S):
+                    due.append((kind, lines - most))
+                    del self._kinds[kind]
+            ends = [since + MINUTE_S for since, lines, most in self._kinds.values() if lines > most]
+            self._is_due = bool(ends)
+        if ends:
+            self._later(max(0.0, min(ends) - now), self.tell)
+        for (level, event), count in due:
+            lines_left_out = "1 line" if count == 1 else f"{count} lines"
+            self._say(level, f'{lines_left_out} like "{event}" left out in the last minute')
+
+    def _forget_quiet(self, now: float) -> None:
+        for kind, (since, lines, most) in list(self._kinds.items()):
+            if now - since >= MINUTE_S and lines <= most:
+                del self._kinds[kind]
+
 
 LEVELS = ("debug", "info", "warning", "error")
 
-# On the line that says how many were left out: that one is not.
+# Marks the line that tells how many were left out: it is always logged.
 _TOLD: Final = "_told"
 
 
 def configure_logging(level: str) -> None:
-    """Log `level` and above, with colours on a terminal. Libraries that log by the standard library: warnings."""
+    """Log `level` and above, with colours on a terminal.
+
+    Of libraries that use the standard library, warnings.
+    """
     on_terminal = sys.stderr.isatty()
     bound = LogBound(_say)
     structlog.configure(
@@ -44,7 +139,7 @@ def configure_logging(level: str) -> None:
 
 
 class _Bounded:
-    """The processor that leaves out what is beyond the bound."""
+    """The processor that drops lines beyond the bound."""
 
     def __init__(self, bound: LogBound) -> None:
         self._bound = bound

@@ -1,7 +1,4 @@
-"""`/metrics`: the counts of this process as Prometheus families, made when they are asked for.
-
-docs/metrics.md says what each of them means.
-"""
+"""Make the Prometheus families of this process, when `/metrics` is asked for. docs/metrics.md describes them."""
 
 from __future__ import annotations
 
@@ -13,8 +10,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kproxy.observe.exposition import counter, gauge, histogram, this_process
-from kproxy.observe.families import Gauge
+from kproxy.observe.exposition import Gauge, counter, gauge, histogram, this_process
 from kproxy.observe.table import TableView
 from kproxy.observe.tally import DELAY_BOUNDS_S, OTHER_BROKERS, OTHER_VERSION, PRODUCE_BOUNDS_S, VERSION_BITS, Tally
 from kproxy.routing.retry import event_name
@@ -25,12 +21,12 @@ from kproxy_codec import api_keys, error_codes
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """What holds at this moment. `sent_bytes` are those of connections that are still open.
+    """The state at this moment. `sent_bytes` are those of open connections.
 
-    `brokers`: by id whether each can be used, as far as is known.
+    `brokers`: by id whether each can be used, as far as known.
 
-    `own_claims` are held by clients of this process, `own_members` are the processes that can hold some, and
-    `own_unsettled` the partitions of which claims have to wait, because of what earlier owners wrote through this one.
+    `own_claims` are held by clients of this process, `own_members` are the processes that can hold claims, and
+    `own_unsettled` the partitions whose claims wait for writes of earlier owners through this process.
     """
 
     client_connections: int = 0
@@ -48,7 +44,10 @@ class Vitals:
 
 
 class ProxyCollector(Collector):
-    """What this process counts. `counters` are named events: `splits`, `deadlines` and so on."""
+    """The families of one serving process.
+
+    `counters` are named events: `splits`, `deadlines` and so on.
+    """
 
     def __init__(
         self,
@@ -78,7 +77,7 @@ class ProxyCollector(Collector):
 
 
 class WorkersCollector(Collector):
-    """The worker processes: by number whether each serves and answers, and how many were started in another's place."""
+    """The worker processes: whether each serves, and the number of restarts."""
 
     def __init__(self, up: Mapping[int, bool], restarts: int) -> None:
         self._up = up
@@ -94,7 +93,7 @@ class WorkersCollector(Collector):
 
 
 class ProcessesCollector(Collector):
-    """What the system knows of several processes, by the name that stands in the label `worker`."""
+    """The system's numbers of several processes, by the label `worker`."""
 
     def __init__(self, pids: Mapping[str, int]) -> None:
         self._pids = pids
@@ -110,12 +109,12 @@ class ProcessesCollector(Collector):
 
 
 def _of_process(pid: int) -> Iterable[Metric]:
-    # A registry that has nothing to do with it: the collector insists on one.
+    # An unused registry: the collector requires one.
     return ProcessCollector(pid=lambda: pid, registry=CollectorRegistry()).collect()
 
 
 def own_process() -> Iterable[Collector]:
-    """What a process that serves alone says of itself, beside what it counts."""
+    """The further collectors of a process without workers."""
     return *this_process(), WorkersCollector({1: True}, 0)
 
 
@@ -186,7 +185,7 @@ def _outcomes(tally: Tally, counters: Mapping[str, int]) -> Iterable[Metric]:
 
 
 def _broker(broker: int) -> str:
-    """The label for a broker: empty for none."""
+    """The label of a broker: empty for none."""
     return "other" if broker == OTHER_BROKERS else "" if broker == NO_OWNER else str(broker)
 
 
@@ -249,7 +248,7 @@ def _fleet(view: TableView, counters: Mapping[str, int]) -> Iterable[Metric]:
     yield skipped
 
 
-# Outcomes of asking for a resource, by the counters' names.
+# Outcomes of requests for a resource; counters are named after them.
 _OWN_OUTCOMES = ("granted", "fenced", "timed_out", "refused")
 _OWN_GATED = {"PRODUCE": "own.gated", "FETCH": "own.fetch_gated"}
 
@@ -311,6 +310,6 @@ def _audit(shipping: ShipperVitals | None, counters: Mapping[str, int]) -> Itera
 
 
 def registered(registration: str) -> Metric:
-    """Of several processes one has the entry for all."""
+    """The gauge of the registration: one of several processes has the entry."""
     value = int(registration == "registered")
     return gauge("kproxy_fleet_registered", "1 while this proxy has its own entry among them.", value, "max")

@@ -1,12 +1,13 @@
-"""The routing table as a person or a program reads it: pages of plain structures, ready for JSON.
+"""The routing table and the reference brokers' replicas, for JSON.
 
-A page is taken in one step and so consistent at its own `revision`; who reads several pages compares their revisions.
+A page is made in one step and so consistent at its own `revision`. A reader of several pages compares their revisions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 
@@ -14,12 +15,12 @@ import msgspec
 
 from kproxy.routing.topology import Ownership, Topology
 
-# A page is made between two requests of clients: this many rows take about 10 ms.
+# A page is made between two requests of clients: so many rows take about 10 ms.
 MAX_PAGE_ROWS = 10_000
 
 
 class ProxyRow(msgspec.Struct, frozen=True):
-    """One proxy that clients are told of; `this` is the one that says so."""
+    """One proxy that clients are told of; `this`: it is the one that answers."""
 
     id: int
     host: str
@@ -29,10 +30,10 @@ class ProxyRow(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class TableView:
-    """The live table and how current it is: `age_s` since its source last said anything, infinite before it did.
+    """The live table and how current it is: `age_s` since its source last answered, infinite before it did.
 
-    `source` is where owners are learned from: etcd, kafka or static. `registration`: how this proxy stands among the
-    others, empty where it knows of none.
+    `source` is the source of owners: etcd, kafka or static. `registration`: the state of this proxy's own entry, empty
+    if it does not register.
     """
 
     topology: Topology
@@ -44,7 +45,7 @@ class TableView:
 
 
 class TableQuery(msgspec.Struct, frozen=True):
-    """Which page is wanted: owned partitions, of one topic if named, after `after` (`topic/partition`), so many."""
+    """A page to ask for: at most `limit` owned partitions after `after` (`topic/partition`), of one topic if named."""
 
     topic: str | None = None
     after: str | None = None
@@ -52,9 +53,11 @@ class TableQuery(msgspec.Struct, frozen=True):
 
 
 class PartitionRow(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One owned partition. `revision` is the source's own, of its last change; it is no leader epoch.
+    """One owned partition.
 
-    The rest is what `kproxy table` adds from the page `/replication`; None: not known.
+    `revision` is the source's own, of its last change; it is not a leader epoch.
+
+    `kproxy table` adds the rest from the page `/replication`; None: not known.
     """
 
     partition: int
@@ -77,7 +80,10 @@ class BrokerRow(msgspec.Struct, frozen=True):
 
 
 class TablePage(msgspec.Struct, frozen=True, kw_only=True):
-    """`next` is the `after` of the next page, None on the last. `age_s` None: the source never said anything yet."""
+    """`next` is the `after` of the next page, None on the last.
+
+    `age_s` None: the source has not answered yet.
+    """
 
     source: str = "etcd"
     revision: int
@@ -93,9 +99,9 @@ class TablePage(msgspec.Struct, frozen=True, kw_only=True):
 def table_page(
     view: TableView, *, topic: str | None = None, after: str | None = None, limit: int = MAX_PAGE_ROWS
 ) -> TablePage:
-    """Up to `limit` owned partitions, of one topic if named, that come after `after` (`topic/partition`).
+    """The page of up to `limit` owned partitions after `after` (`topic/partition`), of one topic if named.
 
-    ValueError where `after` is no such place or `limit` is out of [1, MAX_PAGE_ROWS].
+    Raises ValueError if `after` is not of that form or `limit` is out of [1, MAX_PAGE_ROWS].
     """
     if not 1 <= limit <= MAX_PAGE_ROWS:
         raise ValueError(f"limit is a number from 1 to {MAX_PAGE_ROWS}")
@@ -128,12 +134,12 @@ def table_page(
 def _rows(topology: Topology, topic: bytes | None, after: tuple[bytes, int]) -> Iterator[Ownership]:
     if topic is None:
         return topology.ownerships(after)
-    # The rows of one topic stand together.
+    # The rows of one topic are consecutive.
     return takewhile(lambda row: row.topic == topic, topology.ownerships(max(after, (topic, -1))))
 
 
 def parse_place(text: str) -> tuple[bytes, int]:
-    """`topic/partition`. Raises ValueError."""
+    """Parse `topic/partition`. Raises ValueError."""
     topic, slash, partition = text.rpartition("/")
     if not slash or not topic or not (partition.isascii() and partition.isdigit() and len(partition) <= 9):
         raise ValueError("after is topic/partition, the next of the page before")
@@ -141,7 +147,7 @@ def parse_place(text: str) -> tuple[bytes, int]:
 
 
 def merge_pages(pages: Sequence[TablePage]) -> TablePage:
-    """Consecutive pages as one; how current it is as the last page says."""
+    """Join consecutive pages; age and staleness are the last page's."""
     topics: list[TopicRows] = []
     for page in pages:
         for topic in page.topics:
@@ -150,3 +156,86 @@ def merge_pages(pages: Sequence[TablePage]) -> TablePage:
             else:
                 topics.append(topic)
     return msgspec.structs.replace(pages[-1], topics=topics, next=None)
+
+
+NO_LEADER = -1
+
+
+class ReplicaRow(msgspec.Struct, frozen=True):
+    """A partition that was ever led.
+
+    `leader` is a live broker's id or NO_LEADER; `replicas` are in assigned order.
+    """
+
+    topic: str
+    partition: int
+    leader: int
+    leader_epoch: int
+    replicas: list[int]
+    isr: list[int]
+    min_insync_replicas: int
+
+    @property
+    def place(self) -> tuple[bytes, int]:
+        """Its position in the order of rows."""
+        return self.topic.encode(), self.partition
+
+    @property
+    def missing(self) -> list[int]:
+        """The replicas that are not in sync."""
+        return [each for each in self.replicas if each not in self.isr]
+
+    @property
+    def is_under_min_isr(self) -> bool:
+        """Whether acks=all is refused."""
+        return len(self.isr) < self.min_insync_replicas
+
+
+class Replication(msgspec.Struct, frozen=True):
+    """The state in etcd at `revision`: live brokers, and all rows by place."""
+
+    revision: int
+    brokers: list[int]
+    rows: Sequence[ReplicaRow]
+
+
+class ReplicationPage(msgspec.Struct, frozen=True, kw_only=True):
+    """`next` is the `after` of the next page, None on the last.
+
+    `brokers` are the ids of live brokers.
+    """
+
+    revision: int
+    brokers: list[int]
+    partitions: list[ReplicaRow]
+    next: str | None = None
+
+
+def replication_page(known: Replication, query: TableQuery) -> ReplicationPage:
+    """The page asked for. Raises ValueError as `table_page`."""
+    if not 1 <= query.limit <= MAX_PAGE_ROWS:
+        raise ValueError(f"limit is a number from 1 to {MAX_PAGE_ROWS}")
+    start = bisect_right(known.rows, parse_place(query.after), key=lambda row: row.place) if query.after else 0
+    rows = known.rows[start:]
+    if query.topic is not None:
+        rows = [row for row in rows if row.topic == query.topic]
+    shown = list(rows[: query.limit])
+    after = f"{shown[-1].topic}/{shown[-1].partition}" if len(rows) > query.limit else None
+    return ReplicationPage(revision=known.revision, brokers=known.brokers, partitions=shown, next=after)
+
+
+def with_replicas(table: TablePage, rows: Iterable[ReplicaRow]) -> TablePage:
+    """Add the known replicas to the partitions of a table."""
+    known = {(row.topic, row.partition): row for row in rows}
+    topics = []
+    for topic in table.topics:
+        partitions = []
+        for each in topic.partitions:
+            row = known.get((topic.name, each.partition))
+            if row is not None:
+                each = msgspec.structs.replace(
+                    each, replicas=row.replicas, isr=row.isr, min_insync_replicas=row.min_insync_replicas
+                )
+            partitions.append(each)
+        topics.append(msgspec.structs.replace(topic, partitions=partitions))
+    return msgspec.structs.replace(table, topics=topics)

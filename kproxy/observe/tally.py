@@ -1,7 +1,7 @@
-"""What is counted while requests are served: plain numbers, one `Tally` for each process.
+"""Counts of served requests: plain numbers, one `Tally` per process.
 
-The path of a request only adds to integers and lists here; names and families are made when somebody asks for
-`/metrics` (kproxy.observe.metrics). What is rare and has a name of its own is in the `counters` beside it.
+The path of a request only adds to integers and lists here; `kproxy.observe.metrics` makes names and families when
+`/metrics` is asked for. Rare events are counted by name in `counters` beside it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PRODUCE_BOUNDS_S: Final = (
 )
 """Upper bounds of the latency histogram's buckets, in seconds, inclusive; one more bucket has no bound."""
 DELAY_BOUNDS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-"""The same for how late this process gets to what is due: the proxy's own share of a latency."""
+"""The same for the delay of the event loop: the proxy's own share of a latency."""
 MAX_DROP_TOPICS: Final = 100
 OTHER_TOPICS: Final = b"other"
 MAX_BROKERS: Final = 1_000
@@ -26,7 +26,7 @@ OTHER_BROKERS: Final = -2
 """In the place of a broker's id, beside NO_OWNER for none at all."""
 VERSION_BITS: Final = 8
 OTHER_VERSION: Final = (1 << VERSION_BITS) - 1
-"""In the place of a version that is not offered: what clients may invent must not become a label."""
+"""In the place of a version that is not offered: clients must not create labels."""
 
 
 class Tally:
@@ -68,20 +68,23 @@ class Tally:
         self.unconfirmed: Counter[bytes] = Counter()
 
     def delayed(self, seconds: float) -> None:
-        """What was due came so late."""
+        """Count a delay of the event loop."""
         self.delay_buckets[bisect_left(DELAY_BOUNDS_S, seconds)] += 1
         self.delay_seconds += seconds
 
     def error(self, api_key: int, error_code: int, broker: int = NO_OWNER, partitions: int = 1) -> None:
-        """Partitions are answered with an error; `broker` is where they were sent last."""
+        """Count partitions answered with an error.
+
+        `broker` is where they were sent last.
+        """
         self.errors[api_key, error_code, self._counted(broker)] += partitions
 
     def retry(self, event: int, broker: int) -> None:
-        """A partition that was sent to `broker` is to be sent again."""
+        """Count a partition to be sent again, after `broker`."""
         self.retries[event, self._counted(broker)] += 1
 
     def _counted(self, broker: int) -> int:
-        """Beyond MAX_BROKERS brokers, more than any cluster has at a time, all others are one: ids may be made anew."""
+        """The broker, or OTHER_BROKERS beyond MAX_BROKERS, more than any cluster has: ids may change without end."""
         if broker not in self._brokers and broker != NO_OWNER:
             if len(self._brokers) >= MAX_BROKERS:
                 return OTHER_BROKERS
@@ -89,13 +92,19 @@ class Tally:
         return broker
 
     def drop(self, topic: bytes, error_code: int) -> None:
-        """An acks=0 batch is lost. Beyond MAX_DROP_TOPICS topics all others are one: clients choose the names."""
+        """Count a lost acks=0 batch.
+
+        Topics beyond MAX_DROP_TOPICS count as one: clients choose the names.
+        """
         if topic not in self.drops and len(self.drops) >= MAX_DROP_TOPICS:
             topic = OTHER_TOPICS
         self.drops.setdefault(topic, Counter())[error_code] += 1
 
     def leave_unconfirmed(self, topic: bytes, batches: int) -> None:
-        """Of so many acks=0 batches nobody knows whether they were appended; topics are bounded as in `drop`."""
+        """Count acks=0 batches that may have been appended or not.
+
+        Topics are bounded as in `drop`.
+        """
         if topic not in self.unconfirmed and len(self.unconfirmed) >= MAX_DROP_TOPICS:
             topic = OTHER_TOPICS
         self.unconfirmed[topic] += batches

@@ -1,4 +1,6 @@
-"""What etcd says of brokers, topics and groups, beside who owns which partition; kept by the lease table.
+"""Brokers' addresses, topic ids and group coordinators from etcd.
+
+The lease table keeps them current.
 
 | key under the prefix | value | written by |
 | --- | --- | --- |
@@ -7,27 +9,32 @@
 | `metadata/snapshot` | JSON: addresses and ids of all brokers and topics | KafScale's operator and brokers |
 | `group-leases/{group}` | a decimal broker id | the broker of KafScale that coordinates it, on its lease |
 
-`layers` says what counts where a key and the snapshot name the same.
+A broker or topic may have both a key of its own and an entry in the snapshot (`Layers`). Its own key wins: a broker's
+key is on the broker's lease, so it goes when the broker does. The snapshot was written once by an operator or a broker
+and still lists brokers that are gone. So it counts only for what has no key of its own, and again once that key has
+gone; dialling finds out that an address is dead.
 
 Invariants
-1. A value that makes no sense is no address, no id and no coordinator. A snapshot is many brokers' addresses: where it
-   makes no sense as a whole, the last one that did stays in force; an entry that makes none is passed over.
-2. What stands is the same whether it was loaded or came by events, but for the snapshot that makes no sense.
+1. An invalid value is no address, no id and no coordinator. A snapshot has many brokers' addresses: if it is invalid as
+   a whole, the last valid one stays in force; a single invalid entry is skipped.
+2. The result of a load and of events is the same, except for an invalid snapshot.
+3. `Layers` reports the present value of a key: that of its own entry, else of the listed one, else None. It reports
+   removals before additions, so that an id may pass from one topic to another.
+4. A group's lease changes only upward: a revision at or below the entry's own is ignored. There are at most MAX_GROUPS
+   groups; a group beyond is treated like one without a lease.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from kproxy.etcd import KeyValue, WatchEvent
-from kproxy.ownership.group_leases import GroupLease, GroupLeases
-from kproxy.ownership.layers import Layers
 from kproxy.ownership.lease_keys import (
     NO_SNAPSHOT,
-    Senseless,
+    InvalidEntry,
     parse_address,
     parse_broker_key,
     parse_group_key,
@@ -37,6 +44,116 @@ from kproxy.ownership.lease_keys import (
     parse_topic_key,
 )
 from kproxy.routing.topology import Address, Topology
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+
+class Layers(Generic[Key, Value]):
+    """Values by key from two sources.
+
+    `tell` is called with a key and its present value, None for none.
+    """
+
+    def __init__(self, tell: Callable[[Key, Value | None], None]) -> None:
+        self._tell = tell
+        self._own: dict[Key, Value] = {}
+        self._listed: Mapping[Key, Value] = {}
+        self._told: dict[Key, Value] = {}
+
+    def set_own(self, key: Key, value: Value | None) -> bool:
+        """Set the value of the key's own entry, None if that is gone.
+
+        Whether the present value changes.
+        """
+        if value is None:
+            self._own.pop(key, None)
+            value = self._listed.get(key)
+        else:
+            self._own[key] = value
+        if value == self._told.get(key):
+            return False
+        if value is None:
+            del self._told[key]
+        else:
+            self._told[key] = value
+        self._tell(key, value)
+        return True
+
+    def set_listed(self, listed: Mapping[Key, Value]) -> bool:
+        """Replace the values listed by the snapshot.
+
+        Whether any present value changes.
+        """
+        self._listed = listed
+        standing = {**listed, **self._own}
+        if standing == self._told:
+            return False
+        self._settle(standing, {key for key in standing if standing[key] != self._told.get(key)})
+        return True
+
+    def load(self, own: dict[Key, Value], listed: Mapping[Key, Value] | None) -> None:
+        """Replace both; `listed` None keeps that.
+
+        Tell all present values, also unchanged ones.
+        """
+        self._own = own
+        if listed is not None:
+            self._listed = listed
+        standing = {**self._listed, **own}
+        self._settle(standing, standing)
+
+    def _settle(self, standing: dict[Key, Value], news: Iterable[Key]) -> None:
+        gone = [key for key, value in self._told.items() if standing.get(key) != value]
+        self._told = standing
+        for key in gone:
+            self._tell(key, None)
+        for key in news:
+            self._tell(key, standing[key])
+
+
+MAX_GROUPS: Final = 1_000_000
+
+
+class GroupLease(NamedTuple):
+    """`revision` is etcd's mod_revision of the key."""
+
+    broker_id: int
+    revision: int
+
+
+class GroupLeases:
+    """The coordinator of each consumer group, by KafScale's leases."""
+
+    def __init__(self) -> None:
+        self._leases: dict[str, GroupLease] = {}
+
+    def holder(self, group: str) -> int | None:
+        """The id of the broker that coordinates the group; None for none."""
+        lease = self._leases.get(group)
+        return None if lease is None else lease.broker_id
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def put(self, group: str, lease: GroupLease) -> None:
+        """Set the group's lease."""
+        known = self._leases.get(group)
+        if known is None and len(self._leases) >= MAX_GROUPS:
+            return
+        if known is None or known.revision < lease.revision:
+            self._leases[group] = lease
+
+    def remove(self, group: str, revision: int) -> None:
+        """Remove the group's lease as of `revision`."""
+        known = self._leases.get(group)
+        if known is not None and known.revision <= revision:
+            del self._leases[group]
+
+    def load(self, leases: Mapping[str, GroupLease]) -> None:
+        """Replace all leases."""
+        self._leases = dict(leases)
+
 
 PORTION_ENTRIES = 1_000
 
@@ -49,9 +166,12 @@ class _Kind(Enum):
 
 
 class Directory:
-    """Feeds brokers and topic ids to `topology`, and `groups`. `skip` learns of each value or key without sense."""
+    """Feeds brokers and topic ids to `topology`, and `groups`.
 
-    def __init__(self, prefix: str, topology: Topology, skip: Callable[[KeyValue, Senseless], None]) -> None:
+    `skip` is called with each invalid key or value.
+    """
+
+    def __init__(self, prefix: str, topology: Topology, skip: Callable[[KeyValue, InvalidEntry], None]) -> None:
         self._topology = topology
         self._skip = skip
         self._brokers_prefix = f"{prefix}/brokers/"
@@ -64,7 +184,7 @@ class Directory:
 
     @property
     def prefixes(self) -> tuple[str, ...]:
-        """What a mirror has to watch for it, beside `keys`."""
+        """The prefixes that a mirror must watch for it, beside `keys`."""
         return (self._brokers_prefix, self._topics_prefix, self._groups_prefix)
 
     @property
@@ -72,7 +192,7 @@ class Directory:
         return (self._snapshot_key,)
 
     def take(self, event: WatchEvent) -> bool:
-        """Take a change; whether it changed a broker's address."""
+        """Apply a change; whether it changed a broker's address."""
         said = self._read(event.kv, deleted=event.deleted)
         if said is None:
             return False
@@ -93,7 +213,7 @@ class Directory:
         return False
 
     async def load(self, kvs: Sequence[KeyValue]) -> None:
-        """These are all the keys there are."""
+        """Replace everything with these keys."""
         found: dict[_Kind, dict[Any, Any]] = {kind: {} for kind in _Kind}
         for position, kv in enumerate(kvs):
             said = self._read(kv)
@@ -102,27 +222,27 @@ class Directory:
             if position % PORTION_ENTRIES == PORTION_ENTRIES - 1:
                 await asyncio.sleep(0)
         said_by_keys = {kind: {key: value for key, value in found[kind].items() if value is not None} for kind in _Kind}
-        # Without the key nothing is listed; with a value that makes no sense, what was listed before.
+        # Without the key nothing is listed; with an invalid value the last list stays.
         listed = found[_Kind.SNAPSHOT].get(self._snapshot_key, NO_SNAPSHOT)
         self._addresses.load(said_by_keys[_Kind.BROKER], None if listed is None else listed.addresses)
         self._topic_ids.load(said_by_keys[_Kind.TOPIC], None if listed is None else listed.topic_ids)
         self.groups.load(said_by_keys[_Kind.GROUP])
 
     def _read(self, kv: KeyValue, *, deleted: bool = False) -> tuple[_Kind, Any, Any] | None:
-        """Of what a key speaks, and what it says of it (None for nothing); None for a key that makes no sense."""
+        """The subject of a key and its value (None if deleted or invalid); None for an invalid key."""
         try:
             kind, key = self._subject(kv.key)
-        except Senseless as reason:
+        except InvalidEntry as reason:
             self._skip(kv, reason)
             return None
         try:
             return kind, key, None if deleted else self._value(kind, key, kv)
-        except Senseless as reason:
+        except InvalidEntry as reason:
             self._skip(kv, reason)
             return kind, key, None
 
     def _subject(self, key: str) -> tuple[_Kind, Any]:
-        """Raises Senseless."""
+        """The kind of a key and the name in it. Raises InvalidEntry."""
         if key.startswith(self._groups_prefix):
             return _Kind.GROUP, parse_group_key(key.removeprefix(self._groups_prefix))
         if key.startswith(self._topics_prefix):
@@ -132,7 +252,7 @@ class Directory:
         return _Kind.BROKER, parse_broker_key(key.removeprefix(self._brokers_prefix))
 
     def _value(self, kind: _Kind, key: Any, kv: KeyValue) -> Any:
-        """Raises Senseless."""
+        """The parsed value of a key. Raises InvalidEntry."""
         if kind is _Kind.GROUP:
             return GroupLease(parse_owner(kv.value), kv.mod_revision)
         if kind is _Kind.TOPIC:
@@ -140,11 +260,11 @@ class Directory:
         if kind is _Kind.BROKER:
             return parse_address(key, kv.value)
         snapshot = parse_snapshot(kv.value)
-        for reason in snapshot.senseless:
+        for reason in snapshot.invalid:
             self._skip(kv, reason)
         return snapshot
 
-    # What stands, to the topology
+    # Changes to the topology
 
     def _tell_address(self, broker_id: int, address: Address | None) -> None:
         if address is None:
@@ -157,5 +277,5 @@ class Directory:
             self._topology.set_topic_id(topic, topic_id)
         except ValueError:
             key = self._topics_prefix + topic.decode("ascii")
-            self._skip(KeyValue(key, topic_id or b"", 0, 0, 0, 0), Senseless("a topic_id that another topic has"))
+            self._skip(KeyValue(key, topic_id or b"", 0, 0, 0, 0), InvalidEntry("a topic_id that another topic has"))
             self._topology.set_topic_id(topic, None)

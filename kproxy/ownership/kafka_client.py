@@ -1,4 +1,4 @@
-"""One connection to a Kafka broker for small requests, one after another: what a metadata source needs and no more."""
+"""One connection to a Kafka broker for small requests, one after another."""
 
 from __future__ import annotations
 
@@ -18,23 +18,26 @@ from kproxy_codec.primitives import INT32
 
 MAX_ANSWER_BYTES = 64 << 20
 CLIENT_ID = b"kproxy"
-# What a broker is given before the next one is asked as well, in seconds.
+# The time before the next broker is asked as well, in seconds.
 HEAD_START_S = 0.25
 _PREFIX_BYTES = 4
-# How answers of something else begin; as lengths they would be beyond any bound.
+# The first bytes of other protocols; as lengths they are beyond any bound.
 _NOT_KAFKA = {b"HTTP": "HTTP, not Kafka", b"\x15\x03": "TLS, which is not spoken here", b"SSH-": "SSH, not Kafka"}
 
 
 class BrokerUnreachable(Exception):
-    """No answer from a broker; the text says which and why."""
+    """No answer from a broker; the text tells which and why."""
 
 
 class BrokerGone(BrokerUnreachable):
-    """The broker has closed the connection, as one does that is restarted."""
+    """The broker has closed the connection, for example for a restart."""
 
 
 class BrokerConnection:
-    """Ask a broker; not for concurrent use. `timeout_s` bounds the dial and each answer, in seconds."""
+    """A connection for one request at a time.
+
+    `timeout_s` bounds the dial and each answer, in seconds.
+    """
 
     def __init__(
         self,
@@ -54,7 +57,7 @@ class BrokerConnection:
 
     @classmethod
     async def open(cls, address: Address, timeout_s: float, client_id: bytes = CLIENT_ID) -> BrokerConnection:
-        """Dial and learn what the broker serves. Raises BrokerUnreachable."""
+        """Dial, and ask for the broker's API versions. Raises BrokerUnreachable."""
         try:
             async with asyncio.timeout(timeout_s):
                 reader, writer = await dial(asyncio.open_connection, *address)
@@ -70,7 +73,10 @@ class BrokerConnection:
         return connection
 
     async def ask(self, api_key: int, at_most: int, **fields: Any) -> Message:
-        """One answer, in the highest version up to `at_most` that both sides know. Raises BrokerUnreachable."""
+        """Send a request in the highest common version up to `at_most`.
+
+        Raises BrokerUnreachable.
+        """
         version, body = await self.exchange(api_key, at_most, **fields)
         try:
             return decode_response(api_key, version, body)
@@ -78,7 +84,7 @@ class BrokerConnection:
             raise self.unreachable(api_key, error) from error
 
     async def exchange(self, api_key: int, at_most: int, **fields: Any) -> tuple[int, memoryview]:
-        """As `ask`: the version, and the answer's body as it came."""
+        """Like `ask`; return the version, and the answer's body undecoded."""
         try:
             version = self.version(api_key, at_most)
             body = encode_request(build_request(api_key, version, **fields))
@@ -93,7 +99,7 @@ class BrokerConnection:
     async def exchange_frame(
         self, api_key: int, version: int, body: bytes, *, timeout_s: float | None = None
     ) -> memoryview:
-        """The whole answer to a body that is encoded already. Raises BrokerUnreachable."""
+        """Send an encoded body; return the whole answer. Raises BrokerUnreachable."""
         try:
             self._correlation_id += 1
             header = request_header(api_key, version, self._correlation_id, self._client_id)
@@ -108,7 +114,10 @@ class BrokerConnection:
         return frame
 
     async def has_ended_within(self, seconds: float) -> bool:
-        """Wait for so long, while nothing is asked: whether the broker has closed the connection."""
+        """Wait while no request is in flight.
+
+        Whether the broker has closed the connection.
+        """
         try:
             async with asyncio.timeout(seconds):
                 await self._reader.read(1)
@@ -119,7 +128,7 @@ class BrokerConnection:
         return True
 
     def unreachable(self, api_key: int, error: BaseException) -> BrokerUnreachable:
-        """What to raise where the answer did not come, or is none."""
+        """Make the error for a missing or invalid answer."""
         where = f"{self.address.host}:{self.address.port}"
         # TimeoutError is an OSError.
         is_gone = isinstance(error, (OSError, EOFError)) and not isinstance(error, TimeoutError)
@@ -137,7 +146,10 @@ class BrokerConnection:
         return memoryview(prefix + await self._reader.readexactly(length))
 
     def version(self, api_key: int, at_most: int) -> int:
-        """The one that `ask` takes. Raises UnsupportedVersion where there is none in common."""
+        """The version that `ask` uses.
+
+        Raises UnsupportedVersion if there is none in common.
+        """
         theirs = self._versions.get(api_key)
         ours = version_range(api_key)
         if theirs is None or max(theirs[0], ours[0]) > min(theirs[1], ours[1], at_most):
@@ -145,7 +157,7 @@ class BrokerConnection:
         return min(theirs[1], ours[1], at_most)
 
     def offered(self, api_key: int) -> tuple[int, int] | None:
-        """The lowest and highest version that the broker serves, also of what is not in kafka-python's codecs."""
+        """The lowest and highest version that the broker serves, also of APIs that kafka-python lacks."""
         return self._versions.get(api_key)
 
     async def close(self) -> None:
@@ -155,10 +167,12 @@ class BrokerConnection:
 
 
 async def open_any(addresses: Sequence[Address], timeout_s: float, client_id: bytes = CLIENT_ID) -> BrokerConnection:
-    """A connection to the first of `addresses` that answers. Raises BrokerUnreachable that names them all.
+    """Connect to the first of `addresses` that answers.
 
-    They are tried in their order; one that has not answered after HEAD_START_S is not waited for alone (as RFC 8305
-    does it), so that brokers that hang, or hosts that are gone, cost little.
+    Raises BrokerUnreachable that names them all.
+
+    They are tried in order. After HEAD_START_S without an answer the next one is tried as well (as in RFC 8305), so
+    hung brokers and dead hosts cost little.
     """
     untried = list(dict.fromkeys(addresses))
     trying: set[asyncio.Task[BrokerConnection]] = set()
@@ -185,7 +199,7 @@ async def open_any(addresses: Sequence[Address], timeout_s: float, client_id: by
 
 
 async def _abandon(trying: set[asyncio.Task[BrokerConnection]]) -> None:
-    """Another one has answered first."""
+    """Cancel the attempts that lost."""
     for task in trying:
         task.cancel()
     for result in await asyncio.gather(*trying, return_exceptions=True):
@@ -196,5 +210,5 @@ async def _abandon(trying: set[asyncio.Task[BrokerConnection]]) -> None:
 def _why(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return "no answer in time"
-    # People read the words of an OSError, without the number before them.
+    # Without the errno before the words of an OSError.
     return re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__

@@ -1,16 +1,16 @@
-"""What the table makes of a cluster's Metadata: answer by answer, in portions.
+"""Apply Metadata answers of a Kafka cluster to a topology, in portions.
 
 State: the cluster's id, and for each topic its id and the highest leader epoch of each partition.
 
 Invariants
 1. Revisions are this table's own: the number of the answer that changed an entry. They only grow, over clusters too.
-2. Within one topic id a leader counts only with an epoch that is not lower than the one known: a broker that lags
-   behind cannot bring an earlier leader back. A new topic id begins anew.
-3. A partition that an answer does not name has no owner any more; neither has one without a leader. A topic that an
-   answer has only an error for, other than that there is no such topic, stays as it was known. An answer about some
-   topics says nothing of the others.
-4. A broker that the cluster does not name any more keeps no address.
-5. Another cluster id is another cluster: nothing that was known holds there.
+2. Within one topic id a leader counts only if its epoch is not lower than the known one: a lagging broker cannot bring
+   an earlier leader back. A new topic id starts anew.
+3. A partition that an answer does not name, or names without a leader, has no owner any more. A topic for which an
+   answer has only an error, other than an unknown topic, stays as it is. An answer about some topics does not change
+   the others.
+4. A broker that the cluster does not name any more has no address.
+5. Another cluster id is another cluster: everything known is dropped.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from kproxy_codec.metadata import NO_EPOCH, MetadataReader, TopicLeaders
 
 log = structlog.get_logger(__name__)
 
-# Partitions in one go: two or three milliseconds.
+# Partitions applied at once: two or three milliseconds.
 PORTION = 1_000
 _NO_SUCH_TOPIC = (UNKNOWN_TOPIC_OR_PARTITION, UNKNOWN_TOPIC_ID, INVALID_TOPIC_EXCEPTION)
 
 
 @dataclass
 class _Known:
-    """Of a topic: its id, and leader epochs by partition index."""
+    """A topic's id, and its leader epochs by partition index."""
 
     topic_id: bytes | None
     epochs: array[int] = field(default_factory=lambda: array("i"))
 
 
 class KafkaLeaders:
-    """Feeds `topology`; for one answer after another."""
+    """Feeds `topology` with one answer after another."""
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
@@ -56,9 +56,9 @@ class KafkaLeaders:
         self._known: dict[bytes, _Known] = {}
 
     def take(self, answer: MetadataReader, *, whole: bool) -> Iterator[None]:
-        """Follow an answer about all topics (`whole`) or some; whoever iterates may rest at every step.
+        """Apply an answer about all topics (`whole`) or some, in steps between which the caller may yield.
 
-        Between two steps the table is sound, each partition as it was before or as it is now.
+        Between two steps the table is valid, each partition in its old or new state.
         """
         self._answers += 1
         self._follow_cluster(answer.cluster_id)
@@ -72,12 +72,12 @@ class KafkaLeaders:
             if done >= PORTION:
                 done = 0
                 yield
-        # Last: until here they may have been owners.
+        # Last: until here they may be owners.
         for broker_id in set(self._topology.brokers) - set(named):
             self._topology.remove_broker(broker_id)
 
     def _work(self, answer: MetadataReader, whole: bool) -> Iterator[tuple[int, Iterator[None]]]:
-        """What is to be done about each topic, and how much that is, in partitions."""
+        """The changes of each topic, with their size in partitions."""
         if whole:
             there = {topic.name for topic in answer.topics}
             for name in [name for name in self._known if name not in there]:
@@ -135,14 +135,14 @@ class KafkaLeaders:
             self._disown(name, unnamed)
             unnamed = named.find(0, unnamed + 1)
         for index in topology.partition_indexes(name)[len(named) :]:
-            # Left of an earlier topic of that name, which had more.
+            # Partitions of an earlier topic of that name, which had more.
             self._disown(name, index)
 
     def _name_id(self, name: bytes, topic_id: bytes | None) -> None:
         try:
             self._topology.set_topic_id(name, topic_id)
         except ValueError as error:
-            # The cluster contradicts itself: that topic is known by its name alone.
+            # The cluster contradicts itself: the topic is known by its name alone.
             log.warning("kafka_metadata_topic_id", reason=str(error))
 
     def _remove(self, name: bytes) -> Iterator[None]:

@@ -1,19 +1,19 @@
-"""Owners as a Kafka cluster tells them: when it is asked, whom, and about what.
+"""Learn owners from a Kafka cluster's Metadata: when and whom to ask.
 
 States: EMPTY --first answer--> CURRENT <--> STALE (no answer for `stale_after_s`). A stale table still serves.
 
-Transitions happen in rounds. A round asks one broker, about all topics or about those that are in doubt, and has the
-answer taken (kproxy.ownership.kafka_leaders). Rounds about all topics come at an interval, after a lost connection
-(`broker_lost`) and after a round that failed. A round about some begins when `refresh` wants one; wishes that come
-while a round is under way get the next one, since what is being read may be older than the refusal that caused them.
+Transitions happen in rounds. A round asks one broker, about all topics or about those in doubt, and applies the answer
+(kproxy.ownership.kafka_leaders). Rounds about all topics come at an interval, after a lost connection (`broker_lost`)
+and after a failed round. `refresh` requests a round about some; requests that come during a round get the next one,
+since the present read may be older than the refusal that caused them.
 
 Invariants
-1. At most BURST rounds at once and RATE_PER_S a second on average, however many wishes there are: they share rounds.
-   Lost connections cause a round about all topics every WHOLE_APART_S at most.
-2. A broker whose answer did not help is not asked next: it may lag behind or be cut off from the controllers. Neither
-   is the same one asked about all topics twice in a row, where there are others.
-3. A round takes the event loop for milliseconds only, however large the cluster is.
-4. At most MAX_DOUBTED topics are asked for by name; where more are in doubt, all are asked for.
+1. At most BURST rounds at once and RATE_PER_S a second on average, for any number of requests: they share rounds. Lost
+   connections cause a round about all topics at most every WHOLE_APART_S.
+2. A broker whose answer did not help is not asked next: it may lag or be cut off from the controllers. Nor is the same
+   broker asked about all topics twice in a row, if there are others.
+3. A round blocks the event loop for milliseconds only, however large the cluster is.
+4. At most MAX_DOUBTED topics are asked for by name; if more are in doubt, all are asked for.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ _MAX_NAME_BYTES = 249
 
 
 class KafkaMetadata:
-    """Feeds `topology` from a Kafka cluster. `run` is one coroutine that the caller owns. All times are in seconds."""
+    """Feeds `topology` from a Kafka cluster.
+
+    `run` is one coroutine that the caller owns. All times are in seconds.
+    """
 
     def __init__(
         self,
@@ -59,7 +62,7 @@ class KafkaMetadata:
         timeout_s: float = 5.0,
         stale_after_s: float | None = None,
     ) -> None:
-        """`stale_after_s`: three intervals where nothing is said."""
+        """`stale_after_s` None: three intervals."""
         self._bootstrap = tuple(bootstrap)
         self._topology = topology
         self._leaders = KafkaLeaders(topology)
@@ -69,13 +72,13 @@ class KafkaMetadata:
         self._stale_after_s = 3 * interval_s if stale_after_s is None else stale_after_s
         self._jitter = Random()  # noqa: S311 -- spreads retries, guards nothing
         self._connection: BrokerConnection | None = None
-        # The broker that is not to be asked next, where there is another one.
+        # The broker not to ask next, if there is another one.
         self._passed_over: Address | None = None
         self._heard_at = float("-inf")
         self._pace = _Pace(clock)
         self._whole_at = float("-inf")
         self._whole_due = float("-inf")
-        # Topics in doubt, by name or id, each with one of its partitions and what was known of that one's owner.
+        # Topics in doubt, by name or id, each with one of its partitions and the known revision of its owner.
         self._doubted: dict[bytes, tuple[int, int]] = {}
         self._wanted = asyncio.Event()
         self._next_round: asyncio.Future[None] | None = None
@@ -93,14 +96,16 @@ class KafkaMetadata:
         return self.age_s > self._stale_after_s
 
     async def wait_synced(self) -> None:
-        """Until the table has been loaded once."""
+        """Wait until the table has been loaded once."""
         await self._synced.wait()
 
     async def refresh(self, topic: bytes, partition_index: int, seen_revision: int) -> None:
-        """Have a topic read anew, unless the entry has changed since `seen_revision`; wishes are coalesced.
+        """Read a topic anew, unless the entry has changed since `seen_revision`.
 
-        `topic` is a name or an id. Returns when a read that began after the call has ended, well or not; at once where
-        nobody runs `run`, and for what is no topic.
+        Requests are coalesced.
+
+        `topic` is a name or an id. Returns when a read that began after the call has ended, failed or not; at once if
+        `run` does not run, or `topic` is neither a name nor an id.
         """
         if self._topology.owner_revision(topic, partition_index) > seen_revision:
             return
@@ -113,12 +118,12 @@ class KafkaMetadata:
         await self._read_anew()
 
     def broker_lost(self) -> None:
-        """A broker is gone or cannot be reached: what it led is about to be led by others. All is read anew, soon."""
+        """Read all topics anew soon: a broker is gone or unreachable, so others are about to lead its partitions."""
         self._whole_due = min(self._whole_due, max(self._clock(), self._whole_at + WHOLE_APART_S))
         self._wanted.set()
 
     async def reload(self) -> str:
-        """Have the table read anew."""
+        """Read the table anew."""
         self._whole_due = self._clock()
         await self._read_anew()
         return str(self.last_error or f"{self._topology.owned_count} partitions")
@@ -145,7 +150,7 @@ class KafkaMetadata:
                     await self._read_once(doubted)
                     backoff_s = FIRST_BACKOFF_S
                 except BrokerUnreachable as error:
-                    # Before the first answer whoever opened the source says what is wrong.
+                    # Before the first answer the caller that opened the source reports the error.
                     if self.last_error is None and self._synced.is_set():
                         log.warning("kafka_metadata_interrupted", reason=str(error))
                     self.last_error = error
@@ -155,7 +160,7 @@ class KafkaMetadata:
                 if self.last_error is None:
                     await self._pause()
                 else:
-                    # A wish does not end the back-off of a failing source.
+                    # A request does not end the back-off of a failing source.
                     await asyncio.sleep(backoff_s * (1 + self._jitter.random() / 2))
                     backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
         finally:
@@ -166,7 +171,7 @@ class KafkaMetadata:
             await self._drop_connection()
 
     async def _pause(self) -> None:
-        """Until the next round is due and may be begun."""
+        """Wait until the next round is due and allowed."""
         while self._next_round is None and self._clock() < self._whole_due:
             try:
                 async with asyncio.timeout(self._whole_due - self._clock()):
@@ -183,7 +188,7 @@ class KafkaMetadata:
         if whole and self._connection is not None:
             self._passed_over = self._connection.address
         try:
-            answer, whole = await self._ask_somebody(None if whole else list(doubted))
+            answer, whole = await self._ask_any(None if whole else list(doubted))
         except BrokerUnreachable:
             await self._drop_connection()
             raise
@@ -206,10 +211,8 @@ class KafkaMetadata:
         owner_revision = self._topology.owner_revision
         return all(owner_revision(topic, index) > seen for topic, (index, seen) in doubted.items())
 
-    async def _ask_somebody(self, topics: list[bytes] | None) -> tuple[MetadataReader, bool]:
-        """As `_ask`. Where the broker asked last has gone since, the next one is asked at once: who waits for this
-        answer may not have many attempts.
-        """
+    async def _ask_any(self, topics: list[bytes] | None) -> tuple[MetadataReader, bool]:
+        """Like `_ask`. If the broker asked last has gone since, ask the next one at once: callers have few attempts."""
         before = self._connection
         await self._connect()
         try:
@@ -222,7 +225,7 @@ class KafkaMetadata:
         return await self._ask(topics)
 
     async def _ask(self, topics: list[bytes] | None) -> tuple[MetadataReader, bool]:
-        """An answer, whole in its form, and whether it is about all topics (None). Raises BrokerUnreachable."""
+        """Ask about `topics`, None for all: the answer, and whether it is about all. Raises BrokerUnreachable."""
         assert self._connection is not None  # noqa: S101 - connected by the caller
         by_id = topics is not None and any(map(_is_id, topics))
         if by_id and self._connection.version(keys.METADATA, HIGHEST_VERSION) < TOPICS_BY_ID_FROM:
@@ -233,7 +236,7 @@ class KafkaMetadata:
         )
         try:
             answer = MetadataReader(body, version)
-            while not answer.read_some(PORTION):  # noqa: ASYNC110 - it reads, and waits for nothing
+            while not answer.read_some(PORTION):  # noqa: ASYNC110 - it decodes, and waits for nothing
                 await asyncio.sleep(0)
         except CodecError as error:
             raise self._connection.unreachable(keys.METADATA, error) from error
@@ -248,7 +251,7 @@ class KafkaMetadata:
                 return
             await self._drop_connection()
         if passed_over in known:
-            # From the one behind it on, so that they all have their turn; itself comes last.
+            # Begin with the broker after it, so that all are asked in turn; itself is last.
             at = known.index(passed_over) + 1
             known = known[at:] + known[:at]
         self._connection = await open_any(known, self._timeout_s)
@@ -260,7 +263,7 @@ class KafkaMetadata:
 
 
 class _Pace:
-    """BURST rounds at once, RATE_PER_S a second on average."""
+    """The rate limit: BURST rounds at once, RATE_PER_S a second on average."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -273,7 +276,7 @@ class _Pace:
         self._counted_at = now
 
     def due_in_s(self) -> float:
-        """Seconds until there is one to spend."""
+        """Seconds until the next round is allowed."""
         left = self._left + (self._clock() - self._counted_at) * RATE_PER_S
         return max(0.0, (1 - left) / RATE_PER_S)
 

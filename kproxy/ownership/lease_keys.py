@@ -1,16 +1,22 @@
-"""What the keys and values of ownership in etcd mean; one that means nothing raises `Senseless`."""
+"""Parse the keys and values of ownership in etcd; report the invalid ones.
+
+An invalid key or value raises `InvalidEntry`. `SkippedKeys` counts them by reason and logs each key once.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 from uuid import UUID
 
 import msgspec
+import structlog
 
+from kproxy.etcd import KeyValue
 from kproxy.routing.topology import MAX_PARTITION_INDEX, Address
 from kproxy_codec.partitioned import TOPIC_ID_BYTES
 
@@ -33,13 +39,13 @@ class Partition(NamedTuple):
     partition_index: int
 
 
-class Senseless(Exception):
+class InvalidEntry(Exception):
     """A key or value that cannot be used, and why."""
 
 
 def _decimal(text: str, highest: int, reason: str) -> int:
     if _DECIMAL.fullmatch(text) is None or int(text) > highest:
-        raise Senseless(reason)
+        raise InvalidEntry(reason)
     return int(text)
 
 
@@ -47,11 +53,11 @@ def is_topic_name(name: str) -> bool:
     return _TOPIC.fullmatch(name) is not None and name not in (".", "..")
 
 
-# Topics, partition indexes and broker ids are the same few again and again: remembered, they cost a tenth.
+# The same few topics, partition indexes and broker ids recur: cached, they cost a tenth.
 @lru_cache(maxsize=1 << 10)
 def _topic(name: str) -> bytes:
     if not is_topic_name(name):
-        raise Senseless("not a topic name")
+        raise InvalidEntry("not a topic name")
     return name.encode("ascii")
 
 
@@ -61,7 +67,7 @@ def _partition_index(text: str) -> int:
 
 
 def parse_lease_key(rest: str) -> tuple[bytes, int]:
-    """`{topic}/{partition}`, the part of a lease's key after the prefix."""
+    """Parse `{topic}/{partition}`, the part of a lease's key after the prefix."""
     topic, _, partition = rest.rpartition("/")
     return _topic(topic), _partition_index(partition)
 
@@ -76,40 +82,43 @@ def parse_broker_key(rest: str) -> int:
 
 
 def parse_address(broker_id: int, value: bytes) -> Address:
-    """The JSON of a broker's key; fields other than node_id, host and port are none of our business."""
+    """Parse the JSON of a broker's key: node_id, host and port.
+
+    Other fields are ignored.
+    """
     if len(value) > MAX_BROKER_VALUE_BYTES:
-        raise Senseless("a broker's value that is too long")
+        raise InvalidEntry("a broker's value that is too long")
     try:
         fields = json.loads(value)
     except (ValueError, RecursionError):
-        raise Senseless("a broker's value that is not JSON") from None
+        raise InvalidEntry("a broker's value that is not JSON") from None
     if not isinstance(fields, dict) or fields.get("node_id") != broker_id:
-        raise Senseless("a broker's value without the node_id of its key")
+        raise InvalidEntry("a broker's value without the node_id of its key")
     return _address(fields.get("host"), fields.get("port"))
 
 
 def _address(host: object, port: object) -> Address:
     if not isinstance(host, str) or not 0 < len(host) <= 255:
-        raise Senseless("a broker's value without a host")
+        raise InvalidEntry("a broker's value without a host")
     if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 65536:
-        raise Senseless("a broker's value without a port")
+        raise InvalidEntry("a broker's value without a port")
     return Address(host, port)
 
 
 def parse_topic_key(rest: str) -> bytes:
     if not is_topic_name(rest):
-        raise Senseless("not a topic name")
+        raise InvalidEntry("not a topic name")
     return rest.encode("ascii")
 
 
 def parse_topic_id(value: bytes) -> bytes:
-    """The id in the JSON of a reference broker's topic."""
+    """Parse the id in the JSON of a reference broker's topic."""
     if len(value) > MAX_TOPIC_VALUE_BYTES:
-        raise Senseless("a topic's value that is too long")
+        raise InvalidEntry("a topic's value that is too long")
     try:
         return msgspec.json.decode(value, type=_TopicValue).topic_id.bytes
     except msgspec.MsgspecError:
-        raise Senseless("a topic's value without a topic_id") from None
+        raise InvalidEntry("a topic's value without a topic_id") from None
 
 
 class _TopicValue(msgspec.Struct):
@@ -117,57 +126,54 @@ class _TopicValue(msgspec.Struct):
 
 
 def parse_group_key(rest: str) -> str:
-    """The group in `{group}`, the part of a group lease's key after the prefix: any text, slashes included."""
+    """Parse `{group}`, the part of a group lease's key after the prefix: any text, slashes included."""
     if not 0 < len(rest.encode(errors="surrogateescape")) <= MAX_GROUP_ID_BYTES:
-        raise Senseless("not a group id")
+        raise InvalidEntry("not a group id")
     return rest
 
 
 class ClusterSnapshot(NamedTuple):
-    """What KafScale's operator and brokers say of the cluster: addresses by broker id, ids by topic.
+    """The cluster as KafScale's operator and brokers describe it: addresses by broker id, ids by topic.
 
-    `senseless`: why entries were passed over, at most MAX_REASONS of them.
+    `invalid`: why entries were skipped, at most MAX_REASONS of them.
     """
 
     addresses: dict[int, Address]
     topic_ids: dict[bytes, bytes]
-    senseless: list[Senseless]
+    invalid: list[InvalidEntry]
 
 
 NO_SNAPSHOT = ClusterSnapshot({}, {}, [])
 
 
 def parse_snapshot(value: bytes) -> ClusterSnapshot:
-    """The JSON of KafScale's `metadata/snapshot`, a Go struct with no names of its own for JSON.
-
-    An entry that makes no sense is passed over; the rest of the value counts all the same.
-    """
+    """Parse the JSON of KafScale's `metadata/snapshot`, a Go struct without JSON names. Skip invalid entries."""
     if len(value) > MAX_SNAPSHOT_VALUE_BYTES:
-        raise Senseless("a cluster snapshot that is too long")
+        raise InvalidEntry("a cluster snapshot that is too long")
     try:
         fields = msgspec.json.decode(value, type=_SnapshotValue)
     except (msgspec.MsgspecError, RecursionError):
-        raise Senseless("a cluster snapshot that is not one") from None
+        raise InvalidEntry("a cluster snapshot that is not one") from None
     if len(fields.Brokers or ()) > MAX_SNAPSHOT_BROKERS:
-        raise Senseless("a cluster snapshot with too many brokers")
+        raise InvalidEntry("a cluster snapshot with too many brokers")
     addresses: dict[int, Address] = {}
     topic_ids: dict[bytes, bytes] = {}
-    senseless: list[Senseless] = []
+    invalid: list[InvalidEntry] = []
     for entry in [*(fields.Brokers or ()), *(fields.Topics or ())]:
         try:
             if isinstance(entry, _SnapshotBroker):
                 addresses[_node_id(entry.NodeID)] = _address(entry.Host, entry.Port)
             elif any(entry.TopicID or ()):
                 topic_ids[_topic_name(entry.Topic)] = _topic_id_of(entry.TopicID or ())
-        except Senseless as reason:
-            if len(senseless) < MAX_REASONS:
-                senseless.append(reason)
-    return ClusterSnapshot(addresses, topic_ids, senseless)
+        except InvalidEntry as reason:
+            if len(invalid) < MAX_REASONS:
+                invalid.append(reason)
+    return ClusterSnapshot(addresses, topic_ids, invalid)
 
 
 def _node_id(node_id: int) -> int:
     if not 0 <= node_id <= MAX_BROKER_ID:
-        raise Senseless("not a broker id")
+        raise InvalidEntry("not a broker id")
     return node_id
 
 
@@ -176,13 +182,13 @@ def _topic_name(name: str | None) -> bytes:
 
 
 def _topic_id_of(numbers: Sequence[int]) -> bytes:
-    """Go writes an array of 16 bytes as 16 numbers."""
+    """The id in an array of 16 numbers, as Go writes 16 bytes."""
     try:
         topic_id = bytes(numbers)
     except ValueError:
         topic_id = b""
     if len(topic_id) != TOPIC_ID_BYTES:
-        raise Senseless("not a topic id")
+        raise InvalidEntry("not a topic id")
     return topic_id
 
 
@@ -198,6 +204,29 @@ class _SnapshotTopic(msgspec.Struct):
 
 
 class _SnapshotValue(msgspec.Struct):
-    # null where the list is empty: Go knows no other way.
+    # Go writes null for an empty list.
     Brokers: list[_SnapshotBroker] | None
     Topics: list[_SnapshotTopic] | None = None
+
+
+log = structlog.get_logger(__name__)
+
+
+class SkippedKeys:
+    """Logs `event` for at most `most_logged` keys.
+
+    Counts all in `counts`, as `counted_as` and the reason.
+    """
+
+    def __init__(self, event: str, counts: Counter[str], *, counted_as: str = "", most_logged: int) -> None:
+        self._event = event
+        self._counts = counts
+        self._counted_as = counted_as
+        self._most_logged = most_logged
+        self._logged: set[str] = set()
+
+    def skip(self, kv: KeyValue, reason: InvalidEntry) -> None:
+        self._counts[f"{self._counted_as}{reason}"] += 1
+        if kv.key not in self._logged and len(self._logged) < self._most_logged:
+            self._logged.add(kv.key)
+            log.warning(self._event, key=kv.key[:300], value=repr(kv.value[:80]), reason=str(reason))

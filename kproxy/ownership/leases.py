@@ -1,24 +1,24 @@
-"""The lease table: who owns which partition according to etcd, kept current in a `Topology`.
+"""The lease table: keep the owners in a `Topology` current from etcd.
 
-Mirrors `{prefix}/partition-leases/{topic}/{partition}` (value: a decimal broker id), and for its `directory` what else
-is to be known: brokers' addresses, topics' ids, groups' coordinators. A mirror knows how to stay current
-(`etcd.mirror`), the topology that an entry changes only upward; here is what keys and values mean, and what happens
-after a broker said NOT_LEADER_OR_FOLLOWER.
+It mirrors `{prefix}/partition-leases/{topic}/{partition}` (value: a decimal broker id), and the keys of its
+`directory`: brokers' addresses, topic ids, group coordinators. The mirror (`kproxy.etcd.mirror`) stays current, and
+the topology changes an entry only upward. This module interprets keys and values, and re-reads a key after a broker
+answered NOT_LEADER_OR_FOLLOWER.
 
-States: EMPTY --first snapshot--> CURRENT <--> STALE (etcd has said nothing for `stale_after_s`). A stale table still
-serves: the last known owner is the best guess there is. A restored etcd empties the table and alarms.
+States: EMPTY --first snapshot--> CURRENT <--> STALE (etcd has been silent for `stale_after_s`). A stale table still
+serves: the last known owner is the best guess. A restored etcd empties the table and logs an error.
 
 Invariants
-1. An entry is (owner, mod_revision) and changes only upward; a removal too counts as of its revision.
-2. A refusal by a broker deletes nothing. It names the revision the owner was taken from; if the table is not newer, the
-   key is read again, linearizably, and what is read goes by invariant 1.
-3. Re-reads are coalesced: at most one transaction is on its way, and it asks once for each partition that waits. Who
-   comes while it is on its way gets the next one, since what is being read may be older than the refusal.
+1. An entry is (owner, mod_revision) and changes only upward; a removal also counts as of its revision.
+2. A broker's refusal deletes nothing. It names the revision the owner was taken from; if the table is not newer, the
+   key is read again, linearizably, and the result is applied by invariant 1.
+3. Re-reads are coalesced: at most one transaction is in flight, and it reads each waiting partition once. A caller that
+   comes while it is in flight gets the next one, since that read may be older than the refusal.
 4. An ownership stays until its own key goes, even if its broker's key went before.
-5. What stands in etcd for a key is not older than what is known of that key. Where etcd says so it was restored, though
-   its cluster id and its revision say nothing of that (`etcdutl snapshot restore --bump-revision`).
-6. A key that makes no sense is passed over, a value that makes none is no owner: the table is the same
-   whether it came from a snapshot or from events. Both are counted in `skipped`, by reason, and logged once a key.
+5. A key in etcd is never older than its entry here. If it is, etcd was restored, though its cluster id and its revision
+   do not show it (`etcdutl snapshot restore --bump-revision`).
+6. An invalid key is skipped, and an invalid value is no owner: the table is the same whether it came from a snapshot or
+   from events. Both are counted in `skipped`, by reason, and logged once per key.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from itertools import islice
 
 import structlog
 
@@ -41,18 +43,75 @@ from kproxy.etcd import (
 )
 from kproxy.ownership.directory import PORTION_ENTRIES, Directory
 from kproxy.ownership.lease_keys import (
+    InvalidEntry,
     Partition,
-    Senseless,
+    SkippedKeys,
     is_topic_name,
     parse_lease_key,
     parse_owner,
 )
-from kproxy.ownership.rereads import Rereads
-from kproxy.ownership.skipped import SkippedKeys
 from kproxy.routing.topology import MAX_PARTITION_INDEX, NO_OWNER, Topology
 
+# etcd's own limit on the operations of one transaction.
+REREAD_KEYS = 128
+MAX_WAITING_REREADS = 100_000
+
+
+class Rereads:
+    """The partitions that wait for a re-read, each with one shared future."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Partition, asyncio.Future[None]] = {}
+        self._any = asyncio.Event()
+        self._served = False
+
+    def open(self) -> None:
+        self._served = True
+
+    async def wait_for(self, partition: Partition) -> None:
+        """Wait for the end of a read that begins after this call, failed or not.
+
+        Return at once if none runs.
+        """
+        if not self._served:
+            return
+        future = self._waiting.get(partition)
+        if future is None:
+            if len(self._waiting) >= MAX_WAITING_REREADS:
+                return
+            future = self._waiting[partition] = asyncio.get_running_loop().create_future()
+            self._any.set()
+        # Cancelling one caller must not cancel the others.
+        await asyncio.shield(future)
+
+    @asynccontextmanager
+    async def batch(self) -> AsyncIterator[list[Partition]]:
+        """Take waiting partitions, as many as one transaction holds.
+
+        Release their callers at the end.
+        """
+        await self._any.wait()
+        batch = dict(islice(self._waiting.items(), REREAD_KEYS))
+        for partition in batch:
+            del self._waiting[partition]
+        if not self._waiting:
+            self._any.clear()
+        try:
+            yield list(batch)
+        finally:
+            for future in batch.values():
+                future.set_result(None)
+
+    def close(self) -> None:
+        """Release all callers: nothing will be read any more."""
+        self._served = False
+        waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            future.set_result(None)
+
+
 MAX_LOGGED_KEYS = 1_000
-# Twice the rhythm in which etcd is asked for a sign of life: a table is called stale within 5 s of its last.
+# Twice the interval at which etcd is asked for a sign of life: a table is stale within 5 s of the last one.
 STALE_AFTER_S = 4.0
 
 log = structlog.get_logger(__name__)
@@ -102,12 +161,12 @@ class LeaseTable:
             self._rereads.close()
 
     async def wait_synced(self) -> None:
-        """Until the table has been loaded once."""
+        """Wait until the table has been loaded once."""
         await self._mirror.wait_synced()
 
     @property
     def age_s(self) -> float:
-        """Seconds since etcd last said anything; infinite before it ever did."""
+        """Seconds since etcd last answered; infinite before it ever did."""
         return self._clock() - self._mirror.last_heard
 
     @property
@@ -116,14 +175,16 @@ class LeaseTable:
 
     @property
     def last_error(self) -> EtcdError | None:
-        """Why nothing new comes, while nothing does."""
+        """The reason while nothing new comes."""
         return self._mirror.last_error
 
     async def refresh(self, topic: bytes, partition_index: int, seen_revision: int) -> bool:
-        """After a 6 from the owner as of `seen_revision`: whether the table knows of a later change now.
+        """Re-read a partition after NOT_LEADER_OR_FOLLOWER (6) from its owner.
 
-        False where nothing changed, or etcd did not answer: the caller backs off. A later change may also be that the
-        partition has no owner any more.
+        The owner was that as of `seen_revision`.
+
+        Returns whether the table has a later change now, which may be that the partition has no owner any more. False
+        if nothing changed, or etcd did not answer: the caller backs off.
         """
         partition = Partition(self._topology.name_of(topic) or topic, partition_index)
         known = self._topology.owner_revision(*partition) > seen_revision
@@ -136,10 +197,10 @@ class LeaseTable:
         return self._topology.owner_revision(topic, partition_index) > seen_revision
 
     async def reload(self) -> str:
-        """Nothing: etcd tells of every change."""
+        """Do nothing: etcd reports every change."""
         return "etcd tells of every change, there is nothing to read anew"
 
-    # What the mirror says
+    # Calls of the mirror
 
     def on_restored(self) -> None:
         self.restores += 1
@@ -160,7 +221,7 @@ class LeaseTable:
                     load.set_owner(topic, partition_index, parse_owner(kv.value), kv.mod_revision)
                 else:
                     others.append(kv)
-            except Senseless as reason:
+            except InvalidEntry as reason:
                 self._skip(kv, reason)
             if position % PORTION_ENTRIES == PORTION_ENTRIES - 1:
                 await asyncio.sleep(0)
@@ -171,7 +232,7 @@ class LeaseTable:
         self._tell()
 
     async def _is_contradicted_by(self, snapshot: Snapshot) -> bool:
-        """Whether invariant 5 is broken; never by the first load, which is the greatest."""
+        """Whether invariant 5 is broken; the first load, the longest, is not checked."""
         if not self._topology.revision:
             return False
         for position, kv in enumerate(snapshot.kvs):
@@ -182,14 +243,14 @@ class LeaseTable:
         return False
 
     def _is_contradicted(self, kv: KeyValue, as_of: int) -> bool:
-        """Whether `kv`, read at revision `as_of`, is older than what was told of its key before."""
+        """Whether `kv`, read at revision `as_of`, is older than the entry of its key."""
         try:
             partition = parse_lease_key(kv.key.removeprefix(self._leases_prefix))
-            # A value without sense counts as none as of the load that met it, which is later than it was put.
+            # An invalid value counts as none as of the load that read it, which is later than its mod_revision.
             parse_owner(kv.value)
-        except Senseless:
+        except InvalidEntry:
             return False
-        # What a re-read has told meanwhile may well be newer than a load.
+        # A re-read may have brought something newer than this load.
         return kv.mod_revision < self._topology.owner_revision(*partition) <= as_of
 
     def on_events(self, events: list[WatchEvent], revision: int) -> None:
@@ -201,21 +262,21 @@ class LeaseTable:
                     changed |= self._set_owner(partition, None if event.deleted else event.kv, event.kv.mod_revision)
                 else:
                     changed |= self.directory.take(event)
-            except Senseless as reason:
+            except InvalidEntry as reason:
                 self._skip(event.kv, reason)
         if changed:
             self._tell()
 
     def _set_owner(self, partition: tuple[bytes, int], kv: KeyValue | None, revision: int) -> bool:
-        """What stands in etcd for `partition` as of `revision`; None where nothing does."""
+        """Set the owner in `kv`, the key of `partition` as of `revision`; None if it is gone."""
         owner = NO_OWNER
         if kv is not None:
             try:
                 owner = parse_owner(kv.value)
-            except Senseless as reason:
+            except InvalidEntry as reason:
                 self._skip(kv, reason)
         if owner == NO_OWNER == self._topology.owner(*partition):
-            # Nothing to take away, and no row is made for whatever partition somebody may name.
+            # There is nothing to remove, and arbitrary partitions must not create rows.
             return False
         return self._topology.set_owner(*partition, owner, revision)
 
@@ -223,7 +284,7 @@ class LeaseTable:
         if self._on_change is not None:
             self._on_change()
 
-    # Reading again
+    # Re-reads
 
     async def _reread_for_ever(self) -> None:
         while True:
@@ -234,12 +295,12 @@ class LeaseTable:
                     log.warning("lease_table_reread_failed", partitions=len(partitions), reason=str(error))
 
     async def _reread(self, partitions: Sequence[Partition]) -> None:
-        # A linearizable read begun now is at or above every revision that etcd has told us of.
+        # A linearizable read that begins now is at or above every revision seen so far.
         floor = self._topology.revision
         keys = [f"{self._leases_prefix}{topic.decode('ascii')}/{index}" for topic, index in partitions]
         result = await self._client.txn([], [get_op(key) for key in keys])
         if self._cluster_id == 0:
-            # Not loaded yet: the first snapshot will know.
+            # Not loaded yet: the first snapshot will have it.
             return
         found = [kv for response in result.responses for kv in response.kvs]
         if (
@@ -250,7 +311,7 @@ class LeaseTable:
             self._mirror.distrust()
             return
         if result.revision < self._loaded_revision:
-            # A load overtook this read. What the load found absent has no entry that would outrank an older find.
+            # A load overtook this read. A partition absent in the load has no entry that would outrank an older read.
             return
         changed = False
         for partition, response in zip(partitions, result.responses, strict=True):

@@ -1,14 +1,14 @@
-"""Replicas and in-sync replicas as the reference brokers keep them in etcd, read when somebody looks at them.
+"""Read the reference brokers' replicas and ISRs from etcd, on demand.
 
-No request is routed by any of it, so nothing is mirrored. What is read is one state of etcd, at one revision:
+Requests are not routed by them, so nothing is mirrored. A read is one state of etcd, at one revision:
 
     {prefix}/refbroker/topics/{topic}                   "topic_id", "replicas" by partition, "configs"
     {prefix}/refbroker/partitions/{topic}/{partition}   "leader_epoch", "isr", "topic_id", "replicas" or null
-    {prefix}/partition-leases/{topic}/{partition}       who leads
-    {prefix}/brokers/{id}                               who is alive
+    {prefix}/partition-leases/{topic}/{partition}       the leader
+    {prefix}/brokers/{id}                               the live brokers
 
 A partition without a state was never led, and has no row. Nor has one whose state is of an earlier topic of its name.
-Where there are no such topics, before KafScale's brokers, the rest is not read.
+If there are no such topics, as with KafScale's brokers, the rest is not read.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import msgspec
 
 from kproxy.config.etcd import EtcdOptions
 from kproxy.etcd import EtcdClient, EtcdError, KeyValue
-from kproxy.observe.replication import NO_LEADER, ReplicaRow, Replication
+from kproxy.observe.table import NO_LEADER, ReplicaRow, Replication
 from kproxy.ownership.directory import PORTION_ENTRIES
-from kproxy.ownership.lease_keys import Senseless, parse_broker_key, parse_lease_key, parse_owner
+from kproxy.ownership.lease_keys import InvalidEntry, parse_broker_key, parse_lease_key, parse_owner
 
 FRESH_S = 1.0
-# Below what those who ask a page wait for it.
+# Less than the clients of the admin page wait.
 TIMEOUT_S = 2.0
 MIN_INSYNC_REPLICAS = "min.insync.replicas"
 
 
 _Member = tuple[int, UUID]
-"""A broker, and which log of its is meant."""
+"""A broker and the id of its log."""
 
 
 class _Topic(msgspec.Struct, frozen=True):
@@ -49,19 +49,19 @@ class _State(msgspec.Struct, frozen=True):
 
 
 def _node_ids(isr: Sequence[int | _Member]) -> list[int]:
-    """The brokers in an ISR, whose members are broker and log; broker ids in states of version 1."""
+    """The brokers in an ISR; members are broker and log id, or broker ids in states of version 1."""
     return sorted({each if isinstance(each, int) else each[0] for each in isr})
 
 
 def _min_insync_replicas(topic: _Topic, replicas: int) -> int:
-    """As brokers have it that were told nothing else with --min-insync-replicas."""
+    """The topic's min.insync.replicas, with the default of brokers without --min-insync-replicas."""
     told = topic.configs.get(MIN_INSYNC_REPLICAS, "")
     wanted = int(told) if told.isdecimal() else 2 if replicas >= 3 else 1
     return min(wanted, replicas)
 
 
 async def read_replication(client: EtcdClient, prefix: str) -> Replication:
-    """All of it, as of now. Raises EtcdError. What makes no sense is passed over."""
+    """Read the present state. Skip invalid entries. Raises EtcdError."""
     root = prefix.rstrip("/")
     found = await client.get_prefix(f"{root}/refbroker/topics/")
     revision = found.revision
@@ -90,7 +90,7 @@ async def read_replication(client: EtcdClient, prefix: str) -> Replication:
             if state.topic_id != topic.topic_id:
                 continue
             at_first = topic.replicas[partition]
-        except (Senseless, KeyError, IndexError, msgspec.MsgspecError):
+        except (InvalidEntry, KeyError, IndexError, msgspec.MsgspecError):
             continue
         rows.append(
             ReplicaRow(
@@ -107,7 +107,7 @@ async def read_replication(client: EtcdClient, prefix: str) -> Replication:
 
 
 async def _entries(kvs: Sequence[KeyValue], prefix: str) -> AsyncIterator[tuple[str, KeyValue]]:
-    """Each with what follows the prefix; others get their turn in between."""
+    """Each entry with its key after the prefix; yield to the event loop in between."""
     for position, kv in enumerate(kvs):
         yield kv.key.removeprefix(prefix), kv
         if position % PORTION_ENTRIES == PORTION_ENTRIES - 1:
@@ -117,24 +117,27 @@ async def _entries(kvs: Sequence[KeyValue], prefix: str) -> AsyncIterator[tuple[
 def _is_broker(name: str) -> bool:
     try:
         parse_broker_key(name)
-    except Senseless:
+    except InvalidEntry:
         return False
     return True
 
 
 def _leader(lease: KeyValue | None, create_revision: int, live: set[int]) -> int:
-    """Who holds the lease key and lives; a key older than the topic is a deleted namesake's."""
+    """The live broker in the lease key; a key older than the topic belongs to a deleted namesake."""
     if lease is None or lease.mod_revision < create_revision:
         return NO_LEADER
     try:
         owner = parse_owner(lease.value)
-    except Senseless:
+    except InvalidEntry:
         return NO_LEADER
     return owner if owner in live else NO_LEADER
 
 
 class ReplicationReader:
-    """Reads for those who ask, no oftener than every FRESH_S; etcd is connected to at the first question."""
+    """Reads on demand, at most every FRESH_S.
+
+    Connects to etcd on the first read.
+    """
 
     def __init__(
         self, endpoints: Sequence[str], options: EtcdOptions, prefix: str, *, clock: Callable[[], float]
@@ -148,7 +151,7 @@ class ReplicationReader:
         self._last: Replication | EtcdError | None = None
 
     async def read(self) -> Replication:
-        """Raises EtcdError."""
+        """The present state, or a read at most FRESH_S old. Raises EtcdError."""
         async with self._at_work:
             if self._last is None or self._clock() >= self._fresh_until:
                 try:

@@ -1,7 +1,7 @@
-"""Owners from a table that somebody wrote: brokers by id, and for each topic the owners by partition index.
+"""Owners from a fixed table: brokers by id, owners by topic and partition.
 
-For sidecars whose brokers seldom move, and for measurements. A topic that the table does not name has no owner. The
-table is read again when somebody asks for it (SIGHUP); one that will not do leaves the last one in force.
+It serves sidecars whose brokers seldom move, and measurements. A topic that the table does not name has no owner. The
+table is read again on SIGHUP; an invalid one leaves the last one in force.
 
 Invariant: revisions are this source's own, the number of the reading that changed an entry. They only grow.
 """
@@ -15,7 +15,7 @@ from kproxy.routing.topology import Address, Ownership, Topology
 
 
 class StaticTable:
-    """Fills a topology with `owners`; there is nothing to follow and nothing to grow stale."""
+    """Fills a topology with `owners`. It follows nothing and is never stale."""
 
     def __init__(self, topology: Topology, owners: Owners) -> None:
         self._topology = topology
@@ -44,17 +44,17 @@ class StaticTable:
             topology.remove_broker(broker_id)
 
     async def run(self) -> None:
-        """There is nothing to follow."""
+        """Do nothing until cancelled."""
         await asyncio.Event().wait()
 
     async def wait_synced(self) -> None:
-        """It is loaded before it is run."""
+        """Return at once: the table is loaded in the constructor."""
 
     async def refresh(self, topic: bytes, partition_index: int, seen_revision: int) -> None:
-        """The table is what it is."""
+        """Do nothing: the table does not change by itself."""
 
     async def reload(self) -> str:
-        """Read the file again that the table came from. StartupError where it will not do."""
+        """Read the table's file again. Raises StartupError if it is invalid."""
         owners = await asyncio.to_thread(self._owners.read_again)
         self._load(owners)
         partitions = sum(len(topic.owners) for topic in owners.topics)

@@ -31,11 +31,10 @@ from kproxy.claims.release import Release
 from kproxy.claims.service import OwnService
 from kproxy.claims.unsettled import UnsettledWrites
 from kproxy.config import ProxyConfig
-from kproxy.etcd import EtcdClient
+from kproxy.etcd import EtcdClient, connect
 from kproxy.proxy.broker_connection import Lost, Upstream, ask
 from kproxy.proxy.connections import Connections, NoAddress
 from kproxy.proxy.context import ProxyContext
-from kproxy.proxy.sources import connect
 from kproxy.routing.merge import Exchange
 from kproxy.routing.split import NOTHING_REFUSED, Entry, Selection, route
 from kproxy.routing.topology import NO_OWNER

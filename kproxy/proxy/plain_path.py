@@ -21,7 +21,7 @@ from kproxy.routing.fanout import Fanout
 from kproxy.routing.merge import Exchange
 from kproxy.routing.routes import Plans, kind_of
 from kproxy.routing.split import Selection
-from kproxy.trail.noted import ConnectionAcks, Noted
+from kproxy.trail.acknowledgements import ConnectionAcks, Noted
 from kproxy_codec.partitioned import PartitionedRequest, PlainAnswer, set_response_correlation_id
 from kproxy_codec.produce import PRODUCE_API
 

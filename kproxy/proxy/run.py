@@ -25,6 +25,7 @@ from kproxy.claims.admin import ClaimsAdmin
 from kproxy.claims.service import OwnService
 from kproxy.config import Address, ProxyConfig
 from kproxy.errors import StartupError
+from kproxy.fleet.membership import Membership
 from kproxy.observe.admin import Unanswered
 from kproxy.observe.claims import NotOffered
 from kproxy.observe.table import TableView
@@ -35,17 +36,16 @@ from kproxy.proxy.claims import attach, open_own
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.dialling import Dialler
 from kproxy.proxy.front import Front, OwnFront, OwnPages
-from kproxy.proxy.membership import Membership
 from kproxy.proxy.server import Listener
 from kproxy.proxy.sources import OpenSource, Source, open_source
 from kproxy.routing.topology import Topology
-from kproxy.runtime import open_files
+from kproxy.runtime.notify import Reminders
+from kproxy.runtime.process import open_file_limit
 from kproxy.runtime.signals import Signals, until_stopped
 from kproxy.runtime.tasks import cancel, unless_failed
-from kproxy.runtime.waiting import Reminders
-from kproxy.trail.given_out import Overlap
+from kproxy.trail.overlaps import Overlap
 from kproxy.trail.shipper import Shipper, ShipperVitals
-from kproxy.trail.sinks.make import make_sink
+from kproxy.trail.sink import make_sink
 from kproxy.trail.trail import Trail
 
 # For gc.set_threshold: net allocations before the youngest objects are collected, and rounds before older ones are.
@@ -223,7 +223,7 @@ async def _reload_at(hangup: asyncio.Event, source: Source) -> None:
 
 
 def _tell_of_too_few_files(max_connections: int) -> None:
-    limit, wanted = open_files.limit(), descriptors.wanted(max_connections)
+    limit, wanted = open_file_limit(), descriptors.wanted(max_connections)
     if limit is not None and limit < wanted:
         log.warning(
             f"the limit of open files is enough for {descriptors.most_clients(limit)} clients; then new ones may be "

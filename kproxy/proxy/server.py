@@ -33,8 +33,8 @@ from kproxy.proxy.client_session import TURN_S, ClientSession
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.descriptors import Descriptors, in_use
 from kproxy.routing.topology import Address
-from kproxy.runtime import open_files
 from kproxy.runtime.listening import accept_from, bind
+from kproxy.runtime.process import open_file_limit
 
 log = structlog.get_logger(__name__)
 
@@ -132,7 +132,7 @@ class Listener:
         if self._server is None:
             raise RuntimeError("bind comes first")
         self._context = context
-        self._descriptors = Descriptors(open_files.limit(), context.clock)
+        self._descriptors = Descriptors(open_file_limit(), context.clock)
         self._loop = asyncio.get_running_loop()
         self._follows_versions = follows_versions
         context.versions.on_change = self._follow_ranges
@@ -187,7 +187,7 @@ class Listener:
         if not self._has_descriptors(self._context):
             log.warning(
                 "connection refused: too few open files are allowed (ulimit -Hn, LimitNOFILE= of systemd)",
-                limit=open_files.limit(),
+                limit=open_file_limit(),
                 clients=self._client_count,
             )
             return self._refusal()

@@ -13,8 +13,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from kproxy.config import ProxyConfig
-from kproxy.errors import StartupError
-from kproxy.etcd import EtcdClient, EtcdError, EtcdMisused, IdBlocks
+from kproxy.etcd import EtcdClient, IdBlocks, connect
 from kproxy.ownership.kafka_metadata import KafkaMetadata
 from kproxy.ownership.leases import LeaseTable
 from kproxy.ownership.static_table import StaticTable
@@ -31,7 +30,6 @@ from kproxy_codec.produce import TOPIC_IDS_FROM
 _WITHOUT_TOPIC_IDS: Mapping[int, int] = MappingProxyType({PRODUCE: TOPIC_IDS_FROM - 1})
 # A source that is up answers at once; a longer wait is reported. Seconds.
 PATIENCE_S = 5.0
-RECONNECT_PAUSE_S = 0.5
 
 
 class Source(Protocol):
@@ -128,19 +126,6 @@ async def _open_etcd(
     ids = IdBlocks(client, f"{config.prefix.rstrip('/')}/producer-ids")
     coordinators = LeasedCoordinators(table.directory.groups, topology)
     return OpenSource(table, retry.LEASED, following, f" etcd={client.endpoints}", caps, ids, coordinators)
-
-
-async def connect(client: EtcdClient, waits: Callable[[EtcdError], None]) -> None:
-    """Wait until etcd answers; `waits` gets its errors. Raises StartupError for those that waiting does not resolve."""
-    while True:
-        try:
-            await client.connect()
-            return
-        except EtcdMisused as error:
-            raise StartupError(str(error)) from error
-        except EtcdError as error:
-            waits(error)
-            await asyncio.sleep(RECONNECT_PAUSE_S)
 
 
 async def _open_kafka(

@@ -1,7 +1,7 @@
-"""Tell whoever started a serving command that it serves, and the service manager, such as systemd, how it stands.
+"""Report readiness, waiting and stopping, also to the service manager.
 
-The manager (sd_notify(3)) names a datagram socket in NOTIFY_SOCKET: a path, or an abstract name behind `@`. Without one
-nothing is sent. That it cannot be told is logged and costs nothing else.
+The manager, such as systemd (sd_notify(3)), names a datagram socket in NOTIFY_SOCKET: a path, or an abstract name
+behind `@`. Without one nothing is sent. A failure to send is logged and has no other effect.
 """
 
 from __future__ import annotations
@@ -9,18 +9,22 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Callable
 
 import structlog
 
 SOCKET_VARIABLE = "NOTIFY_SOCKET"
-# A manager reads at once; one that hangs may not hold up who serves, or stops.
+# A manager reads at once. One that hangs must not delay serving or stopping.
 TIMEOUT_S = 1.0
 
 _logger = structlog.get_logger(__name__)
 
 
 def say_ready(places: str) -> None:
-    """The one line on stdout: `places` are where it serves and what it uses, as `kafka=H:P etcd=URL`."""
+    """Print the ready line.
+
+    `places` names what it serves and uses, as `kafka=H:P etcd=URL`.
+    """
     line = f"ready {places}"
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
@@ -28,16 +32,19 @@ def say_ready(places: str) -> None:
 
 
 def say_stopping() -> None:
-    """For the service manager alone."""
+    """Tell the service manager."""
     notify("STOPPING=1")
 
 
 def notify(*assignments: str) -> None:
-    """Send assignments such as `READY=1` as one message. Waits TIMEOUT_S at most; raises nothing."""
+    """Send assignments such as `READY=1` as one message.
+
+    Waits TIMEOUT_S at most; raises nothing.
+    """
     name = os.environ.get(SOCKET_VARIABLE, "")
     if not name:
         return
-    # A line is an assignment.
+    # Each line is an assignment.
     message = "\n".join(" ".join(each.splitlines()) for each in assignments)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
@@ -49,10 +56,43 @@ def notify(*assignments: str) -> None:
 
 
 def _address(name: str) -> bytes:
-    """Raises OSError for what is no address of a Unix socket."""
+    """Raise OSError if it is no address of a Unix socket."""
     address = os.fsencode(name)
     if address[:1] == b"@":
         return b"\0" + address[1:]
     if address[:1] != b"/":
         raise OSError("neither a path nor an abstract name")
     return address
+
+
+# A sentence that still holds is repeated after this time, in seconds.
+REMIND_S = 60.0
+MAX_SENTENCES = 16
+
+
+class Reminders:
+    """Decide which sentences are due. `clock` is in seconds.
+
+    Attempts may fail for changing reasons: each sentence has its own time.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._said: dict[str, float] = {}
+
+    def is_due(self, sentence: str) -> bool:
+        """Whether to print it now; then it is not due again for REMIND_S."""
+        now = self._clock()
+        said_at = self._said.pop(sentence, None)
+        due = said_at is None or now - said_at >= REMIND_S
+        self._said[sentence] = now if said_at is None or due else said_at
+        if len(self._said) > MAX_SENTENCES:
+            del self._said[next(iter(self._said))]
+        return due
+
+
+def say_waiting(sentence: str) -> None:
+    """Print `sentence`, which names the obstacle and the remedy, and tell the service manager."""
+    sys.stderr.write(f"kproxy: {sentence} Waiting for it.\n")
+    sys.stderr.flush()
+    notify(f"STATUS={sentence} Waiting for it.")

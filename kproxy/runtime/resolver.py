@@ -1,20 +1,21 @@
-"""Resolve host names: each once at a time, and none at the expense of another.
+"""Resolve host names: one lookup per name, and no name delays another.
 
-The system's resolver blocks a thread, for half a minute where a name server does not answer. The event loop's own
-threads (uvloop has four) are shared by all names, and a slow name takes one for every dial. uvloop's own
-`create_connection` waits for it in a way that cannot be cancelled, too: the name that a dial gave up on fails later, in
-a future that nobody looks at, and asyncio complains on stderr. So names are resolved here before anything is dialled.
+The system's resolver blocks a thread, for half a minute if a name server does not answer. All names share the event
+loop's own threads (uvloop has four), and a slow name takes one for every dial. uvloop's own `create_connection` also
+waits for the resolver in a way that cannot be cancelled: the lookup of an abandoned dial fails later, in a future that
+nobody awaits, and asyncio complains on stderr. So names are resolved here before anything is dialled.
 
 States of a name
-  (none)      nothing is known; addresses too, which are never looked up
-  under way   one thread asks the system; all who want to know wait for it
+  (none)      nothing is known; IP addresses are never looked up
+  under way   one thread asks the system; all callers wait for it
   known       its addresses are used for FRESH_S, or until a dial to them fails
 
 Invariants
-1. Each name takes one thread at most, and all names together MAX_LOOKUPS; beyond that, and where the system gives no
+1. Each name takes at most one thread, and all names together MAX_LOOKUPS. Beyond that, or if the system gives no
    thread, a lookup fails at once.
-2. Who stops waiting ends nothing for the others. Threads are daemons: the process does not wait for them at its end.
-3. At most MAX_KNOWN names are remembered; those that were resolved first are forgotten first.
+2. A caller that stops waiting does not end the lookup for others. Threads are daemons: the process does not wait for
+   them at its end.
+3. At most MAX_KNOWN names are remembered; those resolved first are forgotten first.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from weakref import WeakKeyDictionary
 
 T = TypeVar("T")
 
-# As long as a broker that is down goes without a dial: a dial a second is what a lookup a second is for.
+# Brokers that are down are dialled once a second, so one lookup a second is enough.
 FRESH_S: Final = 1.0
 MAX_LOOKUPS: Final = 64
 MAX_KNOWN: Final = 1000
 
 
 class Resolver:
-    """Of one process, on one event loop; `clock` in seconds."""
+    """The resolver of one event loop; `clock` in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -49,7 +50,7 @@ class Resolver:
     async def addresses(self, host: str) -> Sequence[str]:
         """The addresses of a host, in the system's order of preference.
 
-        Raises OSError, and UnicodeError for what is no name at all.
+        Raises OSError, and UnicodeError if `host` is no name at all.
         """
         if _is_address(host):
             return (host,)
@@ -62,7 +63,7 @@ class Resolver:
         return await asyncio.shield(lookup)
 
     def forget(self, host: str) -> None:
-        """The addresses do not serve: they may have changed."""
+        """Look the host up again next time: its addresses may have changed."""
         self._known.pop(host, None)
 
     def _start(self, host: str) -> asyncio.Future[Sequence[str]]:
@@ -70,7 +71,7 @@ class Resolver:
             raise OSError(f"{host} is not looked up: {MAX_LOOKUPS} other names are waited for")
         loop = asyncio.get_running_loop()
         lookup: asyncio.Future[Sequence[str]] = loop.create_future()
-        # Its outcome counts also where nobody waits for it any more.
+        # Retrieve the outcome even if nobody waits for it any more.
         lookup.add_done_callback(lambda _: lookup.cancelled() or lookup.exception())
         thread = threading.Thread(target=self._look_up, args=(loop, host), name=f"resolve {host}"[:15], daemon=True)
         try:
@@ -81,7 +82,7 @@ class Resolver:
         return lookup
 
     def _look_up(self, loop: asyncio.AbstractEventLoop, host: str) -> None:
-        """On a thread of its own."""
+        """Run on a thread of its own."""
         outcome: Sequence[str] | OSError | UnicodeError
         try:
             rows = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -91,7 +92,7 @@ class Resolver:
         try:
             loop.call_soon_threadsafe(self._looked_up, host, outcome)
         except RuntimeError:
-            # The event loop has been closed meanwhile: nobody waits any more.
+            # The event loop has been closed: nobody waits any more.
             return
 
     def _looked_up(self, host: str, outcome: Sequence[str] | OSError | UnicodeError) -> None:
@@ -110,9 +111,11 @@ _of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, Resolver] = WeakKeyDicti
 
 
 async def dial(connect: Callable[[str, int], Awaitable[T]], host: str, port: int) -> T:
-    """What `connect` makes of the first address of `host` that can be reached.
+    """Call `connect` with the addresses of `host` in turn.
 
-    Raises OSError, of several the first. What is dialled in this way on one event loop shares its lookups.
+    Return the result for the first that can be reached.
+
+    Raises the first OSError. All dials on one event loop share a `Resolver`.
     """
     resolver = _of_loops.setdefault(asyncio.get_running_loop(), Resolver())
     try:
@@ -124,7 +127,7 @@ async def dial(connect: Callable[[str, int], Awaitable[T]], host: str, port: int
         try:
             return await connect(address, port)
         except ssl.SSLError:
-            # Somebody listens there: another address is no way around what they said.
+            # A server listens there and refused: another address would not help.
             raise
         except OSError as error:
             failed = failed or error

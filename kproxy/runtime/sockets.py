@@ -1,4 +1,4 @@
-"""What every connection of the proxy asks of its socket."""
+"""TCP options and state of connections: keepalive, delivery, linger."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import struct
 import sys
 from typing import Final, NamedTuple
 
-# After so many seconds of silence the kernel asks whether the other side is still there, then again at this interval.
+# After so many seconds of silence the kernel sends a keepalive probe, then more at this interval.
 IDLE_S = 60
 INTERVAL_S = 10
 PROBES = 6
-# The same while an answer is waited for: another host that is there acknowledges, whatever its processes do.
+# The same while an answer is awaited: a live host acknowledges, whatever its processes do.
 WATCHED_IDLE_S = 1
 WATCHED_INTERVAL_S = 1
 WATCHED_PROBES = 2
@@ -23,10 +23,10 @@ _DISCARD: Final = struct.pack("ii", 1, 0)
 
 
 def keep_alive(transport: asyncio.BaseTransport) -> None:
-    """Have the kernel find out when the other host has gone without a word: nobody else would.
+    """Have the kernel detect that the other host has gone silently.
 
-    A client's place under the limit of connections, and a connection that a broker's host forgot, are given up after
-    two minutes. It also keeps an idle connection in the tables of what lies between.
+    After two minutes this frees a client's place under the limit of connections, and closes a connection that a
+    broker's host forgot. It also keeps an idle connection in the tables of firewalls and load balancers.
     """
     sock = _tcp_socket(transport)
     if sock is not None:
@@ -35,25 +35,25 @@ def keep_alive(transport: asyncio.BaseTransport) -> None:
 
 
 def watch_path(transport: asyncio.BaseTransport, *, closely: bool) -> None:
-    """Have the kernel find that out in seconds, or in minutes again; on a connection that is kept alive.
+    """Have the kernel detect it within seconds (`closely`) or minutes, on a connection that is kept alive.
 
-    It asks only where nothing is unacknowledged; otherwise `delivery` tells.
+    The kernel probes only while nothing is unacknowledged; otherwise `delivery` tells.
     """
     sock = _tcp_socket(transport)
     if sock is None:
         return
     times = (WATCHED_IDLE_S, WATCHED_INTERVAL_S, WATCHED_PROBES) if closely else (IDLE_S, INTERVAL_S, PROBES)
-    # An OSError: the other side has ended the connection, and the event loop is about to say so.
+    # OSError: the other side has ended the connection, and the event loop is about to report it.
     with contextlib.suppress(OSError):
         _set_times(sock, *times)
 
 
 class Delivery(NamedTuple):
-    """What the kernel says of a connection's way to the other host.
+    """TCP's view of a connection to the other host.
 
-    `unacknowledged`: segments on their way. `retransmits`: how often the first of them was sent again in vain, at
-    intervals that double. `probes`: how often the other side was asked in vain whether it is there, or takes more
-    again. `silent_s`: since it last acknowledged anything.
+    `unacknowledged`: segments sent and not acknowledged. `retransmits`: vain retransmissions of the first of them, at
+    intervals that double. `probes`: vain probes of whether the other side is there, or has room again. `silent_s`:
+    seconds since it last acknowledged anything.
     """
 
     unacknowledged: int
@@ -63,7 +63,7 @@ class Delivery(NamedTuple):
 
 
 def delivery(transport: asyncio.BaseTransport) -> Delivery | None:
-    """None where the system does not tell."""
+    """The delivery state of a connection; None where the system does not tell."""
     sock = _tcp_socket(transport) if sys.platform == "linux" else None
     if sock is None:
         return None
@@ -77,7 +77,7 @@ def delivery(transport: asyncio.BaseTransport) -> Delivery | None:
 
 
 def discard_at_close(transport: asyncio.BaseTransport) -> None:
-    """What the kernel still holds is not to be delivered once the connection is closed."""
+    """Have the kernel discard unsent data when the connection is closed."""
     sock = _tcp_socket(transport)
     if sock is not None:
         with contextlib.suppress(OSError):
@@ -85,7 +85,7 @@ def discard_at_close(transport: asyncio.BaseTransport) -> None:
 
 
 def _tcp_socket(transport: asyncio.BaseTransport) -> socket.socket | None:
-    """None for a closed one and for what is no TCP."""
+    """The socket; None if it is closed or not TCP."""
     sock: socket.socket | None = transport.get_extra_info("socket")
     if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.fileno() < 0:
         return None
@@ -93,7 +93,7 @@ def _tcp_socket(transport: asyncio.BaseTransport) -> socket.socket | None:
 
 
 def _set_times(sock: socket.socket, idle_s: int, interval_s: int, probes: int) -> None:
-    # Not every system has all of them; its own times hold then.
+    # A system that lacks one of them keeps its own time.
     for name, value in (("TCP_KEEPIDLE", idle_s), ("TCP_KEEPINTVL", interval_s), ("TCP_KEEPCNT", probes)):
         option = getattr(socket, name, None)
         if option is not None:

@@ -1,4 +1,4 @@
-"""What is done with tasks."""
+"""Cancel asyncio tasks, and wait for work that depends on them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ _Result = TypeVar("_Result")
 
 
 async def cancel(task: asyncio.Task[Any]) -> None:
-    """End a task and wait until it has ended."""
+    """Cancel a task and wait until it has ended."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
 
 async def unless_failed(work: Awaitable[_Result], running: Sequence[asyncio.Task[None]]) -> _Result:
-    """What `work` comes to; what one of those that are `running` fails with ends it, as it is and in no group."""
+    """The result of `work`.
+
+    If a `running` task fails, end `work` and raise that error itself, in no group.
+    """
     working = asyncio.ensure_future(work)
     try:
         ending = {working, *running}
@@ -31,7 +34,10 @@ async def unless_failed(work: Awaitable[_Result], running: Sequence[asyncio.Task
 
 
 async def in_time(work: Awaitable[None], running: asyncio.Task[None], seconds: float) -> bool:
-    """Whether `work`, which waits for what is `running`, is done in time; what that fails with is raised."""
+    """Whether `work`, which waits for the `running` task, ends in time.
+
+    Raise the error of that task.
+    """
     try:
         async with asyncio.timeout(seconds):
             await unless_failed(work, [running])

@@ -1,10 +1,11 @@
-"""The rows of an audit trail, and their JSON: what a proxy says of the records that it acknowledged.
+"""The rows of an audit trail and their JSON: the acknowledged records.
 
-Each serving process has one trail. Its rows have a `sequence` from 0 on, one more with every row of whatever kind, so
-that a row that was never written, or is lost, leaves a gap. A row is one line of JSON; some rows together are a page,
-lines with newlines between: the value of one Kafka message, or a part of a file.
+Each serving process has one trail. Its rows have a `sequence` from 0 on, one more with every row of any kind, so a row
+that was never written, or is lost, leaves a gap. A row is one line of JSON. A page is some rows with newlines between
+them: the value of one Kafka message, or a part of a file.
 
-Times are milliseconds since the epoch by the proxy's clock; `at` is when a row was closed, and never falls in a trail.
+Times are milliseconds since the epoch by the proxy's clock; `at` is when a row was closed, and never decreases in a
+trail.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import msgspec
 class Begin(msgspec.Struct, kw_only=True, tag="begin", tag_field="kind"):
     """The first row: the process begins to serve.
 
-    What it acknowledges is in a row that is closed at most `interval_ms` later; while there is nothing to tell, a mark
-    comes at least every `mark_ms`.
+    An acknowledgement is in a row that is closed at most `interval_ms` later. Without acknowledgements a mark comes at
+    least every `mark_ms`.
     """
 
     proxy: str
@@ -30,7 +31,7 @@ class Begin(msgspec.Struct, kw_only=True, tag="begin", tag_field="kind"):
 
 
 class Mark(msgspec.Struct, kw_only=True, tag="mark", tag_field="kind"):
-    """All that was acknowledged before `at` is in rows before this one."""
+    """Every acknowledgement before `at` is in a row before this one."""
 
     proxy: str
     incarnation: str
@@ -39,7 +40,7 @@ class Mark(msgspec.Struct, kw_only=True, tag="mark", tag_field="kind"):
 
 
 class End(msgspec.Struct, kw_only=True, tag="end", tag_field="kind"):
-    """The last row of a process that stopped in order: there is nothing that the rows before do not say."""
+    """The last row of a process that stopped cleanly: the trail is complete."""
 
     proxy: str
     incarnation: str
@@ -50,14 +51,14 @@ class End(msgspec.Struct, kw_only=True, tag="end", tag_field="kind"):
 class Range(msgspec.Struct, kw_only=True, tag="range", tag_field="kind"):
     """Batches that one client connection wrote to one partition under one ownership, all acknowledged.
 
-    `spans` are their offsets: first offset and number of records, by turns, in the order of the answers; batches
+    `spans` are their offsets: first offset and number of records, alternating, in the order of the answers; batches
     without a gap between them are one span. With idempotence the sequence numbers have no gap within a row: those of a
-    span begin with `first_sequence` and the counts of the spans before it, wrapping behind 2^31-1. Without, producer
-    id, epoch and sequence are -1.
+    span begin with `first_sequence` plus the counts of the spans before it, wrapping behind 2^31-1. Without it,
+    producer id, epoch and sequence are -1.
 
     `base_offset` is the first span's, `record_count` the sum of the counts, `bytes` the sum of the batches' sizes.
-    `owner` is the broker that answered, `revision` that of its ownership when it was asked. `latency_us` are samples of
-    the time from a request's first byte to the broker's answer, in microseconds.
+    `owner` is the broker that answered, `revision` that of its ownership when the request was sent. `latency_us` are
+    samples of the time from a request's first byte to the broker's answer, in microseconds.
     """
 
     proxy: str
@@ -94,10 +95,13 @@ _DECODER: msgspec.json.Decoder[Row] = msgspec.json.Decoder(Row)
 
 
 def encode_page(rows: Iterable[Row]) -> bytes:
-    """Rows as lines of JSON, without a newline behind the last."""
+    """Encode rows as lines of JSON, without a newline after the last."""
     return _ENCODER.encode_lines(rows)[:-1]
 
 
 def decode_page(page: bytes) -> list[Row]:
-    """The rows of a page. Raises msgspec.DecodeError, msgspec.ValidationError among them."""
+    """Decode the rows of a page.
+
+    Raises msgspec.DecodeError, of which msgspec.ValidationError is one.
+    """
     return _DECODER.decode_lines(page)

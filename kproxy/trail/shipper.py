@@ -1,18 +1,18 @@
-"""What carries the pages of a trail to their sink: a queue of bounded size, and one task that empties it.
+"""Ship the pages of a trail to their sink, through a bounded queue.
 
 States
-  shipping   pages are written as they come, or, from the second write on, are gathered until the sink wants them
+  shipping   pages are written as they come; from the second write on, they are gathered as the sink prefers
   failing    the last write failed: it is tried again after a pause that grows up to MAX_PAUSE_S
-  closing    what is queued is written at once, without gathering and with short pauses, until none or no time is left
-  closed     nothing is taken any more
+  closing    queued pages are written at once, without gathering and with short pauses, until none or no time is left
+  closed     no page is taken any more
 
 Invariants
-1. `offer` never waits and never raises: whoever acknowledges records has nothing to do with the sink.
+1. `offer` never waits and never raises: a slow sink never delays clients.
 2. A page is in the queue until the sink has made it durable. So pages leave in order, none is skipped, and a page is
    written again after a failure: at least once.
-3. What is queued costs at most `max_bytes`. A page for which there is no room is dropped whole, and counted: its rows'
-   numbers are missing from the trail then, and whoever reads it sees that.
-4. The first page is not kept back for others: a process of which the sink has nothing is one that no audit knows of.
+3. Queued pages cost at most `max_bytes`. A page for which there is no room is dropped whole, and counted: the numbers
+   of its rows are missing from the trail, so readers see the gap.
+4. The first page does not wait for others: an audit knows nothing of a process without a page in the sink.
 5. No failure is silent: each episode has a line in the log when it begins, when pages are dropped, and when it is over.
 """
 
@@ -26,12 +26,12 @@ from random import Random
 
 import structlog
 
-from kproxy.trail.sinks.sink import Sink, SinkFailed
+from kproxy.trail.sink import Sink, SinkFailed
 
 PAUSE_S = 0.1
 MAX_PAUSE_S = 5.0
 CLOSING_PAUSE_S = 0.5
-# What a page costs beside its bytes.
+# The cost of a page beside its bytes.
 PAGE_OVERHEAD_BYTES = 256
 
 log = structlog.get_logger(__name__)
@@ -39,7 +39,10 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ShipperVitals:
-    """What holds at this moment; `age_s`: since the sink last took anything, or since the start."""
+    """The state at this moment.
+
+    `age_s`: seconds since the sink last took pages, or since the start.
+    """
 
     waiting_bytes: int
     age_s: float
@@ -86,11 +89,11 @@ class Shipper:
         return ShipperVitals(self._queued_bytes, max(0.0, self._clock() - self._shipped_at))
 
     def start(self) -> None:
-        """Begin to write."""
+        """Start to write."""
         self._task = asyncio.get_running_loop().create_task(self._ship(), name="audit shipper")
 
     def offer(self, page: bytes, first_sequence: int, last_sequence: int) -> None:
-        """Take a page with the rows of these numbers, or drop it."""
+        """Queue a page with the rows of these sequence numbers, or drop it."""
         queued = _Page(page, last_sequence - first_sequence + 1, self._clock())
         if self._closed or self._queued_bytes + queued.cost > self._max_bytes:
             self._drop(queued)
@@ -110,7 +113,7 @@ class Shipper:
         self._drops += 1
 
     async def close(self, timeout_s: float) -> None:
-        """Write what is queued, for `timeout_s` seconds at most, and let go of the sink."""
+        """Write the queued pages, for at most `timeout_s` seconds; close the sink."""
         self._closing = True
         self._changed.set()
         try:
@@ -121,7 +124,7 @@ class Shipper:
         finally:
             self._closed = True
             lost = sum(page.rows for page in self._queue)
-            # One that was never started belongs to a process that has served nobody.
+            # A process whose shipper was never started has served no client.
             if lost and self._task is not None:
                 log.error("audit trail not shipped to its end: its last rows are lost", rows=lost)
                 self._counters["audit.pages_dropped"] += len(self._queue)
@@ -133,7 +136,7 @@ class Shipper:
     async def _close_sink(self) -> None:
         try:
             await self._sink.close()
-        except Exception:  # the boundary: whoever stops has other things to stop
+        except Exception:  # the boundary: the caller has other things to stop
             log.exception("the audit sink could not be closed")
 
     async def _ship(self) -> None:
@@ -146,14 +149,14 @@ class Shipper:
                 await self._sink.write([page.data for page in pages])
             except SinkFailed as error:
                 await self._failed(str(error))
-            except Exception as error:  # the boundary: the trail goes on whatever its sink does
+            except Exception as error:  # the boundary: an error of the sink must not end the trail
                 log.exception("the audit sink failed unexpectedly")
                 await self._failed(f"{type(error).__name__}: {error}")
             else:
                 self._shipped(pages)
 
     async def _wanted(self) -> None:
-        """Until there is something to write; returns with nothing queued only where nothing more comes."""
+        """Wait until there is something to write; return with an empty queue only when closing."""
         appetite = self._sink.appetite
         while not self._closing:
             self._changed.clear()
@@ -170,7 +173,7 @@ class Shipper:
                 continue
 
     def _next_pages(self) -> list[_Page]:
-        """From the front of the queue, as much as the sink takes at once; at least one."""
+        """The first pages of the queue, as many as the sink takes at once; at least one."""
         pages: list[_Page] = []
         room = self._sink.appetite.bytes
         for page in self._queue:
@@ -189,7 +192,7 @@ class Shipper:
         self._has_shipped = True
         if self._failures or (self._drops and not self._queue):
             log.warning("the audit sink takes rows again", failures=self._failures, pages_dropped=self._drops)
-            # Of one that is merely slow, not with every page.
+            # A sink that is merely slow must not log this for every page.
             self._drops = 0
         self._failures = 0
 
@@ -201,7 +204,7 @@ class Shipper:
         pause_s = min(PAUSE_S * 2.0 ** min(self._failures - 1, 10), MAX_PAUSE_S)
         until = self._clock() + pause_s * self._random.uniform(0.5, 1.0)
         while (left_s := until - self._clock()) > 0:
-            # Whoever closes does not wait out a long pause.
+            # `close` does not wait for a long pause to end.
             self._changed.clear()
             if self._closing:
                 await asyncio.sleep(min(left_s, CLOSING_PAUSE_S))

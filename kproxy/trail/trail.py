@@ -1,8 +1,8 @@
-"""The trail of one serving process: its rows, from what was noted of acknowledgements to the pages that are shipped.
+"""The audit trail of one process: rows of acknowledgements, in pages.
 
 States
   not begun   nothing has been shipped
-  running     rows are closed and handed on
+  running     rows are closed and offered in pages
   ended       the last row is the end
 
 Transitions
@@ -10,13 +10,13 @@ Transitions
   running   -> ended     `end`: its last client is gone
 
 Invariants
-1. What is acknowledged is judged by the next look (`look`), LOOK_S later at most, whether anything is shipped or not.
-2. It is in a row that is closed `interval_s` later at most; LATE_S is allowed for an event loop that is late.
-3. Sequence numbers are given in the order in which rows are closed, and each once. What cannot be told takes one as
-   well and is not shipped: a gap says that something is missing, and nothing else may make one.
-4. While it runs a row comes every MARK_S at least, and a mark within `interval_s` of the last row. How long that is
-   tells the clock that nobody sets; by the other one only the rows are dated.
-5. What is held here is bounded: MAX_OPEN_ROWS rows with twice MAX_SPANS each, and what comes between two looks.
+1. The next look (`look`), at most LOOK_S later, judges acknowledged offsets, whether anything is shipped or not.
+2. An acknowledgement is in a row that is closed at most `interval_s` later; LATE_S is allowed for a late event loop.
+3. Rows get sequence numbers in the order in which they are closed, each once. An acknowledgement that cannot be told
+   also takes a number, which is not shipped: a gap means that something is missing, and nothing else makes one.
+4. While the trail runs a row comes at least every MARK_S, and a mark within `interval_s` of the last row. Durations are
+   measured on the monotonic clock; the wall clock only dates rows.
+5. Memory is bounded: MAX_OPEN_ROWS rows with twice MAX_SPANS numbers each, and what comes between two looks.
 """
 
 from __future__ import annotations
@@ -30,10 +30,8 @@ import structlog
 
 from kproxy.routing.retry import deadline_s
 from kproxy.routing.topology import Topology
-from kproxy.trail.acked import MAX_SPANS, Acked, Asked
-from kproxy.trail.chunks import Chunk, extend_spans
-from kproxy.trail.given_out import GivenOut, Overlap
-from kproxy.trail.noted import ConnectionAcks
+from kproxy.trail.acknowledgements import MAX_SPANS, Acked, Asked, ConnectionAcks
+from kproxy.trail.overlaps import Chunk, Overlap, OverlapDetector, extend_spans
 from kproxy.trail.rows import Begin, End, Mark, Range, Row, encode_page
 
 log = structlog.get_logger(__name__)
@@ -41,14 +39,14 @@ log = structlog.get_logger(__name__)
 LOOK_S: Final = 0.5
 MARK_S: Final = 10.0
 LATE_S: Final = 1.0
-# One more, and the one that was begun first is closed.
+# Beyond this the row that was begun first is closed.
 MAX_OPEN_ROWS: Final = 20_000
 MAX_LATENCIES: Final = 32
-# A page is a record; brokers take 1 MiB at least.
+# A page is one record; brokers accept at least 1 MiB.
 MAX_PAGE_BYTES: Final = 256 << 10
-# So many partitions or rows are looked at before clients are served again: some milliseconds.
+# Partitions or rows that are processed before clients are served again: some milliseconds.
 MAX_STEP: Final = 200
-# Of so many overlaps in one look each has a line in the log.
+# In one look at most so many overlaps are logged.
 MAX_OVERLAPS_LOGGED: Final = 20
 _MICROS: Final = 1_000_000
 
@@ -64,7 +62,7 @@ class _Stamp(TypedDict):
 
 
 class _OpenRow:
-    """What a row will say. It goes on while chunks go on."""
+    """A row that is not closed yet. Chunks that continue it extend it."""
 
     __slots__ = (
         "acks",
@@ -81,14 +79,14 @@ class _OpenRow:
     )
 
     def __init__(self, acks: int, first: Chunk, first_acked_at: int, acked_at: int, began: float) -> None:
-        """`began` is by the trail's clock in seconds, and the times are by the other one, in milliseconds."""
+        """`began` is in seconds of the monotonic clock; the times are in milliseconds of the wall clock."""
         self.acks = acks
         self.began = began
         self.first = first
         self.first_acked_at = first_acked_at
         self.last_acked_at = acked_at
         self.latency_us: list[int] = []
-        # They grow; the chunk's are also remembered by those who judge.
+        # A copy: these grow, and the detector of overlaps keeps the chunk's.
         self.spans = first.spans.copy()
         self.record_count = first.record_count
         self.batches = first.batches
@@ -96,7 +94,7 @@ class _OpenRow:
         self.next_sequence = first.next_sequence
 
     def takes(self, acks: int, chunk: Chunk) -> bool:
-        """Whether a chunk goes on where the row is; without idempotence every one does."""
+        """Whether a chunk continues the row; without idempotence every chunk does."""
         return (
             chunk.first_sequence == self.next_sequence
             and chunk.producer_id == self.first.producer_id
@@ -115,10 +113,12 @@ class _OpenRow:
 
 
 class Trail:
-    """One process's trail. `offer` None: nothing is shipped, and offsets are judged all the same.
+    """The trail of one process.
+
+    `offer` None: nothing is shipped, but offsets are still judged.
 
     `proxy` and `incarnation` are as in the rows. `clock` is in seconds, `wall_ms` in milliseconds since the epoch.
-    `left_out` are topics that are not noted. `on_overlap` is told of each offset that was given out twice.
+    `left_out` are topics that are not noted. `on_overlap` is called with each overlap.
     """
 
     def __init__(
@@ -143,10 +143,10 @@ class Trail:
         self._interval_s = interval_s
         self._offer = offer
         self._on_overlap = on_overlap
-        self._given_out = GivenOut()
+        self._overlaps = OverlapDetector()
         self._connections = 0
         self._woken: list[Acked] = []
-        # What a look that has begun has not taken yet.
+        # What the present look has still to take.
         self._taking: deque[Acked] = deque()
         self._open: dict[Acked, _OpenRow] = {}
         # The lines of a page to come, how long they are together, and the first one's sequence.
@@ -155,35 +155,35 @@ class Trail:
         self._page_from = 0
         self._sequence = 0
         self._running = False
-        # Whether acknowledgements were told since the last mark.
+        # Whether a row of acknowledgements was closed since the last mark.
         self._has_told = False
         self._at = self._looked_at = wall_ms()
         self._now = self._looked = self._told = clock()
 
     def connection(self, topology: Topology) -> ConnectionAcks:
-        """For one more client connection."""
+        """Note the acknowledgements of one more client connection."""
         self._connections += 1
         return ConnectionAcks(self, topology, self._connections)
 
-    def woken(self, acked: Acked, asked: Asked) -> None:
-        """It has something for the next look; the first of it tells how long acknowledgements take."""
+    def queue(self, acked: Acked, asked: Asked) -> None:
+        """Queue `acked` for the next look, and sample its first latency."""
         self._woken.append(acked)
         began = asked.deadline - deadline_s(asked.request.timeout_ms, self._deadline_cap_ms)
         acked.latencies_s.append(self._clock() - began)
 
     def begin(self) -> None:
-        """The process serves from now on."""
-        self._tell_the_time()
-        # It may have been made long ago.
+        """Write the first row: the process serves from now on."""
+        self._read_clocks()
+        # The trail may have been constructed long ago.
         self._looked_at, self._looked = self._at, self._now
         self._running = True
         mark_ms = round(MARK_S * 1000)
         promised_ms = round((self._interval_s + LATE_S) * 1000)
         self._close(Begin(**self._stamp(), interval_ms=promised_ms, mark_ms=mark_ms))
-        self._hand_on()
+        self._offer_page()
 
     def end(self) -> None:
-        """Nothing is acknowledged any more: all that is known is told, and that this is all."""
+        """Close all rows and write the last one: nothing is acknowledged any more."""
         self.look()
         if not self._running:
             return
@@ -191,27 +191,30 @@ class Trail:
             self._close_row(acked)
         self._close(End(**self._stamp()))
         self._running = False
-        self._hand_on()
+        self._offer_page()
 
     def look(self) -> None:
-        """Judge what was acknowledged since the last look, and close the rows whose time has come."""
+        """Judge the acknowledgements since the last look, and close due rows."""
         for _ in self._look():
             pass
 
     async def keep_looking(self) -> None:
-        """Look every LOOK_S, until cancelled; clients are served in between where there is much to look at."""
+        """Look every LOOK_S, until cancelled.
+
+        Serve clients between the steps of a long look.
+        """
         while True:
             await asyncio.sleep(LOOK_S)
             try:
                 for _ in self._look():
                     await asyncio.sleep(0)
-            except Exception:  # the boundary: the next look may do better, and the gap tells of this one
+            except Exception:  # the boundary: the next look may succeed, and the gap shows this failure
                 log.exception("the audit trail could not be looked after")
                 self._miss()
 
     def _look(self) -> Iterator[None]:
-        """In steps; where it is left before its end, the next look has the rest as well."""
-        self._tell_the_time()
+        """Look in steps. If it is abandoned, the next look takes the rest."""
+        self._read_clocks()
         looked_at, looked = self._at, self._now
         self._taking += self._woken
         self._woken = []
@@ -219,9 +222,9 @@ class Trail:
             self._take_some()
             if self._taking:
                 yield
-        self._tell_the_time()
+        self._read_clocks()
         overlaps = 0
-        while self._given_out.has_added:
+        while self._overlaps.has_added:
             overlaps += self._judge_some(overlaps)
             yield
         if overlaps > MAX_OVERLAPS_LOGGED:
@@ -229,22 +232,22 @@ class Trail:
         while self._close_some():
             yield
         self._mark()
-        # What comes during a look was acknowledged after it began.
+        # Acknowledgements that come during a look are later than its begin.
         self._looked_at, self._looked = looked_at, looked
-        self._hand_on()
+        self._offer_page()
 
     def _take_some(self) -> None:
-        self._tell_the_time()
+        self._read_clocks()
         for _ in range(min(MAX_STEP, len(self._taking))):
             acked = self._taking.popleft()
             try:
                 self._take(acked)
-            except Exception:  # the boundary: whatever is wrong here must not reach the clients; the gap tells of it
+            except Exception:  # the boundary: an error here must not reach clients; the gap shows it
                 log.exception("acknowledgements could not be noted", topic=acked.topic, partition=acked.partition)
                 self._miss()
 
     def _mark(self) -> None:
-        """Say that there is nothing more to tell: soon after the last that there was, and then now and then."""
+        """Write a mark when there is nothing to tell: soon after the last row, then every MARK_S."""
         if self._woken:
             return
         quiet_s = self._interval_s if self._has_told else MARK_S
@@ -253,8 +256,8 @@ class Trail:
             self._has_told = False
 
     def _close_some(self) -> bool:
-        """Close rows that would be too old at the next look, those that were begun first; whether there may be more."""
-        self._tell_the_time()
+        """Close rows that would be too old at the next look, oldest first; whether there may be more."""
+        self._read_clocks()
         due = self._now - self._interval_s + LOOK_S
         for _ in range(MAX_STEP):
             acked, row = next(iter(self._open.items()), (None, None))
@@ -263,15 +266,15 @@ class Trail:
             self._close_row(acked)
         return True
 
-    def _tell_the_time(self) -> None:
+    def _read_clocks(self) -> None:
         self._now = self._clock()
-        # A clock that is set back must not make times fall within the trail.
+        # Times must not go back within the trail, even if the clock is set back.
         self._at = max(self._at, self._wall_ms())
 
     def _take(self, acked: Acked) -> None:
         chunks, unread, latencies_s = acked.take()
         for chunk in chunks:
-            self._given_out.add(acked.topic, acked.topic_id, acked.partition, acked.giver, chunk)
+            self._overlaps.add(acked.topic, acked.topic_id, acked.partition, acked.origin, chunk)
             if self._running:
                 self._note(acked, chunk)
         if unread:
@@ -291,8 +294,8 @@ class Trail:
         self._open[acked] = _OpenRow(acked.acks, chunk, self._looked_at, self._at, self._looked)
 
     def _judge_some(self, found_before: int) -> int:
-        """Judge a step of what a look has added; how many offsets given out twice that has found."""
-        overlaps = self._given_out.judge(MAX_STEP)
+        """Judge one step of the added chunks; return the number of overlaps."""
+        overlaps = self._overlaps.judge(MAX_STEP)
         for number, overlap in enumerate(overlaps, found_before):
             self._on_overlap(overlap)
             if number < MAX_OVERLAPS_LOGGED:
@@ -314,10 +317,10 @@ class Trail:
                 topic=acked.topic,
                 topic_id=None if acked.topic_id is None else acked.topic_id.hex(),
                 partition=acked.partition,
-                owner=acked.giver.owner,
-                revision=acked.giver.revision,
+                owner=acked.origin.owner,
+                revision=acked.origin.revision,
                 acks=row.acks,
-                connection=acked.giver.connection,
+                connection=acked.origin.connection,
                 peer=acked.peer,
                 client_id=acked.client,
                 principal=None,
@@ -338,7 +341,7 @@ class Trail:
     def _close(self, row: Row) -> None:
         line = encode_page([row])
         if self._page_bytes + len(line) + 1 > MAX_PAGE_BYTES:
-            self._hand_on()
+            self._offer_page()
         if not self._lines:
             self._page_from = self._sequence
         self._lines.append(line)
@@ -347,27 +350,27 @@ class Trail:
         self._told = self._now
 
     def _miss(self) -> None:
-        """Something is not told: what is closed goes out, and the next row's sequence leaves a gap behind it."""
-        self._hand_on()
+        """Leave a gap in the sequence numbers: an acknowledgement could not be told."""
+        self._offer_page()
         self._sequence += 1
 
-    def _hand_on(self) -> None:
+    def _offer_page(self) -> None:
         lines, self._lines, self._page_bytes = self._lines, [], 0
         if lines and self._offer is not None:
             self._offer(b"\n".join(lines), self._page_from, self._sequence - 1)
 
 
 def _log(overlap: Overlap) -> None:
-    giver, earlier = overlap.giver, overlap.earlier
+    origin, earlier = overlap.origin, overlap.earlier
     log.error(
         "offsets given out twice",
         topic=overlap.topic,
         partition=overlap.partition,
         first_offset=overlap.first_offset,
         last_offset=overlap.last_offset,
-        owner=giver.owner,
-        revision=giver.revision,
-        client=giver.client,
+        owner=origin.owner,
+        revision=origin.revision,
+        client=origin.client,
         earlier_owner=earlier.owner if earlier is not None else "not known any more",
         earlier_revision=earlier.revision if earlier is not None else None,
         earlier_client=earlier.client if earlier is not None else None,

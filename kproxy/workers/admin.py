@@ -2,7 +2,7 @@
 
 | page | of several workers |
 | --- | --- |
-| `/metrics` | merged by kproxy.observe.families; process metrics by worker |
+| `/metrics` | merged by kproxy.observe.exposition; process metrics by worker |
 | `/table` | of the first worker that serves and answers, or of the one that `?worker=` names |
 | `/own` | of the first worker that serves and answers: every worker knows all claims |
 | `/readyz` | ready while one worker is; degraded, with the reason, where another is not |
@@ -23,8 +23,7 @@ from prometheus_client.registry import Collector
 
 from kproxy.observe.admin import Unanswered
 from kproxy.observe.claims import ClaimsQuery, FreeOrder, NotOffered
-from kproxy.observe.exposition import render
-from kproxy.observe.families import Family, family_of, merge
+from kproxy.observe.exposition import Family, family_of, merge, render
 from kproxy.observe.http_page import Readiness
 from kproxy.observe.metrics import ProcessesCollector, WorkersCollector, registered
 from kproxy.observe.table import TablePage, TableQuery

@@ -20,7 +20,7 @@ import msgspec
 
 from kproxy.config import ProxyConfig
 from kproxy.observe.claims import ClaimsQuery, FreeOrder
-from kproxy.observe.families import Family
+from kproxy.observe.exposition import Family
 from kproxy.observe.http_page import Readiness
 from kproxy.observe.table import TableQuery
 

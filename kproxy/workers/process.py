@@ -53,7 +53,7 @@ import structlog
 
 from kproxy.config import Owners
 from kproxy.errors import StartupError
-from kproxy.observe.families import Family, growing, merge
+from kproxy.observe.exposition import Family, growing, merge
 from kproxy.runtime.tasks import cancel
 from kproxy.workers.channel import (
     MAX_OPEN_QUESTIONS,

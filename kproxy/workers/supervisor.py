@@ -15,7 +15,7 @@ Transitions
 
 Invariants
 1. The port is held by a socket that never listens: it takes no connections, and port 0 is one port for all workers.
-2. Workers do not outlive this process, however it ends (kproxy.runtime.orphan).
+2. Workers do not outlive this process, however it ends (kproxy.runtime.process).
 3. Limits of all client connections hold for all workers together (kproxy.config.share_limits).
 4. The address that they share has one entry among the proxies of its etcd: this process registers it when all of them
    serve and removes it before they drain; replacing a worker does not change it.
@@ -34,14 +34,13 @@ import structlog
 
 from kproxy.config import Address, ProxyConfig, share_limits
 from kproxy.errors import StartupError
+from kproxy.fleet.membership import Membership
 from kproxy.observe.admin import AdminPage, ReplicaPages
 from kproxy.proxy.front import start_admin
-from kproxy.proxy.membership import Membership
 from kproxy.runtime.listening import bind
-from kproxy.runtime.notify import say_ready, say_stopping
+from kproxy.runtime.notify import Reminders, say_ready, say_stopping, say_waiting
 from kproxy.runtime.signals import Signals, until_stopped
 from kproxy.runtime.tasks import cancel, unless_failed
-from kproxy.runtime.waiting import Reminders, say_waiting
 from kproxy.workers.admin import WorkerPages
 from kproxy.workers.channel import Assignment
 from kproxy.workers.process import Launch, Slot

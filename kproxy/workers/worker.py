@@ -106,7 +106,7 @@ class WorkerFront:
                 try:
                     ask = await next_ask(self._channel)
                 except ChannelClosed:
-                    # The supervisor has gone, and kproxy.runtime.orphan ends this process.
+                    # The supervisor has gone, and kproxy.runtime.process ends this process.
                     return
                 task = tasks.create_task(self._answer(pages, ask))
                 task.add_done_callback(lambda _: places.release())

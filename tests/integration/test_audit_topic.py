@@ -16,8 +16,8 @@ import pytest
 
 from kproxy.dev.cluster import DevCluster
 from kproxy.trail.rows import Row, encode_page
-from kproxy.trail.sinks.sink import SinkFailed
-from kproxy.trail.sinks.topic import TopicSink
+from kproxy.trail.sink import SinkFailed
+from kproxy.trail.topic_sink import TopicSink
 from tests.support.audit_trails import INCARNATION, is_whole, paged, rows_in, some_rows, the_end, trails_in_topic
 from tests.support.dev import KproxyProcess, asyncios_own_loop, serving
 from tests.support.kafka_io import produce

@@ -19,8 +19,7 @@ from kproxy.broker.keys import BrokerValue, Keys, PartitionKey, StateValue, enco
 from kproxy.broker.partition import ReplicaSettings
 from kproxy.broker.replica_manager import ReplicaManager
 from kproxy.etcd import EtcdClient, Snapshot
-from kproxy.etcd.clock import lease_clock
-from kproxy.etcd.lease_fence import LeaseFence
+from kproxy.etcd.lease import LeaseFence, lease_clock
 
 pytest_plugins = ["tests.support.etcd"]
 

@@ -19,7 +19,7 @@ from kproxy.claims.keys import OwnKeys
 from kproxy.config.etcd import EtcdOptions
 from kproxy.dev.embedded_etcd import EmbeddedEtcd, find_etcd
 from kproxy.etcd import EtcdClient, EtcdDenied
-from kproxy.fleet.keys import proxies_prefix
+from kproxy.fleet.registration import proxies_prefix
 from kproxy_codec.error_codes import NONE
 from tests.support.dev import KproxyProcess, run_kproxy
 from tests.support.etcd import QUICK

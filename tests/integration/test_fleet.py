@@ -16,8 +16,7 @@ from structlog.testing import capture_logs
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient, TxnCompare, TxnOp, TxnResult
-from kproxy.fleet.keys import proxies_prefix
-from kproxy.fleet.registration import Registrar, RegistrarState
+from kproxy.fleet.registration import Registrar, RegistrarState, proxies_prefix
 from kproxy.fleet.view import FleetView, alone
 from kproxy.routing.fleet import FIRST_NODE_ID, Fleet, Proxy
 from tests.support.etcd import Relay, eventually, own_etcd, running

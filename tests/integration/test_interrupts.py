@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from kproxy.config.etcd import EtcdOptions
-from kproxy.etcd.diagnosis import what_is_wrong
-from kproxy.etcd.target import Endpoint
+from kproxy.etcd.endpoints import Endpoint, diagnose
 from kproxy.ownership.kafka_client import BrokerConnection, BrokerUnreachable
 from kproxy.routing.topology import Address
 from tests.support.dev import Ended, run_kproxy
@@ -78,7 +77,7 @@ async def _dial_broker() -> None:
 @pytest.mark.parametrize(
     "look_up",
     [
-        lambda: what_is_wrong(Endpoint("nowhere.invalid", 2379), EtcdOptions()),
+        lambda: diagnose(Endpoint("nowhere.invalid", 2379), EtcdOptions()),
         _dial_broker,
     ],
     ids=["etcd", "broker"],

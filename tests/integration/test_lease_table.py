@@ -31,8 +31,7 @@ from kproxy.etcd import (
 )
 from kproxy.observe.table import TablePage
 from kproxy.ownership.lease_keys import MAX_TOPIC_VALUE_BYTES
-from kproxy.ownership.leases import LeaseTable
-from kproxy.ownership.rereads import REREAD_KEYS
+from kproxy.ownership.leases import REREAD_KEYS, LeaseTable
 from kproxy.routing.topology import NO_OWNER, Address, Topology
 from tests.support.etcd import Relay, compact, eventually, kill, own_etcd, put_many, running
 from tests.support.leases import lease_key, owners

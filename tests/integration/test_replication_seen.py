@@ -16,13 +16,12 @@ from typing import Any
 import pytest
 
 from kproxy.broker.keys import Keys
-from kproxy.cli.doctor_replication import replication_of_proxy
+from kproxy.cli.doctor_checks import replication_of_proxy
 from kproxy.cli.table_sources import tables_from_admin
 from kproxy.config import parse_address
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient
-from kproxy.observe.replication import ReplicaRow, Replication
-from kproxy.observe.table import TablePage
+from kproxy.observe.table import ReplicaRow, Replication, TablePage
 from kproxy.ownership.replication import read_replication
 from kproxy_codec import error_codes
 from tests.support.dev import KproxyProcess, run_kproxy, serving

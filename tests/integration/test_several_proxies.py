@@ -21,7 +21,7 @@ import pytest
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient
-from kproxy.fleet.keys import proxies_prefix
+from kproxy.fleet.registration import proxies_prefix
 from kproxy.observe.table import TablePage
 from kproxy_codec import api_keys as keys
 from tests.support.dev import KproxyProcess, run_kproxy, serving

@@ -19,7 +19,7 @@ import pytest
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient
-from kproxy.fleet.keys import encode_proxy, proxies_prefix
+from kproxy.fleet.registration import encode_proxy, proxies_prefix
 from kproxy.fleet.view import named_in
 from kproxy.observe.table import TablePage
 from kproxy.routing.fleet import FIRST_NODE_ID, Proxy

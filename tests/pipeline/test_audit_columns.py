@@ -5,7 +5,7 @@ from __future__ import annotations
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from kproxy.pipeline.audit.schemas import TRAIL_SCHEMA
-from kproxy.trail.sinks.parquet import SCHEMA
+from kproxy.trail.parquet_sink import SCHEMA
 
 
 def test_the_columns_of_a_proxys_files_are_those_that_the_audit_reads() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kproxy.trail.rows import Begin, End, Mark, Range, Row, decode_page, encode_page
-from kproxy.trail.sinks.topic import PARTITIONS
+from kproxy.trail.topic_sink import PARTITIONS
 from tests.support.kafka_io import read_topic
 
 PROXY, INCARNATION = "proxy.test:9092", "00c0ffee00c0ffee"

@@ -27,7 +27,7 @@ from kproxy.broker.keys import BrokerValue
 from kproxy.broker.log import Log
 from kproxy.broker.partition import Partition
 from kproxy.broker.replica_manager import ReplicaManager
-from kproxy.etcd.lease_fence import LeaseFence
+from kproxy.etcd.lease import LeaseFence
 
 # The fence has been looked at; nothing is written.
 BEFORE_THE_WRITE = b"[stop before the write]"

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from kproxy.dev.child import ParentPipe
-from kproxy.runtime.orphan import PARENT_FD
+from kproxy.runtime.process import PARENT_FD, ParentPipe
 
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 45.0

@@ -41,8 +41,8 @@ from kproxy.broker.producer_state import Judgement, ProducerStates, Verdict
 from kproxy.broker.replication.partition_replication import ReplicationManager
 from kproxy.broker.replication.reconciliation import Reconciliation
 from kproxy.broker.writer_fence import FenceComparison, KeptFence, WriterFence
-from kproxy.etcd import EtcdClient, TxnCompare, TxnOp, TxnResult, lease_fence
-from kproxy.etcd.lease_fence import LeaseFence
+from kproxy.etcd import EtcdClient, TxnCompare, TxnOp, TxnResult, lease
+from kproxy.etcd.lease import LeaseFence
 from kproxy_codec import error_codes
 from kproxy_codec.fetch import EpochEnd
 from kproxy_codec.own import FenceBinding
@@ -290,7 +290,7 @@ def _everybody_lives(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_margin(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(lease_fence, "MARGIN_FRACTION", 0.0)
+    patch.setattr(lease, "MARGIN_FRACTION", 0.0)
 
 
 def _deadline_from_the_answer(patch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ from kproxy.broker.replica_manager import ReplicaManager
 from kproxy.broker.replication.isr_keeper import IsrKeeper
 from kproxy.broker.writer_fence import UNBOUND
 from kproxy.etcd import EtcdError
-from kproxy.etcd.lease_fence import LeaseFence
+from kproxy.etcd.lease import LeaseFence
 from kproxy_codec import error_codes
 from kproxy_codec.own import FenceBinding
 from kproxy_codec.record_batch import parse_batch

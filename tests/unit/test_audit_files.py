@@ -15,11 +15,10 @@ import pytest
 
 from kproxy.config import AuditOptions
 from kproxy.errors import StartupError
+from kproxy.trail.file_sinks import JsonSink
+from kproxy.trail.parquet_sink import SCHEMA, ParquetSink
 from kproxy.trail.rows import Begin, End, Mark, Range, Row, encode_page
-from kproxy.trail.sinks.json_lines import JsonSink
-from kproxy.trail.sinks.make import make_sink
-from kproxy.trail.sinks.parquet import SCHEMA, ParquetSink
-from kproxy.trail.sinks.sink import Sink, SinkFailed
+from kproxy.trail.sink import Sink, SinkFailed, make_sink
 from tests.support.audit_trails import (
     BEGAN_MS,
     INCARNATION,

@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kproxy.trail import given_out as given_out_module
-from kproxy.trail.chunks import Chunk
-from kproxy.trail.given_out import GivenOut, Giver, Overlap
+from kproxy.trail import overlaps
+from kproxy.trail.overlaps import Chunk, Origin, Overlap, OverlapDetector
 
-OLD = Giver(owner=1, revision=10, connection=1, client="a@h:1")
-NEW = Giver(owner=2, revision=20, connection=2, client="b@h:2")
+OLD = Origin(owner=1, revision=10, connection=1, client="a@h:1")
+NEW = Origin(owner=2, revision=20, connection=2, client="b@h:2")
 TOPIC_ID = bytes(range(200, 216))
 MAX_SEQUENCE = 2**31 - 1
 
@@ -23,21 +22,21 @@ def chunk(*spans: int, producer_id: int = -1, epoch: int = 0, sequence: int = 0)
     return Chunk(producer_id, epoch, sequence if producer_id >= 0 else -1, list(spans), count, 1, 100)
 
 
-def judged(*looks: Sequence[tuple[Giver, Chunk]], topic_id: bytes | None = TOPIC_ID) -> list[Overlap]:
+def judged(*looks: Sequence[tuple[Origin, Chunk]], topic_id: bytes | None = TOPIC_ID) -> list[Overlap]:
     """What is told of one partition; each look sees some chunks."""
-    given = GivenOut()
+    given = OverlapDetector()
     overlaps = []
     for look in looks:
-        for giver, each in look:
-            given.add("t", topic_id, 0, giver, each)
+        for origin, each in look:
+            given.add("t", topic_id, 0, origin, each)
         overlaps += given.judge()
     return overlaps
 
 
-def told(*looks: Sequence[tuple[Giver, Chunk]]) -> list[tuple[int, int, int, int | None]]:
+def told(*looks: Sequence[tuple[Origin, Chunk]]) -> list[tuple[int, int, int, int | None]]:
     """(first offset, last offset, owner, earlier owner) of each overlap."""
     return [
-        (each.first_offset, each.last_offset, each.giver.owner, each.earlier.owner if each.earlier else None)
+        (each.first_offset, each.last_offset, each.origin.owner, each.earlier.owner if each.earlier else None)
         for each in judged(*looks)
     ]
 
@@ -115,20 +114,20 @@ def test_what_is_given_out_twice_is_told(name: str) -> None:
 
 
 def test_a_topic_made_anew_begins_anew() -> None:
-    given = GivenOut()
+    given = OverlapDetector()
     for topic_id in (TOPIC_ID, TOPIC_ID[::-1]):
         given.add("t", topic_id, 0, OLD, chunk(0, 5))
     assert given.judge() == []
     # Where topics have no ids, offset 0 says so.
-    for giver in (OLD, NEW):
-        given.add("t", None, 0, giver, chunk(0, 5))
+    for origin in (OLD, NEW):
+        given.add("t", None, 0, origin, chunk(0, 5))
         assert given.judge() == []
     given.add("t", None, 0, OLD, chunk(3, 1))
     assert len(given.judge()) == 1
 
 
 def test_a_first_batch_sent_again_does_not_make_a_topic_new() -> None:
-    given = GivenOut()
+    given = OverlapDetector()
     first, more = chunk(0, 2, producer_id=7), chunk(2, 8, producer_id=7, sequence=2)
     for each in (first, more, first):
         given.add("t", None, 0, OLD, each)
@@ -138,18 +137,18 @@ def test_a_first_batch_sent_again_does_not_make_a_topic_new() -> None:
 
 
 def test_what_is_remembered_is_bounded_and_what_is_forgotten_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(given_out_module, "MAX_INTERVALS", 4)
+    monkeypatch.setattr(overlaps, "MAX_INTERVALS", 4)
     looks = [[(OLD, chunk(10 * number, 5))] for number in range(10)]
     assert told(*looks, [(NEW, chunk(3, 1))]) == []
     assert told(*looks, [(NEW, chunk(93, 1))]) == [(93, 93, 2, 1)]
-    monkeypatch.setattr(given_out_module, "MAX_PARTITIONS", 2)
-    given = GivenOut()
+    monkeypatch.setattr(overlaps, "MAX_PARTITIONS", 2)
+    given = OverlapDetector()
     for partition in (0, 1, 2, 0):
         given.add("t", TOPIC_ID, partition, OLD, chunk(5, 1))
     assert given.judge() == []
 
 
-def by_turns(producers: int, looks: int) -> list[list[tuple[Giver, Chunk]]]:
+def by_turns(producers: int, looks: int) -> list[list[tuple[Origin, Chunk]]]:
     """Of each look a batch of each producer, on a connection of its own."""
     return [
         [
@@ -175,22 +174,21 @@ def test_a_batch_sent_again_is_known_though_many_others_wrote_meanwhile(producer
 
 
 def test_what_is_remembered_of_producers_is_bounded() -> None:
-    given = GivenOut()
+    given = OverlapDetector()
     for look in by_turns(300, 100):
-        for giver, each in look:
-            given.add("t", TOPIC_ID, 0, giver, each)
+        for origin, each in look:
+            given.add("t", TOPIC_ID, 0, origin, each)
         given.judge()
     (partition,) = given._partitions.values()
     remembered = partition._remembered.values()
-    assert len(remembered) == given_out_module.MAX_REMEMBERED
+    assert len(remembered) == overlaps.MAX_REMEMBERED
     spans_held = sum(len(each.spans) // 2 for each in remembered)
-    assert spans_held == partition._remembered_spans <= given_out_module.MAX_SPANS_TOGETHER
+    assert spans_held == partition._remembered_spans <= overlaps.MAX_SPANS_TOGETHER
 
 
 def test_an_earlier_owner_that_is_not_remembered_is_said_to_be_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     many = [
-        [(OLD._replace(connection=number), chunk(10 * number, 10))]
-        for number in range(given_out_module.MAX_REMEMBERED + 3)
+        [(OLD._replace(connection=number), chunk(10 * number, 10))] for number in range(overlaps.MAX_REMEMBERED + 3)
     ]
     assert told(*many, [(NEW, chunk(4, 1))]) == [(4, 4, 2, None)]
 
@@ -204,7 +202,7 @@ histories = st.lists(st.lists(st.builds(lambda each: (OLD, chunk(*each)), spans)
 
 @given(histories)
 @settings(deadline=None, max_examples=400)
-def test_every_offset_is_told_as_often_as_it_was_given_out_again(looks: list[list[tuple[Giver, Chunk]]]) -> None:
+def test_every_offset_is_told_as_often_as_it_was_given_out_again(looks: list[list[tuple[Origin, Chunk]]]) -> None:
     counts: dict[int, int] = {}
     for look in looks:
         for _, each in look:

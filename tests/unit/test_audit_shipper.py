@@ -12,7 +12,7 @@ from random import Random
 import pytest
 
 from kproxy.trail.shipper import PAGE_OVERHEAD_BYTES, Shipper
-from kproxy.trail.sinks.sink import Appetite, SinkFailed
+from kproxy.trail.sink import Appetite, SinkFailed
 from tests.support.running_proxy import eventually
 
 PAGE = bytes(1000)

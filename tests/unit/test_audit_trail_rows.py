@@ -16,10 +16,8 @@ from hypothesis import strategies as st
 from kproxy.routing.merge import Exchange
 from kproxy.routing.topology import Topology
 from kproxy.trail import trail as trail_module
-from kproxy.trail.acked import MAX_SPANS, Acked
-from kproxy.trail.chunks import Chunk
-from kproxy.trail.given_out import Giver, Overlap
-from kproxy.trail.noted import ConnectionAcks, NotedEntry
+from kproxy.trail.acknowledgements import MAX_SPANS, Acked, ConnectionAcks, NotedEntry
+from kproxy.trail.overlaps import Chunk, Origin, Overlap
 from kproxy.trail.rows import Begin, End, Mark, Range, Row, decode_page
 from kproxy.trail.trail import LOOK_S, MARK_S, Trail
 from kproxy_codec.api_keys import PRODUCE
@@ -56,7 +54,7 @@ def place(topology: Topology | None = None) -> Place:
     trail = Trail(
         "p", "i", clock=lambda: 0.0, wall_ms=lambda: 0, deadline_cap_ms=1_000, interval_s=1.0, offer=lambda *page: None
     )
-    acked = Acked(trail, b"t", None, 0, Giver(1, 1, 1, ""), "", "")
+    acked = Acked(trail, b"t", None, 0, Origin(1, 1, 1, ""), "", "")
     return Place(trail, acked, NotedEntry(acked, 0, 0, 0))
 
 
@@ -391,14 +389,14 @@ def test_what_goes_wrong_with_one_partition_leaves_a_gap_and_the_others_are_told
 ) -> None:
     site = Site()
 
-    judge = site.trail._given_out.add
+    judge = site.trail._overlaps.add
 
-    def failing(topic: str, topic_id: bytes | None, partition: int, giver: Giver, chunk: Chunk) -> None:
+    def failing(topic: str, topic_id: bytes | None, partition: int, origin: Origin, chunk: Chunk) -> None:
         if partition == 0:
             raise ArithmeticError
-        judge(topic, topic_id, partition, giver, chunk)
+        judge(topic, topic_id, partition, origin, chunk)
 
-    monkeypatch.setattr(site.trail._given_out, "add", failing)
+    monkeypatch.setattr(site.trail._overlaps, "add", failing)
     site.acknowledge(Given(1))
     site.acknowledge(Given(7), partition=1)
     site.look()
@@ -547,7 +545,7 @@ def test_offsets_are_judged_before_the_trail_has_begun_and_not_told() -> None:
 def test_a_connection_that_writes_to_very_many_partitions_is_not_remembered_for_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kproxy.trail.noted.MAX_PARTITIONS", 3)
+    monkeypatch.setattr("kproxy.trail.acknowledgements.MAX_PARTITIONS", 3)
     site = Site()
     for partition in range(10):
         site.acknowledge(Given(0), partition=partition)

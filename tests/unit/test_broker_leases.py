@@ -23,7 +23,7 @@ from kproxy.broker.partition import Partition, ReplicaSettings
 from kproxy.broker.replica_manager import ReplicaManager
 from kproxy.broker.replication.reconciliation import Inconsistent
 from kproxy.etcd import KeyValue, Snapshot, WatchEvent, delete_op, put_op
-from kproxy.etcd.lease_fence import LeaseFence
+from kproxy.etcd.lease import LeaseFence
 from kproxy_codec.api_keys import BIND_FENCES
 from kproxy_codec.framing import parse_request_header, request_header
 from kproxy_codec.own import FenceBinding, encode_bind_fences_request

@@ -18,7 +18,7 @@ from kproxy.broker.keys import BrokerValue, Keys, StateValue, TopicValue, encode
 from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.log import Log
 from kproxy.broker.partition import Partition, ReplicaSettings
-from kproxy.etcd.lease_fence import LeaseFence
+from kproxy.etcd.lease import LeaseFence
 from tests.support.replica_group import ISR_LAG_S, TOPIC_ID, Group, append, on_disk
 from tests.support.served import samples
 

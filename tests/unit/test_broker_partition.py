@@ -14,7 +14,7 @@ from kproxy.broker.log import Log
 from kproxy.broker.partition import AppendResult, Partition, ReplicaSettings
 from kproxy.broker.replication.partition_replication import Isr
 from kproxy.broker.writer_fence import KeptFence
-from kproxy.etcd.lease_fence import MARGIN_FRACTION, LeaseFence
+from kproxy.etcd.lease import MARGIN_FRACTION, LeaseFence
 from kproxy_codec import error_codes
 from kproxy_codec.record_batch import iterate_batches, parse_batch
 from tests.support.record_batches import build_batch

@@ -11,9 +11,8 @@ import msgspec
 import pytest
 
 from kproxy.cli import main
-from kproxy.cli.own_changes import Change, changes_between
 from kproxy.cli.own_claim import parse_wanted
-from kproxy.cli.own_sources import AdminClaims
+from kproxy.cli.own_sources import AdminClaims, Change, changes_between
 from kproxy.cli.own_view import (
     age,
     describe,

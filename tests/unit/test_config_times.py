@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kproxy.config.times import parse_duration_ms, parse_time_ms
+from kproxy.config.parsing import parse_duration_ms, parse_time_ms
 from kproxy.errors import StartupError
 
 NOW_MS = 1_800_000_000_000

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kproxy.ownership.group_leases import GroupLease, GroupLeases
+from kproxy.ownership.directory import GroupLease, GroupLeases
 from kproxy.proxy.coordinators import LeasedCoordinators
 from kproxy.routing.topology import Address, Topology
 from kproxy_codec.coordination import GROUP, TRANSACTION

@@ -19,7 +19,7 @@ import pytest
 
 from kproxy.cli import cli
 from kproxy.config import DEFAULT_ADMIN, DEFAULT_LISTEN, build_proxy_config, load_settings, parse_address
-from kproxy.config.proxy import ROOMS
+from kproxy.config.proxy import SECTIONS
 
 REPOSITORY = Path(__file__).parents[2]
 DEPLOY = REPOSITORY / "deploy"
@@ -27,7 +27,7 @@ CHART = DEPLOY / "helm/kproxy"
 FILES = sorted(path for path in DEPLOY.rglob("*") if path.is_file() and path.suffix not in (".lock", ".tgz"))
 RENDERED = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 COMPOSE = (DEPLOY / "compose/kafka.yaml", DEPLOY / "compose/reference.yaml")
-KEYS = {f"{room}.{key}" for room, struct in ROOMS.items() for key in struct.__struct_fields__}
+KEYS = {f"{room}.{key}" for room, struct in SECTIONS.items() for key in struct.__struct_fields__}
 VARIABLES = {"KPROXY_" + key.replace(".", "__").upper() for key in KEYS}
 # Of the program itself, of commands that ask, and of the build.
 OTHER_VARIABLES = {"KPROXY_LOG_LEVEL", "KPROXY_DEBUG", "KPROXY_ADMIN", "KPROXY_BOOTSTRAP", "KPROXY_COMMIT"}
@@ -98,7 +98,7 @@ def test_variables_and_keys_are_those_of_the_configuration(path: Path) -> None:
     assert set(re.findall(r"\bKPROXY_[A-Z0-9_]+", text)) - VARIABLES - OTHER_VARIABLES == set()
     # As a value of the chart, an option stands below `config`.
     text = re.sub(r"\bconfig\.(?=[a-z]+\.)", "", text)
-    named = set(re.findall(rf"(?<![\w./-])((?:{'|'.join(ROOMS)})\.[a-z][A-Za-z0-9_]*)(?![\w/-]|\.[a-z])", text))
+    named = set(re.findall(rf"(?<![\w./-])((?:{'|'.join(SECTIONS)})\.[a-z][A-Za-z0-9_]*)(?![\w/-]|\.[a-z])", text))
     known = KEYS | set(CHART_VALUES) | {value.rpartition(".")[0] for value in CHART_VALUES}
     assert named - known == set()
 
@@ -175,7 +175,7 @@ def test_manifests_give_a_configuration_that_serve_takes(path: Path, tmp_path: P
     flags = parsed([each.replace("$(POD_NAME)", "pod-0") for each in arguments])
     assert str(flags.pop("config")) == "/etc/kproxy/kproxy.toml"
     config = build_proxy_config(load_settings(file, flags=flags, environ={}))
-    assert set(sections.get("etcd", {})) <= set(ROOMS["etcd"].__struct_fields__)
+    assert set(sections.get("etcd", {})) <= set(SECTIONS["etcd"].__struct_fields__)
     assert config.admin is not None
     manifest = path.read_text()
     assert {int(port) for port in re.findall(r"^ +containerPort: (\d+)$", manifest, re.MULTILINE)} <= {

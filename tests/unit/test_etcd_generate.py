@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kproxy.etcd import generate
-from kproxy.etcd.messages import rpc
+from kproxy.etcd.messages import DESCRIPTORS, rpc
+from scripts import etcd_messages as generate
 
 
 def test_the_committed_descriptors_are_up_to_date() -> None:
@@ -22,9 +22,9 @@ def test_a_stale_descriptor_set_fails_the_check_with_the_way_out(
     monkeypatch.setattr(generate, "descriptor_set", lambda: original(changed))
     monkeypatch.setattr(generate, "DESCRIPTORS", stale)
     assert generate.main(["--check"]) == 1
-    stale.write_bytes(Path(generate.__file__).with_name("rpc.binpb").read_bytes())
+    stale.write_bytes(DESCRIPTORS.read_bytes())
     assert generate.main(["--check"]) == 1
-    assert "python -m kproxy.etcd.generate" in capsys.readouterr().err
+    assert "python scripts/etcd_messages.py" in capsys.readouterr().err
     assert generate.main([]) == 0
     assert generate.main(["--check"]) == 0
 

@@ -3,8 +3,8 @@
 import pytest
 
 from kproxy.etcd import EtcdClient, EtcdMisused, EtcdUnavailable
+from kproxy.etcd.endpoints import parse_endpoint, parse_endpoints
 from kproxy.etcd.messages import decode_key, encode_key, prefix_end
-from kproxy.etcd.target import parse_endpoint, parse_endpoints
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kproxy.observe.log_bound import ANYTHING_ELSE, MINUTE_S, MOST_A_MINUTE, MOST_KINDS, LogBound
+from kproxy.observe.logging import ANYTHING_ELSE, MINUTE_S, MOST_A_MINUTE, MOST_KINDS, LogBound
 
 
 class Site:

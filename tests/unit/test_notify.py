@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy.runtime.notify import TIMEOUT_S, notify
-from kproxy.runtime.waiting import say_waiting
+from kproxy.runtime.notify import TIMEOUT_S, notify, say_waiting
 
 # Only Linux has names that are no files.
 NAMES = ("path", "abstract") if sys.platform == "linux" else ("path",)

@@ -8,10 +8,18 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from kproxy.cli.doctor_replication import about_replicas
+from kproxy.cli.doctor_checks import about_replicas
 from kproxy.cli.table_view import LiveTable, describe_changes, show
-from kproxy.observe.replication import ReplicaRow, Replication, replication_page, with_replicas
-from kproxy.observe.table import TablePage, TableQuery, TableView, table_page
+from kproxy.observe.table import (
+    ReplicaRow,
+    Replication,
+    TablePage,
+    TableQuery,
+    TableView,
+    replication_page,
+    table_page,
+    with_replicas,
+)
 from kproxy.routing.topology import Address, Ownership, Topology
 
 AT = "127.0.0.1:9644"

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from kproxy.cli import main
-from kproxy.cli.spark_flags import check_master, session_options
+from kproxy.cli.pipeline import check_master, session_options
 from kproxy.errors import StartupError
 from tests.support.ports import free_port
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy.cli.spark_flags import session_options
+from kproxy.cli.pipeline import session_options
 from kproxy.errors import StartupError
 from kproxy.pipeline.java import Java
 from kproxy.pipeline.spark_settings import (

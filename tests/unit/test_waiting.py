@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kproxy.runtime.waiting import MAX_SENTENCES, REMIND_S, Reminders
+from kproxy.runtime.notify import MAX_SENTENCES, REMIND_S, Reminders
 
 
 def test_a_sentence_is_due_at_once_and_again_after_a_while() -> None:

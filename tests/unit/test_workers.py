@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from kproxy.config import Limits, load_proxy_config, share_limits
-from kproxy.config.workers import SHARED_LIMITS, worker_count
+from kproxy.config.proxy import SHARED_LIMITS, worker_count
 from kproxy.errors import StartupError
-from kproxy.observe.families import Family, Gauge, Sample, family_of, growing, merge
+from kproxy.observe.exposition import Family, Gauge, Sample, family_of, growing, merge
 from kproxy.observe.http_page import Readiness
 from kproxy.observe.metrics import ProxyCollector, Vitals
 from kproxy.observe.table import TableView

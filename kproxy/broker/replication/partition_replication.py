@@ -39,7 +39,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from kproxy.broker.keys import ReplicaKey
-from kproxy.etcd.clock import Clock
+from kproxy.etcd.lease import Clock
 from kproxy_codec import error_codes
 
 NO_LEADER = -1

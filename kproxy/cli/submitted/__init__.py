@@ -1,1 +1,4 @@
-"""What spark-submit is given; in a directory of its own, as Python puts a script's directory first on its path."""
+"""What spark-submit is given.
+
+In a directory of its own, as Python puts a script's directory first on its path.
+"""

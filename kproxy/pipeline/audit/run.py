@@ -20,7 +20,7 @@ from typing import Any, Final
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 
-from kproxy.config.topic_name import is_topic_name
+from kproxy.config.parsing import is_topic_name
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.coverage import Land
 from kproxy.pipeline.audit.log_client import LogClient, TopicPartition

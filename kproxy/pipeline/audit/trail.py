@@ -12,10 +12,10 @@ from pyspark.errors import AnalysisException
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 
-from kproxy.config.audit import DEFAULT_TOPIC
+from kproxy.config.proxy import DEFAULT_TOPIC
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.schemas import TRAIL_SCHEMA
-from kproxy.trail.sinks.parquet import FILE_S
+from kproxy.trail.parquet_sink import FILE_S
 
 TOPIC: Final = "topic"
 JSON: Final = "json"
@@ -37,7 +37,7 @@ _AMOUNTS: Final = {
     "first_acked_at": _LAST_MS,
     "last_acked_at": _LAST_MS,
 }
-# A row has at most four times kproxy.trail.acked.MAX_SPANS numbers.
+# A row has at most four times kproxy.trail.acknowledgements.MAX_SPANS numbers.
 _MOST_IN_SPANS: Final = 10_000
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from kproxy.config import DEFAULT_LISTEN, parse_address, split_list
-from kproxy.config.times import duration_ms
-from kproxy.config.topic_name import is_topic_name
+from kproxy.config.parsing import duration_ms, is_topic_name
 from kproxy.errors import StartupError
 
 FILE_FORMATS: Final = ("csv", "json", "parquet")

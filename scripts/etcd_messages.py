@@ -1,10 +1,10 @@
-"""Make `rpc.binpb`, the FileDescriptorSet the client loads, from `rpc.proto`.
+"""Make `rpc.binpb`, the FileDescriptorSet that the etcd client loads, from `rpc.proto`.
 
-    python -m kproxy.etcd.generate            write it
-    python -m kproxy.etcd.generate --check    exit 1 with one sentence if the committed one is out of date
+    python scripts/etcd_messages.py            write it
+    python scripts/etcd_messages.py --check    exit 1 with one sentence if the committed one is out of date
 
-Needs grpcio-tools, which is a development dependency: users load the committed file. Names that only serve JSON are
-dropped, so that the bytes depend on the .proto alone and not on the version of the compiler.
+Needs grpcio-tools, a development dependency: users load the committed file. Names for JSON are dropped, so the bytes
+depend on the .proto alone and not on the version of the compiler.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2
 
-HERE = Path(__file__).parent
-PROTO = HERE / "rpc.proto"
-DESCRIPTORS = HERE / "rpc.binpb"
+from kproxy.etcd.messages import DESCRIPTORS
+
+PROTO = DESCRIPTORS.with_name("rpc.proto")
 
 
 class GenerateError(Exception):
-    """One sentence: why there is no descriptor set."""
+    """One sentence with the reason why there is no descriptor set."""
 
 
 def _drop_json_names(message: Any) -> None:
@@ -36,7 +36,7 @@ def _drop_json_names(message: Any) -> None:
 
 
 def descriptor_set(proto: Path = PROTO) -> bytes:
-    """The serialized FileDescriptorSet of `proto`; GenerateError where it cannot be compiled."""
+    """The serialized FileDescriptorSet of `proto`. Raises GenerateError if it does not compile."""
     if importlib.util.find_spec("grpc_tools") is None:
         raise GenerateError("grpcio-tools is not installed: run `make install`, which brings what development needs.")
     with tempfile.TemporaryDirectory() as directory:
@@ -55,7 +55,7 @@ def descriptor_set(proto: Path = PROTO) -> bytes:
 
 def main(arguments: Sequence[str]) -> int:
     if list(arguments) not in ([], ["--check"]):
-        sys.stderr.write("usage: python -m kproxy.etcd.generate [--check]\n")
+        sys.stderr.write("usage: python scripts/etcd_messages.py [--check]\n")
         return 2
     try:
         wanted = descriptor_set()
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
     if not DESCRIPTORS.exists() or DESCRIPTORS.read_bytes() != wanted:
         sys.stderr.write(
             f"{DESCRIPTORS.name} does not match {PROTO.name}: "
-            "run `python -m kproxy.etcd.generate` and commit the result.\n"
+            "run `python scripts/etcd_messages.py` and commit the result.\n"
         )
         return 1
     return 0

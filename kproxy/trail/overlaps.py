@@ -1,13 +1,15 @@
-"""The offsets of a partition that this process has seen given out: an offset that is given out twice is told at once.
+"""Detect offsets of a partition that were assigned twice.
 
-That is what two owners of one partition do to it (split brain), and a new owner that lacks what an earlier one had
-acknowledged. An idempotent batch that is sent again gets its first offset again, and that is none.
+It knows the offsets that this process has seen acknowledged.
+
+Two owners of one partition cause that (split brain), and so does a new owner that lacks records which an earlier owner
+had acknowledged. An idempotent batch that is sent again gets its first offset again; that is no overlap.
 
 Invariants
-1. The intervals are disjoint and in order, neighbours are one, and there are at most MAX_INTERVALS of them: the lowest
-   go first. What lies below `floor` is not known any more, and not judged.
-2. An offset is reported once for each time it is given out again.
-3. A partition of a topic that was made anew is another partition. Where topics have no ids, offset 0 tells that.
+1. The intervals of a partition are disjoint and in order, neighbours are joined, and there are at most MAX_INTERVALS:
+   the lowest go first. Offsets below `floor` are forgotten and not judged.
+2. An offset is reported once for each time it is assigned again.
+3. A partition of a recreated topic is another partition. For topics without ids, offset 0 tells that.
 """
 
 from __future__ import annotations
@@ -18,24 +20,54 @@ from itertools import islice, pairwise
 from operator import add, attrgetter, eq, le
 from typing import Final, NamedTuple
 
-from kproxy.trail.chunks import Chunk, extend_spans
-from kproxy_codec.record_batch import NO_PRODUCER_ID
+from kproxy_codec.record_batch import NO_PRODUCER_ID, NO_SEQUENCE, add_sequence
+
+
+class Chunk(NamedTuple):
+    """Acknowledged batches of one producer without a gap in their sequence numbers; fields as in `rows.Range`."""
+
+    producer_id: int
+    producer_epoch: int
+    first_sequence: int
+    spans: list[int]
+    record_count: int
+    batches: int
+    bytes: int
+
+    @property
+    def next_sequence(self) -> int:
+        """The base_sequence of the producer's next batch."""
+        return add_sequence(self.first_sequence, self.record_count) if self.first_sequence >= 0 else NO_SEQUENCE
+
+
+def extend_spans(spans: list[int], more: Sequence[int]) -> None:
+    """Append spans.
+
+    Join the first of them to the last one if it begins where that ends.
+    """
+    if spans and spans[-2] + spans[-1] == more[0]:
+        spans[-1] += more[1]
+        spans.extend(more[2:])
+    else:
+        spans.extend(more)
+
 
 MAX_INTERVALS: Final = 64
-# What is remembered of a partition, to name who had an offset first and to know what is sent again: what so many
-# producers wrote last, so many spans of each. All together have fewer where they are many, but each the last few: a
-# producer sends at most five batches again, and what others wrote meanwhile must not let them be forgotten.
+# For each partition this much is remembered, to name the first origin of an offset and to recognize resent batches: the
+# last writes of MAX_REMEMBERED producers, MAX_SPANS_REMEMBERED spans of each, MAX_SPANS_TOGETHER in all. Each keeps its
+# last LEAST_SPANS_REMEMBERED: a producer sends at most five batches again, and other producers' writes must not push
+# them out.
 MAX_REMEMBERED: Final = 128
 MAX_SPANS_REMEMBERED: Final = 64
 MAX_SPANS_TOGETHER: Final = 2048
 LEAST_SPANS_REMEMBERED: Final = 8
-# So many partitions are remembered; the one that was written to longest ago goes first.
+# The number of partitions remembered; the one written to longest ago is forgotten first.
 MAX_PARTITIONS: Final = 20_000
 _SEQUENCES = 1 << 31
 
 
-class Giver(NamedTuple):
-    """Who gave out offsets, to whom: the broker, the revision of its ownership, and the client's connection."""
+class Origin(NamedTuple):
+    """The broker that assigned offsets, its revision, the client's connection."""
 
     owner: int
     revision: int
@@ -44,38 +76,35 @@ class Giver(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """Offsets from `first_offset` to `last_offset` that were given out before.
+    """Offsets from `first_offset` to `last_offset` that were assigned before.
 
-    `earlier` None: they were, but it is not known any more by whom.
+    `earlier` None: it is not known any more which broker did.
     """
 
     topic: str
     partition: int
     first_offset: int
     last_offset: int
-    giver: Giver
-    earlier: Giver | None
+    origin: Origin
+    earlier: Origin | None
 
 
 class _Remembered:
-    """A chunk that was noted, and what went on with it, for as long as it may have to be named.
+    """A chunk, and the chunks that continued it. `number` counts those of the partition before it."""
 
-    `number`: how many of the partition came before it.
-    """
+    __slots__ = ("next_sequence", "number", "origin", "producer", "spans")
 
-    __slots__ = ("giver", "next_sequence", "number", "producer", "spans")
-
-    def __init__(self, chunk: Chunk, giver: Giver, number: int = 0) -> None:
+    def __init__(self, chunk: Chunk, origin: Origin, number: int = 0) -> None:
         self.producer = (chunk.producer_id, chunk.producer_epoch)
-        self.giver = giver
+        self.origin = origin
         self.number = number
         self.spans = chunk.spans[-2 * MAX_SPANS_REMEMBERED :]
         self.next_sequence = chunk.next_sequence
 
     @property
     def key(self) -> Hashable:
-        """What a chunk begins with that is more of the same (`_key_of`)."""
-        return (self.giver, self.producer, self.next_sequence)
+        """The `_key_of` a chunk that continues this one."""
+        return (self.origin, self.producer, self.next_sequence)
 
     def extend(self, chunk: Chunk) -> None:
         extend_spans(self.spans, chunk.spans)
@@ -86,10 +115,10 @@ class _Remembered:
         return any(first <= offset < first + count for first, count in _pairs(self.spans))
 
     def shift(self, offset: int) -> int | None:
-        """How far the sequence number is behind the offset there: the same for a batch and its resend. None: no id."""
+        """Offset minus sequence number there: the same for a batch and its resend. None without a producer id."""
         if self.producer[0] == NO_PRODUCER_ID:
             return None
-        # Counted from the end, as the first spans may be forgotten.
+        # Count from the end, as the first spans may be forgotten.
         sequence = self.next_sequence
         for first, count in reversed(list(_pairs(self.spans))):
             sequence -= count
@@ -98,16 +127,19 @@ class _Remembered:
         return None
 
 
-class GivenOut:
-    """What was given out of all partitions. `add` what a look has found, then `judge` all of it."""
+class OverlapDetector:
+    """The assigned offsets of all partitions.
+
+    `add` the chunks of a look, then `judge` them.
+    """
 
     def __init__(self) -> None:
-        # The one that was written to last comes last.
+        # In the order of their last write.
         self._partitions: dict[Hashable, _Partition] = {}
         self._added: dict[_Partition, None] = {}
 
-    def add(self, topic: str, topic_id: bytes | None, partition: int, giver: Giver, chunk: Chunk) -> None:
-        """These offsets have been given out; `topic_id` None where topics have none."""
+    def add(self, topic: str, topic_id: bytes | None, partition: int, origin: Origin, chunk: Chunk) -> None:
+        """Take acknowledged offsets; `topic_id` is None where topics have none."""
         key = (topic, topic_id, partition)
         found = self._partitions.pop(key, None)
         if found is None:
@@ -118,7 +150,7 @@ class GivenOut:
             found = _Partition(topic, partition)
         self._partitions[key] = found
         self._added[found] = None
-        found.add(chunk, giver)
+        found.add(chunk, origin)
 
     @property
     def has_added(self) -> bool:
@@ -126,10 +158,13 @@ class GivenOut:
         return bool(self._added)
 
     def judge(self, most: int = MAX_PARTITIONS) -> list[Overlap]:
-        """What of that which was added was given out before, of so many partitions at most."""
+        """Judge the added chunks of at most so many partitions.
+
+        Return the overlaps.
+        """
         overlaps: list[Overlap] = []
         for partition in list(islice(self._added, most)):
-            # Taken out first: what goes wrong with one of them must not do so again at every look.
+            # Removed first: an error in one partition must not recur at every look.
             del self._added[partition]
             overlaps += partition.judge()
         return overlaps
@@ -142,23 +177,23 @@ class _Partition:
         self.floor = 0
         self._starts: list[int] = []
         self._ends: list[int] = []
-        # By what goes on with each; the one that was written to last comes last.
+        # By `key`, in the order of their last write.
         self._remembered: dict[Hashable, _Remembered] = {}
         self._remembered_spans = 0
         self._number = 0
-        self._added: list[tuple[Chunk, Giver]] = []
+        self._added: list[tuple[Chunk, Origin]] = []
 
     @property
     def high(self) -> int:
-        """Behind the highest offset that was given out."""
+        """One more than the highest offset assigned."""
         return self._ends[-1] if self._ends else self.floor
 
     def is_resend(self, chunk: Chunk) -> bool:
-        """Whether the chunk's first batch is one that is remembered at the very same offset."""
+        """Whether the chunk's first batch is remembered at the very same offset."""
         return self._first_had(chunk.spans[0], _Remembered(chunk, _NOBODY)) is None
 
-    def add(self, chunk: Chunk, giver: Giver) -> None:
-        self._added.append((chunk, giver))
+    def add(self, chunk: Chunk, origin: Origin) -> None:
+        self._added.append((chunk, origin))
 
     def judge(self) -> list[Overlap]:
         added, self._added = self._added, []
@@ -166,8 +201,8 @@ class _Partition:
             self._append(*added[0][0].spans)
         elif not self._merge(added):
             return self._judge_singly(added)
-        for chunk, giver in added:
-            self._remember(chunk, giver)
+        for chunk, origin in added:
+            self._remember(chunk, origin)
         return []
 
     def _append(self, first: int, count: int) -> None:
@@ -178,18 +213,18 @@ class _Partition:
             self._ends.append(first + count)
             self._forget()
 
-    def _merge(self, added: Sequence[tuple[Chunk, Giver]]) -> bool:
-        """Take all of them in, if nothing of them was given out before."""
+    def _merge(self, added: Sequence[tuple[Chunk, Origin]]) -> bool:
+        """Take all chunks in if none of their offsets was assigned before; whether it did."""
         starts, ends = self._starts.copy(), self._ends.copy()
         for chunk, _ in added:
             firsts = chunk.spans[0::2]
             starts += firsts
             ends += map(add, firsts, chunk.spans[1::2])
-        # Each connection's are in order already, which makes this cheap.
+        # The chunks of each connection are in order already, so sorting is cheap.
         starts.sort()
         ends.sort()
-        # How many intervals an offset lies in is how many begin up to it, less how many end. So all are disjoint just
-        # where of those in order the second begins behind the first end, the third behind the second, and so on.
+        # The number of intervals that an offset lies in is the number that begin up to it less the number that end. So
+        # the intervals are disjoint exactly if each start after the first is at or behind the end of the same rank.
         behind = starts[1:]
         if starts[0] < self.floor or not all(map(le, ends, behind)):
             return False
@@ -210,23 +245,23 @@ class _Partition:
             del self._starts[:excess]
             del self._ends[:excess]
 
-    def _judge_singly(self, added: Sequence[tuple[Chunk, Giver]]) -> list[Overlap]:
+    def _judge_singly(self, added: Sequence[tuple[Chunk, Origin]]) -> list[Overlap]:
         overlaps: list[Overlap] = []
-        for chunk, giver in added:
-            now = _Remembered(chunk, giver)
+        for chunk, origin in added:
+            now = _Remembered(chunk, origin)
             for first, count in _pairs(chunk.spans):
                 for start, end in self._known(first, first + count):
                     earlier = self._first_had(start, now)
                     if earlier is not None:
                         named = None if earlier is _NOBODY else earlier
-                        overlaps.append(Overlap(self.topic, self.partition, start, end - 1, giver, named))
+                        overlaps.append(Overlap(self.topic, self.partition, start, end - 1, origin, named))
                 self._cover(first, first + count)
-            self._remember(chunk, giver)
+            self._remember(chunk, origin)
         self._forget()
         return overlaps
 
     def _known(self, first: int, end: int) -> list[tuple[int, int]]:
-        """The parts of an interval that were given out, by whom each."""
+        """The parts of an interval that were assigned before, cut where their origins differ."""
         low = bisect_right(self._ends, first)
         high = bisect_left(self._starts, end)
         pairs = zip(self._starts[low:high], self._ends[low:high], strict=True)
@@ -241,14 +276,14 @@ class _Partition:
             parts += list(pairwise(inner))
         return parts
 
-    def _first_had(self, offset: int, now: _Remembered) -> Giver | None:
-        """Who was given the offset before; None where it was this very batch, and _NOBODY where it is not known."""
+    def _first_had(self, offset: int, now: _Remembered) -> Origin | None:
+        """The first origin of the offset; None if it was this very batch, _NOBODY if it is forgotten."""
         holders = [each for each in self._remembered.values() if each.covers(offset)]
         shift = now.shift(offset)
         for each in holders:
             if shift is not None and each.producer == now.producer and each.shift(offset) == shift:
                 return None
-        return min(holders, key=attrgetter("number")).giver if holders else _NOBODY
+        return min(holders, key=attrgetter("number")).origin if holders else _NOBODY
 
     def _cover(self, first: int, end: int) -> None:
         low = bisect_left(self._ends, first)
@@ -259,14 +294,14 @@ class _Partition:
         self._starts[low:high] = [first]
         self._ends[low:high] = [end]
 
-    def _remember(self, chunk: Chunk, giver: Giver) -> None:
-        each = self._take_out(_key_of(chunk, giver))
+    def _remember(self, chunk: Chunk, origin: Origin) -> None:
+        each = self._take_out(_key_of(chunk, origin))
         if each is None:
             self._number += 1
-            each = _Remembered(chunk, giver, self._number)
+            each = _Remembered(chunk, origin, self._number)
         else:
             each.extend(chunk)
-        # The same once more, sent again and ending alike, takes the first one's place.
+        # A resent chunk with the same end replaces the first.
         self._take_out(each.key)
         if len(self._remembered) >= MAX_REMEMBERED:
             self._take_out(next(iter(self._remembered)))
@@ -282,7 +317,7 @@ class _Partition:
         return each
 
     def _shorten(self) -> None:
-        """Of those that were written to longest ago the first spans are forgotten, until half of all are left."""
+        """Forget the first spans of those written to longest ago, until half of MAX_SPANS_TOGETHER are left."""
         for each in self._remembered.values():
             before = len(each.spans)
             del each.spans[: -2 * LEAST_SPANS_REMEMBERED]
@@ -291,11 +326,11 @@ class _Partition:
                 return
 
 
-def _key_of(chunk: Chunk, giver: Giver) -> Hashable:
-    return (giver, (chunk.producer_id, chunk.producer_epoch), chunk.first_sequence)
+def _key_of(chunk: Chunk, origin: Origin) -> Hashable:
+    return (origin, (chunk.producer_id, chunk.producer_epoch), chunk.first_sequence)
 
 
-_NOBODY = Giver(-1, 0, 0, "")
+_NOBODY = Origin(-1, 0, 0, "")
 
 
 def _pairs(spans: Sequence[int]) -> Iterable[tuple[int, int]]:

@@ -1,8 +1,8 @@
-"""The trail as Parquet files, each with some minutes or MiB of rows.
+"""Write the trail to Parquet files, each of a minute or some MiB.
 
-A file is written beside its name, with `.tmp` behind, brought to the disk and renamed: who reads `*.parquet` sees whole
-ones alone. Rows of all kinds are in one table, in which what a kind does not have is null. Lines are parsed by Arrow,
-which lets go of the interpreter meanwhile: the event loop must not wait for it.
+A file is written as `.tmp`, synced and renamed, so readers of `*.parquet` see whole files only. Rows of all kinds share
+one table; fields that a kind does not have are null. Arrow parses the lines and releases the interpreter's lock
+meanwhile, so the event loop does not wait.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import pyarrow
 import pyarrow.json
 import pyarrow.parquet
 
-from kproxy.trail.sinks.files import FILE_MODE, UNFINISHED, TrailFiles
-from kproxy.trail.sinks.sink import Appetite, SinkFailed, on_thread
+from kproxy.trail.file_sinks import FILE_MODE, UNFINISHED, TrailFiles
+from kproxy.trail.sink import Appetite, SinkFailed, on_thread
 
 FILE_BYTES = 8 << 20
 FILE_S = 60.0
@@ -44,7 +44,7 @@ SCHEMA = pyarrow.schema(
 
 
 class ParquetSink:
-    """Of one process; the directory is there."""
+    """The Parquet files of one process. The directory exists."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class ParquetSink:
             raise SinkFailed(f"{self._directory}: {getattr(error, 'strerror', None) or error}") from error
 
     async def close(self) -> None:
-        """Every write has closed its file."""
+        """Nothing is open: every write closes its file."""
 
     def _write(self, data: bytes) -> None:
         rows = pyarrow.json.read_json(

@@ -1,14 +1,12 @@
-"""This proxy among the proxies that share an etcd.
-
-It decides which proxies are named to clients, and whether this one is.
+"""This proxy in the fleet that shares an etcd: follow, join and leave it.
 
 States
   entered    it knows the others; or etcd does not answer, and it is alone until etcd does
-  joined     the others name it: from when it serves clients, not before
-  left       the others do not name it: it takes no more clients, and they send it none
+  joined     the others name it: only while it serves clients
+  left       the others do not name it: it takes no more clients, so they send it none
 
-Without an etcd, or if it is configured to be alone, it names only itself in all states. It uses an etcd client of its
-own: the routing table may come from elsewhere.
+Without an etcd, or if it is to be alone, it names itself in all states. It has an etcd client of its own: the routing
+table may come from elsewhere.
 """
 
 from __future__ import annotations
@@ -21,28 +19,27 @@ from typing import Self
 import structlog
 
 from kproxy.config import ProxyConfig
-from kproxy.etcd import EtcdClient
+from kproxy.etcd import EtcdClient, connect
 from kproxy.fleet.registration import Registrar
 from kproxy.fleet.view import FleetView, alone
 from kproxy.observe.table import ProxyRow
-from kproxy.proxy.sources import connect
 from kproxy.routing.fleet import Fleet
 from kproxy.runtime.tasks import cancel, in_time
 
-# How long to wait for etcd: one that is up answers at once, and a proxy without it serves as well. Seconds.
+# A reachable etcd answers at once, and a proxy serves without it too.
 PATIENCE_S = 2.0
-# In this time, in seconds, the others learn that this one has gone, before its clients ask them where to go.
+# The others learn within this time that this proxy has gone, before its clients ask them.
 LEAVE_PAUSE_S = 0.2
 
 log = structlog.get_logger(__name__)
 
 
 class Membership:
-    """Keeps the `fleet` and this proxy's entry in it current.
+    """Keeps `fleet` current and, where it `registers`, this proxy's entry.
 
-    The entry is kept only if it `registers`; `host` and `port` are what it advertises.
+    `host` and `port` are what it advertises.
 
-    Use as `async with`. Raises StartupError, there and from `failed`, for etcd errors that waiting does not resolve.
+    Use as `async with`. That and `failed` raise StartupError for an error of etcd that retrying does not fix.
     """
 
     def __init__(
@@ -68,7 +65,7 @@ class Membership:
 
     @property
     def registration(self) -> str:
-        """The state of this proxy's registration; empty if it does not register."""
+        """The state of this proxy's entry; empty if it does not register."""
         return self._registrar.state.value if self._registrar is not None else ""
 
     async def __aenter__(self) -> Self:
@@ -101,7 +98,7 @@ class Membership:
                 await in_time(self._named(self._registrar), self._registering, PATIENCE_S)
 
     async def leave(self) -> None:
-        """Remove this proxy's entry and give the others time to learn of it."""
+        """Remove this proxy's entry, and give the others time to learn of it."""
         if self._client is not None:
             self._view.leave()
         if self._registering is not None:
@@ -110,7 +107,10 @@ class Membership:
             await asyncio.sleep(LEAVE_PAUSE_S)
 
     async def failed(self) -> None:
-        """Wait until something here fails for good, and raise its error. Returns if nothing runs."""
+        """Wait for a permanent failure and raise its error.
+
+        Returns if nothing runs.
+        """
         tasks = [task for task in (self._following, self._registering) if task is not None]
         if tasks:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -118,7 +118,7 @@ class Membership:
                 task.result()
 
     async def _named(self, registrar: Registrar) -> None:
-        """Wait until this proxy is registered and sees what the others see."""
+        """Wait until this proxy is registered and sees itself among the others."""
         await registrar.wait_entered()
         await self._view.wait_named()
 

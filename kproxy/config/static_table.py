@@ -1,4 +1,4 @@
-"""A static table as people write it: brokers by id, and for each topic the owners by partition index."""
+"""Parse a static table: brokers by id, owners by topic and partition."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kproxy.config.address import Address, parse_address
-from kproxy.config.reading import nearest, read_toml, unknown
+from kproxy.config.parsing import Address, nearest, parse_address, read_toml, unknown
 from kproxy.errors import StartupError
 
-# The rooms of a static table; they may also stand in a file of their own, named by --table.
-TABLE_ROOMS = ("brokers", "topics")
+# The sections of a static table; they may also be in a file of their own, named by --table.
+STATIC_TABLE_SECTIONS = ("brokers", "topics")
 
 
 class TopicOwners(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -30,7 +29,7 @@ class TopicOwners(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Owners:
     """A static table, checked: every owner is one of `brokers`.
 
-    `where` is the file that it stands in; `read_again` says what stands there now, and raises StartupError.
+    `where` is its file; `read_again` reads it anew, and raises StartupError.
     """
 
     brokers: Mapping[int, Address]
@@ -40,21 +39,21 @@ class Owners:
 
 
 def read_table(file: Path) -> Owners:
-    """The table in a file that holds nothing else. Raises StartupError."""
+    """Read a file that has only a static table. Raises StartupError."""
     return parse_owners(read_toml(file, "--table"), str(file), partial(read_table, file))
 
 
-def parse_owners(rooms: Mapping[str, object], where: str, read_again: Callable[[], Owners]) -> Owners:
-    """`brokers`, id to "host:port", and `topics`, each a name and owners.
+def parse_owners(sections: Mapping[str, object], where: str, read_again: Callable[[], Owners]) -> Owners:
+    """Parse `brokers`, id to "host:port", and `topics`, each a name and owners.
 
-    StartupError names what is wrong in `where`.
+    StartupError names the fault and `where` it is.
     """
-    for room in rooms:
-        if room not in TABLE_ROOMS:
-            unknown(room, f"in {where}", f"[{nearest(room, dict.fromkeys(TABLE_ROOMS))}]", True)
+    for section in sections:
+        if section not in STATIC_TABLE_SECTIONS:
+            unknown(section, f"in {where}", f"[{nearest(section, dict.fromkeys(STATIC_TABLE_SECTIONS))}]", True)
     try:
-        texts = msgspec.convert(rooms.get("brokers", {}), dict[Annotated[int, Meta(ge=0)], str], strict=False)
-        topics = msgspec.convert(rooms.get("topics", []), tuple[TopicOwners, ...])
+        texts = msgspec.convert(sections.get("brokers", {}), dict[Annotated[int, Meta(ge=0)], str], strict=False)
+        topics = msgspec.convert(sections.get("topics", []), tuple[TopicOwners, ...])
     except msgspec.ValidationError as error:
         reason = str(error)[:200]
         raise StartupError(f"the static table in {where} will not do: {reason[:1].lower()}{reason[1:]}.") from error

@@ -1,0 +1,197 @@
+"""Parse addresses, topics, writer groups and times; read TOML files.
+
+Every error is a StartupError with the flag or key of the value, its `source`, as the subject.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, NamedTuple, NoReturn
+
+from kproxy.errors import StartupError
+from kproxy_codec.own import MAX_NAME_BYTES
+
+DEFAULT_LISTEN = "127.0.0.1:9092"
+DEFAULT_ADMIN = "127.0.0.1:9644"
+WILDCARDS = ("0.0.0.0", "::", "*")  # noqa: S104 - compared with, not bound
+
+
+class Address(NamedTuple):
+    """An address to listen on or connect to.
+
+    `host` has no brackets, even for IPv6. Port 0: any free one.
+    """
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_address(text: str, source: str) -> Address:
+    """Parse `host:port` or `[IPv6]:port`. Raises StartupError."""
+    host, colon, port = text.strip().rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+        bracketed = True
+    else:
+        bracketed = False
+    if not colon:
+        raise StartupError(f"{source}: {text!r} has no port: write HOST:PORT, for example {DEFAULT_LISTEN}.")
+    if ":" in host and not bracketed:
+        raise StartupError(f"{source}: {text!r} is not an address: an IPv6 host goes in brackets, as in [::1]:9092.")
+    if not host or any(character.isspace() or character in "/,@[]" for character in host):
+        raise StartupError(f"{source}: {text!r} has no usable host: write HOST:PORT, for example {DEFAULT_LISTEN}.")
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65_535):
+        raise StartupError(f"{source}: {text!r} has no usable port: a port is a number from 0 to 65535.")
+    return Address(host, int(port))
+
+
+def split_list(value: str | Sequence[str], source: str) -> tuple[str, ...]:
+    """Split `"a,b"` or `["a", "b"]`.
+
+    Raises StartupError if it or a part of it is empty.
+    """
+    parts = tuple(part.strip() for part in (value.split(",") if isinstance(value, str) else value))
+    if not parts or not all(parts):
+        raise StartupError(f"{source}: {value!r} is not a list of addresses: write them with commas between.")
+    return parts
+
+
+def advertised(listen: Address, advertise: Address | None) -> Address | None:
+    """Check `advertise`: a wildcard address cannot be told to clients.
+
+    Raises StartupError.
+    """
+    if advertise is None and listen.host in WILDCARDS:
+        raise StartupError(
+            f"clients cannot connect to {listen.host}: with --listen {listen} "
+            f"give --advertise HOST:PORT as well, an address that clients reach."
+        )
+    if advertise is not None and advertise.host in WILDCARDS:
+        raise StartupError(f"clients cannot connect to {advertise.host}: give --advertise an address that they reach.")
+    return advertise
+
+
+# Kafka's own rule.
+TOPIC_NAME_RULE = "its name is made of ASCII letters and digits, '.', '_' and '-', at most 249 of them"
+_TOPIC = re.compile(r"(?!\.{1,2}$)[a-zA-Z0-9._-]{1,249}")
+
+
+def is_topic_name(text: str) -> bool:
+    return _TOPIC.fullmatch(text) is not None
+
+
+def parse_writer_groups(value: str | Sequence[str], source: str) -> Mapping[str, str]:
+    """Parse the group by topic from texts, each one `TOPIC=GROUP` or several with commas. Raises StartupError.
+
+    Only owners in the group (the Own API) may write to the topic.
+    """
+    groups: dict[str, str] = {}
+    for text in [value] if isinstance(value, str) else value:
+        for pair in text.split(","):
+            topic, group = _parse_pair(pair.strip(), source)
+            if groups.setdefault(topic, group) != group:
+                raise StartupError(
+                    f"{source}: topic {topic!r} has two writer groups, {groups[topic]!r} and {group!r}: keep one."
+                )
+    return groups
+
+
+def _parse_pair(pair: str, source: str) -> tuple[str, str]:
+    topic, equals, group = (part.strip() for part in pair.partition("="))
+    if not equals or not group:
+        raise StartupError(
+            f"{source}: {pair[:300]!r} names no topic and its writer group: write TOPIC=GROUP, for example "
+            f"orders=writers."
+        )
+    if not is_topic_name(topic):
+        raise StartupError(f"{source}: {topic[:300]!r} cannot be a topic: {TOPIC_NAME_RULE}.")
+    if len(group.encode()) > MAX_NAME_BYTES:
+        raise StartupError(f"{source}: the writer group of {topic!r} has a name of more than {MAX_NAME_BYTES} bytes.")
+    return topic, group
+
+
+_UNIT_MS: Final = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+_DURATION: Final = re.compile(r"(\d{1,9})(ms|s|m|h|d)")
+
+
+def duration_ms(text: str) -> int | None:
+    """Parse `500ms`, `10s`, `15m`, `2h` or `1d` into milliseconds.
+
+    None for anything else.
+    """
+    match = _DURATION.fullmatch(text)
+    return None if match is None else int(match[1]) * _UNIT_MS[match[2]]
+
+
+def parse_duration_ms(text: str, flag: str) -> int:
+    """Parse a duration above 0 into milliseconds. Raises StartupError."""
+    duration = duration_ms(text)
+    if not duration:
+        raise StartupError(f"{flag} {text} is no duration: write a number and its unit, as in 500ms, 10s, 2h or 1d.")
+    return duration
+
+
+def parse_time_ms(text: str, flag: str, now_ms: int) -> int:
+    """Parse a time into milliseconds since the epoch: ISO 8601, by default UTC, or a duration before `now_ms`.
+
+    Raises StartupError.
+    """
+    ago = duration_ms(text)
+    if ago is not None:
+        return now_ms - ago
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise StartupError(
+            f"{flag} {text} is no time: write it as 2026-11-21T20:00 (UTC), 2026-11-21T20:00+01:00, or 2h for 2 h ago."
+        ) from error
+    return round((time if time.tzinfo is not None else time.replace(tzinfo=UTC)).timestamp() * 1000)
+
+
+MAX_FILE_BYTES = 16 * 1024 * 1024
+
+
+def read_file(file: Path, named: str, limit: int, otherwise: str) -> bytes:
+    """Read at most `limit` bytes.
+
+    Errors call the file `named`, and a longer one `otherwise`. Raises StartupError.
+    """
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(limit + 1)
+    except OSError as error:
+        raise StartupError(f"{named} {file} cannot be read: {error.strerror}.") from error
+    if len(content) > limit:
+        raise StartupError(f"{named} {file} is larger than {limit >> 20} MiB: {otherwise}.")
+    return content
+
+
+def read_toml(file: Path, flag: str = "--config") -> dict[str, Any]:
+    content = read_file(file, flag, MAX_FILE_BYTES, "that is no configuration")
+    try:
+        return tomllib.loads(content.decode())
+    except UnicodeDecodeError as error:
+        raise StartupError(f"{flag} {file} is not UTF-8 text (byte {error.start}).") from error
+    except tomllib.TOMLDecodeError as error:
+        raise StartupError(f"{flag} {file} is not TOML: {str(error)[:200]}.") from error
+
+
+def unknown(name: str, where: str, nearest: str, is_table: bool) -> NoReturn:
+    what = f"[{name}]" if is_table else name
+    raise StartupError(f"unknown key {what} {where}: did you mean {nearest}?")
+
+
+def nearest(name: str, known: Mapping[str, object]) -> str:
+    """The same key in another section, else the most similar path."""
+    for candidate in known:
+        if "." in name and candidate.rpartition(".")[2] == name.rpartition(".")[2]:
+            return candidate
+    return difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]

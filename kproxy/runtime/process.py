@@ -1,0 +1,98 @@
+"""This process: its end with its parent's, and its limit of open files.
+
+`kproxy dev`, the supervisor of workers and a test run hand their children the read end of a pipe that they alone hold
+open (`ParentPipe`), and its number in the environment. A thread of the child blocks on it (`end_with_parent`). Nothing
+is ever written, so the thread wakes only when the parent has ended, even by SIGKILL. No call of one platform alone is
+needed for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+
+if sys.platform != "win32":
+    import resource
+
+PARENT_FD = "KPROXY_PARENT_FD"
+# After SIGTERM the process has this time to stop before SIGKILL.
+GRACE_S = 8.0
+INSISTS_AFTER_S = 0.2
+
+# The highest limit asked for: some programs close every possible descriptor when they start another program.
+MOST_OPEN_FILES = 1 << 20
+# macOS calls its hard limit infinite, and accepts no soft limit above about OPEN_MAX.
+OPEN_MAX = 10_240
+
+
+class ParentPipe:
+    """The parent's end of the pipe. One pipe serves all children.
+
+    `close` closes both ends.
+    """
+
+    def __init__(self) -> None:
+        self.read_fd, self._write_fd = os.pipe()
+
+    def close(self) -> None:
+        os.close(self.read_fd)
+        os.close(self._write_fd)
+
+
+def end_with_parent(*, insist: bool = False) -> None:
+    """Where a parent asked for it, end when the parent has ended: by SIGTERM, and SIGKILL after GRACE_S.
+
+    `insist`: send SIGTERM twice, to a process that serves on for a while after the first.
+    """
+    number = os.environ.pop(PARENT_FD, "")
+    if not number.isdigit():
+        return
+    threading.Thread(target=_watch, args=(int(number), insist), name="parent-watch", daemon=True).start()
+
+
+def _watch(read_fd: int, insist: bool) -> None:
+    try:
+        while os.read(read_fd, 1):
+            pass
+    except OSError:
+        # There is no such pipe: another program set the variable, and there is no parent to wait for.
+        return
+    os.kill(os.getpid(), signal.SIGTERM)
+    if insist:
+        # Two signals at the same instant are one.
+        time.sleep(INSISTS_AFTER_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raise_open_file_limit() -> int | None:
+    """Raise the soft limit of open files (descriptors) to the hard one.
+
+    Return it as `open_file_limit`.
+
+    Each connection is a descriptor, and each segment of a broker's log. Child processes inherit the limit.
+    """
+    if sys.platform == "win32":
+        return None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for wanted in (MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES), OPEN_MAX):
+        if soft == resource.RLIM_INFINITY or soft >= wanted:
+            break
+        # The system may refuse less than its hard limit.
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            break
+    return open_file_limit()
+
+
+def open_file_limit() -> int | None:
+    """The soft limit of open files; None where the system has no limit."""
+    if sys.platform == "win32":
+        return None
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return None if soft == resource.RLIM_INFINITY else soft

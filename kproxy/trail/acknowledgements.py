@@ -1,0 +1,347 @@
+"""Note acknowledged batches for the audit trail, on the path of a request.
+
+For each batch, `NotedEntry.note` reads the base offset from the broker's answer and three fields of the batch's header
+from the request, each in place. A batch that continues its producer's last one changes a few numbers of `Acked`, the
+batches of one client connection that one owner of a partition acknowledged. Every other batch takes `Acked.add`.
+
+States of `Acked`
+  idle   nothing has come since the last look
+  open   a chunk is open: `volume` is not 0
+
+Transitions
+  idle -> open   `add`, which tells the trail that there is something to take
+  open -> open   a batch continues the chunk; or the chunk is finished, and the batch opens another
+  open -> idle   `take`, by the trail's look
+
+Invariants
+1. A chunk has one producer and epoch, and its sequence numbers have no gap (wrapping behind 2^31-1).
+2. `spans` are the finished spans; the open one is from `first_offset` to before `next_offset`.
+3. While idle no batch continues: no header has an empty `producer`.
+4. A chunk has at most MAX_SPANS spans.
+5. `volume` is the sum of the batches' sizes and of ONE_BATCH for each: one sum costs less than two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from struct import Struct
+from typing import TYPE_CHECKING, Final, Protocol
+
+from kproxy.routing.merge import Exchange
+from kproxy.routing.split import Entry, Selection
+from kproxy.routing.topology import Topology
+from kproxy.trail.overlaps import Chunk, Origin
+from kproxy_codec.framing import client_id
+from kproxy_codec.partitioned import PartitionedRequest, PlainAnswer
+from kproxy_codec.primitives import INT64, Buffer
+from kproxy_codec.produce import records_span
+from kproxy_codec.record_batch import HEADER_BYTES, MAGIC, NO_PRODUCER_ID, NO_SEQUENCE, add_sequence
+
+if TYPE_CHECKING:
+    from kproxy.trail.trail import Trail
+
+MAX_SPANS: Final = 500
+# The most numbers in `spans`, two for each span, while one more is open.
+MOST_FINISHED: Final = 2 * (MAX_SPANS - 1)
+# More than the bytes of any chunk, which one connection sends between two looks.
+ONE_BATCH: Final = 1 << 48
+_NOBODY: Final = b""
+# magic, last_offset_delta, producer_id and producer_epoch together, base_sequence
+_HEAD = Struct(">16xb6xi16x10si")
+_PRODUCER = Struct(">qh")
+
+
+class Asked(Protocol):
+    """An acknowledged request; `deadline` in seconds of the proxy's clock."""
+
+    @property
+    def request(self) -> PartitionedRequest: ...
+
+    @property
+    def deadline(self) -> float: ...
+
+
+class Acked:
+    """`acks` is the latest request's.
+
+    `latencies_s` are samples of the time to an acknowledgement.
+
+    `unread` counts acknowledged batches whose header cannot be read.
+    """
+
+    __slots__ = (
+        "acks",
+        "chunks",
+        "client",
+        "counts_sequences",
+        "first_offset",
+        "first_sequence",
+        "latencies_s",
+        "next_offset",
+        "next_sequence",
+        "origin",
+        "partition",
+        "peer",
+        "producer",
+        "spans",
+        "topic",
+        "topic_id",
+        "trail",
+        "unread",
+        "volume",
+    )
+
+    def __init__(
+        self, trail: Trail, topic: bytes, topic_id: bytes | None, partition: int, origin: Origin, peer: str, client: str
+    ) -> None:
+        self.trail = trail
+        # A topic whose name is not known is named by its id.
+        self.topic = topic.decode() if topic.isascii() else topic.hex()
+        self.topic_id = topic_id
+        self.partition = partition
+        self.origin = origin
+        self.peer = peer
+        self.client = client
+        self.acks = -1
+        self.latencies_s: list[float] = []
+        self.chunks: list[Chunk] = []
+        self.unread = 0
+        # The open chunk.
+        self.producer = _NOBODY
+        self.counts_sequences = False
+        self.first_sequence = 0
+        # Where the next batch begins; it may be beyond 2^31-1. Without idempotence all batches have the same.
+        self.next_sequence = 0
+        self.first_offset = 0
+        self.next_offset = 0
+        self.spans: list[int] = []
+        self.volume = 0
+
+    def add(self, asked: Asked, frame: memoryview, start: int, base_offset: int, size: int) -> None:
+        """Take a batch that may not continue the chunk.
+
+        Its header is at `start` of the request's `frame`.
+        """
+        # A broker acknowledges a duplicate of an old batch without an offset.
+        if base_offset < 0:
+            return
+        if not (self.volume or self.chunks or self.unread):
+            self.trail.queue(self, asked)
+            self.acks = asked.request.acks
+        magic, delta, producer, sequence = _HEAD.unpack_from(frame, start)
+        if magic != MAGIC or delta < 0:
+            self.unread += 1
+            return
+        count = delta + 1
+        goes_on = (
+            producer == self.producer
+            and sequence == add_sequence(self.next_sequence, 0)
+            and len(self.spans) < MOST_FINISHED
+        )
+        if not goes_on:
+            self._finish()
+            self.producer, self.first_sequence = producer, sequence
+            self.counts_sequences = _PRODUCER.unpack(producer)[0] != NO_PRODUCER_ID
+            self.first_offset = self.next_offset = base_offset
+        elif base_offset != self.next_offset:
+            self.spans += (self.first_offset, self.next_offset - self.first_offset)
+            self.first_offset = base_offset
+        self.next_offset = base_offset + count
+        self.next_sequence = sequence + count if self.counts_sequences else sequence
+        self.volume += size + ONE_BATCH
+
+    def take(self) -> tuple[list[Chunk], int, list[float]]:
+        """Return and reset the chunks, the count of unread batches, and latencies."""
+        self._finish()
+        taken = self.chunks, self.unread, self.latencies_s
+        self.chunks, self.unread, self.latencies_s = [], 0, []
+        return taken
+
+    def _finish(self) -> None:
+        if not self.volume:
+            return
+        batches, size = divmod(self.volume, ONE_BATCH)
+        spans, self.spans = [*self.spans, self.first_offset, self.next_offset - self.first_offset], []
+        counts = spans[1::2]
+        if min(counts) > 0:
+            # Clients without idempotence write anything as the sequence.
+            first_sequence = self.first_sequence if self.counts_sequences else NO_SEQUENCE
+            producer_id, producer_epoch = _PRODUCER.unpack(self.producer)
+            self.chunks.append(Chunk(producer_id, producer_epoch, first_sequence, spans, sum(counts), batches, size))
+        else:
+            self.unread += batches
+        self.producer = _NOBODY
+        self.volume = 0
+
+
+# A client may write to any number of partitions, and choose any client id.
+MAX_PARTITIONS = 10_000
+MAX_CLIENT_ID_BYTES = 255
+# Higher than any revision.
+_NOW = 1 << 63
+# In a partition's result, after its index and error code.
+_BASE_OFFSET = 6
+# The shortest entry with a record in it.
+_LEAST = 4 + 4 + HEADER_BYTES
+# The longest entry of a partition that encodes the length of its records in one, two or three bytes: with its index,
+# 4 bytes, and no tagged field, 1 byte.
+_ONE = 4 + 1 + (1 << 7) - 2 + 1
+_TWO = 4 + 2 + (1 << 14) - 2 + 1
+_THREE = 4 + 3 + (1 << 21) - 2 + 1
+# last_offset_delta, producer_id and producer_epoch together, base_sequence
+_head = Struct(">23xi16x10si").unpack_from
+_base = INT64.unpack_from
+
+
+class Connection(Protocol):
+    """A connection to a broker."""
+
+    owner: int
+
+
+class Noted(Protocol):
+    """Notes the answers to one part of a plan (kproxy.routing.routes)."""
+
+    def note(self, asked: Asked, answer: memoryview) -> None:
+        """Note that this plain answer acknowledged all of the part."""
+        ...
+
+
+class NotedEntry:
+    """One entry of a part."""
+
+    __slots__ = ("_acked", "_ordinal", "_place", "_topic_place")
+
+    def __init__(self, acked: Acked, topic_place: int, ordinal: int, place: int) -> None:
+        """`topic_place` and `ordinal` locate the entry in the request, `place` its base_offset in the answer."""
+        self._acked = acked
+        self._topic_place = topic_place
+        self._ordinal = ordinal
+        self._place = place
+
+    def note(self, asked: Asked, answer: memoryview) -> None:
+        request = asked.request
+        frame = request.frame
+        topic = request.topics[self._topic_place]
+        start = topic.starts[self._ordinal]
+        size = topic.ends[self._ordinal] - start
+        flexible = request.flexible
+        # Nearly all entries are like this.
+        if flexible and _ONE < size <= _TWO:
+            start += 6
+            size -= 7
+        elif size < _LEAST:
+            return
+        elif not flexible:
+            start += 8
+            size -= 8
+        elif _TWO < size <= _THREE:
+            start += 7
+            size -= 8
+        else:
+            # The rest may be tagged fields, so the entry may be too short for a header.
+            start, end = records_span(request, topic, self._ordinal)
+            size = end - start
+            if size < HEADER_BYTES:
+                return
+        delta, producer, sequence = _head(frame, start)
+        (base_offset,) = _base(answer, self._place)
+        acked = self._acked
+        if sequence == acked.next_sequence and producer == acked.producer:
+            count = delta + 1
+            if base_offset != acked.next_offset:
+                spans = acked.spans
+                if base_offset < 0 or len(spans) >= MOST_FINISHED:
+                    acked.add(asked, frame, start, base_offset, size)
+                    return
+                spans += (acked.first_offset, acked.next_offset - acked.first_offset)
+                acked.first_offset = base_offset
+            acked.next_offset = base_offset + count
+            if acked.counts_sequences:
+                acked.next_sequence = sequence + count
+            acked.volume += size + ONE_BATCH
+        else:
+            acked.add(asked, frame, start, base_offset, size)
+
+
+class NotedEntries:
+    """A part of several entries."""
+
+    __slots__ = ("_entries",)
+
+    def __init__(self, entries: Sequence[NotedEntry]) -> None:
+        self._entries = tuple(entries)
+
+    def note(self, asked: Asked, answer: memoryview) -> None:
+        for entry in self._entries:
+            entry.note(asked, answer)
+
+
+class ConnectionAcks:
+    """The acknowledgements of one client connection."""
+
+    def __init__(self, trail: Trail, topology: Topology, connection: int) -> None:
+        self.peer = "?"
+        self._trail = trail
+        self._topology = topology
+        self._connection = connection
+        self._acked: dict[tuple[bytes, int], Acked] = {}
+
+    def part(
+        self,
+        connection: Connection,
+        request: PartitionedRequest,
+        selection: Selection,
+        plain: PlainAnswer | None,
+        routed_at: int = _NOW,
+    ) -> Noted | None:
+        """Make a `Noted` for this part of every request of this form.
+
+        None if there is nothing to note.
+
+        `routed_at` is the table's revision when the part was sent. The revision of the ownership is the owner's own
+        unless the partition has moved since; then it is the table's.
+        """
+        if plain is None:
+            return None
+        entries = []
+        following = iter(plain.gaps)
+        for topic_place, ordinals in selection:
+            topic = request.topics[topic_place]
+            for ordinal in ordinals:
+                place = next(following)
+                partition = topic.partitions[ordinal]
+                acked = self._find(request, topic.name, partition, connection.owner, routed_at)
+                if acked is not None:
+                    entries.append(NotedEntry(acked, topic_place, ordinal, place))
+        if len(entries) == 1:
+            return entries[0]
+        return NotedEntries(entries) if entries else None
+
+    def note(self, exchange: Exchange, entry: Entry, owner: int, routed_at: int, result: Buffer) -> None:
+        """Note one acknowledged entry.
+
+        `result` is its part of the answer, `routed_at` as in `part`.
+        """
+        request = exchange.request
+        acked = self._find(request, *exchange.partition(entry), owner, routed_at)
+        start, end = records_span(request, exchange.topic(entry), entry[1])
+        if acked is not None and end - start >= HEADER_BYTES:
+            acked.add(exchange, request.frame, start, _base(result, _BASE_OFFSET)[0], end - start)
+
+    def _find(
+        self, request: PartitionedRequest, topic: bytes, partition: int, owner: int, routed_at: int
+    ) -> Acked | None:
+        if topic in self._trail.left_out:
+            return None
+        revision = min(self._topology.owner_revision(topic, partition), routed_at)
+        topic_id = self._topology.topic_ids.get(topic)
+        found = self._acked.get((topic, partition))
+        if found is None or found.origin[:2] != (owner, revision) or found.topic_id != topic_id:
+            if found is None and len(self._acked) >= MAX_PARTITIONS:
+                self._acked.clear()
+            client = (client_id(request.frame) or b"")[:MAX_CLIENT_ID_BYTES].decode(errors="replace")
+            origin = Origin(owner, revision, self._connection, f"{client}@{self.peer}")
+            found = Acked(self._trail, topic, topic_id, partition, origin, self.peer, client)
+            self._acked[topic, partition] = found
+        return found

@@ -1,0 +1,161 @@
+"""Write the trail to files in a directory: their names, and JSON lines.
+
+`parquet_sink` has Parquet.
+
+Names are `kproxy-audit-{begin}-{incarnation}-{number}.{kind}`, with the start time of the process in milliseconds and
+its files counted from 0, both with leading zeros: sorted by name they are sorted by time, and no two processes write to
+one file.
+
+`JsonSink` writes one file until it is large, then the next.
+States: no file --a page--> one open --a failure, or `file_bytes` written--> no file.
+
+Invariants
+1. When `write` returns, the pages and the file's name are on the disk.
+2. A file whose process was not killed holds whole lines: a failed write is cut off, or its file removed.
+3. A file that failed to be written or synced is not written to again: after a failed fsync the kernel may have dropped
+   the data and would report the next fsync as a success.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from kproxy.errors import StartupError
+from kproxy.trail.sink import Appetite, SinkFailed, on_thread
+
+# The trail tells who wrote where and when: it is not for every user.
+FILE_MODE = 0o640
+PREFIX = "kproxy-audit-"
+# The suffix of a file that is not finished.
+UNFINISHED = ".tmp"
+# Writing a file takes seconds. Processes share directories, and their clocks may differ from the disk's.
+LEFT_BEHIND_S = 3600.0
+
+
+class TrailFiles:
+    """The names of one process's files, in order."""
+
+    def __init__(self, directory: Path, incarnation: str, began_ms: int, kind: str) -> None:
+        self._directory = directory
+        self._stem = f"{PREFIX}{began_ms:013d}-{incarnation}"
+        self._kind = kind
+        self._number = 0
+
+    def next(self) -> Path:
+        path = self._directory / f"{self._stem}-{self._number:06d}.{self._kind}"
+        self._number += 1
+        return path
+
+    def give_back(self) -> None:
+        """Reuse the last name: its file was not kept."""
+        self._number -= 1
+
+    def keep_names(self) -> None:
+        """Sync the directory: a new file must survive a power failure."""
+        descriptor = os.open(self._directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def prepare(directory: Path) -> None:
+    """Create the directory and check that it can be written to.
+
+    Raises StartupError.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StartupError(
+            f"audit.sink: the directory {directory} cannot be made ({error.strerror}): name one that can be written to."
+        ) from error
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise StartupError(f"audit.sink: {directory} cannot be written to: name another, or grant the right.")
+
+
+def remove_left_behind(directory: Path, now_ms: int) -> None:
+    """Remove unfinished files of killed processes: nothing else does."""
+    for path in directory.glob(f"{PREFIX}*{UNFINISHED}"):
+        # Another process may be quicker, or own the file: then it may stay.
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < now_ms / 1000 - LEFT_BEHIND_S:
+                path.unlink()
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write all of `data`: a nearly full disk takes a part without an error."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+FILE_BYTES = 64 << 20
+WRITE_BYTES = 1 << 20
+
+
+class JsonSink:
+    """The JSON lines of one process. The directory exists."""
+
+    def __init__(self, directory: Path, incarnation: str, began_ms: int, *, file_bytes: int = FILE_BYTES) -> None:
+        self.appetite = Appetite(WRITE_BYTES)
+        self._directory = directory
+        self._files = TrailFiles(directory, incarnation, began_ms, "jsonl")
+        self._file_bytes = file_bytes
+        self._path: Path | None = None
+        self._descriptor = -1
+        self._whole_bytes = 0
+        self._writes = False
+
+    async def write(self, pages: Sequence[bytes]) -> None:
+        data = b"".join(part for page in pages for part in (page, b"\n"))
+        self._writes = True
+        try:
+            await on_thread(lambda: self._write(data))
+        except OSError as error:
+            raise SinkFailed(f"{self._directory}: {error.strerror or error}") from error
+
+    async def close(self) -> None:
+        # A thread that hangs in a write still uses the file.
+        if not self._writes:
+            self._let_go()
+
+    def _write(self, data: bytes) -> None:
+        try:
+            is_new = self._path is None
+            if is_new:
+                self._path = self._files.next()
+                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, FILE_MODE)
+            write_all(self._descriptor, data)
+            os.fsync(self._descriptor)
+            if is_new:
+                self._files.keep_names()
+        except OSError:
+            self._cut_off()
+            raise
+        else:
+            self._whole_bytes += len(data)
+            if self._whole_bytes >= self._file_bytes:
+                self._let_go()
+        finally:
+            self._writes = False
+
+    def _cut_off(self) -> None:
+        path, descriptor = self._path, self._descriptor
+        # If the disk does not allow it, readers ignore a line that is not whole.
+        with contextlib.suppress(OSError):
+            if descriptor >= 0:
+                os.ftruncate(descriptor, self._whole_bytes)
+            if path is not None and not self._whole_bytes:
+                path.unlink(missing_ok=True)
+                self._files.give_back()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        self._path, self._whole_bytes = None, 0
+        if descriptor >= 0:
+            os.close(descriptor)

@@ -1,1 +1,0 @@
-"""Where the pages of an audit trail go: a topic, or files."""
