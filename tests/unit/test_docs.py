@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-FILE = re.compile(r"`((?:codec|kproxy|tests|bench|docs|scripts|deploy|examples)/[\w./*-]+)`")
+# Keys in etcd begin with kproxy/ too, but have no ending.
+FILE = re.compile(r"`((?:codec|kproxy|tests|bench|docs|scripts|deploy|examples)/[\w./*-]+(?:\.\w+|/))`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 

@@ -165,7 +165,7 @@ def test_an_entry_without_sense_is_passed_over_and_the_rest_counts(entries: dict
 
 def test_a_topic_without_an_id_is_no_trouble() -> None:
     found = parse_snapshot(snapshot(Topics=[{"Topic": "t"}, {"Topic": "u", "TopicID": [0] * 16}]))
-    assert (found.topic_ids, found.senseless) == ({}, [])
+    assert (found.topic_ids, found.invalid) == ({}, [])
 
 
 @pytest.mark.parametrize("key", [f"{SNAPSHOT_KEY}2", f"{SNAPSHOT_KEY}/old", "/p/metadata/other"])
