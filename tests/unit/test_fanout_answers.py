@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kproxy.routing.merge import ExchangeState
+from kproxy.routing.actions import Respond
+from kproxy.routing.merge import Exchange, ExchangeState
 from kproxy.routing.open_exchanges import LOOK_PAUSES_S
 from kproxy_codec.api_keys import FETCH, PRODUCE
+from kproxy_codec.produce import PRODUCE_API
 from tests.support.messages import frame_of, response_body, response_frame, sample_response
 from tests.support.playbook import Playbook
-from tests.support.playbook_words import answer_frame
+from tests.support.playbook_words import answer_frame, parse
 
 
 def parts_of(play: Playbook) -> list[tuple[int, int]]:
@@ -374,3 +376,21 @@ def test_time_alone_changes_something_only_while_something_is_open() -> None:
     # Nothing is under way, and something waits for its retry.
     idle.append(play.core.is_idle)
     assert idle == [True, False, False, True, False]
+
+
+@pytest.mark.parametrize("version", [8, 9])
+def test_a_request_that_names_a_topic_without_partitions_is_answered_at_once(version: int) -> None:
+    """No broker is asked; the answer names the topic."""
+    play = Playbook()
+    fields = {
+        "transactional_id": None,
+        "acks": -1,
+        "timeout_ms": 20_000,
+        "topic_data": [{"name": "t", "partition_data": []}],
+    }
+    exchange = Exchange(PRODUCE_API, parse(PRODUCE, version, fields, 7), 1, play.now + 10)
+    (answered,) = play.core.submitted(exchange, {}, play.now, 0.0)
+    assert isinstance(answered, Respond)
+    frame = memoryview(b"".join(answered.answer))
+    (topic,) = PRODUCE_API.parse_response(frame, version).topics
+    assert (topic.name, topic.partitions) == (b"t", [])

@@ -209,6 +209,14 @@ def test_when_a_later_batch_was_appended_after_all_the_first_ones_own_code_is_ha
     assert play.answers(5, "t-0") == ["answer 5: t-0@50"]
 
 
+def test_a_later_batch_that_fails_for_good_was_not_appended_and_the_first_one_goes_again() -> None:
+    play = piped(2, 3, 4)
+    assert play.answers(2, "t-0=6") == []
+    assert play.answers(3, "t-0=87") == ["answer 3: t-0=87"]
+    assert play.answers(4, "t-0=45") == []
+    assert play.wakes() == ["send #5 b1/c1: 2 t-0"]
+
+
 def test_what_was_refused_behind_it_by_itself_gets_its_own_code_too() -> None:
     play = piped(2, 3, 4)
     for piece, code in ((2, 6), (3, 19)):
