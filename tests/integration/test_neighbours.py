@@ -25,11 +25,11 @@ CAUGHT_BY: dict[str, list[str]] = {
     "watch opened without a revision": [WIRE + "test_etcd_mirror:test_what_changes_between_load_and_watch_is_not_lost"],
     "no require-leader": [WIRE + "test_etcd_mirror:test_a_watch_that_goes_quiet_is_replaced"],
     "retries shared between the groups of one attempt: one partition stalled": [
-        WIRE + "test_proxy_retries:test_partitions_retry_each_by_itself"
+        UNIT + "test_fanout_retries:test_partitions_retry_each_by_itself"
     ],
     "a valid route deleted by an invalidation": [
         WIRE + "test_lease_table:test_a_refusal_is_answered_by_what_etcd_says_now",
-        WIRE + "test_proxy_retries:test_a_table_that_knew_better_by_then_is_not_asked_again",
+        UNIT + "test_fanout_retries:test_an_owner_that_was_told_of_since_is_not_looked_up",
         WIRE + "test_neighbours:test_refusals_do_not_cost_the_route",
     ],
     "acks=0 lost after an invalidation": [
@@ -73,8 +73,8 @@ CAUGHT_BY: dict[str, list[str]] = {
         WIRE + "test_broker_ownership:test_of_two_processes_under_one_id_the_second_gives_up_and_touches_nothing"
     ],
     "synthesised errors carried offset 0 and a bogus leader": [
-        WIRE + "test_proxy_retries:test_not_leader_is_tried_three_times_and_then_handed_on",
-        WIRE + "test_proxy_retries:test_an_unknown_outcome_is_left_to_the_client_where_it_would_not",
+        UNIT + "test_fanout_retries:test_every_row_is_followed",
+        UNIT + "test_fanout_retries:test_what_is_handed_on_is_the_brokers_own_entry",
         WIRE + "test_proxy_control:test_no_answer_with_data_names_a_broker",
     ],
     "a re-encoded request carried its length twice": [
@@ -87,7 +87,7 @@ CAUGHT_BY: dict[str, list[str]] = {
     ],
     "Shotover: a killed broker closes the whole client connection": [
         WIRE + "test_proxy_resets:test_a_broker_that_breaks_off_after_any_byte",
-        WIRE + "test_proxy_retries:test_an_owner_that_died_with_a_batch_is_never_answered_with_six",
+        UNIT + "test_fanout_retries:test_a_refusal_after_an_unknown_outcome_does_not_make_it_known",
     ],
     "Shotover: no frame limit": [
         UNIT + "test_framing:test_an_illegal_length_costs_nothing",
