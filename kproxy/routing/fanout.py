@@ -460,9 +460,10 @@ class Fanout:
                     self.lanes.hold(key, item)
                 else:
                     add_entry(pieces.setdefault(self._route(exchange, item.entry), []), *item.entry)
+            # One of several partitions is one part among others, whatever became of those.
+            whole = exchange.is_ordered and exchange.request.partition_count == 1
             for owner, selection in pieces.items():
-                # What is sent again is one part among others, whatever became of those.
-                self._send(exchange, owner, selection, shares=max(2, len(pieces)), whole=False)
+                self._send(exchange, owner, selection, shares=max(2, len(pieces)), whole=whole)
             self._exchanges.finish_if_complete(exchange, self._now)
 
     def _close(self, connection: BrokerConnection, reason: str, *, is_untrue: bool = False) -> None:
