@@ -154,7 +154,8 @@ class FanoutShell:
         self._doubted: set[int] = set()
         self._holds: dict[int, list[Hold]] = {}
         self._held = asyncio.Event()
-        self._emptied = asyncio.Event()
+        # While the end waits for what is still open.
+        self._emptied: asyncio.Event | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
         # The topology's version when something was sent last.
@@ -305,7 +306,7 @@ class FanoutShell:
             self._is_running = False
         if core.lanes.table and not self._is_closed:
             self._topology.on_next_change(self._topology_changed)
-        if not core.open_count:
+        if self._emptied is not None and not core.open_count:
             self._emptied.set()
 
     def _follow(self) -> None:
@@ -527,7 +528,7 @@ class FanoutShell:
         if self._holds:
             await _until(self._held, self._context.limits.own_unsettled_s)
         if self.core.open_count:
-            self._emptied.clear()
+            self._emptied = asyncio.Event()
             await _until(self._emptied, FLUSH_S)
         self._bring(self.core.ended)
         self._is_closed = True

@@ -408,7 +408,12 @@ class Fanout:
 
     def _route(self, exchange: Exchange, entry: Entry) -> int:
         """The broker to send an entry to, or NO_OWNER."""
-        return exchange.route(entry, self._topology, self._taken_by(*exchange.partition(entry)))
+        topology = self._topology
+        topic, partition_index = exchange.partition(entry)
+        owner = topology.owner(topic, partition_index)
+        if owner == NO_OWNER:
+            return exchange.route(entry, topology, self._taken_by(topic, partition_index))
+        return owner if topology.address(owner) is not None else NO_OWNER
 
     def _taken_by(self, topic: bytes, partition_index: int) -> int:
         """The broker that has taken a partition that nobody is known to own, or NO_OWNER."""

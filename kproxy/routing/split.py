@@ -71,10 +71,15 @@ def split(
     return pieces
 
 
+# Nobody changes a selection that is made.
+_ONE_PARTITION: Final[Selection] = [(0, [0])]
+
+
 def split_whole(topics: Sequence[TopicSpan]) -> Selection:
     """All of a request in one piece."""
     if len(topics) == 1:
-        return [(0, list(range(len(topics[0].partitions))))]
+        partitions = len(topics[0].partitions)
+        return _ONE_PARTITION if partitions == 1 else [(0, list(range(partitions)))]
     return [(topic_place, list(range(len(topic.partitions)))) for topic_place, topic in enumerate(topics)]
 
 
