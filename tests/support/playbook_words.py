@@ -43,7 +43,7 @@ VERSIONS = {PRODUCE: 9, FETCH: 12, LIST_OFFSETS: 6}
 BY_ID_VERSION = 13
 # The proxy's own error of an entry has these, too.
 NO_OFFSET = -1
-_RESULT = re.compile(r"(?P<topic>\w+)-(?P<index>\d+)(=(?P<code>\d+))?(@(?P<offset>\d+))?(:(?P<size>\d+))?")
+_RESULT = re.compile(r"(?P<topic>\w+)-(?P<index>\d+)(=(?P<code>-?\d+))?(@(?P<offset>\d+))?(:(?P<size>\d+))?")
 
 
 Producer: TypeAlias = tuple[int, int, int | None] | None

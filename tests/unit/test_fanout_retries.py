@@ -37,7 +37,7 @@ REFUSED = {
 }
 UNKNOWN = dict.fromkeys((7, 13, 20, CONNECTION_LOST, UNREADABLE), Expected(SOME_SECONDS, 7, KNOWN_AGAIN))
 UNCLEAR = dict.fromkeys((3, 6, 56), Expected(SOME_SECONDS, 7, KNOWN_AGAIN))
-HANDED_ON = {code: Expected(1, code, NONE) for code in (2, 3, 10, 17, 29, 45, 46, 47, 56, 87, 999)}
+HANDED_ON = {code: Expected(1, code, NONE) for code in (-1, 2, 3, 10, 17, 29, 45, 46, 47, 56, 87, 999)}
 # Of brokers of this conduct, to requests with these acks, in answers with this base offset.
 TABLES: dict[str, tuple[Conduct, int, int, dict[int, Expected]]] = {
     "leased, all": (LEASED, -1, 5, HANDED_ON | REFUSED | UNKNOWN),
@@ -52,12 +52,24 @@ TABLES: dict[str, tuple[Conduct, int, int, dict[int, Expected]]] = {
     ),
 }
 ROWS = [(table, event) for table, (_, _, _, rows) in TABLES.items() for event in rows]
+# Of reads, whatever the conduct: what the client gets in the end, after three attempts.
+READS = {NOT_WRITTEN: 6, 6: 6, 5: 5, CONNECTION_LOST: 6, UNREADABLE: 6}
 DOUBTS_THE_OWNER = {NOT_WRITTEN, CONNECTION_LOST, UNREADABLE, 3, 5, 6, 9, 13, 56, 74, 75, 100}
 
 
 def test_every_row_of_every_table_is_spelt_out_here() -> None:
-    spelt = {event for _, _, _, rows in TABLES.values() for event in rows}
-    assert spelt >= set(retry.PRODUCE) | set(retry.PRODUCE_UNCLEAR) | set(retry.PRODUCE_REFUSED)
+    """The tables are whatever is one in the module, and the rows what they have beside codes that are handed on."""
+    found = {
+        name: set(value)
+        for name, value in vars(retry).items()
+        if isinstance(value, dict) and value and all(isinstance(row, retry.Row) for row in value.values())
+    }
+    assert found == {
+        "PRODUCE": set(REFUSED | UNKNOWN),
+        "PRODUCE_UNCLEAR": set(REFUSED | UNKNOWN | UNCLEAR),
+        "PRODUCE_REFUSED": set(REFUSED | UNKNOWN | UNCLEAR),
+        "READ": set(READS),
+    }
 
 
 def meets(play: Playbook, event: int, offset: int = -1) -> list[str]:
@@ -99,6 +111,14 @@ def test_every_row_is_followed(table: str, event: int, kind: str) -> None:
     tried = expected.tried if kind in expected.kinds else 1
     assert until_answered(play, event, offset) == (tried, expected.final)
     assert play.lanes == []
+
+
+@pytest.mark.parametrize("event", [*READS, 1, 3, 29])
+@pytest.mark.parametrize("conduct", [LEASED, KAFKA], ids=["leased", "kafka"])
+def test_every_row_of_reads_is_followed(event: int, conduct: Conduct) -> None:
+    play = Playbook(conduct=conduct)
+    play.lists_offsets(1, "t-0")
+    assert until_answered(play, event) == ((THRICE, READS[event]) if event in READS else (1, event))
 
 
 @pytest.mark.parametrize("event", sorted({event for _, event in ROWS} | DOUBTS_THE_OWNER))
@@ -340,6 +360,15 @@ def test_a_refusal_after_an_unknown_outcome_does_not_make_it_known(refusal: int)
     play.answers(1, "t-0=7")
     play.wakes()
     assert until_answered(play, refusal)[1] == 7
+
+
+def test_a_refusal_at_the_deadline_after_an_unknown_outcome_does_not_make_it_known() -> None:
+    play = Playbook()
+    play.submits(1, "t-0", deadline_s=1)
+    play.answers(1, "t-0=7")
+    play.wakes()
+    assert play.answers(2, "t-0=19") == []
+    assert play.ticks(after_s=1) == ["answer 1: t-0=7"]
 
 
 def test_an_error_that_is_no_refusal_is_handed_on_after_an_unknown_outcome() -> None:
