@@ -316,6 +316,41 @@ def test_a_new_owners_state_counts_and_not_the_old_ones() -> None:
     assert play.wakes() == ["send #2 b2/c2: 1 t-0"]
 
 
+def test_what_waits_for_a_new_owner_behind_a_batch_that_is_left_to_its_client_is_left_to_it_as_well() -> None:
+    """The first may be in the log of the broker that hangs: sent alone, the second would come before it."""
+    play = Playbook(hung=[1])
+    play.submits(1, "t-0", producer=PLAIN)
+    play.moves("t-0", 2)
+    assert play.submits(2, "t-0", producer=PLAIN) == []
+    assert play.loses(1) == ["answer 1: t-0=7", "answer 2: t-0=6"]
+    assert play.submits(3, "t-0", producer=PLAIN) == ["send #2 b2/c2: 3 t-0"]
+
+
+def test_what_waits_behind_a_batch_at_a_broker_that_hangs_is_given_up_unwritten() -> None:
+    play = Playbook()
+    for n in (1, 2, 3):
+        play.submits(n, "t-0")
+    play.view.hung.add(1)
+    assert play.loses(1) == ["answer 1: t-0=7", "answer 2: t-0=6", "answer 3: t-0=6"]
+    assert list(play.sent) == [1]
+
+
+def test_all_that_a_broker_got_before_it_hung_is_in_doubt_and_the_lane_goes_on_in_order_afterwards() -> None:
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.answers(1, "t-0")
+    for n in (2, 3, 4):
+        play.submits(n, "t-0")
+    play.view.hung.add(1)
+    assert play.loses(1) == ["answer 2: t-0=7", "answer 3: t-0=7", "answer 4: t-0=7"]
+    assert play.lanes == []
+    play.view.hung.clear()
+    # The route is new again: one goes first.
+    assert play.submits(5, "t-0", producer=(7, 0, 2)) == ["send #5 b1/c2: 5 t-0"]
+    assert play.submits(6, "t-0", producer=(7, 0, 3)) == []
+    assert play.answers(5, "t-0") == ["answer 5: t-0@50", "send #6 b1/c2: 6 t-0"]
+
+
 def test_an_owner_without_an_address_is_not_replaced_by_another_broker() -> None:
     play = Playbook({"t": [42]})
     play.ticks()
