@@ -8,10 +8,12 @@ import pytest
 
 from codec.error_codes import POLICY_VIOLATION
 from kproxy.routing import in_flight
-from kproxy.routing.fanout import HUNG_AFTER_S
 from kproxy.routing.in_flight import WINDOW_S, ConnectionState
 from kproxy.routing.lanes import LaneState
 from tests.support.playbook import Playbook
+
+# Seconds from a deadline until a broker's silence ends its connection.
+HUNG_AFTER_S = 5.0
 
 
 def proven() -> Playbook:

@@ -36,6 +36,19 @@ def test_of_a_piece_only_the_partition_that_moves_waits_for_it() -> None:
     assert play.wakes() == ["send #4 b2/c2: 3 t-0"]
 
 
+def test_of_several_requests_each_is_looked_at_for_what_moves() -> None:
+    play = Playbook({"t": [1], "u": [1]})
+    play.submits(1, "t-0 u-0")
+    play.answers(1, "t-0 u-0")
+    for n, topic in enumerate("utu", 2):
+        play.submits(n, f"{topic}-0")
+    play.moves("t-0", 2)
+    assert play.lanes == ["t-0 blocked"]
+    assert play.submits(5, "t-0") == []
+    assert play.answers(3, "t-0") == ["answer 3: t-0@30"]
+    assert play.wakes() == ["send #5 b2/c2: 5 t-0"]
+
+
 def test_what_moves_that_nobody_asked_for_changes_nothing() -> None:
     play = proven()
     play.submits(2, "t-0")

@@ -31,6 +31,13 @@ def test_sequences_begin_again_behind_the_last() -> None:
     assert not Place(7, 0, LAST).is_behind(Place(7, 0, 0))
 
 
+def test_of_all_sequences_the_nearer_half_follows() -> None:
+    for first in (0, 5, LAST):
+        for distance, is_behind in ((0, False), (1, True), (LAST >> 1, True), ((LAST >> 1) + 1, False), (LAST, False)):
+            sequence = (first + distance) & LAST
+            assert Place(7, 0, sequence).is_behind(Place(7, 0, first)) is is_behind, (first, distance)
+
+
 @pytest.mark.parametrize("order", [(5, 6, 7), (7, 6, 5), (6, 7, 5)])
 def test_what_is_behind_the_first_is_misled_in_whatever_order_they_were_refused(order: tuple[int, ...]) -> None:
     refused = Refused()

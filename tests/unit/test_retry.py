@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kproxy.routing.retry import BACKOFF_S, MAX_ATTEMPTS, MAX_ATTEMPTS_IN_ALL, Attempts
+from kproxy.routing.retry import BACKOFF_S, MAX_ATTEMPTS, MAX_ATTEMPTS_IN_ALL, Attempts, deadline_s
 
 # Each attempt: the revision it was sent at, and the ownership's revision by the time it has failed.
 HISTORIES: dict[str, tuple[list[tuple[int, int]], int, bool]] = {
@@ -53,3 +53,20 @@ def test_time_counts_from_the_first_failure_whatever_the_owner() -> None:
     attempts.add(5, 3, 7.0)
     attempts.add(6, 6, 9.0)
     assert attempts.first_failed_at == 7.0
+
+
+@pytest.mark.parametrize(
+    ("timeout_ms", "cap_ms", "seconds"),
+    [
+        (30_000, 120_000, 27.0),
+        (30_000, 20_000, 18.0),
+        (1_200, 120_000, 1.08),
+        (1_100, 120_000, 1.0),
+        (0, 120_000, 1.0),
+        (-1, 120_000, 1.0),
+    ],
+)
+def test_a_deadline_comes_before_the_clients_own_and_leaves_a_second(
+    timeout_ms: int, cap_ms: int, seconds: float
+) -> None:
+    assert deadline_s(timeout_ms, cap_ms) == pytest.approx(seconds)
