@@ -120,7 +120,7 @@ class Fanout:
         # Topic ids that were asked for before anybody knew the topic's name.
         self._nameless: set[bytes] = set()
         # The topology's version that has been followed.
-        self.version = -1
+        self.version = view.topology.version
         self._wakes_at: float | None = None
         # Of the event that is under way.
         self._now = 0.0
@@ -245,7 +245,6 @@ class Fanout:
             for entry, *_ in matched:
                 self._succeeded(piece, entry)
             set_response_correlation_id(frame, exchange.request.header.correlation_id)
-            exchange.open_count = 0
             self._exchanges.respond(exchange, [frame])
         else:
             exchange.note(response)

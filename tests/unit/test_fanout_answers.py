@@ -40,6 +40,18 @@ def test_what_is_sent_again_is_one_part_among_others() -> None:
     assert parts_of(play) == [(-1, 1), (1, 2)]
 
 
+def test_a_part_says_among_how_many_it_shares_what_a_read_may_bring() -> None:
+    play = Playbook()
+    play.fetches(1, "t-0 t-1 t-2")
+    play.fetches(2, "t-0 t-1 t-2")
+    part = [(0, [1])]
+    among = [b"".join(play.exchanges[1].splitter(pieces).part(part, 9)) for pieces in (3, 2)]
+    assert among[0] != among[1]
+    assert among[1] == b"".join(play.exchanges[2].splitter(2).part(part, 9))
+    # It is made once for all parts.
+    assert play.exchanges[2].splitter(2) is play.exchanges[2].splitter(2)
+
+
 def test_an_answer_has_the_partitions_in_the_order_of_the_request() -> None:
     play = Playbook({"t": [1, 2, 1], "u": [2]})
     play.submits(1, "t-2 t-1 u-0 t-0")
