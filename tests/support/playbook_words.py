@@ -177,6 +177,8 @@ def read_answer(exchange: Exchange, buffers: Sequence[Buffer]) -> Answer:
     """What the client reads in the buffers of a Respond. Raises ValueError where it is no answer to its request."""
     request = exchange.request
     frame = memoryview(bytearray(b"".join(buffers)))
+    if int.from_bytes(frame[:4], "big") != len(frame) - 4:
+        raise ValueError("the length before the answer is not its own")
     response = APIS[request.header.api_key].parse_response(frame, request.header.api_version)
     results = []
     for asked, topic in zip(request.topics, response.topics, strict=True):

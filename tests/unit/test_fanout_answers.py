@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from codec.api_keys import PRODUCE
+from codec.api_keys import FETCH, PRODUCE
 from kproxy.routing.merge import ExchangeState
 from kproxy.routing.open_exchanges import LOOK_PAUSES_S
 from tests.support.messages import frame_of, response_body, response_frame, sample_response
@@ -81,6 +81,17 @@ def test_a_whole_success_is_handed_on_as_it_came_but_for_its_number() -> None:
     assert exchange._results is None
 
 
+def test_a_whole_success_that_names_a_broker_is_not_handed_on_as_it_came() -> None:
+    """KIP-951: what a read may say beside its topics is where brokers are."""
+    play = Playbook()
+    play.fetches(1, "t-0")
+    fields = sample_response(FETCH, {"t": [0]}, throttle_time_ms=0, error_code=0, tags=[(0, b"where a broker is")])
+    frame = response_frame(FETCH, 12, response_body(FETCH, 12, fields))
+    assert play.answers_bytes(1, frame) == ["answer 1: t-0"]
+    assert play.exchanges[1]._results is not None
+    assert play.exchanges[1]._tags is None
+
+
 def test_the_proxys_throttle_time_is_the_brokers_longest() -> None:
     play = Playbook()
     play.submits(1, "t-0 t-1 t-2")
@@ -137,6 +148,7 @@ UNREADABLE = {
     "another one": "t-0 t-7",
     "one too many": "t-0 t-1 t-7",
     "twice": "t-0 t-0",
+    "twice beside the other": "t-0 t-1 t-1",
     "another topic": "t-0 u-1",
 }
 

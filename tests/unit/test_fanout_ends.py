@@ -159,6 +159,18 @@ def test_what_has_waited_long_is_taken_out_of_a_receive_buffer() -> None:
     ]
 
 
+def test_what_is_under_way_by_partition_is_counted_only_while_somebody_asks() -> None:
+    """Counting costs each request, and on proven routes nobody asks."""
+    play = proven()
+    play.submits(2, "t-0", deadline_s=1)
+    play.ticks(after_s=1)
+    play.core.take_out(0, 0)
+    assert play.core._in_flight._sequences is not None
+    play.answers(2, "t-0")
+    play.core.take_out(0, 0)
+    assert play.core._in_flight._sequences is None
+
+
 # A broker that hangs
 
 

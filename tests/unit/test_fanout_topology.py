@@ -300,6 +300,23 @@ def test_no_more_ids_than_a_bound_are_remembered_and_the_others_end_all_the_same
     assert play.answers(1, "u-0") == ["answer 2: u?-0@10"]
 
 
+def test_what_is_under_way_under_an_id_gets_its_name_when_that_is_told_again() -> None:
+    """It was one id too many to be remembered, and was sent under it."""
+    play = Playbook()
+    play.view.max_nameless = 1
+    play.submits(1, "t-0", by_id=True)
+    play.submits(2, "u-0", by_id=True)
+    play.moves("u-0", 1)
+    play.names("u")
+    play.names("t")
+    assert play.wakes() == ["send #1 b1/c1: 2 u?-0"]
+    play.topology.set_topic_id(b"u", None)
+    assert play.submits(3, "u-0", by_id=True) == []
+    play.names("u")
+    assert play.lanes == ["t-0 blocked", "u-0 probing"]
+    assert play.answers(1, "u-0") == ["answer 2: u-0@10", "send #2 b1/c1: 3 u-0"]
+
+
 def test_an_id_that_has_got_its_name_makes_room_for_another() -> None:
     play = Playbook()
     play.view.max_nameless = 1

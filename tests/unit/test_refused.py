@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kproxy.routing.refused import MAX_LANES, Place, Refused
+from kproxy.routing.refused import Place, Refused
 
 LAST = (1 << 31) - 1
+MAX_LANES = 4_096
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,12 @@ import pytest
 from codec.api_keys import PRODUCE
 from codec.partitioned import PartitionedRequest
 from codec.produce import parse_produce
-from kproxy.routing.routes import MAX_PLANNED_PARTITIONS, Plans, Routes, kind_of
+from kproxy.routing.routes import Plans, Routes, kind_of
 from kproxy.routing.topology import Address, Topology
 from tests.support.messages import head_of, request_body, request_frame, sample_request
 
 EVEN, ODD, OTHER = 1, 2, 3
+MAX_PLANNED_PARTITIONS = 8_192
 TOPICS = {"a": [0, 1, 2], "b": [0]}
 
 
