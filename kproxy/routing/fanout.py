@@ -508,7 +508,6 @@ class Fanout:
         exchange = piece.exchange
         return (
             piece.part is None
-            and not response.error_code
             and not response.names_brokers
             and exchange in self._exchanges
             and exchange.throttle_time_ms == 0
