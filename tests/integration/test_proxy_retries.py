@@ -256,21 +256,6 @@ async def test_a_late_answer_is_dropped_and_does_not_confuse_the_next_request() 
         assert await client.is_silent()
 
 
-@both_loops
-async def test_the_deadline_counts_from_the_first_byte_of_the_request() -> None:
-    upstream = ScriptedUpstream(1)
-    async with running_proxy(upstream) as proxy:
-        proxy.own(1)
-        client = await proxy.client()
-        frame = produce_frame(timeout_ms=2 * SHORT_MS)
-        client.send(frame[:30])
-        await asyncio.sleep(1.2)
-        rest_sent_at = time.monotonic()
-        client.send(frame[30:])
-        assert (await client.answer()).codes == {("t", 0): TIMED_OUT}
-        assert time.monotonic() - rest_sent_at < 1.6
-
-
 # Reads
 
 

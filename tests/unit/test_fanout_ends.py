@@ -454,6 +454,14 @@ def test_confirmed_acks_0_that_is_never_confirmed_is_undeliverable_at_its_deadli
     assert play.ticks(after_s=10) == ["done 1", "undeliverable t=7"]
 
 
+def test_confirmed_acks_0_stays_behind_what_is_unanswered_when_its_partition_moves() -> None:
+    play = Playbook()
+    play.submits(1, "t-0", acks=1, silent=True, producer=None)
+    play.moves("t-0", 2)
+    assert play.submits(2, "t-0", acks=1, silent=True, producer=None) == []
+    assert play.answers(1, "t-0") == ["done 1", "send #2 b2/c2: 2 t-0"]
+
+
 def test_confirmed_acks_0_is_begun_although_its_deadline_is_over() -> None:
     """Its client hears of nothing: whatever can be delivered is."""
     play = Playbook()
