@@ -339,6 +339,18 @@ def test_of_several_reads_that_look_the_next_is_woken_for() -> None:
     assert play.wakes() == ["send #7 b1/c1: 2 t-0", "send #8 b2/c2: 2 t-1"]
 
 
+def test_a_read_that_looks_is_woken_for_though_one_before_it_is_over() -> None:
+    play = Playbook()
+    for n, deadline_s in ((1, 0.003), (2, 10)):
+        play.fetches(n, "t-0 t-1", until_s=1, deadline_s=deadline_s)
+        play.answers(2 * n - 1, "t-0")
+        play.answers(2 * n, "t-1")
+        play.waits(0.001)
+    assert play.ticks(after_s=0.001) == ["answer 1: t-0 t-1"]
+    assert play.wakes() == []
+    assert play.wakes() == ["send #5 b1/c1: 2 t-0", "send #6 b2/c2: 2 t-1"]
+
+
 def test_time_alone_changes_something_only_while_something_is_open() -> None:
     play = Playbook()
     idle = [play.core.is_idle]

@@ -138,6 +138,7 @@ def test_a_first_back_off_ends_at_once_when_the_topology_names_another_owner() -
     play.submits(1, "t-0")
     play.answers(1, "t-0=6")
     assert play.wakes_in_ms() == 21
+    play.waits(0.01)
     play.moves("t-0", 2)
     assert play.wakes_in_ms() == 1
     assert play.wakes() == ["send #2 b2/c2: 1 t-0"]

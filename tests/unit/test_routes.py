@@ -179,6 +179,18 @@ def test_few_plans_are_kept_and_one_kind_more_costs_few_of_them(partitions: int)
     assert found > kinds, "most are found again, though all are asked for in turn"
 
 
+def test_what_goes_for_another_one_is_gone_and_counted_no_more() -> None:
+    _, routes = _proven()
+    plans: Plans[int] = Plans(routes)
+    sizes = [1 + 37 * kind % 1_000 for kind in range(200)]
+    for kind, partitions in enumerate(sizes):
+        plans.keep(kind, partitions, kind)
+        kept = [each for each in range(kind + 1) if plans.find(each) is not None]
+        assert sorted(each for each, _ in plans._kinds) == kept
+        assert plans.planned_partitions == sum(sizes[each] for each in kept)
+        assert kept[-1] == kind
+
+
 def test_what_is_too_large_is_not_kept_and_takes_no_others_place() -> None:
     _, routes = _proven()
     plans: Plans[str] = Plans(routes)
