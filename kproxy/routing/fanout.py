@@ -621,7 +621,7 @@ class Fanout:
             return
         self._exchanges.conclude(exchange, entry, error_code, result if error_code == event else None)
         gives_up = event in rows or (is_probing and retry.comes_again(event))
-        if gives_up and exchange.is_ordered and ((behind_it := self._in_flight.of(key)) or key in self.lanes):
+        if gives_up and exchange.is_ordered and (behind_it := self._in_flight.of(key)):
             # Its client sends it again; what it sent behind it before it could know is not to come first.
             self._give_up(self.lanes.give_up(key, sequence, self._exchanges.newest, behind_it))
         self._settle(exchange, (entry,), appended=False, given_up=gives_up)

@@ -334,6 +334,15 @@ def test_acks_0_of_which_a_broker_may_have_seen_some_is_not_sent_again() -> None
     assert play.aside == ["reread t-0"]
 
 
+def test_what_comes_behind_acks_0_that_is_lost_is_sent_again_all_the_same() -> None:
+    """Nobody sends the lost one again: there is nothing to stay behind."""
+    play = proven()
+    play.submits(2, "t-0", acks=0, producer=None)
+    play.submits(3, "t-0")
+    assert play.loses(1, unwritten=[3]) == ["done 2", "undeliverable t=7"]
+    assert play.wakes() == ["send #4 b1/c2: 3 t-0"]
+
+
 def test_acks_0_that_is_over_is_undeliverable() -> None:
     play = Playbook(dials=True)
     play.submits(1, "t-0 t-1", acks=0)

@@ -241,6 +241,12 @@ def test_what_could_go_again_only_past_the_deadline_is_answered_at_once(event: i
     assert meets(play, event) == [f"answer 1: t-0={final}"]
 
 
+def test_what_could_go_again_just_at_the_deadline_is_answered_at_once() -> None:
+    play = Playbook()
+    play.submits(1, "t-0", deadline_s=retry.BACKOFF_S[0])
+    assert play.answers(1, "t-0=19") == ["answer 1: t-0=19"]
+
+
 def test_a_move_to_another_owner_sends_nothing_again_past_the_deadline() -> None:
     play = Playbook()
     play.submits(1, "t-0", deadline_s=0.5)

@@ -118,7 +118,9 @@ def _reconnects(topology: Topology, routes: Routes) -> None:
 def test_no_plan_outlives_a_change(change: Callable[[Topology, Routes], None], way: int | None) -> None:
     topology, routes = _proven()
     assert _ways(routes, _request({"a": [0, 1]}))
+    before = routes.generation
     change(topology, routes)
+    assert routes.generation > before
     expected = {} if way is None else {(b"a", 0): EVEN, (b"a", 1): way}
     assert _ways(routes, _request({"a": [0, 1]})) == expected
 
