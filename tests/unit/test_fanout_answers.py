@@ -274,6 +274,14 @@ def test_an_error_is_not_waited_upon() -> None:
     assert looking().answers(2, "t-1=1") == ["answer 1: t-0 t-1=1"]
 
 
+def test_an_error_of_the_proxys_own_is_not_waited_upon_either() -> None:
+    play = Playbook({"t": [1, 42]})
+    assert play.fetches(1, "t-0 t-1", until_s=5) == ["send #1 b1/c1: 1 t-0"]
+    assert play.answers(1, "t-0") == []
+    assert play.wakes() == []
+    assert play.wakes() == ["answer 1: t-0 t-1=6"]
+
+
 def test_a_read_of_one_broker_waits_there_and_does_not_look_again() -> None:
     play = Playbook()
     play.fetches(1, "t-0", until_s=1)

@@ -432,6 +432,15 @@ def test_no_more_partitions_than_a_bound_are_in_doubt_by_name(monkeypatch: pytes
     assert play.aside == ["unconfirmed t 1", "reread t-0", "unconfirmed t 2", "reread t-1"]
 
 
+def test_of_very_many_partitions_4096_are_in_doubt_by_name() -> None:
+    count = 4_097
+    play = Playbook({"t": [1] * count})
+    play.submits(1, " ".join(f"t-{index}" for index in range(count)), acks=0)
+    play.leaves(1)
+    play.loses(1, unconfirmed=True)
+    assert sum(each.startswith("reread") for each in play.aside) == 4_096
+
+
 # acks=0 that is sent on as acks=1
 
 
