@@ -45,7 +45,7 @@ MODULES: Final = tuple(
     )
 )
 TESTS: Final = (
-    *(f"tests/unit/test_{name}.py" for name in ("lanes", "routes", "retry", "refused", "topology")),
+    *(f"tests/unit/test_{name}.py" for name in ("identity", "lanes", "routes", "retry", "refused", "topology")),
     *(f"tests/unit/test_fanout_{name}.py" for name in ("answers", "clients", "ends", "lanes", "retries", "topology")),
 )
 MUTANTS: Final = 60

@@ -121,7 +121,7 @@ class Fanout:
         # Topic ids that were asked for before anybody knew the topic's name.
         self._nameless: set[bytes] = set()
         # The topology's version that has been followed.
-        self.version = -1
+        self.version = view.topology.version
         self._wakes_at: float | None = None
         # Of the event that is under way.
         self._now = 0.0
@@ -246,7 +246,6 @@ class Fanout:
             for entry, *_ in matched:
                 self._succeeded(piece, entry)
             set_response_correlation_id(frame, exchange.request.header.correlation_id)
-            exchange.open_count = 0
             self._exchanges.respond(exchange, [frame])
         else:
             exchange.note(response)
@@ -529,7 +528,6 @@ class Fanout:
         exchange = piece.exchange
         return (
             piece.part is None
-            and not response.error_code
             and not response.names_brokers
             and exchange in self._exchanges
             and exchange.throttle_time_ms == 0
@@ -644,7 +642,7 @@ class Fanout:
             return
         self._exchanges.conclude(exchange, entry, error_code, result if error_code == event else None)
         gives_up = event in rows or (is_probing and retry.comes_again(event))
-        if gives_up and exchange.is_ordered and ((behind_it := self._in_flight.of(key)) or key in self.lanes):
+        if gives_up and exchange.is_ordered and (behind_it := self._in_flight.of(key)):
             # Its client sends it again; what it sent behind it before it could know is not to come first.
             self._give_up(self.lanes.give_up(key, sequence, self._exchanges.newest, behind_it))
         self._settle(exchange, (entry,), appended=False, given_up=gives_up)

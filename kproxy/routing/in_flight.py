@@ -231,14 +231,18 @@ class Unconfirmed:
     def note(self, partition: tuple[bytes, int], routed_at: int, now: float) -> None:
         """A batch has left this process."""
         self._advance(now)
-        batches, _ = self._now.get(partition, (0, 0))
-        if batches or len(self._now) < MAX_PARTITIONS:
-            self._now[partition] = (batches + 1, routed_at)
+        known = self._now.get(partition)
+        if known is not None or len(self._now) < MAX_PARTITIONS:
+            self._now[partition] = (_batches(known) + 1, routed_at)
 
     def take(self, now: float) -> Batches:
         """What is in doubt now that the connection has ended."""
         self._advance(now)
         doubted = dict(self._before)
         for partition, (batches, routed_at) in self._now.items():
-            doubted[partition] = (doubted.get(partition, (0, 0))[0] + batches, routed_at)
+            doubted[partition] = (_batches(doubted.get(partition)) + batches, routed_at)
         return doubted
+
+
+def _batches(known: tuple[int, int] | None) -> int:
+    return known[0] if known is not None else 0

@@ -163,11 +163,11 @@ class Lanes:
             lane.move(LaneState.PROBING, sequence)
 
     def hold(self, key: LaneKey, item: Item) -> None:
-        """Let an item of a blocked partition wait behind what waits there."""
-        lane = self.table[key]
-        insort(lane.waiting, item, key=_sequence)
-        if len(lane.waiting) == 1:
-            self._schedule(key, lane)
+        """Let an item of a blocked partition wait behind what waits there.
+
+        Where it is the first, something else is under way: it does not wait for time alone.
+        """
+        insort(self.table[key].waiting, item, key=_sequence)
 
     def block(self, key: LaneKey, outstanding: Iterable[int]) -> None:
         """Block a partition whose batches with these sequences are unresolved on another route."""
@@ -265,8 +265,11 @@ class Lanes:
         return None
 
     def _schedule(self, key: LaneKey, lane: _Lane) -> None:
-        """Something of a lane has changed: it may wait for nothing but time now, or till another time."""
-        if lane.scheduled != lane.due and _waits_for_time(lane):
+        """Something of a lane has changed: it may wait for nothing but time now, or till another time.
+
+        Where it waits for more than that, its entry is passed over.
+        """
+        if lane.scheduled != lane.due:
             lane.scheduled = lane.due
             heappush(self._by_due, (lane.due, next(self._ties), key))
 

@@ -101,21 +101,6 @@ async def test_what_an_old_owner_refuses_goes_to_the_new_one_in_order() -> None:
 
 
 @both_loops
-async def test_it_stays_behind_what_is_unanswered_when_its_partition_moves() -> None:
-    old, new = ScriptedUpstream(1), ScriptedUpstream(2)
-    async with confirming(old, new) as proxy:
-        proxy.own(1)
-        client = await proxy.client()
-        client.send(silent(0))
-        first = await arrives(old, 0)
-        proxy.own(2)
-        client.send(silent(1))
-        assert await new.is_silent()
-        first.answer()
-        (await arrives(new, 1)).answer()
-
-
-@both_loops
 async def test_what_is_refused_for_good_is_counted_and_closes_the_connection() -> None:
     upstream = ScriptedUpstream(1)
     async with confirming(upstream) as proxy:
@@ -155,18 +140,6 @@ async def test_what_may_have_been_appended_is_not_sent_twice_and_is_counted() ->
         assert await client.is_closed()
         assert dropped(proxy) == {"t": {TIMED_OUT: 1}}
         assert len(upstream.log) == 1
-
-
-@both_loops
-async def test_what_a_broker_never_confirms_is_counted_at_its_deadline() -> None:
-    upstream = ScriptedUpstream(1)
-    async with confirming(upstream) as proxy:
-        proxy.own(1)
-        client = await proxy.client()
-        client.send(silent(timeout_ms=1))
-        await arrives(upstream, 0)
-        assert await client.is_closed()
-        assert dropped(proxy) == {"t": {TIMED_OUT: 1}}
 
 
 @both_loops

@@ -12,8 +12,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
+import pytest
 
 from codec.api_keys import FETCH
+from kproxy.proxy import server
 from kproxy.proxy.answer_room import AnswerBuffer, AnswerRoom, Share
 from kproxy.proxy.arrival import USUAL
 from kproxy.proxy.budget import Budget
@@ -23,6 +25,13 @@ from tests.support.scripted_upstream import Asked, ScriptedUpstream, answers_eve
 from tests.support.served import ServedBroker, page, port_of, samples, static_proxy
 
 MIB = 1 << 20
+SHORT_TICK_S = 0.02
+
+
+@pytest.fixture
+def short_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time that `passing` moves is looked at sooner."""
+    monkeypatch.setattr(server, "DEADLINE_TICK_S", SHORT_TICK_S)
 
 
 class Feeder:
@@ -122,7 +131,7 @@ async def passing(now: list[float], seconds: float) -> None:
     """So much time passes for the proxy, quickly, but not in leaps."""
     for _ in range(round(seconds * 2)):
         now[0] += 0.5
-        await asyncio.sleep(0.11)
+        await asyncio.sleep(1.1 * SHORT_TICK_S)
 
 
 @both_loops
@@ -157,6 +166,7 @@ async def test_answers_that_are_put_together_from_several_brokers_do_not_wait_fo
         assert proxy.counters["clients.refused"] == 0
 
 
+@pytest.mark.usefixtures("short_ticks")
 @both_loops
 async def test_who_reads_does_not_wait_for_those_who_never_do_however_long_these_wait() -> None:
     now = [1000.0]
@@ -192,6 +202,7 @@ async def test_an_answer_larger_than_the_total_is_delivered() -> None:
             assert await fetched(client) == {0: records_of(("t", 0), 20 * MIB)}
 
 
+@pytest.mark.usefixtures("short_ticks")
 @both_loops
 async def test_who_does_not_read_is_closed_when_others_wait_and_not_before() -> None:
     now = [1000.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -39,9 +40,10 @@ FIELDS: dict[int, dict[str, Any]] = {
     keys.LEAVE_GROUP: {"group_id": "k"},
     keys.SYNC_GROUP: {"group_id": "k"},
 }
-EVERY_VERSION = [
-    (key, version) for key in COORDINATED for version in range(OFFERS[key].min_version, OFFERS[key].max_version + 1)
-]
+
+
+def every_version(key: int) -> range:
+    return range(OFFERS[key].min_version, OFFERS[key].max_version + 1)
 
 
 def request_of(key: int, version: int, correlation_id: int = 6) -> bytes:
@@ -102,28 +104,29 @@ async def codes(client: RawClient, key: int, version: int) -> list[int]:
     return codes_of(key, answer.message)
 
 
-@pytest.mark.parametrize(("key", "version"), EVERY_VERSION)
+@pytest.mark.parametrize("key", COORDINATED)
 @both_loops
-async def test_a_request_goes_to_the_coordinator_of_its_key(key: int, version: int) -> None:
+async def test_a_request_of_every_version_goes_to_the_coordinator_of_its_key(key: int) -> None:
     cluster = Cluster()
     async with running_proxy(*cluster.brokers) as proxy:
         client = await proxy.client()
-        for _ in range(3):
-            await codes(client, key, version)
         key_type = COORDINATED[key].key_type
-        assert cluster.got(key) == [2 if key_type == GROUP else 3] * 3
+        for times, version in enumerate([*every_version(key)] * 2, 1):
+            await codes(client, key, version)
+            assert cluster.got(key) == [2 if key_type == GROUP else 3] * times, f"version {version}"
         # Who it is is asked once.
         assert cluster.asked == [(key_type, "k")]
 
 
-@pytest.mark.parametrize(("key", "version"), EVERY_VERSION)
+@pytest.mark.parametrize("key", COORDINATED)
 @both_loops
-async def test_where_no_coordinator_is_found_the_client_is_told_to_look_again(key: int, version: int) -> None:
+async def test_where_no_coordinator_is_found_the_client_is_told_to_look_again_in_every_version(key: int) -> None:
     cluster = Cluster()
     cluster.coordinators.clear()
     async with running_proxy(*cluster.brokers) as proxy:
         client = await proxy.client()
-        assert await codes(client, key, version) == [NOT_AVAILABLE]
+        for version in every_version(key):
+            assert await codes(client, key, version) == [NOT_AVAILABLE], f"version {version}"
         assert cluster.got(key) == []
 
 
@@ -142,25 +145,28 @@ async def test_a_coordinator_that_is_lost_is_looked_up_anew(key: int) -> None:
         assert cluster.got(key)[0] == 1
 
 
-@pytest.mark.parametrize("version", range(7))
 @both_loops
-async def test_a_client_that_looks_again_puts_right_what_is_remembered(version: int) -> None:
+async def test_a_client_that_looks_again_in_any_version_puts_right_what_is_remembered() -> None:
     """NOT_COORDINATOR is handed on; upon it clients ask FindCoordinator, and that is what the proxy learns from."""
     cluster = Cluster()
-    cluster.coordinated = lambda asked: asked.answer_message(error_code=NOT_COORDINATOR)
     async with running_proxy(*cluster.brokers) as proxy:
         client, other = await proxy.client(), await proxy.client()
-        assert await codes(client, keys.HEARTBEAT, 4) == [NOT_COORDINATOR]
-        cluster.coordinators[GROUP, "k"] = 1
-        del cluster.coordinated
-        asked: dict[str, Any] = {"key": "k"} if version < 4 else {"coordinator_keys": ["other", "k"]}
-        client.send(control_frame(keys.FIND_COORDINATOR, version, **asked))
-        answer = await client.answer(keys.FIND_COORDINATOR, version)
-        assert b"secret" not in answer.frame
-        assert IDENTITY.host.encode() in answer.frame
-        for each in (client, other):
-            assert await codes(each, keys.HEARTBEAT, 4) == [0]
-        assert sorted(cluster.got(keys.HEARTBEAT)) == [1, 1, 2]
+        for version in every_version(keys.FIND_COORDINATOR):
+            for broker in cluster.brokers:
+                broker.log.clear()
+            cluster.coordinated = lambda asked: asked.answer_message(error_code=NOT_COORDINATOR)
+            assert await codes(client, keys.HEARTBEAT, 4) == [NOT_COORDINATOR]
+            before = cluster.coordinators[GROUP, "k"]
+            now = cluster.coordinators[GROUP, "k"] = 3 - before
+            del cluster.coordinated
+            asked: dict[str, Any] = {"key": "k"} if version < 4 else {"coordinator_keys": ["other", "k"]}
+            client.send(control_frame(keys.FIND_COORDINATOR, version, **asked))
+            answer = await client.answer(keys.FIND_COORDINATOR, version)
+            assert b"secret" not in answer.frame
+            assert IDENTITY.host.encode() in answer.frame
+            for each in (client, other):
+                assert await codes(each, keys.HEARTBEAT, 4) == [0]
+            assert sorted(cluster.got(keys.HEARTBEAT)) == sorted([before, now, now]), f"version {version}"
 
 
 @both_loops
@@ -276,19 +282,22 @@ async def test_a_producer_without_transactions_needs_no_coordinator(transactiona
         assert cluster.asked == []
 
 
-@pytest.mark.parametrize("version", range(1, 8))
 @both_loops
-async def test_committed_offsets_tell_no_leader_epoch(version: int) -> None:
-    epochs = {"committed_leader_epoch": 9} if version >= 5 else {}
-    partition = {"partition_index": 3, "committed_offset": 70, "metadata": "m", "error_code": 0, **epochs}
+async def test_committed_offsets_tell_no_leader_epoch_in_any_version() -> None:
+    def commits(asked: Asked) -> None:
+        epochs = {"committed_leader_epoch": 9} if asked.header.api_version >= 5 else {}
+        partition = {"partition_index": 3, "committed_offset": 70, "metadata": "m", "error_code": 0, **epochs}
+        asked.answer_message(topics=[{"name": "t", "partitions": [partition]}])
+
     cluster = Cluster()
-    cluster.coordinated = lambda asked: asked.answer_message(topics=[{"name": "t", "partitions": [partition]}])
+    cluster.coordinated = commits
     async with running_proxy(*cluster.brokers) as proxy:
         client = await proxy.client()
-        client.send(request_of(keys.OFFSET_FETCH, version))
-        answer = (await client.answer(keys.OFFSET_FETCH, version)).message.topics[0].partitions[0]
-        assert (answer.partition_index, answer.committed_offset, answer.metadata) == (3, 70, "m")
-        assert version < 5 or answer.committed_leader_epoch == -1
+        for version in every_version(keys.OFFSET_FETCH):
+            client.send(request_of(keys.OFFSET_FETCH, version))
+            answer = (await client.answer(keys.OFFSET_FETCH, version)).message.topics[0].partitions[0]
+            assert (answer.partition_index, answer.committed_offset, answer.metadata) == (3, 70, "m")
+            assert version < 5 or answer.committed_leader_epoch == -1, f"version {version}"
 
 
 # Brokers that keep no transactions
@@ -319,14 +328,14 @@ def keeps_none() -> Cluster:
     return cluster
 
 
-@pytest.mark.parametrize("version", range(7))
 @both_loops
-async def test_nobody_coordinates_transactions_that_are_not_kept(version: int) -> None:
+async def test_nobody_coordinates_transactions_that_are_not_kept() -> None:
     cluster = keeps_none()
     async with running_proxy(*cluster.brokers) as proxy:
         client = await without_transactions(proxy)
-        asked: dict[str, Any] = {"key": "k"} if version < 4 else {"coordinator_keys": ["k"]}
-        for key_type in (GROUP, TRANSACTION) if version > 0 else (GROUP,):
+        versions = every_version(keys.FIND_COORDINATOR)
+        for version, key_type in [(0, GROUP), *product(versions[1:], (GROUP, TRANSACTION))]:
+            asked: dict[str, Any] = {"key": "k"} if version < 4 else {"coordinator_keys": ["k"]}
             key_types = {"key_type": key_type} if version > 0 else {}
             client.send(control_frame(keys.FIND_COORDINATOR, version, **key_types, **asked))
             message = (await client.answer(keys.FIND_COORDINATOR, version)).message
@@ -341,15 +350,15 @@ async def test_nobody_coordinates_transactions_that_are_not_kept(version: int) -
         assert (TRANSACTION, "k") not in cluster.asked
 
 
-@pytest.mark.parametrize("version", range(6))
 @both_loops
-async def test_no_transactional_id_is_initialised_where_no_transactions_are_kept(version: int) -> None:
+async def test_no_transactional_id_is_initialised_where_no_transactions_are_kept() -> None:
     cluster = keeps_none()
     async with running_proxy(*cluster.brokers) as proxy:
         client = await without_transactions(proxy)
-        assert await codes(client, keys.INIT_PRODUCER_ID, version) == [NOT_AUTHORIZED]
-        client.send(control_frame(keys.INIT_PRODUCER_ID, version, transactional_id=None))
-        assert (await client.answer(keys.INIT_PRODUCER_ID, version)).message.error_code == 0
+        for version in every_version(keys.INIT_PRODUCER_ID):
+            assert await codes(client, keys.INIT_PRODUCER_ID, version) == [NOT_AUTHORIZED], f"version {version}"
+            client.send(control_frame(keys.INIT_PRODUCER_ID, version, transactional_id=None))
+            assert (await client.answer(keys.INIT_PRODUCER_ID, version)).message.error_code == 0
 
 
 # What is remembered

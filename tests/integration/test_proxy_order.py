@@ -1,12 +1,12 @@
 """Order under fire: one producer with five requests in flight, while its partitions move from broker to broker.
 
-The last tests switch off a rule and show that the same check then finds what went wrong: it can fail.
+The last test switches off a rule and shows that the same check then finds what went wrong: it can fail. Rules are
+switched off one by one in the scripts (tests/unit/test_fanout_switches.py) and in simulated worlds (tests/simulation).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from tests.support.raw_client import RawClient, batch, produce_frame
 from tests.support.running_proxy import both_loops, run_on, running_proxy
 from tests.support.scripted_upstream import Partition
 
-BATCHES = 2000
+BATCHES = 600
 IN_FLIGHT = 5
 PARTITIONS: list[Partition] = [("t", 0), ("t", 1)]
 PAUSE_S = 0.005
@@ -96,7 +96,7 @@ async def produce_under_fire(cluster: MovingCluster, count: int, *, bursts: bool
 
 @pytest.mark.parametrize(
     ("rebuilds", "bursts", "batches"),
-    [(True, False, BATCHES), (False, False, BATCHES), (False, True, BATCHES // 4)],
+    [(True, False, BATCHES), (False, False, BATCHES), (False, True, BATCHES // 2)],
     ids=["state from the log", "no state", "no state, in bursts"],
 )
 @both_loops
@@ -107,41 +107,25 @@ async def test_nothing_is_lost_doubled_or_reordered_while_ownership_moves(
     producer = await produce_under_fire(cluster, batches, bursts=bursts)
     assert {place: disorder(log, batches) for place, log in cluster.logs.items()} == {place: [] for place in PARTITIONS}
     # It was under fire indeed, and the proxy kept nearly all of it from the client.
-    assert cluster.moves > 20
-    assert cluster.refusals > 40
-    assert cluster.cuts > 3 or not rebuilds
+    assert cluster.moves > 5
+    assert cluster.refusals > 10
+    assert cluster.cuts > 0 or not rebuilds
     assert producer.failures < batches / 4
 
 
-def nothing_is_held(self: Fanout, *_: Any) -> set[tuple[int, int]]:
-    return set()
+def test_without_a_rule_the_same_check_finds_disorder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing_is_held(self: Fanout, *_: Any) -> set[tuple[int, int]]:
+        return set()
 
+    def no_route_is_probed(self: Fanout, *_: Any) -> None:
+        pass
 
-def no_route_is_probed(self: Fanout, *_: Any) -> None:
-    pass
-
-
-def strays_are_not_looked_for(self: Fanout) -> None:
-    self.version = self._topology.version
-    self.routes.forget_outdated(None)
-
-
-HOLDS_BACK, PROBES, CATCHES_UP = (Fanout, "_hold_back"), (Fanout, "_probe_new_routes"), (Fanout, "_follow")
-RULES: dict[str, dict[tuple[type, str], Callable[..., Any]]] = {
-    "nothing overtakes a batch that waits": {HOLDS_BACK: nothing_is_held, PROBES: no_route_is_probed},
-    "on a new route one goes first": {PROBES: no_route_is_probed},
-    "later ones wait for the former owner": {CATCHES_UP: strays_are_not_looked_for},
-}
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_without_a_rule_the_same_check_finds_disorder(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for (part, name), replacement in RULES[rule].items():
-        monkeypatch.setattr(part, name, replacement)
+    monkeypatch.setattr(Fanout, "_hold_back", nothing_is_held)
+    monkeypatch.setattr(Fanout, "_probe_new_routes", no_route_is_probed)
 
     async def is_disorder_found(seed: int) -> None:
         cluster = MovingCluster(PARTITIONS, seed=seed, rebuilds=False)
-        await produce_under_fire(cluster, BATCHES // 2, bursts=rule == "on a new route one goes first")
+        await produce_under_fire(cluster, BATCHES // 2)
         found.append(any(disorder(log, BATCHES // 2) for log in cluster.logs.values()))
 
     found: list[bool] = []

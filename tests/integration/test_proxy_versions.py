@@ -428,7 +428,10 @@ async def test_a_read_in_the_name_of_a_replica_is_refused(key: int, version: int
         ([None], False),
     ],
 )
-async def test_an_upstream_has_fences_where_all_that_said_so_have(brokers: list[range | None], fenced: bool) -> None:
+async def test_an_upstream_has_fences_where_all_that_said_so_have(
+    brokers: list[range | None], fenced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broker_versions, "ASK_TIMEOUT_S", 0.3)
     async with running_proxy() as proxy:
         upstreams = [
             ScriptedUpstream(number, holds if fences is None else serves(NEWEST, fences=fences))

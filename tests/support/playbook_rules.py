@@ -183,6 +183,7 @@ class Rules:
 
     def _check_rest(self) -> None:
         core = self._play.core
+        assert core.open_count == len(core.open_exchanges())
         if core.open_exchanges() or core._in_flight.pieces:
             return
         assert core.is_idle

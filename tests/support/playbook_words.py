@@ -43,7 +43,7 @@ VERSIONS = {PRODUCE: 9, FETCH: 12, LIST_OFFSETS: 6}
 BY_ID_VERSION = 13
 # The proxy's own error of an entry has these, too.
 NO_OFFSET = -1
-_RESULT = re.compile(r"(?P<topic>\w+)-(?P<index>\d+)(=(?P<code>\d+))?(@(?P<offset>\d+))?(:(?P<size>\d+))?")
+_RESULT = re.compile(r"(?P<topic>\w+)-(?P<index>\d+)(=(?P<code>-?\d+))?(@(?P<offset>\d+))?(:(?P<size>\d+))?")
 
 
 Producer: TypeAlias = tuple[int, int, int | None] | None
@@ -177,6 +177,8 @@ def read_answer(exchange: Exchange, buffers: Sequence[Buffer]) -> Answer:
     """What the client reads in the buffers of a Respond. Raises ValueError where it is no answer to its request."""
     request = exchange.request
     frame = memoryview(bytearray(b"".join(buffers)))
+    if int.from_bytes(frame[:4], "big") != len(frame) - 4:
+        raise ValueError("the length before the answer is not its own")
     response = APIS[request.header.api_key].parse_response(frame, request.header.api_version)
     results = []
     for asked, topic in zip(request.topics, response.topics, strict=True):

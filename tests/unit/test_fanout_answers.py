@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from codec.api_keys import PRODUCE
+from codec.api_keys import FETCH, PRODUCE
 from kproxy.routing.merge import ExchangeState
 from kproxy.routing.open_exchanges import LOOK_PAUSES_S
 from tests.support.messages import frame_of, response_body, response_frame, sample_response
@@ -40,6 +40,18 @@ def test_what_is_sent_again_is_one_part_among_others() -> None:
     assert parts_of(play) == [(-1, 1), (1, 2)]
 
 
+def test_a_part_says_among_how_many_it_shares_what_a_read_may_bring() -> None:
+    play = Playbook()
+    play.fetches(1, "t-0 t-1 t-2")
+    play.fetches(2, "t-0 t-1 t-2")
+    part = [(0, [1])]
+    among = [b"".join(play.exchanges[1].splitter(pieces).part(part, 9)) for pieces in (3, 2)]
+    assert among[0] != among[1]
+    assert among[1] == b"".join(play.exchanges[2].splitter(2).part(part, 9))
+    # It is made once for all parts.
+    assert play.exchanges[2].splitter(2) is play.exchanges[2].splitter(2)
+
+
 def test_an_answer_has_the_partitions_in_the_order_of_the_request() -> None:
     play = Playbook({"t": [1, 2, 1], "u": [2]})
     play.submits(1, "t-2 t-1 u-0 t-0")
@@ -67,6 +79,17 @@ def test_a_whole_success_is_handed_on_as_it_came_but_for_its_number() -> None:
     # The very bytes, with the number that the client gave.
     assert frame[4:8] == exchange.request.header.correlation_id.to_bytes(4, "big")
     assert exchange._results is None
+
+
+def test_a_whole_success_that_names_a_broker_is_not_handed_on_as_it_came() -> None:
+    """KIP-951: what a read may say beside its topics is where brokers are."""
+    play = Playbook()
+    play.fetches(1, "t-0")
+    fields = sample_response(FETCH, {"t": [0]}, throttle_time_ms=0, error_code=0, tags=[(0, b"where a broker is")])
+    frame = response_frame(FETCH, 12, response_body(FETCH, 12, fields))
+    assert play.answers_bytes(1, frame) == ["answer 1: t-0"]
+    assert play.exchanges[1]._results is not None
+    assert play.exchanges[1]._tags is None
 
 
 def test_the_proxys_throttle_time_is_the_brokers_longest() -> None:
@@ -125,6 +148,7 @@ UNREADABLE = {
     "another one": "t-0 t-7",
     "one too many": "t-0 t-1 t-7",
     "twice": "t-0 t-0",
+    "twice beside the other": "t-0 t-1 t-1",
     "another topic": "t-0 u-1",
 }
 
@@ -250,6 +274,14 @@ def test_an_error_is_not_waited_upon() -> None:
     assert looking().answers(2, "t-1=1") == ["answer 1: t-0 t-1=1"]
 
 
+def test_an_error_of_the_proxys_own_is_not_waited_upon_either() -> None:
+    play = Playbook({"t": [1, 42]})
+    assert play.fetches(1, "t-0 t-1", until_s=5) == ["send #1 b1/c1: 1 t-0"]
+    assert play.answers(1, "t-0") == []
+    assert play.wakes() == []
+    assert play.wakes() == ["answer 1: t-0 t-1=6"]
+
+
 def test_a_read_of_one_broker_waits_there_and_does_not_look_again() -> None:
     play = Playbook()
     play.fetches(1, "t-0", until_s=1)
@@ -313,6 +345,18 @@ def test_of_several_reads_that_look_the_next_is_woken_for() -> None:
     assert play.wakes() == ["send #5 b1/c1: 1 t-0", "send #6 b2/c2: 1 t-1"]
     assert play.wakes_in_ms() == 2
     assert play.wakes() == ["send #7 b1/c1: 2 t-0", "send #8 b2/c2: 2 t-1"]
+
+
+def test_a_read_that_looks_is_woken_for_though_one_before_it_is_over() -> None:
+    play = Playbook()
+    for n, deadline_s in ((1, 0.003), (2, 10)):
+        play.fetches(n, "t-0 t-1", until_s=1, deadline_s=deadline_s)
+        play.answers(2 * n - 1, "t-0")
+        play.answers(2 * n, "t-1")
+        play.waits(0.001)
+    assert play.ticks(after_s=0.001) == ["answer 1: t-0 t-1"]
+    assert play.wakes() == []
+    assert play.wakes() == ["send #5 b1/c1: 2 t-0", "send #6 b2/c2: 2 t-1"]
 
 
 def test_time_alone_changes_something_only_while_something_is_open() -> None:

@@ -38,6 +38,14 @@ def test_what_is_written_for_a_topic_with_a_writer_group_is_held_until_it_is_ans
     assert play.lanes == []
 
 
+def test_the_bytes_of_what_is_written_and_held_are_let_go() -> None:
+    """What is held may be so for long, and it is not sent again."""
+    play = gated()
+    play.submits(1, "t-0")
+    assert play.parts() == ["hold #1: t-0", "drop 1"]
+    assert play.exchanges[1].request.frame.nbytes == 0
+
+
 def test_of_a_piece_only_partitions_of_topics_with_a_writer_group_are_held() -> None:
     play = gated()
     play.submits(1, "t-0 u-0")

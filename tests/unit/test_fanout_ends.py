@@ -8,10 +8,12 @@ import pytest
 
 from codec.error_codes import POLICY_VIOLATION
 from kproxy.routing import in_flight
-from kproxy.routing.fanout import HUNG_AFTER_S
 from kproxy.routing.in_flight import WINDOW_S, ConnectionState
 from kproxy.routing.lanes import LaneState
 from tests.support.playbook import Playbook
+
+# Seconds from a deadline until a broker's silence ends its connection.
+HUNG_AFTER_S = 5.0
 
 
 def proven() -> Playbook:
@@ -155,6 +157,18 @@ def test_what_has_waited_long_is_taken_out_of_a_receive_buffer() -> None:
         False,
         True,
     ]
+
+
+def test_what_is_under_way_by_partition_is_counted_only_while_somebody_asks() -> None:
+    """Counting costs each request, and on proven routes nobody asks."""
+    play = proven()
+    play.submits(2, "t-0", deadline_s=1)
+    play.ticks(after_s=1)
+    play.core.take_out(0, 0)
+    assert play.core._in_flight._sequences is not None
+    play.answers(2, "t-0")
+    play.core.take_out(0, 0)
+    assert play.core._in_flight._sequences is None
 
 
 # A broker that hangs
@@ -320,6 +334,15 @@ def test_acks_0_of_which_a_broker_may_have_seen_some_is_not_sent_again() -> None
     assert play.aside == ["reread t-0"]
 
 
+def test_what_comes_behind_acks_0_that_is_lost_is_sent_again_all_the_same() -> None:
+    """Nobody sends the lost one again: there is nothing to stay behind."""
+    play = proven()
+    play.submits(2, "t-0", acks=0, producer=None)
+    play.submits(3, "t-0")
+    assert play.loses(1, unwritten=[3]) == ["done 2", "undeliverable t=7"]
+    assert play.wakes() == ["send #4 b1/c2: 3 t-0"]
+
+
 def test_acks_0_that_is_over_is_undeliverable() -> None:
     play = Playbook(dials=True)
     play.submits(1, "t-0 t-1", acks=0)
@@ -409,6 +432,15 @@ def test_no_more_partitions_than_a_bound_are_in_doubt_by_name(monkeypatch: pytes
     assert play.aside == ["unconfirmed t 1", "reread t-0", "unconfirmed t 2", "reread t-1"]
 
 
+def test_of_very_many_partitions_4096_are_in_doubt_by_name() -> None:
+    count = 4_097
+    play = Playbook({"t": [1] * count})
+    play.submits(1, " ".join(f"t-{index}" for index in range(count)), acks=0)
+    play.leaves(1)
+    play.loses(1, unconfirmed=True)
+    assert sum(each.startswith("reread") for each in play.aside) == 4_096
+
+
 # acks=0 that is sent on as acks=1
 
 
@@ -438,6 +470,14 @@ def test_confirmed_acks_0_that_is_never_confirmed_is_undeliverable_at_its_deadli
     play = Playbook()
     play.submits(1, "t-0", acks=1, silent=True)
     assert play.ticks(after_s=10) == ["done 1", "undeliverable t=7"]
+
+
+def test_confirmed_acks_0_stays_behind_what_is_unanswered_when_its_partition_moves() -> None:
+    play = Playbook()
+    play.submits(1, "t-0", acks=1, silent=True, producer=None)
+    play.moves("t-0", 2)
+    assert play.submits(2, "t-0", acks=1, silent=True, producer=None) == []
+    assert play.answers(1, "t-0") == ["done 1", "send #2 b2/c2: 2 t-0"]
 
 
 def test_confirmed_acks_0_is_begun_although_its_deadline_is_over() -> None:

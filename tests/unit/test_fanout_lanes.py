@@ -268,6 +268,16 @@ def test_what_is_under_way_behind_a_batch_that_is_given_up_is_not_sent_again() -
     assert play.ticks(after_s=10) == ["answer 2: t-0=6", "answer 3: t-0=7", "answer 4: t-0=7"]
 
 
+def test_what_waits_for_its_retry_behind_a_batch_whose_time_is_over_is_given_up_with_it() -> None:
+    """Appended alone, the later batch would be first at a broker that knows nothing of the producer."""
+    play = proven()
+    play.submits(2, "t-0", deadline_s=1)
+    play.submits(3, "t-0")
+    assert [play.answers(n, "t-0=19") for n in (2, 3)] == [[], []]
+    assert play.ticks(after_s=1) == ["answer 2: t-0=19", "answer 3: t-0=19"]
+    assert play.lanes == []
+
+
 def test_what_came_before_the_client_could_know_is_given_up_and_what_comes_later_is_not() -> None:
     """Requests 3 to 5 were there when 2 was answered; 6 comes behind the answer and is in order again."""
     play = proven()

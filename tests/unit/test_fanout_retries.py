@@ -37,7 +37,7 @@ REFUSED = {
 }
 UNKNOWN = dict.fromkeys((7, 13, 20, CONNECTION_LOST, UNREADABLE), Expected(SOME_SECONDS, 7, KNOWN_AGAIN))
 UNCLEAR = dict.fromkeys((3, 6, 56), Expected(SOME_SECONDS, 7, KNOWN_AGAIN))
-HANDED_ON = {code: Expected(1, code, NONE) for code in (2, 3, 10, 17, 29, 45, 46, 47, 56, 87, 999)}
+HANDED_ON = {code: Expected(1, code, NONE) for code in (-1, 2, 3, 10, 17, 29, 45, 46, 47, 56, 87, 999)}
 # Of brokers of this conduct, to requests with these acks, in answers with this base offset.
 TABLES: dict[str, tuple[Conduct, int, int, dict[int, Expected]]] = {
     "leased, all": (LEASED, -1, 5, HANDED_ON | REFUSED | UNKNOWN),
@@ -52,12 +52,24 @@ TABLES: dict[str, tuple[Conduct, int, int, dict[int, Expected]]] = {
     ),
 }
 ROWS = [(table, event) for table, (_, _, _, rows) in TABLES.items() for event in rows]
+# Of reads, whatever the conduct: what the client gets in the end, after three attempts.
+READS = {NOT_WRITTEN: 6, 6: 6, 5: 5, CONNECTION_LOST: 6, UNREADABLE: 6}
 DOUBTS_THE_OWNER = {NOT_WRITTEN, CONNECTION_LOST, UNREADABLE, 3, 5, 6, 9, 13, 56, 74, 75, 100}
 
 
 def test_every_row_of_every_table_is_spelt_out_here() -> None:
-    spelt = {event for _, _, _, rows in TABLES.values() for event in rows}
-    assert spelt >= set(retry.PRODUCE) | set(retry.PRODUCE_UNCLEAR) | set(retry.PRODUCE_REFUSED)
+    """The tables are whatever is one in the module, and the rows what they have beside codes that are handed on."""
+    found = {
+        name: set(value)
+        for name, value in vars(retry).items()
+        if isinstance(value, dict) and value and all(isinstance(row, retry.Row) for row in value.values())
+    }
+    assert found == {
+        "PRODUCE": set(REFUSED | UNKNOWN),
+        "PRODUCE_UNCLEAR": set(REFUSED | UNKNOWN | UNCLEAR),
+        "PRODUCE_REFUSED": set(REFUSED | UNKNOWN | UNCLEAR),
+        "READ": set(READS),
+    }
 
 
 def meets(play: Playbook, event: int, offset: int = -1) -> list[str]:
@@ -99,6 +111,14 @@ def test_every_row_is_followed(table: str, event: int, kind: str) -> None:
     tried = expected.tried if kind in expected.kinds else 1
     assert until_answered(play, event, offset) == (tried, expected.final)
     assert play.lanes == []
+
+
+@pytest.mark.parametrize("event", [*READS, 1, 3, 29])
+@pytest.mark.parametrize("conduct", [LEASED, KAFKA], ids=["leased", "kafka"])
+def test_every_row_of_reads_is_followed(event: int, conduct: Conduct) -> None:
+    play = Playbook(conduct=conduct)
+    play.lists_offsets(1, "t-0")
+    assert until_answered(play, event) == ((THRICE, READS[event]) if event in READS else (1, event))
 
 
 @pytest.mark.parametrize("event", sorted({event for _, event in ROWS} | DOUBTS_THE_OWNER))
@@ -221,6 +241,12 @@ def test_what_could_go_again_only_past_the_deadline_is_answered_at_once(event: i
     assert meets(play, event) == [f"answer 1: t-0={final}"]
 
 
+def test_what_could_go_again_just_at_the_deadline_is_answered_at_once() -> None:
+    play = Playbook()
+    play.submits(1, "t-0", deadline_s=retry.BACKOFF_S[0])
+    assert play.answers(1, "t-0=19") == ["answer 1: t-0=19"]
+
+
 def test_a_move_to_another_owner_sends_nothing_again_past_the_deadline() -> None:
     play = Playbook()
     play.submits(1, "t-0", deadline_s=0.5)
@@ -321,6 +347,41 @@ def test_a_new_owners_state_counts_and_not_the_old_ones() -> None:
     assert play.wakes() == ["send #2 b2/c2: 1 t-0"]
 
 
+def test_what_waits_for_a_new_owner_behind_a_batch_that_is_left_to_its_client_is_left_to_it_as_well() -> None:
+    """The first may be in the log of the broker that hangs: sent alone, the second would come before it."""
+    play = Playbook(hung=[1])
+    play.submits(1, "t-0", producer=PLAIN)
+    play.moves("t-0", 2)
+    assert play.submits(2, "t-0", producer=PLAIN) == []
+    assert play.loses(1) == ["answer 1: t-0=7", "answer 2: t-0=6"]
+    assert play.submits(3, "t-0", producer=PLAIN) == ["send #2 b2/c2: 3 t-0"]
+
+
+def test_what_waits_behind_a_batch_at_a_broker_that_hangs_is_given_up_unwritten() -> None:
+    play = Playbook()
+    for n in (1, 2, 3):
+        play.submits(n, "t-0")
+    play.view.hung.add(1)
+    assert play.loses(1) == ["answer 1: t-0=7", "answer 2: t-0=6", "answer 3: t-0=6"]
+    assert list(play.sent) == [1]
+
+
+def test_all_that_a_broker_got_before_it_hung_is_in_doubt_and_the_lane_goes_on_in_order_afterwards() -> None:
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.answers(1, "t-0")
+    for n in (2, 3, 4):
+        play.submits(n, "t-0")
+    play.view.hung.add(1)
+    assert play.loses(1) == ["answer 2: t-0=7", "answer 3: t-0=7", "answer 4: t-0=7"]
+    assert play.lanes == []
+    play.view.hung.clear()
+    # The route is new again: one goes first.
+    assert play.submits(5, "t-0", producer=(7, 0, 2)) == ["send #5 b1/c2: 5 t-0"]
+    assert play.submits(6, "t-0", producer=(7, 0, 3)) == []
+    assert play.answers(5, "t-0") == ["answer 5: t-0@50", "send #6 b1/c2: 6 t-0"]
+
+
 def test_an_owner_without_an_address_is_not_replaced_by_another_broker() -> None:
     play = Playbook({"t": [42]})
     play.ticks()
@@ -365,6 +426,15 @@ def test_a_refusal_after_an_unknown_outcome_does_not_make_it_known(refusal: int)
     play.answers(1, "t-0=7")
     play.wakes()
     assert until_answered(play, refusal)[1] == 7
+
+
+def test_a_refusal_at_the_deadline_after_an_unknown_outcome_does_not_make_it_known() -> None:
+    play = Playbook()
+    play.submits(1, "t-0", deadline_s=1)
+    play.answers(1, "t-0=7")
+    play.wakes()
+    assert play.answers(2, "t-0=19") == []
+    assert play.ticks(after_s=1) == ["answer 1: t-0=7"]
 
 
 def test_an_error_that_is_no_refusal_is_handed_on_after_an_unknown_outcome() -> None:

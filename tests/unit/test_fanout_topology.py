@@ -36,6 +36,19 @@ def test_of_a_piece_only_the_partition_that_moves_waits_for_it() -> None:
     assert play.wakes() == ["send #4 b2/c2: 3 t-0"]
 
 
+def test_of_several_requests_each_is_looked_at_for_what_moves() -> None:
+    play = Playbook({"t": [1], "u": [1]})
+    play.submits(1, "t-0 u-0")
+    play.answers(1, "t-0 u-0")
+    for n, topic in enumerate("utu", 2):
+        play.submits(n, f"{topic}-0")
+    play.moves("t-0", 2)
+    assert play.lanes == ["t-0 blocked"]
+    assert play.submits(5, "t-0") == []
+    assert play.answers(3, "t-0") == ["answer 3: t-0@30"]
+    assert play.wakes() == ["send #5 b2/c2: 5 t-0"]
+
+
 def test_what_moves_that_nobody_asked_for_changes_nothing() -> None:
     play = proven()
     play.submits(2, "t-0")
@@ -125,6 +138,7 @@ def test_a_first_back_off_ends_at_once_when_the_topology_names_another_owner() -
     play.submits(1, "t-0")
     play.answers(1, "t-0=6")
     assert play.wakes_in_ms() == 21
+    play.waits(0.01)
     play.moves("t-0", 2)
     assert play.wakes_in_ms() == 1
     assert play.wakes() == ["send #2 b2/c2: 1 t-0"]
@@ -285,6 +299,23 @@ def test_no_more_ids_than_a_bound_are_remembered_and_the_others_end_all_the_same
     assert play.wakes() == ["send #1 b1/c1: 2 u?-0"]
     assert play.wakes() == ["send #2 b1/c1: 1 t-0"]
     assert play.answers(1, "u-0") == ["answer 2: u?-0@10"]
+
+
+def test_what_is_under_way_under_an_id_gets_its_name_when_that_is_told_again() -> None:
+    """It was one id too many to be remembered, and was sent under it."""
+    play = Playbook()
+    play.view.max_nameless = 1
+    play.submits(1, "t-0", by_id=True)
+    play.submits(2, "u-0", by_id=True)
+    play.moves("u-0", 1)
+    play.names("u")
+    play.names("t")
+    assert play.wakes() == ["send #1 b1/c1: 2 u?-0"]
+    play.topology.set_topic_id(b"u", None)
+    assert play.submits(3, "u-0", by_id=True) == []
+    play.names("u")
+    assert play.lanes == ["t-0 blocked", "u-0 probing"]
+    assert play.answers(1, "u-0") == ["answer 2: u-0@10", "send #2 b1/c1: 3 u-0"]
 
 
 def test_an_id_that_has_got_its_name_makes_room_for_another() -> None:

@@ -32,6 +32,21 @@ def test_what_waits_before_a_batch_that_was_appended_is_not_sent_after_it(earlie
     assert len(lanes) == 0
 
 
+def test_a_lane_has_one_entry_for_each_time_that_it_waits_for() -> None:
+    """However often it changes: requests that come behind one that waits are many."""
+    lanes = Lanes()
+    lanes.refused(KEY, item(1), Pause(9.0, 4.0, 0), [2, 3])
+    for sequence in (2, 3):
+        lanes.refused(KEY, item(sequence), None, ())
+        lanes.hold(KEY, item(10 + sequence))
+        lanes.drop(lambda exchange: False)
+    assert [due for due, *_ in lanes._by_due] == [9.0]
+    lanes.hasten(lambda *_: True)
+    lanes.drop(lambda exchange: False)
+    assert sorted(due for due, *_ in lanes._by_due) == [4.0, 9.0]
+    assert lanes.next_due() == 4.0
+
+
 def both(named: Callable[[Lanes], None], by_id: Callable[[Lanes], None]) -> Lanes:
     """The lane of a topic's name after that of its id has become one with it."""
     lanes = Lanes()
@@ -57,7 +72,8 @@ def test_two_lanes_that_become_one_wait_for_what_either_waited_for() -> None:
     assert [each.exchange.sequence for each in lanes.ready(0.0)] == [92]
 
 
-def test_what_goes_first_in_one_of_them_is_waited_for_like_the_rest() -> None:
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+def test_what_goes_first_in_one_of_them_is_waited_for_like_the_rest(order: tuple[int, int]) -> None:
     lanes = Lanes()
     lanes.probe(KEY, 2)
     lanes.probe(ID, 1)
@@ -65,9 +81,9 @@ def test_what_goes_first_in_one_of_them_is_waited_for_like_the_rest() -> None:
     lanes.rename(ID, KEY)
     assert not lanes.is_probing(KEY, 1)
     assert not lanes.is_probing(KEY, 2)
-    answered(lanes, 1)
+    answered(lanes, order[0])
     assert lanes.next_due() is None
-    answered(lanes, 2)
+    answered(lanes, order[1])
     assert lanes.next_due() is not None
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kproxy.routing.refused import MAX_LANES, Place, Refused
+from kproxy.routing.refused import Place, Refused
 
 LAST = (1 << 31) - 1
+MAX_LANES = 4_096
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,13 @@ def test_what_follows_in_the_same_epoch_is_misled(place: Place, misled: bool) ->
 def test_sequences_begin_again_behind_the_last() -> None:
     assert Place(7, 0, 0).is_behind(Place(7, 0, LAST))
     assert not Place(7, 0, LAST).is_behind(Place(7, 0, 0))
+
+
+def test_of_all_sequences_the_nearer_half_follows() -> None:
+    for first in (0, 5, LAST):
+        for distance, is_behind in ((0, False), (1, True), (LAST >> 1, True), ((LAST >> 1) + 1, False), (LAST, False)):
+            sequence = (first + distance) & LAST
+            assert Place(7, 0, sequence).is_behind(Place(7, 0, first)) is is_behind, (first, distance)
 
 
 @pytest.mark.parametrize("order", [(5, 6, 7), (7, 6, 5), (6, 7, 5)])

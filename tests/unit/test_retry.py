@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from kproxy.routing.retry import BACKOFF_S, MAX_ATTEMPTS, MAX_ATTEMPTS_IN_ALL, Attempts
+from kproxy.routing.retry import (
+    BACKOFF_S,
+    MAX_ATTEMPTS,
+    MAX_ATTEMPTS_IN_ALL,
+    Attempts,
+    comes_again,
+    deadline_s,
+    final_code,
+    is_held_back,
+)
 
 # Each attempt: the revision it was sent at, and the ownership's revision by the time it has failed.
 HISTORIES: dict[str, tuple[list[tuple[int, int]], int, bool]] = {
@@ -53,3 +62,38 @@ def test_time_counts_from_the_first_failure_whatever_the_owner() -> None:
     attempts.add(5, 3, 7.0)
     attempts.add(6, 6, 9.0)
     assert attempts.first_failed_at == 7.0
+
+
+@pytest.mark.parametrize(
+    ("timeout_ms", "cap_ms", "seconds"),
+    [
+        (30_000, 120_000, 27.0),
+        (30_000, 20_000, 18.0),
+        (1_200, 120_000, 1.08),
+        (1_100, 120_000, 1.0),
+        (0, 120_000, 1.0),
+        (-1, 120_000, 1.0),
+    ],
+)
+def test_a_deadline_comes_before_the_clients_own_and_leaves_a_second(
+    timeout_ms: int, cap_ms: int, seconds: float
+) -> None:
+    assert deadline_s(timeout_ms, cap_ms) == pytest.approx(seconds)
+
+
+# By Kafka's numbers; which codes cast doubt on the owner is in test_fanout_retries.
+EVERY_CODE = range(-1, 140)
+
+
+def test_which_refusals_behind_a_refused_batch_are_not_the_batchs_own() -> None:
+    assert {code for code in EVERY_CODE if is_held_back(code)} == {3, 6, 19, 45, 100}
+
+
+def test_which_codes_make_a_client_send_the_same_batch_again() -> None:
+    assert {code for code in EVERY_CODE if comes_again(code)} == {2, 3, 5, 6, 7, 13, 19, 20, 56, 74, 75, 89, 100}
+
+
+def test_which_codes_say_too_much_of_a_batch_in_doubt() -> None:
+    changed = {code: final for code in EVERY_CODE if (final := final_code(code, is_ambiguous=True)) != code}
+    assert changed == dict.fromkeys((3, 5, 6, 19, 100), 7)
+    assert all(final_code(code, is_ambiguous=False) == code for code in EVERY_CODE)

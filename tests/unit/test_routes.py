@@ -9,11 +9,12 @@ import pytest
 from codec.api_keys import PRODUCE
 from codec.partitioned import PartitionedRequest
 from codec.produce import parse_produce
-from kproxy.routing.routes import MAX_PLANNED_PARTITIONS, Plans, Routes, kind_of
+from kproxy.routing.routes import Plans, Routes, kind_of
 from kproxy.routing.topology import Address, Topology
 from tests.support.messages import head_of, request_body, request_frame, sample_request
 
 EVEN, ODD, OTHER = 1, 2, 3
+MAX_PLANNED_PARTITIONS = 8_192
 TOPICS = {"a": [0, 1, 2], "b": [0]}
 
 
@@ -86,11 +87,12 @@ def test_the_next_request_like_it_is_not_planned_again(topics: dict[str, list[in
     others = [
         _request(topics, version=7),
         _request({"b": [0], "a": [2]}),
+        _request({"b": [0], "a": [1]}),
         _request({"a": [0, 1]}),
         _request({"b": [0]}),
     ]
     kept = [first, *(_planned(plans, other) for other in others)]
-    assert len(set(map(id, kept))) == 5
+    assert len(set(map(id, kept))) == 6
 
 
 def _moves(topology: Topology, routes: Routes) -> None:
@@ -116,7 +118,9 @@ def _reconnects(topology: Topology, routes: Routes) -> None:
 def test_no_plan_outlives_a_change(change: Callable[[Topology, Routes], None], way: int | None) -> None:
     topology, routes = _proven()
     assert _ways(routes, _request({"a": [0, 1]}))
+    before = routes.generation
     change(topology, routes)
+    assert routes.generation > before
     expected = {} if way is None else {(b"a", 0): EVEN, (b"a", 1): way}
     assert _ways(routes, _request({"a": [0, 1]})) == expected
 
@@ -175,6 +179,18 @@ def test_few_plans_are_kept_and_one_kind_more_costs_few_of_them(partitions: int)
             assert plans.find(kind) == kind, "the latest is among them"
             assert plans.planned_partitions <= MAX_PLANNED_PARTITIONS
     assert found > kinds, "most are found again, though all are asked for in turn"
+
+
+def test_what_goes_for_another_one_is_gone_and_counted_no_more() -> None:
+    _, routes = _proven()
+    plans: Plans[int] = Plans(routes)
+    sizes = [1 + 37 * kind % 1_000 for kind in range(200)]
+    for kind, partitions in enumerate(sizes):
+        plans.keep(kind, partitions, kind)
+        kept = [each for each in range(kind + 1) if plans.find(each) is not None]
+        assert sorted(each for each, _ in plans._kinds) == kept
+        assert plans.planned_partitions == sum(sizes[each] for each in kept)
+        assert kept[-1] == kind
 
 
 def test_what_is_too_large_is_not_kept_and_takes_no_others_place() -> None:
