@@ -196,12 +196,12 @@ class Client:
             if not batches:
                 return
             self.requests += 1
-            if dice.at(What.READ, number, self.requests) < self.setting.reads:
+            reads, leaves = self.setting.reads, self.setting.leaves
+            if reads and dice.at(What.READ, number, self.requests) < reads:
                 self._read(connection)
             self._produce(connection, batches)
-            drawn = dice.at(What.LEAVE, number, self.requests)
-            if drawn < self.setting.leaves:
-                self._leave(connection, drawn / self.setting.leaves)
+            if leaves and (drawn := dice.at(What.LEAVE, number, self.requests)) < leaves:
+                self._leave(connection, drawn / leaves)
                 return
             paced = dice.at(What.PACE, number, self.requests)
             if paced > 0.6:
@@ -224,7 +224,8 @@ class Client:
 
     def _produce(self, connection: Connection, batches: list[Batch]) -> None:
         dice, number = self._dice, self.number
-        version = dice.choice(self.setting.versions, What.VERSION, number, self.requests)
+        versions = self.setting.versions
+        version = dice.choice(versions, What.VERSION, number, self.requests) if len(versions) > 1 else versions[0]
         sent = Sent(wire.PRODUCE, version, int(dice.at(What.CORRELATION, number, self.requests) * 2**32) - 2**31)
         batches.sort(key=lambda batch: batch.partition.number)
         sent.batches = batches
@@ -297,6 +298,8 @@ class Client:
 
     def _some_of(self, partitions: list[Partition]) -> list[Partition]:
         """Some partitions for the next request, one more often than many."""
+        if len(partitions) == 1:
+            return partitions
         drawn = self._dice.at(What.PARTITIONS, self.number, self.requests, self.left)
         count = 1 + int(drawn * drawn * len(partitions))
         if count == len(partitions):

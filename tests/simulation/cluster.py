@@ -10,6 +10,7 @@ A connection's requests are served one after another. What one has brought and n
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import Counter, deque
 from collections.abc import Callable
 from enum import Enum
@@ -306,6 +307,24 @@ class Broker:
         self.connections: dict[BrokerConnection, None] = {}
 
 
+@functools.cache
+def _introductions(*, gives_out_ids: bool) -> dict[int, bytes]:
+    """What brokers answer to ApiVersions, by version."""
+    ranges = [
+        {"api_key": key, "min_version": lowest, "max_version": highest}
+        for key, (lowest, highest) in own_ranges().items()
+        if key != api_keys.OWN and (gives_out_ids or key != api_keys.INIT_PRODUCER_ID)
+    ]
+    return {
+        version: bytes(
+            control.encode_response(
+                control.build_response(api_keys.API_VERSIONS, version, error_code=0, api_keys=ranges)
+            )
+        )
+        for version in (0, 3, 4)
+    }
+
+
 class Cluster:
     """The brokers, who owns what, and what befalls them.
 
@@ -352,7 +371,7 @@ class Cluster:
         self._found_by = {(each.topic, each.index): each for each in self.partitions}
         self._found_by |= {(each.topic_id, each.index): each for each in self.partitions}
         self._revision = 0
-        self._introduction = {version: self._introduce(version) for version in (0, 3, 4)}
+        self._introduction = _introductions(gives_out_ids=setting.knows_again)
         for broker in self.brokers:
             topology.set_broker(broker.node_id, broker.address)
         for partition in self.partitions:
@@ -372,15 +391,6 @@ class Cluster:
             self.loop.call_at(at, self.topology.set_topic_id, partition.topic, partition.topic_id)
         else:
             self.topology.set_topic_id(partition.topic, partition.topic_id)
-
-    def _introduce(self, version: int) -> bytes:
-        ranges = [
-            {"api_key": key, "min_version": lowest, "max_version": highest}
-            for key, (lowest, highest) in own_ranges().items()
-            if key != api_keys.OWN and (self.setting.knows_again or key != api_keys.INIT_PRODUCER_ID)
-        ]
-        body = control.build_response(api_keys.API_VERSIONS, version, error_code=0, api_keys=ranges)
-        return bytes(control.encode_response(body))
 
     # Serving
 
@@ -451,6 +461,8 @@ class Cluster:
                 batch.is_excused = True
 
     def _fate_of(self, node_id: int, first: Batch) -> Fate | None:
+        if not self._fates:
+            return None
         drawn = self.dice.at(What.FATE, node_id, first.id, first.arrivals)
         if drawn >= self._fates:
             return None
@@ -508,7 +520,7 @@ class Cluster:
     ) -> None:
         version, correlation_id = request.version, request.correlation_id
         throttle_ms = 0
-        if self.dice.at(What.THROTTLE, first.id, first.arrivals) < self._fates / 2:
+        if self._fates and self.dice.at(What.THROTTLE, first.id, first.arrivals) < self._fates / 2:
             throttle_ms = 1 + first.number % 100
         frame = wire.produce_response(version, correlation_id, results, leader, throttle_ms)
         if fate is None:
@@ -548,6 +560,8 @@ class Cluster:
                 code, offset = partition.append(batch)
                 return code or NOT_LEADER, offset
             return NOT_LEADER, wire.NO_OFFSET
+        if not self._codes:
+            return partition.append(batch)
         drawn = self.dice.at(What.CODE, node_id, batch.id, batch.arrivals)
         if drawn >= self._codes:
             return partition.append(batch)

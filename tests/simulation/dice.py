@@ -6,7 +6,6 @@ So a proxy that does two things in another order within one moment meets the sam
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 from random import Random
 from typing import Final, TypeVar
 
@@ -16,8 +15,8 @@ _MASK: Final = (1 << 64) - 1
 _FRACTION: Final = 2.0**-53
 
 
-class What(IntEnum):
-    """What is drawn: the first part of every key."""
+class What:
+    """What is drawn: the first part of every key. Plain numbers, for they are looked up thousands of times a world."""
 
     JITTER = 1
     LATENCY = 2
@@ -47,11 +46,11 @@ class Dice:
     __slots__ = ("_seed",)
 
     def __init__(self, seed: int) -> None:
-        self._seed = seed
+        self._seed = (seed,)
 
     def at(self, *key: float) -> float:
         """A number in [0, 1)."""
-        mixed = hash((self._seed, *key)) & _MASK
+        mixed = hash(self._seed + key) & _MASK
         mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
         return (mixed ^ mixed >> 27) * 0x94D049BB133111EB % (1 << 53) * _FRACTION
 
@@ -70,7 +69,13 @@ class TimeRandom(Random):
     def __init__(self, dice: Dice, clock: Callable[[], float]) -> None:
         self._dice = dice
         self._clock = clock
+        self._drawn_at = -1.0
+        self._drawn = 0.0
         super().__init__(0)
 
     def random(self) -> float:
-        return self._dice.at(What.PROXY, self._clock())
+        now = self._clock()
+        if now != self._drawn_at:
+            self._drawn_at = now
+            self._drawn = self._dice.at(What.PROXY, now)
+        return self._drawn

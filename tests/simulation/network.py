@@ -12,11 +12,11 @@ not make two worlds.
 from __future__ import annotations
 
 import asyncio
-import heapq
 from asyncio import events
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextvars import Context
+from heapq import heappop, heappush
 from typing import Any, Final, Protocol
 
 from codec.primitives import Buffer
@@ -34,30 +34,26 @@ LOW_WATER_BYTES: Final = 16 << 10
 class _Call:
     """A callback that is to run; what asyncio calls a handle, with no more than what is used of it."""
 
-    __slots__ = ("_args", "_callback", "_context", "_is_cancelled", "_when")
+    __slots__ = ("_when", "args", "callback", "context", "is_cancelled")
 
-    def __init__(self, callback: Callable[..., object], args: tuple[Any, ...], context: Context | None) -> None:
-        self._callback = callback
-        self._args = args
-        self._context = context
-        self._is_cancelled = False
-        self._when = 0.0
+    def __init__(
+        self, callback: Callable[..., object], args: tuple[Any, ...], context: Context | None, when: float = 0.0
+    ) -> None:
+        self.callback = callback
+        self.args = args
+        self.context = context
+        self.is_cancelled = False
+        self._when = when
 
     def cancel(self) -> None:
-        self._is_cancelled = True
-        self._callback, self._args = _do_nothing, ()
+        self.is_cancelled = True
+        self.callback, self.args = _do_nothing, ()
 
     def cancelled(self) -> bool:
-        return self._is_cancelled
+        return self.is_cancelled
 
     def when(self) -> float:
         return self._when
-
-    def _run(self) -> None:
-        if self._context is None:
-            self._callback(*self._args)
-        else:
-            self._context.run(self._callback, *self._args)
 
 
 def _do_nothing() -> None:
@@ -89,11 +85,10 @@ class NetworkLoop(SimulatedLoop):
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> Any:
-        call = _Call(callback, args, context)
-        call._when = when
-        ticks = max(self._ticks, int(when * TICKS_PER_S + 0.5))
-        self._count += 1
-        heapq.heappush(self._later, (ticks, self._count, call))
+        call = _Call(callback, args, context, when)
+        ticks = int(when * TICKS_PER_S + 0.5)
+        self._count = count = self._count + 1
+        heappush(self._later, (ticks if ticks > self._ticks else self._ticks, count, call))
         return call
 
     def call_later(  # type: ignore[override]
@@ -126,13 +121,16 @@ class NetworkLoop(SimulatedLoop):
                 if not calls:
                     break
                 call = calls.popleft()
-                if not call._is_cancelled:
+                if not call.is_cancelled:
                     try:
-                        call._run()
+                        if call.context is None:
+                            call.callback(*call.args)
+                        else:
+                            call.context.run(call.callback, *call.args)
                     except Exception as error:  # noqa: BLE001 - whoever runs the loop looks at them
                         self.errors.append({"message": "escaped into the event loop", "exception": error})
             else:
-                raise NeverRests(f"it does not come to rest at {self.now}: {calls[0]._callback!r}")
+                raise NeverRests(f"it does not come to rest at {self.now}: {calls[0].callback!r}")
             if is_over():
                 return
             if not later or later[0][0] > until_ticks:
@@ -142,7 +140,7 @@ class NetworkLoop(SimulatedLoop):
             self._ticks = ticks = later[0][0]
             self.now = ticks / TICKS_PER_S
             while later and later[0][0] == ticks:
-                calls.append(heapq.heappop(later)[2])
+                calls.append(heappop(later)[2])
 
     @property
     def open_tasks(self) -> list[asyncio.Task[Any]]:
@@ -242,8 +240,9 @@ class SimulatedTransport(asyncio.Transport):
 
     def _arrival(self) -> float:
         now = self._loop.now
-        way_s = self._latency_s + self._jitter_s * self._dice.at(What.JITTER, self.key, now)
-        self._out_at = max(self._out_at, now + way_s)
+        at = now + (self._latency_s + self._jitter_s * self._dice.at(What.JITTER, self.key, now))
+        if at > self._out_at:
+            self._out_at = at
         return self._out_at
 
     def _ship(self, data: bytes) -> None:
@@ -334,8 +333,7 @@ class SimulatedTransport(asyncio.Transport):
         if self._far_ended or self._is_dead:
             return
         now = self._loop.now
-        drawn = self._dice.at(What.CUT, self.key, now)
-        if drawn < self._cuts and len(data) > 1:
+        if self._cuts and (drawn := self._dice.at(What.CUT, self.key, now)) < self._cuts and len(data) > 1:
             at = 1 + int(self._dice.at(What.CUT_AT, self.key, now) * (len(data) - 1))
             self._send_piece(data[:at], 0.0)
             self._send_piece(data[at:], drawn / self._cuts * 0.002)
@@ -344,9 +342,11 @@ class SimulatedTransport(asyncio.Transport):
 
     def _send_piece(self, data: object, more_s: float) -> None:
         now = self._loop.now
-        way_s = self._latency_s + self._jitter_s * self._dice.at(What.JITTER, -self.key, now)
-        self._in_at = max(self._in_at, now + way_s) + more_s
-        self._loop.call_at(self._in_at, self._arrive, data)
+        at = now + (self._latency_s + self._jitter_s * self._dice.at(What.JITTER, -self.key, now))
+        if at < self._in_at:
+            at = self._in_at
+        self._in_at = at = at + more_s
+        self._loop.call_at(at, self._arrive, data)
 
     def end(self) -> None:
         """The other end sends nothing more, and closes."""
@@ -366,6 +366,8 @@ class SimulatedTransport(asyncio.Transport):
             return
         if self._is_paused or self._inbound:
             self._inbound.append(what)
+        elif type(what) is bytes:
+            self._feed(what)
         else:
             self._take(what)
 
@@ -383,17 +385,22 @@ class SimulatedTransport(asyncio.Transport):
             self.abort()
 
     def _feed(self, data: bytes) -> None:
-        position, total, protocol = 0, len(data), self._protocol
-        while position < total:
+        protocol = self._protocol
+        while data:
             if self.is_lost or self._is_closing:
                 return
             if self._is_paused:
-                self._inbound.appendleft(data[position:])
+                self._inbound.appendleft(data)
                 return
             buffer = protocol.get_buffer(-1)
-            count = min(len(buffer), total - position)
-            buffer[:count] = data[position : position + count]
-            position += count
+            count, room = len(data), len(buffer)
+            if count <= room:
+                buffer[:count] = data
+                data = b""
+            else:
+                count = room
+                buffer[:] = data[:room]
+                data = data[room:]
             self._fed_bytes += count
             self._far.fed(self._fed_bytes, self._loop.now)
             protocol.buffer_updated(count)

@@ -73,16 +73,22 @@ def batch_id_of(records: bytes) -> int:
     return batch_id
 
 
+_SHORT: Final = [bytes((number,)) for number in range(0x80)]
+
+
 def _uvarint(number: int) -> bytes:
     if number < 0x80:
-        return bytes((number,))
+        return _SHORT[number]
     if number < 0x4000:
         return bytes((number & 0x7F | 0x80, number >> 7))
     return bytes((number & 0x7F | 0x80, number >> 7 & 0x7F | 0x80, number >> 14))
 
 
 def _read_uvarint(data: bytes, at: int) -> tuple[int, int]:
-    value, shift = 0, 0
+    value, shift = data[at], 0
+    if value < 0x80:
+        return value, at + 1
+    value = 0
     while True:
         byte = data[at]
         at += 1
