@@ -1,5 +1,6 @@
 """The proxy's own code in simulated worlds: whatever befalls brokers, clients and the network, nothing is lost, doubled
-or reordered, and every request is answered once and in time.
+or reordered, and every request is answered once and in time. In some of the worlds clients claim partitions (the Own
+API), and what a claimant has lost it writes no more.
 
 `KPROXY_WORLDS` is how many worlds are run and `KPROXY_WORLDS_SEED` the first one's seed; without it each run has new
 ones. `make worlds WORLDS=10000` runs as many as one likes, on all cores. Rules that only many worlds miss are switched
@@ -14,6 +15,7 @@ import secrets
 import pytest
 
 from tests.simulation.__main__ import Summary
+from tests.simulation.setting import draw
 from tests.simulation.switches import SWITCHES, Switch, Worlds, search
 from tests.simulation.world import run_world
 
@@ -36,8 +38,19 @@ def test_in_every_world_nothing_is_lost_doubled_reordered_or_late(part: int) -> 
         assert summary.requests >= 200 * summary.worlds
 
 
-def test_a_world_is_the_same_each_time() -> None:
-    first, second = run_world(SEED), run_world(SEED)
+def test_where_partitions_are_claimed_nobody_writes_what_another_was_granted() -> None:
+    summary = Summary()
+    for seed in range(SEED, SEED + WORLDS // TESTS):
+        summary.add(run_world(seed, setting=draw(seed, claims=True)))
+    assert not summary.broken, "\n".join([str(summary), *summary.complaints()])
+    if summary.worlds >= 10:
+        for what in ("claim: 0", "severed", "suspend", "fenced"):
+            assert summary.happened[what], f"too little happens: {summary.happened}"
+
+
+@pytest.mark.parametrize("claims", [False, True])
+def test_a_world_is_the_same_each_time(claims: bool) -> None:
+    first, second = (run_world(SEED, setting=draw(SEED, claims=claims)) for _ in range(2))
     assert first.digest == second.digest, f"KPROXY_WORLDS_SEED={SEED}"
 
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Final
 from kproxy.proxy.client_session import ClientSession
 from kproxy.proxy.reads import READ_GRACE_S
 from tests.simulation import wire
-from tests.simulation.cluster import OUT_OF_ORDER, RETAINED_BATCHES, Batch, Partition
 from tests.simulation.dice import What
 from tests.simulation.network import SimulatedTransport
+from tests.simulation.partitions import OUT_OF_ORDER, RETAINED_BATCHES, Batch, Partition
 from tests.simulation.setting import ClientSetting
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 NONE: Final = 0
 # Codes that say of a batch sent once: it is not in the log.
-NOT_APPENDED: Final = frozenset({2, 3, 5, 6, 10, 19, 29, 45, 56, 87, 100})
+NOT_APPENDED: Final = frozenset({2, 3, 5, 6, 10, 19, 29, 44, 45, 56, 87, 100})
 # The same of a batch that the proxy may have sent more than once: a failed disk says nothing of the first time.
 SAY_NOT_APPENDED: Final = NOT_APPENDED - {56}
 # Deadlines are looked after at this interval.
@@ -58,9 +58,10 @@ class Sent:
 class Connection:
     """A client's end of one connection (`FarEnd`)."""
 
-    def __init__(self, client: Client, ordinal: int) -> None:
+    def __init__(self, client: Client, ordinal: int, proxy: int) -> None:
         self.client = client
         self.ordinal = ordinal
+        self.proxy = proxy
         self.transport: SimulatedTransport | None = None
         self.session: ClientSession | None = None
         self.in_flight: deque[Sent] = deque()
@@ -90,7 +91,7 @@ class Connection:
         while self._unbegun and self._unbegun[0].start < total:
             sent = self._unbegun.popleft()
             # Answers leave in order: one waits for those before it.
-            self._latest_by = sent.by = max(self._latest_by, now + self._patience_s(sent))
+            self._latest_by = sent.by = max(self._latest_by, now + self.client.patience_s(sent))
         while self._unread and self._unread[0].end <= total:
             sent = self._unread.popleft()
             # What was not read in time, as there was no room, is answered when it is.
@@ -99,11 +100,6 @@ class Connection:
             if self.session is not None and not self.session.closed:
                 for batch in sent.batches:
                     batch.taken_at = now
-
-    def _patience_s(self, sent: Sent) -> float:
-        if sent.api_key != wire.PRODUCE:
-            return MOST_READ_S
-        return max(1.0, 0.0009 * min(sent.timeout_ms, self.client.world.limits.deadline_cap_ms))
 
     def got(self, data: bytes, written_at: float) -> None:
         if self.is_over:
@@ -164,6 +160,32 @@ class Client:
 
     def _settled(self, batch: Batch, code: int | None) -> None:
         """An answer has come, or (None) will not come any more."""
+
+    def proxy_of(self, ordinal: int) -> int:
+        """Which of the proxies that connection of it leads to."""
+        return 0
+
+    def patience_s(self, sent: Sent) -> float:
+        """What a request may take from its first byte on."""
+        if sent.api_key != wire.PRODUCE:
+            return MOST_READ_S
+        return max(1.0, 0.0009 * min(sent.timeout_ms, self.world.limits.deadline_cap_ms))
+
+    def _read_answer(self, sent: Sent, frame: bytes) -> tuple[int, wire.Results]:
+        """The correlation_id and the results. Raises NoMessage."""
+        if sent.api_key == wire.PRODUCE:
+            return wire.read_produce_response(frame, sent.version)
+        return wire.read_read_response(sent.api_key, frame)
+
+    def _take_answer(self, connection: Connection, sent: Sent, results: wire.Results) -> None:
+        if sent.api_key == wire.PRODUCE:
+            self._take_results(sent, results)
+        else:
+            self._check(results, [(each.topic, each.index) for each in sent.partitions])
+
+    def _rests_s(self, drawn: float) -> float:
+        """How long it stays away between two connections."""
+        return 0.1 * drawn
 
     # Running
 
@@ -275,7 +297,7 @@ class Client:
         connection.in_flight.clear()
         # Longer than any way: where brokers forget, what an earlier connection sent is not to come later.
         self._is_waiting = False
-        self._wait(0.05 + 0.1 * self._dice.at(What.PAUSE, self.number, self.connections))
+        self._wait(0.05 + self._rests_s(self._dice.at(What.PAUSE, self.number, self.connections)))
 
     def _new_batch(self, partition: Partition, *, counts: bool = True) -> Batch:
         number = self._numbers[partition] if counts else -len(self.unsent) - 1
@@ -316,10 +338,7 @@ class Client:
             return
         sent = connection.in_flight.popleft()
         try:
-            if sent.api_key == wire.PRODUCE:
-                correlation_id, results = wire.read_produce_response(frame, sent.version)
-            else:
-                correlation_id, results = wire.read_read_response(sent.api_key, frame)
+            correlation_id, results = self._read_answer(sent, frame)
         except wire.NoMessage as error:
             found.append(f"{self} got {error}")
             return
@@ -328,10 +347,7 @@ class Client:
             return
         if sent.by and written_at > sent.by + TICK_S + CLOCK_S:
             found.append(f"{self} got an answer at {written_at}, which was due by {sent.by} and a tick")
-        if sent.api_key == wire.PRODUCE:
-            self._take_results(sent, results)
-        else:
-            self._check(results, [(each.topic, each.index) for each in sent.partitions])
+        self._take_answer(connection, sent, results)
         self.go_on()
 
     def _check(self, results: wire.Results, asked: list[tuple[bytes, int]]) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Final
 
@@ -23,14 +23,12 @@ from kproxy.routing.topology import NO_OWNER, Address, Topology
 from tests.simulation import wire
 from tests.simulation.dice import Dice, What
 from tests.simulation.network import NetworkLoop, SimulatedTransport
+from tests.simulation.partitions import POLICY_VIOLATION, Batch, Partition
 from tests.simulation.setting import Move, Setting, Trouble
 
 NOT_LEADER: Final = 6
 UNKNOWN_TOPIC_ID: Final = 100
 STORAGE_ERROR: Final = 56
-OUT_OF_ORDER: Final = 45
-# Kafka keeps five batches of each producer to know them again.
-RETAINED_BATCHES: Final = 5
 REFUSED_BEFORE_APPEND: Final = (5, 6, 19)
 # Perhaps appended, with acks=all and brokers that may say so afterwards; else refused before.
 REFUSED_AT_ANY_TIME: Final = (3, 6, 56)
@@ -39,6 +37,8 @@ APPENDED_ALL_THE_SAME: Final = 20
 REFUSED_FOR_GOOD: Final = (2, 10, 29, 87)
 # A request in thirty or so that is served late is served when its client and its proxy have given it up.
 LONG_PAUSE_S: Final = 1.35
+# Of what claimants send and brokers take their time for.
+CUT_AMID: Final = 0.5
 # How old what expects no answer may be, and still be missed by nobody: kproxy doubts what left in the last second.
 DOUBTED_S: Final = 0.9
 
@@ -68,129 +68,6 @@ HONEST: Final = (Fate.RESET_BEFORE, Fate.RESET_AFTER, Fate.CLOSED_AFTER, Fate.SL
 FATES: Final = tuple(Fate)
 
 
-class Batch:
-    """One batch of one client, and what became of it: `places` are its offsets in the log."""
-
-    __slots__ = (
-        "acks",
-        "appended_of",
-        "arrivals",
-        "client",
-        "codes",
-        "connection",
-        "count",
-        "first_arrived_at",
-        "id",
-        "is_excused",
-        "number",
-        "offset",
-        "partition",
-        "places",
-        "producer",
-        "records",
-        "sends",
-        "sequence",
-        "taken_at",
-    )
-
-    def __init__(self, batch_id: int, client: int, partition: Partition, number: int, count: int) -> None:
-        self.id = batch_id
-        self.client = client
-        self.partition = partition
-        self.number = number
-        self.count = count
-        self.records = b""
-        self.producer = -1
-        self.sequence = -1
-        self.acks = -1
-        # Of the client's connection that it was sent on last, with how often it was sent and the answers it got, None
-        # for one that never came.
-        self.connection = -1
-        self.sends = 0
-        self.codes: list[int | None] = []
-        self.offset = -1
-        # How often it has arrived at a broker.
-        self.arrivals = 0
-        self.places: list[int] = []
-        # When the proxy had it whole, the last time, and when it had got what was appended first; when it arrived at a
-        # broker first, where that was of its first sending. -1 for never.
-        self.taken_at = -1.0
-        self.appended_of = -1.0
-        self.first_arrived_at = -1.0
-        # With acks=0: nobody can be blamed for its loss.
-        self.is_excused = False
-
-    def arrive(self, now: float) -> None:
-        """A broker has it."""
-        self.arrivals += 1
-        if self.arrivals == 1 and self.sends == 1:
-            self.first_arrived_at = now
-
-    def __str__(self) -> str:
-        return (
-            f"batch {self.number} of client {self.client} for {self.partition}, sent {self.sends} times, "
-            f"answers {self.codes[-8:]}"
-        )
-
-
-class Partition:
-    """One partition: its log, who owns it by the authority's word, and who serves it."""
-
-    __slots__ = (
-        "end",
-        "index",
-        "known",
-        "latest",
-        "log",
-        "number",
-        "owner",
-        "refreshes",
-        "revision",
-        "serving",
-        "topic",
-        "topic_id",
-    )
-
-    def __init__(self, number: int, topic: bytes, topic_id: bytes, index: int, owner: int) -> None:
-        self.number = number
-        self.topic = topic
-        self.topic_id = topic_id
-        self.index = index
-        self.owner = owner
-        self.revision = 0
-        # 0 for nobody; and who served it last.
-        self.serving = owner
-        self.latest = owner
-        self.log: list[Batch] = []
-        self.end = 0
-        # By producer id: (base_sequence, sequence behind it, offset) of its last batches.
-        self.known: dict[int, deque[tuple[int, int, int]]] = {}
-        self.refreshes = 0
-
-    def __str__(self) -> str:
-        return f"{self.topic.decode()}/{self.index}"
-
-    def append(self, batch: Batch) -> tuple[int, int]:
-        """The error code and the base offset."""
-        if batch.producer >= 0:
-            known = self.known.get(batch.producer)
-            if known is None:
-                known = self.known[batch.producer] = deque(maxlen=RETAINED_BATCHES)
-            for sequence, _, offset in known:
-                if sequence == batch.sequence:
-                    return 0, offset
-            if known and batch.sequence != known[-1][1]:
-                return OUT_OF_ORDER, wire.NO_OFFSET
-            known.append((batch.sequence, batch.sequence + batch.count, self.end))
-        offset = self.end
-        if not batch.places:
-            batch.appended_of = batch.taken_at
-        batch.places.append(offset)
-        self.log.append(batch)
-        self.end += batch.count
-        return 0, offset
-
-
 class BrokerConnection:
     """A broker's end of one connection (`FarEnd`)."""
 
@@ -203,8 +80,11 @@ class BrokerConnection:
         self.transport: SimulatedTransport | None = None
         self._cluster = cluster
         self._bytes = b""
-        # With the times at which they came.
-        self._queue: deque[tuple[bytes, float]] = deque()
+        # With the times at which they came and were written; and when what is served now was written.
+        self._queue: deque[tuple[bytes, float, float]] = deque()
+        self.written_at = 0.0
+        # The fences that writes on it stand behind.
+        self.bindings: dict[Partition, int] = {}
         self._is_busy = False
         self._has_ended = False
 
@@ -220,7 +100,7 @@ class BrokerConnection:
             end = at + 4 + int.from_bytes(data[at : at + 4], "big")
             if end > len(data):
                 break
-            self._queue.append((data[at:end], now))
+            self._queue.append((data[at:end], now, written_at))
             at = end
         self._bytes = data[at:]
         self.serve()
@@ -238,7 +118,7 @@ class BrokerConnection:
         """It is gone, with all that nobody has begun to serve."""
         self.is_open = False
         now = self._cluster.loop.now
-        for frame, came_at in self._queue:
+        for frame, came_at, _ in self._queue:
             if now - came_at > DOUBTED_S and wire.head_of(frame)[0] == wire.PRODUCE:
                 for _, _, batch in self._cluster.batches_of(wire.read_produce_request(frame)):
                     batch.is_excused = True
@@ -247,7 +127,8 @@ class BrokerConnection:
     def serve(self) -> None:
         """Serve what waits, one after another, as far as that can be done now."""
         while self._queue and self.is_open and not self._is_busy and not self.broker.is_hung:
-            self._cluster.serve(self, self._queue.popleft()[0])
+            frame, _, self.written_at = self._queue.popleft()
+            self._cluster.serve(self, frame)
         if self._has_ended and self.is_open and not self._queue and not self._is_busy:
             self.close()
 
@@ -308,13 +189,15 @@ class Broker:
 
 
 @functools.cache
-def _introductions(*, gives_out_ids: bool) -> dict[int, bytes]:
+def _introductions(*, gives_out_ids: bool, fenced: bool) -> dict[int, bytes]:
     """What brokers answer to ApiVersions, by version."""
     ranges = [
         {"api_key": key, "min_version": lowest, "max_version": highest}
         for key, (lowest, highest) in own_ranges().items()
         if key != api_keys.OWN and (gives_out_ids or key != api_keys.INIT_PRODUCER_ID)
     ]
+    if fenced:
+        ranges.append({"api_key": wire.BIND_FENCES, "min_version": 0, "max_version": 0})
     return {
         version: bytes(
             control.encode_response(
@@ -328,7 +211,8 @@ def _introductions(*, gives_out_ids: bool) -> dict[int, bytes]:
 class Cluster:
     """The brokers, who owns what, and what befalls them.
 
-    `on_fault` is told of everything that goes wrong, `found` gets what must not be. Told of the table is `topology`.
+    `on_fault` is told of everything that goes wrong, `found` gets what must not be. The
+    proxies' `topologies` are told of the table.
     """
 
     def __init__(
@@ -336,14 +220,19 @@ class Cluster:
         loop: NetworkLoop,
         dice: Dice,
         setting: Setting,
-        topology: Topology,
+        topologies: Sequence[Topology],
         on_fault: Callable[[str], None],
         found: list[str],
     ) -> None:
         self.loop = loop
         self.dice = dice
         self.setting = setting
-        self.topology = topology
+        self.topologies = topologies
+        # Those of the topic with a writer group. Who is told when a batch arrives, or is appended or refused there.
+        self.gated: frozenset[Partition] = frozenset()
+        self.on_arrival: Callable[[Batch], object] = lambda batch: None
+        self.on_append: Callable[[Batch], object] = lambda batch: None
+        self.on_refusal: Callable[[Batch], object] = lambda batch: None
         self.batches: dict[int, Batch] = {}
         self.happened: Counter[str] = Counter()
         # Requests that brokers take their time for.
@@ -355,6 +244,7 @@ class Cluster:
         self.history: list[str] = []
         self._on_fault = on_fault
         self._found = found
+        self._is_fenced = setting.claims is not None and setting.claims.fenced
         self._fates = setting.fates
         self._codes = setting.codes
         self._kinds = FATES if setting.lies else HONEST
@@ -371,14 +261,17 @@ class Cluster:
         self._found_by = {(each.topic, each.index): each for each in self.partitions}
         self._found_by |= {(each.topic_id, each.index): each for each in self.partitions}
         self._revision = 0
-        self._introduction = _introductions(gives_out_ids=setting.knows_again)
+        self._introduction = _introductions(gives_out_ids=setting.knows_again, fenced=self._is_fenced)
         for broker in self.brokers:
-            topology.set_broker(broker.node_id, broker.address)
+            self._place(broker)
         for partition in self.partitions:
             self._give(partition, partition.owner)
             self._tell(partition.number, partition.owner, partition.revision)
         for topic in range(len(setting.topics)):
             self._learn_at(topic, setting.late_ids.get(topic, 0.0))
+        if setting.claims is not None:
+            called = setting.claims.topic.encode()
+            self.gated = frozenset(partition for partition in self.partitions if partition.topic == called)
         for move in setting.moves:
             loop.call_at(move.at, self._release, move)
         for trouble in setting.troubles:
@@ -387,10 +280,23 @@ class Cluster:
     def _learn_at(self, topic: int, at: float) -> None:
         """The proxy learns of the topic's id then."""
         partition = next(each for each in self.partitions if each.topic == b"topic-%d" % topic)
-        if at:
-            self.loop.call_at(at, self.topology.set_topic_id, partition.topic, partition.topic_id)
-        else:
-            self.topology.set_topic_id(partition.topic, partition.topic_id)
+        for topology in self.topologies:
+            if at:
+                self.loop.call_at(at, topology.set_topic_id, partition.topic, partition.topic_id)
+            else:
+                topology.set_topic_id(partition.topic, partition.topic_id)
+
+    def _place(self, broker: Broker, after_s: float = 0.0) -> None:
+        """The proxies are told where a broker is."""
+        for topology in self.topologies:
+            if after_s:
+                self.loop.call_later(after_s, topology.set_broker, broker.node_id, broker.address)
+            else:
+                topology.set_broker(broker.node_id, broker.address)
+
+    def _remove(self, broker: Broker) -> None:
+        for topology in self.topologies:
+            topology.remove_broker(broker.node_id)
 
     # Serving
 
@@ -407,6 +313,8 @@ class Cluster:
         elif key == wire.API_VERSIONS:
             body = correlation_id.to_bytes(4, "big") + self._introduction[version]
             connection.write(len(body).to_bytes(4, "big") + body)
+        elif key == wire.BIND_FENCES:
+            self._serve_bind(connection, frame)
         else:
             self._serve_read(connection, frame)
 
@@ -435,7 +343,8 @@ class Cluster:
             return
         node_id, first = connection.broker.node_id, batches[0][2]
         for _, _, batch in batches:
-            batch.arrive(self.loop.now)
+            batch.arrive(self.loop.now, connection.written_at)
+            self.on_arrival(batch)
         fate = self._fate_of(node_id, first)
         if fate is Fate.SLOW:
             # As if it came later: it is served then, and what is behind it too.
@@ -444,6 +353,10 @@ class Cluster:
                 # Longer than anybody waits.
                 waits_s *= 7
             connection.pause(waits_s, lambda: self._serve_late(connection, request, batches, waits_s))
+            cut = self.dice.at(What.CLAIM, node_id, first.id, first.arrivals)
+            if first.partition in self.gated and cut < CUT_AMID:
+                self._befell("cut amid a claimant's request")
+                self.loop.call_later(waits_s * cut, connection.reset)
             return
         self._append_all(connection, request, batches, fate)
 
@@ -454,7 +367,10 @@ class Cluster:
         batches: list[tuple[bytes, Partition, Batch]],
         waited_s: float,
     ) -> None:
-        if connection.is_open:
+        if connection.is_open or all(partition in self.gated for _, partition, _ in batches):
+            # Claimants send nothing twice: of theirs what is read is appended, whether or not anybody still waits.
+            for _, _, batch in batches:
+                batch.is_late = not connection.is_open
             self._append_all(connection, request, batches, None)
         elif waited_s > DOUBTED_S:
             for _, _, batch in batches:
@@ -493,7 +409,12 @@ class Cluster:
         has_failed = False
         leader = None
         for topic, partition, batch in batches:
-            code, offset = self._append(connection.broker.node_id, partition, batch, request.acks)
+            end = partition.end
+            code, offset = self._append(connection, partition, batch, request.acks)
+            if partition.end > end and partition in self.gated:
+                self.on_append(batch)
+            elif code and partition in self.gated:
+                self.on_refusal(batch)
             if self.keeps_history:
                 self._note(f"{connection.broker.node_id}: {batch}: code {code}, offset {offset}, {fate}")
             if code:
@@ -549,8 +470,9 @@ class Cluster:
         else:
             connection.write(frame[:8] + bytes(byte ^ 0xA5 for byte in frame[8:]))
 
-    def _append(self, node_id: int, partition: Partition, batch: Batch, acks: int) -> tuple[int, int]:
+    def _append(self, connection: BrokerConnection, partition: Partition, batch: Batch, acks: int) -> tuple[int, int]:
         """Append one partition's batch or refuse it: the code and the base offset of its entry."""
+        node_id = connection.broker.node_id
         may_be_late = acks == -1 and not self.setting.conduct.refuses_before_append
         if partition.serving != node_id and not self._takes_over(node_id, partition):
             self.happened["not the owner"] += 1
@@ -560,6 +482,9 @@ class Cluster:
                 code, offset = partition.append(batch)
                 return code or NOT_LEADER, offset
             return NOT_LEADER, wire.NO_OFFSET
+        if self._is_fenced and partition in self.gated and not partition.fence.lets(connection.bindings.get(partition)):
+            self.happened["fenced"] += 1
+            return POLICY_VIOLATION, wire.NO_OFFSET
         if not self._codes:
             return partition.append(batch)
         drawn = self.dice.at(What.CODE, node_id, batch.id, batch.arrivals)
@@ -614,6 +539,25 @@ class Cluster:
             results.append((topic, entries))
         connection.write(wire.read_response(key, correlation_id, results))
 
+    # Fences
+
+    def _serve_bind(self, connection: BrokerConnection, frame: bytes) -> None:
+        correlation_id, bindings = wire.read_bind_request(frame)
+        bound = []
+        for topic, index, fence, is_released in bindings:
+            partition = self._found_by[topic, index]
+            node_id = connection.broker.node_id
+            if partition.serving != node_id and not self._takes_over(node_id, partition):
+                code = NOT_LEADER
+            else:
+                code = partition.fence.keep(fence, is_released=is_released)
+            if not is_released:
+                connection.bindings[partition] = max(fence, connection.bindings.get(partition, 0))
+            if self.keeps_history:
+                self._note(f"{node_id}: {partition} {'released' if is_released else 'bound'} at {fence}: code {code}")
+            bound.append((topic, index, code, partition.fence.fence))
+        connection.write(wire.bind_response(correlation_id, bound))
+
     # Who owns what
 
     def _give(self, partition: Partition, owner: int) -> None:
@@ -624,14 +568,15 @@ class Cluster:
         partition = self.partitions[number]
         if self.keeps_history:
             self._note(f"the proxy hears that {partition} is owned by {owner}, revision {revision}")
-        self.topology.set_owner(partition.topic, partition.index, owner, revision)
+        for topology in self.topologies:
+            topology.set_owner(partition.topic, partition.index, owner, revision)
 
     async def refresh(self, topic: bytes, partition_index: int, seen_revision: int) -> None:
         """As an ownership source does."""
         partition = self._found_by.get((topic, partition_index))
         if partition is None:
             return
-        if topic == partition.topic_id and self.topology.name_of(topic) is None:
+        if topic == partition.topic_id and self.topologies[0].name_of(topic) is None:
             # It hears of that by itself.
             return
         partition.refreshes += 1
@@ -697,10 +642,10 @@ class Cluster:
         elif trouble.kind == "deaf":
             broker.is_deaf = True
         elif trouble.kind == "leave":
-            self.topology.remove_broker(broker.node_id)
+            self._remove(broker)
         elif trouble.kind == "readdress":
             broker.address = Address(broker.address.host, broker.address.port + 1)
-            self.loop.call_later(trouble.lasts_s, self.topology.set_broker, broker.node_id, broker.address)
+            self._place(broker, trouble.lasts_s)
             return
         else:
             self._cut_one(broker)
@@ -728,8 +673,8 @@ class Cluster:
             keys[victim].reset()
 
     def _recover(self, broker: Broker) -> None:
-        if broker.node_id not in self.topology.brokers:
-            self.topology.set_broker(broker.node_id, broker.address)
+        if broker.node_id not in self.topologies[0].brokers:
+            self._place(broker)
         broker.is_up, broker.is_hung, broker.is_deaf, broker.is_stalled = True, False, False, False
         for connection in list(broker.connections):
             if connection.transport is not None:
@@ -741,7 +686,7 @@ class Cluster:
         self._fates = self._codes = 0.0
         for broker in self.brokers:
             self._recover(broker)
-            self.topology.set_broker(broker.node_id, broker.address)
+            self._place(broker)
         for partition in self.partitions:
             if partition.owner == NO_OWNER:
                 self._give(partition, partition.latest)

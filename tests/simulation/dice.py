@@ -38,6 +38,9 @@ class What:
     PROXY = 18
     READ = 19
     THROTTLE = 20
+    ETCD = 21
+    CLAIM = 22
+    LEASE = 23
 
 
 class Dice:

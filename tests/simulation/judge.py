@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from tests.simulation.clients import NONE, NOT_APPENDED, SAY_NOT_APPENDED, Client, Idempotent
-from tests.simulation.cluster import Batch, Partition
+from tests.simulation.partitions import Batch, Partition
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -20,10 +20,11 @@ def judge(world: World) -> list[str]:
         found += _judge_batches(world, client)
         if isinstance(client, Idempotent):
             found += _judge_producer(client)
-        elif client.setting.kind == "plain":
+        elif client.setting.kind in ("plain", "claimant") and client.setting.acks:
             found += _judge_order(client)
     found += _judge_silent(world)
     found += _judge_trail(world)
+    found += world.grants.judge()
     return found
 
 
@@ -63,7 +64,7 @@ def _judge_order(client: Client) -> Iterator[str]:
     """On one connection to one partition, in the order in which they were sent."""
     latest: dict[tuple[Partition, int], Batch] = {}
     for batch in client.batches:
-        if not batch.places:
+        if not batch.places or batch.is_late:
             continue
         before = latest.get((batch.partition, batch.connection))
         if before is not None and batch.places[0] < before.places[0]:
@@ -78,12 +79,18 @@ def _judge_silent(world: World) -> Iterator[str]:
         if client.setting.acks == 0:
             for batch in client.batches:
                 is_lost = batch.taken_at >= 0 and not batch.places and not batch.is_excused
-                if is_lost and client.number * 1000 + batch.connection not in world.cluster.cut_short:
+                # Where brokers keep fences a severed client's connections to them are cut, with what has just left.
+                number = client.number * 1000 + batch.connection
+                if is_lost and number not in world.cluster.cut_short and number not in world.grants.severed_at:
                     missing[batch.partition.topic, batch.partition.topic_id] += 1
-    tally = world.context.tally
+    tallies = [proxy.context.tally for proxy in world.proxies]
     for (topic, topic_id), count in missing.items():
         # What was lost before the proxy knew the topic's name is counted under its id.
-        told = sum(tally.drops.get(each, Counter()).total() + tally.unconfirmed[each] for each in (topic, topic_id))
+        told = sum(
+            tally.drops.get(each, Counter()).total() + tally.unconfirmed[each]
+            for tally in tallies
+            for each in (topic, topic_id)
+        )
         if count > told:
             yield f"{count} acks=0 batches of {topic.decode()} are missing, {told} of them are counted"
 

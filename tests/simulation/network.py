@@ -202,7 +202,7 @@ class SimulatedTransport(asyncio.Transport):
         self._parcel_at = -1.0
         self._out_at = 0.0
         self._is_stalled = False
-        self._buffer: list[bytes] = []
+        self._buffer: list[tuple[bytes, float]] = []
         self._buffered_bytes = 0
         self._presses = False
         self._is_closing = False
@@ -227,13 +227,13 @@ class SimulatedTransport(asyncio.Transport):
         written = bytes(data)
         self.sent.append((self._loop.now, written))
         if self._is_stalled:
-            self._buffer.append(written)
+            self._buffer.append((written, self._loop.now))
             self._buffered_bytes += len(written)
             if self._buffered_bytes > HIGH_WATER_BYTES and not self._presses:
                 self._presses = True
                 self._protocol.pause_writing()
         else:
-            self._ship(written)
+            self._ship(written, self._loop.now)
 
     def writelines(self, list_of_data: Iterable[Buffer]) -> None:
         self.write(b"".join(list_of_data))
@@ -245,14 +245,14 @@ class SimulatedTransport(asyncio.Transport):
             self._out_at = at
         return self._out_at
 
-    def _ship(self, data: bytes) -> None:
+    def _ship(self, data: bytes, written_at: float) -> None:
         now = self._loop.now
         if self._parcel_at == now:
             self._parcel.append(data)
             return
         self._parcel_at = now
         self._parcel = [data]
-        self._loop.call_at(self._arrival(), self._deliver, self._parcel, now)
+        self._loop.call_at(self._arrival(), self._deliver, self._parcel, written_at)
 
     def _deliver(self, parcel: list[bytes], written_at: float) -> None:
         if not self._is_dead:
@@ -316,8 +316,8 @@ class SimulatedTransport(asyncio.Transport):
         buffer, self._buffer, self._buffered_bytes = self._buffer, [], 0
         if self._is_dead:
             return
-        for data in buffer:
-            self._ship(data)
+        for data, written_at in buffer:
+            self._ship(data, written_at)
         if self._has_ended or self._is_closing:
             self._send_end()
         if self._is_closing:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Final
 
 from kproxy.routing.retry import KAFKA, LEASED, Conduct
 
 KINDS: Final = ("plain", "idempotent", "transactional", "silent")
+# The group whose claimants alone write to a topic with a writer group.
+WRITERS: Final = "writers"
+# Of all worlds.
+WITH_CLAIMS: Final = 0.1
+# How long the trouble lasts in them: claims take their time.
+CLAIMS_S: Final = 4.0
 
 
 @dataclass(frozen=True)
@@ -58,11 +64,38 @@ class ClientSetting:
 
 
 @dataclass(frozen=True)
+class LeaseTrouble:
+    """What befalls the lease in etcd behind a proxy's claims: `suspend` and `late`."""
+
+    at: float
+    kind: str
+    proxy: int
+    lasts_s: float
+
+
+@dataclass(frozen=True)
+class ClaimSetting:
+    """The claims of a world that has them: `topic` has a writer group.
+
+    `fenced`: the brokers keep fences. A way to etcd takes up to `etcd_way_s`. When something of a claimant is refused,
+    its proxy loses the lease behind its claims so often as `lapses` says.
+    """
+
+    topic: str
+    proxies: int
+    fenced: bool
+    ttl_s: int
+    etcd_way_s: float
+    lapses: float
+    troubles: tuple[LeaseTrouble, ...]
+
+
+@dataclass(frozen=True)
 class Setting:
     """One world. `trouble_s` is how long its trouble lasts; rates are shares of requests or of batches.
 
     `limits` are those of the proxy that are not the defaults. The id of a topic in `late_ids` is not known to the proxy
-    before that time.
+    before that time. In one with `claims` the last topic is theirs, and nobody else's.
     """
 
     seed: int
@@ -82,10 +115,18 @@ class Setting:
     clients: tuple[ClientSetting, ...]
     moves: tuple[Move, ...]
     troubles: tuple[Trouble, ...]
+    claims: ClaimSetting | None = None
 
 
-def draw(seed: int, *, forgets: bool = False) -> Setting:
-    """The setting of the world with this seed; `forgets`: of one whose brokers forget, in any case."""
+def draw(seed: int, *, forgets: bool = False, claims: bool = False) -> Setting:
+    """The setting of the world with this seed; in any case of one whose brokers forget, or of one with claims."""
+    setting = _draw(seed, forgets=forgets)
+    # Worlds without claims are what they were before there were any.
+    random = Random(f"claims {seed}")
+    return _with_claims(setting, random) if random.random() < WITH_CLAIMS or claims else setting
+
+
+def _draw(seed: int, *, forgets: bool) -> Setting:
     random = Random(seed)
     knows_again = random.random() < 0.8 and not forgets
     brokers = random.randint(3, 5)
@@ -111,8 +152,72 @@ def draw(seed: int, *, forgets: bool = False) -> Setting:
         limits=_limits(random),
         late_ids=late_ids,
         clients=_clients(random, partitions, trouble_s, mixes_versions=not late_ids),
-        moves=_moves(random, brokers, partitions, trouble_s, knows_again=knows_again),
+        moves=_moves(random, brokers, range(partitions), trouble_s, knows_again=knows_again),
         troubles=_troubles(random, brokers, trouble_s),
+    )
+
+
+def _with_claims(setting: Setting, random: Random) -> Setting:
+    """The same world with one more topic, which has a writer group, and with those who claim it: the other clients
+    send half as much, and claimants the rest.
+    """
+    first, count = sum(setting.topics), random.randint(1, 3)
+    partitions = range(first, first + count)
+    proxies, ttl_s = random.randint(1, 2), random.choice((2, 10, 60))
+    etcd_way_s = random.choice((0.0005, 0.002, 0.01))
+    troubles = [
+        LeaseTrouble(at * CLAIMS_S, kind, proxy, random.random() * random.choice((0.05, 0.3, 1.0)))
+        for proxy in range(proxies)
+        for kind in ("suspend", "late")
+        if random.random() < 0.5
+        for at in (random.random() for _ in range(random.randint(1, 4)))
+    ]
+    limits = {
+        "own_timeout_s": random.choice((0.5, 2.0)),
+        "own_unsettled_s": random.choice((0.05, 0.3, 1.0)),
+    }
+    moves = _moves(random, setting.brokers, partitions, CLAIMS_S, knows_again=setting.knows_again)
+    ordinary = range(first)
+    others = [replace(each, count=(each.count + 1) // 2) for each in setting.clients]
+    most = random.randint(2, 4)
+    claimants = [_claimant(random, partitions, ordinary, CLAIMS_S, 100 // most) for _ in range(most)]
+    return replace(
+        setting,
+        topics=(*setting.topics, count),
+        trouble_s=CLAIMS_S,
+        # What is on its way when a claim is lost is what matters.
+        fates=random.choice((setting.fates, 0.05, 0.2)),
+        codes=random.choice((setting.codes, 0.05, 0.2)),
+        limits={**setting.limits, **limits},
+        clients=(*others, *claimants),
+        moves=(*setting.moves, *moves),
+        claims=ClaimSetting(
+            topic=f"topic-{len(setting.topics)}",
+            proxies=proxies,
+            # Apache Kafka's brokers keep none.
+            fenced=setting.conduct is LEASED and random.random() < 0.4,
+            ttl_s=ttl_s,
+            etcd_way_s=etcd_way_s,
+            lapses=random.choice((0.0, 0.05, 0.2)),
+            troubles=tuple(troubles),
+        ),
+    )
+
+
+def _claimant(random: Random, partitions: range, ordinary: range, trouble_s: float, least: int) -> ClientSetting:
+    requests = least + random.randrange(20)
+    return ClientSetting(
+        kind="claimant",
+        count=requests,
+        partitions=(*sorted(random.sample(ordinary, random.randint(0, min(2, len(ordinary))))), *partitions),
+        in_flight=random.choice((1, 3, 5)),
+        acks=random.choice((-1, -1, 1, 0)),
+        timeout_ms=random.choice((500, 1000, 3000)),
+        versions=(random.randint(3, 13),),
+        leaves=random.choice((0.0, 0.02, 0.1)),
+        reads=0.0,
+        pace_s=trouble_s / requests * random.choice((0.3, 0.8, 1.2)),
+        padding=random.choice((8, 60, 200)),
     )
 
 
@@ -158,11 +263,11 @@ def _clients(random: Random, partitions: int, trouble_s: float, *, mixes_version
     return tuple(clients)
 
 
-def _moves(random: Random, brokers: int, partitions: int, trouble_s: float, *, knows_again: bool) -> tuple[Move, ...]:
+def _moves(random: Random, brokers: int, partitions: range, trouble_s: float, *, knows_again: bool) -> tuple[Move, ...]:
     # Where brokers forget, moves are what matters.
     a_second = random.choice((0.0, 0.5, 2.0, 5.0) if knows_again else (2.0, 5.0, 8.0))
     moves = []
-    for partition in range(partitions):
+    for partition in partitions:
         at, owner = 0.0, partition % brokers + 1
         while a_second and (at := at + random.expovariate(a_second)) < trouble_s:
             taken_at = at + (random.random() * random.choice((0.004, 0.05, 0.2)) if random.random() < 0.6 else 0.0)

@@ -1,12 +1,14 @@
 """Rules of the produce path switched off, each of which the simulated worlds must miss.
 
-The rules are the numbered invariants of `kproxy.routing`; a switch names the one that it breaks. Switches are made on
+The rules are the numbered invariants of `kproxy.routing` and of what carries out its decisions; a switch names the one
+that it breaks. Switches are made on
 these modules alone, in ways that hold whoever imports what: methods of classes, rows of tables, what functions read
 from their modules, and the code of functions.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from enum import Enum
 from types import FunctionType
@@ -15,7 +17,13 @@ from typing import Any, Final, NamedTuple, cast
 import pytest
 
 from codec import error_codes as codes
+from kproxy.fencing.settlement import Hold, Settlement
+from kproxy.proxy.binding import Binder
+from kproxy.proxy.fanout import _CARRY_OUT, FanoutShell
+from kproxy.proxy.owning import refused_writes
 from kproxy.routing import lanes, merge, retry
+from kproxy.routing.actions import NoteLost
+from kproxy.routing.fanout import Fanout
 from kproxy.routing.lanes import Lanes
 from kproxy.routing.merge import Exchange
 from kproxy.routing.refused import Refused
@@ -37,13 +45,14 @@ class Worlds(Enum):
 
 
 class Switch(NamedTuple):
-    """`off` switches off what `rule` says; `forgets`: only brokers that forget show it."""
+    """`off` switches off what `rule` says; `forgets`: only brokers that forget show it; `claims`: only claimants do."""
 
     name: str
     rule: str
     off: Callable[[Patch], None]
     takes: Worlds = Worlds.FEW
     forgets: bool = False
+    claims: bool = False
 
 
 def _method(kind: type, name: str, new: Callable[..., object]) -> Callable[[Patch], None]:
@@ -74,6 +83,7 @@ def _rows(events: Iterable[int], row: Row, tables: Iterable[dict[int, Row]] = _T
 # What becomes of the methods
 
 _settled, _refused, _prove, _note = Lanes.settled, Lanes.refused, Routes.prove, Refused.note
+_has_lapsed = FanoutShell._has_lapsed
 
 
 def _settled_always_releases(self: Lanes, key: Any, sequence: int, *, appended: bool, given_up: bool) -> Any:
@@ -104,12 +114,28 @@ def _note_the_last_alone(self: Refused, key: Any, place: Any) -> None:
     _note(self, key, place)
 
 
+def _has_lapsed_at_a_dial(self: FanoutShell) -> bool:
+    return sys._getframe(1).f_code.co_name == "before_open" and _has_lapsed(self)
+
+
+def _has_lapsed_at_a_write(self: FanoutShell) -> bool:
+    return sys._getframe(1).f_code.co_name != "before_open" and _has_lapsed(self)
+
+
+def _hold_in_vain(self: Settlement, topic: str, partition_index: int) -> Hold:
+    return Hold((topic, partition_index), 0.0)
+
+
 def _yes(*_: object, **__: object) -> bool:
     return True
 
 
 def _no(*_: object, **__: object) -> bool:
     return False
+
+
+def _no_codes(*_: object, **__: object) -> dict[Any, int]:
+    return {}
 
 
 def _no_list(*_: object, **__: object) -> list[int]:
@@ -266,6 +292,77 @@ SWITCHES: Final = (
         "merge 2: the answer lists topics and partitions in the request's order",
         _code(merge.answers_in_order, _yes),
     ),
+    # kproxy.routing.fanout, the client's end
+    Switch(
+        "a client that is gone is not parted from its topics with a writer group",
+        "fanout 6: once the client is gone nothing more is sent for topics with a writer group",
+        _method(Fanout, "parted", _no_list),
+        claims=True,
+    ),
+    Switch(
+        "a client whose claim is lost is not severed from anything",
+        "fanout 6: once it is severed nothing at all",
+        _method(Fanout, "severed", _no_list),
+        claims=True,
+    ),
+    Switch(
+        "what waits for its retry goes on when its client is parted or severed",
+        "fanout 6",
+        _method(Fanout, "_is_over", _no),
+        claims=True,
+    ),
+    Switch(
+        "what is unanswered of a writer who has gone is not held",
+        "fanout 6: what a broker has got for such topics is held from that event on until it is answered or lost",
+        _method(Fanout, "_hold", _nothing),
+        claims=True,
+    ),
+    Switch(
+        "what is written and lost is not noted",
+        "actions.NoteLost: these were written to a broker whose answer cannot come any more",
+        lambda patch: patch.setitem(cast(dict[Any, Any], _CARRY_OUT), NoteLost, _nothing),
+        claims=True,
+    ),
+    # kproxy.proxy.fanout
+    Switch(
+        "whether claims are live is not asked when something is written",
+        "shell 2: whether claims are live is asked when something is written",
+        _method(FanoutShell, "_has_lapsed", _has_lapsed_at_a_dial),
+        claims=True,
+    ),
+    Switch(
+        "whether claims are live is not asked when a dial completes",
+        "shell 2: and again when a dial completes",
+        _method(FanoutShell, "_has_lapsed", _has_lapsed_at_a_write),
+        claims=True,
+    ),
+    # kproxy.proxy.binding
+    Switch(
+        "what claimants write stands behind no fence",
+        "binding 1: nothing of a claimed partition is sent on a connection before a binding of its fence",
+        _method(Binder, "before", _nothing),
+        claims=True,
+    ),
+    # kproxy.proxy.owning
+    Switch(
+        "anybody writes to a topic with a writer group",
+        "owning: a topic with a writer group is written by whoever owns its partition, and by nobody else",
+        _code(refused_writes, _no_codes),
+        claims=True,
+    ),
+    # kproxy.fencing.settlement
+    Switch(
+        "what is held is settled",
+        "settlement, settled -> held: the connection of a writer ends with something unanswered",
+        _method(Settlement, "begin", _hold_in_vain),
+        claims=True,
+    ),
+    Switch(
+        "claims are given on whatever is unsettled",
+        "granting 1: a claim is granted when nothing of its earlier writers is under way",
+        _method(Settlement, "keeps_back", _no),
+        claims=True,
+    ),
 )
 
 
@@ -275,7 +372,7 @@ def search(switch: Switch, first_seed: int, worlds: int) -> tuple[int, Outcome |
         switch.off(patch)
         for run in range(worlds):
             seed = first_seed + run
-            outcome = run_world(seed, setting=draw(seed, forgets=switch.forgets))
+            outcome = run_world(seed, setting=draw(seed, forgets=switch.forgets, claims=switch.claims))
             if outcome.found:
                 return run + 1, outcome
     return worlds, None

@@ -1,7 +1,7 @@
 """The few Kafka messages of a simulated world, written and read by hand: fast, and sharing nothing with `codec`.
 
-Produce 3-13, Fetch 11, ListOffsets 5. A batch is a header of version 2 with some bytes behind it in the place of
-records; its base_timestamp is the number it is known by in its world.
+Produce 3-13, Fetch 11, ListOffsets 5, Own 1, BindFences 0. A batch is a header of version 2 with some bytes behind it
+in the place of records; its base_timestamp is the number it is known by in its world.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ PRODUCE: Final = 0
 FETCH: Final = 1
 LIST_OFFSETS: Final = 2
 API_VERSIONS: Final = 18
+OWN: Final = 20311
+BIND_FENCES: Final = 20312
 FETCH_VERSION: Final = 11
 LIST_OFFSETS_VERSION: Final = 5
 FLEXIBLE_FROM: Final = 9
@@ -36,6 +38,10 @@ _FETCH_PARTITION = Struct(">iiqqi")
 _FETCHED = Struct(">ihqqqiii")
 _LIST_OFFSETS_PARTITION = Struct(">iiq")
 _LISTED = Struct(">ihqqi")
+_INT64 = Struct(">q")
+_OWNED = Struct(">hqq")
+_BINDING = Struct(">iq?")
+_BOUND = Struct(">ihq")
 
 # Of one topic, as it is called in the message: (partition_index, records).
 Asked = list[tuple[bytes, list[tuple[int, bytes]]]]
@@ -375,3 +381,65 @@ def read_read_response(api_key: int, frame: bytes) -> tuple[int, Results]:
     if at != len(frame):
         raise NoMessage(f"{len(frame) - at} bytes too many in an answer to a read")
     return correlation_id, results
+
+
+# Claims
+
+
+def own_request(correlation_id: int, client_id: bytes, group: str, resources: list[tuple[str, int]] | None) -> bytes:
+    """Claim these resources, each with its generation; None for the whole group."""
+    parts = [_HEAD.pack(OWN, 1, correlation_id, len(client_id)), client_id, b"\0", _compact(group.encode())]
+    parts.append(_uvarint(0 if resources is None else len(resources) + 1))
+    for resource, generation in resources or ():
+        parts += (_compact(resource.encode()), _INT64.pack(generation), b"\0")
+    parts.append(b"\0")
+    return _framed(parts)
+
+
+def _compact(text: bytes) -> bytes:
+    return _uvarint(len(text) + 1) + text
+
+
+def _read_compact(data: bytes, at: int) -> tuple[bytes, int]:
+    length, at = _read_uvarint(data, at)
+    return data[at : at + length - 1], at + length - 1
+
+
+def read_own_response(frame: bytes, group: str) -> tuple[int, Results]:
+    """By resource one entry, with its error code and its fence; none where all was refused. Raises NoMessage."""
+    try:
+        correlation_id, _, refusal = Struct(">ixih").unpack_from(frame, 4)
+        called, at = _read_compact(frame, 15)
+        count, at = _read_uvarint(frame, at)
+        results: Results = []
+        for _ in range(count - 1):
+            resource, at = _read_compact(frame, at)
+            code, _, fence = _OWNED.unpack_from(frame, at)
+            results.append((resource, [(0, code, fence)]))
+            at += _OWNED.size + 1
+    except (IndexError, error) as reason:
+        raise NoMessage(f"no answer to a claim: {frame!r}") from reason
+    if at + 1 != len(frame) or called != group.encode() or bool(refusal) is bool(results):
+        raise NoMessage(f"no answer to a claim: {frame!r}")
+    return correlation_id, results
+
+
+def read_bind_request(frame: bytes) -> tuple[int, list[tuple[bytes, int, int, bool]]]:
+    """The correlation_id and the bindings: topic, partition index, fence, and whether that is a release."""
+    _, _, correlation_id, at = head_of(frame)
+    count, at = _read_uvarint(frame, at + 1)
+    bindings = []
+    for _ in range(count - 1):
+        topic, at = _read_compact(frame, at)
+        bindings.append((topic, *_BINDING.unpack_from(frame, at)))
+        at += _BINDING.size + 1
+    return correlation_id, bindings
+
+
+def bind_response(correlation_id: int, bound: list[tuple[bytes, int, int, int]]) -> bytes:
+    """By topic and partition index an error code and the highest fence."""
+    parts = [_INT32.pack(correlation_id), b"\0", _INT32.pack(0), _uvarint(len(bound) + 1)]
+    for topic, index, code, fence in bound:
+        parts += (_compact(topic), _BOUND.pack(index, code, fence), b"\0")
+    parts.append(b"\0")
+    return _framed(parts)

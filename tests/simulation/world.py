@@ -12,7 +12,7 @@ import functools
 import gc
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
@@ -21,24 +21,23 @@ import structlog
 
 from kproxy.config import Limits
 from kproxy.observe.audit.rows import Range, decode_page
-from kproxy.observe.audit.trail import LOOK_S, Trail
 from kproxy.proxy.client_session import ClientSession
-from kproxy.proxy.context import ProxyContext
-from kproxy.proxy.dialling import Dialler
-from kproxy.routing.fleet import Fleet, Proxy
 from kproxy.routing.topology import Address, Topology
-from tests.simulation.clients import KINDS, TICK_S, Client, Connection
+from tests.simulation.claimants import KINDS
+from tests.simulation.clients import TICK_S, Client, Connection
 from tests.simulation.cluster import Broker, BrokerConnection, Cluster
-from tests.simulation.dice import Dice, TimeRandom, What
+from tests.simulation.dice import Dice, What
+from tests.simulation.etcd import WorldEtcd
+from tests.simulation.grants import Grants, Holder
 from tests.simulation.judge import judge
 from tests.simulation.network import NetworkLoop, SimulatedTransport
-from tests.simulation.setting import Setting, draw
+from tests.simulation.partitions import Batch
+from tests.simulation.proxy import SimulatedProxy
+from tests.simulation.setting import LeaseTrouble, Setting, draw
 
 # When all is well again, everything is done in this time; then everybody goes, and nothing is left.
 PATIENCE_S: Final = 60.0
 REST_S: Final = 15.0
-WALL_MS: Final = 1_700_000_000_000
-IDENTITY: Final = Proxy(1_000_000, "proxy.test", 19092)
 
 
 class Outcome(NamedTuple):
@@ -62,11 +61,16 @@ class _Logger:
         pass
 
     errors: list[str] = []  # noqa: RUF012 - of the world that runs
+    on_severed: Callable[[str], object] = staticmethod(lambda client: None)
 
     def debug(self, event: str, **values: object) -> None:
         """Nobody reads it."""
 
-    info = warning = debug
+    info = debug
+
+    def warning(self, event: str, **values: object) -> None:
+        if event == "client connection severed":
+            type(self).on_severed(str(values["client"]))
 
     def error(self, event: str, **values: object) -> None:
         self.errors.append(f"{event} {values}")
@@ -91,7 +95,7 @@ def quiet() -> Iterator[None]:
 
 
 class World:
-    """`found` is what was wrong."""
+    """`found` is what was wrong; `etcd` is where claims stand, in worlds that have them."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -100,35 +104,23 @@ class World:
         self.loop = NetworkLoop()  # type: ignore[abstract]
         self.loop.dial = self._dial
         self.limits = msgspec.convert(setting.limits, Limits)
-        # Of a Kafka cluster a partition without a leader is nobody's to take.
-        self.topology = Topology(offers_unowned=setting.conduct.refuses_before_append)
         self.faults = 0
         self.faults_amid = 0
-        self.cluster = Cluster(self.loop, self.dice, setting, self.topology, self.fault, self.found)
-        self.pages: list[bytes] = []
-        clock = self.loop.time
-        self.trail = Trail(
-            "proxy.test:19092",
-            "0123456789abcdef",
-            clock=clock,
-            wall_ms=lambda: WALL_MS + int(self.loop.now * 1000),
-            deadline_cap_ms=self.limits.deadline_cap_ms,
-            interval_s=1.0,
-            offer=lambda page, first_sequence, last_sequence: self.pages.append(page),
-            on_overlap=lambda overlap: self.found.append(f"an offset was given out twice: {overlap}"),
-        )
-        self.context = ProxyContext(
-            self.topology,
-            self.cluster,
-            Fleet([IDENTITY]),
-            self.limits,
-            clock,
-            TimeRandom(self.dice, clock),
-            dialler=Dialler(clock),
-            conduct=setting.conduct,
-            confirm_acks0=setting.confirm_acks0,
-            trail=self.trail,
-        )
+        claims = setting.claims
+        # Of a Kafka cluster a partition without a leader is nobody's to take.
+        offers_unowned = setting.conduct.refuses_before_append
+        topologies = [Topology(offers_unowned=offers_unowned) for _ in range(claims.proxies if claims else 1)]
+        self.cluster = Cluster(self.loop, self.dice, setting, topologies, self.fault, self.found)
+        etcd = WorldEtcd(self.loop)
+        self.etcd = etcd.store
+        self.grants = Grants(self.loop, self.etcd, self.limits.own_unsettled_s, self.found)
+        self.cluster.on_arrival = self.grants.arrived
+        self.cluster.on_append = self.grants.appended
+        self.cluster.on_refusal = self._refused
+        self.proxies = [
+            SimulatedProxy(number, self.loop, self.dice, setting, self.limits, topology, self.cluster, self.found, etcd)
+            for number, topology in enumerate(topologies)
+        ]
         self.clients = [
             KINDS[each.kind](self, number, each, [self.cluster.partitions[place] for place in each.partitions])
             for number, each in enumerate(setting.clients, 1)
@@ -145,13 +137,16 @@ class World:
 
     def run(self) -> None:
         """All of it; what is wrong is in `found`."""
-        loop, context = self.loop, self.context
+        loop = self.loop
         _Logger.errors.clear()
-        context.versions.on_change = self._follow_ranges
-        context.health.on_open = self._give_up_broker
-        loop.call_soon(self.trail.begin)
+        _Logger.on_severed = self._severed
+        for proxy in self.proxies:
+            proxy.context.versions.on_change = functools.partial(self._follow_ranges, proxy)
+            proxy.context.health.on_open = functools.partial(self._give_up_broker, proxy)
+            proxy.begin()
         loop.call_soon(self._tick)
-        loop.call_later(LOOK_S, self._look)
+        for trouble in self.setting.claims.troubles if self.setting.claims else ():
+            loop.call_at(trouble.at, self._befall, trouble)
         for client in self.clients:
             loop.call_later(0.02, client.begin)
         loop.run(self.setting.trouble_s, lambda: bool(self.found))
@@ -165,13 +160,42 @@ class World:
         self._is_over = True
         loop.call_soon(self._close)
         loop.run(loop.now + REST_S, lambda: not loop.open_tasks and not self.cluster.pauses)
-        loop.call_soon(self.trail.end)
+        for proxy in self.proxies:
+            loop.call_soon(proxy.trail.end)
         loop.run(loop.now + 0.001)
         self._check_end()
 
     def _close(self) -> None:
-        self.loop.create_task(self.context.versions.close())
-        self.loop.create_task(self.context.health.close())
+        for proxy in self.proxies:
+            proxy.close()
+
+    def _refused(self, batch: Batch) -> None:
+        """What a claimant sent was refused, and may be about to be sent again: a good time to lose a lease."""
+        now = self.loop.now
+        drawn = self.dice.at(What.LEASE, batch.id, batch.arrivals)
+        if self.setting.claims is None or drawn >= self.setting.claims.lapses or now > self.setting.trouble_s:
+            return
+        proxy = self.clients[batch.client - 1].proxy_of(batch.connection)
+        at = now + 0.02 * self.dice.at(What.LEASE, batch.id, -batch.arrivals)
+        lasts_s = 0.3 * self.dice.at(What.LEASE, -batch.id, batch.arrivals)
+        self.loop.call_at(at, self._befall, LeaseTrouble(at, "suspend", proxy, lasts_s))
+
+    def _severed(self, peer: str) -> None:
+        self.cluster.happened["severed"] += 1
+        self.grants.severed(int(peer.rpartition(":")[2]))
+
+    def _befall(self, trouble: LeaseTrouble) -> None:
+        if self._is_over:
+            return
+        proxy = self.proxies[trouble.proxy]
+        self.fault(trouble.kind)
+        self.cluster.happened[trouble.kind] += 1
+        if trouble.kind == "suspend":
+            proxy.suspend(trouble.lasts_s)
+            served = [each for each in self._sessions.values() if each.proxy == proxy.number]
+            self.grants.lapsed(Holder(each.client.number, each.ordinal) for each in served)
+        else:
+            proxy.make_late(trouble.lasts_s)
 
     def _check_rest(self) -> None:
         for client in self.clients:
@@ -180,13 +204,14 @@ class World:
                 self.found.append(f"{client} is not done {PATIENCE_S} s after all is well: {last}")
 
     def _check_end(self) -> None:
-        budget = self.context.budget
         for session in self._sessions:
             self.found.append(f"the session of {session.peer} does not end: {session.open_requests} open requests")
-        if (budget.held, budget.arriving, len(budget.waiting)) != (0, 0, 0) or budget.passing is not None:
-            self.found.append(f"the budget is not given back: {budget.held} held, {budget.arriving} arriving")
-        if self.context.answer_room.held:
-            self.found.append(f"{self.context.answer_room.held} bytes of answers are still held")
+        for context in (proxy.context for proxy in self.proxies):
+            budget = context.budget
+            if (budget.held, budget.arriving, len(budget.waiting)) != (0, 0, 0) or budget.passing is not None:
+                self.found.append(f"the budget is not given back: {budget.held} held, {budget.arriving} arriving")
+            if context.answer_room.held:
+                self.found.append(f"{context.answer_room.held} bytes of answers are still held")
         self.found += [f"a task does not end: {task}" for task in self.loop.open_tasks]
         self.found += [f"escaped into the event loop: {_told(error)}" for error in self.loop.errors]
         self.found += [f"an error was logged: {error}" for error in _Logger.errors]
@@ -197,33 +222,34 @@ class World:
             return
         now = self.loop.now
         self.loop.call_later(TICK_S, self._tick)
-        self.context.versions.look()
-        self.context.answer_room.wake()
+        for proxy in self.proxies:
+            proxy.context.versions.look()
+            proxy.context.answer_room.wake()
+        self.etcd.expire_leases()
         for session in list(self._sessions):
             session.expire(now)
 
-    def _look(self) -> None:
-        if not self._is_over:
-            self.loop.call_later(LOOK_S, self._look)
-            self.trail.look()
-
-    def _follow_ranges(self, ranges: dict[int, tuple[int, int]]) -> None:
-        for session in list(self._sessions):
+    def _follow_ranges(self, proxy: SimulatedProxy, ranges: dict[int, tuple[int, int]]) -> None:
+        for session in self._sessions_of(proxy):
             session.follow_ranges(ranges)
 
-    def _give_up_broker(self, address: Address) -> None:
-        for session in list(self._sessions):
+    def _give_up_broker(self, proxy: SimulatedProxy, address: Address) -> None:
+        for session in self._sessions_of(proxy):
             session.give_up_broker(address)
+
+    def _sessions_of(self, proxy: SimulatedProxy) -> list[ClientSession]:
+        return [session for session, connection in self._sessions.items() if connection.proxy == proxy.number]
 
     # Clients
 
     def connect(self, client: Client, ordinal: int) -> Connection:
         """One more connection of a client; the proxy has it at once."""
-        connection = Connection(client, ordinal)
+        connection = Connection(client, ordinal, client.proxy_of(ordinal))
+        context = self.proxies[connection.proxy].context
         key = client.number * 1000 + ordinal
         connection.transport = transport = self._line(("client", client.number, 0, ordinal), key, connection)
-        self.context.counters["clients.accepted"] += 1
-        connection.session = session = ClientSession(self.context, self._closed)
+        context.counters["clients.accepted"] += 1
+        connection.session = session = ClientSession(context, self._closed)
         self._sessions[session] = connection
         self.loop.call_soon(transport.begin, session)
         return connection
@@ -285,6 +311,9 @@ class World:
         key = (broker.node_id << 40) + (whose << 16) + ordinal
         reached = self.loop.create_future()
         way_s = 0.0001 + self.setting.latency_s * 2 * self.dice.at(What.DIAL, key)
+        if self.setting.claims is not None and self.dice.at(What.DIAL, key, 1) < 0.2:
+            # Time for a claim to be lost meanwhile.
+            way_s += 0.2 * self.dice.at(What.DIAL, key, 2)
         self.loop.call_later(way_s, self._reach, broker, port, reached)
         await reached
         far = self.cluster.accept(broker)
@@ -309,7 +338,8 @@ class World:
     @functools.cached_property
     def rows(self) -> list[Range]:
         """What the trail says was acknowledged."""
-        return [row for page in self.pages for row in decode_page(page) if isinstance(row, Range)]
+        pages = [page for proxy in self.proxies for page in proxy.pages]
+        return [row for page in pages for row in decode_page(page) if isinstance(row, Range)]
 
     def transcript(self) -> Iterator[str]:
         """All that the proxy sent, line by line; what it sent in one moment on one connection is one line."""
@@ -326,27 +356,33 @@ class World:
                 parts.append(data)
             if parts:
                 yield f"  {at:.7f} {b''.join(parts).hex()}"
-        yield "audit trail"
-        for page in self.pages:
-            for row in page.decode().splitlines():
-                yield f"  {row}"
-        yield "counters"
-        tally = self.context.tally
-        counts: dict[str, Mapping[Any, int]] = {
-            "requests": tally.requests,
-            "errors": tally.errors,
-            "retries": tally.retries,
-            "unconfirmed": tally.unconfirmed,
-            "counters": self.context.counters,
-            **{f"drops of {topic.decode()}": codes for topic, codes in sorted(tally.drops.items())},
-            "latencies": dict(enumerate(tally.produce_buckets)),
-        }
-        for counted, told in counts.items():
-            yield f"  {counted}: {sorted((str(key), count) for key, count in told.items() if count)}"
-        yield f"  bytes: {tally.received_bytes} received, {tally.sent_bytes} sent"
+        for proxy in self.proxies:
+            yield from _told_by(proxy)
         yield "logs"
         for partition in self.cluster.partitions:
             yield f"  {partition}: {partition.end} {[batch.id for batch in partition.log]}"
+
+
+def _told_by(proxy: SimulatedProxy) -> Iterator[str]:
+    which = f" of proxy {proxy.number}" if proxy.number else ""
+    yield f"audit trail{which}"
+    for page in proxy.pages:
+        for row in page.decode().splitlines():
+            yield f"  {row}"
+    yield f"counters{which}"
+    tally = proxy.context.tally
+    counts: dict[str, Mapping[Any, int]] = {
+        "requests": tally.requests,
+        "errors": tally.errors,
+        "retries": tally.retries,
+        "unconfirmed": tally.unconfirmed,
+        "counters": proxy.context.counters,
+        **{f"drops of {topic.decode()}": codes for topic, codes in sorted(tally.drops.items())},
+        "latencies": dict(enumerate(tally.produce_buckets)),
+    }
+    for counted, told in counts.items():
+        yield f"  {counted}: {sorted((str(key), count) for key, count in told.items() if count)}"
+    yield f"  bytes: {tally.received_bytes} received, {tally.sent_bytes} sent"
 
 
 def _told(error: dict[str, Any]) -> str:

@@ -27,6 +27,7 @@ from kproxy.ownership.etcd.messages import decode_key, key_value, rpc
 CLUSTER_ID = 0xC1
 CALL_TIMEOUT_S = 5.0
 _EQUAL = 0
+_LESS = 2
 
 
 class _Lease(NamedTuple):
@@ -118,8 +119,14 @@ class EtcdStore:
         return response
 
     def _holds(self, compare: Any) -> bool:
+        if compare.result == _LESS and compare.range_end and compare.WhichOneof("target_union") == "mod_revision":
+            return all(
+                kv.mod_revision < compare.mod_revision
+                for key, kv in self.kvs.items()
+                if compare.key <= key < compare.range_end
+            )
         if compare.result != _EQUAL:
-            raise NotImplementedError("only comparisons for equality are made")
+            raise NotImplementedError("only comparisons for equality, and of a range with a later revision, are made")
         kv = self.kvs.get(compare.key)
         kind = compare.WhichOneof("target_union")
         if kind is None:

@@ -1,0 +1,105 @@
+"""What is known of claims in a simulated world, and what they promise on produce.
+
+The promise (semantics of the Own API): when a claim is answered as granted, nothing that its partition's earlier
+writers wrote is appended any more. Before brokers without fences it is bounded: what takes longer than the time that
+the proxy waits for what is unsettled may still come.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from codec.own import WHOLE_GROUP
+from kproxy.fencing.keys import OwnKeys, decode_claim
+from tests.simulation.network import NetworkLoop
+from tests.simulation.partitions import Batch, Partition
+from tests.simulation.proxy import PREFIX
+from tests.simulation.setting import WRITERS
+from tests.support.simulated_etcd import EtcdStore
+
+_KEYS = OwnKeys(PREFIX)
+
+
+class Holder(NamedTuple):
+    """A client's connection."""
+
+    client: int
+    connection: int
+
+
+class Grants:
+    """`unsettled_s` is how long the proxies wait for what is unsettled."""
+
+    def __init__(self, loop: NetworkLoop, store: EtcdStore, unsettled_s: float, found: list[str]) -> None:
+        # The highest generation that anybody has asked for.
+        self.generations: dict[Partition, int] = defaultdict(int)
+        self._loop = loop
+        self._store = store
+        self._unsettled_s = unsettled_s
+        self._found = found
+        # By partition, as far as the claimants have heard: the fence of each holder, and the highest of all.
+        self._fences: dict[Partition, dict[Holder, int]] = defaultdict(dict)
+        self._highest: dict[Partition, tuple[int, Holder]] = {}
+        # When a connection was severed, by its number, and when the lease behind what it was granted ended.
+        self.severed_at: dict[int, float] = {}
+        self.lapsed_at: dict[Holder, float] = {}
+        # What was appended of connections that had not heard of a grant.
+        self._unheard: dict[Holder, Batch] = {}
+
+    def granted(self, partition: Partition, holder: Holder, fence: int) -> None:
+        """A claimant has its answer."""
+        self._fences[partition][holder] = fence
+        if fence > self._highest.get(partition, (0, holder))[0]:
+            self._highest[partition] = fence, holder
+
+    def severed(self, connection: int) -> None:
+        """Nothing more may be written for that client connection, to any partition."""
+        self.severed_at.setdefault(connection, self._loop.now)
+
+    def arrived(self, batch: Batch) -> None:
+        """A broker has a batch."""
+        severed_at = self.severed_at.get(batch.client * 1000 + batch.connection)
+        if severed_at is not None and batch.written_at > severed_at:
+            self._found.append(f"{batch} was written at {batch.written_at}, its client was severed at {severed_at}")
+        lapsed_at = self.lapsed_at.get(Holder(batch.client, batch.connection))
+        if lapsed_at is not None and batch.written_at > lapsed_at and batch.partition in self._fences:
+            self._found.append(f"{batch} was written at {batch.written_at}, the lease had ended at {lapsed_at}")
+
+    def lapsed(self, holders: Iterable[Holder]) -> None:
+        """The lease behind all that these have been granted has ended."""
+        for holder in holders:
+            if any(holder in fences for fences in self._fences.values()):
+                self.lapsed_at.setdefault(holder, self._loop.now)
+
+    def appended(self, batch: Batch) -> None:
+        """A batch is in the log now."""
+        partition, holder = batch.partition, Holder(batch.client, batch.connection)
+        mine = self._fences[partition].get(holder) if partition in self._fences else None
+        if mine is None:
+            self._unheard[holder] = batch
+            return
+        highest, latest = self._highest[partition]
+        took_s = self._loop.now - batch.written_at
+        if highest > mine and latest != holder and took_s < self._unsettled_s:
+            self._found.append(
+                f"{batch}, written behind fence {mine}, is appended when client {latest.client} has been granted "
+                f"{partition} with fence {highest}, {took_s:.3f} s after it was sent"
+            )
+
+    def is_standing(self, partition: Partition, fence: int) -> bool:
+        """Whether nothing that concerns a partition's claim has changed in etcd since that fence."""
+        keys = {_KEYS.claim(WRITERS, str(partition)), _KEYS.claim(WRITERS, WHOLE_GROUP)}
+        return not any(event.kv.key in keys for _, events in self._store.events_after(fence) for event in events)
+
+    def judge(self) -> Iterator[str]:
+        """Nobody has written who had not claimed."""
+        claimed = set[int]()
+        for _, events in self._store.events_after(1):
+            for event in events:
+                if event.kv.key.startswith(_KEYS.claims) and not event.deleted:
+                    claimed.add(int(decode_claim(event.kv.value).client.rpartition(":")[2]))
+        for holder, batch in self._unheard.items():
+            if holder.client * 1000 + holder.connection not in claimed:
+                yield f"{batch} is in the log, and its connection {holder.connection} has claimed nothing"
