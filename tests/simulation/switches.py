@@ -206,7 +206,8 @@ SWITCHES: Final = (
     Switch(
         "what waits in lanes outlives its client",
         "fanout: dropped when its client is gone",
-        # Its client has sent that again, or never will: brokers know it again, and nobody hears of it.
+        # Nothing of it is sent: whoever takes an item out of a lane asks first whether its request is still open. What
+        # is kept is memory, and that ends with the session.
         _method(Lanes, "drop", _nothing),
         Worlds.NONE,
     ),
@@ -225,7 +226,9 @@ SWITCHES: Final = (
     Switch(
         "a route is proven by what was sent under an earlier ownership",
         "routes 2",
-        # What follows goes where the partition was, is refused there, and then goes where it is.
+        # What follows goes where the partition was, is refused there, and then goes where it is. It would be out of
+        # order at a broker that forgets and gets the partition back while the batch that probed is unanswered. But what
+        # was pipelined to it before is appended in its midst whatever the proxy does, so none comes back so soon.
         _method(Routes, "prove", _prove_at_any_revision),
         Worlds.NONE,
     ),
@@ -274,7 +277,9 @@ SWITCHES: Final = (
     Switch(
         "only the latest refused batch is remembered",
         "refused 1",
-        # These clients wait for all answers before they send anything again.
+        # It takes refusals that are noted in another order than that of their batches, and one out of order between
+        # them: these clients wait for all answers before they send anything again. Others could not be judged: what
+        # comes again ends what is known, and what was sent behind it before is rightly told to be out of order.
         _method(Refused, "note", _note_the_last_alone),
         Worlds.NONE,
     ),

@@ -54,6 +54,10 @@ class Outcome(NamedTuple):
     transcript: list[str]
 
 
+def _nobody(client: str) -> None:
+    """Nobody asks who is severed."""
+
+
 class _Logger:
     """Keeps errors that the proxy logs, and nothing else."""
 
@@ -61,7 +65,7 @@ class _Logger:
         pass
 
     errors: list[str] = []  # noqa: RUF012 - of the world that runs
-    on_severed: Callable[[str], object] = staticmethod(lambda client: None)
+    on_severed: Callable[[str], object] = _nobody
 
     def debug(self, event: str, **values: object) -> None:
         """Nobody reads it."""
@@ -139,7 +143,6 @@ class World:
         """All of it; what is wrong is in `found`."""
         loop = self.loop
         _Logger.errors.clear()
-        _Logger.on_severed = self._severed
         for proxy in self.proxies:
             proxy.context.versions.on_change = functools.partial(self._follow_ranges, proxy)
             proxy.context.health.on_open = functools.partial(self._give_up_broker, proxy)
@@ -180,7 +183,8 @@ class World:
         lasts_s = 0.3 * self.dice.at(What.LEASE, -batch.id, batch.arrivals)
         self.loop.call_at(at, self._befall, LeaseTrouble(at, "suspend", proxy, lasts_s))
 
-    def _severed(self, peer: str) -> None:
+    def severed(self, peer: str) -> None:
+        """The proxy has severed the connection of a client that is called so."""
         self.cluster.happened["severed"] += 1
         self.grants.severed(int(peer.rpartition(":")[2]))
 
@@ -408,10 +412,14 @@ def run_world(seed: int, *, setting: Setting | None = None, keeps_transcript: bo
 def _run(setting: Setting, *, keeps_transcript: bool) -> Outcome:
     world = World(setting)
     world.cluster.keeps_history = keeps_transcript
+    _Logger.on_severed = world.severed
     try:
         world.run()
     except AssertionError as error:
         world.found.append(str(error))
+    finally:
+        # Whatever outlives a world keeps all of it: what is garbage later is not looked for any more.
+        _Logger.on_severed = _nobody
     lines = list(world.transcript())
     return Outcome(
         setting.seed,
