@@ -13,7 +13,7 @@ KINDS: Final = ("plain", "idempotent", "transactional", "silent")
 # The group whose claimants alone write to a topic with a writer group.
 WRITERS: Final = "writers"
 # Of all worlds.
-WITH_CLAIMS: Final = 0.1
+WITH_CLAIMS: Final = 0.05
 # How long the trouble lasts in them: claims take their time.
 CLAIMS_S: Final = 4.0
 
