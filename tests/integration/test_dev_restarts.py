@@ -181,6 +181,7 @@ def test_a_broker_that_cannot_start_is_tried_again_later_each_time_and_its_reaso
         assert gone(processes)
 
 
+@pytest.mark.long
 def test_interrupted_before_a_part_is_back_it_stops_as_ever(tmp_path: Path) -> None:
     with serving(dev_arguments(tmp_path / "data", "--brokers", "2"), tmp_path / "stderr") as dev:
         told, processes = Told(dev), dev.descendants()

@@ -173,6 +173,7 @@ async def test_one_that_hangs_is_named_and_holds_up_no_page(tmp_path: Path) -> N
     await upstream.stop()
 
 
+@pytest.mark.long
 async def test_all_that_hang_are_no_life(tmp_path: Path) -> None:
     with static_proxy(tmp_path, {1: 1}, more=workers(2)) as process:
         pids = worker_pids(process).values()
