@@ -132,7 +132,6 @@ def test_no_mutant_is_the_module_itself_or_drawn_twice() -> None:
     assert len(drawn) == 4
 
 
-@pytest.mark.long
 def test_every_module_is_drawn_from() -> None:
     sources = {f"{name}.py": b"def f(a):\n    return a + 1\n" for name in "abcdef"}
     assert {each.path for each in draw(sources, 20, 7)} == set(sources)
