@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kproxy.routing.actions import Respond
+from kproxy.routing.actions import Action, Respond
 from kproxy.routing.merge import Exchange, ExchangeState
 from kproxy.routing.open_exchanges import LOOK_PAUSES_S
 from kproxy_codec.api_keys import FETCH, PRODUCE
 from kproxy_codec.produce import PRODUCE_API
-from tests.support.messages import frame_of, response_body, response_frame, sample_response
+from tests.support.messages import frame_of, response_body, response_frame, sample_response, tag_section
 from tests.support.playbook import Playbook
 from tests.support.playbook_words import answer_frame, parse
 
@@ -394,3 +394,16 @@ def test_a_request_that_names_a_topic_without_partitions_is_answered_at_once(ver
     frame = memoryview(b"".join(answered.answer))
     (topic,) = PRODUCE_API.parse_response(frame, version).topics
     assert (topic.name, topic.partitions) == (b"t", [])
+
+
+def test_fields_that_nobody_knows_of_are_handed_on_in_order_and_once() -> None:
+    """Whichever part of the answer they come with (KIP-482)."""
+    play = Playbook()
+    play.submits(1, "t-0 t-1")
+    done: list[Action] = []
+    for piece, tags in ((1, [(50, b"a"), (60, b"b")]), (2, [(40, b"c"), (50, b"d")])):
+        frame = answer_frame(play.pieces[piece].exchange.request, f"t-{piece - 1}")
+        assert frame[-1] == 0
+        done += play.core.answered(piece, frame_of(bytes(frame[4:-1]), tag_section(tags)), play.now, 0.0)
+    (answered,) = (each for each in done if isinstance(each, Respond))
+    assert b"".join(answered.answer).endswith(tag_section([(40, b"c"), (50, b"a"), (60, b"b")]))
