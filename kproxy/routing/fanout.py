@@ -565,7 +565,9 @@ class Fanout:
             exchange.note_sent(entry, broker)
             if error_code == NOT_LEADER_OR_FOLLOWER:
                 exchange.attempts(entry).refused_by |= {broker}
-                self.routes.refuted(*exchange.partition(entry), piece.connection.number)
+                if exchange.is_ordered:
+                    # Not for a read: the plain path is not adopted for its answer, and counts on this route.
+                    self.routes.refuted(*exchange.partition(entry), piece.connection.number)
             self._failed(exchange, entry, error_code, piece.routed_at, result)
         self._exchanges.finish_if_complete(exchange, self._now)
 

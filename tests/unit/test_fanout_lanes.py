@@ -462,6 +462,17 @@ def test_a_broker_that_says_it_is_no_owner_gets_one_batch_first_afterwards() -> 
     assert play.submits(4, "t-0") == []
 
 
+def test_a_read_that_is_refused_leaves_a_route_proven_and_the_plain_path_is_waited_for_after_a_move() -> None:
+    play = proven()
+    play.passes(2, "t-0")
+    play.lists_offsets(3, "t-0")
+    (read,) = play.pieces
+    play.answers(read, "t-0=6")
+    assert play.proven("t-0")
+    play.moves("t-0", 2)
+    assert [each for each in play.submits(4, "t-0") if each.startswith("send")] == []
+
+
 def test_a_late_refusal_by_another_broker_leaves_a_route_proven() -> None:
     play = piped(2)
     play.moves("t-0", 2)
