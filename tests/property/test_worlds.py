@@ -43,8 +43,10 @@ def test_where_partitions_are_claimed_nobody_writes_what_another_was_granted() -
     for seed in range(SEED, SEED + WORLDS // TESTS):
         summary.add(run_world(seed, setting=draw(seed, claims=True)))
     assert not summary.broken, "\n".join([str(summary), *summary.complaints()])
+    # Fenced batches are rare: one world in eight or so has some.
+    seldom = ("suspend", "fenced") if summary.worlds >= 200 else ()
     if summary.worlds >= 10:
-        for what in ("claim: 0", "severed", "suspend", "fenced"):
+        for what in ("claim: 0", "severed", *seldom):
             assert summary.happened[what], f"too little happens: {summary.happened}"
 
 
