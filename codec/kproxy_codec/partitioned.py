@@ -458,24 +458,6 @@ class Splitter:
         return parts
 
 
-def _runs(frame: memoryview, topic: TopicSpan, ordinals: Sequence[int]) -> list[memoryview]:
-    """The bytes of the entries, neighbours in one slice."""
-    starts, ends = topic.starts, topic.ends
-    if len(ordinals) == 1:
-        return [frame[starts[ordinals[0]] : ends[ordinals[0]]]]
-    runs = []
-    start = end = -1
-    for ordinal in ordinals:
-        if starts[ordinal] != end:
-            if end >= 0:
-                runs.append(frame[start:end])
-            start = starts[ordinal]
-        end = ends[ordinal]
-    if end >= 0:
-        runs.append(frame[start:end])
-    return runs
-
-
 def encode_topics(
     topics: Sequence[tuple[bytes, Sequence[Buffer], int]], *, flexible: bool, by_id: bool = False
 ) -> list[Buffer]:

@@ -411,12 +411,10 @@ class Fanout:
 
     def _route(self, exchange: Exchange, entry: Entry) -> int:
         """The broker to send an entry to, or NO_OWNER."""
-        topology = self._topology
         topic, partition_index = exchange.partition(entry)
-        owner = topology.owner(topic, partition_index)
-        if owner == NO_OWNER:
-            return exchange.route(entry, topology, self._taken_by(topic, partition_index))
-        return owner if topology.address(owner) is not None else NO_OWNER
+        is_owned = self._topology.owner(topic, partition_index) != NO_OWNER
+        taken_by = NO_OWNER if is_owned else self._taken_by(topic, partition_index)
+        return exchange.route(entry, self._topology, taken_by)
 
     def _taken_by(self, topic: bytes, partition_index: int) -> int:
         """The broker that has taken a partition without a known owner, or NO_OWNER."""
