@@ -38,7 +38,7 @@ class Slot:
     be forbidden by then.
 
     Only for a request on the plain path (kproxy.proxy.plain_path) it is also the record: `deadline` in seconds of the
-    proxy's clock, `routed_at` the topology's revision, `exchange` the results if the request is sent in parts.
+    proxy's clock, `routed_at` the topology's version, `exchange` the results if the request is sent in parts.
     """
 
     __slots__ = (

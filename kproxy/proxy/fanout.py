@@ -214,7 +214,7 @@ class FanoutShell:
         if is_ordered and not refused and core.is_quiet and (silent or deadline > self._context.clock()):
             if core.awaits:
                 core.arrived(Exchange(api, request, slot.sequence, deadline))
-            if self.plain.send(slot, request, deadline, self._topology.revision, is_silent=silent):
+            if self.plain.send(slot, request, deadline, self._topology.version, is_silent=silent):
                 return
         exchange = Exchange(api, request, slot.sequence, deadline)
         exchange.look_until = look_until
@@ -581,9 +581,9 @@ class OwnerLookups:
         self._closed = False
 
     def ask(self, topic: bytes, partition_index: int, routed_at: int) -> None:
-        """Have the source read an owner again, unless it has reported a new one since the revision `routed_at`."""
+        """Have the source read an owner again, unless it has reported a new one since the version `routed_at`."""
         partition = (topic, partition_index)
-        if self._context.topology.owner_revision(topic, partition_index) > routed_at:
+        if self._context.topology.owner_version(topic, partition_index) > routed_at:
             return
         if partition in self._tasks:
             self._again.add(partition)

@@ -98,7 +98,7 @@ class PlainPath:
     ) -> bool:
         """Send a request; False if some partition's route is new.
 
-        The answer goes to `slot`. `routed_at` is the topology's revision.
+        The answer goes to `slot`. `routed_at` is the topology's version.
         """
         kind = kind_of(request)
         plan = self._plans.find(kind)

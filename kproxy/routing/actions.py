@@ -81,7 +81,7 @@ class NoteLost(NamedTuple):
 
 
 class Reread(NamedTuple):
-    """Look up a partition's owner again; the partition was routed at this revision of the topology."""
+    """Look up a partition's owner again; the partition was routed at this version of the topology."""
 
     topic: bytes
     partition_index: int

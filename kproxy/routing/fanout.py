@@ -426,13 +426,13 @@ class Fanout:
             for entry in entries_of(selection):
                 is_nameless = exchange.request.is_nameless(exchange.topic(entry))
                 event = UNKNOWN_TOPIC_ID if is_nameless else retry.NOT_WRITTEN
-                self._failed(exchange, entry, event, self._topology.revision)
+                self._failed(exchange, entry, event, self._topology.version)
             return
         connection = self._in_flight.connection_to(owner)
         if exchange.is_ordered:
             self._probe_new_routes(exchange, connection, selection)
         part = None if whole else selection
-        piece = self._in_flight.add(exchange, connection, part, self._topology.revision)
+        piece = self._in_flight.add(exchange, connection, part, self._topology.version)
         self._actions.add(Send(connection.number, owner, piece.number, exchange, part, shares))
 
     def _probe_new_routes(self, exchange: Exchange, connection: BrokerConnection, selection: Selection) -> None:
@@ -497,7 +497,7 @@ class Fanout:
                 continue
             for entry in piece.entries():
                 # The same owner with a new ownership counts as another one: it now takes what it refused before.
-                is_new = self._topology.owner_revision(*exchange.partition(entry)) > piece.routed_at
+                is_new = self._topology.owner_version(*exchange.partition(entry)) > piece.routed_at
                 if is_new or self._route(exchange, entry) != piece.connection.broker:
                     self.lanes.block(lane_key(exchange, entry), (exchange.sequence,))
 
@@ -519,7 +519,7 @@ class Fanout:
 
     def _has_moved(self, item: Item, routed_at: int) -> bool:
         """Whether the partition has another owner since, one that can be sent to."""
-        if self._topology.owner_revision(*item.exchange.partition(item.entry)) <= routed_at:
+        if self._topology.owner_version(*item.exchange.partition(item.entry)) <= routed_at:
             return False
         return self._route(item.exchange, item.entry) != NO_OWNER
 
@@ -609,7 +609,7 @@ class Fanout:
     ) -> None:
         """Retry or fail an entry that met `event` (kproxy.routing.retry).
 
-        It was sent at the topology's revision `routed_at`. `result` is the broker's own entry, for codes that are
+        It was sent at the topology's version `routed_at`. `result` is the broker's own entry, for codes that are
         passed on.
         """
         key, sequence = lane_key(exchange, entry), exchange.sequence
@@ -631,7 +631,7 @@ class Fanout:
         behind = key in self.lanes and retry.is_held_back(event) and not is_probing and (safe or not is_ambiguous)
         attempts = exchange.attempts(entry)
         if not behind:
-            attempts.add(routed_at, self._topology.owner_revision(*partition), self._now)
+            attempts.add(routed_at, self._topology.owner_version(*partition), self._now)
         verdict = retry.decide(rows, event, exhausted=attempts.exhausted, resend_is_safe=safe)
         # An out-of-order error behind a refused batch is not its own outcome, and producers stop at that code.
         is_misled = event == OUT_OF_ORDER_SEQUENCE_NUMBER and (behind or self._exchanges.is_misled(exchange, entry))
@@ -653,14 +653,14 @@ class Fanout:
         self._settle(exchange, (entry,), appended=False, given_up=gives_up)
 
     def _pause(self, item: Item, attempts: Attempts, routed_at: int) -> Pause:
-        """The pause of an item that failed when sent at the topology's revision `routed_at`."""
+        """The pause of an item that failed when sent at the topology's version `routed_at`."""
         soonest = self._now + attempts.soonest_s(self._jitter)
         due = soonest if self._has_moved(item, routed_at) else self._now + attempts.due_s(self._jitter)
         return Pause(due, soonest, routed_at)
 
     def _ask_for_owner(self, topic: bytes, partition_index: int, routed_at: int) -> None:
         """Have the owner looked up, unless the topology has news of it since `routed_at`."""
-        if self._topology.owner_revision(topic, partition_index) <= routed_at:
+        if self._topology.owner_version(topic, partition_index) <= routed_at:
             self._actions.add(Reread(topic, partition_index, routed_at))
 
     def _owner_hangs(self, exchange: Exchange, entry: Entry) -> bool:

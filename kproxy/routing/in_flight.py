@@ -73,7 +73,7 @@ class BrokerConnection:
 class Piece:
     """A part of an exchange that is sent to one broker.
 
-    `part` is None for the whole exchange. `routed_at` is the topology's revision when it was sent, `keys` are the lanes
+    `part` is None for the whole exchange. `routed_at` is the topology's version when it was sent, `keys` are the lanes
     in which it is counted. `is_held`: its writer is gone, and its partitions are held until it is answered or lost.
     """
 
@@ -202,7 +202,7 @@ class InFlight:
 
 
 Batches = dict[tuple[bytes, int], tuple[int, int]]
-"""By topic and partition index: the number of batches, and the topology's revision that the last one was sent at."""
+"""By topic and partition index: the number of batches, and the topology's version that the last one was sent at."""
 
 
 class Unconfirmed:

@@ -68,7 +68,7 @@ _NOTHING = Release([], [])
 class Pause(NamedTuple):
     """When a refused item may go again, in seconds of the proxy's clock.
 
-    `due` is for the same owner, `soonest` for another. `routed_at` is the topology's revision it was sent at.
+    `due` is for the same owner, `soonest` for another. `routed_at` is the topology's version it was sent at.
     """
 
     due: float

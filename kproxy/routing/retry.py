@@ -50,28 +50,28 @@ class Attempts:
     answered NOT_LEADER_OR_FOLLOWER; `sent_to`: the one it was sent to last.
     """
 
-    __slots__ = ("_owner_revision", "first_failed_at", "here", "in_all", "refused_by", "sent_to")
+    __slots__ = ("_owner_version", "first_failed_at", "here", "in_all", "refused_by", "sent_to")
 
     def __init__(self) -> None:
         self.in_all = 0
         self.here = 0
         self.first_failed_at = 0.0
-        self._owner_revision = -1
+        self._owner_version = -1
         self.refused_by: frozenset[int] = frozenset()
         self.sent_to = NO_OWNER
 
-    def add(self, routed_at: int, owner_revision: int, now: float) -> None:
-        """Count an attempt sent at the topology's revision `routed_at`.
+    def add(self, routed_at: int, owner_version: int, now: float) -> None:
+        """Count an attempt sent at the topology's version `routed_at`.
 
-        `owner_revision` is the ownership's now. `now` is in seconds of the proxy's clock.
+        `owner_version` is the ownership's now. `now` is in seconds of the proxy's clock.
         """
         if not self.in_all:
             self.first_failed_at = now
         self.in_all += 1
-        if owner_revision != self._owner_revision:
-            self._owner_revision = owner_revision
+        if owner_version != self._owner_version:
+            self._owner_version = owner_version
             self.here = 0
-        if owner_revision <= routed_at:
+        if owner_version <= routed_at:
             self.here += 1
 
     @property

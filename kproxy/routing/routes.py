@@ -7,7 +7,7 @@ it has no state of the producer.
 
 Invariants
 1. A partition has at most one proven route.
-2. A route that is proven at one revision of the partition's ownership is forgotten at the next, at the end of the
+2. A route that is proven under one ownership of the partition is forgotten at the next one, at the end of the
    connection (`forget_connection`), and when its broker refuses (`refuted`).
 3. `generation` grows with every change that may make an earlier plan wrong: a partition is proven on another
    connection, or a route is forgotten. No plan is used after such a change (`Plans`).
@@ -31,10 +31,10 @@ Kept = TypeVar("Kept")
 
 
 class Route(NamedTuple):
-    """A partition's proven path: the connection's number, and the revision of the ownership under which it holds."""
+    """A partition's proven path: the connection's number, and the `owner_version` under which it holds."""
 
     connection: int
-    revision: int
+    version: int
 
 
 class Part(NamedTuple):
@@ -83,13 +83,13 @@ class Routes:
         return new
 
     def prove(self, topic: bytes, partition_index: int, connection: int, routed_at: int) -> None:
-        """Note the success of a batch that was sent on `connection` at the topology's revision `routed_at`."""
-        revision = self._topology.owner_revision(topic, partition_index)
-        if revision <= routed_at:
+        """Note the success of a batch that was sent on `connection` at the topology's version `routed_at`."""
+        version = self._topology.owner_version(topic, partition_index)
+        if version <= routed_at:
             proven = self._proven.setdefault(topic, {})
             if partition_index in proven:
                 self.generation += 1
-            proven[partition_index] = Route(connection, revision)
+            proven[partition_index] = Route(connection, version)
 
     def proven_on(self, topic: bytes, partition_index: int) -> int | None:
         """The number of the connection on which a partition's route is proven."""
@@ -118,7 +118,7 @@ class Routes:
             moved = [(topic, partition_index) for topic, proven in self._proven.items() for partition_index in proven]
         for topic, partition_index in moved:
             route = self._proven.get(topic, {}).get(partition_index)
-            if route is not None and self._topology.owner_revision(topic, partition_index) != route.revision:
+            if route is not None and self._topology.owner_version(topic, partition_index) != route.version:
                 self._forget(topic, partition_index)
 
     def forget_connection(self, connection: int) -> None:

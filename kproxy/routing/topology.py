@@ -9,7 +9,9 @@ Invariants
    revision, so that a late event of an earlier owner cannot bring that owner back.
 2. `revision` is the highest revision seen; it decreases only in `begin_rebuild` (a restored etcd).
 3. `version` grows by one with every change that could alter a route. `moved_since` names every partition whose entry
-   has changed since a version, or returns None: a change was of another kind, or is too long ago.
+   has changed since a version, or returns None: a change was of another kind, or is too long ago. Versions, and not
+   revisions, tell what this table knew when a request was sent: a read of one partition may bring a revision before
+   the watch brings a lower one of another partition.
 4. A topic id (KIP-516, 16 bytes) is another name of its topic: lookups by either find the same entry, at the same cost.
    A topic has at most one id; with a new id it is a new topic, and the old id leads nowhere. Kafka's ids are UUIDs of
    version 4, whose bytes are never all ASCII: none of them is the name of a topic.
@@ -61,19 +63,21 @@ class Ownership(NamedTuple):
 
 
 class _TopicOwners:
-    """Owner and revision by partition index, twelve bytes per partition."""
+    """Owner, revision and version by partition index, twenty bytes per partition."""
 
-    __slots__ = ("owners", "revisions")
+    __slots__ = ("owners", "revisions", "versions")
 
     def __init__(self) -> None:
         self.owners = array("i")
         self.revisions = array("q")
+        self.versions = array("q")
 
     def grow(self, partition_index: int) -> None:
         missing = partition_index + 1 - len(self.owners)
         if missing > 0:
             self.owners.extend([NO_OWNER] * missing)
             self.revisions.extend([0] * missing)
+            self.versions.extend([0] * missing)
 
 
 class Topology:
@@ -112,6 +116,13 @@ class Topology:
         if topic_owners is None or not 0 <= partition_index < len(topic_owners.revisions):
             return 0
         return topic_owners.revisions[partition_index]
+
+    def owner_version(self, topic: bytes, partition_index: int) -> int:
+        """The version of the table at which the partition's entry last changed, 0 if it never did."""
+        topic_owners = self._topics.get(topic)
+        if topic_owners is None or not 0 <= partition_index < len(topic_owners.versions):
+            return 0
+        return topic_owners.versions[partition_index]
 
     def name_of(self, topic: bytes) -> bytes | None:
         """The name of the topic with this id."""
@@ -212,6 +223,7 @@ class Topology:
             self.revision = revision
         self._moves.append((topic, partition_index))
         self.version += 1
+        topic_owners.versions[partition_index] = self.version
         if self._waiting:
             self._tell()
         return True

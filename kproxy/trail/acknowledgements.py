@@ -299,8 +299,8 @@ class ConnectionAcks:
 
         None if there is nothing to note.
 
-        `routed_at` is the table's revision when the part was sent. The revision of the ownership is the owner's own
-        unless the partition has moved since; then it is the table's.
+        `routed_at` is the table's version when the part was sent. The revision of the ownership is the owner's own
+        unless the partition has moved since; then it is the last one before that.
         """
         if plain is None:
             return None
@@ -334,7 +334,8 @@ class ConnectionAcks:
     ) -> Acked | None:
         if topic in self._trail.left_out:
             return None
-        revision = min(self._topology.owner_revision(topic, partition), routed_at)
+        has_moved = self._topology.owner_version(topic, partition) > routed_at
+        revision = self._topology.owner_revision(topic, partition) - has_moved
         topic_id = self._topology.topic_ids.get(topic)
         found = self._acked.get((topic, partition))
         if found is None or found.origin[:2] != (owner, revision) or found.topic_id != topic_id:

@@ -97,7 +97,7 @@ def _refused_waits_for_nobody(self: Lanes, key: Any, item: Any, pause: Any, outs
     _refused(self, key, item, pause, ())
 
 
-def _prove_at_any_revision(self: Any, topic: bytes, partition_index: int, connection: Any, routed_at: int) -> None:
+def _prove_at_any_version(self: Any, topic: bytes, partition_index: int, connection: Any, routed_at: int) -> None:
     _prove(self, topic, partition_index, connection, 1 << 62)
 
 
@@ -228,7 +228,7 @@ SWITCHES: Final = (
         # What follows goes where the partition was, is refused there, and then goes where it is. It would be out of
         # order at a broker that forgets and gets the partition back while the batch that probed is unanswered. But what
         # was pipelined to it before is appended in its midst whatever the proxy does, so none comes back so soon.
-        _method(Routes, "prove", _prove_at_any_revision),
+        _method(Routes, "prove", _prove_at_any_version),
         Worlds.NONE,
     ),
     # kproxy.routing.retry

@@ -166,7 +166,7 @@ class Playbook:
         exchange = self._exchange(
             sequence, produce_request(partitions, producer=batch_of(producer, sequence)), DEADLINE_S
         )
-        return self._plain.send(exchange, self.topology.revision)
+        return self._plain.send(exchange, self.topology.version)
 
     def passes_back(self, sequence: int, connection: int, text: str) -> None:
         """A success on the plain path, for one part of several."""
@@ -223,11 +223,15 @@ class Playbook:
 
     # The topology and time
 
-    def moves(self, text: str, *owners: int | None) -> list[str]:
-        """A partition gets these owners one after another, None for no owner; all of it is one event."""
+    def moves(self, text: str, *owners: int | None, revision: int | None = None) -> list[str]:
+        """A partition gets these owners one after another, None for no owner; all of it is one event.
+
+        `revision` is that of a single change, the next one where it is not given.
+        """
         topic, index = partition(text)
         for owner in owners:
-            self.topology.set_owner(topic, index, NO_OWNER if owner is None else owner, self.topology.revision + 1)
+            at = self.topology.revision + 1 if revision is None else revision
+            self.topology.set_owner(topic, index, NO_OWNER if owner is None else owner, at)
         return self._follow()
 
     def removes(self, broker: int) -> list[str]:

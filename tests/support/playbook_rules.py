@@ -123,7 +123,7 @@ class Rules:
 
     def _check_nothing_elsewhere(self, piece: Piece, entry: Entry, what: str) -> None:
         exchange = piece.exchange
-        key, owned_at = lane_key(exchange, entry), self._play.topology.owner_revision(*exchange.partition(entry))
+        key, owned_at = lane_key(exchange, entry), self._play.topology.owner_version(*exchange.partition(entry))
         for other in self._play.core._in_flight.ordered():
             if other is piece or all(lane_key(other.exchange, each) != key for each in other.entries()):
                 continue

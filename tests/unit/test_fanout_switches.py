@@ -141,7 +141,7 @@ def forget_quietly(self: Routes, topic: bytes, partition_index: int) -> None:
     del self._proven[topic][partition_index]
 
 
-def prove_at_any_revision(self: Routes, topic: bytes, partition_index: int, connection: int, routed_at: int) -> None:
+def prove_at_any_version(self: Routes, topic: bytes, partition_index: int, connection: int, routed_at: int) -> None:
     _prove(self, topic, partition_index, connection, 1 << 60)
 
 
@@ -309,7 +309,7 @@ SWITCHES: dict[str, Switch] = {
         test_fanout_lanes.test_a_route_is_proven_by_a_success_of_what_went_first_and_by_nothing_else,
     ),
     "lanes 3: a route is proven under the ownership that is": Switch(
-        replaced(Routes, "prove", prove_at_any_revision),
+        replaced(Routes, "prove", prove_at_any_version),
         test_fanout_lanes.test_a_success_under_an_earlier_ownership_proves_no_route,
     ),
     "lanes 4: what came before its client could know is given up": Switch(

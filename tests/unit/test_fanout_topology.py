@@ -36,6 +36,18 @@ def test_of_a_piece_only_the_partition_that_moves_waits_for_it() -> None:
     assert play.wakes() == ["send #4 b2/c2: 3 t-0"]
 
 
+def test_news_at_a_revision_below_the_highest_seen_blocks_what_is_under_way() -> None:
+    play = proven()
+    play.moves("t-1", 1, revision=20)
+    play.submits(2, "t-0")
+    # A read of t-1 alone was faster than the watch, which has this only now.
+    play.moves("t-0", 1, revision=15)
+    assert play.lanes == ["t-0 blocked"]
+    assert play.submits(3, "t-0") == []
+    assert play.answers(2, "t-0") == ["answer 2: t-0@20"]
+    assert play.wakes() == ["send #3 b1/c1: 3 t-0"]
+
+
 def test_of_several_requests_each_is_looked_at_for_what_moves() -> None:
     play = Playbook({"t": [1], "u": [1]})
     play.submits(1, "t-0 u-0")

@@ -32,8 +32,8 @@ HISTORIES: dict[str, tuple[list[tuple[int, int]], int, bool]] = {
 def test_attempts_count_at_the_present_owner_and_in_all(name: str) -> None:
     history, here, exhausted = HISTORIES[name]
     attempts = Attempts()
-    for routed_at, owner_revision in history:
-        attempts.add(routed_at, owner_revision, 0.0)
+    for routed_at, owner_version in history:
+        attempts.add(routed_at, owner_version, 0.0)
     assert (attempts.in_all, attempts.here, attempts.exhausted) == (len(history), here, exhausted)
     assert MAX_ATTEMPTS < MAX_ATTEMPTS_IN_ALL
 

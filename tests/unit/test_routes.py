@@ -32,7 +32,7 @@ def _proven() -> tuple[Topology, Routes]:
     for name, partitions in TOPICS.items():
         for index in partitions:
             topology.set_owner(name.encode(), index, index % 2 + 1, revision=1)
-            routes.prove(name.encode(), index, ODD if index % 2 else EVEN, routed_at=1)
+            routes.prove(name.encode(), index, ODD if index % 2 else EVEN, routed_at=topology.version)
     return topology, routes
 
 
@@ -103,11 +103,11 @@ def _moves(topology: Topology, routes: Routes) -> None:
 
 def _returns(topology: Topology, routes: Routes) -> None:
     _moves(topology, routes)
-    routes.prove(b"a", 1, OTHER, routed_at=2)
+    routes.prove(b"a", 1, OTHER, routed_at=topology.version)
 
 
 def _reconnects(topology: Topology, routes: Routes) -> None:
-    routes.prove(b"a", 1, OTHER, routed_at=1)
+    routes.prove(b"a", 1, OTHER, routed_at=topology.version)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_plans_outlive_what_happens_to_others_and_not_what_may_be_anything() -> 
     plan = _planned(plans, _request(TOPICS))
     topology.set_owner(b"b", 1, 1, revision=2)
     routes.forget_outdated([(b"b", 1)])
-    routes.prove(b"b", 1, EVEN, routed_at=2)
+    routes.prove(b"b", 1, EVEN, routed_at=topology.version)
     assert _planned(plans, _request(TOPICS)) is plan
     routes.forget_outdated(None)
     assert _planned(plans, _request(TOPICS)) is not plan
@@ -158,9 +158,9 @@ def test_what_was_sent_before_the_partition_moved_proves_nothing() -> None:
     topology, routes = _proven()
     topology.set_owner(b"a", 1, 1, revision=5)
     routes.forget_outdated([(b"a", 1)])
-    routes.prove(b"a", 1, ODD, routed_at=4)
+    routes.prove(b"a", 1, ODD, routed_at=topology.version - 1)
     assert routes.plan(_request({"a": [1]})) == ()
-    routes.prove(b"a", 1, EVEN, routed_at=5)
+    routes.prove(b"a", 1, EVEN, routed_at=topology.version)
     assert _ways(routes, _request({"a": [1]})) == {(b"a", 1): EVEN}
 
 
