@@ -646,7 +646,7 @@ class Fanout:
             self.lanes.refused(key, item, pause, later)
             return
         self._exchanges.conclude(exchange, entry, error_code, result if error_code == event else None)
-        gives_up = event in rows or (is_probing and retry.comes_again(event))
+        gives_up = event in rows or retry.comes_again(event)
         if gives_up and exchange.is_ordered and (behind_it := self._in_flight.of(key)):
             # Its client sends it again. Batches that the client sent behind it without knowing must not come first.
             self._give_up(self.lanes.give_up(key, sequence, self._exchanges.newest, behind_it))

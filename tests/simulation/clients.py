@@ -35,6 +35,9 @@ CLOCK_S: Final = 1e-6
 MOST_READ_S: Final = READ_GRACE_S + 0.05
 BATCH_RECORDS: Final = 4
 MOST_SENDS: Final = 200
+# A batch that is refused more often than this backs off, as clients do from the first time on.
+SENDS_AT_ONCE: Final = 20
+BACKOFF_S: Final = 0.1
 
 
 class Sent:
@@ -458,6 +461,9 @@ class Idempotent(Client):
             # a new epoch.
             self.world.found.append(f"{self}: {batch} is out of order")
         self._failed.append(batch)
+        if batch.sends > SENDS_AT_ONCE:
+            # A broker that is known to be down is not waited for: it is answered for at once.
+            self._wait(BACKOFF_S)
         if batch.sends > MOST_SENDS:
             self.world.found.append(f"{self}: {batch} is refused for ever")
 

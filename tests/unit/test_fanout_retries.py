@@ -494,8 +494,10 @@ def test_out_of_order_behind_a_batch_that_its_client_sends_again_is_not_handed_o
         play.submits(n, "t-0")
     assert play.answers(2, f"t-0={code}") == [f"answer 2: t-0={code}"]
     # Its client has not read that yet.
-    play.submits(4, "t-0")
-    assert [play.answers(n, "t-0=45") for n in (3, 4)] == [["answer 3: t-0=6"], ["answer 4: t-0=6"]]
+    assert play.submits(4, "t-0") == []
+    assert play.answers(3, "t-0=45") == ["answer 3: t-0=6"]
+    play.wakes()
+    assert play.answers(4, "t-0=45") == ["answer 4: t-0=6"]
     # Once it has come again, what is still out of order is so by itself.
     play.submits(5, "t-0", producer=(7, 0, 2))
     play.submits(6, "t-0", producer=(7, 0, 4))
@@ -513,9 +515,22 @@ def test_a_batch_is_misled_by_one_before_it_in_the_same_epoch_alone(producer: Pr
     play.submits(1, "t-0", producer=(7, 0, 0))
     play.answers(1, "t-0")
     play.submits(2, "t-0", producer=(7, 0, 4))
-    play.submits(3, "t-0", producer=producer)
     play.answers(2, "t-0=56")
+    play.submits(3, "t-0", producer=producer)
     assert play.answers(3, "t-0=45") == [f"answer 3: t-0={told}"]
+
+
+def test_behind_a_batch_that_its_client_sends_again_nothing_is_sent_again() -> None:
+    """Another broker may know nothing of the producer, and would take the later batch first."""
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.answers(1, "t-0")
+    for n in (2, 3):
+        play.submits(n, "t-0")
+    assert play.answers(2, "t-0=56") == ["answer 2: t-0=56"]
+    assert play.answers(3, "t-0=5") == ["answer 3: t-0=5"]
+    assert play.moves("t-0", 2) == []
+    assert play.lanes == []
 
 
 def test_a_batch_that_does_not_come_again_misleads_none() -> None:
