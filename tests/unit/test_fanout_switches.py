@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kproxy.routing import fanout, in_flight, lanes, refused
+from kproxy.routing import fanout, in_flight, lanes, refused, retry
 from kproxy.routing.actions import Action, Actions, Failed
 from kproxy.routing.fanout import Fanout
 from kproxy.routing.in_flight import BrokerConnection, InFlight, Piece
@@ -22,7 +22,7 @@ from kproxy.routing.merge import Exchange, Matched
 from kproxy.routing.open_exchanges import OpenExchanges
 from kproxy.routing.routes import Routes
 from kproxy.routing.split import Entry
-from kproxy.routing.topology import NO_OWNER
+from kproxy.routing.topology import NO_OWNER, Topology
 from kproxy_codec.partitioned import PartitionedResponse
 from kproxy_codec.primitives import Buffer
 from tests.unit import (
@@ -201,6 +201,10 @@ SWITCHES: dict[str, Switch] = {
         replaced(Fanout, "_follow", follow_owners_alone),
         test_fanout_lanes.test_a_batch_waits_for_one_that_its_broker_was_sent_under_an_earlier_ownership,
     ),
+    "fanout 4: late news of an ownership is news": Switch(
+        replaced(Topology, "owner_version", Topology.owner_revision),
+        test_fanout_topology.test_news_at_a_revision_below_the_highest_seen_blocks_what_is_under_way,
+    ),
     "fanout 5: nothing is sent again past the deadline": Switch(
         replaced(Fanout, "_failed", fail_without_a_deadline),
         partial(test_fanout_retries.test_what_could_go_again_only_past_the_deadline_is_answered_at_once, 6),
@@ -315,6 +319,10 @@ SWITCHES: dict[str, Switch] = {
     "lanes 4: what came before its client could know is given up": Switch(
         replaced(Lanes, "is_given_up", says(False)),
         test_fanout_lanes.test_what_came_before_the_client_could_know_is_given_up_and_what_comes_later_is_not,
+    ),
+    "lanes 4: an error that is handed on gives up what came before its client could know": Switch(
+        replaced(retry, "comes_again", says(False)),
+        test_fanout_retries.test_behind_a_batch_that_its_client_sends_again_nothing_is_sent_again,
     ),
     "lanes 5: a lane's timer waits for what is unanswered elsewhere": Switch(
         replaced(lanes, "_waits_for_time", wait_for_time_alone),
