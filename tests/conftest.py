@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support.dev import KproxyProcess, dev_arguments, serving
+
+# The tests read the logs of commands as text; a command logs JSON where stderr is no terminal.
+os.environ["KPROXY_LOG_FORMAT"] = "text"
 
 pytest_plugins = [
     "tests.support.rules",
@@ -25,7 +29,7 @@ pytest_plugins = [
 def logging_is_nobodys() -> Iterator[None]:
     """A command that runs in this process must not have all that comes after it log to the stderr of its own test."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kproxy.observe.logging.configure_logging", lambda level: None)
+        patch.setattr("kproxy.observe.logging.configure_logging", lambda level, log_format=None: None)
         yield
 
 

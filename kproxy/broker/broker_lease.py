@@ -155,7 +155,7 @@ class BrokerLease:
             try:
                 await self._client.lease_revoke(lease_id)
             except EtcdError as error:
-                _logger.warning("lease not revoked; its keys stay until it expires", error=str(error))
+                _logger.warning("lease not revoked", reason=str(error))
 
 
 def _address(holder: KeyValue) -> str:

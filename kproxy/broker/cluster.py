@@ -301,7 +301,7 @@ class ClusterView:
             node_id = self._brokers.put(kv, from_mirror=from_mirror)
             return None if node_id is None else Change(Kind.BROKER, node_id=node_id)
         except ValueError as error:
-            _logger.warning("etcd key ignored", key=kv.key, error=str(error))
+            _logger.warning("etcd key ignored", key=kv.key, reason=str(error))
             return None
 
     def _delete(self, kv: KeyValue) -> Change | None:
@@ -321,7 +321,7 @@ class ClusterView:
             left = self._brokers.delete(kv)
             return None if left is None else Change(Kind.BROKER, node_id=left[0])
         except ValueError as error:
-            _logger.warning("etcd key ignored", key=kv.key, error=str(error))
+            _logger.warning("etcd key ignored", key=kv.key, reason=str(error))
             return None
 
 

@@ -170,7 +170,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         except (CodecError, CloseConnection) as error:
             self.refuse(str(error))
         except Exception:  # the boundary: one connection's error must not reach others
-            _logger.exception("request failed", peer=self._peer)
+            _logger.exception("request failed", client=self._peer)
             self.abort()
         finally:
             self._task = None
@@ -225,7 +225,14 @@ class ClientConnection(asyncio.BufferedProtocol):
         if stranger is None or self._closing or self._transport is None:
             self.refuse(str(error))
             return
-        _logger.warning(f"client speaks {stranger.protocol}", most_a_minute=1, peer=self._peer, reason=str(stranger))
+        _logger.warning(
+            "client speaks another protocol",
+            most_a_minute=1,
+            bounded_by="protocol",
+            client=self._peer,
+            protocol=stranger.protocol,
+            reason=str(stranger),
+        )
         if stranger.reply and self._task is None and self._writable is None:
             self._transport.write(stranger.reply)
         self.close()
@@ -233,7 +240,7 @@ class ClientConnection(asyncio.BufferedProtocol):
     def refuse(self, reason: str) -> None:
         """Close, and log the reason once."""
         if not self._closing:
-            _logger.warning("connection closed", peer=self._peer, reason=reason)
+            _logger.warning("client connection closed", client=self._peer, reason=reason)
             self.close()
 
     def abort(self) -> None:

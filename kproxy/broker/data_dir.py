@@ -133,12 +133,15 @@ class DataDir:
             sync_directory(self.path)
         if log.truncated_bytes:
             _logger.warning(
-                "torn tail cut off", directory=str(directory), bytes=log.truncated_bytes, end_offset=log.log_end_offset
+                "torn log tail removed",
+                directory=str(directory),
+                bytes=log.truncated_bytes,
+                end_offset=log.log_end_offset,
             )
         lacks_some = log.high_watermark_checkpoint > log.log_end_offset
         if lacks_some or (is_new and kept_id is not None):
             _logger.error(
-                "records that were here are gone",
+                "records lost from log",
                 directory=str(directory),
                 end_offset=log.log_end_offset,
                 high_watermark=log.high_watermark_checkpoint,

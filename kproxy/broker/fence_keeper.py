@@ -117,11 +117,11 @@ class FenceKeeper:
                     if refused != error_codes.NONE:
                         return _answer(partition, asked, refused)
             except EtcdError as error:
-                _logger.warning("fence not kept", **partition.log_fields, fence=asked.fence, error=str(error))
+                _logger.warning("fence not kept", **partition.log_fields, fence=asked.fence, reason=str(error))
                 if error.maybe_applied:
                     return _answer(partition, asked, error_codes.REQUEST_TIMED_OUT)
             except ValueError as error:
-                _logger.error("fence in etcd unreadable", **partition.log_fields, error=str(error))
+                _logger.error("fence in etcd unreadable", **partition.log_fields, reason=str(error))
         return _answer(partition, asked, error_codes.COORDINATOR_NOT_AVAILABLE)
 
     async def _keep(self, partition: Partition, asked: FenceBinding) -> int:
@@ -136,7 +136,7 @@ class FenceKeeper:
             now = await self._client.get_snapshot(fence_key)
             self._latest = max(self._latest, now.revision)
             if asked.fence > self._latest:
-                _logger.error("fence refused: etcd has not come to it", **partition.log_fields, fence=asked.fence)
+                _logger.error("fence refused", **partition.log_fields, fence=asked.fence)
                 return error_codes.INVALID_REQUEST
         is_owned = not asked.is_released
         result = await self._client.txn(

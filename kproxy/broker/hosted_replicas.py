@@ -93,7 +93,7 @@ class HostedReplicas:
         if self._not_opened.get(identity) != reason:
             self._not_opened[identity] = reason
             directory = self._data_dir.partition_path(topic.name, key.partition_index)
-            _logger.error("log not opened", **key._asdict(), directory=str(directory), error=reason, way_out=_WAY_OUT)
+            _logger.error("log not opened", **key._asdict(), directory=str(directory), reason=reason, advice=_WAY_OUT)
 
     def _open_log(self, key: PartitionKey, topic: Topic, options: LogOptions | None) -> tuple[Log, uuid.UUID]:
         """Open the log; blocks, so it runs in a thread. Raises OSError, LogFailed."""
@@ -110,8 +110,8 @@ class HostedReplicas:
         state = self._view.state(topic, key.partition_index)
         if state is not None and self._node_id in state.in_sync and partition.replica not in state.isr:
             others = sorted(set(state.in_sync) - {self._node_id})
-            way_out = "it is fetched from them" if others else _ONLY_WAY_OUT
-            _logger.error("the log that was in sync is gone", **key._asdict(), others_in_sync=others, way_out=way_out)
+            advice = "it is fetched from them" if others else _ONLY_WAY_OUT
+            _logger.error("in-sync log lost", **key._asdict(), others_in_sync=others, advice=advice)
 
     def close(self, key: PartitionKey) -> None:
         """Close the replica, if it is open."""
@@ -144,6 +144,6 @@ class HostedReplicas:
             try:
                 partition.become_follower(leader_id, Leadership(state.leader_epoch, ownership.mod_revision))
             except (OSError, LogFailed) as error:
-                _logger.error("leader not followed", topic=key.topic, partition=key.partition_index, error=str(error))
+                _logger.error("leader not followed", topic=key.topic, partition=key.partition_index, reason=str(error))
         if (partition.leader_id, partition.leader_epoch) != before:
             self.on_leaders_changed()

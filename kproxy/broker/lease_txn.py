@@ -187,7 +187,7 @@ class LeaseReleases:
                         await self._client.txn([create_revision_is(lease_key, revision)], [delete_op(lease_key)])
                     return
                 except EtcdError as error:
-                    _logger.warning("lease key not deleted", **key._asdict(), error=str(error))
+                    _logger.warning("lease key not deleted", **key._asdict(), reason=str(error))
                     await asyncio.sleep(RETRY_PAUSE_S)
         finally:
             self.under_way.discard(key)

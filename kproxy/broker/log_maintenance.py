@@ -186,7 +186,7 @@ class LogMaintenance:
                 and replica.log not in self._logged_failures
             ):
                 self._logged_failures.add(replica.log)
-                _logger.error("log failed", **_log_fields(replica), error=str(replica.log.failure))
+                _logger.error("log failed", **_log_fields(replica), reason=str(replica.log.failure))
 
     async def checkpoint(self) -> None:
         """Write the high watermarks and leaderships that have changed."""
@@ -212,7 +212,7 @@ class LogMaintenance:
         try:
             removed = replica.log.remove_old_segments(self._now_ms(), replica.high_watermark)
         except (OSError, LogFailed) as error:
-            _logger.error("retention not applied", **_log_fields(replica), error=str(error))
+            _logger.error("retention not applied", **_log_fields(replica), reason=str(error))
             return False
         if removed:
             _logger.info(
@@ -260,7 +260,7 @@ def _checkpoint(wanted: Sequence[tuple[Log, int, Leadership]]) -> None:
         except LogFailed:
             continue  # as above
     if refused:
-        _logger.error("high watermarks not written down", logs=len(refused), error=str(refused[0]))
+        _logger.error("high watermarks not written", logs=len(refused), reason=str(refused[0]))
 
 
 def _is_usable(log: Log) -> bool:

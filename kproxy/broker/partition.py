@@ -206,7 +206,7 @@ class Partition:
             return
         if leadership < self.leadership:
             _logger.error(
-                "leader refused: it is older than one that was followed before",
+                "older leader refused",
                 **self.log_fields,
                 leader_id=leader_id,
                 leadership=leadership,
@@ -280,7 +280,7 @@ class Partition:
         try:
             log.append(records, batch)
         except (OSError, LogFailed) as error:
-            self._log_once("append failed", error=str(error))
+            self._log_once("append failed", reason=str(error))
             return AppendResult(error_codes.KAFKA_STORAGE_ERROR, -1, str(error))
         if not self._fence.is_live():
             return self._undo_append()
@@ -313,7 +313,7 @@ class Partition:
         try:
             self.log.undo_append()
         except LogFailed as error:
-            _logger.error("undo failed", **self.log_fields, error=str(error))
+            _logger.error("undo failed", **self.log_fields, reason=str(error))
             return AppendResult(error_codes.REQUEST_TIMED_OUT)
         return _NOT_LEADER
 
@@ -378,7 +378,7 @@ class Partition:
         try:
             return ReadResult(error_codes.NONE, self.log.read(offset, max_bytes, up_to=up_to))
         except (OSError, LogFailed) as error:
-            _logger.error("read failed", **self.log_fields, error=str(error))
+            _logger.error("read failed", **self.log_fields, reason=str(error))
             return ReadResult(error_codes.KAFKA_STORAGE_ERROR)
 
     def latest_offset(self) -> int | None:
@@ -469,9 +469,9 @@ class Partition:
             self.failure = str(error)
             _logger.error("replica stopped", **self.log_fields, reason=self.failure)
         except ReplicatedBatchInvalid as error:
-            self._log_once("leader's records refused", leader_id=self.leader_id, error=str(error))
+            self._log_once("leader's records refused", leader_id=self.leader_id, reason=str(error))
         except (OSError, LogFailed) as error:
-            self._log_once("replica not written", error=str(error))
+            self._log_once("replica not written", reason=str(error))
         else:
             if taken:
                 self._logged_error = {}
@@ -508,7 +508,7 @@ class Partition:
         if fetched.diverging_epoch is not None:
             before = log.log_end_offset
             self._reconciliation.reconcile_as_follower(log, self.high_watermark, fetched.diverging_epoch)
-            _logger.warning("log cut off", **self.log_fields, end_offset=log.log_end_offset, before=before)
+            _logger.warning("log truncated", **self.log_fields, end_offset=log.log_end_offset, before=before)
             return log.log_end_offset < before
         if fetched.records:
             log.append_replicated(fetched.records)

@@ -165,7 +165,7 @@ class ProducerStates:
             self.evicted += 1
             if self.evicted & (self.evicted - 1) == 0:
                 _logger.warning(
-                    "too many producer ids: who wrote longest ago is forgotten, and a resend of theirs is not known",
+                    "oldest producer ids forgotten",
                     remembered=self._max_producers,
                     evicted=self.evicted,
                 )

@@ -305,7 +305,9 @@ class ReplicaManager:
             try:
                 await self._take(key, topic, partition, fence)
             except (EtcdError, ValueError, OSError, LogFailed, Inconsistent) as error:
-                _logger.warning("not acquired", topic=topic.name, partition=key.partition_index, error=str(error))
+                _logger.warning(
+                    "partition not acquired", topic=topic.name, partition=key.partition_index, reason=str(error)
+                )
 
     async def _take(self, key: PartitionKey, topic: Topic, partition: Partition, fence: LeaseFence) -> None:
         """Become the leader, if the transaction succeeds.
@@ -514,7 +516,7 @@ class ReplicaManager:
                     partial(self._data_dir.delete_log, topic.name, partition_index, topic.topic_id)
                 )
             except OSError as error:
-                _logger.error("deleted topic's log lingers", **key._asdict(), error=str(error))
+                _logger.error("log of deleted topic not removed", **key._asdict(), reason=str(error))
         self._data_dir.unmark_deleted(topic.topic_id)
 
     def _start(self, chore: Coroutine[Any, Any, None]) -> None:

@@ -283,11 +283,12 @@ class _Server:
         try:
             leftovers = await self._data_dir.in_thread(lambda: self._data_dir.logs_of_others(topic_ids))
         except OSError as error:
-            _logger.warning("logs not looked through", error=str(error))
+            _logger.warning("logs not scanned", reason=str(error))
             return
         if leftovers:
             _logger.warning(
-                "logs of topics that are not in etcd: remove them if the topics were deleted on purpose",
+                "logs of unknown topics found",
+                advice="remove them if the topics were deleted on purpose",
                 logs=len(leftovers),
                 first=str(leftovers[0]),
             )
@@ -367,7 +368,7 @@ class _Server:
         self._connections.add(connection)
         if len(self._connections) <= self._config.max_connections:
             return True
-        _logger.warning("connection refused", connections=len(self._connections))
+        _logger.warning("client connection refused", connections=len(self._connections))
         return False
 
     def _serve(self, request: Request) -> Body | Awaitable[Body | None] | None:
@@ -410,15 +411,15 @@ class _Server:
                 try:
                     fence = await lease.establish(self._config.lease_ttl_s + PREDECESSOR_SLACK_S)
                 except IdInUse as error:
-                    _logger.error("another process has this broker's id", other=error.address)
+                    _logger.error("broker id in use by another process", other=error.address)
                 except EtcdError as error:
-                    _logger.warning("lease not regained", error=str(error))
+                    _logger.warning("lease not regained", reason=str(error))
                     await asyncio.sleep(RECLAIM_PAUSE_S)
             self._replica_manager.begin(fence)
             try:
                 await self._secret.load()
             except (EtcdError, StartupError) as error:
-                _logger.warning("replication secret not read again", error=str(error))
+                _logger.warning("replication secret not reread", reason=str(error))
 
     # Stopping
 

@@ -158,7 +158,7 @@ class ClaimWriter:
                     outcome = await self._attempt(connection, group, resource, generation, view)
                 except EtcdError as error:
                     # The table shows whether the claim stands: it is this connection's then, and asking again finds it.
-                    log.warning("own_not_decided", group=group, resource=resource, reason=str(error))
+                    log.warning("claim not decided", group=group, resource=resource, reason=str(error))
                     return Outcome(COORDINATOR_NOT_AVAILABLE)
                 if isinstance(outcome, Outcome):
                     return outcome
@@ -296,7 +296,7 @@ class ClaimGranter:
         try:
             await self._at_work.put(self._member.name)
         except EtcdError as error:
-            log.warning("own_not_granted", group=group, resource=resource, reason=str(error))
+            log.warning("claim not granted", group=group, resource=resource, reason=str(error))
             return REQUEST_TIMED_OUT
         is_settled = await self._wait_confirmed(deadline, fence, group, resource, is_fenced=False)
         return NONE if is_settled else REQUEST_TIMED_OUT

@@ -110,7 +110,7 @@ class OwnMember:
                     await self._enter()
                     await self._stay()
                 except EtcdError as error:
-                    log.warning("own_not_registered", reason=str(error))
+                    log.warning("member not registered", reason=str(error))
                 await self._leave()
                 await asyncio.sleep(RETRY_PAUSE_S)
         finally:
@@ -165,7 +165,7 @@ class OwnMember:
             except LeaseLost:
                 raise
             except EtcdError as error:
-                log.warning("own_not_confirmed", reason=str(error))
+                log.warning("claims not confirmed", reason=str(error))
                 self._dirty.set()
                 await asyncio.sleep(RETRY_PAUSE_S)
 
@@ -187,7 +187,7 @@ class OwnMember:
                     await self._put(fence)
                 await self._client.lease_revoke(fence.lease_id)
         except (EtcdError, TimeoutError) as error:
-            log.warning("own_lease_not_revoked", reason=str(error) or "no answer in time")
+            log.warning("member lease not revoked", reason=str(error) or "no answer in time")
 
 
 def _name(fence: LeaseFence) -> str:
@@ -214,11 +214,13 @@ class AtWorkMark:
         while self._unsettled.topics:
             try:
                 if await self._client.get(self._key) is not None and not self._table.members:
-                    log.warning("own_left_behind", reason="all proxies ended at once: what they sent is waited for")
+                    log.warning(
+                        "earlier writes waited for", reason="all proxies ended at once: what they sent is waited for"
+                    )
                     self._unsettled.note_all_gone()
                 return
             except EtcdError as error:
-                log.warning("own_not_looked_back", reason=str(error))
+                log.warning("earlier members not read", reason=str(error))
                 await asyncio.sleep(RETRY_PAUSE_S)
 
     async def put(self, member: str) -> None:
@@ -243,4 +245,4 @@ class AtWorkMark:
                 ]
                 await self._client.txn(unchanged, [delete_op(self._key)])
         except (EtcdError, TimeoutError) as error:
-            log.warning("own_mark_not_removed", reason=str(error) or "no answer in time")
+            log.warning("member mark not removed", reason=str(error) or "no answer in time")

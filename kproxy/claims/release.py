@@ -128,7 +128,7 @@ class ClaimDeletions:
                 await self._client.txn([mod_revision_is(key, fence)], [delete_op(key)])
                 return
             except EtcdError as error:
-                log.warning("own_not_freed", key=key, reason=str(error))
+                log.warning("claim not freed", key=key, reason=str(error))
                 await asyncio.sleep(DELETE_PAUSE_S)
 
     async def wait_done(self, timeout_s: float) -> None:

@@ -282,7 +282,8 @@ class OwnService:
             # It lets others write than this process does: a mistake that shows nowhere else.
             self._differing.add(name)
             log.error(
-                "another proxy has other writer groups: give all proxies of one etcd the same --writer-group",
+                "writer groups differ from another proxy's",
+                advice="give all proxies of one etcd the same --writer-group",
                 proxy=f"{member.host}:{member.port}",
                 differ=sorted(
                     topic

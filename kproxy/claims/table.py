@@ -250,4 +250,4 @@ class OwnTable:
         self._counters["own.skipped"] += 1
         if key not in self._logged and len(self._logged) < MAX_LOGGED:
             self._logged.add(key)
-            log.warning("own_key_skipped", key=key, reason=reason)
+            log.warning("claim key ignored", key=key, reason=reason)

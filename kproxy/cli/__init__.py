@@ -110,8 +110,14 @@ def _show_version(context: click.Context, option: click.Parameter, wanted: bool)
     envvar="KPROXY_LOG_LEVEL",
     help="What to log, on stderr. [info; dev and demo: warning]",
 )
+@click.option(
+    "--log-format",
+    type=click.Choice(["json", "text"]),
+    envvar="KPROXY_LOG_FORMAT",
+    help="How to log. [text on a terminal, json elsewhere]",
+)
 @click.pass_context
-def cli(context: click.Context, debug: bool, log_level: str | None) -> None:
+def cli(context: click.Context, debug: bool, log_level: str | None, log_format: str | None) -> None:
     """A Kafka-protocol produce proxy: one address before many brokers.
 
     Any Kafka client uses it as its only bootstrap server. It learns from etcd which broker owns which partition, splits
@@ -206,7 +212,8 @@ def run_async(make: Callable[[], Coroutine[Any, Any, int | None]], *, uvloop_wan
 
 
 def start_logging(context: click.Context, default: str = "info") -> None:
-    """Configure logging by `--log-level`; serving commands call it first."""
+    """Configure logging by `--log-level` and `--log-format`; serving commands call it first."""
     from kproxy.observe.logging import configure_logging
 
-    configure_logging(context.find_root().params["log_level"] or default)
+    given = context.find_root().params
+    configure_logging(given["log_level"] or default, given["log_format"])

@@ -89,7 +89,7 @@ async def _examine(
     )
     from kproxy.observe.logging import configure_logging
 
-    configure_logging("error")
+    configure_logging("error", "text")
     findings: list[Finding] = []
 
     def take(found: Sequence[Finding]) -> None:

@@ -88,7 +88,8 @@ def _serve_by_workers(context: click.Context, options: ProxyConfig) -> int:
     # -P: imports must not depend on the files in the working directory.
     arguments = [sys.executable, "-P", "-m", "kproxy"]
     arguments += ["--debug"] if given["debug"] else []
-    arguments += ["--log-level", given["log_level"]] if given["log_level"] else []
+    for flag in ("log_level", "log_format"):
+        arguments += [f"--{flag.replace('_', '-')}", given[flag]] if given[flag] else []
     parent = ParentPipe()
     launch = Launch((*arguments, "worker"), {PARENT_FD: str(parent.read_fd)}, (parent.read_fd,))
     try:

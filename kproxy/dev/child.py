@@ -85,7 +85,10 @@ class Child:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env=_environment(os.environ) | self._configuration | {PARENT_FD: str(self._parent.read_fd)},
+            env={"KPROXY_LOG_FORMAT": "text"}
+            | _environment(os.environ)
+            | self._configuration
+            | {PARENT_FD: str(self._parent.read_fd)},
             pass_fds=(self._parent.read_fd,),
             start_new_session=True,
             limit=MAX_READY_LINE_BYTES,
@@ -193,7 +196,7 @@ class Child:
                 except OSError as error:
                     # Go on reading: a full disk must not block the child on its own log.
                     self._log_problem = error
-                    log.error("log_not_written", child=self.name, log=str(self.log_path), reason=str(error))
+                    log.error("child log not written", child=self.name, log=str(self.log_path), reason=str(error))
 
     def _write_log(self, data: bytes) -> None:
         if self._log_size + len(data) > LOG_LIMIT_BYTES:

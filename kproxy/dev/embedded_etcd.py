@@ -122,7 +122,7 @@ class EmbeddedEtcd:
         except BaseException:
             self._unlock()
             raise
-        log.info("embedded_etcd_started", endpoint=self.endpoint, pid=self.pid, data_dir=str(self.data_dir))
+        log.info("embedded etcd started", endpoint=self.endpoint, pid=self.pid, data_dir=str(self.data_dir))
 
     def _open_data_dir(self) -> None:
         try:
@@ -165,7 +165,7 @@ class EmbeddedEtcd:
                     raise StartupError(
                         f"etcd found no free port in {PORT_ATTEMPTS} attempts; see {self.log_path}."
                     ) from None
-                log.info("embedded_etcd_port_taken", port=client_port, attempt=attempt)
+                log.info("embedded etcd port taken", port=client_port, attempt=attempt)
                 continue
             self._client_port = fixed or client_port
             return
@@ -302,7 +302,7 @@ async def _end(process: asyncio.subprocess.Process, timeout_s: float) -> None:
         async with asyncio.timeout(timeout_s):
             await process.wait()
     except TimeoutError:
-        log.warning("embedded_etcd_killed", pid=process.pid, after_s=timeout_s)
+        log.warning("embedded etcd killed", pid=process.pid, after_s=timeout_s)
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()

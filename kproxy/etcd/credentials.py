@@ -58,7 +58,7 @@ class TlsCredentials:
         except StartupError as error:
             if self._credentials is None:
                 raise EtcdMisused(str(error)) from error
-            log.warning("etcd_certificates_not_reread", reason=str(error))
+            log.warning("etcd certificates not reread", reason=str(error))
             return self._credentials
         if files is not None:
             self._credentials = grpc.ssl_channel_credentials(files.ca, files.key, files.cert)
@@ -135,7 +135,7 @@ class Token:
             if _NO_USERS not in str(error):
                 raise
             # Like etcd's own clients: authentication may be enabled later.
-            log.warning("etcd_has_no_users", username=self._options.username)
+            log.warning("etcd authentication disabled", username=self._options.username)
             self._off = True
         self._refusals, self._refusal = 0, ""
 

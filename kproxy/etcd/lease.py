@@ -112,7 +112,7 @@ async def lease_keep_alive(
         except LeaseLost:
             raise
         except EtcdError as error:
-            log.warning("etcd_keepalive_interrupted", lease_id=f"{lease_id:x}", reason=str(error))
+            log.warning("lease keepalive interrupted", most_a_minute=1, lease_id=f"{lease_id:x}", reason=str(error))
         await asyncio.sleep(REOPEN_PAUSE_S)
 
 

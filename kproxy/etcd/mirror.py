@@ -180,12 +180,12 @@ class PrefixMirror:
             except (Compacted, TooLarge, _Restored) as error:
                 self.state = MirrorState.LOADING
                 self._restored |= isinstance(error, _Restored)
-                log.warning("etcd_mirror_reloads", prefixes=self._prefixes(), reason=str(error))
+                log.warning("etcd mirror reloading", prefixes=self._prefixes(), reason=str(error))
                 await self._pause(error)
             except EtcdError as error:
                 if self.state is MirrorState.WATCHING:
                     self.state = MirrorState.RESUMING
-                log.warning("etcd_mirror_interrupted", prefixes=self._prefixes(), reason=str(error))
+                log.warning("etcd mirror interrupted", prefixes=self._prefixes(), reason=str(error))
                 await self._pause(error)
 
     async def _once(self) -> None:
@@ -244,7 +244,7 @@ class PrefixMirror:
                 self.distrust()
             except EtcdError as error:
                 # `last_heard` shows that the read failed; the stream decides on its own what to do.
-                log.debug("etcd_not_confirmed", reason=str(error))
+                log.debug("etcd mirror not confirmed", reason=str(error))
 
     async def _prove_same_history(self) -> None:
         """Check by a linearizable read, which unlike a lagging member is never behind, that etcd was not restored."""

@@ -78,7 +78,9 @@ class Membership:
             await self.__aexit__(None, None, None)
             raise
         if not self._synced:
-            log.warning("etcd does not answer: until it does no other proxy is known", etcd=self._client.endpoints)
+            log.warning(
+                "etcd not answering", consequence="no other proxy is known until it does", etcd=self._client.endpoints
+            )
         return self
 
     async def __aexit__(
@@ -123,5 +125,5 @@ class Membership:
         await self._view.wait_named()
 
     async def _follow(self, client: EtcdClient) -> None:
-        await connect(client, lambda error: log.debug("etcd_not_connected", reason=str(error)))
+        await connect(client, lambda error: log.debug("etcd not connected", reason=str(error)))
         await self._view.run()

@@ -143,7 +143,7 @@ class Registrar:
                         await asyncio.sleep(self._look_s)
                 except EtcdError as error:
                     if self.last_error is None or self.state is not RegistrarState.OUT:
-                        log.warning("proxy_not_registered", address=self._address, reason=str(error))
+                        log.warning("proxy not registered", address=self._address, reason=str(error))
                     self.last_error = error
                     self.state = RegistrarState.OUT
                     await asyncio.sleep(RETRY_PAUSE_S)
@@ -188,11 +188,12 @@ class Registrar:
         self.state, self.node_id, self._key = RegistrarState.REGISTERED, node_id, key
         self.last_error = None
         self._entered.set()
-        log.info("proxy_registered", node_id=node_id, address=self._address)
+        log.info("proxy registered", node_id=node_id, address=self._address)
         if replaced is not None:
             log.warning(
-                f"the entry of {self._address} among the proxies was taken over from another process: if that one has "
-                "not ended, two proxies advertise one address; give each its own with --advertise",
+                "proxy entry taken over from another process",
+                address=self._address,
+                advice="if that process has not ended, give each proxy its own --advertise",
                 node_id=node_id,
             )
 
@@ -236,8 +237,9 @@ class Registrar:
         seen = outcome[1]
         if isinstance(seen, KeyValue) and self._is_mine(seen):
             log.error(
-                f"another proxy has registered as {self._address}, which this one advertises too: give each its own "
-                "with --advertise; both serve on under one name until one of them ends",
+                "another proxy registered with this address",
+                address=self._address,
+                advice="give each proxy its own --advertise; both serve under one name until one of them ends",
                 node_id=self.node_id,
             )
             await self._give_up()
@@ -245,7 +247,7 @@ class Registrar:
         for each in outcome:
             if isinstance(each, Exception) and not isinstance(each, LeaseLost):
                 raise each
-        log.warning("proxy_entry_lost", node_id=self.node_id, address=self._address)
+        log.warning("proxy entry lost", node_id=self.node_id, address=self._address)
         await self._give_up()
         return True
 
@@ -256,7 +258,7 @@ class Registrar:
             try:
                 found = await self._client.get(self._key)
             except EtcdError as error:
-                log.debug("proxy_entry_not_looked_at", reason=str(error))
+                log.debug("proxy entry not read", reason=str(error))
                 continue
             if found is None or found.lease_id != self._lease_id:
                 return found
@@ -270,4 +272,4 @@ class Registrar:
                 async with asyncio.timeout(REVOKE_TIMEOUT_S):
                     await self._client.lease_revoke(lease_id)
             except (EtcdError, TimeoutError) as error:
-                log.warning("proxy_lease_not_revoked", address=self._address, reason=str(error) or "no answer in time")
+                log.warning("proxy lease not revoked", address=self._address, reason=str(error) or "no answer in time")

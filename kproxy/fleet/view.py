@@ -65,7 +65,7 @@ class FleetView:
     ) -> None:
         counts = Counter[str]() if counters is None else counters
         self._skipped = SkippedKeys(
-            "proxy_key_skipped", counts, counted_as="fleet.skipped.", most_logged=MAX_LOGGED_KEYS
+            "proxy key ignored", counts, counted_as="fleet.skipped.", most_logged=MAX_LOGGED_KEYS
         )
         self._fleet = fleet
         self._alone = alone(host, port)
@@ -130,7 +130,7 @@ class FleetView:
         now = set(self._others())
         changes = {"come": _in_words(now - before), "gone": _in_words(before - now)}
         if now != before:
-            log.info("proxies_changed", others=len(now), **{what: who for what, who in changes.items() if who})
+            log.info("proxies changed", others=len(now), **{what: who for what, who in changes.items() if who})
 
     def _others(self) -> Iterable[Proxy]:
         """All but this proxy's own entry, which the registrar reports."""

@@ -1,8 +1,11 @@
-"""Configure logging to stderr, with a bound on the lines of one kind.
+"""Configure logging to stderr, as text or JSON, with a bound on the lines of one kind.
 
-stdout is for the ready line and for the output of commands. The bound keeps a client that sends nonsense in a loop from
-filling the disk. A kind is a level and an event, without its fields; for the standard library's loggers it is the level
-and the message before its arguments are filled in. A line may bring a bound of its own, `most_a_minute=N`.
+stdout is for the ready line and for the output of commands. Events are constant phrases; what varies is in fields,
+which are numbers and strings, or lists of them. Times are UTC. The loggers of libraries write in the same format.
+
+The bound keeps a client that sends nonsense in a loop from filling the disk. A kind is a level and an event, without its
+fields; for the standard library's loggers it is the level and the message before its arguments are filled in. A line
+may bring a bound of its own, `most_a_minute=N`, and the name of a field whose values are kinds apart, `bounded_by=NAME`.
 
 States of a kind
   unknown    no line of it was logged for a minute
@@ -25,19 +28,19 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 import structlog
-from structlog.typing import EventDict, WrappedLogger
+from structlog.typing import EventDict, Processor, WrappedLogger
 
 MOST_A_MINUTE = 60
 MINUTE_S = 60.0
 MOST_KINDS = 500
 ANYTHING_ELSE = "anything else"
 
-Say = Callable[[str, str], None]
-"""Log a line of a level, regardless of bounds."""
+Say = Callable[[str, str, int], None]
+"""Log that lines of a level and an event were left out, and how many, regardless of bounds."""
 Later = Callable[[float, Callable[[], None]], None]
 
 
@@ -98,8 +101,7 @@ class LogBound:
         if ends:
             self._later(max(0.0, min(ends) - now), self.tell)
         for (level, event), count in due:
-            lines_left_out = "1 line" if count == 1 else f"{count} lines"
-            self._say(level, f'{lines_left_out} like "{event}" left out in the last minute')
+            self._say(level, event, count)
 
     def _forget_quiet(self, now: float) -> None:
         for kind, (since, lines, most) in list(self._kinds.items()):
@@ -108,31 +110,43 @@ class LogBound:
 
 
 LEVELS = ("debug", "info", "warning", "error")
+FORMATS = ("json", "text")
+
+# Keys whose values structlog and its bridge to the standard library use themselves.
+_OF_STRUCTLOG: Final = frozenset({"exc_info", "stack_info", "_record", "_from_structlog"})
+_PLAIN: Final = frozenset({str, int, float, bool, type(None)})
 
 # Marks the line that tells how many were left out: it is always logged.
 _TOLD: Final = "_told"
 
 
-def configure_logging(level: str) -> None:
-    """Log `level` and above, with colours on a terminal.
+def configure_logging(level: str, log_format: str | None = None) -> None:
+    """Log `level` and above in one of FORMATS: by default as text on a terminal, with colours, and as JSON elsewhere.
 
     Of libraries that use the standard library, warnings.
     """
     on_terminal = sys.stderr.isatty()
     bound = LogBound(_say)
+    opening: list[Processor] = [structlog.contextvars.merge_contextvars, structlog.stdlib.add_log_level]
+    shaping: list[Processor] = [structlog.processors.TimeStamper(fmt="iso", utc=True), _in_plain_values]
+    rendering: list[Processor] = (
+        [structlog.processors.format_exc_info, _event_first, structlog.processors.JSONRenderer()]
+        if (log_format or ("text" if on_terminal else "json")) == "json"
+        else [structlog.dev.ConsoleRenderer(colors=on_terminal, exception_formatter=structlog.dev.plain_traceback)]
+    )
     structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            _Bounded(bound),
-            structlog.processors.TimeStamper(fmt="%Y-%m-%d %H:%M:%S.%f", utc=False),
-            structlog.dev.ConsoleRenderer(colors=on_terminal, exception_formatter=structlog.dev.plain_traceback),
-        ],
+        processors=[*opening, _Bounded(bound), *shaping, *rendering],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
         logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
         cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[*opening, structlog.stdlib.add_logger_name, *shaping],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *rendering],
+        )
+    )
     handler.addFilter(lambda record: bound.admits(record.levelname.lower(), str(record.msg)))
     logging.basicConfig(handlers=[handler], level=max(logging.WARNING, getattr(logging, level.upper())))
     atexit.register(bound.tell, at_once=True)
@@ -146,11 +160,37 @@ class _Bounded:
 
     def __call__(self, logger: WrappedLogger, method_name: str, event_dict: EventDict) -> EventDict:
         most = event_dict.pop("most_a_minute", MOST_A_MINUTE)
-        if event_dict.pop(_TOLD, False) or self._bound.admits(event_dict["level"], str(event_dict["event"]), most):
+        kind = str(event_dict["event"])
+        if field := event_dict.pop("bounded_by", None):
+            kind = f"{kind}: {event_dict[field]}"
+        if event_dict.pop(_TOLD, False) or self._bound.admits(event_dict["level"], kind, most):
             return event_dict
         raise structlog.DropEvent
 
 
-def _say(level: str, sentence: str) -> None:
+def _say(level: str, event: str, count: int) -> None:
     method = level if level in LEVELS else "error"
-    getattr(structlog.get_logger(__name__), method)(sentence, **{_TOLD: True})
+    getattr(structlog.get_logger(__name__), method)("similar lines left out", of=event, lines=count, **{_TOLD: True})
+
+
+def _event_first(logger: WrappedLogger, method_name: str, event_dict: EventDict) -> EventDict:
+    """Put what every line has before its own fields."""
+    return {key: event_dict[key] for key in ("timestamp", "level", "event")} | dict(event_dict)
+
+
+def _in_plain_values(logger: WrappedLogger, method_name: str, event_dict: EventDict) -> EventDict:
+    """Turn values of other types into strings, numbers and lists of them."""
+    for key, value in event_dict.items():
+        if key not in _OF_STRUCTLOG and type(value) not in _PLAIN:
+            event_dict[key] = _plain(value)
+    return event_dict
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, Collection) and not isinstance(value, str):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, (int, float)) else str(value)

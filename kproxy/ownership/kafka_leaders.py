@@ -95,7 +95,7 @@ class KafkaLeaders:
             return
         if self._cluster_id is not None:
             log.error(
-                "the brokers belong to another cluster: the table begins anew", before=self._cluster_id, now=cluster_id
+                "kafka cluster changed", consequence="the table begins anew", before=self._cluster_id, now=cluster_id
             )
             self._known.clear()
             self._topology.begin_rebuild()
@@ -143,7 +143,7 @@ class KafkaLeaders:
             self._topology.set_topic_id(name, topic_id)
         except ValueError as error:
             # The cluster contradicts itself: the topic is known by its name alone.
-            log.warning("kafka_metadata_topic_id", reason=str(error))
+            log.warning("topic id ignored", reason=str(error))
 
     def _remove(self, name: bytes) -> Iterator[None]:
         if self._known.pop(name, None) is None:

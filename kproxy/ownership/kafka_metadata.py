@@ -152,7 +152,7 @@ class KafkaMetadata:
                 except BrokerUnreachable as error:
                     # Before the first answer the caller that opened the source reports the error.
                     if self.last_error is None and self._synced.is_set():
-                        log.warning("kafka_metadata_interrupted", reason=str(error))
+                        log.warning("kafka metadata interrupted", reason=str(error))
                     self.last_error = error
                     self._whole_due = self._clock()
                 if waiting is not None and not waiting.done():
@@ -203,7 +203,7 @@ class KafkaMetadata:
         if not self._has_helped(doubted) and self._connection is not None:
             self._passed_over = self._connection.address
         if self.last_error is not None and self._synced.is_set():
-            log.info("kafka_metadata_resumed")
+            log.info("kafka metadata resumed")
         self.last_error = None
         self._synced.set()
 

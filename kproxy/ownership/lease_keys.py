@@ -229,4 +229,4 @@ class SkippedKeys:
         self._counts[f"{self._counted_as}{reason}"] += 1
         if kv.key not in self._logged and len(self._logged) < self._most_logged:
             self._logged.add(kv.key)
-            log.warning(self._event, key=kv.key[:300], value=repr(kv.value[:80]), reason=str(reason))
+            log.warning(self._event, key=kv.key[:300], value=kv.value[:80], reason=str(reason))

@@ -141,7 +141,7 @@ class LeaseTable:
         self._stale_after_s = stale_after_s
         self._leases_prefix = f"{prefix.rstrip('/')}/partition-leases/"
         self.skipped: Counter[str] = Counter()
-        self._skip = SkippedKeys("etcd_key_skipped", self.skipped, most_logged=MAX_LOGGED_KEYS).skip
+        self._skip = SkippedKeys("etcd key ignored", self.skipped, most_logged=MAX_LOGGED_KEYS).skip
         self.directory = Directory(prefix.rstrip("/"), topology, self._skip)
         prefixes = (self._leases_prefix, *self.directory.prefixes)
         self._mirror = PrefixMirror(client, prefixes, self, keys=self.directory.keys, clock=clock)
@@ -204,7 +204,7 @@ class LeaseTable:
 
     def on_restored(self) -> None:
         self.restores += 1
-        log.error("etcd_was_restored", was_revision=self._topology.revision)
+        log.error("etcd restored", was_revision=self._topology.revision)
         self._topology.begin_rebuild()
 
     async def on_snapshot(self, snapshot: Snapshot) -> None:
@@ -228,7 +228,7 @@ class LeaseTable:
         await self.directory.load(others)
         for _ in load.end():
             await asyncio.sleep(0)
-        log.info("lease_table_loaded", revision=snapshot.revision, partitions=load.count)
+        log.info("lease table loaded", revision=snapshot.revision, partitions=load.count)
         self._tell()
 
     async def _is_contradicted_by(self, snapshot: Snapshot) -> bool:
@@ -292,7 +292,7 @@ class LeaseTable:
                 try:
                     await self._reread(partitions)
                 except EtcdError as error:
-                    log.warning("lease_table_reread_failed", partitions=len(partitions), reason=str(error))
+                    log.warning("leases not reread", partitions=len(partitions), reason=str(error))
 
     async def _reread(self, partitions: Sequence[Partition]) -> None:
         # A linearizable read that begins now is at or above every revision seen so far.

@@ -408,7 +408,7 @@ class BrokerVersions:
                 self._forget_departed()
                 self._update()
         except Exception:  # the boundary: a failure with one broker must not reach those who wait for all
-            log.exception("a broker could not be asked what it serves", broker=broker)
+            log.exception("broker API versions not read", broker=broker)
             self._pause(broker, address, SILENT_FOR_S)
         finally:
             del self._asking[broker]
@@ -489,7 +489,7 @@ class BrokerVersions:
             return
         before, self._logged = self._logged, self.offered
         if self._logged.native != before.native:
-            log.info("APIs answered by the proxy itself changed", apis=sorted(map(keys.name_of, self._logged.native)))
+            log.info("APIs of the proxy changed", apis=sorted(map(keys.name_of, self._logged.native)))
         if self._logged.ranges != before.ranges:
             brokers = sum(broker in self._said for broker in self._topology.brokers)
             log.info("APIs offered to clients changed", brokers=brokers, **_changes(before.ranges, self._logged.ranges))

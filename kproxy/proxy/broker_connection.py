@@ -356,12 +356,12 @@ class Upstream(asyncio.BufferedProtocol):
 
     def distrust(self, reason: str) -> None:
         """Close because of what the broker said."""
-        log.warning("broker answered out of protocol", broker=self.owner, address=str(self.address), reason=reason)
+        log.warning("broker answer invalid", broker=self.owner, address=str(self.address), reason=reason)
         self._end()
 
     def give_up(self, reason: str) -> None:
         """Close because no answer is to be hoped for."""
-        log.warning("broker connection given up", broker=self.owner, address=str(self.address), reason=reason)
+        log.warning("broker connection abandoned", broker=self.owner, address=str(self.address), reason=reason)
         self._end()
 
     def watch_path(self, *, closely: bool) -> None:

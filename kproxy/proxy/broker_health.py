@@ -191,11 +191,11 @@ class BrokerHealth:
                 else:
                     if watched.breaker.answered():
                         self._topology.doubt(owner, doubted=False)
-                        log.info("broker no longer hangs", broker=owner, address=str(address), reason=reply.value)
+                        log.info("broker answers again", broker=owner, address=str(address), reason=reply.value)
                     await asyncio.sleep(PROBE_PAUSE_S)
         except Exception:  # the boundary: without its watcher this broker's breaker is closed
             self._topology.doubt(owner, doubted=False)
-            log.exception("a broker can no longer be probed", broker=owner, address=str(address))
+            log.exception("broker probe failed", broker=owner, address=str(address))
         finally:
             del self._watched[address]
             if watched.connection is not None:

@@ -314,7 +314,9 @@ class FenceBinder:
                 async with asyncio.timeout(timeout_s):
                     frame = await ask(upstream, correlation_id, _request(correlation_id, some))
             except (Lost, NoAddress, TimeoutError) as error:
-                log.info("fences not bound", broker=leader, partitions=len(some), reason=repr(error))
+                log.info(
+                    "fences not bound", broker=leader, partitions=len(some), reason=str(error) or type(error).__name__
+                )
                 return said
             codes = _codes(upstream, frame)
             _record(upstream, some, codes)
@@ -401,13 +403,13 @@ async def open_own(
     )
 
     async def serve() -> None:
-        await connect(client, lambda error: log.debug("etcd_not_connected", reason=str(error)))
+        await connect(client, lambda error: log.debug("etcd not connected", reason=str(error)))
         await own.run()
 
     own.running = serving = asyncio.create_task(serve())
     try:
         if not await in_time(own.wait_ready(), serving, ETCD_WAIT_S):
-            log.warning("etcd does not answer: until it does nothing can be claimed", etcd=client.endpoints)
+            log.warning("etcd not answering", consequence="nothing can be claimed until it does", etcd=client.endpoints)
         yield own
     finally:
         await own.all_freed()

@@ -261,7 +261,9 @@ class ClientSession(asyncio.BufferedProtocol):
         if not self._negotiated:
             self._ranges = ranges
         elif not self._draining and not covers(ranges, self._ranges):
-            log.info("client connection drained: a broker serves less than it was offered", client=self.peer)
+            log.info(
+                "client connection drained", reason="a broker serves less than the client was offered", client=self.peer
+            )
             self._lingers = True
             self.drain()
 
@@ -419,7 +421,14 @@ class ClientSession(asyncio.BufferedProtocol):
             log.warning("client connection closed", client=self.peer, reason=str(error))
             self._end()
             return
-        log.warning(f"client speaks {stranger.protocol}", most_a_minute=1, client=self.peer, reason=str(stranger))
+        log.warning(
+            "client speaks another protocol",
+            most_a_minute=1,
+            bounded_by="protocol",
+            client=self.peer,
+            protocol=stranger.protocol,
+            reason=str(stranger),
+        )
         if stranger.reply and self._answers.outbox is not None and not self._answers.slots:
             self._answers.outbox.put_one(stranger.reply)
         self._end(lingers=True)
@@ -437,7 +446,9 @@ class ClientSession(asyncio.BufferedProtocol):
     def abandon(self) -> None:
         """Close without waiting for answers."""
         if not self.closed and self._answers.slots:
-            log.warning("client connection closed unanswered", client=self.peer, requests=len(self._answers.slots))
+            log.warning(
+                "client connection closed with requests unanswered", client=self.peer, requests=len(self._answers.slots)
+            )
         self._end()
         self._fanout.hurry()
 

@@ -160,7 +160,7 @@ class ControlRequests:
         except (CodecError, Unanswerable) as error:
             self._client.refuse(error)
         except Exception:  # the boundary: a request without an answer would hold up all that follow it
-            log.exception("a request could not be answered", request=keys.name_of(header.api_key))
+            log.exception("request failed", request=keys.name_of(header.api_key))
             self._client.abandon()
 
     async def _own(self, frame: memoryview, header: RequestHeader) -> list[Buffer]:
@@ -390,7 +390,7 @@ class ControlPlane:
             context.counters["producer_ids.given_out"] += 1
         except (EtcdError, TimeoutError) as error:
             context.counters["producer_ids.refused"] += 1
-            log.warning("no producer id", reason=str(error) or "etcd does not answer in time")
+            log.warning("producer id not allocated", reason=str(error) or "etcd does not answer in time")
             error_code = COORDINATOR_NOT_AVAILABLE
         epoch = 0 if error_code == NONE else _NO_PRODUCER_ID
         fields = {"error_code": error_code, "producer_id": producer_id, "producer_epoch": epoch}

@@ -120,7 +120,7 @@ class Dialler:
         down = self._down.pop(address, None)
         if down is not None:
             log.info(
-                "broker can be reached again",
+                "broker reachable again",
                 broker=owner,
                 address=str(address),
                 down_s=round(self._clock() - down.since, 1),
@@ -133,7 +133,7 @@ class Dialler:
         now = self._clock()
         down = self._down.get(address)
         if down is None:
-            log.warning("broker cannot be reached", broker=owner, address=str(address), reason=reason)
+            log.warning("broker unreachable", broker=owner, address=str(address), reason=reason)
             if len(self._down) >= MAX_DOWN:
                 del self._down[next(iter(self._down))]
             down = self._down[address] = _Down(now)
@@ -187,7 +187,7 @@ class Attempt:
 
     def _note(self, error: OSError | UnicodeError) -> None:
         if isinstance(error, OSError) and error.errno in _OUR_OWN:
-            log.warning("no connection can be made", address=str(self._address), reason=reason_of(error))
+            log.warning("connection not possible", address=str(self._address), reason=reason_of(error))
             return
         is_late = self._resolves and isinstance(error, TimeoutError)
         reason = "its name is not resolved in time" if is_late else reason_of(error)

@@ -217,17 +217,18 @@ async def _reload_at(hangup: asyncio.Event, source: Source) -> None:
         await hangup.wait()
         hangup.clear()
         try:
-            log.info("ownership read anew", outcome=await source.reload())
+            log.info("ownership reloaded", outcome=await source.reload())
         except StartupError as error:
-            log.error("ownership not read anew: what was known stays in force", reason=str(error))
+            log.error("ownership not reloaded", consequence="the known owners stay in force", reason=str(error))
 
 
 def _tell_of_too_few_files(max_connections: int) -> None:
     limit, wanted = open_file_limit(), descriptors.wanted(max_connections)
     if limit is not None and limit < wanted:
         log.warning(
-            f"the limit of open files is enough for {descriptors.most_clients(limit)} clients; then new ones may be "
-            "refused. Raise it (ulimit -Hn, LimitNOFILE= of systemd), or lower limits.max_connections",
+            "limit of open files too low",
+            enough_for_clients=descriptors.most_clients(limit),
+            advice="raise it (ulimit -Hn, LimitNOFILE= of systemd), or lower limits.max_connections",
             limit=limit,
             max_connections=max_connections,
             wanted=wanted,
@@ -304,7 +305,7 @@ class Audit:
             try:
                 self.trail.end()
             except Exception:  # the boundary: its rows are shipped, and their missing end shows the failure
-                log.exception("the audit trail could not be ended")
+                log.exception("audit trail not closed")
             if self._shipper is not None:
                 await self._shipper.close(SHIP_REST_S)
 

@@ -169,7 +169,7 @@ class Listener:
         try:
             await asyncio.get_running_loop().connect_accepted_socket(self._inside_session, end)
         except OSError as error:
-            log.warning("a connection from within could not be served", reason=str(error))
+            log.warning("internal connection failed", reason=str(error))
             end.close()
 
     def _inside_session(self) -> ClientSession:
@@ -182,11 +182,16 @@ class Listener:
 
     def _session(self) -> asyncio.BaseProtocol:
         if self._context is None or self._client_count >= self._limits.max_connections:
-            log.warning("connection refused: limits.max_connections is reached", limit=self._limits.max_connections)
+            log.warning(
+                "client connection refused",
+                reason="limits.max_connections is reached",
+                limit=self._limits.max_connections,
+            )
             return self._refusal()
         if not self._has_descriptors(self._context):
             log.warning(
-                "connection refused: too few open files are allowed (ulimit -Hn, LimitNOFILE= of systemd)",
+                "client connection refused",
+                reason="too few open files are allowed (ulimit -Hn, LimitNOFILE= of systemd)",
                 limit=open_file_limit(),
                 clients=self._client_count,
             )
@@ -229,7 +234,7 @@ class Listener:
             try:
                 session.follow_ranges(ranges)
             except Exception:  # the boundary: an error in one session must not keep the others at the old versions
-                log.exception("a client connection could not follow what is offered")
+                log.exception("client connection not updated with API versions")
                 session.abandon()
 
     def _give_up_broker(self, address: Address) -> None:
@@ -238,7 +243,7 @@ class Listener:
             try:
                 session.give_up_broker(address)
             except Exception:  # the boundary: an error in one session must not keep the others waiting
-                log.exception("a broker that hangs could not be given up")
+                log.exception("hung broker not abandoned")
                 session.abandon()
 
     async def _watch_deadlines(self, context: ProxyContext) -> None:
@@ -249,7 +254,7 @@ class Listener:
                 try:
                     context.versions.look()
                 except Exception:  # the boundary: deadlines are watched whatever happens here
-                    log.exception("what the brokers serve could not be followed")
+                    log.exception("broker API versions not followed")
             now = context.clock()
             context.answer_room.wake()
             context.tally.delayed(max(0.0, now - due))
@@ -261,7 +266,7 @@ class Listener:
                 try:
                     session.expire(now, is_late=now - due > LATE_S)
                 except Exception:  # the boundary: an error in one session must not stop the others' clock
-                    log.exception("deadlines of a client connection could not be watched")
+                    log.exception("client deadlines not checked")
                     session.abandon()
 
     def leave(self) -> None:
@@ -271,7 +276,7 @@ class Listener:
     async def linger(self, insists: asyncio.Event) -> None:
         """Serve on for `drain_delay`, or until `insists` is set."""
         if self._limits.drain_delay:
-            log.info("serving on before draining", seconds=self._limits.drain_delay)
+            log.info("drain delayed", seconds=self._limits.drain_delay)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._limits.drain_delay):
                     await insists.wait()

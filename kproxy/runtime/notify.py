@@ -52,7 +52,7 @@ def notify(*assignments: str) -> None:
             manager.connect(_address(name))
             manager.sendall(message.encode(errors="replace"))
     except OSError as error:
-        _logger.warning("service manager not told", message=message, socket=name, reason=str(error))
+        _logger.warning("service manager not notified", message=message, socket=name, reason=str(error))
 
 
 def _address(name: str) -> bytes:

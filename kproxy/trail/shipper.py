@@ -107,7 +107,8 @@ class Shipper:
         self._counters["audit.rows_dropped"] += page.rows
         if not self._drops:
             log.error(
-                "audit rows dropped: until the sink takes rows again, what is acknowledged cannot be proven",
+                "audit rows dropped",
+                consequence="what is acknowledged cannot be proven until the sink takes rows again",
                 waiting_bytes=self._queued_bytes,
             )
         self._drops += 1
@@ -126,7 +127,7 @@ class Shipper:
             lost = sum(page.rows for page in self._queue)
             # A process whose shipper was never started has served no client.
             if lost and self._task is not None:
-                log.error("audit trail not shipped to its end: its last rows are lost", rows=lost)
+                log.error("audit trail not shipped to its end", consequence="its last rows are lost", rows=lost)
                 self._counters["audit.pages_dropped"] += len(self._queue)
                 self._counters["audit.rows_dropped"] += lost
             self._queue.clear()
@@ -137,7 +138,7 @@ class Shipper:
         try:
             await self._sink.close()
         except Exception:  # the boundary: the caller has other things to stop
-            log.exception("the audit sink could not be closed")
+            log.exception("audit sink not closed")
 
     async def _ship(self) -> None:
         while True:
@@ -150,7 +151,7 @@ class Shipper:
             except SinkFailed as error:
                 await self._failed(str(error))
             except Exception as error:  # the boundary: an error of the sink must not end the trail
-                log.exception("the audit sink failed unexpectedly")
+                log.exception("audit sink failed")
                 await self._failed(f"{type(error).__name__}: {error}")
             else:
                 self._shipped(pages)
@@ -191,7 +192,7 @@ class Shipper:
         self._shipped_at = self._clock()
         self._has_shipped = True
         if self._failures or (self._drops and not self._queue):
-            log.warning("the audit sink takes rows again", failures=self._failures, pages_dropped=self._drops)
+            log.warning("audit sink recovered", failures=self._failures, pages_dropped=self._drops)
             # A sink that is merely slow must not log this for every page.
             self._drops = 0
         self._failures = 0
@@ -199,7 +200,7 @@ class Shipper:
     async def _failed(self, reason: str) -> None:
         self._counters["audit.sink_failures"] += 1
         if not self._failures:
-            log.warning("the audit sink fails: rows wait, clients do not", reason=reason)
+            log.warning("audit sink failing", consequence="rows wait, clients do not", reason=reason)
         self._failures += 1
         pause_s = min(PAUSE_S * 2.0 ** min(self._failures - 1, 10), MAX_PAUSE_S)
         until = self._clock() + pause_s * self._random.uniform(0.5, 1.0)

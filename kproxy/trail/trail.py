@@ -209,7 +209,7 @@ class Trail:
                 for _ in self._look():
                     await asyncio.sleep(0)
             except Exception:  # the boundary: the next look may succeed, and the gap shows this failure
-                log.exception("the audit trail could not be looked after")
+                log.exception("audit trail maintenance failed")
                 self._miss()
 
     def _look(self) -> Iterator[None]:
@@ -228,7 +228,7 @@ class Trail:
             overlaps += self._judge_some(overlaps)
             yield
         if overlaps > MAX_OVERLAPS_LOGGED:
-            log.error("more offsets given out twice than are logged", intervals=overlaps)
+            log.error("further offsets assigned twice", intervals=overlaps)
         while self._close_some():
             yield
         self._mark()
@@ -243,7 +243,7 @@ class Trail:
             try:
                 self._take(acked)
             except Exception:  # the boundary: an error here must not reach clients; the gap shows it
-                log.exception("acknowledgements could not be noted", topic=acked.topic, partition=acked.partition)
+                log.exception("acknowledgements not noted", topic=acked.topic, partition=acked.partition)
                 self._miss()
 
     def _mark(self) -> None:
@@ -278,7 +278,7 @@ class Trail:
             if self._running:
                 self._note(acked, chunk)
         if unread:
-            log.warning("acknowledged batches that cannot be read", topic=acked.topic, client=acked.client)
+            log.warning("acknowledged batches unreadable", topic=acked.topic, client=acked.client)
             self._miss()
         row = self._open.get(acked)
         if row is not None and len(row.latency_us) < MAX_LATENCIES:
@@ -363,7 +363,7 @@ class Trail:
 def _log(overlap: Overlap) -> None:
     origin, earlier = overlap.origin, overlap.earlier
     log.error(
-        "offsets given out twice",
+        "offsets assigned twice",
         topic=overlap.topic,
         partition=overlap.partition,
         first_offset=overlap.first_offset,

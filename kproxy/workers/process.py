@@ -215,7 +215,7 @@ class WorkerProcess:
             # The process ends; `wait` returns how.
             return
         except ChannelMisused as error:
-            log.error("worker killed: it says what nobody understands", worker=number, reason=str(error))
+            log.error("worker killed", worker=number, reason=f"its message is invalid: {error}")
             self.signal(signal.SIGKILL)
 
 
@@ -267,7 +267,9 @@ class Slot:
             if self._clock() - began >= STEADY_S:
                 pause_s = PAUSE_S
             said = {"reason": sentence} if sentence else {}
-            log.error("worker ended, another is started", worker=self.number, how=end, pause_s=pause_s, **said)
+            log.error(
+                "worker ended", consequence="another is started", worker=self.number, how=end, pause_s=pause_s, **said
+            )
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
             self.restarts += 1
@@ -341,5 +343,5 @@ class Slot:
     def kill(self) -> None:
         """End the process with SIGKILL, because it does not stop."""
         if self._process is not None:
-            log.error("worker killed: it did not end in time", worker=self.number, pid=self.pid)
+            log.error("worker killed", reason="it did not end in time", worker=self.number, pid=self.pid)
             self._process.signal(signal.SIGKILL)

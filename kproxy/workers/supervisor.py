@@ -126,7 +126,7 @@ class _Supervisor:
                 try:
                     owners = await asyncio.to_thread(owners.read_again)
                 except StartupError as error:
-                    log.error("ownership not read anew: what was known stays in force", reason=str(error))
+                    log.error("ownership not reloaded", consequence="the known owners stay in force", reason=str(error))
                     continue
             for slot in self._slots:
                 slot.reload(owners)

@@ -115,7 +115,7 @@ class WorkerFront:
         try:
             reply = await _reply(pages, ask.question)
         except Exception as error:  # the boundary: an error of one page must not end the others
-            log.exception("a question of the supervisor could not be answered")
+            log.exception("supervisor question failed")
             reply = Refused(f"{type(error).__name__}: {error}")
         self._channel.send(encode(Answer(ask.id, reply)))
 

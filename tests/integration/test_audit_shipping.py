@@ -208,7 +208,7 @@ async def test_a_disk_without_room_holds_up_nobody_and_nothing_is_missing_afterw
     assert is_whole(rows)
     assert told(rows, "t") == 100
     assert "No space left on device" in errors or "File too large" in errors
-    assert "the audit sink takes rows again" in errors
+    assert "audit sink recovered" in errors
     await upstream.stop()
 
 

@@ -81,7 +81,7 @@ async def test_what_clients_were_told_is_in_the_trail_once_and_nothing_else(tmp_
         )
     _check_plain([row for row in ranges if row.topic == "plain"], plain)
     assert len({row.owner for row in ranges if (row.topic, row.partition) == ("plain", 0)}) > 1, "nobody took over"
-    assert "given out twice" not in proxy.stderr()
+    assert "assigned twice" not in proxy.stderr()
 
 
 def _check_idempotent(ranges: Sequence[Range], acked: dict[int, int | None]) -> None:

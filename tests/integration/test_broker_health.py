@@ -67,7 +67,7 @@ async def test_a_broker_that_is_down_is_told_of_once_and_again_when_it_is_back()
             for client in clients:
                 while await produce_code(client):
                     assert time.monotonic() - began < SOON_S
-        assert [line["event"] for line in lines] == ["broker cannot be reached", "broker can be reached again"]
+        assert [line["event"] for line in lines] == ["broker unreachable", "broker reachable again"]
 
 
 @both_loops
@@ -83,7 +83,7 @@ async def test_a_broker_that_is_back_is_used_at_once_where_the_last_dial_is_a_se
         await upstream.start(upstream.port)
         with logged_of_brokers() as lines:
             assert await produce_code(client) == 0
-        assert [line["event"] for line in lines] == ["broker can be reached again"]
+        assert [line["event"] for line in lines] == ["broker reachable again"]
         # Not by way of a second try.
         assert proxy.retries(1 << 16) == 20
 

@@ -71,7 +71,7 @@ def test_a_proxy_that_is_added_tells_its_start_truly_and_briefly(dev_cluster: Kp
         assert len(lines) == len(STARTS), proxy.stderr()
         # The table, who else is there, this one's own entry; what the brokers serve is known when they have answered.
         assert [word for word in told if word != STARTS[-1]] == list(STARTS[:-1]), proxy.stderr()
-        changed = told["proxies_changed"]
+        changed = told["proxies changed"]
         assert "gone" not in changed
         assert dev_cluster.kafka in changed
         assert proxy.kafka not in changed
@@ -79,7 +79,7 @@ def test_a_proxy_that_is_added_tells_its_start_truly_and_briefly(dev_cluster: Kp
         assert "brokers=3" in told[STARTS[-1]]
 
 
-STARTS = ("lease_table_loaded", "proxies_changed", "proxy_registered", "APIs offered to clients changed")
+STARTS = ("lease table loaded", "proxies changed", "proxy registered", "APIs offered to clients changed")
 
 
 def replicas(dev: KproxyProcess, topic: str) -> list[int]:

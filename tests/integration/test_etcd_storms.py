@@ -94,7 +94,7 @@ async def test_a_proxy_that_was_stopped_for_long_knows_what_it_missed(
         async with asyncio.timeout(30):
             await catches_up()
         assert await asked_of(process, *brokers) == 2
-        assert "etcd_was_restored" not in process.stderr()
+        assert "etcd restored" not in process.stderr()
     for broker in brokers:
         await broker.stop()
     await client.close()

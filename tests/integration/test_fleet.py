@@ -154,9 +154,9 @@ async def test_of_two_live_proxies_of_one_address_the_later_has_the_entry_and_bo
             # The later one has ended, the earlier one is registered again, under the same id.
             await eventually(lambda: earlier.registrar.state is RegistrarState.REGISTERED)
             assert await entries(etcd_client, etcd_prefix) == {FIRST: 1}
-    said = [(each["log_level"], each["event"]) for each in logs if "--advertise" in each["event"]]
+    said = [(each["log_level"], each["address"]) for each in logs if "--advertise" in each.get("advice", "")]
     assert [level for level, _ in said] == ["warning", "error"]
-    assert all("proxy.test:1" in event for _, event in said)
+    assert all(address == "proxy.test:1" for _, address in said)
 
 
 async def test_an_entry_that_somebody_deletes_is_put_back(etcd_client: EtcdClient, etcd_prefix: str) -> None:

@@ -85,5 +85,5 @@ async def test_a_manager_that_is_gone_costs_nothing(tmp_path: Path, monkeypatch:
     with static_proxy(tmp_path, {1: upstream.port}) as process:
         process.signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait) == 0
-        assert "service manager not told" in process.stderr()
+        assert "service manager not notified" in process.stderr()
     await upstream.stop()

@@ -108,7 +108,7 @@ async def test_the_only_copy_is_not_begun_anew_on_an_empty_disk(site: FaultySite
     await broker.up()
     with pytest.raises(AssertionError):
         await site.led_by("t", 0, [1, 2, 3], 5)
-    told = next(line for line in broker.log().splitlines() if "the log that was in sync is gone" in line)
+    told = next(line for line in broker.log().splitlines() if "in-sync log lost" in line)
     assert "put the data directory back that was here" in told
     await replace_disk(site, 1)
     kept.rename(broker.data_dir)

@@ -254,7 +254,7 @@ async def test_a_leader_that_was_away_is_fetched_from_again(tmp_path: Path) -> N
             await asyncio.sleep(0.3)
             await both.leader.restart()
             await replicated((leader, follower))
-        reasons = [each["reason"] for each in logs if each["event"] == "leader not reached"]
+        reasons = [each["reason"] for each in logs if each["event"] == "leader not reachable"]
         assert 1 <= len(reasons) == len(set(reasons)), "a reason is told once, however often it is met"
 
 
@@ -320,7 +320,7 @@ async def test_who_does_not_authenticate_in_time_is_closed(tmp_path: Path, monke
             for reader, writer in (silent, dripping):
                 assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
                 writer.close()
-        assert [each["reason"] for each in logs if each["event"] == "connection closed"] == [
+        assert [each["reason"] for each in logs if each["event"] == "client connection closed"] == [
             "not authenticated within 0 s"
         ] * 2
         append(leader, b"w")
@@ -479,7 +479,7 @@ async def _is_found_out(tmp_path: Path, liar: Liar, reason: str) -> Partition:
             append(leader, b"honest")
             follower.tell_broker(LEADER, honest.port)
             await replicated((leader, partition))
-    reasons = [each["reason"] for each in logs if each["event"] == "leader not reached"]
+    reasons = [each["reason"] for each in logs if each["event"] == "leader not reachable"]
     assert len(reasons) == 1
     assert reason in reasons[0]
     assert not [each for each in logs if each["log_level"] == "error"]
@@ -522,7 +522,7 @@ async def test_a_leader_that_answers_twice_is_not_believed_any_more(tmp_path: Pa
     with capture_logs() as logs:
         async with lied_to(tmp_path, liar):
             await eventually(lambda: liar.dialled >= 3, timeout_s=PATIENCE_S)
-    assert {each["reason"][:32] for each in logs if each["event"] == "leader not reached"} == {
+    assert {each["reason"][:32] for each in logs if each["event"] == "leader not reachable"} == {
         "an answer to something that was "
     }
 
@@ -620,7 +620,7 @@ async def _is_found_out_after(tmp_path: Path, hangs: Callable[[Liar], bool]) -> 
     with capture_logs() as logs:
         async with server, fetching(follower):
             await eventually(lambda: liar.dialled > 1, timeout_s=PATIENCE_S, what="another attempt")
-    assert [each["reason"] for each in logs if each["event"] == "leader not reached"] == ["no answer in time"]
+    assert [each["reason"] for each in logs if each["event"] == "leader not reachable"] == ["no answer in time"]
     assert "fetcher failed" not in {each["event"] for each in logs}
     for replica in replicas:
         replica.close()

@@ -163,7 +163,7 @@ async def test_a_static_table_is_read_anew_on_sighup(tmp_path: Path) -> None:
             assert await produced(process, first, second) == 1
         file.write_text(before.replace("owners = [1]", "owners = [2]").replace("1 = ", "2 = ", 1))
         file.write_text(file.read_text().replace(str(first.port), str(second.port)))
-        await reloaded(process, "ownership read anew")
+        await reloaded(process, "ownership reloaded")
         assert "1 partitions and 1 brokers" in process.stderr()
         assert await produced(process, first, second) == 2
         table = await asyncio.to_thread(page, process.admin, "/table")

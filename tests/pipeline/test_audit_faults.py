@@ -95,7 +95,7 @@ def story(spark: Any, etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFacto
         topics = ["cut", "twice", "split", "unsent"]
         wait_for(lambda: all(OTHER in cluster.leaders(topic).values() for topic in topics), what="broker 2 leads")
         forged = audit(spark, cluster.forged.address, proxies.trail, topics)
-        alarms = [line for line in one.stderr().splitlines() if "offsets given out twice" in line]
+        alarms = [line for line in one.stderr().splitlines() if "offsets assigned twice" in line]
         yield Story(clean, forged, overlaps, alarms, late, cut, doubled, killed.kafka, proxies.trail)
 
 

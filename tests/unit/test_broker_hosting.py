@@ -48,5 +48,5 @@ async def test_a_log_that_cannot_be_opened_is_told_once_with_the_way_out(
                 assert await host.open(KEY, topic) is None
             assert [each["event"] for each in logs] == ["log not opened"] * told
             checkpoint.unlink()
-    assert (logs[0]["directory"], "is damaged" in logs[0]["error"]) == (str(tmp_path / "t-0"), True)
-    assert "move the directory" in logs[0]["way_out"]
+    assert (logs[0]["directory"], "is damaged" in logs[0]["reason"]) == (str(tmp_path / "t-0"), True)
+    assert "move the directory" in logs[0]["advice"]

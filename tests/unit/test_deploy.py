@@ -30,7 +30,14 @@ COMPOSE = (DEPLOY / "compose/kafka.yaml", DEPLOY / "compose/reference.yaml")
 KEYS = {f"{room}.{key}" for room, struct in SECTIONS.items() for key in struct.__struct_fields__}
 VARIABLES = {"KPROXY_" + key.replace(".", "__").upper() for key in KEYS}
 # Of the program itself, of commands that ask, and of the build.
-OTHER_VARIABLES = {"KPROXY_LOG_LEVEL", "KPROXY_DEBUG", "KPROXY_ADMIN", "KPROXY_BOOTSTRAP", "KPROXY_COMMIT"}
+OTHER_VARIABLES = {
+    "KPROXY_LOG_LEVEL",
+    "KPROXY_LOG_FORMAT",
+    "KPROXY_DEBUG",
+    "KPROXY_ADMIN",
+    "KPROXY_BOOTSTRAP",
+    "KPROXY_COMMIT",
+}
 # Flags of other programs, by the file that has them.
 OTHERS_FLAGS = {
     "compose/kafka.yaml": {"advertise-client-urls", "build", "data-dir", "listen-client-urls"},

@@ -12,10 +12,10 @@ class Site:
 
     def __init__(self) -> None:
         self.now = 1000.0
-        self.said: list[tuple[str, str]] = []
+        self.said: list[tuple[str, str, int]] = []
         self._due: list[tuple[float, Callable[[], None]]] = []
         self.bound = LogBound(
-            lambda level, sentence: self.said.append((level, sentence)),
+            lambda level, event, count: self.said.append((level, event, count)),
             clock=lambda: self.now,
             later=lambda seconds, call: self._due.append((self.now + seconds, call)),
         )
@@ -39,7 +39,7 @@ def test_what_is_beyond_the_bound_is_told_when_the_minute_is_over_though_nothing
     site.pass_time(MINUTE_S - 11)
     assert site.said == []
     site.pass_time(1)
-    assert site.said == [("warning", '7 lines like "a" left out in the last minute')]
+    assert site.said == [("warning", "a", 7)]
     site.pass_time(10 * MINUTE_S)
     assert len(site.said) == 1
 
@@ -52,10 +52,7 @@ def test_kinds_and_levels_are_counted_apart() -> None:
     site.pass_time(30)
     site.logged("b", MOST_A_MINUTE)
     site.pass_time(30)
-    assert [said for _, said in site.said] == [
-        '5 lines like "a" left out in the last minute',
-        '10 lines like "b" left out in the last minute',
-    ]
+    assert [said[1:] for said in site.said] == [("a", 5), ("b", 10)]
 
 
 def test_each_minute_begins_anew() -> None:
@@ -63,7 +60,7 @@ def test_each_minute_begins_anew() -> None:
     for _ in range(3):
         assert site.logged("a", 1000) == MOST_A_MINUTE
         site.pass_time(MINUTE_S)
-    assert [said for _, said in site.said] == ['940 lines like "a" left out in the last minute'] * 3
+    assert [said[1:] for said in site.said] == [("a", 940)] * 3
     for _ in range(10):
         # Fewer than the bound in any minute: none is left out.
         assert site.logged("b", MOST_A_MINUTE // 2) == MOST_A_MINUTE // 2
@@ -75,10 +72,7 @@ def test_the_end_of_the_process_tells_of_a_minute_that_is_not_over() -> None:
     site.logged("a", MOST_A_MINUTE + 3)
     site.logged("b", MOST_A_MINUTE + 1)
     site.bound.tell(at_once=True)
-    assert [said for _, said in site.said] == [
-        '3 lines like "a" left out in the last minute',
-        '1 line like "b" left out in the last minute',
-    ]
+    assert [said[1:] for said in site.said] == [("a", 3), ("b", 1)]
 
 
 def test_kinds_that_somebody_makes_up_are_one() -> None:
@@ -86,6 +80,5 @@ def test_kinds_that_somebody_makes_up_are_one() -> None:
     logged = sum(site.logged(f"event {n}", 1) for n in range(MOST_KINDS + 1000))
     assert logged == MOST_KINDS + MOST_A_MINUTE
     site.pass_time(MINUTE_S)
-    left_out = 1000 - MOST_A_MINUTE
-    assert site.said == [("warning", f'{left_out} lines like "{ANYTHING_ELSE}" left out in the last minute')]
+    assert site.said == [("warning", ANYTHING_ELSE, 1000 - MOST_A_MINUTE)]
     assert site.logged("event again", 1) == 1

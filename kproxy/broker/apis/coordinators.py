@@ -67,7 +67,7 @@ async def handle_init_producer_id(broker: Broker, request: Request) -> Body:
         try:
             producer_id, producer_epoch = await broker.producer_ids.allocate(), 0
         except EtcdError as error:
-            _logger.warning("no producer id", error=str(error))
+            _logger.warning("producer id not allocated", reason=str(error))
             error_code = error_codes.COORDINATOR_NOT_AVAILABLE
     response = control.build_response(
         INIT_PRODUCER_ID, version, error_code=error_code, producer_id=producer_id, producer_epoch=producer_epoch

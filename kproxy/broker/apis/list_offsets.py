@@ -59,7 +59,7 @@ def _list_one(broker: Broker, topic: str, asked: control.Message) -> dict[str, i
     try:
         found = _find(partition, asked.timestamp)
     except (OSError, LogFailed) as error:
-        _logger.error("timestamps not read", topic=topic, partition=index, error=str(error))
+        _logger.error("timestamps not read", topic=topic, partition=index, reason=str(error))
         return {"partition_index": index, "error_code": error_codes.KAFKA_STORAGE_ERROR}
     if found is None:
         return {"partition_index": index, "error_code": error_codes.OFFSET_NOT_AVAILABLE}

@@ -222,7 +222,7 @@ class _Fetcher:
         if reason != self._reason:
             self._reason = reason
             host, port = self.address
-            _logger.warning("leader not reached", leader_id=self._leader_id, address=f"{host}:{port}", reason=reason)
+            _logger.warning("leader not reachable", leader_id=self._leader_id, address=f"{host}:{port}", reason=reason)
 
     async def _exchange(self, connection: LeaderConnection) -> bool:
         """Send one request and apply its answer; False if there was nothing to ask. Raises LeaderLost."""

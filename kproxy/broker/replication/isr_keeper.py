@@ -128,7 +128,7 @@ class IsrKeeper:
         try:
             result = await self._client.txn(guards, [put_op(state_key, value)], [get_op(lease_key), get_op(state_key)])
         except EtcdError as error:
-            _logger.warning("ISR not changed", **partition.log_fields, wanted=node_ids(members), error=str(error))
+            _logger.warning("ISR not changed", **partition.log_fields, wanted=node_ids(members), reason=str(error))
             return
         if replication.role is Role.CLOSED:
             return
@@ -148,7 +148,7 @@ class IsrKeeper:
         try:
             state = decode_value(state_kvs[0].value, StateValue)
         except ValueError as error:
-            _logger.error("ISR in etcd unreadable", **partition.log_fields, error=str(error))
+            _logger.error("ISR in etcd unreadable", **partition.log_fields, reason=str(error))
             return
         replication.isr_settled(Isr(frozenset(state.isr), state_kvs[0].mod_revision))
 

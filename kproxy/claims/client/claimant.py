@@ -242,7 +242,7 @@ class Claimant(Generic[ConnectionT]):
                 if self.state is State.OWNED:
                     await self._check()
         except Exception as error:
-            log.exception("nobody sees any more whether %s is owned", self._described(self.plan.resources))
+            log.exception("watch of the claims on %s failed", self._described(self.plan.resources))
             self._sever(self.plan.resources, f"{type(error).__name__}: {error}")
 
     async def _reclaim(self) -> None:
@@ -276,7 +276,7 @@ class Claimant(Generic[ConnectionT]):
         try:
             await self._driver.refresh(self._topics(resources))
         except ConnectionLost as lost:
-            log.debug("who leads is not known now: %s", lost)
+            log.debug("leader not known: %s", lost)
 
     def _watch(self, connection: ConnectionT) -> None:
         if not any(connection is each for each in self._watched):
@@ -306,7 +306,7 @@ class Claimant(Generic[ConnectionT]):
             self._on_severed(self.severed)
         except Exception:
             # The callback is the application's, and runs inside the client library.
-            log.exception("on_severed failed")
+            log.exception("callback on_severed failed")
 
     def _become(self, state: State) -> None:
         self.state = state
