@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import aiokafka  # type: ignore[import-untyped]
 import kafka
@@ -34,7 +34,6 @@ PARTITIONS = 6
 RECORDS = 240
 TIMEOUT_S = 60.0
 LINGER_MS = 5
-SPARK_ROWS = 10_000
 COMPRESSIONS = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
 # Release of kafka-clients -> the version of Produce that it speaks with Kafka 4.3.
 JAVA = {
@@ -55,6 +54,8 @@ JAVA = {
     "4.1.1": 13,
     "4.3.1": 13,
 }
+# `make test` runs these: the first, a flexible version, and one of each version that no other client speaks.
+ALWAYS = ("0.11.0.3", "2.8.2", "3.9.1", "4.0.2", "4.3.1")
 # What kafka-python 3 is told that the brokers are -> the version of Produce that it speaks to them.
 KAFKA_PYTHON = {(0, 11): 3, (1, 0): 5, (2, 0): 6, (2, 1): 7, (2, 4): 8, None: 9}
 # kafka-python 2.0.2, likewise.
@@ -152,7 +153,16 @@ def test_every_release_has_its_jars() -> None:
     assert spoken == set(range(3, 14)), "a version that no client here speaks"
 
 
-@pytest.mark.parametrize(("release", "version"), JAVA.items())
+def test_each_version_is_spoken_without_the_long_tests() -> None:
+    # librdkafka speaks version 10.
+    often = {*(JAVA[release] for release in ALWAYS), *KAFKA_PYTHON.values(), *OLD_KAFKA_PYTHON.values(), 10}
+    assert often == set(range(3, 14))
+
+
+@pytest.mark.parametrize(
+    ("release", "version"),
+    [pytest.param(*each, marks=() if each[0] in ALWAYS else pytest.mark.long) for each in JAVA.items()],
+)
 def test_java(tapped: Tapped, real_kafka: RealKafka, topic: str, client_id: str, release: str, version: int) -> None:
     sent = some_records()
     told = settings(tapped, client_id)
@@ -223,8 +233,15 @@ async def test_aiokafka(tapped: Tapped, real_kafka: RealKafka, topic: str, clien
     await asyncio.to_thread(check, tapped, real_kafka, topic, acknowledged, sent)
 
 
-@pytest.mark.parametrize("compression", ["gzip", "snappy", "lz4", "zstd"])
-@pytest.mark.parametrize("client", ["java", "librdkafka"])
+# Only librdkafka leaves a compression out by itself: of Java's all but one are long.
+@pytest.mark.parametrize(
+    ("client", "compression"),
+    [
+        *(("librdkafka", each) for each in ("gzip", "snappy", "lz4", "zstd")),
+        ("java", "zstd"),
+        *(pytest.param("java", each, marks=pytest.mark.long) for each in ("gzip", "snappy", "lz4")),
+    ],
+)
 def test_compressed_batches_arrive_as_they_were_sent(
     tapped: Tapped, real_kafka: RealKafka, topic: str, client_id: str, client: str, compression: str
 ) -> None:
@@ -238,23 +255,3 @@ def test_compressed_batches_arrive_as_they_were_sent(
         run = run_librdkafka(topic, sent, told)
     assert run.errors == {}
     check(tapped, real_kafka, topic, run.acknowledged, sent, compression)
-
-
-@pytest.mark.spark
-@pytest.mark.long
-def test_spark(tapped: Tapped, real_kafka: RealKafka, topic: str, spark: Any) -> None:
-    """Its Kafka sink and source, with no option but the address."""
-    address = {"kafka.bootstrap.servers": tapped.bootstrap}
-    key, value = "concat('key-', id % 50) as key", "cast(id as string) as value"
-    sent = spark.range(SPARK_ROWS).selectExpr(key, value)
-    sent.write.format("kafka").options(**address, topic=topic).save()
-    # What its producers call themselves, numbered since Spark was started.
-    assert tapped.tap.versions(PRODUCE, "producer-*") == {11}
-
-    stored = read_topic(real_kafka.bootstrap, topic, PARTITIONS, SPARK_ROWS)
-    expected = sorted((b"key-%d" % (number % 50), b"%d" % number) for number in range(SPARK_ROWS))
-    assert sorted((each.key or b"", each.value or b"") for each in stored) == expected
-    rows = spark.read.format("kafka").options(**address, subscribe=topic, startingOffsets="earliest").load()
-    columns = rows.selectExpr("partition", "offset", "cast(key as string)", "cast(value as string)").collect()
-    found = [(each[0], each[1], each[2].encode(), each[3].encode()) for each in columns]
-    assert sorted(found) == sorted(each[:4] for each in stored)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Iterator
 
@@ -21,7 +20,7 @@ def sides(
     real_kafka: RealKafka, etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Side]]:
     """Apache Kafka ("real") and three reference brokers ("ours"); a test that takes a broker down brings it back."""
-    directory, prefix = tmp_path_factory.mktemp("oracle"), f"/oracle-{os.getpid()}"
+    directory, prefix = tmp_path_factory.mktemp("oracle"), f"/oracle-{uuid.uuid4().hex[:10]}"
     # As Kafka's are configured.
     defaults = {"num_partitions": 3, "default_replication_factor": 3}
     with start_brokers(NODES, directory, etcd.endpoint, prefix, lease_ttl_s=LEASE_TTL_S, **defaults) as brokers:

@@ -266,7 +266,7 @@ async def test_nothing_that_waits_for_a_retry_is_sent_once_the_lease_is_not_cert
     await eventually(lambda: site.proxies[0].retries(6) == 2)
     monkeypatch.setattr(site.proxies[0].context.own, "is_live", lambda: False)
     assert await owner.wait_closed(PATIENCE_S)
-    assert await site.broker.is_silent()
+    assert await site.broker.is_silent(0.3)
 
 
 @pytest.mark.parametrize("acks", [-1, 0])

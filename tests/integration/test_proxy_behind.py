@@ -68,4 +68,4 @@ async def test_what_goes_the_plain_path_behind_a_batch_whose_time_is_over_is_not
         assert (await client.answer()).codes == {T0: TIMED_OUT}
         asked.connection.abort()
         assert (await client.answer()).codes == {T0: TIMED_OUT}
-        assert await upstream.is_silent()
+        assert await upstream.is_silent(0.3)

@@ -177,8 +177,9 @@ class LogMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
-        # Below what was written down as committed nothing is ever taken back.
-        offset = data.draw(st.integers(min(max(self.start - 1, self.checkpoint[0]), self.end + 1), self.end + 1))
+        # Below what was written down as committed nothing is ever taken back, and batches are committed as a whole.
+        committed = next((each.end for each in self.batches if each.end >= self.checkpoint[0]), self.checkpoint[0])
+        offset = data.draw(st.integers(min(max(self.start - 1, committed), self.end + 1), self.end + 1))
         self.batches = [each for each in self.batches if each.end <= offset]
         self.flushed_end = min(self.flushed_end, self.end)
         self.log.truncate_to(offset)

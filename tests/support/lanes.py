@@ -1,15 +1,22 @@
-"""Lanes of tests, run side by side by as many processes as there are: a pytest plugin, in force with `pytest -n 2`.
+"""Lanes of tests, run side by side by several processes: a pytest plugin, in force with `pytest -n 3`.
 
-Most of tests/integration waits, for leases above all; what uses Java computes. Neither keeps two processors busy, so
-they run beside each other. A process takes one lane after another, as it becomes free, in the order of the collection.
-Within a lane tests run in the order in which they run without lanes, and share what they share; processes share none.
-All that starts Spark is in one lane, as Spark cannot look for its jars twice at a time. It is the longest one, and at a
-lower priority: what hangs on time is not to find the machine busy.
+A lane is a group of tests that one process runs in their usual order. Each module is a lane. Modules that share an
+expensive fixture are one lane: Spark (which also cannot look for its jars twice at a time) and Kafka's brokers. A free
+process takes the next lane. Long lanes go first, so that no process is left alone with one at the end. Lanes and times
+come from tests/support/durations.toml, which `make test ARGS=--record-durations` writes. (`--dist loadgroup` would have
+marks instead of a table, but xdist 3.8 does not find them with pytest 9.2.)
+
+A fixture that starts processes ends with the lane that asked for it: idle brokers cost as much as a test.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,51 +24,116 @@ import pytest
 if TYPE_CHECKING:
     from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
-INTEGRATION = "tests/integration/test_"
-WITH_SPARK = (
-    "tests/clients/test_produce_versions.py::test_spark",
-    "tests/clients/test_rolled_cluster.py",
-    "tests/clients/test_rolling_restart.py",
-    "tests/integration/test_own_spark.py",
-    "tests/pipeline/",
-)
-WITH_KAFKA = (
-    "tests/clients/",
-    "tests/contract/",
-    "tests/integration/test_doctor.py",
-    "tests/integration/test_kafka_source.py",
-    "tests/integration/test_own_unfenced.py",
-    "tests/integration/test_several_proxies.py",
-    "tests/integration/test_stale_views.py",
-    "tests/integration/test_transactions.py",
-    "tests/packaging/",
-    "tests/unit/test_java_truststore.py",
-)
-# By the initials of files, and so that none of them is much longer than others.
-INTEGRATION_LANES = ("abcd", "efghijkl", "mno", "pq", "rstuvwxyz")
+DURATIONS = Path(__file__).with_name("durations.toml")
+# Session fixtures by the lane that their modules share; the first that a module asks for decides.
+SHARED_LANES = {"spark_driver": "spark", "real_kafka": "kafka"}
+# The table's name for modules that are a lane each; shorter ones are not recorded.
+ALONE = "alone"
+LEAST_RECORDED_S = 1.0
+# A process may start them again for another lane, so they share no etcd prefix with those of before.
+END_WITH_LANE = ("spark_driver", "real_kafka", "etcd_cluster", "owned_topics", "own_site", "dev_cluster")
+# Spark computes; what hangs on time is not to find the machine busy.
 NICENESS = 5
 
-
-def lane(nodeid: str) -> str:
-    """The name of a test's lane."""
-    if nodeid.startswith(WITH_SPARK):
-        return "spark"
-    if nodeid.startswith(WITH_KAFKA):
-        return "kafka"
-    if nodeid.startswith(INTEGRATION):
-        initial = nodeid.removeprefix(INTEGRATION)[0]
-        return f"integration {next(each for each in INTEGRATION_LANES if initial in each)}"
-    return "rest"
+# By lane, seconds by module.
+Durations = Mapping[str, Mapping[str, float]]
+_HEADER = "# Seconds by module, by lane: `make test ARGS=--record-durations` writes it. Only their order matters.\n"
+_LANE = "lane"
+_ALIVE = pytest.StashKey["list[tuple[pytest.FixtureDef[Any], pytest.FixtureRequest]]"]()
 
 
-def needs_spark(item: pytest.Item) -> bool:
-    """Whether a test is marked so, or asks for the session."""
-    return item.get_closest_marker("spark") is not None or "spark_driver" in getattr(item, "fixturenames", ())
+def module_name(nodeid: str) -> str:
+    """The name of a test's module, without folders: files move more often than they are renamed."""
+    return Path(nodeid.partition("::")[0]).stem
 
 
-def needs_java(item: pytest.Item) -> bool:
-    """Whether a test is marked so, or asks for Kafka's brokers."""
-    return item.get_closest_marker("java") is not None or "real_kafka" in getattr(item, "fixturenames", ())
+def modules_with_tests() -> list[str]:
+    """The names of all modules with tests."""
+    return sorted(file.stem for file in DURATIONS.parents[1].rglob("test_*.py"))
+
+
+def recorded_durations() -> Durations:
+    """What the table says; empty where nothing has been recorded."""
+    return tomllib.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+
+
+def table_text(before: Durations, measured: Durations, existing: Iterable[str]) -> str:
+    """The table with what was measured, and without modules that no longer exist or are short."""
+    merged = {module: (lane, seconds) for lane, modules in before.items() for module, seconds in modules.items()}
+    merged |= {module: (lane, seconds) for lane, modules in measured.items() for module, seconds in modules.items()}
+    text = _HEADER
+    for lane in (*SHARED_LANES.values(), ALONE):
+        text += f"\n[{lane}]\n"
+        for module in sorted({*existing}):
+            recorded_lane, seconds = merged.get(module, (ALONE, 0.0))
+            if recorded_lane == lane and (lane != ALONE or seconds >= LEAST_RECORDED_S):
+                text += f"{module} = {seconds:.1f}\n"
+    return text
+
+
+def needed_lane(items: Iterable[pytest.Item]) -> str:
+    """The lane that a module needs, by the fixtures and marks of its tests."""
+    asked = {name for item in items for name in getattr(item, "fixturenames", ())}
+    if any(item.get_closest_marker("spark") for item in items):
+        asked.add("spark_driver")
+    return next((lane for fixture, lane in SHARED_LANES.items() if fixture in asked), ALONE)
+
+
+def needed_lanes(items: Iterable[pytest.Item]) -> dict[str, str]:
+    """By module."""
+    modules: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        modules[module_name(item.nodeid)].append(item)
+    return {module: needed_lane(tests) for module, tests in modules.items()}
+
+
+class Lanes:
+    """Which lane a test is in, and how long lanes take."""
+
+    def __init__(self, durations: Durations) -> None:
+        self._shared = {module: lane for lane, modules in durations.items() for module in modules if lane != ALONE}
+        self._lengths = {**durations.get(ALONE, {})}
+        self._lengths |= {lane: sum(modules.values()) for lane, modules in durations.items() if lane != ALONE}
+
+    def lane(self, nodeid: str) -> str:
+        """The name of a test's lane."""
+        module = module_name(nodeid)
+        return self._shared.get(module, module)
+
+    def length_s(self, nodeid: str) -> float:
+        """How long its lane takes; 0 where that is not known."""
+        return self._lengths.get(self.lane(nodeid), 0.0)
+
+
+@functools.cache
+def lanes() -> Lanes:
+    return Lanes(recorded_durations())
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-durations", action="store_true", help=f"write the times of modules to {DURATIONS.name}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_ALIVE] = []
+    if config.getoption("record_durations") and not _is_worker():
+        config.pluginmanager.register(Recorder())
+    # Lanes come in the order of the collection, not by their number of tests.
+    config.option.loadscopereorder = False
+
+
+def _is_worker() -> bool:
+    return "PYTEST_XDIST_WORKER" in os.environ
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if _is_worker():
+        items.sort(key=lambda item: -lanes().length_s(item.nodeid))
+    if config.getoption("record_durations"):
+        needed = needed_lanes(items)
+        for item in items:
+            item.user_properties.append((_LANE, needed[module_name(item.nodeid)]))
 
 
 # There is such a hook only where xdist is installed.
@@ -69,17 +141,49 @@ def needs_java(item: pytest.Item) -> bool:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
     from xdist.scheduler import LoadScopeScheduling
 
-    class Lanes(LoadScopeScheduling):  # type: ignore[misc, no-any-unimported]
+    class ByLane(LoadScopeScheduling):  # type: ignore[misc, no-any-unimported]
         def _split_scope(self, nodeid: str) -> str:
-            return lane(nodeid)
+            return lanes().lane(nodeid)
 
-    # The lanes with the most tests are not those that take longest.
-    config.option.loadscopereorder = False
-    return Lanes(config, log)
+    return ByLane(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ and lane(item.nodeid) == "spark" and os.nice(0) < NICENESS:
+    if _is_worker() and lanes().lane(item.nodeid) == "spark" and os.nice(0) < NICENESS:
         # What it starts inherits this.
         os.nice(NICENESS - os.nice(0))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Any:
+    value = yield
+    if fixturedef.argname in END_WITH_LANE and fixturedef.scope == "session":
+        request.config.stash[_ALIVE].append((fixturedef, request))
+    return value
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Any:
+    outcome = yield
+    if _is_worker() and nextitem is not None and lanes().lane(item.nodeid) != lanes().lane(nextitem.nodeid):
+        alive = item.config.stash[_ALIVE]
+        while alive:
+            fixture, request = alive.pop()
+            # As pytest itself ends a fixture that is asked for with another parameter. What depends on it ends first.
+            fixture.finish(request)
+    return outcome
+
+
+class Recorder:
+    """Adds up what the tests of each module take, and writes the table at the end."""
+
+    def __init__(self) -> None:
+        self._measured: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        lane = dict(report.user_properties)[_LANE]
+        self._measured[str(lane)][module_name(report.nodeid)] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        DURATIONS.write_text(table_text(recorded_durations(), self._measured, modules_with_tests()))

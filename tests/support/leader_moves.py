@@ -1,4 +1,4 @@
-"""200,000 records while leaders move: what a producer is to write, how fast, and what must be there in the end."""
+"""Records while leaders move: what a producer is to write, how fast, and what must be there in the end."""
 
 from __future__ import annotations
 

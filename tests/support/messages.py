@@ -362,6 +362,8 @@ def sample_response(api_key: int, partitions: Mapping[str, Sequence[int]], **cha
 # Random messages
 
 # Low tags have a meaning in some versions; these have none in any.
+# Of a length that takes two bytes as a varint.
+_LONG_BYTES = st.integers(128, 300).map(lambda length: bytes([length % 256]) * length)
 _TAGS = st.dictionaries(st.integers(100, 2**31), st.binary(max_size=6), max_size=2).map(
     lambda tags: sorted(tags.items())
 )
@@ -380,7 +382,7 @@ def _values(kind: Any, version: int) -> st.SearchStrategy[Any]:
     if kind in ("string", "topic"):
         return st.text(max_size=5)
     if kind == "bytes":
-        return st.binary(max_size=40)
+        return st.binary(max_size=40) | _LONG_BYTES
     bits = _INTEGERS[kind]
     return st.integers(-(1 << bits - 1), (1 << bits - 1) - 1)
 

@@ -7,7 +7,7 @@ owners in a group of its own.
 from __future__ import annotations
 
 import asyncio
-import os
+import uuid
 from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -87,7 +87,7 @@ class OwnSite:
 
 @pytest.fixture(scope="session")
 def own_site(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnSite]:
-    directory, prefix = tmp_path_factory.mktemp("own-site"), f"/own-site-{os.getpid()}"
+    directory, prefix = tmp_path_factory.mktemp("own-site"), f"/own-site-{uuid.uuid4().hex[:10]}"
     with ExitStack() as stack:
         stack.enter_context(start_brokers((1, 2), directory, etcd.endpoint, prefix, num_partitions=PARTITIONS))
         site = OwnSite(directory, etcd.endpoint, prefix, stack)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import threading
+import uuid
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -136,7 +136,7 @@ def _relayed_proxy(etcd: str, prefix: str, directory: Path, thread: RelayThread)
 
 @pytest.fixture(scope="session")
 def owned_topics(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnedTopics]:
-    directory, prefix = tmp_path_factory.mktemp("owned"), f"/owned-{os.getpid()}"
+    directory, prefix = tmp_path_factory.mktemp("owned"), f"/owned-{uuid.uuid4().hex[:10]}"
     with ExitStack() as stack:
         brokers = stack.enter_context(
             start_brokers((1, 2), directory, etcd.endpoint, prefix, num_partitions=PARTITIONS)

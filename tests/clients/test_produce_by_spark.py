@@ -1,0 +1,37 @@
+"""Spark's Kafka sink and source through `kproxy serve` to a real Apache Kafka cluster.
+
+Apart from the other clients: what starts Spark is in a lane of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kproxy_codec.api_keys import PRODUCE
+from tests.clients.test_produce_versions import PARTITIONS, Tapped, tapped, topic  # noqa: F401
+from tests.support.kafka_io import read_topic
+from tests.support.real_kafka import RealKafka
+
+pytestmark = [pytest.mark.java, pytest.mark.spark, pytest.mark.long, pytest.mark.timeout(900)]
+
+SPARK_ROWS = 10_000
+
+
+def test_spark(tapped: Tapped, real_kafka: RealKafka, topic: str, spark: Any) -> None:  # noqa: F811
+    """Its Kafka sink and source, with no option but the address."""
+    address = {"kafka.bootstrap.servers": tapped.bootstrap}
+    key, value = "concat('key-', id % 50) as key", "cast(id as string) as value"
+    sent = spark.range(SPARK_ROWS).selectExpr(key, value)
+    sent.write.format("kafka").options(**address, topic=topic).save()
+    # What its producers call themselves, numbered since Spark was started.
+    assert tapped.tap.versions(PRODUCE, "producer-*") == {11}
+
+    stored = read_topic(real_kafka.bootstrap, topic, PARTITIONS, SPARK_ROWS)
+    expected = sorted((b"key-%d" % (number % 50), b"%d" % number) for number in range(SPARK_ROWS))
+    assert sorted((each.key or b"", each.value or b"") for each in stored) == expected
+    rows = spark.read.format("kafka").options(**address, subscribe=topic, startingOffsets="earliest").load()
+    columns = rows.selectExpr("partition", "offset", "cast(key as string)", "cast(value as string)").collect()
+    found = [(each[0], each[1], each[2].encode(), each[3].encode()) for each in columns]
+    assert sorted(found) == sorted(each[:4] for each in stored)
