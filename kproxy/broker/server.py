@@ -48,10 +48,10 @@ from kproxy.broker.topics import TopicAdmin
 from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient, EtcdError, EtcdMisused, EtcdUnavailable, IdBlocks, PrefixMirror
 from kproxy.etcd.lease import LeaseFence, lease_clock
-from kproxy.runtime.listening import bind, bound_port
 from kproxy.runtime.notify import Reminders, say_ready, say_stopping, say_waiting
 from kproxy.runtime.process import raise_open_file_limit
 from kproxy.runtime.signals import stop_signals
+from kproxy.runtime.sockets import bind, bound_port
 from kproxy_codec.framing import ReceiveArena
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from kproxy.etcd import EtcdClient, EtcdError, Snapshot, WatchEvent
-from kproxy.etcd.watch import WatchStream
+from kproxy.etcd.mirror import WatchStream
 from tests.support.etcd import eventually
 from tests.support.etcd_cluster import EtcdCluster
 
