@@ -117,6 +117,7 @@ class _Server:
             settings_of=self._settings_of,
             on_identity_lost=self._on_identity_lost,
             hand_over_after_s=config.leader_rebalance_s,
+            on_leaders_changed=lambda: self._fetchers.wake(),
         )
         self._presence = FollowerPresence(config.follower_grace_s, config.isr_lag_s)
         self._isr_keeper = IsrKeeper(
@@ -148,7 +149,6 @@ class _Server:
             config.max_frame_bytes,
             may_fetch=self._holds_lease,
         )
-        self._replica_manager.replicas.on_leaders_changed = self._fetchers.wake
         self._view.subscribe(self._on_change)
         self._tasks: list[asyncio.Task[None]] = []
         self._lease_losses = 0
