@@ -100,20 +100,11 @@ class WatchStream:
         self._stream = client.open_stream("Watch", "Watch")
         self._write_timeout_s = write_timeout_s
 
-    async def watch_prefix(self, watch_id: int, prefix: str, start_revision: int, *, fragments: bool) -> None:
-        """Create a watcher (`watch_id` > 0) of `prefix` from `start_revision` on."""
-        await self._create(watch_id, encode_key(prefix), prefix_end(prefix), start_revision, fragments=fragments)
-
-    async def watch_key(self, watch_id: int, key: str, start_revision: int, *, fragments: bool) -> None:
-        """The same for one key."""
-        await self._create(watch_id, encode_key(key), b"", start_revision, fragments=fragments)
-
-    async def _create(
-        self, watch_id: int, key: bytes, range_end: bytes, start_revision: int, *, fragments: bool
-    ) -> None:
+    async def watch(self, watch_id: int, key: str, start_revision: int, *, exact: bool, fragments: bool) -> None:
+        """Create a watcher of a key, or of a prefix unless `exact`, from `start_revision` on."""
         create = rpc.WatchCreateRequest(
-            key=key,
-            range_end=range_end,
+            key=encode_key(key),
+            range_end=b"" if exact else prefix_end(key),
             start_revision=start_revision,
             watch_id=watch_id,
             progress_notify=True,
@@ -127,7 +118,7 @@ class WatchStream:
         This creates and cancels a watcher. A progress request is not enough: from 3.5.8 on etcd leaves it unanswered
         until the start revision of every watcher has been reached, which is never if there are no writes.
         """
-        await self._create(SIGN_OF_LIFE_WATCH_ID, encode_key(key), b"", 0, fragments=False)
+        await self.watch(SIGN_OF_LIFE_WATCH_ID, key, 0, exact=True, fragments=False)
         cancel = rpc.WatchCancelRequest(watch_id=SIGN_OF_LIFE_WATCH_ID)
         await self._stream.write(rpc.WatchRequest(cancel_request=cancel), self._write_timeout_s)
 
@@ -367,8 +358,9 @@ class PrefixMirror:
 
     async def _watch(self, stream: WatchStream) -> None:
         for watch_id, watched in self._watched.items():
-            watch = stream.watch_key if watched.exact else stream.watch_prefix
-            await watch(watch_id, watched.prefix, watched.seen + 1, fragments=self._fragments)
+            await stream.watch(
+                watch_id, watched.prefix, watched.seen + 1, exact=watched.exact, fragments=self._fragments
+            )
         self.state = MirrorState.WATCHING
         quiet_since = self._clock()
         while True:
