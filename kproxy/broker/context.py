@@ -84,7 +84,7 @@ class Broker:
         """Raise CloseConnection while this broker has no lease.
 
         Its view of topics and brokers may be outdated then. For APIs without an error that sends clients elsewhere;
-        Metadata has a better answer (`apis.metadata`).
+        Metadata has a better answer (`apis.describe`).
         """
         if not self.replica_manager.holds_lease:
             raise CloseConnection("this broker has no lease: others know better what the cluster is")

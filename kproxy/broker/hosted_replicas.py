@@ -43,13 +43,14 @@ class HostedReplicas:
         data_dir: DataDir,
         node_id: int,
         settings_of: Callable[[Topic, int], ReplicaSettings],
+        on_leaders_changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.hosted: dict[tuple[bytes, int], Partition] = {}
         # Leaderships of closed replicas that are not on the disk yet.
         self._obeyed: dict[tuple[uuid.UUID, int], Leadership] = {}
         # The reason, as logged.
         self._not_opened: dict[tuple[uuid.UUID, int], str] = {}
-        self.on_leaders_changed: Callable[[], None] = lambda: None
+        self.on_leaders_changed = on_leaders_changed
         self._view = view
         self._data_dir = data_dir
         self._node_id = node_id

@@ -137,7 +137,9 @@ class Log:
                 damage = f"{before.path.name} ends at offset {before.next_offset}, {segment.path.name} comes next"
                 break
             kept += 1
-            bad_bytes = segment.recover(self._note_found_batch, self.leader_epochs.latest, recovery_point)
+            bad_bytes = segment.recover(
+                lambda batch: self._note_batch(batch, batch.max_timestamp), self.leader_epochs.latest, recovery_point
+            )
             if bad_bytes:
                 damage = f"a bad batch in {segment.path.name} at byte {segment.size_in_bytes}"
                 break
@@ -152,9 +154,6 @@ class Log:
             segment.delete()
         del self._segments[kept:]
         self._base_offsets = [segment.base_offset for segment in self._segments]
-
-    def _note_found_batch(self, batch: RecordBatch) -> None:
-        self._note_batch(batch, batch.max_timestamp)
 
     def _note_batch(self, batch: RecordBatch, written_ms: int | None = None) -> None:
         """Count a batch in the log, found there or received from a leader; written at `written_ms`, or now."""

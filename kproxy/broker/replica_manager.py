@@ -80,14 +80,16 @@ class ReplicaManager:
         settings_of: Callable[[Topic, int], ReplicaSettings],
         on_identity_lost: Callable[[str], None],
         hand_over_after_s: float = float("inf"),
+        on_leaders_changed: Callable[[], None] = lambda: None,
     ) -> None:
         """Wire the parts.
 
         `on_identity_lost` is called with a reason when the broker's own key turns out to be gone. A partition that this
         broker has led for `hand_over_after_s` seconds goes back to its first replica, once that is in sync.
+        `on_leaders_changed`: as in HostedReplicas.
         """
         self.partitions: dict[tuple[bytes, int], Partition] = {}
-        self.replicas = HostedReplicas(view, data_dir, node_id, settings_of)
+        self.replicas = HostedReplicas(view, data_dir, node_id, settings_of, on_leaders_changed)
         self.stopping = False
         # Count of ended leaderships by reason.
         self.ended: Counter[str] = Counter()

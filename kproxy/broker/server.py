@@ -48,10 +48,10 @@ from kproxy.broker.topics import TopicAdmin
 from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient, EtcdError, EtcdMisused, EtcdUnavailable, IdBlocks, PrefixMirror
 from kproxy.etcd.lease import LeaseFence, lease_clock
-from kproxy.runtime.listening import bind, bound_port
 from kproxy.runtime.notify import Reminders, say_ready, say_stopping, say_waiting
 from kproxy.runtime.process import raise_open_file_limit
 from kproxy.runtime.signals import stop_signals
+from kproxy.runtime.sockets import bind, bound_port
 from kproxy_codec.framing import ReceiveArena
 
 if TYPE_CHECKING:
@@ -117,6 +117,7 @@ class _Server:
             settings_of=self._settings_of,
             on_identity_lost=self._on_identity_lost,
             hand_over_after_s=config.leader_rebalance_s,
+            on_leaders_changed=lambda: self._fetchers.wake(),
         )
         self._presence = FollowerPresence(config.follower_grace_s, config.isr_lag_s)
         self._isr_keeper = IsrKeeper(
@@ -148,7 +149,6 @@ class _Server:
             config.max_frame_bytes,
             may_fetch=self._holds_lease,
         )
-        self._replica_manager.replicas.on_leaders_changed = self._fetchers.wake
         self._view.subscribe(self._on_change)
         self._tasks: list[asyncio.Task[None]] = []
         self._lease_losses = 0

@@ -72,8 +72,7 @@ class OwnService:
         clock: Clock = lease_clock,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self.table = OwnTable(OwnKeys(prefix), counters=counters)
-        self.table.listener = self
+        self.table = OwnTable(OwnKeys(prefix), listener=self, counters=counters)
         self.unsettled = unsettled
         self.brokers = BrokerAccess()
         self.writer_groups = WriterGroups(writer_groups, self.brokers)

@@ -86,14 +86,16 @@ class OwnTable:
     `revision`: the table has all changes up to it; 0 before the first load.
     """
 
-    def __init__(self, keys: OwnKeys, *, counters: Counter[str] | None = None) -> None:
+    def __init__(
+        self, keys: OwnKeys, *, listener: TableListener | None = None, counters: Counter[str] | None = None
+    ) -> None:
         self.keys = keys
         self.revision = 0
         self.members: dict[str, Member] = {}
-        self.listener: TableListener | None = None
         self.count = 0
         # Claims by group and resource; WHOLE_GROUP for the whole.
         self._groups: dict[str, dict[str, TableRow]] = {}
+        self.listener = listener
         self._counters = counters if counters is not None else Counter[str]()
         self._logged: set[str] = set()
         # For each member, the latest revision at which claims of it were deleted, and these claims.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from kproxy.broker.config import FLUSH_POLICIES, FlushPolicy
+from kproxy.broker.config import FLUSH_POLICIES
 from kproxy.cli import run_async, start_logging
 from kproxy.cli.options import etcd_flags
 from kproxy.config import DEFAULT_PREFIX, advertised, parse_address, split_list
@@ -41,6 +42,7 @@ ADMIN_VARIABLE = "KPROXY_LISTEN__ADMIN"
 @click.option("--prefix", default=DEFAULT_PREFIX, show_default=True, help="The root of the keys in etcd.")
 @click.option(
     "--lease-ttl",
+    "lease_ttl_s",
     metavar="SECONDS",
     type=click.IntRange(1, 3600),
     default=10,
@@ -49,6 +51,7 @@ ADMIN_VARIABLE = "KPROXY_LISTEN__ADMIN"
 )
 @click.option(
     "--replication-factor",
+    "default_replication_factor",
     metavar="N",
     type=click.IntRange(1, 1000),
     default=3,
@@ -63,6 +66,7 @@ ADMIN_VARIABLE = "KPROXY_LISTEN__ADMIN"
 )
 @click.option(
     "--isr-lag",
+    "isr_lag_s",
     metavar="SECONDS",
     type=click.FloatRange(0.5, 3600),
     default=10.0,
@@ -71,6 +75,7 @@ ADMIN_VARIABLE = "KPROXY_LISTEN__ADMIN"
 )
 @click.option(
     "--follower-grace",
+    "follower_grace_s",
     metavar="SECONDS",
     type=click.FloatRange(0, 3600),
     default=0.5,
@@ -107,23 +112,12 @@ ADMIN_VARIABLE = "KPROXY_LISTEN__ADMIN"
 def command(
     context: click.Context,
     /,
-    node_id: int,
     listen: str,
     advertise: str | None,
     replication_listen: str | None,
-    data_dir: Path,
     etcd: str,
     admin: str | None,
-    prefix: str,
-    lease_ttl: int,
-    replication_factor: int,
-    min_insync_replicas: int | None,
-    isr_lag: float,
-    follower_grace: float,
-    flush: FlushPolicy,
-    retention_ms: int,
-    retention_bytes: int,
-    **etcd_access: str | None,
+    **given: Any,
 ) -> int:
     """Run one reference broker, for development and tests.
 
@@ -138,27 +132,17 @@ def command(
     told = advertised(address, None if advertise is None else parse_address(advertise, "--advertise"))
     followers_address = parse_address(replication_listen, "--replication-listen") if replication_listen else None
     endpoints = split_list(etcd, "--etcd")
-    options = etcd_options_from(etcd_access)
+    options = etcd_options_from({name: given.pop(name) for name in list(given) if name.startswith("etcd_")})
     from kproxy.broker.server import BrokerConfig, run_broker
 
     end_with_parent()
     config = BrokerConfig(
-        node_id=node_id,
-        data_dir=data_dir,
         etcd=endpoints,
         etcd_options=options,
         listen=address,
         advertise=told,
         replication_listen=followers_address,
         admin=parse_address(admin, "--admin") if admin else None,
-        prefix=prefix,
-        lease_ttl_s=lease_ttl,
-        default_replication_factor=replication_factor,
-        min_insync_replicas=min_insync_replicas,
-        isr_lag_s=isr_lag,
-        follower_grace_s=follower_grace,
-        flush=flush,
-        retention_ms=retention_ms,
-        retention_bytes=retention_bytes,
+        **given,
     )
     return run_async(lambda: run_broker(config))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +14,7 @@ from kproxy.cli import run_async, start_logging
 from kproxy.cli.options import writer_group_flag
 from kproxy.config import DEFAULT_ADMIN, DEFAULT_LISTEN, Limits
 from kproxy.runtime.process import end_with_parent, raise_open_file_limit
+from kproxy.runtime.signals import stop_signals
 
 if TYPE_CHECKING:
     from kproxy.dev.cluster import DevCluster
@@ -115,7 +114,7 @@ async def _run(cluster: DevCluster, *, restart: bool) -> int:
     from kproxy.dev.cluster import ChildEnded
 
     stop = asyncio.Event()
-    with _stop_signals(stop):
+    with stop_signals(stop.set, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)):
         stopping = asyncio.ensure_future(stop.wait())
         running = asyncio.ensure_future(_start_and_keep(cluster, restart=restart))
         try:
@@ -150,16 +149,3 @@ async def _start_and_keep(cluster: DevCluster, *, restart: bool) -> None:
 
 def _say(line: str) -> None:
     click.echo(line, err=True)
-
-
-@contextlib.contextmanager
-def _stop_signals(stop: asyncio.Event) -> Iterator[None]:
-    loop = asyncio.get_running_loop()
-    caught = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    for number in caught:
-        loop.add_signal_handler(number, stop.set)
-    try:
-        yield
-    finally:
-        for number in caught:
-            loop.remove_signal_handler(number)

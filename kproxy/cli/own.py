@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from kproxy.cli.options import Asked, EtcdPlace, asked_place, asks_proxy_or_etcd
 from kproxy.errors import StartupError
 
 if TYPE_CHECKING:
-    from kproxy.cli.own_sources import Claims
+    from kproxy.cli.own_sources import Change, Claims
 
 
 @click.group(
@@ -177,22 +177,14 @@ def _claims(context: click.Context, where: Mapping[str, Any]) -> Claims:
 async def _follow(claims: Claims, group: str | None, as_json: bool) -> None:
     """Print a line for each change, until interrupted."""
     from kproxy.cli.own_view import show_change, show_first
-    from kproxy.cli.table_sources import Unanswered
+    from kproxy.cli.table_sources import answers
     from kproxy.observe.claims import ClaimsPage
 
-    started, problem = False, ""
+    news: AsyncIterator[ClaimsPage | Change]
     async with aclosing(claims.follow(group)) as told:
-        async for each in told:
-            if isinstance(each, Unanswered):
-                if not started:
-                    raise StartupError(each.reason)
-                if each.reason != problem:
-                    problem = each.reason
-                    click.echo(f"kproxy: {problem}", err=True)
-                continue
-            problem = ""
+        news = answers(told)
+        async for each in news:
             if isinstance(each, ClaimsPage):
-                started = True
                 show_first(each, as_json, group)
             else:
                 show_change(each, as_json)

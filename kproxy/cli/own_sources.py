@@ -231,21 +231,21 @@ class _Watched:
 
         self.told: deque[ClaimsPage | Change] = deque()
         self.news = asyncio.Event()
-        self._table = OwnTable(keys)
+        self._table = OwnTable(keys, listener=self)
+        self._is_loaded = False
         self._group = group
         self._addresses: dict[str, str] = {}
 
     def on_restored(self) -> None:
-        self._table.listener = None
+        self._is_loaded = False
         self._table.on_restored()
 
     def on_snapshot(self, snapshot: Snapshot) -> None:
         from kproxy.claims.admin import addresses_of, whole_page
 
-        is_first = self._table.listener is None
         self._table.on_snapshot(snapshot)
-        if is_first:
-            self._table.listener = self
+        if not self._is_loaded:
+            self._is_loaded = True
             self._addresses = addresses_of(self._table)
             self.told.append(whole_page(self._table, self._group))
         self.news.set()
@@ -257,12 +257,14 @@ class _Watched:
     # Calls of the table
 
     def claim_put(self, row: TableRow, before: TableRow | None) -> None:
-        whole = self._table.whole(row.group)
-        self._tell(row, change_by_put(self._row(row), self._row_or_none(before), self._row_or_none(whole)))
+        if self._is_told(row):
+            whole = self._row_or_none(self._table.whole(row.group))
+            self.told.append(change_by_put(self._row(row), self._row_or_none(before), whole))
 
     def claim_gone(self, row: TableRow, revision: int) -> None:
-        whole = self._table.whole(row.group)
-        self._tell(row, change_by_end(self._row(row), self._row_or_none(whole)))
+        if self._is_told(row):
+            whole = self._row_or_none(self._table.whole(row.group))
+            self.told.append(change_by_end(self._row(row), whole))
 
     def member_put(self, name: str, member: Member) -> None:
         from kproxy.claims.admin import address_of, addresses_of
@@ -280,9 +282,8 @@ class _Watched:
     def restored(self) -> None:
         """Do nothing: a snapshot follows."""
 
-    def _tell(self, row: TableRow, change: Change) -> None:
-        if self._group in (None, row.group):
-            self.told.append(change)
+    def _is_told(self, row: TableRow) -> bool:
+        return self._is_loaded and self._group in (None, row.group)
 
     def _row(self, row: TableRow) -> ClaimRow:
         from kproxy.claims.admin import claim_row

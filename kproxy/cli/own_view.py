@@ -61,12 +61,12 @@ def show_first(page: ClaimsPage, as_json: bool, group: str | None = None) -> Non
         click.echo(msgspec.json.encode(Change("is owned", claim)))
 
 
-def show_change(change: Change, as_json: bool, now_s: float | None = None) -> None:
+def show_change(change: Change, as_json: bool) -> None:
     """Print a change with the time of day."""
     if as_json:
         click.echo(msgspec.json.encode(change))
     else:
-        click.echo(f"{time.strftime('%H:%M:%S', time.localtime(now_s))} {describe(change)}")
+        click.echo(f"{time.strftime('%H:%M:%S')} {describe(change)}")
 
 
 def show_freed(order: FreeOrder, outcomes: Sequence[FreeOutcome], as_json: bool) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -62,25 +63,20 @@ from kproxy.errors import StartupError
 @click.pass_context
 def command(
     context: click.Context,
+    /,
     bootstrap: Asked,
     trail: str,
-    trail_bootstrap: str | None,
     topics: str | None,
-    deleted_topics: tuple[str, ...],
     from_time: str | None,
     to_time: str | None,
     window: str,
     compacted: str | None,
     output: str | None,
-    report: Path | None,
-    strict: bool,
     follow: bool,
     checkpoint: str | None,
     every: str,
     horizon: str,
-    master: str | None,
-    memory: str | None,
-    conf: tuple[str, ...],
+    **given: Any,
 ) -> int:
     """Check that every acknowledged record is in its topic, at one offset, and once if its producer is idempotent.
 
@@ -98,10 +94,12 @@ def command(
     from kproxy.pipeline.spark import SparkFailed, require_pyspark
 
     require_pyspark()
-    from kproxy.pipeline.audit.job import NO_VERDICT, AuditJob, run_audit_job
+    from kproxy.pipeline.audit.job import NO_VERDICT, run_audit_job
     from kproxy.pipeline.audit.log_connection import LogReadFailed
+    from kproxy.pipeline.audit.run import AuditJob
     from kproxy.pipeline.audit.trail import TOPIC, parse_trail
 
+    spark_flags_given = {name: given.pop(name) for name in ("master", "memory", "conf")}
     bootstrap.addresses()
     now_ms = time.time_ns() // 1_000_000
     from_ms = None if from_time is None else parse_time_ms(from_time, "--from", now_ms)
@@ -113,18 +111,15 @@ def command(
     job = AuditJob(
         bootstrap=bootstrap.text,
         trail=place,
-        trail_bootstrap=trail_bootstrap,
         topics=_names(topics),
-        deleted_topics=deleted_topics,
         from_ms=from_ms,
         to_ms=None if to_time is None else parse_time_ms(to_time, "--to", now_ms),
         window_ms=parse_duration_ms(window, "--window"),
         compacted=None if compacted is None else _names(compacted),
         output=output,
-        report=report,
-        strict=strict,
+        **given,
     )
-    spark = session_options("kproxy audit", master, memory, conf, kafka=place.kind == TOPIC)
+    spark = session_options("kproxy audit", **spark_flags_given, kafka=place.kind == TOPIC)
     check_master(spark)
     try:
         if not follow:

@@ -12,9 +12,8 @@ import msgspec
 
 from kproxy.cli import run_async, start_logging
 from kproxy.cli.options import EtcdPlace, asked_place, asks_proxy_or_etcd
-from kproxy.cli.table_sources import Unanswered, tables_from_admin, tables_from_etcd
+from kproxy.cli.table_sources import Unanswered, answers, tables_from_admin, tables_from_etcd
 from kproxy.cli.table_view import LiveTable, describe_changes, show
-from kproxy.errors import StartupError
 from kproxy.observe.table import TablePage
 
 
@@ -52,9 +51,7 @@ def command(context: click.Context, /, topic: str | None, as_json: bool, watch: 
 
 async def _show_once(tables: AsyncGenerator[TablePage | Unanswered], as_json: bool) -> None:
     async with aclosing(tables):
-        table = await anext(tables)
-    if isinstance(table, Unanswered):
-        raise StartupError(table.reason)
+        table = await anext(answers(tables))
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(table), indent=2).decode())
     else:
@@ -77,16 +74,7 @@ async def _follow(tables: AsyncGenerator[TablePage | Unanswered], as_json: bool)
 
 async def _follow_in_lines(tables: AsyncGenerator[TablePage | Unanswered], as_json: bool) -> None:
     before: TablePage | None = None
-    problem = ""
-    async for table in tables:
-        if isinstance(table, Unanswered):
-            if before is None:
-                raise StartupError(table.reason)
-            if table.reason != problem:
-                problem = table.reason
-                click.echo(f"kproxy: {problem}", err=True)
-            continue
-        problem = ""
+    async for table in answers(tables):
         if as_json:
             if before is None or _content(table) != _content(before):
                 click.echo(msgspec.json.encode(table))

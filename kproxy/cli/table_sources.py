@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlencode
 
+import click
 import msgspec
 
 from kproxy.config import Address
 from kproxy.config.etcd import EtcdOptions
+from kproxy.errors import StartupError
 from kproxy.observe.table import ProxyRow, ReplicationPage, TablePage, TableView, merge_pages, table_page, with_replicas
 
 if TYPE_CHECKING:
@@ -84,6 +86,23 @@ class Unanswered:
 
 class ReplicasUnknown(Exception):
     """A proxy has no answer at the moment; the text tells why."""
+
+
+_Answer = TypeVar("_Answer")
+
+
+async def answers(asked: AsyncIterable[_Answer | Unanswered]) -> AsyncIterator[_Answer]:
+    """Yield the answers, and print each new problem once. Raises StartupError if there is no answer at first."""
+    started, problem = False, ""
+    async for each in asked:
+        if not isinstance(each, Unanswered):
+            started, problem = True, ""
+            yield each
+        elif not started:
+            raise StartupError(each.reason)
+        elif each.reason != problem:
+            problem = each.reason
+            click.echo(f"kproxy: {problem}", err=True)
 
 
 async def tables_from_admin(address: Address, topic: str | None) -> AsyncGenerator[TablePage | Unanswered]:

@@ -220,7 +220,7 @@ def _boxed(table: TablePage, rows: list[Row], most_rows: int | None = None) -> G
             Text(str(row.owner), style=style),
             Text(row.address, style=style if row.address != "-" else "red"),
             f"{row.revision}",
-            *([_in_sync_cell(row.in_sync)] if has_replicas else []),
+            *([Text(str(row.in_sync or "-"), style=row.in_sync.style if row.in_sync else "")] if has_replicas else []),
         )
         previous = row.topic
     parts: list[RenderableType] = [Text(headline(table), style="bold red" if table.stale else "bold"), grid]
@@ -230,10 +230,6 @@ def _boxed(table: TablePage, rows: list[Row], most_rows: int | None = None) -> G
     if table.proxies:
         parts.append(Text(proxies_line(table), style="dim", no_wrap=True, overflow="ellipsis"))
     return Group(*parts)
-
-
-def _in_sync_cell(in_sync: InSync | None) -> Text:
-    return Text("-") if in_sync is None else Text(str(in_sync), style=in_sync.style)
 
 
 def _owner(owner: int | None) -> str:

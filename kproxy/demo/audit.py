@@ -134,8 +134,9 @@ def audit_demo(
     None if the proxy's trail does not have its records. Blocks. Raise SparkFailed. `written_ms`: when the last record
     had been acknowledged.
     """
-    from kproxy.pipeline.audit.job import AuditJob, audit
+    from kproxy.pipeline.audit.job import audit
     from kproxy.pipeline.audit.report_html import write_report
+    from kproxy.pipeline.audit.run import AuditJob
     from kproxy.pipeline.audit.trail import TOPIC, TrailPlace
 
     stage = report.stage("trail", "waiting for the last of it")

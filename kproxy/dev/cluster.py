@@ -83,7 +83,7 @@ class DevCluster:
     `replication_factor` None is 3, or as many as there are brokers. `writer_groups`: `TOPIC=GROUP` each, the topics
     that only owners write to. `audit`: ship the proxy's audit trail to its topic. `max_connections`: the number of
     clients that the proxy admits, None for the default. `on_step` is called with each part that is ready.
-    After the start: `kafka` and `admin` (`HOST:PORT`), `etcd` (URL), `proxy_pid`, and of the brokers that are not
+    After the start: `kafka` and `admin` (`HOST:PORT`), `etcd` (URL), and of the brokers that are not
     killed `broker_pids` and `broker_addresses` by node id.
     """
 
@@ -136,10 +136,6 @@ class DevCluster:
     @property
     def broker_pids(self) -> dict[int, int]:
         return {node_id: child.pid for node_id, child in self._brokers.items()}
-
-    @property
-    def proxy_pid(self) -> int:
-        return self._proxy.pid if self._proxy is not None else 0
 
     async def __aenter__(self) -> Self:
         await self.start()

@@ -35,6 +35,9 @@ Fragments are accepted but not requested. etcd (3.4 up to 3.6.16 at least) measu
 adds, which is quadratic, and it is silent meanwhile: 100,000 small deletions at one revision took 3.6.16 14 s of CPU in
 fragments, so the stream would be replaced, and the work begun again, before the first fragment came; in one message
 0.8 s. 300,000 in one message took 2.3 s, nearly all of it the deletion itself.
+
+A watch stream has several watchers. It reports etcd's messages as values and decides nothing. Any failure ends it; the
+first call that meets the failure raises an EtcdError.
 """
 
 from __future__ import annotations
@@ -44,14 +47,106 @@ import enum
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import structlog
 
 from kproxy.etcd.client import EtcdClient
 from kproxy.etcd.errors import Compacted, EtcdError, EtcdUnavailable, TooLarge
-from kproxy.etcd.messages import Pages, Snapshot, WatchEvent
-from kproxy.etcd.watch import SIGN_OF_LIFE_WATCH_ID, WatchMessage, WatchStream
+from kproxy.etcd.messages import Pages, Snapshot, WatchEvent, encode_key, key_value, prefix_end, rpc
+
+# The watcher that `ask_for_sign_of_life` creates and cancels: its messages tell nothing of the others.
+SIGN_OF_LIFE_WATCH_ID = 1 << 62
+
+_DELETE = 1
+
+
+class WatchMessage(NamedTuple):
+    """One WatchResponse. `revision` is the store's when it was sent.
+
+    Events of earlier revisions may still follow.
+
+    `fragment`: more of the same follows. `canceled`: the watcher is gone, for `cancel_reason` or, if
+    `compact_revision` is not 0, because its start revision has been compacted.
+    """
+
+    watch_id: int
+    cluster_id: int
+    revision: int
+    created: bool
+    canceled: bool
+    compact_revision: int
+    cancel_reason: str
+    fragment: bool
+    raw_events: Any
+
+    def event_count(self) -> int:
+        return len(self.raw_events)
+
+    def events(self, start: int, stop: int) -> list[WatchEvent]:
+        """Decode a slice of the events: one message can have tens of thousands."""
+        return [WatchEvent(event.type == _DELETE, key_value(event.kv)) for event in self.raw_events[start:stop]]
+
+
+class WatchStream:
+    """An open Watch call. One task at a time reads.
+
+    Its creator must await `close`.
+
+    `write_timeout_s`: how long a request may wait for a connection or for etcd to take it.
+    """
+
+    def __init__(self, client: EtcdClient, *, write_timeout_s: float) -> None:
+        self._stream = client.open_stream("Watch", "Watch")
+        self._write_timeout_s = write_timeout_s
+
+    async def watch(self, watch_id: int, key: str, start_revision: int, *, exact: bool, fragments: bool) -> None:
+        """Create a watcher of a key, or of a prefix unless `exact`, from `start_revision` on."""
+        create = rpc.WatchCreateRequest(
+            key=encode_key(key),
+            range_end=b"" if exact else prefix_end(key),
+            start_revision=start_revision,
+            watch_id=watch_id,
+            progress_notify=True,
+            fragment=fragments,
+        )
+        await self._stream.write(rpc.WatchRequest(create_request=create), self._write_timeout_s)
+
+    async def ask_for_sign_of_life(self, key: str) -> None:
+        """Cause two messages for SIGN_OF_LIFE_WATCH_ID, the second of them `canceled`. `key`: one that may be read.
+
+        This creates and cancels a watcher. A progress request is not enough: from 3.5.8 on etcd leaves it unanswered
+        until the start revision of every watcher has been reached, which is never if there are no writes.
+        """
+        await self.watch(SIGN_OF_LIFE_WATCH_ID, key, 0, exact=True, fragments=False)
+        cancel = rpc.WatchCancelRequest(watch_id=SIGN_OF_LIFE_WATCH_ID)
+        await self._stream.write(rpc.WatchRequest(cancel_request=cancel), self._write_timeout_s)
+
+    async def read(self, timeout_s: float) -> WatchMessage | None:
+        """The next message, or None if none came within `timeout_s`.
+
+        No message is lost by that.
+        """
+        response = await self._stream.read(timeout_s)
+        if response is None:
+            return None
+        if response.canceled:
+            self._stream.refused(response.cancel_reason)
+        return WatchMessage(
+            response.watch_id,
+            response.header.cluster_id,
+            response.header.revision,
+            response.created,
+            response.canceled,
+            response.compact_revision,
+            response.cancel_reason,
+            response.fragment,
+            response.events,
+        )
+
+    async def close(self) -> None:
+        await self._stream.close()
+
 
 # Events handed over at once: the loop serves its other tasks in between.
 CHUNK_EVENTS = 1_000
@@ -263,8 +358,9 @@ class PrefixMirror:
 
     async def _watch(self, stream: WatchStream) -> None:
         for watch_id, watched in self._watched.items():
-            watch = stream.watch_key if watched.exact else stream.watch_prefix
-            await watch(watch_id, watched.prefix, watched.seen + 1, fragments=self._fragments)
+            await stream.watch(
+                watch_id, watched.prefix, watched.seen + 1, exact=watched.exact, fragments=self._fragments
+            )
         self.state = MirrorState.WATCHING
         quiet_since = self._clock()
         while True:

@@ -140,7 +140,7 @@ def _apply(session: Any, options: SessionOptions) -> None:
         session.conf.set(name, value)
     # Reports do not depend on the machine's time zone.
     session.conf.set("spark.sql.session.timeZone", "UTC")
-    if options.kafka and not _has_class(session, _CONNECTOR_CLASS):
+    if options.kafka and not _has_connector(session):
         raise StartupError(
             f"Spark was started without its Kafka connector: start it with --packages {kafka_connector()}."
         )
@@ -148,11 +148,11 @@ def _apply(session: Any, options: SessionOptions) -> None:
         _ship_package(session)
 
 
-def _has_class(session: Any, name: str) -> bool:
+def _has_connector(session: Any) -> bool:
     from py4j.protocol import Py4JJavaError
 
     try:
-        session.sparkContext._jvm.org.apache.spark.util.Utils.classForName(name, True, True)
+        session.sparkContext._jvm.org.apache.spark.util.Utils.classForName(_CONNECTOR_CLASS, True, True)
     except Py4JJavaError:
         return False
     return True

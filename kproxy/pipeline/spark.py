@@ -22,7 +22,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import util
 from pathlib import Path
 from typing import Any, Final
@@ -80,7 +80,7 @@ class SparkDriver:
     """A JVM with Spark in it.
 
     `start` and `stop` block, so call them from a thread. Not reusable after `stop`. Scratch files and `spark.log` go to
-    `work_dir`; downloads are kept in `cache_dir`. `settings` are Spark's own (`spark.driver.memory` and so on), in
+    `work_dir`; downloads are kept in the user's cache. `settings` are Spark's own (`spark.driver.memory` and so on), in
     place of the defaults or besides them; one that is empty is left to Spark. On this machine Python workers run this
     interpreter, and they find this package. `short`: the job takes a minute.
     """
@@ -93,7 +93,6 @@ class SparkDriver:
         app_name: str = "kproxy",
         master: str = LOCAL_MASTER,
         short: bool = True,
-        cache_dir: Path | None = None,
         settings: Mapping[str, str] | None = None,
     ) -> None:
         self.java = java
@@ -102,7 +101,7 @@ class SparkDriver:
         self._short = short
         self._work_dir = work_dir
         self._settings = settings or {}
-        self._cache_dir = cache_dir or user_cache_dir()
+        self._cache_dir = user_cache_dir()
         self.log_path = work_dir / "spark.log"
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
@@ -416,7 +415,7 @@ def not_downloaded(log: str) -> StartupError | None:
     reasons = dict(_NO_ACCESS.findall(log))
     reasons |= {url: f"host {host} not found" for host, url in _NO_HOST.findall(log)}
     unreached = {_repository(url): reason for url, reason in reversed(reasons.items())}
-    answered = [each for each in _repositories(_ASKED.findall(log)) if each not in unreached]
+    answered = [each for each in dict.fromkeys(map(_repository, _ASKED.findall(log))) if each not in unreached]
     if unreached and not answered:
         url, reason = next(iter(reasons.items()))
         return StartupError(f"{_WHAT} from {url} ({reason}): check the network and run it again.")
@@ -426,11 +425,6 @@ def not_downloaded(log: str) -> StartupError | None:
         f"{_WHAT}: {asked} answered and {'do' if len(answered) > 1 else 'does'} not give {named}{besides}. Use a "
         "release of PySpark that is there, or ask who runs the mirror or the network's proxy."
     )
-
-
-def _repositories(urls: Iterable[str]) -> list[str]:
-    """Return each repository once, in order."""
-    return list(dict.fromkeys(map(_repository, urls)))
 
 
 def _repository(url: str) -> str:

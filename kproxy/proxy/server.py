@@ -33,8 +33,8 @@ from kproxy.proxy.client_session import TURN_S, ClientSession
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.descriptors import Descriptors, in_use
 from kproxy.routing.topology import Address
-from kproxy.runtime.listening import accept_from, bind
 from kproxy.runtime.process import open_file_limit
+from kproxy.runtime.sockets import accept_from, bind
 
 log = structlog.get_logger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,21 +15,21 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @contextmanager
-def stop_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` on the running loop upon SIGTERM and SIGINT, on Windows too."""
+def stop_signals(stop: Callable[[], None], numbers: Sequence[signal.Signals] = _STOP_SIGNALS) -> Iterator[None]:
+    """Call `stop` on the running loop upon SIGTERM and SIGINT, or other signals, on Windows too."""
     loop = asyncio.get_running_loop()
     try:
-        for number in _STOP_SIGNALS:
+        for number in numbers:
             loop.add_signal_handler(number, stop)
     except NotImplementedError:  # Windows: the loop handles no signals, so a plain handler wakes it
-        for number in _STOP_SIGNALS:
+        for number in numbers:
             signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop))
         yield
         return
     try:
         yield
     finally:
-        for number in _STOP_SIGNALS:
+        for number in numbers:
             loop.remove_signal_handler(number)
 
 

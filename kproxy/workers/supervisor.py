@@ -37,9 +37,9 @@ from kproxy.errors import StartupError
 from kproxy.fleet.membership import Membership
 from kproxy.observe.admin import AdminPage, ReplicaPages
 from kproxy.proxy.front import start_admin
-from kproxy.runtime.listening import bind
 from kproxy.runtime.notify import Reminders, say_ready, say_stopping, say_waiting
 from kproxy.runtime.signals import Signals, until_stopped
+from kproxy.runtime.sockets import bind
 from kproxy.runtime.tasks import cancel, unless_failed
 from kproxy.workers.admin import WorkerPages
 from kproxy.workers.channel import Assignment

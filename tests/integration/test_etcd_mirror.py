@@ -13,8 +13,7 @@ import pytest
 from kproxy.etcd import EtcdClient, EtcdUnavailable, PrefixMirror, Snapshot, WatchEvent
 from kproxy.etcd import mirror as mirror_module
 from kproxy.etcd.messages import Pages
-from kproxy.etcd.mirror import MirrorState
-from kproxy.etcd.watch import WatchMessage, WatchStream
+from kproxy.etcd.mirror import MirrorState, WatchMessage, WatchStream
 from tests.support.etcd import Relay, compact, eventually, kill, own_etcd, put_many, running
 
 

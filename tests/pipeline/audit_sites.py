@@ -16,8 +16,9 @@ from typing import Any
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
 from kproxy.pipeline.audit.report_gather import gather
-from kproxy.pipeline.audit.run import AuditOptions, run_audit
+from kproxy.pipeline.audit.run import AuditJob, run_audit
 from kproxy.pipeline.audit.tables import Tables
+from kproxy.pipeline.audit.trail import JSON, TrailPlace
 from tests.support.broker_hooks import UNFENCED
 from tests.support.dev import KproxyProcess, serving
 from tests.support.reference_broker import RawClient, start_brokers, wait_for
@@ -132,5 +133,5 @@ class Audited:
 def audit(session: Any, bootstrap: str, trail: Path, topics: Sequence[str]) -> Audited:
     """An audit of these topics by that trail. Its tables are gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="kproxy-audit-") as output:
-        options = AuditOptions(bootstrap=bootstrap, trail=f"json:{trail}", output=output, topics=tuple(topics))
-        return Audited(run_audit(session, options).tables)
+        job = AuditJob(bootstrap=bootstrap, trail=TrailPlace(JSON, str(trail)), topics=tuple(topics))
+        return Audited(run_audit(session, job, output, {}).tables)

@@ -16,7 +16,8 @@ from rich.console import Console
 from kproxy.cli import main
 from kproxy.config.proxy import DEFAULT_TOPIC
 from kproxy.demo.audit import await_trails
-from kproxy.pipeline.audit.job import AuditJob, run_audit_job
+from kproxy.pipeline.audit.job import run_audit_job
+from kproxy.pipeline.audit.run import AuditJob
 from kproxy.pipeline.audit.trail import parse_trail
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.session import SessionOptions

@@ -18,9 +18,8 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from rich.console import Console
 
 from kproxy.pipeline.audit.follow import BatchBound, Follower, FollowOptions, pages_of, run_follow_job
-from kproxy.pipeline.audit.job import AuditJob
 from kproxy.pipeline.audit.log_source import bounds_now
-from kproxy.pipeline.audit.run import existing
+from kproxy.pipeline.audit.run import AuditJob, existing
 from kproxy.pipeline.audit.trail import parse_trail, rows_of
 from kproxy.pipeline.ingest.run import Stop
 from kproxy.pipeline.progress import Report

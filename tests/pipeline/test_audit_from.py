@@ -11,7 +11,8 @@ import confluent_kafka
 import pytest
 
 from kproxy.pipeline.audit.log_client import LogClient
-from kproxy.pipeline.audit.run import TRAIL_LOOKBACK_MS, AuditOptions, run_audit
+from kproxy.pipeline.audit.run import TRAIL_LOOKBACK_MS, AuditJob, run_audit
+from kproxy.pipeline.audit.trail import TOPIC, TrailPlace
 from kproxy.trail.rows import Row, encode_page
 from tests.pipeline.audit_sites import Audited
 from tests.support.dev import KproxyProcess
@@ -62,9 +63,8 @@ def test_what_was_acknowledged_before_is_not_read_and_all_that_was_since_is_judg
         return answer
 
     monkeypatch.setattr(LogClient, "fetch", counting)
-    place, output = f"topic:{trail_topic}", str(tmp_path / "tables")
-    options = AuditOptions(bootstrap=dev_cluster.kafka, trail=place, output=output, from_ms=from_ms)
-    result = run_audit(spark, options)
+    job = AuditJob(bootstrap=dev_cluster.kafka, trail=TrailPlace(TOPIC, trail_topic), from_ms=from_ms)
+    result = run_audit(spark, job, str(tmp_path / "tables"), {})
 
     audited = Audited(result.tables)
     counted = audited.partition(busy, 0)

@@ -84,7 +84,9 @@ def test_a_short_log_is_read_without_spark_and_is_the_same(spark: Any, dev_clust
 def test_where_logs_begin_and_end_is_asked_when_it_is_read(spark: Any, dev_cluster: KproxyProcess) -> None:
     name = f"bounds-{uuid.uuid4().hex[:10]}"
     create_topic(dev_cluster.kafka, name, 2)
-    bounds = log_source.read_bounds(spark, dev_cluster.kafka, pattern=f"{name}.*", compacted=[name])
+    log_source.register(spark)
+    options = {"bootstrap": dev_cluster.kafka, "topicPattern": f"{name}.*", "compactedTopics": name}
+    bounds = spark.read.format(log_source.BOUNDS_FORMAT).options(**options).load()
     assert bounds.schema == BOUNDS_SCHEMA
     produce(dev_cluster.kafka, name, [b"value"] * 3, partition=1)
     rows = sorted(map(tuple, bounds.collect()))

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from kproxy.etcd import EtcdUnavailable, LeaseLost
 from kproxy.etcd.messages import rpc
-from kproxy.etcd.watch import SIGN_OF_LIFE_WATCH_ID
+from kproxy.etcd.mirror import SIGN_OF_LIFE_WATCH_ID
 from tests.simulation.dice import Dice, What
 from tests.simulation.network import NetworkLoop
 from tests.support.simulated_etcd import CLUSTER_ID, EtcdStore, SimulatedEtcdClient

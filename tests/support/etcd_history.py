@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from kproxy.etcd import EtcdClient, EtcdError, Snapshot, WatchEvent
-from kproxy.etcd.watch import WatchStream
+from kproxy.etcd.mirror import WatchStream
 from tests.support.etcd import eventually
 from tests.support.etcd_cluster import EtcdCluster
 
@@ -43,7 +43,7 @@ async def history(client: EtcdClient, prefix: str, after: int, until: int) -> li
     stream = WatchStream(client, write_timeout_s=5)
     found: list[Change] = []
     try:
-        await stream.watch_prefix(1, prefix, after + 1, fragments=False)
+        await stream.watch(1, prefix, after + 1, exact=False, fragments=False)
         while not found or found[-1][0] < until:
             message = await stream.read(10)
             assert message is not None, f"etcd tells nothing after {found[-1:]}"

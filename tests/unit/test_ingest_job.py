@@ -13,10 +13,9 @@ from pyspark.sql.types import ArrayType, DataType, LongType, MapType, StringType
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest.backlog import Backlog, FilesLeft, records_behind
 from kproxy.pipeline.ingest.checkpoint import Found, Job, settle
-from kproxy.pipeline.ingest.failures import why
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions
 from kproxy.pipeline.ingest.progress import Tally, summary
-from kproxy.pipeline.ingest.run import Stop, stopped_by_signals
+from kproxy.pipeline.ingest.run import Stop, stopped_by_signals, why
 from kproxy.pipeline.ingest.sink import BatchDone, lacking
 
 KNOWN = Job("known", "csv files in file:/in", "topic flights", None, "cluster-1", '{"old": 1}', True)

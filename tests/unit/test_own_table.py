@@ -83,9 +83,7 @@ def snapshot(revision: int, *kvs: KeyValue) -> Snapshot:
 
 @pytest.fixture
 def table() -> OwnTable:
-    made = OwnTable(KEYS, counters=Counter())
-    made.listener = Told()
-    return made
+    return OwnTable(KEYS, listener=Told(), counters=Counter())
 
 
 def told(table: OwnTable) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from kproxy.broker.apis import bind_fences, coordinators, describe, fetch, list_offsets, metadata, produce, topics
+from kproxy.broker.apis import bind_fences, coordinators, describe, fetch, produce, topics
 from kproxy.broker.context import Body, Broker, CloseConnection, Handler, Request
 from kproxy_codec import control, error_codes
 from kproxy_codec.api_keys import (
@@ -53,8 +53,8 @@ class _Api(NamedTuple):
 _APIS: dict[int, _Api] = {
     PRODUCE: _Api(3, PRODUCE_MAX_VERSION, produce.handle),
     FETCH: _Api(4, TOPIC_IDS_FROM - 1, fetch.handle),
-    LIST_OFFSETS: _Api(1, 9, list_offsets.handle),
-    METADATA: _Api(0, 13, metadata.handle),
+    LIST_OFFSETS: _Api(1, 9, fetch.handle_list_offsets),
+    METADATA: _Api(0, 13, describe.handle_metadata),
     FIND_COORDINATOR: _Api(0, 6, coordinators.handle_find_coordinator),
     CREATE_TOPICS: _Api(2, 7, topics.handle_create_topics),
     DELETE_TOPICS: _Api(1, 6, topics.handle_delete_topics),

@@ -10,7 +10,6 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -26,8 +25,7 @@ from kproxy.pipeline.audit.report_facts import Facts
 from kproxy.pipeline.audit.report_gather import gather
 from kproxy.pipeline.audit.report_html import write_report
 from kproxy.pipeline.audit.report_text import show_table
-from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, TRAIL_LOOKBACK_MS, AuditOptions, fitted, run_audit
-from kproxy.pipeline.audit.tables import WINDOW_MS
+from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, TRAIL_LOOKBACK_MS, AuditJob, fitted, run_audit
 from kproxy.pipeline.audit.trail import JSON, PARQUET, TOPIC, TrailPlace
 from kproxy.pipeline.preflight import check_report
 from kproxy.pipeline.progress import JobsProgress, Report
@@ -37,28 +35,6 @@ from kproxy.pipeline.spark_settings import on_this_machine
 NO_VERDICT: Final = 2
 PATIENCE_S: Final = 5.0
 _ENDINGS: Final = {JSON: ".jsonl", PARQUET: ".parquet"}
-
-
-@dataclass(frozen=True, slots=True)
-class AuditJob:
-    """Addresses are `H:P[,H:P...]`, times in milliseconds since the epoch, `window_ms` a window's length.
-
-    `topics` empty: all in the trail; `deleted_topics`: topics of these names were deleted on purpose. `output`: the
-    directory for the tables, None for a temporary one. `strict`: exit with 1 also if something is unproven.
-    """
-
-    bootstrap: str
-    trail: TrailPlace
-    trail_bootstrap: str | None = None
-    topics: tuple[str, ...] = ()
-    deleted_topics: tuple[str, ...] = ()
-    from_ms: int | None = None
-    to_ms: int | None = None
-    window_ms: int = WINDOW_MS
-    compacted: tuple[str, ...] | None = None
-    output: str | None = None
-    report: Path | None = None
-    strict: bool = False
 
 
 def run_audit_job(job: AuditJob, spark: SessionOptions, *, display: Report | None = None) -> int:
@@ -165,22 +141,7 @@ def audit(session: Any, job: AuditJob, display: Report) -> Facts:
             stack.callback(shutil.rmtree, output, ignore_errors=True)
         stage = display.stage("audit", "reading the trail")
         with JobsProgress(session, stage):
-            result = run_audit(
-                session,
-                AuditOptions(
-                    bootstrap=job.bootstrap,
-                    trail=_text(job.trail),
-                    trail_bootstrap=job.trail_bootstrap,
-                    topics=job.topics,
-                    deleted_topics=job.deleted_topics,
-                    from_ms=job.from_ms,
-                    to_ms=job.to_ms,
-                    window_ms=job.window_ms,
-                    compacted=job.compacted,
-                    output=output,
-                ),
-                about=about(job),
-            )
+            result = run_audit(session, job, output, about(job))
             with fitted(session, result.rows):
                 facts = gather(result.tables, result.about)
         stage.finish(f"{facts.sums.acked:,} acknowledged records")

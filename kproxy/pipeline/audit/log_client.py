@@ -145,7 +145,7 @@ class LogClient:
         known = self.partitions_if_any(topics)
         missing = min(set(topics or ()) - known.keys(), default=None)
         if missing is not None:
-            raise LogReadFailed(f"There is no topic {missing} at {self._bootstrap_text()}.")
+            raise LogReadFailed(f"There is no topic {missing} at {','.join(map(str, self._bootstrap))}.")
         return known
 
     def partitions_if_any(self, topics: Collection[str] | None) -> dict[str, int]:
@@ -343,9 +343,6 @@ class LogClient:
         if connection is not None:
             connection.close()
         self._leaders = {which: leader for which, leader in self._leaders.items() if leader != address}
-
-    def _bootstrap_text(self) -> str:
-        return ",".join(map(str, self._bootstrap))
 
 
 def _name(topic: TopicLeaders) -> str:

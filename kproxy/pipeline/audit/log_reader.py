@@ -129,13 +129,11 @@ class RangeReader:
             if batch.base_offset >= self._wanted.end:
                 self._done = True
                 return
-            if is_behind and (batch.last_offset < self._position or self._is_known_corrupt(batch)):
+            is_known = self._corrupt is not None and batch.base_offset == self._corrupt.base_offset
+            if is_behind and (batch.last_offset < self._position or is_known):
                 continue
             is_behind = False
             yield batch
-
-    def _is_known_corrupt(self, batch: RecordBatch) -> bool:
-        return self._corrupt is not None and batch.base_offset == self._corrupt.base_offset
 
     def _step_over(self, answer_bytes: int) -> None:
         """Move past the corrupt batch that an answer without new batches consists of."""

@@ -60,39 +60,30 @@ def read_log(
         "offsetsPerPartition": offsets_per_partition,
         "maxBytes": max_bytes,
     }
-    return _read(session, LOG_FORMAT, written(bootstrap, topics, pattern, more))
-
-
-def read_bounds(
-    session: Any,
-    bootstrap: str,
-    *,
-    topics: Sequence[str] = (),
-    pattern: str | None = None,
-    compacted: Sequence[str] | None = None,
-) -> Any:
-    """Return where logs begin and end (high watermark) when an action runs, as a DataFrame of BOUNDS_SCHEMA.
-
-    `compacted`: the compacted topics; None to ask the brokers.
-    """
-    more = {"compactedTopics": None if compacted is None else ",".join(compacted)}
-    return _read(session, BOUNDS_FORMAT, written(bootstrap, topics, pattern, more))
+    options = written(bootstrap, topics, pattern, more)
+    # Report wrong options here; from Spark's planner the error has a Java stack trace around it.
+    read_options(options)
+    register(session)
+    return session.read.format(LOG_FORMAT).options(**options).load()
 
 
 def bounds_now(
     bootstrap: str, *, topics: Sequence[str], compacted: Sequence[str] | None = None
 ) -> list[tuple[str, int, int, int, bool, str | None]]:
-    """Return rows of BOUNDS_SCHEMA, queried from this process without Spark. Raise LogReadFailed."""
+    """Return rows of BOUNDS_SCHEMA, queried from this process without Spark. Raise LogReadFailed.
+
+    `compacted`: the compacted topics; None to ask the brokers.
+    """
     more = {"compactedTopics": None if compacted is None else ",".join(compacted)}
     return list(BoundsDataSourceReader(read_options(written(bootstrap, topics, None, more))).read(None))
 
 
-def fix_ends(bootstrap: str, *, topics: Sequence[str] = (), pattern: str | None = None) -> str:
+def fix_ends(bootstrap: str, *, topics: Sequence[str]) -> str:
     """Return where logs end now, as JSON for `end_offsets`, queried from this process without Spark.
 
     Raise LogReadFailed with one sentence, for example if a topic is missing or no broker answers.
     """
-    options = read_options(written(bootstrap, topics, pattern, {"patienceMs": FIRST_PATIENCE_MS}))
+    options = read_options(written(bootstrap, topics, None, {"patienceMs": FIRST_PATIENCE_MS}))
     with options.client() as client:
         return offsets_as_json(client.list_offsets(options.partitions(client), LATEST))
 
@@ -109,13 +100,6 @@ def fix_starts(bootstrap: str, *, topics: Sequence[str], from_ms: int, ends: str
     return offsets_as_json(
         {which: end if found[which] < 0 else min(found[which], end) for which, end in behind.items()}
     )
-
-
-def _read(session: Any, form: str, options: dict[str, str]) -> Any:
-    # Report wrong options here; from Spark's planner the error has a Java stack trace around it.
-    read_options(options)
-    register(session)
-    return session.read.format(form).options(**options).load()
 
 
 class LogPiece(InputPartition):  # type: ignore[misc]  # pyspark's types are not followed

@@ -101,15 +101,12 @@ def summary(verdict: Verdict) -> str:
     if wrong := _wrong(verdict):
         found = f"Of {counted(sums.acked, 'acknowledged record')} {_listed(wrong)}."
     elif sums.acked:
-        found = f"{_there(sums)}{'' if verdict.unproven or not sums.present else _how_often(sums)}."
+        how_often = ", each at one offset" if sums.unsequenced else ", once and at one offset"
+        found = f"{_there(sums)}{'' if verdict.unproven or not sums.present else how_often}."
     else:
         found = "The trail has no acknowledged record in this time and of these topics: there is nothing to look for."
     said = [found, *([_unproven(verdict)] if verdict.unproven else []), *([] if verdict.empty else _unknown(sums))]
     return " ".join(said)
-
-
-def _how_often(sums: Sums) -> str:
-    return ", each at one offset" if sums.unsequenced else ", once and at one offset"
 
 
 def _unknown(sums: Sums) -> list[str]:

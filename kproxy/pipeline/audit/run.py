@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from pyspark.sql import DataFrame
@@ -32,8 +33,6 @@ from kproxy.pipeline.audit.report_facts import TRAIL_READ
 from kproxy.pipeline.audit.report_text import utc
 from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
 from kproxy.pipeline.audit.tables import (
-    LATE_AFTER_MS,
-    MAX_FINDINGS,
     NAMES,
     WINDOW_MS,
     AuditRules,
@@ -42,7 +41,7 @@ from kproxy.pipeline.audit.tables import (
     read_results,
     write_results,
 )
-from kproxy.pipeline.audit.trail import TOPIC, parse_place, read_files, read_topic
+from kproxy.pipeline.audit.trail import TOPIC, TrailPlace, read_files, read_topic
 from kproxy.pipeline.spark import as_spark_failure
 from kproxy.pipeline.spark_settings import in_one_process
 
@@ -73,27 +72,28 @@ _MAX_PARTITIONS: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AuditOptions:
-    """What to audit, and where to write the tables.
+class AuditJob:
+    """What to audit, where its tables go, and what counts as wrong.
 
-    The other fields are those of `AuditRules`. `bootstrap`: Kafka addresses whose logs are read, a proxy's or the
-    brokers'. `trail`: topic:NAME, json:DIR or parquet:DIR; `trail_bootstrap`: the cluster of that topic, if another.
-    `compacted`: the compacted topics, None to ask the brokers. `output`: a directory, or any address that Spark writes
-    to and all executors reach.
+    Addresses are `H:P[,H:P...]`, times in milliseconds since the epoch, `window_ms` a window's length. `bootstrap`: a
+    proxy or the brokers, whose logs are read; `trail_bootstrap`: the cluster of the trail's topic, if another. `topics`
+    empty: all in the trail; `deleted_topics`: topics of these names were deleted on purpose. `compacted`: the compacted
+    topics, None to ask the brokers. `output`: a directory, or any address that Spark writes to and all executors reach,
+    for the tables; None for a temporary directory. `strict`: exit with 1 also if something is unproven.
     """
 
     bootstrap: str
-    trail: str
-    output: str
+    trail: TrailPlace
     trail_bootstrap: str | None = None
     topics: tuple[str, ...] = ()
     deleted_topics: tuple[str, ...] = ()
     from_ms: int | None = None
     to_ms: int | None = None
     window_ms: int = WINDOW_MS
-    late_after_ms: int = LATE_AFTER_MS
-    max_findings: int = MAX_FINDINGS
     compacted: tuple[str, ...] | None = None
+    output: str | None = None
+    report: Path | None = None
+    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,38 +105,30 @@ class AuditResult:
     rows: int
 
 
-def run_audit(
-    session: Any,
-    options: AuditOptions,
-    *,
-    about: Mapping[str, str] | None = None,
-    clock: Callable[[], float] = time.time,
-) -> AuditResult:
-    """Audit once.
+def run_audit(session: Any, job: AuditJob, output: str, about: Mapping[str, str]) -> AuditResult:
+    """Audit once, and write the tables to `output`.
 
     Raise StartupError if there is nothing to read, else SparkFailed or LogReadFailed. `about` is stored with the
     results. Intermediate tables are in a directory beside them until the end.
     """
-    with as_spark_failure("The audit failed"), work_in(session, f"{options.output.rstrip('/')}/{_WORK}") as land:
+    with as_spark_failure("The audit failed"), work_in(session, f"{output.rstrip('/')}/{_WORK}") as land:
         # Before the trail's end is fixed: reading may take longer than a live proxy is silent.
-        read_at_ms = int(clock() * 1000)
-        rows = land("rows", _read_trail(session, options))
-        topics = _there(options) if options.topics else _topics_of(rows, options.bootstrap)
-        log, bounds = _read_logs(session, options, topics, rows, land)
+        read_at_ms = int(time.time() * 1000)
+        rows = land("rows", _read_trail(session, job))
+        topics = _there(job) if job.topics else _topics_of(rows, job.bootstrap)
+        log, bounds = _read_logs(session, job, topics, rows, land)
         rules = AuditRules(
             read_at_ms=read_at_ms,
-            topics=options.topics,
-            deleted_topics=options.deleted_topics,
-            from_ms=options.from_ms,
-            read_from_ms=_read_from_ms(options),
-            to_ms=options.to_ms,
-            window_ms=options.window_ms,
-            late_after_ms=options.late_after_ms,
-            shipping_ms=parse_place(options.trail).shipping_ms,
-            max_findings=options.max_findings,
+            topics=job.topics,
+            deleted_topics=job.deleted_topics,
+            from_ms=job.from_ms,
+            read_from_ms=_read_from_ms(job),
+            to_ms=job.to_ms,
+            window_ms=job.window_ms,
+            shipping_ms=job.trail.shipping_ms,
         )
-        words = {**(about or {}), TRAIL_READ: f"{utc(read_at_ms)} UTC"}
-        amount, tables = judge(session, rows, log, bounds, rules, land, options.output, words)
+        words = {**about, TRAIL_READ: f"{utc(read_at_ms)} UTC"}
+        amount, tables = judge(session, rows, log, bounds, rules, land, output, words)
     return AuditResult(tables, words, amount)
 
 
@@ -164,11 +156,11 @@ def judge(
     return amount, tables if in_memory else read_results(session, output)[0]
 
 
-def _read_trail(session: Any, options: AuditOptions) -> DataFrame:
-    place, from_ms = parse_place(options.trail), _read_from_ms(options)
+def _read_trail(session: Any, job: AuditJob) -> DataFrame:
+    place, from_ms = job.trail, _read_from_ms(job)
     if place.kind != TOPIC:
         return read_files(session, place, from_ms=from_ms)
-    bootstrap, topics, starts = options.trail_bootstrap or options.bootstrap, (place.name,), "earliest"
+    bootstrap, topics, starts = job.trail_bootstrap or job.bootstrap, (place.name,), "earliest"
     try:
         ends = fix_ends(bootstrap, topics=topics)
         if from_ms is not None:
@@ -178,15 +170,15 @@ def _read_trail(session: Any, options: AuditOptions) -> DataFrame:
     return read_topic(session, place.name, bootstrap=bootstrap, starts=starts, ends=ends)
 
 
-def _read_from_ms(options: AuditOptions) -> int | None:
-    return None if options.from_ms is None else max(0, options.from_ms - TRAIL_LOOKBACK_MS)
+def _read_from_ms(job: AuditJob) -> int | None:
+    return None if job.from_ms is None else max(0, job.from_ms - TRAIL_LOOKBACK_MS)
 
 
-def _there(options: AuditOptions) -> tuple[str, ...]:
+def _there(job: AuditJob) -> tuple[str, ...]:
     """Return the named topics without deleted ones that were not created anew."""
-    deleted = set(options.topics) & set(options.deleted_topics)
-    living = set(existing(options.bootstrap, deleted)) if deleted else set()
-    return tuple(topic for topic in options.topics if topic not in deleted - living)
+    deleted = set(job.topics) & set(job.deleted_topics)
+    living = set(existing(job.bootstrap, deleted)) if deleted else set()
+    return tuple(topic for topic in job.topics if topic not in deleted - living)
 
 
 def _topics_of(rows: DataFrame, bootstrap: str) -> tuple[str, ...]:
@@ -210,21 +202,21 @@ def existing(bootstrap: str, topics: Collection[str]) -> tuple[str, ...]:
 
 
 def _read_logs(
-    session: Any, options: AuditOptions, topics: tuple[str, ...], rows: DataFrame, land: Land
+    session: Any, job: AuditJob, topics: tuple[str, ...], rows: DataFrame, land: Land
 ) -> tuple[DataFrame, DataFrame]:
     """Return the logs' headers and bounds; topics deleted since the trail was written have none."""
     if not topics:
         return session.createDataFrame([], LOG_SCHEMA), session.createDataFrame([], BOUNDS_SCHEMA)
     acknowledged = acknowledged_by_one(rows)
-    ends = ends_behind(acknowledged, lambda: fix_ends(options.bootstrap, topics=topics))
+    ends = ends_behind(acknowledged, lambda: fix_ends(job.bootstrap, topics=topics))
     starts = None
-    if options.from_ms is not None:
-        starts = starts_at_or_before(first_acknowledged(rows, options.from_ms - LOG_LOOKBACK_MS), ends)
-    log = read_short_log(session, options.bootstrap, topics=topics, start_offsets=starts, end_offsets=ends)
+    if job.from_ms is not None:
+        starts = starts_at_or_before(first_acknowledged(rows, job.from_ms - LOG_LOOKBACK_MS), ends)
+    log = read_short_log(session, job.bootstrap, topics=topics, start_offsets=starts, end_offsets=ends)
     if log is None:
-        everything = read_log(session, options.bootstrap, topics=topics, start_offsets=starts, end_offsets=ends)
+        everything = read_log(session, job.bootstrap, topics=topics, start_offsets=starts, end_offsets=ends)
         log = land("log", everything)
-    bounds = bounds_now(options.bootstrap, topics=topics, compacted=options.compacted)
+    bounds = bounds_now(job.bootstrap, topics=topics, compacted=job.compacted)
     return log, session.createDataFrame(bounds, BOUNDS_SCHEMA)
 
 

@@ -1,10 +1,16 @@
-"""Start an ingest job: check, claim the checkpoint, start the stream."""
+"""Start an ingest job: check, claim the checkpoint, start the stream.
+
+Clusters are queried with kafka-clients' admin client, which takes the same options as Spark's Kafka sink.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any, Final
 
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming import StreamingQuery
@@ -12,12 +18,13 @@ from pyspark.sql.types import StructType
 
 from kproxy.config import split_list
 from kproxy.errors import StartupError
-from kproxy.pipeline.ingest import cluster_admin, sources
+from kproxy.pipeline.ingest import sources
 from kproxy.pipeline.ingest.checkpoint import Checkpoint, Found, Job, settle, source_in_words
 from kproxy.pipeline.ingest.java_classes import add_documents_function, add_timestamp_interceptor
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource
 from kproxy.pipeline.ingest.sink import BatchDone, BatchWriter
-from kproxy.pipeline.spark import as_spark_failure
+from kproxy.pipeline.preflight import check_reachable
+from kproxy.pipeline.spark import SparkFailed, as_spark_failure
 
 
 def start(
@@ -77,7 +84,7 @@ def start(
 
 def _ask_clusters(session: SparkSession, options: IngestOptions, asked: Job) -> Job:
     """Return `asked` with the clusters' ids; create missing topics. Raise StartupError or SparkFailed."""
-    with cluster_admin.asking(session, options.bootstrap, "--bootstrap", options.kafka_options) as cluster:
+    with asking(session, options.bootstrap, "--bootstrap", options.kafka_options) as cluster:
         letters = options.dead_letters
         wanted = [options.topic, letters.where if letters is not None and letters.kind == "topic" else None]
         for topic in wanted:
@@ -93,9 +100,7 @@ def _ask_clusters(session: SparkSession, options: IngestOptions, asked: Job) -> 
     source = options.source
     if not isinstance(source, KafkaSource):
         return asked
-    with cluster_admin.asking(
-        session, source.bootstrap, "--from-bootstrap", _client_options(source.options)
-    ) as cluster:
+    with asking(session, source.bootstrap, "--from-bootstrap", _client_options(source.options)) as cluster:
         for topic in split_list(source.topics, "--from kafka:"):
             count = cluster.partitions(topic)
             if count is None:
@@ -127,3 +132,90 @@ def _about_schema(job: Job, found: Found, schema: StructType) -> str:
     if found is Found.OURS:
         return f"The schema that was inferred when the job first started: {columns}"
     return f"The schema, inferred once from the files that are there now and kept with the checkpoint: {columns}"
+
+
+REQUEST_TIMEOUT_S: Final = 20
+LEADERS_TIMEOUT_S: Final = 30.0
+_POLL_S: Final = 0.1
+
+
+class Cluster:
+    """One cluster; `flag` is the option that gave its address, for errors."""
+
+    def __init__(self, jvm: Any, admin: Any, bootstrap: str, flag: str) -> None:
+        self._jvm = jvm
+        self._admin = admin
+        self._where = f"{flag} {bootstrap}"
+
+    def cluster_id(self) -> str | None:
+        """Return the cluster's id, None if it does not report one."""
+        try:
+            found = self._await(self._admin.describeCluster().clusterId(), "does not say which cluster it is")
+        except SparkFailed:
+            # The id only tells whether two addresses belong to one cluster; without it they are not compared.
+            return None
+        return None if found is None else str(found)
+
+    def partitions(self, topic: str) -> int | None:
+        """Return the number of partitions, None if there is no such topic. Raise SparkFailed if the query fails."""
+        with_leaders = self._leaders(topic)
+        return None if with_leaders is None else with_leaders[1]
+
+    def create(self, topic: str, partitions: int) -> None:
+        """Create the topic with the cluster's default replication and wait for its leaders. Raise SparkFailed."""
+        optional = self._jvm.java.util.Optional
+        new = self._jvm.org.apache.kafka.clients.admin.NewTopic(topic, optional.of(partitions), optional.empty())
+        made = self._admin.createTopics(self._jvm.java.util.Collections.singletonList(new))
+        try:
+            self._await(made.all(), f"could not create the topic {topic}")
+        except SparkFailed as error:
+            # Another client has created it meanwhile, which is fine.
+            if "TopicExistsException" not in str(error):
+                raise
+        deadline = time.monotonic() + LEADERS_TIMEOUT_S
+        while (found := self._leaders(topic)) is None or found[0] < found[1]:
+            if time.monotonic() > deadline:
+                raise SparkFailed(f"The topic {topic} was created and has no leaders yet: start the job again")
+            time.sleep(_POLL_S)
+
+    def _leaders(self, topic: str) -> tuple[int, int] | None:
+        """Return how many partitions have a leader, and how many there are; None if there is no such topic."""
+        asked = self._admin.describeTopics(self._jvm.java.util.Collections.singletonList(topic))
+        try:
+            found = self._await(asked.allTopicNames(), f"does not tell of the topic {topic}")
+        except SparkFailed as error:
+            if "UnknownTopicOrPartitionException" in str(error):
+                return None
+            raise
+        partitions = list(found.get(topic).partitions())
+        return sum(1 for each in partitions if each.leader() is not None), len(partitions)
+
+    def _await(self, future: Any, what: str) -> Any:
+        with as_spark_failure(f"{self._where} {what}"):
+            return future.get(REQUEST_TIMEOUT_S, self._jvm.java.util.concurrent.TimeUnit.SECONDS)
+
+
+@contextlib.contextmanager
+def asking(session: SparkSession, bootstrap: str, flag: str, options: Mapping[str, str]) -> Iterator[Cluster]:
+    """Connect to the cluster at `bootstrap`; `options` are Kafka's.
+
+    Raise StartupError if nothing listens there or Spark has no Kafka connector, SparkFailed if it is not Kafka.
+    """
+    check_reachable(bootstrap, flag)
+    jvm: Any = session._jvm
+    settings = jvm.java.util.Properties()
+    limits = {"default.api.timeout.ms": REQUEST_TIMEOUT_S * 1000, "request.timeout.ms": REQUEST_TIMEOUT_S * 1000}
+    for name, value in {**limits, **options, "bootstrap.servers": bootstrap}.items():
+        settings.setProperty(name, str(value))
+    try:
+        with as_spark_failure(f"{flag} {bootstrap} cannot be asked"):
+            admin = jvm.org.apache.kafka.clients.admin.Admin.create(settings)
+    except TypeError as error:
+        # py4j takes a missing class for a package, and a package cannot be called.
+        connector = f"org.apache.spark:spark-sql-kafka-0-10_2.13:{session.version}"
+        raise StartupError(f"this Spark has no Kafka connector: start it with --packages {connector}.") from error
+    try:
+        yield Cluster(jvm, admin, bootstrap, flag)
+    finally:
+        with as_spark_failure(f"{flag} {bootstrap} cannot be left"):
+            admin.close()
