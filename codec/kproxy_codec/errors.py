@@ -1,4 +1,4 @@
-"""The exceptions of the codec: `CodecError` and its five kinds.
+"""The exceptions of the codec: `CodecError` and its six kinds.
 
 Bytes from the network are hostile until parsed. Every function of this package either returns the result in its
 docstring or raises one of these; no IndexError, struct.error, UnicodeDecodeError or MemoryError leaves it.
@@ -27,6 +27,10 @@ class FrameTooLarge(CodecError):
 
 class UnsupportedVersion(CodecError):
     """The codec does not support the API key or version."""
+
+
+class UnexpectedAnswer(CodecError):
+    """An answer does not belong to the request whose answer comes next."""
 
 
 class ForeignProtocol(CodecError):

@@ -19,6 +19,13 @@ _TLS_ALERT = 0x1503
 _HTTP = frozenset(b"GET |POST|PUT |HEAD|OPTI|CONN|DELE|PATC|TRAC|PRI |HTTP".split(b"|"))
 _SSH = b"SSH-"
 
+# How answers in other protocols begin.
+_ANSWERS = {
+    b"HTTP": "HTTP, not Kafka, as etcd and admin pages do",
+    b"\x15\x03": "TLS, which is not spoken here",
+    _SSH: "SSH, not Kafka",
+}
+
 # Plain text makes TLS libraries report the problem ("wrong version number", "plaintext connection?"). A TLS alert would
 # be about versions, and if the connection only ends, Java's client retries without a message.
 _TO_TLS = b"this listener is plain text: set security.protocol=PLAINTEXT\r\n"
@@ -59,6 +66,11 @@ def foreign_protocol(error: Exception) -> ForeignProtocol | None:
     if record == _TLS_ALERT:
         return ForeignProtocol("TLS", "the client sends a TLS alert, and this listener is plain text")
     return None
+
+
+def answered_in(first_bytes: bytes) -> str | None:
+    """The protocol in which a server answers instead, in words; None if its first bytes show none."""
+    return next((words for begins, words in _ANSWERS.items() if first_bytes.startswith(begins)), None)
 
 
 def sasl(header: RequestHeader) -> ForeignProtocol:

@@ -12,17 +12,16 @@ from kproxy.routing.topology import Address
 from kproxy.runtime.resolver import dial
 from kproxy_codec import api_keys as keys
 from kproxy_codec.control import Message, build_request, decode_response, encode_request, version_range
+from kproxy_codec.correlation import AwaitedAnswers
 from kproxy_codec.errors import CodecError, FrameTooLarge, UnsupportedVersion
-from kproxy_codec.framing import frame_message, request_header, response_body_offset, response_correlation_id
-from kproxy_codec.primitives import INT32
+from kproxy_codec.foreign import answered_in
+from kproxy_codec.framing import FrameReader, frame_message, request_header, response_body_offset
 
 MAX_ANSWER_BYTES = 64 << 20
 CLIENT_ID = b"kproxy"
 # The time before the next broker is asked as well, in seconds.
 HEAD_START_S = 0.25
-_PREFIX_BYTES = 4
-# The first bytes of other protocols; as lengths they are beyond any bound.
-_NOT_KAFKA = {b"HTTP": "HTTP, not Kafka", b"\x15\x03": "TLS, which is not spoken here", b"SSH-": "SSH, not Kafka"}
+_READ_BYTES = 64 << 10
 
 
 class BrokerUnreachable(Exception):
@@ -52,7 +51,7 @@ class BrokerConnection:
         self._reader = reader
         self._writer = writer
         self._timeout_s = timeout_s
-        self._correlation_id = 0
+        self._awaited: AwaitedAnswers[None] = AwaitedAnswers(FrameReader(MAX_ANSWER_BYTES), most=1)
         self._versions: dict[int, tuple[int, int]] = {keys.API_VERSIONS: (0, 0)}
 
     @classmethod
@@ -101,17 +100,15 @@ class BrokerConnection:
     ) -> memoryview:
         """Send an encoded body; return the whole answer. Raises BrokerUnreachable."""
         try:
-            self._correlation_id += 1
-            header = request_header(api_key, version, self._correlation_id, self._client_id)
+            correlation_id = self._awaited.next_id()
+            header = request_header(api_key, version, correlation_id, self._client_id)
+            self._awaited.sent(correlation_id, None)
             async with asyncio.timeout(timeout_s or self._timeout_s):
                 self._writer.write(frame_message(header, body))
                 await self._writer.drain()
-                frame = await self._frame()
-            if response_correlation_id(frame) != self._correlation_id:
-                raise CodecError("an answer to something else")
+                return await self._answer()
         except (OSError, EOFError, TimeoutError, CodecError) as error:
             raise self.unreachable(api_key, error) from error
-        return frame
 
     async def has_ended_within(self, seconds: float) -> bool:
         """Wait while no request is in flight.
@@ -135,15 +132,15 @@ class BrokerConnection:
         kind = BrokerGone if is_gone else BrokerUnreachable
         return kind(f"{where} did not answer {keys.name_of(api_key)} ({_why(error)})")
 
-    async def _frame(self) -> memoryview:
-        prefix = await self._reader.readexactly(_PREFIX_BYTES)
-        for beginning, spoken in _NOT_KAFKA.items():
-            if prefix.startswith(beginning):
-                raise CodecError(f"it speaks {spoken}")
-        length = INT32.unpack(prefix)[0]
-        if not 0 <= length <= MAX_ANSWER_BYTES:
-            raise FrameTooLarge(f"an answer of {length} bytes")
-        return memoryview(prefix + await self._reader.readexactly(length))
+    async def _answer(self) -> memoryview:
+        while received := await self._reader.read(_READ_BYTES):
+            try:
+                if answers := [*self._awaited.receive_data(received)]:
+                    return answers[0][1]
+            except FrameTooLarge as error:
+                spoken = answered_in(error.first_bytes)
+                raise CodecError(f"it speaks {spoken}") if spoken else error from error
+        raise EOFError("the connection was closed")
 
     def version(self, api_key: int, at_most: int) -> int:
         """The version that `ask` uses.

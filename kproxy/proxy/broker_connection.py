@@ -44,8 +44,9 @@ from kproxy.proxy.answer_room import LARGE_BYTES, AnswerBuffer, Share
 from kproxy.proxy.dialling import Dialler, Turn, reason_of
 from kproxy.routing.topology import Address
 from kproxy.runtime.sockets import Delivery, delivery, discard_at_close, keep_alive, watch_path
+from kproxy_codec.correlation import AwaitedAnswers
 from kproxy_codec.errors import CodecError
-from kproxy_codec.framing import CHUNK_BYTES, FrameReader, ReceiveArena, response_correlation_id
+from kproxy_codec.framing import CHUNK_BYTES, FrameReader, ReceiveArena
 from kproxy_codec.partitioned import set_correlation_id
 from kproxy_codec.primitives import Buffer
 
@@ -56,7 +57,6 @@ MAX_QUEUED_BYTES = 1 << 20
 FLUSH_S = 5.0
 # Pause between checks whether acks=0 requests have left this process, in seconds, while some have not.
 LOOK_PAUSE_S = 0.005
-_MAX_CORRELATION_ID = 0x7FFF_FFFF
 
 
 class Ticket(Protocol):
@@ -129,9 +129,9 @@ class Upstream(asyncio.BufferedProtocol):
         self._is_held_back = False
         self._transport: asyncio.Transport | None = None
         self._outbox: Outbox | None = None
-        self._in_flight: deque[tuple[int, Ticket]] = deque()
+        # Bounded by the requests that a client may have open.
+        self._in_flight: AwaitedAnswers[Ticket] = AwaitedAnswers(self._reader)
         self._queue: deque[tuple[Ticket, int, Sequence[Buffer]]] = deque()
-        self._next_correlation_id = 0
         self._queued_bytes = 0
         self._on_pressure = on_pressure
         self._before_open = before_open
@@ -152,17 +152,16 @@ class Upstream(asyncio.BufferedProtocol):
     # Sending
 
     def next_correlation_id(self) -> int:
-        self._next_correlation_id = (self._next_correlation_id + 1) & _MAX_CORRELATION_ID
-        return self._next_correlation_id
+        return self._in_flight.next_id()
 
     def forward(self, ticket: Ticket, frame: memoryview) -> None:
         """Send a whole request as it came, but for its correlation_id. Not to be called when closed."""
-        correlation_id = self._next_correlation_id = (self._next_correlation_id + 1) & _MAX_CORRELATION_ID
+        correlation_id = self._in_flight.next_id()
         set_correlation_id(frame, correlation_id)
         if self._outbox is None or not ticket.expects_answer:
             self.send(ticket, correlation_id, [frame])
             return
-        self._in_flight.append((correlation_id, ticket))
+        self._in_flight.sent(correlation_id, ticket)
         self._outbox.put_one(frame)
 
     def send(self, ticket: Ticket, correlation_id: int, buffers: Sequence[Buffer]) -> None:
@@ -173,7 +172,7 @@ class Upstream(asyncio.BufferedProtocol):
             self._press(self._queued_bytes > MAX_QUEUED_BYTES)
             return
         if ticket.expects_answer:
-            self._in_flight.append((correlation_id, ticket))
+            self._in_flight.sent(correlation_id, ticket)
         self._outbox.put(buffers)
         if not ticket.expects_answer:
             self._leaving.append((self._outbox.put_bytes, ticket))
@@ -200,7 +199,7 @@ class Upstream(asyncio.BufferedProtocol):
 
     def unanswered(self) -> list[Ticket]:
         """The tickets that wait, written or not, in order."""
-        return [ticket for _, ticket in self._in_flight] + [ticket for ticket, _, _ in self._queue]
+        return [*self._in_flight] + [ticket for ticket, _, _ in self._queue]
 
     @property
     def is_open(self) -> bool:
@@ -209,19 +208,17 @@ class Upstream(asyncio.BufferedProtocol):
 
     def replace(self, tickets: Mapping[Ticket, Ticket]) -> None:
         """Replace tickets that wait for answers to written requests."""
-        waiting = [(number, tickets.get(ticket, ticket)) for number, ticket in self._in_flight]
-        # In place: answers may be being taken.
-        self._in_flight.clear()
-        self._in_flight.extend(waiting)
+        self._in_flight.replace(tickets)
 
     def oldest_unanswered(self) -> Ticket | None:
         """The ticket whose answer comes next."""
-        return self._in_flight[0][1] if self._in_flight else None
+        oldest = self._in_flight.oldest
+        return oldest[1] if oldest else None
 
     def oldest(self) -> Oldest | None:
         """What the connection waits for first; None for nothing."""
-        if self._in_flight:
-            return Oldest(self._in_flight[0][0], written=True)
+        if oldest := self._in_flight.oldest:
+            return Oldest(oldest[0], written=True)
         if self._queue:
             return Oldest(self._queue[0][1], written=False)
         return Oldest(None, written=False) if self._presses and not self.closed else None
@@ -298,11 +295,7 @@ class Upstream(asyncio.BufferedProtocol):
             for frame in self._reader.buffer_updated(nbytes):
                 if self.closed:
                     return
-                answered_id = response_correlation_id(frame)
-                if not in_flight or in_flight[0][0] != answered_id:
-                    self._distrust_answer(answered_id)
-                    return
-                in_flight.popleft()[1].answered(frame)
+                in_flight.match(frame).answered(frame)
         except CodecError as error:
             self.distrust(str(error))
             return
@@ -347,12 +340,6 @@ class Upstream(asyncio.BufferedProtocol):
         if self._share is not None:
             self._share.room.leave(self)
         self._adjust_reading()
-
-    def _distrust_answer(self, answered_id: int) -> None:
-        if self._in_flight:
-            self.distrust(f"correlation_id {answered_id} where {self._in_flight[0][0]} was awaited")
-        else:
-            self.distrust(f"an answer ({answered_id}) that nobody asked for")
 
     def distrust(self, reason: str) -> None:
         """Close because of what the broker said."""
@@ -410,8 +397,8 @@ class Upstream(asyncio.BufferedProtocol):
             self._transport.abort()
         self._queued_bytes = 0
         # One by one: what is not told yet is still under way, and whoever is told may ask for that.
-        while self._in_flight:
-            self._in_flight.popleft()[1].lost(written=True)
+        for ticket in self._in_flight.end():
+            ticket.lost(written=True)
         self._end_unanswered(by_client=by_client)
         while self._queue:
             self._queue.popleft()[0].lost(written=False)

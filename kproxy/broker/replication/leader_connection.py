@@ -20,7 +20,6 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -29,7 +28,8 @@ from kproxy.broker.replication.authentication import MECHANISM, AuthenticationFa
 from kproxy.runtime.resolver import dial
 from kproxy_codec import control, error_codes
 from kproxy_codec.api_keys import SASL_AUTHENTICATE, SASL_HANDSHAKE
-from kproxy_codec.errors import CodecError
+from kproxy_codec.correlation import AwaitedAnswers
+from kproxy_codec.errors import CodecError, UnexpectedAnswer
 from kproxy_codec.fetch import PartitionFetch
 from kproxy_codec.framing import (
     FrameReader,
@@ -37,13 +37,13 @@ from kproxy_codec.framing import (
     frame_message,
     request_header,
     response_body_offset,
-    response_correlation_id,
 )
 from kproxy_codec.replica_fetch import ReplicaAnswer, encode_replica_fetch, read_replica_answer
 
 CONNECT_TIMEOUT_S = 5.0
 UNAUTHENTICATED_FRAME_BYTES = 64 << 10
-_MAX_CORRELATION_ID = 0x7FFF_FFFF
+# A request, and the one that hurries its answer.
+MOST_AWAITED = 2
 _HANDSHAKE_VERSION = 1
 _AUTHENTICATE_VERSION = 2
 
@@ -60,8 +60,7 @@ class LeaderConnection(asyncio.BufferedProtocol):
         self._sender = b"broker-%d" % follower.node_id
         self._reader = FrameReader(UNAUTHENTICATED_FRAME_BYTES, arena)
         self._transport: asyncio.Transport | None = None
-        self._awaited: deque[tuple[int, asyncio.Future[memoryview]]] = deque()
-        self._correlation_id = 0
+        self._awaited: AwaitedAnswers[asyncio.Future[memoryview]] = AwaitedAnswers(self._reader, MOST_AWAITED)
         self._lost_because = ""
 
     @classmethod
@@ -107,7 +106,7 @@ class LeaderConnection(asyncio.BufferedProtocol):
 
     async def _control(self, api_key: int, version: int, **fields: Any) -> control.Message:
         body = control.encode_request(control.build_request(api_key, version, **fields))
-        correlation_id = self._next_correlation_id()
+        correlation_id = self._awaited.next_id()
         head = request_header(api_key, version, correlation_id, self._sender)
         frame = await self._ask(correlation_id, frame_message(head, body))
         return control.decode_response(api_key, version, frame[response_body_offset(frame, api_key, version) :])
@@ -123,7 +122,7 @@ class LeaderConnection(asyncio.BufferedProtocol):
         max_bytes: int,
     ) -> asyncio.Future[memoryview]:
         """Request topics by id; the future gets the frame for `read_answer`, or LeaderLost."""
-        correlation_id = self._next_correlation_id()
+        correlation_id = self._awaited.next_id()
         frame = encode_replica_fetch(
             self._follower.node_id,
             topics,
@@ -146,16 +145,12 @@ class LeaderConnection(asyncio.BufferedProtocol):
             raise LeaderLost(f"the leader says {error_codes.name_of(answer.error_code)}")
         return answer
 
-    def _next_correlation_id(self) -> int:
-        self._correlation_id = (self._correlation_id + 1) & _MAX_CORRELATION_ID
-        return self._correlation_id
-
     def _ask(self, correlation_id: int, frame: bytes) -> asyncio.Future[memoryview]:
         answer: asyncio.Future[memoryview] = asyncio.get_running_loop().create_future()
         if self._transport is None:
             answer.set_exception(LeaderLost(self._lost_because or "not connected"))
         else:
-            self._awaited.append((correlation_id, answer))
+            self._awaited.sent(correlation_id, answer)
             self._transport.write(frame)
         return answer
 
@@ -168,8 +163,7 @@ class LeaderConnection(asyncio.BufferedProtocol):
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.abort()
-        awaited, self._awaited = self._awaited, deque()
-        for _, answer in awaited:
+        for answer in self._awaited.end():
             if not answer.done():
                 answer.set_exception(LeaderLost(self._lost_because))
                 # Nobody may await it any more.
@@ -191,16 +185,10 @@ class LeaderConnection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         try:
-            for frame in self._reader.buffer_updated(nbytes):
-                self._answered(frame)
+            for answer, frame in self._awaited.receive(nbytes):
+                if not answer.done():
+                    answer.set_result(frame)
+        except UnexpectedAnswer as error:
+            self._lose(str(error))
         except CodecError as error:
             self._lose(f"not an answer: {error}")
-
-    def _answered(self, frame: memoryview) -> None:
-        correlation_id = response_correlation_id(frame)
-        if not self._awaited or self._awaited[0][0] != correlation_id:
-            self._lose(f"an answer to something that was not asked ({correlation_id})")
-            return
-        _, answer = self._awaited.popleft()
-        if not answer.done():
-            answer.set_result(frame)

@@ -16,34 +16,23 @@ from typing import Any, Final
 from kproxy.routing.topology import Address
 from kproxy_codec import api_keys as keys
 from kproxy_codec.control import Message, build_request, decode_response, encode_request, version_range
+from kproxy_codec.correlation import AwaitedAnswers
 from kproxy_codec.errors import CodecError, FrameTooLarge
 from kproxy_codec.fetch import FINAL_EPOCH, MIN_VERSION, NO_SESSION, PartitionFetched
 from kproxy_codec.fetch_answer import MAX_VERSION, read_fetch_answer
-from kproxy_codec.foreign import ANSWER_TO_HTTP
-from kproxy_codec.framing import (
-    LENGTH_BYTES,
-    frame_message,
-    request_header,
-    response_body_offset,
-    response_correlation_id,
-)
-from kproxy_codec.primitives import INT32
+from kproxy_codec.foreign import ANSWER_TO_HTTP, answered_in
+from kproxy_codec.framing import FrameReader, frame_message, request_header, response_body_offset
 
 CLIENT_ID: Final = b"kproxy-audit"
 # Brokers send the first batch whole, however large: the most that an answer may exceed the requested bytes.
 LARGEST_BATCH_BYTES: Final = 128 << 20
 # Enough for the Metadata answer of a large cluster.
 MAX_CONTROL_BYTES: Final = 128 << 20
-_FIRST_BUFFER_BYTES: Final = 64 << 10
+# Longer answers are received into one buffer that is reused: fresh memory costs more than their reading.
+_SHARED_BYTES: Final = 64 << 10
 _READ_UNCOMMITTED: Final = 0
 # Brokers need not wait long for new records: a reader at the end of a log asks again.
 _MAX_WAIT_MS: Final = 100
-# How answers in other protocols begin. As frame lengths they would exceed any bound.
-_NOT_KAFKA: Final = {
-    b"HTTP": "HTTP, as etcd and admin pages do, and not Kafka's protocol",
-    b"\x15\x03": "TLS, which is not spoken here",
-    b"SSH-": "SSH, not Kafka's protocol",
-}
 # If a port's first answer takes longer, check for HTTP: etcd, for one, waits for more bytes of a Kafka request.
 _SUSPECT_AFTER_S: Final = 1.0
 _HTTP_QUESTION: Final = b"GET / HTTP/1.0\r\n\r\n"
@@ -65,9 +54,10 @@ class LogConnection:
         self.address = address
         self._timeout_s = timeout_s
         self._clock = clock
-        self._correlation_id = 0
+        self._frames = FrameReader(MAX_CONTROL_BYTES, most_shared=_SHARED_BYTES)
+        self._awaited: AwaitedAnswers[None] = AwaitedAnswers(self._frames, most=1)
         self._has_answered = False
-        self._buffer = bytearray(_FIRST_BUFFER_BYTES)
+        self._buffer = bytearray()
         self._offered: Mapping[int, tuple[int, int]] = MappingProxyType({keys.API_VERSIONS: (0, 0)})
         try:
             self._socket = socket.create_connection(address, timeout_s)
@@ -142,20 +132,21 @@ class LogConnection:
 
     def _exchange(self, api_key: int, version: int, most_bytes: int, fields: Mapping[str, Any]) -> memoryview:
         try:
-            self._correlation_id = (self._correlation_id + 1) & 0x7FFF_FFFF
-            header = request_header(api_key, version, self._correlation_id, CLIENT_ID)
+            correlation_id = self._awaited.next_id()
+            header = request_header(api_key, version, correlation_id, CLIENT_ID)
             body = encode_request(build_request(api_key, version, **fields))
+            self._awaited.sent(correlation_id, None)
+            self._frames.admit(most_bytes)
             deadline = self._clock() + self._timeout_s
             self._socket.settimeout(self._timeout_s)
             self._socket.sendall(frame_message(header, body))
             if not self._has_answered and not self._begins_to_answer():
                 self._expect_no_http()
-            frame = self._receive(deadline, most_bytes)
-            if response_correlation_id(frame) != self._correlation_id:
-                raise CodecError("an answer to something else")
+            return self._receive(deadline)
         except (OSError, EOFError, CodecError) as error:
+            if isinstance(error, FrameTooLarge):
+                self._expect_kafka(error.first_bytes)
             raise self._failed(api_key, error) from error
-        return frame
 
     def _begins_to_answer(self) -> bool:
         self._socket.settimeout(min(_SUSPECT_AFTER_S, self._timeout_s))
@@ -178,37 +169,25 @@ class LogConnection:
             self._expect_kafka(answer)
 
     def _expect_kafka(self, beginning: bytes) -> None:
-        for begins, protocol in _NOT_KAFKA.items():
-            if beginning.startswith(begins):
-                raise LogReadFailed(f"{self.address} speaks {protocol}: give the address of a plain Kafka listener.")
+        if protocol := answered_in(beginning):
+            raise LogReadFailed(f"{self.address} speaks {protocol}: give the address of a plain Kafka listener.")
 
-    def _receive(self, deadline: float, most_bytes: int) -> memoryview:
-        self._receive_into(memoryview(self._buffer)[:LENGTH_BYTES], deadline)
-        self._expect_kafka(bytes(self._buffer[:LENGTH_BYTES]))
-        length: int = INT32.unpack_from(self._buffer)[0]
-        if not 0 <= length <= most_bytes:
-            raise FrameTooLarge(f"an answer of {length} bytes; at most {most_bytes} are read")
-        frame_bytes = LENGTH_BYTES + length
-        if frame_bytes > len(self._buffer):
-            # Views of the old buffer may still be in use, so it is not resized.
-            head = self._buffer[:LENGTH_BYTES]
-            self._buffer = bytearray(frame_bytes)
-            self._buffer[:LENGTH_BYTES] = head
-        frame = memoryview(self._buffer)[:frame_bytes]
-        self._receive_into(frame[LENGTH_BYTES:], deadline)
-        return frame
-
-    def _receive_into(self, view: memoryview, deadline: float) -> None:
-        filled = 0
-        while filled < len(view):
+    def _receive(self, deadline: float) -> memoryview:
+        while True:
             left_s = deadline - self._clock()
             if left_s <= 0:
                 raise TimeoutError
             self._socket.settimeout(left_s)
-            received = self._socket.recv_into(view[filled:])
+            received = self._socket.recv_into(self._frames.get_buffer())
             if not received:
                 raise EOFError("the connection was closed")
-            filled += received
+            if answers := [*self._awaited.receive(received)]:
+                return answers[0][1]
+            if self._frames.announced > _SHARED_BYTES and not self._frames.has_own:
+                if self._frames.announced > len(self._buffer):
+                    # Views of the old buffer may still be in use, so it is not resized.
+                    self._buffer = bytearray(self._frames.announced)
+                self._frames.move_to(self._buffer)
 
     def _failed(self, api_key: int, error: BaseException) -> BrokerFailed:
         return BrokerFailed(f"{self.address} did not answer {keys.name_of(api_key)} ({_why(error)})")

@@ -1,0 +1,105 @@
+"""Match the answers on one connection to the requests that await them.
+
+A broker answers the requests of a connection in their order, each with the request's correlation_id. Requests without
+an answer (Produce with acks=0) are not noted here.
+
+States
+  in step       every answer so far was that to the oldest request
+  out of step   a CodecError was raised: later bytes cannot be attributed, and the owner closes the connection
+
+Transitions
+  in step -> out of step   a frame of an illegal length, an answer shorter than its header, or not the awaited answer
+
+Invariants
+1. A waiter is handed out at most once: with its answer (`match`, `receive`) or without one (`end`).
+2. Answers are matched in the order of `sent`, and the correlation_id of each is verified.
+3. At most `most` requests await answers. Frames are bounded by their reader (kproxy_codec.framing).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Final, Generic, TypeVar
+
+from kproxy_codec.errors import CodecError, UnexpectedAnswer
+from kproxy_codec.framing import FrameReader, response_correlation_id
+from kproxy_codec.primitives import Buffer
+
+MAX_CORRELATION_ID: Final = 0x7FFF_FFFF
+
+Waiter = TypeVar("Waiter")
+
+
+class AwaitedAnswers(Generic[Waiter]):
+    """The requests of one connection that await answers, oldest first. `frames` cuts the received bytes."""
+
+    __slots__ = ("_last_id", "_most", "_waiting", "frames")
+
+    def __init__(self, frames: FrameReader, most: int = MAX_CORRELATION_ID) -> None:
+        """Without `most` only the ids bound the queue: its owner bounds the requests."""
+        self.frames = frames
+        self._most = most
+        self._last_id = 0
+        self._waiting: deque[tuple[int, Waiter]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Waiter]:
+        return (waiter for _, waiter in self._waiting)
+
+    @property
+    def oldest(self) -> tuple[int, Waiter] | None:
+        """The correlation_id and the waiter of the answer that comes next."""
+        return self._waiting[0] if self._waiting else None
+
+    def next_id(self) -> int:
+        """A correlation_id for the next request."""
+        self._last_id = correlation_id = (self._last_id + 1) & MAX_CORRELATION_ID
+        return correlation_id
+
+    def sent(self, correlation_id: int, waiter: Waiter) -> None:
+        """Note a request behind those sent before. Raises CodecError if `most` await answers already."""
+        if len(self._waiting) >= self._most:
+            raise CodecError(f"{self._most} earlier requests have no answer yet")
+        self._waiting.append((correlation_id, waiter))
+
+    def match(self, answer: Buffer) -> Waiter:
+        """The waiter of this answer, a whole frame. Raises UnexpectedAnswer, Truncated."""
+        answered_id = response_correlation_id(answer)
+        waiting = self._waiting
+        if not waiting or waiting[0][0] != answered_id:
+            awaited = f"correlation_id {waiting[0][0]} is awaited" if waiting else "nothing is awaited"
+            raise UnexpectedAnswer(f"an answer to something that was not asked ({answered_id}; {awaited})")
+        return waiting.popleft()[1]
+
+    def receive(self, nbytes: int) -> Iterator[tuple[Waiter, memoryview]]:
+        """The answers that `nbytes` more bytes in the buffer of `frames` complete. Raises CodecError."""
+        for frame in self.frames.buffer_updated(nbytes):
+            yield self.match(frame), frame
+
+    def receive_data(self, data: bytes) -> Iterator[tuple[Waiter, memoryview]]:
+        """Like `receive`, for bytes that are elsewhere: they are copied."""
+        rest = memoryview(data)
+        while rest:
+            buffer = self.frames.get_buffer()
+            nbytes = min(len(buffer), len(rest))
+            buffer[:nbytes] = rest[:nbytes]
+            rest = rest[nbytes:]
+            yield from self.receive(nbytes)
+
+    def replace(self, waiters: Mapping[Waiter, Waiter]) -> None:
+        """Replace waiters that are keys of `waiters`; in place, as answers may be being received."""
+        replaced = [(correlation_id, waiters.get(waiter, waiter)) for correlation_id, waiter in self._waiting]
+        self._waiting.clear()
+        self._waiting.extend(replaced)
+
+    def end(self) -> Iterator[Waiter]:
+        """Take out the waiters one by one: until then each counts as waiting."""
+        while self._waiting:
+            yield self._waiting.popleft()[1]
+
+    def clear(self) -> None:
+        """Forget all waiters."""
+        self._waiting.clear()
