@@ -7,7 +7,7 @@ in flight there enter the core.
 Invariants
 1. If the topology has changed, that is the next event.
 2. Claims are checked to be live when something is written and again when a dial completes: no past event guarantees it.
-   The fences that a batch is to stand behind are bound when it is written, too.
+   The fences of a batch, which the core names with it, are bound before it where its connection has not bound them.
 3. Open requests have at most MAX_OPEN_PARTITIONS partitions together, or as many as a single request has. So an event,
    such as the end of a broker's connection, concerns no more, and its duration is bounded. Requests for one partition
    do not count: their number is bounded by itself.
@@ -57,8 +57,9 @@ class NoRoom(Exception):
 class ContextView:
     """State that the core reads besides its events (kproxy.routing.events.View)."""
 
-    def __init__(self, context: ProxyContext) -> None:
+    def __init__(self, context: ProxyContext, claims: ClientClaims) -> None:
         self._context = context
+        self._claims = claims
         self.topology: Topology = context.topology
         self.max_nameless = context.limits.max_open_requests
 
@@ -78,6 +79,13 @@ class ContextView:
     @property
     def fenced(self) -> bool:
         return self._context.versions.fenced
+
+    @property
+    def has_claims(self) -> bool:
+        return self._claims.connection is not None
+
+    def write_fence(self, topic: bytes, partition_index: int) -> int:
+        return self._claims.write_fence(topic, partition_index)
 
     def is_hung(self, address: Address | None) -> bool:
         health = self._context.health
@@ -124,12 +132,16 @@ class PieceTicket:
 
 
 class FanoutShell:
-    """Runs the core of one client connection on `connections`; `on_undeliverable` gets lost acks=0 parts."""
+    """Runs the core of one client connection on `connections`.
+
+    `claims` is what the client has claimed. `on_undeliverable` gets lost acks=0 parts.
+    """
 
     def __init__(
         self,
         context: ProxyContext,
         connections: Connections,
+        claims: ClientClaims,
         on_undeliverable: Callable[[bytes, int], None],
     ) -> None:
         self._context = context
@@ -138,9 +150,8 @@ class FanoutShell:
         self._on_undeliverable = on_undeliverable
         # Notes its acknowledgements, if the proxy keeps a trail of them.
         self.acks = context.trail.connection(context.topology) if context.trail is not None else None
-        # What its client has claimed, once it has claimed anything.
-        self.claims: ClientClaims | None = None
-        self._view = ContextView(context)
+        self.claims = claims
+        self._view = ContextView(context, claims)
         self.core = Fanout(self._view)
         self._upstreams: dict[int, Upstream] = {}
         self._numbers: dict[Upstream, int] = {}
@@ -331,8 +342,8 @@ class FanoutShell:
 
     def before_open(self, upstream: Upstream) -> None:
         """Handle a successful dial: the waiting requests are about to be written."""
-        if self._view.gated and self._has_lapsed():
-            self._sever()
+        if self._view.gated and self.claims.have_lapsed():
+            self.claims.lapse()
         number = self._numbers.get(upstream)
         if number is not None and not upstream.closed:
             self.core.opened(number)
@@ -406,7 +417,7 @@ class FanoutShell:
     # Actions
 
     def _send(self, action: actions.Send) -> None:
-        connection, broker, piece, exchange, part, shares = action
+        connection, broker, piece, exchange, part, shares, fences = action
         self._give_up_moved()
         upstream = self._upstreams.get(connection)
         if upstream is None:
@@ -415,13 +426,13 @@ class FanoutShell:
             if upstream.is_open:
                 self.core.opened(connection)
         ticket = PieceTicket(self, upstream, piece, exchange, part)
-        claims = self.claims
-        if claims is not None and exchange.api.api_key == PRODUCE and not upstream.closed:
-            if self._has_lapsed():
+        if exchange.api.api_key == PRODUCE and not upstream.closed:
+            if self.claims.have_lapsed():
                 self.core.unsent(piece)
-                self._sever()
+                self.claims.lapse()
                 return
-            claims.binder.before(upstream, exchange, exchange.selection(part), claims.connection)
+            if fences:
+                self.claims.binder.before(upstream, fences)
         if upstream.closed:
             # One of the actions before has ended it.
             self._losses[connection].append((piece, Loss.UNWRITTEN))
@@ -431,19 +442,6 @@ class FanoutShell:
         else:
             correlation_id = upstream.next_correlation_id()
             upstream.send(ticket, correlation_id, exchange.splitter(shares).part(part, correlation_id))
-
-    def _has_lapsed(self) -> bool:
-        """Whether another client may have its claims by now.
-
-        Admitted requests wait for a dial or a retry, and this process may have been suspended meanwhile.
-        """
-        own, claims = self._context.own, self.claims
-        return own is not None and claims is not None and claims.connection.group is not None and not own.is_live()
-
-    def _sever(self) -> None:
-        if self.claims is not None:
-            reason = "its claims may be others' by now: the proxy's lease in etcd is not certain to live"
-            self.claims.connection.sever(reason)
 
     def _withdraw(self, action: actions.Withdraw) -> None:
         upstream = self._upstreams[action.connection]
