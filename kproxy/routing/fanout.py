@@ -155,6 +155,11 @@ class Fanout:
         return len(self._exchanges)
 
     @property
+    def open_partitions(self) -> int:
+        """The partitions of those of them that have more than one."""
+        return self._exchanges.partitions
+
+    @property
     def is_idle(self) -> bool:
         """Whether the passing of time changes nothing."""
         return not len(self._exchanges) and not self._in_flight.pieces
@@ -162,10 +167,6 @@ class Fanout:
     def is_due(self, now: float) -> bool:
         """Whether a tick at this time reaches a deadline; requests of the plain path must enter before."""
         return any(exchange.deadline <= now for exchange in self._exchanges)
-
-    def open_exchanges(self) -> list[Exchange]:
-        """The exchanges in the order of their requests."""
-        return list(self._exchanges)
 
     def name_topics(self, request: PartitionedRequest) -> None:
         """Replace topic ids by names.
